@@ -1,0 +1,1 @@
+"""See data-parallel training from a notebook."""

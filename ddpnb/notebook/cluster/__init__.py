@@ -1,0 +1,1 @@
+"""How are processes started, fed, heard and ended?  (Notebook side.)"""

@@ -1,0 +1,1 @@
+"""How is a record drawn?  Pure functions of a snapshot.  (Notebook side.)"""

@@ -1,0 +1,1 @@
+"""What runs in every rank?  Never imports IPython displays, ipywidgets or matplotlib."""
