@@ -4,6 +4,7 @@ Frozen, checked, picklable values only: specs go down, events and reports come
 back.  Nothing here imports torch, IPython or matplotlib.
 """
 
+import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -149,9 +150,61 @@ class RunReport:
     seconds: float = math.nan
     """Training time of this rank, warm-up and evaluation left out."""
     final_loss: float = math.nan
-    """Mean training loss of the final model over the training split; on the evaluating rank only."""
+    """Mean loss of the final model over the training split; on the evaluating rank only."""
     held_out_loss: float = math.nan
     held_out_accuracy: float = math.nan
     """Share of held-out samples classified right; NaN where targets are not class labels."""
     num_batches_sent: int = 0
     """Event batches flushed, so that the notebook knows when it has them all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellSpec:
+    """One notebook cell to run on a rank."""
+
+    source: str
+    execution_count: int
+    """The notebook's own ``In [n]``, so that tracebacks on the ranks name it."""
+    run_id: str = ""
+    """The run that ``ddpnb.log`` in this cell adds to; none if empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An exception that ended a cell or a run on one rank."""
+
+    rank: int
+    name: str
+    """The exception's class."""
+    text: str
+    traceback: tuple[str, ...] = ()
+    """The formatted traceback, as IPython on the rank would show it."""
+    failed_at: float
+    """``time.time()`` on the rank when the exception arrived."""
+    is_consequence: bool = False
+    """Whether it failed only because another rank did: its connection was closed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellReport:
+    """How a cell ended on one rank."""
+
+    rank: int
+    failure: Failure | None = None
+    num_batches_sent: int = 0
+    """Event batches that ``ddpnb.log`` flushed."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnRank:
+    """A call by name of a function of ``ddpnb.rank.calls``: ``OnRank("state")()``.
+
+    The notebook's side never imports the rank's: this is the one import between
+    them, and it happens on the rank.
+    """
+
+    function: str
+
+    def __call__(self, *args: object) -> object:
+        """Import the function and call it; runs on the rank."""
+        return getattr(importlib.import_module("ddpnb.rank.calls"), self.function)(*args)

@@ -1,0 +1,330 @@
+"""Who imports torch once, forks the ranks, and ends them?  (The third process.)
+
+The notebook's kernel starts ``python -m ddpnb.forkserver FD`` and talks to it
+over one socket pair, in JSON frames.  This process forks the ipyparallel
+controller at once, imports torch while the controller starts, then forks the
+ranks: each shares the imported pages and is ready in a fraction of a second.
+
+It runs no tensor operation, starts no thread and never touches CUDA, so that a
+fork of it is safe at any time, also when a dead rank is brought back later.
+
+It is the parent of every process of the cluster.  When the kernel's end of the
+socket closes, however the kernel ended, it ends them all and removes the run
+folder.  When it is killed itself, the kernel of the operating system ends its
+children (``PR_SET_PDEATHSIG``), or they see their own pipe to it close.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ipyparallel.controller.app import IPController
+
+STOP_TIMEOUT_SECONDS = 3.0
+"""How long children may take to end by SIGTERM before they are killed."""
+
+PR_SET_PDEATHSIG = 1
+
+Frame = dict[str, Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class Child:
+    """A process of the cluster and, for a rank, the pipe to its control thread."""
+
+    name: str
+    pid: int
+    pipe: Connection | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Forkserver:
+    """The server's state: the pipe to the notebook's kernel and the children."""
+
+    kernel: Connection
+    folder: Path
+    method: str
+    children: dict[int, Child] = field(default_factory=dict)
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+
+    def serve(self) -> None:
+        """Answer the kernel and the ranks until the kernel's end closes."""
+        self.selector.register(self.kernel, selectors.EVENT_READ, self.on_kernel)
+        with sigchld_wakeup() as wakeup:
+            self.selector.register(wakeup, selectors.EVENT_READ, self.on_sigchld)
+            with contextlib.suppress(EOFError, ConnectionError):
+                while True:
+                    for key, _ in self.selector.select():
+                        key.data(key.fileobj)
+
+    def on_kernel(self, kernel: Connection) -> None:
+        """Carry out one request of the notebook's kernel."""
+        request: Frame = json.loads(kernel.recv_bytes())
+        match request.pop("op"):
+            case "start_rank":
+                self.start_rank(**request)
+            case "tell":
+                self.tell(**request)
+            case "signal":
+                self.signal(**request)
+            case "stop":
+                raise EOFError
+
+    def start_rank(self, *, rank: int, environment: dict[str, str], settings: Frame) -> None:
+        """Fork (or spawn) rank ``rank`` and report its pid."""
+        ours, theirs = Pipe()
+        if self.method == "fork":
+            pid = self.fork(lambda: run_rank(rank, environment, settings, theirs, self.folder))
+        else:
+            pid = spawn_rank(rank, environment, settings, theirs, self.folder)
+        theirs.close()
+        self.children[pid] = Child(name=str(rank), pid=pid, pipe=ours)
+        self.selector.register(ours, selectors.EVENT_READ, self.on_rank)
+        self.report(event="started", rank=rank, pid=pid)
+
+    def start_controller(self, arguments: list[str]) -> None:
+        """Fork ipyparallel's controller."""
+        pid = self.fork(lambda: run_controller(arguments, self.folder))
+        self.children[pid] = Child(name="controller", pid=pid)
+
+    def fork(self, main: Callable[[], None]) -> int:
+        """Fork a child that runs ``main`` and never returns here; return its pid."""
+        pid = os.fork()
+        if pid == 0:
+            self.kernel.close()
+            for child in self.children.values():
+                if child.pipe is not None:
+                    child.pipe.close()
+            run_child(main)
+        return pid
+
+    def tell(self, *, rank: int, message: Frame) -> None:
+        """Pass a message to the control thread of a rank; a dead rank is told nothing."""
+        for child in self.children.values():
+            if child.name == str(rank) and child.pipe is not None:
+                with contextlib.suppress(OSError):
+                    child.pipe.send_bytes(json.dumps(message).encode())
+
+    def signal(self, *, ranks: list[int], number: int) -> None:
+        """Send a signal to some ranks."""
+        names = {str(rank) for rank in ranks}
+        for child in self.children.values():
+            if child.name in names:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, number)
+
+    def on_rank(self, pipe: Connection) -> None:
+        """Pass a rank's answer on to the kernel."""
+        try:
+            answer: Frame = json.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            self.selector.unregister(pipe)
+            return
+        self.report(**answer)
+
+    def on_sigchld(self, wakeup: int) -> None:
+        """Reap children and report each one's end."""
+        os.read(wakeup, 4096)
+        while self.children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if (child := self.children.pop(pid, None)) is not None:
+                self.forget(child)
+                code = os.waitstatus_to_exitcode(status)
+                self.report(event="exited", name=child.name, pid=pid, code=code)
+
+    def forget(self, child: Child) -> None:
+        """Close the pipe of a child that has ended."""
+        if child.pipe is not None:
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(child.pipe)
+            child.pipe.close()
+
+    def report(self, **event: object) -> None:
+        """Tell the notebook's kernel of an event; a kernel that is gone is noticed by serve()."""
+        with contextlib.suppress(OSError):
+            self.kernel.send_bytes(json.dumps(event).encode())
+
+    def stop(self) -> None:
+        """End all children, then whatever they started, then this process."""
+        for number, timeout in ((signal.SIGTERM, STOP_TIMEOUT_SECONDS), (signal.SIGKILL, 1.0)):
+            for pid in self.children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            self.wait_for_children(timeout)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.kernel.close()
+        os.killpg(0, signal.SIGKILL)
+
+    def wait_for_children(self, timeout: float) -> None:
+        """Reap children until none is left or the time is up."""
+        deadline = time.monotonic() + timeout
+        while self.children and time.monotonic() < deadline:
+            with contextlib.suppress(ChildProcessError):
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+                if self.children.pop(pid, None) is not None:
+                    continue
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def sigchld_wakeup() -> Iterator[int]:
+    """Yield a descriptor that becomes readable when a child ends."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(-1)
+
+
+def run_child(main: Callable[[], None]) -> NoReturn:
+    """Run ``main`` in a forked child as if it were a fresh process, then exit."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        die_with_parent()
+        main()
+        code = 0
+    except SystemExit as exit_request:
+        code = exit_request.code if isinstance(exit_request.code, int) else 1
+    except BaseException:  # noqa: BLE001  the edge of the process: the cause goes to its log
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent ends (prctl(2))."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def redirect_output(path: Path) -> None:
+    """Send the process's stdout and stderr to a log file and its stdin to nothing."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+
+
+def run_controller(arguments: list[str], folder: Path) -> None:
+    """Be ipyparallel's controller, in the run folder so that no configuration is picked up."""
+    redirect_output(folder / "controller.log")
+    os.chdir(folder)
+    IPController.launch_instance(arguments)
+
+
+def run_rank(
+    rank: int, environment: dict[str, str], settings: Frame, pipe: Connection, folder: Path
+) -> None:
+    """Be one rank: an ipyparallel engine that has joined the process group."""
+    redirect_output(folder / f"rank-{rank}.log")
+    os.environ.update(environment)
+    from ddpnb.rank import engine  # noqa: PLC0415  torch is imported here, after the controller's fork
+
+    engine.run(settings, pipe=pipe, folder=folder)
+
+
+def spawn_rank(
+    rank: int, environment: dict[str, str], settings: Frame, pipe: Connection, folder: Path
+) -> int:
+    """Start a rank in a fresh interpreter, where forking is not safe; return its pid."""
+    description = json.dumps(
+        {
+            "rank": rank,
+            "environment": environment,
+            "settings": settings,
+            "folder": str(folder),
+            "pipe": pipe.fileno(),
+        }
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ddpnb.forkserver", "--rank", description],
+        pass_fds=[pipe.fileno()],
+        env=os.environ | environment,
+    )
+    process.returncode = 0  # reaped by on_sigchld: keeps Popen from warning or waiting
+    return process.pid
+
+
+def spawned_rank(description: str) -> NoReturn:
+    """Be the process that ``spawn_rank`` started."""
+    request = json.loads(description)
+    pipe = Connection(request.pop("pipe"))
+    folder = Path(request.pop("folder"))
+    run_child(lambda: run_rank(**request, pipe=pipe, folder=folder))
+
+
+def preload() -> None:
+    """Import everything that every rank needs, and freeze it for sharing."""
+    gc.disable()
+    importlib.import_module("ddpnb.rank.calls")
+    gc.enable()
+    gc.freeze()
+
+
+def describe_gpus() -> list[str]:
+    """Return the names of the GPUs, asked in a throwaway child: CUDA must not start here."""
+    code = (
+        "import json; from torch import cuda;"
+        "print(json.dumps([cuda.get_device_name(i) for i in range(cuda.device_count())]))"
+    )
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
+        return []
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    return list(json.loads(result.stdout)) if result.returncode == 0 else []
+
+
+def main(kernel_fd: int) -> None:
+    """Serve one notebook's kernel until it is gone."""
+    kernel = Connection(kernel_fd)
+    request: Frame = json.loads(kernel.recv_bytes())
+    server = Forkserver(kernel=kernel, folder=Path(request["folder"]), method=request["method"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        server.start_controller(request["controller_arguments"])
+        if server.method == "fork":
+            preload()
+        server.report(event="ready", gpus=describe_gpus())
+        server.serve()
+    except Exception:  # noqa: BLE001  the edge of the process: the kernel shows the cause
+        server.report(event="failed", cause=traceback.format_exc())
+    finally:
+        server.stop()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--rank":
+        spawned_rank(sys.argv[2])
+    main(int(sys.argv[1]))

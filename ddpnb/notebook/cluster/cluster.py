@@ -1,0 +1,279 @@
+"""What is a running cluster?  Its processes, its client, its ranks.  (Notebook side.)"""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpnb.errors import UserError
+from ddpnb.notebook.cluster.plan import (
+    ClusterSpec,
+    Plan,
+    free_port,
+    make_plan,
+    may_have_gpus,
+    num_cores,
+    torchrun_environment,
+)
+from ddpnb.notebook.cluster.processes import Exit, Processes, wait_for_file
+from ddpnb.wire import OnRank, RankState
+
+if TYPE_CHECKING:
+    from ddpnb.notebook.cluster.dispatch import Call, Dispatcher
+
+START_TIMEOUT_SECONDS = 120.0
+CALL_TIMEOUT_SECONDS = 30.0
+
+CONTROLLER = (
+    "--ip=127.0.0.1",
+    "--location=127.0.0.1",
+    "--log-level=ERROR",
+    "--IPController.enable_curve=True",
+    "--IPController.use_threads=True",  # two processes in place of nine
+    "--HeartMonitor.period=100",  # ms; ranks are registered on a heartbeat
+    "--HeartMonitor.max_heartmonitor_misses=864000",  # a day: ends are seen by the fork server
+)
+ENGINE = (
+    "--log-level=ERROR",
+    "--IPEngine.enable_nanny=False",  # the fork server sees to signals and deaths
+    "--IPEngine.max_heartbeat_misses=0",
+)
+
+
+class Cluster:
+    """A local cluster of ranks that have formed a process group.
+
+    ``Cluster.start`` returns one; ``stop`` ends it and may be called twice.
+    """
+
+    def __init__(self, spec: ClusterSpec, method: str) -> None:
+        self.spec = spec
+        self.method = method
+        self.folder = private_folder()
+        self.profile = self.folder / "profile"
+        self.generation = 0
+        self.states: tuple[RankState, ...] = ()
+        self.exits: dict[str, Exit] = {}
+        """How processes ended that nobody asked to end: by rank number or name."""
+        self._exit_lock = threading.Lock()
+        self._dispatcher: Dispatcher | None = None
+        self.plan = make_plan(spec, 0) if not self._asks_for_gpus() else None
+        num_threads = self.plan.num_threads if self.plan else spec.num_threads or num_cores()
+        self.processes = Processes(
+            folder=self.folder,
+            controller_arguments=[f"--profile-dir={self.profile}", *CONTROLLER],
+            num_threads=num_threads,
+            method=method,
+            on_exit=self._note_exit,
+        )
+
+    @classmethod
+    def start(
+        cls,
+        spec: ClusterSpec,
+        *,
+        method: str | None = None,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> "Cluster":
+        """Start the processes and return once every rank has finished an all-reduce.
+
+        Args:
+            spec: what the user asked for.
+            method: ``"fork"`` or ``"spawn"``; by default fork on Linux, spawn elsewhere.
+            progress: told in a few words what is being waited for.
+
+        Raises:
+            UserError: where the wish cannot be met on this host.
+            RuntimeError: where a process failed; carries the end of its log.
+        """
+        cluster = cls(spec, method or ("fork" if sys.platform == "linux" else "spawn"))
+        try:
+            cluster._start_ranks(progress)
+        except BaseException:
+            cluster.stop()
+            raise
+        return cluster
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All rank numbers."""
+        return tuple(range(len(self.states)))
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The ranks whose process runs."""
+        return tuple(rank for rank in self.ranks if str(rank) not in self.exits)
+
+    @property
+    def lost(self) -> str | None:
+        """Why the cluster as a whole cannot be used any more, if so."""
+        for name in ("fork server", "controller"):
+            if (exit_ := self.exits.get(name)) is not None:
+                return f"the {name} {describe_exit(exit_)}"
+        return None
+
+    def submit(self, function: OnRank, *arguments: object, ranks: Sequence[int]) -> "Call":
+        """Start a call on some ranks and return at once.
+
+        Raises:
+            UserError: where one of the ranks has died, or the cluster has.
+        """
+        self.require(ranks)
+        assert self._dispatcher is not None
+        return self._dispatcher.submit(function, *arguments, ranks=ranks)
+
+    def gather(
+        self, function: OnRank, *arguments: object, timeout: float = CALL_TIMEOUT_SECONDS
+    ) -> list[object]:
+        """Call a function on every rank and return the results in order of ranks."""
+        self.require(self.ranks)
+        assert self._dispatcher is not None
+        return self._dispatcher.gather(function, *arguments, ranks=self.ranks, timeout=timeout)
+
+    def require(self, ranks: Sequence[int]) -> None:
+        """Raise a UserError unless all of ``ranks`` live."""
+        if (lost := self.lost) is not None:
+            raise UserError(f"The cluster is gone: {lost}. Start anew with %ddp_restart.")
+        for rank in ranks:
+            if (exit_ := self.exits.get(str(rank))) is not None:
+                raise UserError(
+                    f"Rank {rank} {describe_exit(exit_)}: bring the ranks back with %ddp_restart."
+                )
+
+    def cut(self, ranks: Sequence[int]) -> None:
+        """Free ranks from the collectives they wait in; the group is dead afterwards."""
+        for rank in set(ranks) & set(self.living):
+            self.processes.order(rank, "cut")
+
+    def interrupt(self, ranks: Sequence[int]) -> None:
+        """Send ranks the signal that raises ``KeyboardInterrupt`` in a running cell."""
+        self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGINT)
+
+    def form_group(self) -> None:
+        """Have all ranks form a new process group, once the old one was cut."""
+        self.generation += 1
+        self.gather(OnRank("rejoin"), self.generation)
+
+    def stop(self) -> None:
+        """End every process of the cluster; may be called twice."""
+        if self._dispatcher is not None:
+            self._dispatcher.client.close()
+            self._dispatcher = None
+        self.processes.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _asks_for_gpus(self) -> bool:
+        return self.spec.device == "cuda" or (self.spec.device == "auto" and may_have_gpus())
+
+    def _start_ranks(self, progress: Callable[[str], None]) -> None:
+        progress("importing torch")
+        if self.plan is None:
+            gpus = self.processes.ready.result(START_TIMEOUT_SECONDS)
+            self.plan = make_plan(self.spec, len(gpus))
+        plan, port = self.plan, free_port()
+        for rank in range(plan.num_ranks):
+            self._start_rank(plan, rank, port)
+        self._dispatcher = self._connect()
+        self.processes.ready.result(START_TIMEOUT_SECONDS)
+        progress(f"{plan.num_ranks} ranks form a process group")
+        self._wait_for_engines(self._dispatcher.client, plan.num_ranks)
+        self.states = tuple(
+            self._dispatcher.gather(
+                OnRank("state"),
+                ranks=range(plan.num_ranks),
+                timeout=CALL_TIMEOUT_SECONDS,
+            )
+        )
+
+    def _start_rank(self, plan: Plan, rank: int, port: int) -> None:
+        self.processes.start_rank(
+            rank,
+            environment=torchrun_environment(plan, rank, port),
+            settings={
+                "device": plan.devices[rank],
+                "shares_device": plan.shares_device(rank),
+                "backend": plan.backend,
+                "num_threads": plan.num_threads,
+                "generation": self.generation,
+                "cells_folder": os.getcwd(),
+                "engine_arguments": [
+                    f"--profile-dir={self.profile}",
+                    f"--IPEngine.url_file={self.profile / 'security/ipcontroller-engine.json'}",
+                    f"--IPEngine.id={rank}",
+                    *ENGINE,
+                ],
+            },
+        )
+
+    def _connect(self) -> "Dispatcher":
+        import ipyparallel as ipp  # noqa: PLC0415  costs 0.3 s: while the fork server works
+
+        from ddpnb.notebook.cluster.dispatch import Dispatcher  # noqa: PLC0415  the same
+
+        path = self.profile / "security/ipcontroller-client.json"
+        wait_for_file(path, START_TIMEOUT_SECONDS, self._raise_if_dead)
+        return Dispatcher(ipp.Client(str(path)))
+
+    def _wait_for_engines(self, client: Any, num_ranks: int) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        while len(client.ids) < num_ranks:
+            self._raise_if_dead()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"only {len(client.ids)} of {num_ranks} ranks came")
+            time.sleep(0.002)
+
+    def _raise_if_dead(self) -> None:
+        with self._exit_lock:
+            exits = list(self.exits.values())
+        if self.processes.ready.done() and (cause := self.processes.ready.exception()):
+            raise RuntimeError(f"The ranks could not be prepared: {cause}")
+        for exit_ in exits:
+            raise RuntimeError(
+                f"{spoken(exit_.name)} {describe_exit(exit_)} while starting.\n"
+                f"{self.log_tail(exit_.name)}"
+            )
+
+    def log_tail(self, name: str, num_lines: int = 15) -> str:
+        """Return the last lines that a process wrote to its log."""
+        path = self.folder / ("controller.log" if name == "controller" else f"rank-{name}.log")
+        try:
+            return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
+        except OSError:
+            return ""
+
+    def _note_exit(self, exit_: Exit) -> None:
+        """Remember, from the listening thread, that a process ended."""
+        with self._exit_lock:
+            self.exits[exit_.name] = exit_
+        if self._dispatcher is None:
+            return
+        lost = [int(exit_.name)] if exit_.name.isdigit() else list(self.ranks)
+        for rank in lost:
+            self._dispatcher.lose(rank, describe_exit(exit_))
+
+
+def describe_exit(exit_: Exit) -> str:
+    """Say how a process ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
+    if exit_.code >= 0:
+        return f"ended with exit code {exit_.code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_.code).name}"
+    except ValueError:
+        return f"was killed by signal {-exit_.code}"
+
+
+def spoken(name: str) -> str:
+    """Return a process's name for a sentence's start: ``"Rank 1"``, ``"The controller"``."""
+    return f"Rank {name}" if name.isdigit() else f"The {name}"
+
+
+def private_folder() -> Path:
+    """Make the folder, closed to other users and in memory, where the cluster's files lie."""
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    return Path(tempfile.mkdtemp(prefix="ddpnb-", dir=parent))

@@ -1,0 +1,57 @@
+"""How is a rank reached while its main thread is busy?  (Rank side.)
+
+A thread reads the pipe from the fork server.  It answers even while the main
+thread waits inside a collective, where neither messages of ipyparallel nor
+Python's signal handlers get through.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import Any
+
+Handler = Callable[[], object]
+
+
+class ControlThread(threading.Thread):
+    """Carries out orders of the notebook's kernel, one at a time.
+
+    Args:
+        rank: this rank, named in every answer.
+        pipe: the pipe to the fork server; its end is the end of this process.
+        handlers: what to do on each order; the value returned is sent back.
+    """
+
+    def __init__(self, rank: int, pipe: Connection, handlers: Mapping[str, Handler]) -> None:
+        super().__init__(name="ddpnb-control", daemon=True)
+        self.rank = rank
+        self.pipe = pipe
+        self.handlers = handlers
+
+    def run(self) -> None:
+        """Answer orders until the fork server is gone, then end the process."""
+        while True:
+            try:
+                order: dict[str, Any] = json.loads(self.pipe.recv_bytes())
+            except (EOFError, OSError):
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.answer(order["order"], order["id"])
+
+    def answer(self, order: str, order_id: int) -> None:
+        """Carry out one order and send its result back."""
+        value = self.handlers[order]()
+        message = {"event": "answer", "rank": self.rank, "id": order_id, "value": value}
+        self.pipe.send_bytes(json.dumps(message).encode())
+
+
+def main_thread_stack() -> list[str]:
+    """Return the stack of the main thread, outermost call first, one string a frame."""
+    ident = threading.main_thread().ident
+    frame: FrameType | None = sys._current_frames().get(ident or 0)
+    return traceback.format_stack(frame)

@@ -1,0 +1,121 @@
+"""How does this rank join, leave and free its process group?  (Rank side.)"""
+
+import contextlib
+import os
+import socket
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from ddpnb.wire import RankState
+
+JOIN_TIMEOUT = timedelta(seconds=60)
+"""How long the ranks wait for each other when they form a group."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Group:
+    """This rank's place in the default process group of ``torch.distributed``.
+
+    The ranks of one host meet in a ``FileStore`` inside the private run folder:
+    no port is opened for it, and it outlives every single rank.  Each time the
+    group is formed anew, under the next generation's key prefix, so that no key
+    of a dead group is ever read.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    backend: str
+    device: torch.device
+    shares_device: bool
+    folder: Path
+    generation: int = field(default=-1)
+
+    def join(self, generation: int) -> None:
+        """Form the group; takes part: every rank.  Returns after a finished all-reduce.
+
+        Raises:
+            RuntimeError: where a rank did not come within ``JOIN_TIMEOUT``.
+        """
+        self.leave()
+        store = FileStore(str(self.folder / f"group-{generation}"), self.world_size)
+        store.set_timeout(JOIN_TIMEOUT)
+        dist.init_process_group(
+            self.backend, store=store, rank=self.rank, world_size=self.world_size
+        )
+        self.generation = generation
+        self.announce()
+        total = torch.ones(1, device=self.device)
+        dist.all_reduce(total)
+        assert total.item() == self.world_size
+
+    def leave(self) -> None:
+        """Leave the group, if there is one."""
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):  # a cut group cannot say good-bye
+                dist.destroy_process_group()
+
+    def announce(self) -> None:
+        """Tell the other ranks of this host which process this rank is."""
+        (self.folder / f"rank-{self.rank}.pid").write_text(str(os.getpid()))
+
+    def peers(self) -> list[psutil.Process]:
+        """Return the living processes of the other ranks on this host."""
+        found = []
+        for path in self.folder.glob("rank-*.pid"):
+            with contextlib.suppress(psutil.NoSuchProcess, ValueError):
+                if (pid := int(path.read_text())) != os.getpid():
+                    found.append(psutil.Process(pid))
+        return found
+
+    def cut(self) -> int:
+        """Free this rank from every collective it waits in; return the connections cut.
+
+        Shuts down the TCP connections between this process and its peers, in
+        whatever group they were opened; the waiting call then raises
+        ``RuntimeError``.  Gloo itself offers no way to end a wait.  Called from
+        another thread than the one that waits.  The group is dead afterwards:
+        ``join`` forms the next.
+        """
+        theirs = set()
+        for peer in self.peers():
+            with contextlib.suppress(psutil.Error):
+                theirs |= {(c.laddr, c.raddr) for c in peer.net_connections("tcp") if c.raddr}
+        num_cut = 0
+        for mine in psutil.Process().net_connections("tcp"):
+            if mine.raddr and (mine.raddr, mine.laddr) in theirs:
+                num_cut += shut_down(mine.fd)
+        return num_cut
+
+    def state(self) -> RankState:
+        """Describe where this rank lives."""
+        on_gpu = self.device.type == "cuda"
+        return RankState(
+            rank=self.rank,
+            local_rank=self.local_rank,
+            world_size=self.world_size,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            device=str(self.device),
+            device_name=torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
+            num_threads=torch.get_num_threads(),
+            backend=self.backend,
+            shares_device=self.shares_device,
+        )
+
+
+def shut_down(descriptor: int) -> bool:
+    """Shut a connected socket down without closing it; tell whether that was done."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.getpeername()
+            connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # closed in the meantime, or not connected: nothing waits in it
+        return False
+    return True

@@ -1,0 +1,119 @@
+"""How do events reach the notebook without slowing the training?  (Rank side.)
+
+The training thread only appends to a queue.  A thread of its own takes what has
+gathered and sends it a few times a second, as one message.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+
+from ipyparallel.datapub import publish_data
+
+from ddpnb.errors import UserError
+from ddpnb.rank.engine import RankEngine
+from ddpnb.wire import EventBatch, RunHeader, StepEvent
+
+FLUSH_SECONDS = 0.1
+"""How long an event may wait on the rank."""
+
+
+class Publisher:
+    """Sends a run's events to the notebook, in order, in numbered batches.
+
+    Use it as a context manager: the thread starts with the first event, and on
+    leaving, all that was published has been sent.
+
+    Args:
+        rank: this rank.
+        run_id: the run that the events belong to; empty: there is none.
+    """
+
+    def __init__(self, *, rank: int, run_id: str) -> None:
+        self.rank = rank
+        self.run_id = run_id
+        self.num_batches = 0
+        self._header: RunHeader | None = None
+        self._steps: deque[StepEvent] = deque()
+        self._num_logged = 0
+        self._started_seconds = time.perf_counter()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def publish(self, event: RunHeader | StepEvent) -> None:
+        """Hand an event over; costs the caller an append."""
+        if isinstance(event, RunHeader):
+            self._header = event
+        else:
+            self._steps.append(event)
+        if self._thread is None:
+            self._start()
+
+    def log(self, *, loss: float, samples: int, **metrics: float) -> None:
+        """Publish one call of ``ddpnb.log`` as the next step of this rank."""
+        event = StepEvent(
+            step=self._num_logged,
+            seconds=time.perf_counter() - self._started_seconds,
+            num_samples=samples,
+            loss=loss,
+            metrics=tuple(metrics.items()),
+        )
+        self._num_logged += 1
+        self.publish(event)
+
+    def close(self) -> None:
+        """Send what is left and end the thread; may be called twice."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._flush()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="ddpnb-publish", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(FLUSH_SECONDS):
+            self._flush()
+
+    def _flush(self) -> None:
+        steps = [self._steps.popleft() for _ in range(len(self._steps))]
+        header, self._header = self._header, None
+        if header is None and not steps:
+            return
+        batch = EventBatch(
+            run_id=self.run_id,
+            rank=self.rank,
+            sequence=self.num_batches,
+            header=header,
+            steps=tuple(steps),
+        )
+        publish_data({f"{self.run_id}/{self.num_batches}": batch})
+        self.num_batches += 1
+
+
+def log(*, loss: float = math.nan, samples: int = 0, **metrics: float) -> None:
+    """Add one step of a hand-written training loop to the run that the cell names.
+
+    Call it in a ``%%ddp --name mine`` cell, once a step, on every rank that trains.
+
+    Args:
+        loss: mean loss over this rank's samples of the step.
+        samples: how many samples this rank trained on in the step.
+        **metrics: further numbers to keep with the step.
+
+    Raises:
+        UserError: where the cell names no run.
+    """
+    publisher = RankEngine.instance().publisher
+    if publisher is None or not publisher.run_id:
+        raise UserError("ddpnb.log needs a run to add to: name one with %%ddp --name NAME.")
+    publisher.log(loss=loss, samples=samples, **metrics)
