@@ -1,1 +1,73 @@
-"""See data-parallel training from a notebook."""
+"""See data-parallel training from a notebook: start ranks, train, compare, live.
+
+In a notebook, ``%load_ext ddpnb`` brings the magics; each has its twin here.
+Importing this package imports neither torch nor matplotlib: names are looked up
+when they are used, on the side, kernel or rank, where they are used.
+"""
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ddpnb.errors import UserError
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from ddpnb.notebook.api import (
+        compare,
+        interrupt,
+        plot,
+        pull,
+        push,
+        restart,
+        run_cell,
+        runs,
+        start,
+        status,
+        stop,
+    )
+    from ddpnb.rank.publish import log
+
+__all__ = [
+    "UserError",
+    "compare",
+    "interrupt",
+    "log",
+    "plot",
+    "pull",
+    "push",
+    "restart",
+    "run_cell",
+    "runs",
+    "start",
+    "status",
+    "stop",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Find a public name on the side where it lives (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module 'ddpnb' has no attribute {name!r}")
+    on_rank = "ddpnb.rank.engine" in sys.modules
+    if name == "log" and not on_rank:
+        raise UserError("ddpnb.log works on the ranks: call it in a %%ddp --name NAME cell.")
+    if name != "log" and on_rank:
+        raise UserError(f"ddpnb.{name} works in the notebook, not on the ranks: use %%local.")
+    module = "ddpnb.rank.publish" if on_rank else "ddpnb.notebook.api"
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def load_ipython_extension(shell: "InteractiveShell") -> None:
+    """Register the magics: ``%load_ext ddpnb``."""
+    importlib.import_module("ddpnb.notebook.magics").load(shell)
+
+
+def unload_ipython_extension(shell: "InteractiveShell") -> None:
+    """Stop the cluster and switch ``%ddp_auto`` off: ``%unload_ext ddpnb``."""
+    importlib.import_module("ddpnb.notebook.magics").unload(shell)

@@ -1,4 +1,4 @@
-"""What does a mistake that the user can mend look like?  (Both sides.)"""
+"""What can go wrong that a user should read about, and how does it read?  (Both sides.)"""
 
 from collections.abc import Iterable
 
@@ -6,9 +6,12 @@ from collections.abc import Iterable
 class UserError(Exception):
     """A mistake the user can mend, told in one sentence that says how.
 
-    Magics show it as that one sentence, without a traceback; the Python twins
-    raise it as it is.
+    IPython shows it as that one sentence, without a traceback.
     """
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows (its protocol for exceptions that render themselves)."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 def one_of(what: str, given: object, choices: Iterable[object]) -> UserError:

@@ -6,7 +6,6 @@ Each function here is called by its name, through ``ddpnb.wire.OnRank``.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ddpnb.errors import UserError
 from ddpnb.rank import cell, worker
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.publish import Publisher
@@ -63,16 +62,12 @@ def push(variables: Mapping[str, object]) -> None:
 
 
 def pull(expression: str) -> object:
-    """Return the value of an expression in this rank's namespace.
-
-    Raises:
-        UserError: where it cannot be evaluated.
-    """
+    """Return the value of an expression in this rank's namespace, or how it failed."""
+    engine = this_engine()
     try:
-        return eval(expression, this_engine().kernel.shell.user_ns)
-    except Exception as error:
-        rank = this_engine().group.rank
-        raise UserError(f"Rank {rank} cannot evaluate {expression!r}: {error}.") from error
+        return eval(expression, engine.kernel.shell.user_ns)
+    except Exception as error:  # noqa: BLE001  told in the notebook
+        return cell.failure_of(error, engine)
 
 
 def this_engine() -> RankEngine:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpnb.errors import UserError
+from ddpnb.notebook.cluster.call import Call
 from ddpnb.notebook.cluster.plan import (
     ClusterSpec,
     Plan,
@@ -25,7 +26,7 @@ from ddpnb.notebook.cluster.processes import Exit, Processes, wait_for_file
 from ddpnb.wire import OnRank, RankState
 
 if TYPE_CHECKING:
-    from ddpnb.notebook.cluster.dispatch import Call, Dispatcher
+    from ddpnb.notebook.cluster.dispatch import Dispatcher
 
 START_TIMEOUT_SECONDS = 120.0
 CALL_TIMEOUT_SECONDS = 30.0
@@ -58,6 +59,7 @@ class Cluster:
         self.folder = private_folder()
         self.profile = self.folder / "profile"
         self.generation = 0
+        self._group_is_cut = False
         self.states: tuple[RankState, ...] = ()
         self.exits: dict[str, Exit] = {}
         """How processes ended that nobody asked to end: by rank number or name."""
@@ -118,7 +120,7 @@ class Cluster:
                 return f"the {name} {describe_exit(exit_)}"
         return None
 
-    def submit(self, function: OnRank, *arguments: object, ranks: Sequence[int]) -> "Call":
+    def submit(self, function: OnRank, *arguments: object, ranks: Sequence[int]) -> Call:
         """Start a call on some ranks and return at once.
 
         Raises:
@@ -129,12 +131,17 @@ class Cluster:
         return self._dispatcher.submit(function, *arguments, ranks=ranks)
 
     def gather(
-        self, function: OnRank, *arguments: object, timeout: float = CALL_TIMEOUT_SECONDS
-    ) -> list[object]:
-        """Call a function on every rank and return the results in order of ranks."""
-        self.require(self.ranks)
+        self,
+        function: OnRank,
+        *arguments: object,
+        ranks: Sequence[int] | None = None,
+        timeout: float = CALL_TIMEOUT_SECONDS,
+    ) -> list[Any]:
+        """Call a function on some ranks, or all, and return the results in order of ranks."""
+        chosen = self.ranks if ranks is None else ranks
+        self.require(chosen)
         assert self._dispatcher is not None
-        return self._dispatcher.gather(function, *arguments, ranks=self.ranks, timeout=timeout)
+        return self._dispatcher.gather(function, *arguments, ranks=chosen, timeout=timeout)
 
     def require(self, ranks: Sequence[int]) -> None:
         """Raise a UserError unless all of ``ranks`` live."""
@@ -148,6 +155,7 @@ class Cluster:
 
     def cut(self, ranks: Sequence[int]) -> None:
         """Free ranks from the collectives they wait in; the group is dead afterwards."""
+        self._group_is_cut = True
         for rank in set(ranks) & set(self.living):
             self.processes.order(rank, "cut")
 
@@ -155,10 +163,12 @@ class Cluster:
         """Send ranks the signal that raises ``KeyboardInterrupt`` in a running cell."""
         self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGINT)
 
-    def form_group(self) -> None:
-        """Have all ranks form a new process group, once the old one was cut."""
-        self.generation += 1
-        self.gather(OnRank("rejoin"), self.generation)
+    def ensure_group(self) -> None:
+        """Have all ranks form a new process group if the old one was cut."""
+        if self._group_is_cut:
+            self.generation += 1
+            self.gather(OnRank("rejoin"), self.generation)
+            self._group_is_cut = False
 
     def stop(self) -> None:
         """End every process of the cluster; may be called twice."""

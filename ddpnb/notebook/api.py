@@ -1,0 +1,170 @@
+"""What does each magic read like in plain Python?  (Notebook side.)"""
+
+from typing import Any
+
+from ddpnb.notebook.cells import RunningCell
+from ddpnb.notebook.cluster.plan import ClusterSpec
+from ddpnb.notebook.compare import ComparisonSpec
+from ddpnb.notebook.session import this_session
+from ddpnb.notebook.show.result import ComparisonResult
+from ddpnb.notebook.show.table import Table
+from ddpnb.wire import CELL_TASK
+
+
+def start(
+    n: int | None = None,
+    *,
+    device: str = "auto",
+    backend: str = "auto",
+    threads: int | None = None,
+    method: str | None = None,
+) -> Table:
+    """Start the ranks and form the process group; the twin of ``%ddp_start``.
+
+    Returns once every rank has finished an all-reduce.  Where a cluster runs
+    already, it is used as it is.
+
+    Args:
+        n: number of ranks; by default one per GPU, or up to four on the CPU's cores.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        backend: ``"auto"``, ``"gloo"`` or ``"nccl"``.
+        threads: CPU threads of each rank; by default the cores divided by the ranks.
+        method: ``"fork"`` or ``"spawn"``; by default fork on Linux, spawn elsewhere.
+
+    Returns:
+        The table of ranks.
+
+    Raises:
+        UserError: where that cannot be had on this machine.
+    """
+    spec = ClusterSpec(num_ranks=n, device=device, backend=backend, num_threads=threads)
+    return this_session().start(spec, method=method)
+
+
+def stop() -> bool:
+    """End every process of the cluster; the twin of ``%ddp_stop``.
+
+    Returns:
+        Whether a cluster was running.
+    """
+    return this_session().stop()
+
+
+def restart(n: int | None = None) -> Table:
+    """End the ranks and start them anew; their variables are lost.  As ``%ddp_restart``."""
+    return this_session().restart(n)
+
+
+def status() -> Table:
+    """Return the state of every rank; the twin of ``%ddp_status``."""
+    return this_session().status()
+
+
+def interrupt() -> None:
+    """Stop what runs on the ranks; their variables are kept.  As ``%ddp_interrupt``."""
+    this_session().interrupt()
+
+
+def run_cell(
+    source: str,
+    *,
+    ranks: str | None = None,
+    wait: bool = True,
+    name: str = "",
+    timeout: float | None = None,
+) -> RunningCell | None:
+    """Run a cell on ranks; the twin of ``%%ddp``.
+
+    Args:
+        source: the cell, as one would type it: magics, ``!commands`` and ``await`` work.
+        ranks: which ranks, e.g. ``"0,2-3"``; by default all.
+        wait: whether to return only when every rank has ended it.
+        name: the run that ``ddpnb.log`` in the cell adds to.
+        timeout: seconds after which the ranks are interrupted.
+
+    Returns:
+        The running cell where ``wait`` is false.
+
+    Raises:
+        RankError: where it failed on a rank.
+        TimeoutError: where it took longer than ``timeout``.
+    """
+    session = this_session()
+    return session.run_cell(source, ranks=ranks, wait=wait, name=name, timeout=timeout)
+
+
+def push(ranks: str | None = None, **variables: object) -> None:
+    """Put variables on the ranks: ``push(a=1, b=2)``; the twin of ``%ddp_push``."""
+    this_session().push(variables, ranks)
+
+
+def pull(expression: str, *, ranks: str | None = None) -> Any:
+    """Return the value of an expression on the ranks; the twin of ``%ddp_pull``.
+
+    Returns:
+        A dict from rank to value; the value itself where ``ranks`` names one rank.
+    """
+    return this_session().pull(expression, ranks)
+
+
+def compare(
+    *strategies: str,
+    task: str = CELL_TASK,
+    source: str = "",
+    epochs: float = 2.0,
+    batch_size: int = 256,
+    lr: float = 0.05,
+    seed: int = 0,
+    repeats: int = 1,
+    name: str = "",
+    baseline: bool = True,
+) -> ComparisonResult:
+    """Train strategies on the same task and compare them live; the twin of ``%%ddp_compare``.
+
+    Args:
+        *strategies: ``"single"``, ``"dp"``, ``"ddp"``, ``"async"``.
+        task: ``"digits"`` or ``"synthetic"``; left out where ``source`` defines the task.
+        source: a cell that defines ``model()`` and ``data(split)``, and if wanted
+            ``loss`` and ``optimizer(params)``.
+        epochs: passes over the training data.
+        batch_size: samples per step over all workers together.
+        lr: learning rate of the default optimizer, SGD with momentum 0.9.
+        seed: of the initial weights and the order of samples, the same for all.
+        repeats: how often each strategy is trained, in turns with the others.
+        name: what the comparison is stored as; by default made from the task.
+        baseline: whether to train ``single`` too, so that there is a speed-up to tell.
+
+    Returns:
+        The result; ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(folder)``.
+
+    Raises:
+        UserError: where something cannot be trained, before anything is.
+        RankError: where a training failed.
+    """
+    spec = ComparisonSpec(
+        strategies=strategies,
+        task=task,
+        source=source,
+        num_epochs=epochs,
+        batch_size=batch_size,
+        learning_rate=lr,
+        seed=seed,
+        num_repeats=repeats,
+        name=name,
+        baseline=baseline,
+    )
+    return this_session().compare(spec)
+
+
+def runs() -> Table:
+    """Return the table of stored runs; the twin of ``%ddp_runs``."""
+    return this_session().runs()
+
+
+def plot(*names: str) -> ComparisonResult:
+    """Return stored runs, to be shown as one comparison; the twin of ``%ddp_plot``.
+
+    Args:
+        *names: as ``runs`` lists them; ``"ddp"`` is the latest run of that strategy.
+    """
+    return this_session().load(names)

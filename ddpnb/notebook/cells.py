@@ -1,0 +1,160 @@
+"""How does a cell run on ranks, from its source to its last output?  (Notebook side.)"""
+
+import contextvars
+import threading
+
+from ddpnb.notebook.cluster.call import Events, Happening, Output
+from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.notebook.cluster.watch import Watch, failure_in
+from ddpnb.notebook.ranks import format_ranks
+from ddpnb.notebook.record.recorder import Recorder
+from ddpnb.notebook.record.runs import Status
+from ddpnb.notebook.show.failures import CellTimeoutError, RankError
+from ddpnb.notebook.show.live import LiveComparison
+from ddpnb.notebook.show.output import CellOutput
+from ddpnb.notebook.show.result import ComparisonResult
+from ddpnb.wire import CellSpec, EventBatch, Failure, OnRank
+
+
+class RunningCell:
+    """A cell that runs on ranks: its output appears where it was started.
+
+    Args:
+        cluster: where it runs.
+        spec: the cell.
+        ranks: the ranks that run it.
+        recorder: keeps what ``ddpnb.log`` publishes; None where the cell names no run.
+        timeout: seconds after which the ranks are interrupted.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        spec: CellSpec,
+        ranks: tuple[int, ...],
+        *,
+        recorder: Recorder | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self.ranks = ranks
+        self.error: BaseException | None = None
+        """Why it failed, once it has."""
+        self._spec = spec
+        self._cluster = cluster
+        self._recorder = recorder
+        self._live: LiveComparison | None = None
+        self._output = CellOutput(ranks)
+        self._thread: threading.Thread | None = None
+        cluster.ensure_group()
+        self._watch = Watch(
+            cluster=cluster,
+            call=cluster.submit(OnRank("run_cell"), spec, ranks=ranks),
+            handle=self._handle,
+            tick=self._draw,
+            timeout=timeout,
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has ended the cell."""
+        return self._watch.call.done
+
+    def run(self) -> None:
+        """Attend to the cell until it has ended, showing its output.
+
+        Raises:
+            RankError: where it failed on a rank.
+            CellTimeoutError: where it took longer than its timeout.
+            KeyboardInterrupt: where it was interrupted; the ranks have stopped.
+        """
+        try:
+            self._watch.run()
+        finally:
+            self._output.close()
+            self._end_run()
+        self._raise()
+
+    def run_in_background(self) -> None:
+        """Attend to the cell in a thread, so that the notebook goes on."""
+        here = contextvars.copy_context()  # knows which cell output belongs to
+        self._thread = threading.Thread(target=here.run, args=(self._run_quietly,), daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for a cell started with ``--no-wait``; raise what it failed with.
+
+        Args:
+            timeout: in seconds; the cell goes on after it.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the cell still runs after {timeout} s")
+        if self.error is not None:
+            raise self.error
+
+    def interrupt(self) -> None:
+        """Stop the cell on all its ranks."""
+        self._watch.stop_requested = True
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done else "failed" if self.error else "finished"
+        return f"<cell on ranks {format_ranks(self.ranks)}: {state}>"
+
+    def _run_quietly(self) -> None:
+        try:
+            self.run()
+        except Exception as error:  # noqa: BLE001  kept for wait(), shown now
+            self.error = error
+            print(
+                "\n".join(
+                    error._render_traceback_() if isinstance(error, RankError) else [repr(error)]
+                )
+            )
+
+    def _handle(self, happening: Happening) -> None:
+        if isinstance(happening, Output):
+            self._output.take(happening.rank, happening.kind, happening.content)
+        elif isinstance(happening, Events):
+            self._record(happening.batch)
+        else:
+            self._output.finish(happening.rank)
+
+    def _record(self, batch: EventBatch) -> None:
+        if self._recorder is None:
+            return
+        if self._live is None:
+            self._live = LiveComparison()
+        self._recorder.add(batch)
+
+    def _draw(self) -> None:
+        self._output.show()
+        if self._live is not None and self._recorder is not None:
+            self._live.update(self._recorder.comparison)
+
+    def _end_run(self) -> None:
+        if self._recorder is None:
+            return
+        failed = self._watch.lost or any(map(failure_in, self._watch.returned.values()))
+        finished = not failed and len(self._watch.returned) == len(self.ranks)
+        status = Status.FAILED if failed else Status.FINISHED if finished else Status.STOPPED
+        self._recorder.end(self._spec.run_id, status)
+        if self._live is not None:
+            self._live.finish(ComparisonResult(self._recorder.comparison))
+
+    def _raise(self) -> None:
+        failures = failures_of(self._watch)
+        if self._watch.timed_out:
+            raise CellTimeoutError(self._watch.timeout or 0.0)
+        if self._watch.stop_requested:
+            raise KeyboardInterrupt("the cell was interrupted; variables are kept")
+        if failures:
+            raise RankError(failures)
+
+
+def failures_of(watch: Watch) -> list[Failure]:
+    """Return how the call failed, on whichever ranks it did."""
+    failures = [f for f in map(failure_in, watch.returned.values()) if f is not None]
+    for rank, cause in watch.lost.items():
+        failures.append(Failure(rank=rank, name="RankLost", text=f"it {cause}", failed_at=0.0))
+    return failures

@@ -1,0 +1,114 @@
+"""Who looks after a call until it has ended, one way or another?  (Notebook side.)
+
+Ranks that wait for a rank which has failed are freed.  An interrupt or a timeout
+reaches every rank, also inside a collective.  What does not end even then is
+killed, and said.
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpnb.notebook.cluster.call import Call, Happening, Lost, Returned
+from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.wire import CellReport, Failure
+
+TICK_SECONDS = 0.05
+FREE_AFTER_SECONDS = 0.3
+"""How long ranks may still run after one has failed: they may be about to fail alike."""
+CUT_AFTER_SECONDS = 0.3
+"""How long an interrupted rank may take before it is freed from its collective."""
+KILL_AFTER_SECONDS = 10.0
+"""How long an interrupted and freed rank may take before it is killed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Watch:
+    """Attends to one call until it is done.
+
+    Args:
+        cluster: where the call runs.
+        call: the call.
+        handle: takes each happening, in order.
+        tick: called about every ``TICK_SECONDS``, to draw.
+        timeout: seconds after which the ranks are interrupted.
+    """
+
+    cluster: Cluster
+    call: Call
+    handle: Callable[[Happening], None]
+    tick: Callable[[], None]
+    timeout: float | None = None
+    timed_out: bool = False
+    stop_requested: bool = False
+    returned: dict[int, Any] = field(default_factory=dict)
+    """What each rank returned."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Ranks that died during the call, with how."""
+    _failed_at: float | None = None
+
+    def run(self) -> None:
+        """Return when every rank has ended the call.
+
+        Raises:
+            KeyboardInterrupt: after an interrupt, once the ranks have stopped.
+        """
+        deadline = time.monotonic() + self.timeout if self.timeout else None
+        try:
+            while not self.call.done:
+                self._attend(TICK_SECONDS)
+                self._free_waiting()
+                if self.stop_requested or (deadline and time.monotonic() > deadline):
+                    self.timed_out = not self.stop_requested
+                    return self._stop_ranks()
+        except KeyboardInterrupt:
+            self._stop_ranks()
+            raise
+
+    def _attend(self, seconds: float) -> None:
+        for happening in self.call.happenings(seconds):
+            self._note(happening)
+            self.handle(happening)
+        self.tick()
+
+    def _note(self, happening: Happening) -> None:
+        if isinstance(happening, Returned):
+            self.returned[happening.rank] = happening.value
+        elif isinstance(happening, Lost):
+            self.lost[happening.rank] = happening.cause
+        failed = self.lost or any(map(failure_in, self.returned.values()))
+        if self._failed_at is None and failed:
+            self._failed_at = time.monotonic()
+
+    def _free_waiting(self) -> None:
+        """Cut the group, once, under ranks that still run when one has failed."""
+        if self._failed_at is None or not self.call.running:
+            return
+        if time.monotonic() - self._failed_at > FREE_AFTER_SECONDS:
+            self.cluster.cut(tuple(self.call.running))
+            self._failed_at = float("inf")
+
+    def _stop_ranks(self) -> None:
+        """Interrupt all ranks; free, then kill, those that do not stop."""
+        self.cluster.interrupt(tuple(self.call.running))
+        self._attend_until_done(CUT_AFTER_SECONDS)
+        if self.call.running:
+            self.cluster.cut(tuple(self.call.running))
+            self._attend_until_done(KILL_AFTER_SECONDS)
+        if self.call.running:
+            self.cluster.processes.signal(sorted(self.call.running), signal.SIGKILL)
+            self._attend_until_done(KILL_AFTER_SECONDS)
+
+    def _attend_until_done(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.call.done and time.monotonic() < deadline:
+            self._attend(TICK_SECONDS)
+
+
+def failure_in(value: object) -> Failure | None:
+    """Return the failure that a rank reported, if it did."""
+    if isinstance(value, Failure):
+        return value
+    return value.failure if isinstance(value, CellReport) else None

@@ -1,0 +1,168 @@
+"""How are strategies trained one after the other and compared?  (Notebook side.)"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ddpnb.errors import UserError, one_of
+from ddpnb.notebook.cells import failures_of
+from ddpnb.notebook.cluster.call import Events, Happening, Returned
+from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.notebook.cluster.watch import Watch
+from ddpnb.notebook.record.recorder import Recorder, new_id
+from ddpnb.notebook.record.runs import Status
+from ddpnb.notebook.record.store import Store
+from ddpnb.notebook.show.failures import RankError
+from ddpnb.notebook.show.live import LiveComparison
+from ddpnb.notebook.show.result import ComparisonResult
+from ddpnb.wire import CELL_TASK, STRATEGIES, TASKS, Failure, OnRank, RunReport, RunSpec
+
+BASELINE = "single"
+CHECK_TIMEOUT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonSpec:
+    """What is compared: strategies, and the training that is the same for all of them."""
+
+    strategies: tuple[str, ...]
+    task: str = CELL_TASK
+    source: str = ""
+    num_epochs: float = 2.0
+    batch_size: int = 256
+    learning_rate: float = 0.05
+    seed: int = 0
+    num_repeats: int = 1
+    name: str = ""
+    baseline: bool = True
+    """Whether ``single`` is trained too, so that there is a speed-up to tell."""
+
+    def __post_init__(self) -> None:
+        if not self.strategies:
+            names = ", ".join(STRATEGIES)
+            raise UserError(f"Name the strategies to compare, one or more of: {names}.")
+        for strategy in self.strategies:
+            if strategy not in STRATEGIES:
+                raise one_of("strategy", strategy, STRATEGIES)
+        if self.task != CELL_TASK and self.task not in TASKS:
+            raise one_of("task", self.task, TASKS)
+        if self.task != CELL_TASK and self.source.strip():
+            raise UserError(
+                f"--task {self.task} and a cell that defines the task: leave one of them out."
+            )
+        if self.num_repeats < 1:
+            raise UserError(f"--repeats must be at least 1, not {self.num_repeats}.")
+
+    def run_specs(self) -> tuple[RunSpec, ...]:
+        """Return every training: all strategies once, then all again, so that none is favoured."""
+        strategies = dict.fromkeys(self.strategies)
+        if self.baseline:
+            strategies = dict.fromkeys([BASELINE, *strategies])
+        return tuple(
+            RunSpec(
+                run_id=new_id(),
+                strategy=strategy,
+                task=self.task,
+                source=self.source,
+                num_epochs=self.num_epochs,
+                batch_size=self.batch_size,
+                learning_rate=self.learning_rate,
+                seed=self.seed,
+                repeat=repeat,
+            )
+            for repeat in range(self.num_repeats)
+            for strategy in strategies
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Training:
+    """A comparison that is being trained.
+
+    Args:
+        cluster: where.
+        recorder: keeps the runs.
+        specs: the trainings, in order.
+        live: shows them.
+    """
+
+    cluster: Cluster
+    recorder: Recorder
+    specs: Sequence[RunSpec]
+    live: LiveComparison = field(default_factory=LiveComparison)
+
+    def run(self) -> ComparisonResult:
+        """Train everything; what was trained is shown and kept, however it ends.
+
+        Raises:
+            RankError: where a training failed.
+            KeyboardInterrupt: where it was interrupted; the ranks have stopped.
+        """
+        try:
+            for spec in self.specs:
+                self._train(spec)
+        finally:
+            result = ComparisonResult(self.recorder.comparison)
+            self.live.finish(result)
+        return result
+
+    def _train(self, spec: RunSpec) -> None:
+        self.recorder.begin(spec.run_id, spec.strategy, spec)
+        self.cluster.ensure_group()
+        watch = Watch(
+            cluster=self.cluster,
+            call=self.cluster.submit(OnRank("train"), spec, ranks=self.cluster.ranks),
+            handle=self._handle,
+            tick=lambda: self.live.update(self.recorder.comparison),
+        )
+        try:
+            watch.run()
+        except KeyboardInterrupt:
+            self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
+            raise
+        if failures := failures_of(watch):
+            error = RankError(failures)
+            self.recorder.end(spec.run_id, Status.FAILED, str(error))
+            raise error
+        self.recorder.end(spec.run_id, Status.FINISHED)
+
+    def _handle(self, happening: Happening) -> None:
+        if isinstance(happening, Events):
+            self.recorder.add(happening.batch)
+        elif isinstance(happening, Returned) and isinstance(happening.value, RunReport):
+            self.recorder.add_report(happening.value)
+
+
+def compare(cluster: Cluster, store: Store, spec: ComparisonSpec) -> ComparisonResult:
+    """Check that every strategy can be trained, then train them all.
+
+    Raises:
+        UserError: where the task or a strategy cannot be trained, before anything is.
+    """
+    specs = spec.run_specs()
+    cluster.ensure_group()
+    for run_spec in {run_spec.strategy: run_spec for run_spec in specs}.values():
+        check(cluster, run_spec)
+    recorder = Recorder(
+        store,
+        name=spec.name,
+        task=spec.task,
+        source=spec.source,
+        specs=specs,
+    )
+    return Training(cluster=cluster, recorder=recorder, specs=specs).run()
+
+
+def check(cluster: Cluster, spec: RunSpec) -> None:
+    """Have every rank look for what would stop a training.
+
+    Raises:
+        UserError: where the user's own mistake would.
+        RankError: where the cell itself fails.
+    """
+    found = cluster.gather(OnRank("check"), spec, timeout=CHECK_TIMEOUT_SECONDS)
+    failures = [failure for failure in found if isinstance(failure, Failure)]
+    for failure in failures:
+        if failure.name == UserError.__name__:
+            raise UserError(failure.text)
+    if failures:
+        raise RankError(failures)

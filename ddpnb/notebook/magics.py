@@ -1,0 +1,241 @@
+"""Which magics are there, and what does each call?  (Notebook side.)
+
+Every magic parses its line, builds a spec and makes one call of the session.
+"""
+
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import (
+    Magics,
+    cell_magic,
+    line_cell_magic,
+    line_magic,
+    magics_class,
+)
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.display import display
+
+from ddpnb.errors import UserError
+from ddpnb.notebook.auto import AutoCells
+from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES, ClusterSpec
+from ddpnb.notebook.compare import ComparisonSpec
+from ddpnb.notebook.complete import complete_magics
+from ddpnb.notebook.session import this_session
+from ddpnb.notebook.show.live import show_result
+from ddpnb.notebook.show.slot import Slot
+from ddpnb.wire import CELL_TASK, STRATEGIES, TASKS
+
+
+@magics_class
+class DdpMagics(Magics):
+    """The magics of ddpnb; ``%ddp_start?`` tells of one."""
+
+    shell: InteractiveShell
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self.auto = AutoCells(shell)
+
+    @magic_arguments()
+    @argument("-n", type=int, default=None, help="number of ranks")
+    @argument("--device", default="auto", help=" | ".join(DEVICES))
+    @argument("--backend", default="auto", help=" | ".join(BACKENDS))
+    @argument("--threads", type=int, default=None, help="CPU threads of each rank")
+    @line_magic
+    def ddp_start(self, line: str) -> None:
+        """Start the ranks and form the process group.
+
+        One rank per GPU, or ranks on the CPU with gloo where there is none.  Returns
+        once every rank has finished an all-reduce.  A cluster that runs already is
+        used as it is.
+        """
+        args = parse_argstring(self.ddp_start, line)
+        spec = ClusterSpec(
+            num_ranks=args.n, device=args.device, backend=args.backend, num_threads=args.threads
+        )
+        slot = Slot()
+        slot.show_table(this_session().start(spec, progress=slot.show_text))
+
+    @line_magic
+    def ddp_status(self, line: str) -> None:
+        """Show the state of every rank."""
+        no_arguments("%ddp_status", line)
+        display(this_session().status())
+
+    @line_magic
+    def ddp_stop(self, line: str) -> None:
+        """End every process of the cluster; nothing happens where none runs."""
+        no_arguments("%ddp_stop", line)
+        stopped = this_session().stop()
+        print("The cluster has stopped." if stopped else "No cluster was running.")
+
+    @magic_arguments()
+    @argument("-n", type=int, default=None, help="number of ranks; by default as many as before")
+    @line_magic
+    def ddp_restart(self, line: str) -> None:
+        """End the ranks and start them anew; their variables are lost."""
+        args = parse_argstring(self.ddp_restart, line)
+        slot = Slot()
+        slot.show_table(this_session().restart(args.n, progress=slot.show_text))
+
+    @line_magic
+    def ddp_interrupt(self, line: str) -> None:
+        """Stop what ``%%ddp --no-wait`` cells run on the ranks; variables are kept.
+
+        A cell that the notebook waits for is stopped by the notebook's own interrupt,
+        the square button.
+        """
+        no_arguments("%ddp_interrupt", line)
+        this_session().interrupt()
+
+    @magic_arguments()
+    @argument("--ranks", default=None, help="which ranks, e.g. 0,2-3; by default all")
+    @argument("--no-wait", action="store_true", help="go on at once; output follows as it comes")
+    @argument("--name", default="", help="the run that ddpnb.log in the cell adds to")
+    @argument("--timeout", type=float, default=None, help="seconds before the ranks are stopped")
+    @cell_magic
+    def ddp(self, line: str, cell: str) -> Any:
+        """Run the cell on the ranks.
+
+        ``rank``, ``local_rank``, ``world_size`` and ``device`` are defined there.  Each
+        line of output is labelled with its rank; equal lines are shown once, as [0-3].
+        """
+        args = parse_argstring(self.ddp, line)
+        return this_session().run_cell(
+            cell if self.auto.has_redirected(cell) else below_magic(f"%%ddp {line}", cell),
+            ranks=args.ranks,
+            wait=not args.no_wait,
+            name=args.name,
+            timeout=args.timeout,
+        )
+
+    @cell_magic
+    def rank(self, line: str, cell: str) -> None:
+        """Run the cell on some ranks: ``%%rank 0``, ``%%rank 0,2-3``."""
+        if not line.strip():
+            raise UserError("Say which ranks: %%rank 0, or %%rank 0,2-3.")
+        this_session().run_cell(below_magic(f"%%rank {line}", cell), ranks=line.strip())
+
+    @line_magic
+    def ddp_auto(self, line: str) -> None:
+        """Send every cell to the ranks: ``%ddp_auto on``, ``%ddp_auto off``.
+
+        While it is on, ``%%local`` keeps a cell in the notebook; so do ddpnb's own magics.
+        """
+        if line.strip() not in ("on", "off"):
+            raise UserError("Say %ddp_auto on, or %ddp_auto off.")
+        self.auto.switch(line.strip() == "on")
+        print(
+            "Every cell runs on the ranks; %%local keeps one here."
+            if line.strip() == "on"
+            else "Cells run in the notebook again."
+        )
+
+    @cell_magic
+    def local(self, line: str, cell: str) -> None:
+        """Run the cell in the notebook, also while ``%ddp_auto`` is on."""
+        no_arguments("%%local", line)
+        self.shell.run_cell(below_magic("%%local", cell)).raise_error()
+
+    @magic_arguments()
+    @argument("names", nargs="+", help="variables of the notebook")
+    @argument("--ranks", default=None, help="which ranks, e.g. 0,2-3; by default all")
+    @line_magic
+    def ddp_push(self, line: str) -> None:
+        """Copy variables of the notebook to the ranks: ``%ddp_push a b``."""
+        args = parse_argstring(self.ddp_push, line)
+        here = self.shell.user_ns
+        if missing := [name for name in args.names if name not in here]:
+            raise UserError(f"The notebook has no variable {', '.join(missing)}.")
+        this_session().push({name: here[name] for name in args.names}, args.ranks)
+
+    @magic_arguments()
+    @argument("expression", nargs="+", help="a variable of the ranks, or an expression")
+    @argument("--ranks", default=None, help="which ranks, e.g. 0; by default all")
+    @argument("--as", dest="name", default="", help="the notebook's variable that takes it")
+    @line_magic
+    def ddp_pull(self, line: str) -> Any:
+        """Bring a value from the ranks: ``%ddp_pull loss --ranks 0 --as loss``.
+
+        A dict from rank to value; the value itself where ``--ranks`` names one rank.
+        """
+        args = parse_argstring(self.ddp_pull, line)
+        value = this_session().pull(" ".join(args.expression), args.ranks)
+        if not args.name:
+            return value
+        self.shell.user_ns[args.name] = value
+        return None
+
+    @magic_arguments()
+    @argument("strategies", nargs="*", help=" | ".join(STRATEGIES))
+    @argument("--task", default=CELL_TASK, help=f"{' | '.join(TASKS)}; left out: the cell's own")
+    @argument("--epochs", type=float, default=2.0, help="passes over the training data")
+    @argument("--batch-size", type=int, default=256, help="samples a step, over all workers")
+    @argument("--lr", type=float, default=0.05, help="learning rate of the default optimizer")
+    @argument("--seed", type=int, default=0, help="of the weights and the order of samples")
+    @argument("--repeats", type=int, default=1, help="how often each strategy is trained")
+    @argument("--name", default="", help="what the comparison is stored as")
+    @argument("--no-baseline", action="store_true", help="do not train `single` as well")
+    @line_cell_magic
+    def ddp_compare(self, line: str, cell: str = "") -> Any:
+        """Train strategies on the same task and compare them, drawn live.
+
+        The cell defines ``model()`` and ``data(split)``, with split "train" or "test",
+        and if wanted ``loss(output, target)`` and ``optimizer(params)``.  Without a
+        cell, ``--task`` names a built-in task.
+        """
+        args = parse_argstring(self.ddp_compare, line)
+        spec = ComparisonSpec(
+            strategies=tuple(args.strategies),
+            task=args.task,
+            source=below_magic(f"%%ddp_compare {line}", cell) if cell.strip() else "",
+            num_epochs=args.epochs,
+            batch_size=args.batch_size,
+            learning_rate=args.lr,
+            seed=args.seed,
+            num_repeats=args.repeats,
+            name=args.name,
+            baseline=not args.no_baseline,
+        )
+        return this_session().compare(spec)
+
+    @magic_arguments()
+    @argument("names", nargs="*", help="runs or comparisons, as %%ddp_runs lists them")
+    @line_magic
+    def ddp_plot(self, line: str) -> Any:
+        """Draw stored runs together: ``%ddp_plot mine ddp``."""
+        result = this_session().load(parse_argstring(self.ddp_plot, line).names)
+        show_result(result)
+        return result
+
+    @line_magic
+    def ddp_runs(self, line: str) -> None:
+        """List the stored runs."""
+        no_arguments("%ddp_runs", line)
+        display(this_session().runs())
+
+
+def below_magic(magic: str, cell: str) -> str:
+    """Return a cell's body under a comment for its first line: line numbers stay right."""
+    return cell if cell.startswith("%%") else f"# {magic}\n{cell}"
+
+
+def no_arguments(magic: str, line: str) -> None:
+    """Raise a UserError where a magic that takes no argument was given one."""
+    if line.strip():
+        raise UserError(f"{magic} takes no arguments, but was given {line.strip()!r}.")
+
+
+def load(shell: InteractiveShell) -> None:
+    """Register the magics and their completions."""
+    magics = DdpMagics(shell)
+    shell.register_magics(magics)
+    complete_magics(shell, magics)
+
+
+def unload(shell: InteractiveShell) -> None:
+    """End the cluster; cells run in the notebook again."""
+    magics = shell.magics_manager.registry["DdpMagics"]
+    magics.auto.switch(False)
+    this_session().stop()

@@ -1,0 +1,64 @@
+"""How do specs, headers, reports and events become text and bytes, and back?  (Notebook side.)
+
+JSON for the few, the bytes of ``EVENT`` rows for the many; never pickle, so a
+stored run from a stranger cannot run code.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ddpnb.notebook.record.events import EVENT, PackedBatch
+from ddpnb.wire import RunHeader, RunReport, RunSpec
+
+Wire = TypeVar("Wire", RunSpec, RunHeader, RunReport)
+
+
+def to_text(value: RunSpec | RunHeader | RunReport) -> str:
+    """Return ``value`` as JSON; NaN and infinity stay what they are."""
+    return json.dumps(dataclasses.asdict(value))
+
+
+def from_text(kind: type[Wire], text: str) -> Wire:
+    """Return the ``kind`` that ``to_text`` wrote; fields it does not know are dropped."""
+    known = {entry.name for entry in dataclasses.fields(kind)}
+    given: Mapping[str, Any] = json.loads(text)
+    return kind(**{name: _as_tuple(value) for name, value in given.items() if name in known})
+
+
+def specs_to_text(specs: tuple[RunSpec, ...]) -> str:
+    """Return several specs as one JSON list."""
+    return json.dumps([dataclasses.asdict(spec) for spec in specs])
+
+
+def specs_from_text(text: str) -> tuple[RunSpec, ...]:
+    """Return the specs that ``specs_to_text`` wrote."""
+    return tuple(from_text(RunSpec, json.dumps(given)) for given in json.loads(text))
+
+
+def batch_row(batch: PackedBatch) -> tuple[str, int, int, int, bytes, str]:
+    """Return run id, rank, sequence, number of events, their bytes, metrics as JSON."""
+    metrics = json.dumps(batch.metrics) if batch.metrics else ""
+    events = batch.events
+    return batch.run_id, batch.rank, batch.sequence, len(events), events.tobytes(), metrics
+
+
+def batch_of(
+    run_id: str, rank: int, sequence: int, header: RunHeader | None, events: bytes, metrics: str
+) -> PackedBatch:
+    """Return the batch that ``batch_row`` wrote, and give it ``header``."""
+    return PackedBatch(
+        run_id=run_id,
+        rank=rank,
+        sequence=sequence,
+        header=header,
+        events=np.frombuffer(events, dtype=EVENT),
+        metrics=tuple((index, name, value) for index, name, value in json.loads(metrics or "[]")),
+    )
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

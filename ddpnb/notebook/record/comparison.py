@@ -1,0 +1,81 @@
+"""What belongs together, and how was it made?  (Notebook side.)"""
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+
+from ddpnb.notebook.record.runs import RunSnapshot
+from ddpnb.wire import RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Comparison:
+    """Several runs at one moment, and what is needed to repeat them."""
+
+    comparison_id: str
+    name: str
+    created: float = 0.0
+    """Seconds since 1970 (UTC)."""
+    task: str = ""
+    source: str = ""
+    """The cell that defines what is trained; empty for a built-in task."""
+    specs: tuple[RunSpec, ...] = ()
+    """Every training that was asked for, in the order of training."""
+    runs: tuple[RunSnapshot, ...] = ()
+    """Every training that has begun."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """The names asked for or logged, each once, in order."""
+        asked = [spec.strategy for spec in self.specs]
+        return tuple(dict.fromkeys(asked + [run.name for run in self.runs]))
+
+    def with_runs(self, runs: Sequence[RunSnapshot]) -> "Comparison":
+        """Return the same comparison at another moment."""
+        return replace(self, runs=tuple(runs))
+
+
+def overlay(comparisons: Sequence[Comparison]) -> Comparison:
+    """Return the runs of several comparisons as one, each run once."""
+    assert comparisons, "nothing to overlay"
+    if len(comparisons) == 1:
+        return comparisons[0]
+    runs = {run.run_id: run for comparison in comparisons for run in comparison.runs}
+    return Comparison(
+        comparison_id="+".join(comparison.comparison_id for comparison in comparisons),
+        name=", ".join(comparison.name for comparison in comparisons),
+        created=max(comparison.created for comparison in comparisons),
+        task=_the_same([comparison.task for comparison in comparisons]),
+        source=_the_same([comparison.source for comparison in comparisons]),
+        runs=tuple(runs.values()),
+        environment=_shared([comparison.environment for comparison in comparisons]),
+    )
+
+
+def environment(versions: Mapping[str, str]) -> dict[str, str]:
+    """Return where a comparison runs, with the versions the caller knows (e.g. torch's)."""
+    try:
+        own = version("ddpnb")
+    except PackageNotFoundError:
+        own = "unknown"
+    return {
+        "ddpnb": own,
+        **versions,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "host": platform.node(),
+        "CPU cores": str(os.cpu_count() or "unknown"),
+    }
+
+
+def _the_same(values: Sequence[str]) -> str:
+    return values[0] if len(set(values)) == 1 else ""
+
+
+def _shared(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return what all agree on."""
+    first, *others = environments
+    return {key: value for key, value in first.items() if all(o.get(key) == value for o in others)}

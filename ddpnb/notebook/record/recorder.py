@@ -1,0 +1,106 @@
+"""Who keeps a comparison while it trains, in memory and on disk?  (Notebook side.)"""
+
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import final
+
+from ddpnb.notebook.record.comparison import Comparison, environment
+from ddpnb.notebook.record.database import StoreError
+from ddpnb.notebook.record.runs import Run, Status
+from ddpnb.notebook.record.store import Store
+from ddpnb.wire import EventBatch, RunReport, RunSpec
+
+LIBRARIES = ("torch", "ipyparallel", "numpy")
+
+
+@final
+class Recorder:
+    """Records one comparison's runs as they are trained.
+
+    A disk that refuses does not stop a training: that is said once, and the runs
+    stay in memory.
+
+    Args:
+        store: where runs are kept.
+        name: the name asked for; empty: one is made from ``task``.
+        task: what is trained, in a word.
+        source: the cell that defines it.
+        specs: every training that will come, in order.
+    """
+
+    def __init__(
+        self, store: Store, *, name: str, task: str, source: str, specs: Sequence[RunSpec]
+    ) -> None:
+        self._store = store
+        self._runs: list[Run] = []
+        self._warned = False
+        self._comparison = Comparison(
+            comparison_id=new_id(),
+            name=name or task,
+            created=time.time(),
+            task=task,
+            source=source,
+            specs=tuple(specs),
+            environment=environment(versions_of(LIBRARIES)),
+        )
+        self._keep(self._begin, name)
+
+    @property
+    def comparison(self) -> Comparison:
+        """The comparison as it is now."""
+        return self._comparison.with_runs([run.snapshot() for run in self._runs])
+
+    def begin(self, run_id: str, name: str, spec: RunSpec | None = None) -> None:
+        """Note that a run is about to train."""
+        run = Run(run_id=run_id, name=name, comparison=self._comparison.name, spec=spec)
+        self._runs.append(run)
+        self._keep(self._store.begin_run, self._comparison.comparison_id, run.snapshot())
+
+    def add(self, batch: EventBatch) -> None:
+        """Take in what a rank flushed."""
+        self._run(batch.run_id).add(batch)
+        self._keep(self._store.append, batch)
+
+    def add_report(self, report: RunReport) -> None:
+        """Take in what a rank returned."""
+        if report.took_part:
+            self._run(report.run_id).add_report(report)
+            self._keep(self._store.add_report, report)
+
+    def end(self, run_id: str, status: Status, detail: str = "") -> None:
+        """Note how a run ended."""
+        self._run(run_id).end(status, detail)
+        self._keep(self._store.finish, run_id, status, detail)
+
+    def _run(self, run_id: str) -> Run:
+        return next(run for run in self._runs if run.run_id == run_id)
+
+    def _begin(self, wanted_name: str) -> None:
+        self._comparison = self._store.begin_comparison(self._comparison, wanted_name=wanted_name)
+
+    def _keep(self, write: Callable[..., None], *arguments: object) -> None:
+        try:
+            write(*arguments)
+        except StoreError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"The runs are not being saved: {error}", stacklevel=2)
+
+
+def new_id() -> str:
+    """Return an id that no other run or comparison has."""
+    return uuid.uuid4().hex[:12]
+
+
+def versions_of(libraries: Sequence[str]) -> dict[str, str]:
+    """Return the versions of installed libraries, without importing them."""
+    found = {}
+    for library in libraries:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:
+            continue
+    return found

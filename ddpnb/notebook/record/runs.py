@@ -1,0 +1,173 @@
+"""What has arrived of one training so far?  (Notebook side.)"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import final
+
+import numpy as np
+
+from ddpnb.notebook.record.events import EVENT, METRIC, PackedBatch, Records, Rows, pack
+from ddpnb.wire import EventBatch, RunHeader, RunReport, RunSpec
+
+
+class Status(StrEnum):
+    """How far a run has come; compares equal to its own text, e.g. ``"failed"``."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunSnapshot:
+    """A run at one moment: what plots, tables and the store read."""
+
+    run_id: str
+    name: str
+    """The strategy, or the name a hand-written loop was given."""
+    comparison: str = ""
+    """Name of the comparison that the run belongs to; speed-up is measured within it."""
+    created: float = 0.0
+    """Seconds since 1970 (UTC)."""
+    spec: RunSpec | None = None
+    """None for a hand-written loop logged with ``ddpnb.log``."""
+    header: RunHeader | None = None
+    status: Status = Status.RUNNING
+    detail: str = ""
+    """Why it failed or stopped, in one sentence."""
+    events: Records = field(default_factory=lambda: np.empty(0, dtype=EVENT))
+    """Rows of ``EVENT`` in order of arrival."""
+    metrics: Mapping[str, Records] = field(default_factory=dict)
+    """Rows of ``METRIC`` for each of the user's own numbers."""
+    reports: tuple[RunReport, ...] = ()
+    num_lost_batches: int = 0
+
+    @property
+    def repeat(self) -> int:
+        """0 for the first training of this name in its comparison."""
+        return 0 if self.spec is None else self.spec.repeat
+
+    @property
+    def is_running(self) -> bool:
+        """Whether more events may come."""
+        return self.status is Status.RUNNING
+
+
+@final
+class Run:
+    """Assembles the events of one training; ``snapshot`` is cheap and never changes.
+
+    One thread may add while others take snapshots.
+
+    Args:
+        run_id: the id that its batches and reports carry.
+        name: the strategy, or the name of a hand-written loop.
+        comparison: name of the comparison that it belongs to.
+        spec: what is trained; None for a hand-written loop.
+        created: seconds since 1970; now if not given.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        name: str,
+        comparison: str = "",
+        spec: RunSpec | None = None,
+        created: float | None = None,
+    ) -> None:
+        self._start = RunSnapshot(
+            run_id=run_id,
+            name=name,
+            comparison=comparison,
+            spec=spec,
+            created=time.time() if created is None else created,
+        )
+        self._header: RunHeader | None = None
+        self._ending = (Status.RUNNING, "")
+        self._events = Rows(EVENT)
+        self._metrics: dict[str, Rows] = {}
+        self._reports: dict[int, RunReport] = {}
+        self._num_sequences: dict[int, int] = {}
+        self._missing: set[tuple[int, int]] = set()
+
+    @classmethod
+    def of_spec(cls, spec: RunSpec, *, comparison: str = "", created: float | None = None) -> "Run":
+        """Return an empty run for ``spec``, named after its strategy."""
+        return cls(
+            run_id=spec.run_id,
+            name=spec.strategy,
+            comparison=comparison,
+            spec=spec,
+            created=created,
+        )
+
+    @property
+    def run_id(self) -> str:
+        """The id that this run's batches and reports carry."""
+        return self._start.run_id
+
+    def add(self, batch: EventBatch) -> bool:
+        """Take in what a rank flushed; return False if that batch was already here."""
+        return self.add_packed(pack(batch))
+
+    def add_packed(self, batch: PackedBatch) -> bool:
+        """Take in a batch that is packed already, as the store keeps it."""
+        assert batch.run_id == self.run_id, (batch.run_id, self.run_id)
+        if not self._is_new(batch.rank, batch.sequence):
+            return False
+        if batch.header is not None:
+            self._header = batch.header
+        offset = len(self._events)
+        for index, name, value in batch.metrics:
+            rows = self._metrics.setdefault(name, Rows(METRIC))
+            rows.extend(np.array([(offset + index, value)], dtype=METRIC))
+        self._events.extend(batch.events)
+        return True
+
+    def add_report(self, report: RunReport) -> None:
+        """Take in what a rank returned; batches it sent that never came count as lost."""
+        assert report.run_id == self.run_id, (report.run_id, self.run_id)
+        self._reports[report.rank] = report
+        self._expect(report.rank, report.num_batches_sent)
+
+    def end(self, status: Status, detail: str = "") -> None:
+        """Say how the run ended; the last word counts."""
+        self._ending = (Status(status), detail)
+
+    def snapshot(self) -> RunSnapshot:
+        """Return the run as it is now; no event is copied."""
+        status, detail = self._ending
+        return RunSnapshot(
+            run_id=self._start.run_id,
+            name=self._start.name,
+            comparison=self._start.comparison,
+            created=self._start.created,
+            spec=self._start.spec,
+            header=self._header,
+            status=status,
+            detail=detail,
+            metrics={name: rows.view() for name, rows in tuple(self._metrics.items())},
+            events=self._events.view(),
+            reports=tuple(report for _, report in sorted(self._reports.items())),
+            num_lost_batches=len(self._missing),
+        )
+
+    def _is_new(self, rank: int, sequence: int) -> bool:
+        if (rank, sequence) in self._missing:
+            self._missing.remove((rank, sequence))
+            return True
+        if sequence < self._num_sequences.get(rank, 0):
+            return False
+        self._expect(rank, sequence)
+        self._num_sequences[rank] = sequence + 1
+        return True
+
+    def _expect(self, rank: int, num_sequences: int) -> None:
+        """Count as missing every batch below ``num_sequences`` that has not come."""
+        first = self._num_sequences.get(rank, 0)
+        self._missing.update((rank, sequence) for sequence in range(first, num_sequences))
+        self._num_sequences[rank] = max(first, num_sequences)

@@ -1,0 +1,196 @@
+"""How are runs kept for a later kernel, and found again?  (Notebook side.)
+
+Whoever trains begins a comparison and its runs, appends batches as they come,
+and finishes; a crash in between loses at most the last ``flush_seconds``.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import final
+
+from ddpnb.notebook.record import codec, names, rows
+from ddpnb.notebook.record.comparison import Comparison, overlay
+from ddpnb.notebook.record.database import Database
+from ddpnb.notebook.record.events import PackedBatch, pack
+from ddpnb.notebook.record.names import StoredRun
+from ddpnb.notebook.record.runs import RunSnapshot, Status
+from ddpnb.notebook.record.writer import this_process
+from ddpnb.wire import EventBatch, RunReport
+
+FILE_NAME = "runs.sqlite3"
+
+MAX_PENDING_BATCHES = 20_000
+"""Batches kept while the disk refuses them; those after are lost, and counted as such."""
+
+INSERT_BATCH = """
+INSERT OR IGNORE INTO batches SELECT ?1, ?2, ?3, ?4, ?5, ?6
+WHERE EXISTS (SELECT 1 FROM runs WHERE id = ?1)
+"""
+"""A run that another notebook has deleted meanwhile takes nothing more, and does no harm."""
+
+
+@final
+class Store:
+    """The runs of one folder.
+
+    Every method raises ``StoreError``, one sentence, if the disk refuses; what
+    could not be written is kept and tried again at the next call.
+
+    Args:
+        folder: where they lie; ``folder.runs_folder()`` finds the project's.
+        flush_seconds: how long batches may gather before they are written.
+    """
+
+    def __init__(self, folder: Path, *, flush_seconds: float = 1.0) -> None:
+        self._database = Database(folder / FILE_NAME)
+        self._flush_seconds = flush_seconds
+        self._last_flush = time.monotonic()
+        self._pending: list[PackedBatch] = []
+        self._lock = threading.RLock()
+
+    def begin_comparison(self, comparison: Comparison, *, wanted_name: str = "") -> Comparison:
+        """Keep a comparison that is about to train; its runs follow by ``begin_run``.
+
+        Args:
+            comparison: ``name`` is the stem, e.g. the task, that gets a number.
+            wanted_name: the user's own name for it, if given.
+
+        Returns:
+            The same comparison with the name it is found by.
+        """
+        with self._database.write() as connection:
+            taken = {name for (name,) in connection.execute("SELECT name FROM comparisons")}
+            name = names.free_name(wanted_name, comparison.name, taken)
+            connection.execute(
+                "INSERT INTO comparisons VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    comparison.comparison_id,
+                    name,
+                    comparison.created,
+                    comparison.task,
+                    comparison.source,
+                    codec.specs_to_text(comparison.specs),
+                    json.dumps(dict(comparison.environment)),
+                ),
+            )
+        return replace(comparison, name=name)
+
+    def begin_run(self, comparison_id: str, run: RunSnapshot) -> None:
+        """Keep a run that is about to train within a comparison that has begun."""
+        spec = codec.to_text(run.spec) if run.spec else None
+        with self._database.write() as connection:
+            connection.execute(
+                "INSERT INTO runs (id, comparison, name, repeat, created, writer, status, spec)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    run.run_id,
+                    comparison_id,
+                    run.name,
+                    run.repeat,
+                    run.created,
+                    this_process(),
+                    run.status,
+                    spec,
+                ),
+            )
+
+    def append(self, batch: EventBatch) -> None:
+        """Keep what a rank flushed; it reaches the disk within ``flush_seconds``."""
+        with self._lock:
+            if len(self._pending) < MAX_PENDING_BATCHES:
+                self._pending.append(pack(batch))
+        if time.monotonic() - self._last_flush >= self._flush_seconds:
+            self.flush()
+
+    def add_report(self, report: RunReport) -> None:
+        """Keep what a rank returned."""
+        row = (report.run_id, report.rank, codec.to_text(report))
+        with self._database.write() as connection:
+            connection.execute("INSERT OR REPLACE INTO reports VALUES (?, ?, ?)", row)
+
+    def finish(self, run_id: str, status: Status, detail: str = "") -> None:
+        """Keep how a run ended, and all that is pending."""
+        self.flush()
+        with self._database.write() as connection:
+            connection.execute(
+                "UPDATE runs SET status = ?, detail = ? WHERE id = ?",
+                (Status(status), detail, run_id),
+            )
+
+    def flush(self) -> None:
+        """Write what is pending, whole or not at all."""
+        with self._lock:
+            try:
+                if self._pending:
+                    self._write(self._pending)
+                self._pending.clear()
+            finally:  # after a failure too, so that a slow disk is not asked without a pause
+                self._last_flush = time.monotonic()
+
+    def list(self) -> tuple[StoredRun, ...]:
+        """Return what is known of every run but its events, oldest first."""
+        return rows.read_list(self._database)
+
+    def load(self, *addresses: str) -> Comparison:
+        """Return the runs that the names or ids stand for, as one comparison.
+
+        Args:
+            addresses: as ``names.resolve`` takes them, e.g. ``"digits-1/ddp"``, ``"mine"``.
+
+        Raises:
+            UserError: a name stands for nothing; the closest ones are told.
+        """
+        self.flush()
+        known = self.list()
+        return overlay([self._load(names.resolve(address, known)) for address in addresses])
+
+    def rename(self, name: str, new_name: str) -> str:
+        """Give the comparison that ``name`` lies in a new name; return it."""
+        found = names.resolve(name, self.list())[-1]
+        with self._database.write() as connection:
+            taken = {taken for (taken,) in connection.execute("SELECT name FROM comparisons")}
+            free = names.free_name(new_name, new_name, taken - {found.comparison})
+            connection.execute(
+                "UPDATE comparisons SET name = ? WHERE id = ?", (free, found.comparison_id)
+            )
+        return free
+
+    def delete(self, address: str) -> int:
+        """Forget the runs that ``address`` stands for; return how many they were."""
+        found = names.resolve(address, self.list())
+        with self._database.write() as connection:
+            connection.executemany("DELETE FROM runs WHERE id = ?", [(r.run_id,) for r in found])
+            connection.execute(
+                "DELETE FROM comparisons WHERE id NOT IN (SELECT comparison FROM runs)"
+                " AND id IN (SELECT value FROM json_each(?))",
+                (json.dumps([run.comparison_id for run in found]),),
+            )
+        return len(found)
+
+    def close(self) -> None:
+        """Write what is pending and close; again is no harm."""
+        try:
+            if self._pending:
+                self.flush()
+        finally:
+            self._pending.clear()
+            self._database.close()
+
+    def _load(self, found: tuple[StoredRun, ...]) -> Comparison:
+        """Return runs of one comparison, or of several overlaid."""
+        parts = []
+        for comparison_id in dict.fromkeys(run.comparison_id for run in found):
+            own = [run for run in found if run.comparison_id == comparison_id]
+            whole = rows.read_comparison(self._database, comparison_id)
+            parts.append(whole.with_runs([rows.read_run(self._database, run) for run in own]))
+        return overlay(parts)
+
+    def _write(self, batches: Sequence[PackedBatch]) -> None:
+        headers = [(codec.to_text(b.header), b.run_id) for b in batches if b.header is not None]
+        with self._database.write() as connection:
+            connection.executemany("UPDATE runs SET header = ? WHERE id = ?", headers)
+            connection.executemany(INSERT_BATCH, map(codec.batch_row, batches))

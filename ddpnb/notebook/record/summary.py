@@ -1,0 +1,173 @@
+"""What does a comparison amount to, strategy by strategy?  (Notebook side.)
+
+Pure arithmetic; every number of the final table is made here.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.record.curves import Floats, num_diverged, steps_of, tenths
+from ddpnb.notebook.record.events import NO_STALENESS
+from ddpnb.notebook.record.runs import RunSnapshot, Status
+from ddpnb.wire import RunReport
+
+BASELINE = "single"
+"""Speed-up is measured against this strategy, run in the same comparison."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A number, and between which values it lay."""
+
+    middle: float = math.nan
+    """Median over repeats; with one repeat, the value of the run as a whole."""
+    low: float = math.nan
+    high: float = math.nan
+    over: str = ""
+    """What the range is over: ``"repeats"``, ``"tenths"`` of the one run, or nothing."""
+
+    def overlaps(self, other: "Spread") -> bool:
+        """Whether the ranges touch, or one is not known: then nothing may be claimed."""
+        values = (self.low, self.high, other.low, other.high)
+        return any(map(math.isnan, values)) or (self.low <= other.high and other.low <= self.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategySummary:
+    """The repeats of one strategy in one comparison."""
+
+    name: str
+    comparison: str
+    num_runs: int
+    """Repeats that ended well, or all that began while none has."""
+    num_workers: int = 0
+    """0 where it is not known."""
+    status: Status
+    samples_per_second: Spread = field(default_factory=Spread)
+    speed_up: float = math.nan
+    """Median samples/s over the median of ``single`` in the same comparison."""
+    efficiency: float = math.nan
+    """Speed-up over number of workers: 1 is ideal."""
+    final_loss: Spread = field(default_factory=Spread)
+    held_out_loss: Spread = field(default_factory=Spread)
+    held_out_accuracy: Spread = field(default_factory=Spread)
+    staleness_median: float = math.nan
+    staleness_max: float = math.nan
+    num_diverged: int = 0
+    """Losses that were NaN or infinite."""
+    notes: tuple[str, ...] = ()
+
+
+def summarise(comparison: Comparison) -> tuple[StrategySummary, ...]:
+    """Return one summary per strategy, and per comparison that the runs come from."""
+    groups = group_runs(comparison.runs)
+    speeds = {key: _speed_of(_counted(runs)) for key, runs in groups.items()}
+    return tuple(
+        _summary(key, runs, speeds[key], speeds.get((key[0], BASELINE), Spread()).middle)
+        for key, runs in groups.items()
+    )
+
+
+def group_runs(runs: Sequence[RunSnapshot]) -> dict[tuple[str, str], list[RunSnapshot]]:
+    """Return the repeats of each (comparison, name), in the order of their first run."""
+    groups: dict[tuple[str, str], list[RunSnapshot]] = {}
+    for run in runs:
+        groups.setdefault((run.comparison, run.name), []).append(run)
+    return groups
+
+
+def samples_per_second(run: RunSnapshot) -> float:
+    """Return all samples over the training seconds of the slowest worker; NaN before any."""
+    workers = [report for report in run.reports if report.took_part and report.num_samples > 0]
+    if workers and not run.is_running:
+        samples = float(sum(report.num_samples for report in workers))
+        seconds = max(report.seconds for report in workers)
+    else:
+        samples = float(run.events["num_samples"].sum())
+        seconds = float(run.events["seconds"].max(initial=0.0))
+    return samples / seconds if seconds > 0 and samples > 0 else math.nan
+
+
+def staleness_of(run: RunSnapshot) -> Floats:
+    """Return the staleness of every update that has one."""
+    staleness = run.events["staleness"]
+    known: Floats = staleness[staleness != NO_STALENESS].astype(np.float64)
+    return known
+
+
+def reported(run: RunSnapshot, what: Callable[[RunReport], float]) -> float:
+    """Return the first number that a rank's report gives; infinite counts, NaN is none."""
+    values = [what(report) for report in run.reports]
+    return next((value for value in values if not math.isnan(value)), math.nan)
+
+
+def spread(values: Sequence[float], over: str = "repeats") -> Spread:
+    """Return median and range of the values that are numbers."""
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return Spread()
+    middle = float(np.median(known))
+    if len(known) == 1:
+        return Spread(middle=middle)
+    return Spread(middle=middle, low=min(known), high=max(known), over=over)
+
+
+def _summary(
+    key: tuple[str, str], runs: Sequence[RunSnapshot], speed: Spread, baseline: float
+) -> StrategySummary:
+    counted = _counted(runs)
+    stale = np.concatenate([staleness_of(run) for run in counted])
+    num_workers = max((run.header.num_workers for run in counted if run.header), default=0)
+    speed_up = speed.middle / baseline
+    return StrategySummary(
+        name=key[1],
+        comparison=key[0],
+        num_runs=len(counted),
+        num_workers=num_workers,
+        status=counted[-1].status,
+        samples_per_second=speed,
+        speed_up=speed_up,
+        efficiency=speed_up / num_workers if num_workers else math.nan,
+        final_loss=spread([reported(run, lambda r: r.final_loss) for run in counted]),
+        held_out_loss=spread([reported(run, lambda r: r.held_out_loss) for run in counted]),
+        held_out_accuracy=spread([reported(run, lambda r: r.held_out_accuracy) for run in counted]),
+        staleness_median=float(np.median(stale)) if len(stale) else math.nan,
+        staleness_max=float(stale.max()) if len(stale) else math.nan,
+        num_diverged=sum(num_diverged(run) for run in runs),
+        notes=_notes(runs),
+    )
+
+
+def _counted(runs: Sequence[RunSnapshot]) -> list[RunSnapshot]:
+    """Return the runs that ended well; a failed repeat must not bend a median."""
+    return [run for run in runs if run.status is Status.FINISHED] or list(runs)
+
+
+def _speed_of(runs: Sequence[RunSnapshot]) -> Spread:
+    """Return samples/s over repeats; of one run, its range over the tenths of the run."""
+    if len(runs) > 1:
+        return spread([samples_per_second(run) for run in runs])
+    parts = tenths(steps_of(runs[0]))
+    whole = samples_per_second(runs[0])
+    if len(parts) == 0 or math.isnan(whole):
+        return Spread(middle=whole)
+    return Spread(middle=whole, low=float(parts.min()), high=float(parts.max()), over="tenths")
+
+
+def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
+    """Return each note once: what was emulated, what went wrong, what is missing."""
+    notes = [note for run in runs if run.header for note in run.header.notes]
+    for run in runs:
+        if run.status in (Status.FAILED, Status.STOPPED):
+            notes.append(f"{run.status} {run.detail}".strip())
+    diverged = sum(num_diverged(run) for run in runs)
+    lost = sum(run.num_lost_batches for run in runs)
+    if diverged:
+        notes.append(f"{diverged} {'loss was' if diverged == 1 else 'losses were'} NaN or infinite")
+    if lost:
+        notes.append(f"{lost} batch{'es' if lost > 1 else ''} of events never arrived")
+    return tuple(dict.fromkeys(notes))

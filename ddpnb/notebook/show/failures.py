@@ -1,0 +1,87 @@
+"""How do the errors of several ranks read?  Root cause first.  (Notebook side.)"""
+
+import re
+from collections.abc import Sequence
+
+from ddpnb.notebook.ranks import format_ranks
+from ddpnb.wire import Failure
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class RankError(Exception):
+    """A cell or run failed on some ranks.
+
+    Attributes:
+        failures: every rank's failure, the first in time first.
+        freed: ranks that waited for a failed one and were freed from the wait.
+    """
+
+    def __init__(self, failures: Sequence[Failure], *, freed: Sequence[int] = ()) -> None:
+        self.failures = tuple(sorted(failures, key=lambda f: (f.is_consequence, f.failed_at)))
+        self.freed = tuple(freed)
+        super().__init__(sentence(self.failures))
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows (its protocol for exceptions that render themselves)."""
+        return render(self.failures)
+
+
+class CellTimeoutError(TimeoutError):
+    """A cell took longer than its ``--timeout`` and was stopped."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"the cell took longer than {seconds:g} s and was stopped on all ranks; "
+            "their variables are kept"
+        )
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows (its protocol for exceptions that render themselves)."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+def sentence(failures: Sequence[Failure]) -> str:
+    """Say in one sentence which rank failed first, and how."""
+    first = failures[0]
+    same = alike(first, failures)
+    if len(same) > 1:
+        return f"ranks {format_ranks(f.rank for f in same)} failed: {first.name}: {first.text}"
+    others = "" if len(failures) == 1 else " first"
+    return f"rank {first.rank} failed{others}: {first.name}: {first.text}"
+
+
+def render(failures: Sequence[Failure]) -> list[str]:
+    """Return the lines that tell of all failures: the first in full, equal ones once."""
+    roots = [failure for failure in failures if not failure.is_consequence] or failures[:1]
+    lines: list[str] = []
+    told: list[Failure] = []
+    for failure in roots:
+        if failure in told:
+            continue
+        same = alike(failure, roots)
+        told += same
+        if lines:
+            lines.append("")
+        lines.append(f"RankError: {sentence([failure, *same[1:]])}")
+        lines += failure.traceback
+    if consequences := [f.rank for f in failures if f.is_consequence and f not in roots]:
+        lines += ["", told_consequences(consequences)]
+    return lines
+
+
+def told_consequences(ranks: Sequence[int]) -> str:
+    """Say which ranks failed only because another one did."""
+    who = f"rank {ranks[0]} was" if len(ranks) == 1 else f"ranks {format_ranks(ranks)} were"
+    return f"({who} waiting in a collective for it and stopped: connection closed by peer)"
+
+
+def alike(failure: Failure, failures: Sequence[Failure]) -> list[Failure]:
+    """Return the failures that read the same, without regard to colour."""
+    wanted = plain(failure)
+    return [other for other in failures if plain(other) == wanted]
+
+
+def plain(failure: Failure) -> tuple[str, str, str]:
+    """Return what makes two failures read the same."""
+    return failure.name, failure.text, ANSI.sub("", "\n".join(failure.traceback))

@@ -1,0 +1,75 @@
+"""How does a comparison appear under its cell while it trains?  (Notebook side.)"""
+
+import base64
+import time
+
+from IPython.core.getipython import get_ipython
+
+from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.show.progress import progress_of
+from ddpnb.notebook.show.result import ComparisonResult
+from ddpnb.notebook.show.slot import Bundle, Slot
+
+REDRAW_SECONDS = 0.4
+MAX_SHARE = 0.1
+"""The share of this process's time that drawing may take."""
+
+
+class LiveComparison:
+    """One figure and one line of progress, redrawn in place at their own pace.
+
+    At the end the line becomes the table, so that a saved notebook holds one PNG
+    and one HTML table.
+    """
+
+    def __init__(self) -> None:
+        from ddpnb.notebook.show.figure import LiveFigure  # noqa: PLC0415  matplotlib: 0.3 s
+
+        self._figure = LiveFigure()
+        self._picture = Slot()
+        self._line = Slot()
+        self._next_seconds = 0.0
+
+    def update(self, comparison: Comparison) -> None:
+        """Show the comparison as it is now, if it is time to."""
+        began = time.monotonic()
+        if began < self._next_seconds:
+            return
+        self._draw(comparison)
+        progress = progress_of(comparison)
+        self._line.show({"text/html": progress.html(), "text/plain": repr(progress)})
+        now = time.monotonic()
+        self._next_seconds = now + max(REDRAW_SECONDS, (now - began) / MAX_SHARE)
+
+    def finish(self, result: ComparisonResult) -> None:
+        """Show the figure for the last time, and the table in place of the progress."""
+        self._draw(result.comparison)
+        self._line.show(table_bundle(result))
+        mark_shown(result)
+
+    def _draw(self, comparison: Comparison) -> None:
+        self._figure.update(comparison)
+        self._picture.show(picture_bundle(self._figure.png(), repr(self._figure)))
+
+
+def show_result(result: ComparisonResult) -> None:
+    """Show a result's figure and table under the current cell."""
+    Slot().show(picture_bundle(result.plot().png(), result.sentence()))
+    Slot().show(table_bundle(result))
+    mark_shown(result)
+
+
+def picture_bundle(png: bytes, described: str) -> Bundle:
+    """Return a PNG as a MIME bundle, with a text for where it cannot be seen."""
+    return {"image/png": base64.b64encode(png).decode(), "text/plain": described}
+
+
+def table_bundle(result: ComparisonResult) -> Bundle:
+    """Return a result's table and sentence as a MIME bundle."""
+    return {"text/html": result.summary_html(), "text/plain": repr(result)}
+
+
+def mark_shown(result: ComparisonResult) -> None:
+    """Note that the current cell shows the result already."""
+    shell = get_ipython()
+    result.shown_in_cell = None if shell is None else shell.execution_count

@@ -1,0 +1,99 @@
+"""How far is the training?  One line.  (Notebook side.)"""
+
+import math
+from dataclasses import dataclass
+from html import escape
+from typing import final
+
+import numpy as np
+
+from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.record.runs import RunSnapshot
+from ddpnb.notebook.record.summary import samples_per_second
+from ddpnb.notebook.show.table import dot
+from ddpnb.notebook.show.theme import style_of
+from ddpnb.notebook.show.words import duration, labels, number, percent
+
+BAR = "display:inline-block;width:11em;height:.62em;border-radius:.31em;overflow:hidden;"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """One line of progress, shown as HTML with a bar in a notebook and as text elsewhere."""
+
+    text: str
+    share: float
+    """How much of the run is done, 0 to 1."""
+    colour: str
+
+    def html(self) -> str:
+        """Return the line with a bar in the strategy's colour."""
+        width = f"{100 * self.share:.1f}%"
+        return (
+            '<div style="font-variant-numeric:tabular-nums;padding:.25em .2em;white-space:nowrap">'
+            f'<span role="progressbar" aria-valuemin="0" aria-valuemax="100" '
+            f'aria-valuenow="{100 * self.share:.0f}" '
+            f'style="{BAR}background:rgba(128,128,128,.28);margin-right:.8em">'
+            f'<span style="display:block;height:100%;width:{width};'
+            f'background:{self.colour}"></span></span>'
+            f"{dot(self.colour)}{escape(self.text)}</div>"
+        )
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+
+def progress_of(comparison: Comparison) -> Progress:
+    """Return how far a comparison is: the run that trains, and how many are still to come.
+
+    E.g. ``ddp, repeat 1 of 3: 63 % · 812 samples/s · loss 0.41 · 12 s left | run 2 of 12``.
+    """
+    num_planned = max(len(comparison.specs), len(comparison.runs))
+    if not comparison.runs:
+        first = comparison.strategies[0] if comparison.strategies else "the first run"
+        return Progress(text=f"{first}: starting", share=0.0, colour=style_of(first).colour)
+    run = comparison.runs[-1]
+    share = _share(run)
+    parts = [_what(run, comparison) + f": {_state(run, share)}", *_numbers(run, share)]
+    counted = f" | run {len(comparison.runs)} of {num_planned}" if num_planned > 1 else ""
+    colour = style_of(run.name, comparison.strategies).colour
+    return Progress(text=" · ".join(parts) + counted, share=share, colour=colour)
+
+
+def _share(run: RunSnapshot) -> float:
+    if not run.is_running:
+        return 1.0
+    planned = run.header.num_samples if run.header else 0
+    return min(float(run.events["num_samples"].sum()) / planned, 1.0) if planned else 0.0
+
+
+def _what(run: RunSnapshot, comparison: Comparison) -> str:
+    repeats = [spec for spec in comparison.specs if spec.strategy == run.name]
+    label = labels(comparison)[run.comparison, run.name]
+    return f"{label}, repeat {run.repeat + 1} of {len(repeats)}" if len(repeats) > 1 else label
+
+
+def _state(run: RunSnapshot, share: float) -> str:
+    if not run.is_running:
+        return run.status.value
+    if len(run.events) == 0:
+        return "warming up" if run.header else "starting"
+    return "evaluating" if share >= 1 else percent(share)
+
+
+def _numbers(run: RunSnapshot, share: float) -> list[str]:
+    """Return speed, loss and time left, as far as they are known."""
+    if len(run.events) == 0:
+        return []
+    speed = samples_per_second(run)
+    parts = [f"{number(speed)} samples/s"] if math.isfinite(speed) else []
+    recent = run.events["loss"][-20:]
+    parts.append(f"loss {number(float(np.mean(recent)))}")
+    if run.is_running and 0 < share < 1:
+        seconds = float(run.events["seconds"].max())
+        parts.append(f"{duration(seconds * (1 - share) / share)} left")
+    return parts

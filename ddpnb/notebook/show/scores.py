@@ -1,0 +1,96 @@
+"""What did each strategy reach?  The table at the end.  (Notebook side.)"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.record.runs import Status
+from ddpnb.notebook.record.summary import Spread, StrategySummary, summarise
+from ddpnb.notebook.show.table import Cell, Column, Table
+from ddpnb.notebook.show.theme import style_of
+from ddpnb.notebook.show.words import NOTHING, labels, notes, number, percent, title
+
+RANGES = {
+    "repeats": "samples/s: median and range over the repeats",
+    "tenths": "samples/s: of the whole run, and range over the tenths of the run",
+}
+"""What the range in the table is over."""
+
+
+def scores_table(comparison: Comparison) -> Table:
+    """Return one row per strategy; columns that nobody fills are left out."""
+    summaries = summarise(comparison)
+    named = labels(comparison)
+    heads = tuple(
+        Cell(text=named[s.comparison, s.name], quiet=_state(s), dot=_dot(s, comparison))
+        for s in summaries
+    )
+    columns = [(Column(title="strategy"), heads)]
+    for name, cell_of in COLUMNS.items():
+        cells = tuple(map(cell_of, summaries))
+        if any(cell.text != NOTHING for cell in cells):
+            columns.append((Column(title=name, is_number=True), cells))
+    return Table(
+        caption=title(comparison),
+        columns=tuple(column for column, _ in columns),
+        rows=tuple(zip(*(cells for _, cells in columns), strict=True)),
+        notes=_explained(summaries) + notes(comparison, summaries),
+    )
+
+
+def _explained(summaries: Sequence[StrategySummary]) -> tuple[str, ...]:
+    overs = dict.fromkeys(s.samples_per_second.over for s in summaries)
+    is_stale = any(math.isfinite(s.staleness_max) for s in summaries)
+    ranges = tuple(RANGES[over] for over in overs if over)
+    return ranges + (("staleness: median / greatest",) if is_stale else ())
+
+
+def _state(summary: StrategySummary) -> str:
+    state = "" if summary.status is Status.FINISHED else summary.status.value
+    repeats = f"{summary.num_runs} repeats" if summary.num_runs > 1 else ""
+    return ", ".join(part for part in (repeats, state) if part)
+
+
+def _dot(summary: StrategySummary, comparison: Comparison) -> str:
+    several = list(dict.fromkeys(run.comparison for run in comparison.runs))
+    shade = several.index(summary.comparison)
+    return style_of(summary.name, comparison.strategies, shade).colour
+
+
+def _speed(summary: StrategySummary) -> Cell:
+    speed = summary.samples_per_second
+    if math.isnan(speed.low):
+        return Cell(text=number(speed.middle))
+    return Cell(text=number(speed.middle), quiet=f"({number(speed.low)} to {number(speed.high)})")
+
+
+def _speed_up(summary: StrategySummary) -> Cell:
+    known = math.isfinite(summary.speed_up)
+    return Cell(text=f"{summary.speed_up:.2f}×" if known else NOTHING)
+
+
+def _of(spread: Spread, shown: Callable[[float], str] = number) -> Cell:
+    if math.isnan(spread.low) or shown(spread.low) == shown(spread.high):
+        return Cell(text=shown(spread.middle))
+    return Cell(text=shown(spread.middle), quiet=f"({shown(spread.low)} to {shown(spread.high)})")
+
+
+def _staleness(summary: StrategySummary) -> Cell:
+    if math.isnan(summary.staleness_max):
+        return Cell(text=NOTHING)
+    return Cell(text=f"{summary.staleness_median:g} / {summary.staleness_max:g}")
+
+
+COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
+    "workers": lambda summary: Cell(text=str(summary.num_workers or NOTHING)),
+    "samples/s": _speed,
+    "speed-up": _speed_up,
+    "efficiency": lambda summary: Cell(text=percent(summary.efficiency)),
+    "final loss": lambda summary: _of(summary.final_loss),
+    "held-out loss": lambda summary: _of(summary.held_out_loss),
+    "held-out accuracy": lambda summary: _of(
+        summary.held_out_accuracy, lambda share: percent(share, 1)
+    ),
+    "staleness": _staleness,
+}
+"""The columns after the first, each with what fills it."""

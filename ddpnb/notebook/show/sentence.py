@@ -1,0 +1,81 @@
+"""What does a comparison show, in one honest sentence?  (Notebook side.)
+
+Computed, never phrased by hand; silent about speed where the ranges overlap.
+"""
+
+import math
+from collections.abc import Sequence
+
+from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.record.runs import Status
+from ddpnb.notebook.record.summary import BASELINE, StrategySummary, summarise
+from ddpnb.notebook.show.words import labels, percent
+
+
+def sentence(comparison: Comparison) -> str:
+    """Return one sentence on speed, score and what went wrong, as far as it is known."""
+    summaries = summarise(comparison)
+    names = labels(comparison)
+    called = {id(summary): names[summary.comparison, summary.name] for summary in summaries}
+    done = [summary for summary in summaries if summary.status is Status.FINISHED]
+    parts = [
+        _speeds([s for s in done if not _is_emulated(s, called)], called),
+        _scores(done, called),
+        *(_trouble(summary, called[id(summary)]) for summary in summaries),
+        *(
+            f"{called[id(s)]} says nothing about the speed of the real one"
+            for s in done
+            if _is_emulated(s, called)
+        ),
+    ]
+    told = "; ".join(part for part in parts if part)
+    return f"{told[0].upper()}{told[1:]}." if told else "Nothing has finished yet."
+
+
+def _is_emulated(summary: StrategySummary, called: dict[int, str]) -> bool:
+    return called[id(summary)].endswith("(emulated)")
+
+
+def _speeds(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
+    """Return each speed that differs from the baseline's by more than both spreads."""
+    known = [s for s in done if math.isfinite(s.samples_per_second.middle)]
+    if len(known) < 2:
+        return ""
+    base = next((s for s in known if s.name == BASELINE), min(known, key=_speed))
+    others = sorted((s for s in known if s is not base), key=_speed, reverse=True)
+    clear = [s for s in others if not s.samples_per_second.overlaps(base.samples_per_second)]
+    if not clear:
+        return "the ranges of samples/s overlap, so no strategy is shown to be faster"
+    ratios = [f"{called[id(s)]} {_speed(s) / _speed(base):.2f}×" for s in clear]
+    ratios[0] = ratios[0].replace(called[id(clear[0])], f"{called[id(clear[0])]} is", 1)
+    return f"in samples/s, {_listed(ratios)} {called[id(base)]}"
+
+
+def _scores(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
+    """Return the held-out scores side by side; they are facts, not claims."""
+    known = [s for s in done if math.isfinite(s.held_out_accuracy.middle)]
+    if not known:
+        return ""
+    by_share: dict[str, list[str]] = {}
+    for each in known:
+        share = percent(each.held_out_accuracy.middle, 1)
+        by_share.setdefault(share, []).append(called[id(each)])
+    shares = [f"{share} for {_listed(names)}" for share, names in by_share.items()]
+    return f"held-out accuracy is {', and '.join(shares)}"
+
+
+def _trouble(summary: StrategySummary, name: str) -> str:
+    parts = []
+    if summary.num_diverged:
+        parts.append(f"{name}'s loss became NaN or infinite")
+    if summary.status in (Status.FAILED, Status.STOPPED):
+        parts.append(f"{name} {'failed' if summary.status is Status.FAILED else 'was stopped'}")
+    return "; ".join(parts)
+
+
+def _speed(summary: StrategySummary) -> float:
+    return summary.samples_per_second.middle
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

@@ -1,0 +1,103 @@
+"""How are runs and numbers put into words?  (Notebook side.)"""
+
+import math
+
+from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.record.runs import RunSnapshot
+from ddpnb.notebook.record.summary import StrategySummary, group_runs
+
+NOTHING = "–"
+"""Stands in a table where there is no number."""
+
+Key = tuple[str, str]
+"""Comparison and name: what the repeats of one strategy have in common."""
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Return ``value`` with about ``digits`` digits, e.g. ``12,345`` or ``0.118``."""
+    if math.isnan(value):
+        return NOTHING
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if value == 0 or abs(value) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    rounded = abs(float(f"{value:.{digits}g}"))
+    decimals = digits - 1 - math.floor(math.log10(rounded))
+    return f"{value:.{min(decimals, 6)}f}"
+
+
+def short(value: float) -> str:
+    """Return ``value`` in at most five characters, e.g. ``17.1k``."""
+    if not math.isfinite(value):
+        return number(value)
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * unit:
+            return f"{number(value / unit)}{letter}"
+    return number(value)
+
+
+def percent(share: float, decimals: int = 0) -> str:
+    """Return a share as percent, e.g. ``96.1 %``."""
+    return f"{100 * share:.{decimals}f} %" if math.isfinite(share) else number(share)
+
+
+def duration(seconds: float) -> str:
+    """Return a time span for reading at a glance, e.g. ``12 s`` or ``3 min 20 s``."""
+    if not math.isfinite(seconds):
+        return NOTHING
+    minutes, rest = divmod(max(round(seconds), 0), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def counted(num: int, noun: str) -> str:
+    """Return e.g. ``1 worker`` or ``2 workers``."""
+    return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
+
+
+def labels(comparison: Comparison) -> dict[Key, str]:
+    """Return what each strategy is called where it is shown, what is emulated included."""
+    groups = group_runs(comparison.runs)
+    several = len({key[0] for key in groups}) > 1
+    return {
+        key: (f"{key[0]}/{key[1]}" if several and key[0] else key[1])
+        + (" (emulated)" if any(is_emulated(run) for run in runs) else "")
+        for key, runs in groups.items()
+    }
+
+
+def is_emulated(run: RunSnapshot) -> bool:
+    """Return whether the ranks said that the strategy itself is emulated."""
+    return run.header is not None and any("emulated" in note for note in run.header.notes)
+
+
+def title(comparison: Comparison) -> str:
+    """Return one line: what was trained, with which batch, on what."""
+    specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
+    headers = [run.header for run in comparison.runs if run.header]
+    tasks = dict.fromkeys("own cell" if s.task == "cell" else s.task for s in specs)
+    batches = dict.fromkeys(f"{s.batch_size:,}" for s in specs)
+    devices = dict.fromkeys(header.device.split(":")[0] for header in headers)
+    parts = [" and ".join(tasks)]
+    parts += [f"global batch {' and '.join(batches)}"] if batches else []
+    if headers:
+        workers = counted(max(header.num_workers for header in headers), "worker")
+        parts.append(f"{workers} on {' and '.join(devices)}")
+    told = ", ".join(part for part in parts if part)
+    return f"{comparison.name}: {told}" if told else comparison.name
+
+
+def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tuple[str, ...]:
+    """Return what must be said beside a plot: emulations, failures, unlike runs."""
+    named = labels(comparison)
+    told = [
+        f"{named[summary.comparison, summary.name]}: {note}"
+        for summary in summaries
+        for note in summary.notes
+    ]
+    specs = [run.spec for run in comparison.runs if run.spec]
+    for what in ("task", "batch_size", "num_epochs", "learning_rate", "seed"):
+        if len({getattr(spec, what) for spec in specs}) > 1:
+            told.append(f"these runs differ in {what.removeprefix('num_').replace('_', ' ')}")
+    return tuple(told)

@@ -1,0 +1,107 @@
+"""Which samples are trained on at which step, and by which worker?  (Every rank.)
+
+Each epoch is one permutation of the training split, made from the seed and cut
+into global batches.  A global batch is split into parts, one for each worker;
+the parts of a step together are exactly the global batch, so that every strategy
+sees the same samples in the same order.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddpnb.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One worker's part of one global batch: part ``part`` of ``num_parts``."""
+
+    step: int
+    part: int
+    num_parts: int
+
+
+def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Share]:
+    """Yield the same part of every global batch: what a synchronous worker trains on."""
+    for step in range(num_steps):
+        yield Share(step=step, part=part, num_parts=num_parts)
+
+
+class Order:
+    """The global batches of a run; the same on every rank and for every strategy.
+
+    The last batch of an epoch may be smaller.  It is left out only where it would be
+    smaller than the number of ranks, so that nobody ever trains on nothing.
+
+    Args:
+        num_samples: size of the training split.
+        batch_size: samples of a global batch.
+        num_epochs: passes over the split; a fraction ends inside an epoch.
+        num_ranks: ranks of the whole group, also where a strategy uses fewer.
+        seed: what the permutations are made from.
+
+    Raises:
+        UserError: the batch is smaller than the number of ranks or larger than the split.
+    """
+
+    def __init__(
+        self, num_samples: int, *, batch_size: int, num_epochs: float, num_ranks: int, seed: int
+    ) -> None:
+        if batch_size < num_ranks:
+            raise UserError(
+                f"A global batch of {batch_size} cannot be shared by {num_ranks} ranks; "
+                f"give --batch-size {num_ranks} or more."
+            )
+        if batch_size > num_samples:
+            raise UserError(
+                f"A global batch of {batch_size} is larger than the training split "
+                f"({num_samples} samples); give --batch-size {num_samples} or less."
+            )
+        self._num_samples = num_samples
+        self._batch_size = batch_size
+        self._seed = seed
+        num_full, rest = divmod(num_samples, batch_size)
+        self._steps_per_epoch = num_full + (rest >= num_ranks)
+        self.num_steps = max(1, round(num_epochs * self._steps_per_epoch))
+        self._epoch = -1
+        self._permutation = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples the whole run trains on, over all workers."""
+        num_epochs, num_left = divmod(self.num_steps, self._steps_per_epoch)
+        whole = num_epochs * sum(self.size(step) for step in range(self._steps_per_epoch))
+        return whole + sum(self.size(step) for step in range(num_left))
+
+    def size(self, step: int) -> int:
+        """Return how many samples the global batch of a step has."""
+        start = step % self._steps_per_epoch * self._batch_size
+        return min(self._batch_size, self._num_samples - start)
+
+    def indices(self, share: Share) -> Tensor:
+        """Return which samples a share holds: int64 indices into the training split.
+
+        Parts are contiguous and differ by one sample at most.
+        """
+        epoch, batch = divmod(share.step, self._steps_per_epoch)
+        self._turn_to(epoch)
+        start = batch * self._batch_size
+        whole = self._permutation[start : start + self._batch_size]
+        return whole.tensor_split(share.num_parts)[share.part]
+
+    def smallest_share(self, num_parts: int) -> Share:
+        """Return a share with the fewest samples that the run will meet."""
+        last = min(self.num_steps, self._steps_per_epoch) - 1
+        step = min((0, last), key=self.size)
+        return Share(step=step, part=num_parts - 1, num_parts=num_parts)
+
+    def _turn_to(self, epoch: int) -> None:
+        """Make the epoch's permutation, unless it is the one at hand."""
+        if epoch == self._epoch:
+            return
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
+        self._permutation = torch.randperm(self._num_samples, generator=generator)
+        self._epoch = epoch

@@ -1,0 +1,70 @@
+"""How do all ranks stop after the same step, without a message per step?  (Every rank.)
+
+The first rank that is asked to stop writes into a file, in the folder that all
+ranks of the host share, before which step everybody stops.  Each rank looks
+before each step whether the file is there, which takes microseconds.
+
+A synchronous step ends on no rank before every rank has begun it.  So a rank is at
+most ``num_ahead`` steps before the writer (0 on CPU, a few on a GPU, see
+``clock.py``), and twice that many steps later every rank has looked at least once
+since the file was there: none is past the step, none misses the file before it is
+removed.  Asynchronous workers wait for nobody: they stop as soon as they see it.
+
+Ranks of another host do not see the file; a stop there needs the group to be freed.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+class Stop:
+    """One run's agreement on where to stop.
+
+    Args:
+        folder: where the ranks meet.
+        name: what the file is called by; no two trainings share it.
+        synchronous: whether the workers make step k together.
+        num_ahead: steps that a rank may be ahead of another.
+        wanted: whether this rank has been asked to stop.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        synchronous: bool,
+        num_ahead: int,
+        wanted: Callable[[], bool],
+    ) -> None:
+        self._path = folder / f"{name}.stop"
+        self._margin = 2 * (num_ahead + 1) if synchronous else 0
+        self._wanted = wanted
+        self._last: int | None = None
+
+    def before(self, step: int) -> bool:
+        """Return whether to stop before this step, which this rank has not begun."""
+        if self._last is None and self._wanted():
+            self._announce(step + self._margin)
+        if self._last is None:
+            self._last = self._read()
+        return self._last is not None and step >= self._last
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._path.unlink(missing_ok=True)
+
+    def _announce(self, step: int) -> None:
+        """Write the step, unless another rank was first; the file appears with its content."""
+        draft = self._path.with_suffix(f".{os.getpid()}")
+        draft.write_text(str(step))
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, self._path)
+        draft.unlink()
+
+    def _read(self) -> int | None:
+        if not self._path.exists():
+            return None
+        return int(self._path.read_text())

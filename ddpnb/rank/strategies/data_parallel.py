@@ -1,0 +1,91 @@
+"""How does DataParallel train, in one process?  (Rank 0; the other ranks rest.)
+
+    w  <-  w - lr * g(w),    g = sum over replicas i of (b_i / B) * g_i(w)
+
+with g_i the gradient of the mean loss over replica i's b_i samples of the global batch
+of B: the same update as ``single``.
+
+Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training", PVLDB 13(12), 2020, section 2.2; code: ``torch.nn.parallel.DataParallel``,
+which torch discourages in favour of DistributedDataParallel.
+
+Messages per step, with N replicas: the parameters and buffers to N - 1 of them, the parts of
+the batch, the outputs to the first, their gradients back, and N - 1 replicas' gradients to
+the first.
+"""
+
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from torch import nn
+
+from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.replicas import GpuReplicas, Replicas, ThreadReplicas
+from ddpnb.wire import RankState
+
+
+@final
+class DataParallel(Strategy):
+    """Torch's ``DataParallel`` on two GPUs or more; else the same steps on threads."""
+
+    def __init__(self) -> None:
+        self._replicas: Replicas | None = None
+
+    @classmethod
+    def plan(cls, state: RankState) -> Plan:
+        """Rank 0 alone, with a replica for each rank, or for each GPU where there are fewer."""
+        num_gpus = len(_gpus(torch.device(state.device), state.world_size))
+        if num_gpus >= 2:
+            return Plan(num_ranks=1, num_workers=num_gpus, synchronous=True)
+        where = "CPU threads" if state.device == "cpu" else "threads that share one GPU"
+        note = f"DataParallel is emulated on {where}."
+        return Plan(num_ranks=1, num_workers=state.world_size, synchronous=True, notes=(note,))
+
+    def setup(self, replica: Replica) -> None:
+        """Make the replicas, and one optimizer for the first."""
+        self._replica = replica
+        self._optimizer = replica.optimizer(replica.parameters)
+        gpus = _gpus(replica.device, replica.world_size)
+        if len(gpus) >= 2:
+            self._replicas = GpuReplicas(replica.model, gpus)
+        else:
+            self._replicas = ThreadReplicas(replica.model, replica.world_size)
+
+    def shares(self) -> Iterator[Share]:
+        """Every global batch, whole."""
+        return every_step(self._replica.num_steps, part=0, num_parts=1)
+
+    def step(self, batch: Batch) -> StepReport:
+        """Train on one global batch."""
+        assert self._replicas is not None, "not set up"
+        # forward: each replica on its part; the loss on all outputs together
+        loss = self._replica.loss(self._replicas.forward(batch.inputs), batch.targets)
+        # backward: to the outputs, and from there through each replica
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._replicas.backward()
+        # agree: add the gradients up in the first replica
+        self._replicas.reduce()
+        # update: the first replica only; the others are overwritten in the next step
+        self._optimizer.step()
+        return StepReport(loss=loss.detach(), num_samples=batch.num_samples)
+
+    def finish(self) -> nn.Module:
+        """Return the first replica, which is the model."""
+        return self._replica.model
+
+    def close(self) -> None:
+        """End the replicas' threads."""
+        if self._replicas is not None:
+            self._replicas.close()
+
+
+def _gpus(device: torch.device, world_size: int) -> list[int]:
+    """Return the GPUs for replicas, the rank's own first; one for each rank at most."""
+    if device.type != "cuda":
+        return []
+    own = device.index or 0
+    others = [gpu for gpu in range(torch.cuda.device_count()) if gpu != own]
+    return [own, *others][:world_size]

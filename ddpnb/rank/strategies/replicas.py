@@ -1,0 +1,119 @@
+"""How do several replicas in one process share the work of a batch?  (Rank 0.)
+
+On GPUs torch's own ``DataParallel`` does it.  Elsewhere the same steps run on threads,
+really: copy the parameters, cut the batch, run the replicas side by side, bring their
+outputs together, and send the gradients back the same way.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+
+class Replicas(ABC):
+    """Copies of a model that share each batch; the model itself is the first of them."""
+
+    @abstractmethod
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the outputs of the whole batch, on the first device."""
+
+    @abstractmethod
+    def backward(self) -> None:
+        """Go on from the gradient of these outputs, through each replica."""
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """Add the gradients of all replicas to those of the first."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of threads; may be called twice."""
+
+
+@final
+class GpuReplicas(Replicas):
+    """Torch's ``DataParallel``: its outputs remember the way back."""
+
+    def __init__(self, model: nn.Module, device_ids: list[int]) -> None:
+        self._module = nn.DataParallel(model, device_ids=device_ids)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Replicate, scatter, run, gather."""
+        outputs: Tensor = self._module(inputs)
+        return outputs
+
+    def backward(self) -> None:
+        """Nothing: torch did it when the loss went backward."""
+
+    def reduce(self) -> None:
+        """Nothing: torch did it when the loss went backward."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+@final
+class ThreadReplicas(Replicas):
+    """The same steps as torch's ``DataParallel``, each replica on a thread of its own."""
+
+    def __init__(self, model: nn.Module, num_replicas: int) -> None:
+        self._models = [model, *(copy.deepcopy(model) for _ in range(num_replicas - 1))]
+        self._pool = ThreadPoolExecutor(num_replicas, thread_name_prefix="ddpnb-replica")
+        self._outputs: list[Tensor] = []
+        self._gathered = torch.empty(0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Replicate, scatter, run, gather."""
+        self._replicate()
+        parts = inputs.chunk(len(self._models))  # fewer than replicas where the batch is small
+        self._outputs = list(self._pool.map(_forward, self._models, parts))
+        self._gathered = torch.cat([output.detach() for output in self._outputs])
+        return self._gathered.requires_grad_()
+
+    def backward(self) -> None:
+        """Scatter the gradient of the outputs; run each replica's backward pass."""
+        assert self._gathered.grad is not None, "the loss has not gone backward"
+        parts = self._gathered.grad.split([len(output) for output in self._outputs])
+        list(self._pool.map(_backward, self._outputs, parts))  # the list waits, and raises
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Add up in the first replica, which the optimizer updates."""
+        first, *others = (list(model.parameters()) for model in self._models)
+        for other in others:
+            for mine, theirs in zip(first, other, strict=True):
+                if mine.grad is not None and theirs.grad is not None:
+                    mine.grad.add_(theirs.grad)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+    @torch.no_grad()
+    def _replicate(self) -> None:
+        """Copy parameters and buffers to all but the first; forget gradients.
+
+        So of what replicas write into buffers only the first one's lasts, as in torch.
+        """
+        first, *others = self._models
+        for other in others:
+            for mine, theirs in zip(_state(first), _state(other), strict=True):
+                theirs.copy_(mine)
+            other.zero_grad()
+
+
+def _state(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _forward(model: nn.Module, inputs: Tensor) -> Tensor:
+    outputs: Tensor = model(inputs)
+    return outputs
+
+
+def _backward(outputs: Tensor, gradient: Tensor) -> None:
+    outputs.backward(gradient)

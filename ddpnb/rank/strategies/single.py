@@ -1,0 +1,56 @@
+"""How does one device train alone, as the yardstick of all others?  (Rank 0.)
+
+    w  <-  w - lr * g(w),    g = gradient of the mean loss over the global batch
+
+Reference: Robbins and Monro, "A Stochastic Approximation Method", Annals of
+Mathematical Statistics 22(3), 1951.
+
+Messages per step: none.
+"""
+
+from collections.abc import Iterator
+from typing import final
+
+from torch import nn
+
+from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, Strategy
+from ddpnb.wire import RankState
+
+
+@final
+class Single(Strategy):
+    """Plain stochastic gradient descent; the other ranks rest."""
+
+    @classmethod
+    def plan(cls, state: RankState) -> Plan:
+        """Rank 0 alone."""
+        return Plan(num_ranks=1, num_workers=1, synchronous=True)
+
+    def setup(self, replica: Replica) -> None:
+        """Make the optimizer."""
+        self._replica = replica
+        self._optimizer = replica.optimizer(replica.parameters)
+
+    def shares(self) -> Iterator[Share]:
+        """Every global batch, whole."""
+        return every_step(self._replica.num_steps, part=0, num_parts=1)
+
+    def step(self, batch: Batch) -> StepReport:
+        """Train on one global batch."""
+        # forward
+        loss = self._replica.loss(self._replica.model(batch.inputs), batch.targets)
+        # backward
+        self._optimizer.zero_grad()
+        loss.backward()
+        # agree: there is nobody to agree with
+        # update
+        self._optimizer.step()
+        return StepReport(loss=loss.detach(), num_samples=batch.num_samples)
+
+    def finish(self) -> nn.Module:
+        """Return the model."""
+        return self._replica.model
+
+    def close(self) -> None:
+        """Nothing to let go of."""

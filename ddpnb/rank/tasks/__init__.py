@@ -1,0 +1,33 @@
+"""Which task does a spec name?  (Every rank.)"""
+
+import importlib
+from collections.abc import Callable, Mapping
+
+from ddpnb.rank.tasks.base import Task
+from ddpnb.rank.tasks.cell import cell_task
+from ddpnb.wire import CELL_TASK, RunSpec
+
+_BUILT_IN: Mapping[str, str] = {
+    "digits": "ddpnb.rank.tasks.digits",
+    "synthetic": "ddpnb.rank.tasks.synthetic",
+}
+"""The module of each name in ``wire.TASKS``; its ``build(spec)`` returns the task."""
+
+
+def load_task(spec: RunSpec, namespace: Mapping[str, object]) -> Task:
+    """Return the task that ``spec`` names, with its data loaded.
+
+    Built-in tasks are imported when asked for: scikit-learn alone takes a second, and every
+    rank would pay it at start.
+
+    Args:
+        spec: names the task, or holds the cell that defines it.
+        namespace: what is defined on this rank already, visible to the cell.
+
+    Raises:
+        UserError: the cell lacks something, or returns something wrong.
+    """
+    if spec.task == CELL_TASK:
+        return cell_task(spec, namespace)
+    build: Callable[[RunSpec], Task] = importlib.import_module(_BUILT_IN[spec.task]).build
+    return build(spec)

@@ -1,0 +1,106 @@
+"""How does a notebook cell become a task?  (Every rank.)
+
+The cell runs in a copy of the rank's namespace: it sees all that earlier cells
+defined, and nothing of the user's is overwritten.
+"""
+
+import copy
+import hashlib
+import linecache
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpnb.errors import UserError
+from ddpnb.rank.tasks.base import OptimizerFactory, Task, default_optimizer
+from ddpnb.rank.tasks.samples import Samples, as_samples
+from ddpnb.wire import RunSpec
+
+_MEANT = ("model", "data", "loss", "optimizer")
+_OWN_OPTIMIZER_NOTE = "The cell's optimizer sets the learning rate; --lr is not used."
+
+
+def cell_task(spec: RunSpec, namespace: Mapping[str, object]) -> Task:
+    """Run the cell and return the task it defines.
+
+    The cell must define ``model()`` and ``data(split)``, where ``split`` is ``"train"`` or
+    ``"test"``; it may define ``loss(outputs, targets)`` and ``optimizer(params)``.
+
+    Raises:
+        UserError: a definition is missing or returns something wrong.
+        Exception: whatever the cell itself raises, with its own traceback.
+    """
+    defined = _run_cell(spec.source, namespace)
+    make_model = _required(defined, "model", "def model(): return nn.Sequential(...)")
+    data = _required(defined, "data", "def data(split): return inputs, targets")
+    own_optimizer = _optional(defined, "optimizer", "optimizer(params)")
+    return Task(
+        model=lambda: _plain_module(make_model()),
+        train=_split(data, "train"),
+        held_out=_split(data, "test"),
+        loss=_optional(defined, "loss", "loss(outputs, targets)") or nn.functional.cross_entropy,
+        optimizer=_checked(own_optimizer)
+        if own_optimizer
+        else default_optimizer(spec.learning_rate),
+        notes=(_OWN_OPTIMIZER_NOTE,) if own_optimizer else (),
+    )
+
+
+def _run_cell(source: str, namespace: Mapping[str, object]) -> dict[str, Any]:
+    """Execute the cell in a copy of the namespace, so that its tracebacks show its lines.
+
+    The four names that mean something here must come from this cell: a ``loss = 0.3`` or an
+    ``optimizer`` left over from an earlier cell is not what the user meant.
+    """
+    name = f"<compare cell {hashlib.sha256(source.encode()).hexdigest()[:8]}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    scope = {key: value for key, value in namespace.items() if key not in _MEANT}
+    exec(compile(source, name, "exec"), scope)
+    return scope
+
+
+def _required(defined: Mapping[str, Any], name: str, example: str) -> Callable[..., Any]:
+    if name not in defined:
+        raise UserError(f"The cell defines no {name}(); add one, e.g.  {example}.")
+    if not callable(defined[name]):
+        raise UserError(f"{name} in the cell is not a function; define it, e.g.  {example}.")
+    return defined[name]  # type: ignore[no-any-return]  # callable, as checked
+
+
+def _optional(defined: Mapping[str, Any], name: str, call: str) -> Callable[..., Any] | None:
+    if defined.get(name) is None:
+        return None
+    if not callable(defined[name]):
+        raise UserError(
+            f"{name} in the cell is a {type(defined[name]).__name__}, not a function; "
+            f"define {call}, or leave it out."
+        )
+    return defined[name]  # type: ignore[no-any-return]  # callable, as checked
+
+
+def _split(data: Callable[..., Any], split: str) -> Samples:
+    return as_samples(data(split), split)
+
+
+def _plain_module(model: object) -> nn.Module:
+    """Return a model of this run's own: training must not reach into one that the user holds."""
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"model() returned a {type(model).__name__}; return a torch nn.Module instead."
+        )
+    return copy.deepcopy(model)
+
+
+def _checked(optimizer: Callable[..., Any]) -> OptimizerFactory:
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = optimizer(parameters)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise UserError(
+                f"optimizer(params) returned a {type(made).__name__}; return a "
+                "torch.optim.Optimizer, e.g.  torch.optim.SGD(params, lr=0.05)."
+            )
+        return made
+
+    return make

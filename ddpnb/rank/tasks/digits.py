@@ -1,0 +1,60 @@
+"""The task on real data: which digit is on this 8x8 picture?  (Every rank.)
+
+scikit-learn's 1797 handwritten digits, out of its wheel: nothing is downloaded.
+Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine
+Learning Repository, 1998.
+"""
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+
+from ddpnb.rank.tasks.base import Task, default_optimizer
+from ddpnb.rank.tasks.samples import TensorSamples
+from ddpnb.wire import RunSpec
+
+_SPLIT_SEED = 0
+"""Fixed, so that every run is judged on the same held-out digits."""
+
+
+def build(spec: RunSpec) -> Task:
+    """Return the task: 1437 digits to train on, 360 held out, a small convolutional network."""
+    digits = load_digits()
+    images = torch.from_numpy(digits.images / 16.0).float().unsqueeze(1)
+    targets = torch.from_numpy(digits.target).long()
+    train, held_out = train_test_split(
+        range(len(targets)), test_size=0.2, random_state=_SPLIT_SEED, stratify=digits.target
+    )
+    return Task(
+        model=make_model,
+        train=_take(images, targets, train),
+        held_out=_take(images, targets, held_out),
+        optimizer=default_optimizer(spec.learning_rate),
+    )
+
+
+def make_model() -> nn.Module:
+    """Return a network of two convolutions and one hidden layer, for images (N, 1, 8, 8).
+
+    It normalises each sample by itself (GroupNorm): BatchNorm's statistics would depend on
+    how a batch is shared among workers, and no two strategies would train the same function.
+    """
+    return nn.Sequential(
+        nn.Conv2d(1, 32, kernel_size=3, padding=1),
+        nn.GroupNorm(num_groups=8, num_channels=32),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, kernel_size=3, padding=1),
+        nn.GroupNorm(num_groups=8, num_channels=64),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+def _take(images: Tensor, targets: Tensor, numbers: list[int]) -> TensorSamples:
+    chosen = torch.tensor(numbers)
+    return TensorSamples(images[chosen], targets[chosen])

@@ -1,0 +1,1 @@
+"""How do an asynchronous worker and its server exchange tensors?  (Rank side.)"""

@@ -1,0 +1,283 @@
+"""How is one run trained and judged, whatever the strategy?  (Every rank.)
+
+Phases, in this order; the clock runs in ``train`` only:
+
+build     the task, its data, and who takes part
+rehearse  a few steps on a throwaway replica, so that nothing measured is cold
+barrier   all who take part start together
+train     the measured steps
+finish    the strategy hands back the trained model
+evaluate  rank 0 judges it, on training and held-out samples
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddpnb.rank.check import check_training
+from ddpnb.rank.clock import Clock, Lap, clock_of
+from ddpnb.rank.evaluate import evaluate
+from ddpnb.rank.order import Order, Share
+from ddpnb.rank.stop import Stop
+from ddpnb.rank.strategies import STRATEGIES
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, Strategy
+from ddpnb.rank.tasks import load_task
+from ddpnb.rank.tasks.base import Task
+from ddpnb.rank.untouched import seed_everything, untouched
+from ddpnb.wire import RankState, RunHeader, RunReport, RunSpec, StepEvent
+
+Publish = Callable[[RunHeader | StepEvent], None]
+
+
+def check(spec: RunSpec, *, state: RankState, namespace: Mapping[str, object]) -> None:
+    """Refuse what cannot be trained, before anything trains.
+
+    Every rank may call it alone: nothing is sent.
+
+    Args:
+        spec: the training to check.
+        state: where this rank lives.
+        namespace: the user's variables on this rank; left as they are.
+
+    Raises:
+        UserError: one sentence that says what is wrong and what to do.
+        Exception: whatever the cell itself raises, with its own traceback.
+    """
+    with untouched(torch.device(state.device)):
+        stage = _build(spec, state, namespace)
+        check_training(stage.replica("check", num_steps=1), stage.smallest_batch())
+
+
+def run(
+    spec: RunSpec,
+    *,
+    state: RankState,
+    folder: Path,
+    publish: Publish,
+    namespace: Mapping[str, object],
+    should_stop: Callable[[], bool],
+) -> RunReport:
+    """Train and judge one run; takes part: every rank of the default process group.
+
+    Ranks that the strategy does not use return at once.
+
+    Args:
+        spec: the training.
+        state: where this rank lives.
+        folder: a private directory that all ranks of this host share, for sockets and
+            shared memory; nothing of this run is left in it.
+        publish: takes the header (rank 0's, before the first step) and an event for each step.
+        namespace: the user's variables on this rank; left as they are.
+        should_stop: asked before each step; one rank's yes ends the run on all of them.
+
+    Raises:
+        UserError: what ``check`` would have refused.
+        RuntimeError: another rank left in the middle of the run.
+    """
+    if state.rank >= STRATEGIES[spec.strategy].plan(state).num_ranks:
+        return RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
+    with untouched(torch.device(state.device)):
+        stage = _build(spec, state, namespace, folder)
+        _rehearse(stage)
+        return _perform(stage, publish, should_stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """All that the phases of one run share."""
+
+    spec: RunSpec
+    state: RankState
+    plan: Plan
+    task: Task
+    order: Order
+    folder: Path
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.state.device)
+
+    def name(self, phase: str) -> str:
+        return f"{self.spec.run_id}-{phase}"
+
+    def replica(self, phase: str, *, num_steps: int) -> Replica:
+        """Build the model anew from the seed: the same weights in every phase, on every rank."""
+        seed_everything(self.spec.seed)
+        model = self.task.model().to(self.device).train()
+        seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
+        return Replica(
+            model=model,
+            loss=self.task.loss,
+            optimizer=self.task.optimizer,
+            device=self.device,
+            rank=self.state.rank,
+            world_size=self.state.world_size,
+            num_steps=num_steps,
+            folder=self.folder,
+            name=self.name(phase),
+        )
+
+    def fetch(self, share: Share) -> Batch:
+        """Fetch the samples of a share and send them to the device."""
+        indices = self.order.indices(share)
+        pair = self.task.train.fetch(indices)
+        on_gpu = self.device.type == "cuda"
+        # Only from pinned memory does a copy to a GPU not make this thread wait.
+        inputs, targets = (part.pin_memory() if on_gpu else part for part in pair)
+        return Batch(
+            inputs=inputs.to(self.device, non_blocking=True),
+            targets=targets.to(self.device, non_blocking=True),
+            num_samples=len(indices),
+            num_global=self.order.size(share.step),
+        )
+
+    def smallest_batch(self) -> Batch:
+        """Fetch the batch that a model is most likely to stumble over."""
+        return self.fetch(self.order.smallest_share(self.plan.num_workers))
+
+
+def _build(
+    spec: RunSpec, state: RankState, namespace: Mapping[str, object], folder: Path = Path()
+) -> _Stage:
+    # build: the data, too, come out the same on every rank, also where they are random
+    seed_everything(spec.seed)
+    task = load_task(spec, namespace)
+    order = Order(
+        len(task.train),
+        batch_size=spec.batch_size,
+        num_epochs=spec.num_epochs,
+        num_ranks=state.world_size,
+        seed=spec.seed,
+    )
+    plan = STRATEGIES[spec.strategy].plan(state)
+    return _Stage(spec=spec, state=state, plan=plan, task=task, order=order, folder=folder)
+
+
+def _rehearse(stage: _Stage) -> None:
+    # rehearse: with its own replica, optimizer and files, of which nothing is kept
+    num_steps = min(stage.spec.num_warmup_steps, stage.order.num_steps)
+    if num_steps == 0:
+        return
+    with contextlib.closing(STRATEGIES[stage.spec.strategy]()) as strategy:
+        strategy.setup(stage.replica("r", num_steps=num_steps))
+        for share in strategy.shares():
+            strategy.step(stage.fetch(share))
+        strategy.finish()
+
+
+def _perform(stage: _Stage, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
+    with contextlib.closing(STRATEGIES[stage.spec.strategy]()) as strategy:
+        replica = stage.replica("t", num_steps=stage.order.num_steps)
+        num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
+        strategy.setup(replica)
+        if stage.state.rank == 0:
+            publish(_header(stage, num_parameters))
+        _barrier(stage)
+        tally = _train(stage, strategy, publish, should_stop)
+        # finish
+        model = strategy.finish()
+    # evaluate
+    if stage.state.rank != 0:
+        return tally.report(stage)
+    verdict = evaluate(model, stage.task, stage.device)
+    return tally.report(
+        stage,
+        final_loss=verdict.train.loss,
+        held_out_loss=verdict.held_out.loss,
+        held_out_accuracy=verdict.held_out.accuracy,
+    )
+
+
+def _barrier(stage: _Stage) -> None:
+    # barrier: takes part: every rank of the plan, which is one or all
+    if stage.plan.num_ranks == 1:
+        return
+    device_ids = [stage.device.index] if stage.state.backend == "nccl" else None
+    dist.barrier(device_ids=device_ids)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tally:
+    """Counts steps and samples of this rank, and makes events of them."""
+
+    publish: Publish
+    clock: Clock
+    num_steps: int = 0
+    num_samples: int = 0
+
+    def add(self, laps: list[Lap]) -> None:
+        for lap in laps:
+            self.publish(
+                StepEvent(
+                    step=self.num_steps,
+                    seconds=lap.seconds,
+                    num_samples=lap.report.num_samples,
+                    loss=lap.loss,
+                    staleness=lap.report.staleness,
+                )
+            )
+            self.num_steps += 1
+            self.num_samples += lap.report.num_samples
+
+    def report(
+        self,
+        stage: _Stage,
+        final_loss: float = math.nan,
+        held_out_loss: float = math.nan,
+        held_out_accuracy: float = math.nan,
+    ) -> RunReport:
+        return RunReport(
+            run_id=stage.spec.run_id,
+            rank=stage.state.rank,
+            took_part=True,
+            num_steps=self.num_steps,
+            num_samples=self.num_samples,
+            seconds=self.clock.seconds,
+            final_loss=final_loss,
+            held_out_loss=held_out_loss,
+            held_out_accuracy=held_out_accuracy,
+        )
+
+
+def _train(
+    stage: _Stage, strategy: Strategy, publish: Publish, should_stop: Callable[[], bool]
+) -> _Tally:
+    # train
+    tally = _Tally(publish=publish, clock=clock_of(stage.device))
+    stop = Stop(
+        stage.folder,
+        stage.name("t"),
+        synchronous=stage.plan.synchronous,
+        num_ahead=tally.clock.num_ahead,
+        wanted=should_stop,
+    )
+    with contextlib.closing(stop):
+        tally.clock.start()
+        for step, share in enumerate(strategy.shares()):
+            if stop.before(step):
+                break
+            tally.add(tally.clock.lap(strategy.step(stage.fetch(share))))
+        tally.add(tally.clock.stop())
+    return tally
+
+
+def _header(stage: _Stage, num_parameters: int) -> RunHeader:
+    shared = stage.state.shares_device and stage.plan.num_ranks > 1
+    shared_note = ("Several ranks share one GPU.",) if shared else ()
+    return RunHeader(
+        run_id=stage.spec.run_id,
+        strategy=stage.spec.strategy,
+        synchronous=stage.plan.synchronous,
+        num_workers=stage.plan.num_workers,
+        num_threads=stage.state.num_threads,
+        device=stage.state.device,
+        backend=stage.state.backend,
+        num_parameters=num_parameters,
+        num_samples=stage.order.num_samples,
+        notes=stage.plan.notes + stage.task.notes + shared_note,
+    )

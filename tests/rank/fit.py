@@ -1,0 +1,179 @@
+"""How is a small problem fitted: by a strategy on this rank, or by plain torch?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ddpnb.rank.order import Order, Share, every_step
+from ddpnb.rank.strategies import STRATEGIES
+from ddpnb.rank.strategies.async_ps import AsyncParameterServer
+from ddpnb.rank.strategies.base import Batch, Replica, StepReport, Strategy
+from ddpnb.rank.tasks.base import OptimizerFactory
+from ddpnb.rank.transport.master import Access
+from ddpnb.wire import RankState
+
+BeforeStep = Callable[[int, int], None]
+"""Called with rank and step number: where a test injects a fault."""
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)),
+    "linear": lambda: nn.Linear(6, 3),
+    "batchnorm": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
+    "frozen": lambda: frozen(),
+    "mixed": lambda: nn.Sequential(nn.Linear(6, 8), Cast(), nn.Linear(8, 3).double()),
+}
+
+
+class Cast(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.double()
+
+
+def frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    model: str = "mlp"
+    optimizer: str = "momentum"
+    batch_size: int = 10
+    num_epochs: float = 3
+    num_samples: int = 64
+    learning_rate: float | None = None
+    seed: int = 0
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        inputs = torch.randn(self.num_samples, 6, generator=generator)
+        return inputs, inputs @ torch.randn(6, 3, generator=generator) + 0.5
+
+    def build(self) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            return MODELS[self.model]()
+
+    def factory(self) -> OptimizerFactory:
+        if self.learning_rate is None:
+            return OPTIMIZERS[self.optimizer]
+        return lambda parameters: torch.optim.SGD(parameters, lr=self.learning_rate)
+
+    def order(self, num_ranks: int) -> Order:
+        return Order(
+            self.num_samples,
+            batch_size=self.batch_size,
+            num_epochs=self.num_epochs,
+            num_ranks=num_ranks,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    parameters: list[Tensor]
+    buffers: list[Tensor]
+    reports: list[StepReport]
+    log: list[Access] = field(default_factory=list)
+    num_files_left: int = 0
+    num_files_while_training: int = 0
+
+
+def by_hand(problem: Problem, num_ranks: int = 1) -> Fit:
+    """Plain torch, one process, whole batches."""
+    model, (inputs, targets), order = problem.build(), problem.data(), problem.order(num_ranks)
+    optimizer = problem.factory()([p for p in model.parameters() if p.requires_grad])
+    reports = []
+    for share in every_step(order.num_steps, part=0, num_parts=1):
+        indices = order.indices(share)
+        loss = nn.functional.mse_loss(model(inputs[indices]), targets[indices])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        reports.append(StepReport(loss=loss.detach(), num_samples=len(indices)))
+    return fit_of(model, reports)
+
+
+def by_strategy(
+    state: RankState,
+    folder: Path,
+    name: str,
+    problem: Problem,
+    before_step: BeforeStep | None = None,
+) -> Fit:
+    """The same by a strategy, on one of the ranks."""
+    log: list[Access] = []
+    strategy = AsyncParameterServer(log=log.append) if name == "async" else STRATEGIES[name]()
+    if state.rank >= strategy.plan(state).num_ranks:
+        return fit_of(nn.Module(), [])
+    try:
+        fit = drive(strategy, state, folder, problem, before_step)
+    finally:
+        strategy.close()
+        strategy.close()
+    return replace(fit, log=log, num_files_left=len(list(folder.iterdir())))
+
+
+def drive(
+    strategy: Strategy,
+    state: RankState,
+    folder: Path,
+    problem: Problem,
+    before_step: BeforeStep | None = None,
+) -> Fit:
+    """Train on every share that the strategy names."""
+    order, (inputs, targets) = problem.order(state.world_size), problem.data()
+    strategy.setup(
+        Replica(
+            model=problem.build(),
+            loss=nn.functional.mse_loss,
+            optimizer=problem.factory(),
+            device=torch.device("cpu"),
+            rank=state.rank,
+            world_size=state.world_size,
+            num_steps=order.num_steps,
+            folder=folder,
+            name="fit",
+        )
+    )
+    reports = []
+    for number, share in enumerate(strategy.shares()):
+        if before_step is not None:
+            before_step(state.rank, number)
+        reports.append(strategy.step(batch_of(order, share, inputs, targets)))
+    num_files = len(list(folder.iterdir()))
+    return replace(fit_of(strategy.finish(), reports), num_files_while_training=num_files)
+
+
+def batch_of(order: Order, share: Share, inputs: Tensor, targets: Tensor) -> Batch:
+    indices = order.indices(share)
+    return Batch(
+        inputs=inputs[indices],
+        targets=targets[indices],
+        num_samples=len(indices),
+        num_global=order.size(share.step),
+    )
+
+
+def fit_of(model: nn.Module, reports: list[StepReport]) -> Fit:
+    return Fit(
+        parameters=[parameter.detach().clone() for parameter in model.parameters()],
+        buffers=[buffer.clone() for buffer in model.buffers()],
+        reports=reports,
+    )
+
+
+def distance(one: Fit, other: Fit) -> float:
+    """Largest difference of any parameter."""
+    pairs = zip(one.parameters, other.parameters, strict=True)
+    return max((mine - theirs).abs().max().item() for mine, theirs in pairs)

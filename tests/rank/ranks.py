@@ -1,0 +1,115 @@
+"""How does a test get real ranks: processes in a real process group?"""
+
+import multiprocessing
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpnb.wire import RankState
+
+TIMEOUT_SECONDS = 60.0
+
+# One process imports torch, and forks all others: a group starts in a fraction of a second.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["ddpnb.rank.worker", "ddpnb.rank.tasks.digits"])
+
+
+class RankFailed(Exception):
+    """A job raised on a rank, or the rank died; ``cause`` is its exception, if there is one."""
+
+    def __init__(self, rank: int, text: str, cause: BaseException | None) -> None:
+        super().__init__(f"rank {rank}: {text}")
+        self.cause = cause
+
+
+class Ranks:
+    """Processes in one gloo group, which carry out jobs: ``job(state, folder, *args)``."""
+
+    def __init__(self, world_size: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="ddpnb-test-", dir="/dev/shm"))
+        self._meeting = Path(tempfile.mkdtemp(prefix="ddpnb-test-"))
+        self._pipes, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = CONTEXT.Pipe()
+            state = make_state(rank, world_size)
+            process = CONTEXT.Process(
+                target=serve, args=(state, self.folder, self._meeting, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def call(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run a job on every rank; return the results, or raise what a rank raised."""
+        results = self.attempt(job, *args)
+        for result in results:
+            if isinstance(result, RankFailed):
+                raise result
+        return results
+
+    def attempt(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run a job on every rank; return its result or its failure for each."""
+        for pipe in self._pipes:
+            pipe.send((job, args))
+        return [self._result(rank) for rank in range(len(self._pipes))]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        shutil.rmtree(self.folder)
+        shutil.rmtree(self._meeting)
+
+    def _result(self, rank: int) -> Any:
+        if not self._pipes[rank].poll(TIMEOUT_SECONDS):
+            raise TimeoutError(f"rank {rank} hangs")
+        try:
+            is_right, value = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return RankFailed(rank, "died", None)
+        return value if is_right else RankFailed(rank, *value)
+
+
+def make_state(rank: int, world_size: int) -> RankState:
+    return RankState(
+        rank=rank,
+        local_rank=rank,
+        world_size=world_size,
+        pid=0,
+        host="here",
+        device="cpu",
+        device_name="CPU",
+        num_threads=1,
+        backend="gloo",
+    )
+
+
+def serve(state: RankState, folder: Path, meeting: Path, pipe: Connection) -> None:
+    """Carry out jobs until the test's end of the pipe is closed."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(meeting / "store"), state.world_size),
+        rank=state.rank,
+        world_size=state.world_size,
+        timeout=timedelta(seconds=30),
+    )
+    while True:
+        try:
+            job, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, job(state, folder, *args))
+        except Exception as error:
+            answer = (False, (traceback.format_exc(), error))
+        pipe.send(answer)

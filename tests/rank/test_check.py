@@ -1,0 +1,218 @@
+"""Has every mistake in a comparison cell its sentence, before anything trains?"""
+
+import traceback
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ddpnb.errors import UserError
+from ddpnb.rank import worker
+from ddpnb.wire import RunSpec
+from tests.rank.ranks import make_state
+
+MODEL = "from torch import nn\nimport torch\ndef model(): return nn.Linear(4, 3)\n"
+DATA = "def data(split): return torch.randn(20, 4), torch.randint(3, (20,))\n"
+GOOD = MODEL + DATA
+
+
+def check(source: str, strategy: str = "ddp", num_ranks: int = 2, batch_size: int = 10, **names):
+    spec = RunSpec(run_id="r", strategy=strategy, source=source, batch_size=batch_size)
+    worker.check(spec, state=make_state(0, num_ranks), namespace=names)
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "async"])
+def test_a_good_cell_passes(strategy):
+    check(GOOD, strategy)
+
+
+@pytest.mark.parametrize("task", ["digits", "synthetic"])
+def test_built_in_tasks_pass(task):
+    spec = RunSpec(run_id="r", strategy="ddp", task=task)
+    worker.check(spec, state=make_state(0, 2), namespace={})
+
+
+GOOD_DATA = {
+    "arrays": "import numpy as np\n"
+    "def data(split): return np.ones((20, 4), dtype=np.float32), np.zeros(20, dtype=np.int64)",
+    "read-only arrays": "import numpy as np\n"
+    "x = np.ones((20, 4), dtype=np.float32)\nx.flags.writeable = False\n"
+    "def data(split): return x, np.zeros(20, dtype=np.int64)",
+    "TensorDataset": "from torch.utils.data import TensorDataset\n"
+    "def data(split): return TensorDataset(torch.randn(20, 4), torch.zeros(20).long())",
+    "Dataset": "from torch.utils.data import Dataset\n"
+    "class Own(Dataset):\n"
+    "    def __len__(self): return 20\n"
+    "    def __getitem__(self, i): return torch.randn(4), i % 3\n"
+    "def data(split): return Own()",
+}
+
+
+@pytest.mark.parametrize("source", GOOD_DATA.values(), ids=GOOD_DATA)
+@pytest.mark.filterwarnings("error")
+def test_all_kinds_of_data_pass(source):
+    check(MODEL + source)
+
+
+BAD_CELLS = {
+    "no model": (DATA, "defines no model()"),
+    "no data": (MODEL, "defines no data()"),
+    "model is no function": ("model = 3\n" + DATA, "model in the cell is not a function"),
+    "model returns nothing": (GOOD + "def model(): pass", "returned a NoneType; return a torch"),
+    "no parameters": (GOOD + "def model(): return nn.ReLU()", "without trainable parameters"),
+    "all frozen": (
+        GOOD + "def model(): return nn.Linear(4, 3).requires_grad_(False)",
+        "without trainable parameters",
+    ),
+    "lazy": (GOOD + "def model(): return nn.LazyLinear(3)", "lazy layers; give their sizes"),
+    "wrapped": (
+        GOOD + "def model(): return nn.DataParallel(nn.Linear(4, 3))",
+        "wrapped in DataParallel; return the plain model, the strategy wraps it",
+    ),
+    "wrapped inside": (
+        GOOD + "def model(): return nn.Sequential(nn.DataParallel(nn.Linear(4, 3)))",
+        "wrapped in DataParallel",
+    ),
+    "unused parameter": (
+        GOOD + "class M(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(4, 3)\n"
+        "        self.spare = nn.Parameter(torch.ones(1))\n"
+        "def model(): return M()",
+        "parameter spare has no part in the loss",
+    ),
+    "data is a list": (GOOD + "def data(split): return [1, 2]", "returned a list; return a torch"),
+    "data is None": (GOOD + "def data(split): pass", "returned a NoneType"),
+    "three tensors": (
+        GOOD + "def data(split): return (torch.ones(2),) * 3",
+        r"data\('train'\) returned a tuple of 3",
+    ),
+    "strings": (GOOD + "def data(split): return ['a'], ['b']", "a tuple with a list in it"),
+    "unequal": (
+        GOOD + "def data(split): return torch.ones(20, 4), torch.ones(19)",
+        "20 inputs but 19 targets",
+    ),
+    "empty": (
+        GOOD + "def data(split): return torch.ones(0, 4), torch.ones(0)",
+        r"data\('train'\) returned no samples",
+    ),
+    "empty test split": (
+        GOOD + "def data(split):\n"
+        "    n = 20 if split == 'train' else 0\n"
+        "    return torch.ones(n, 4), torch.ones(n).long()",
+        r"data\('test'\) returned no samples",
+    ),
+    "wrong items": (
+        GOOD + "from torch.utils.data import TensorDataset\n"
+        "def data(split): return TensorDataset(torch.ones(20, 4))",
+        "a Dataset whose items are not pairs",
+    ),
+    "items that do not stack": (
+        GOOD + "from torch.utils.data import Dataset\n"
+        "class Own(Dataset):\n"
+        "    def __len__(self): return 20\n"
+        "    def __getitem__(self, i): return object(), 1\n"
+        "def data(split): return Own()",
+        r"data\('train'\) gives items that cannot be stacked: TypeError",
+    ),
+    "items of strings": (
+        GOOD + "from torch.utils.data import Dataset\n"
+        "class Own(Dataset):\n"
+        "    def __len__(self): return 20\n"
+        "    def __getitem__(self, i): return 'a', 1\n"
+        "def data(split): return Own()",
+        "items do not stack into two tensors",
+    ),
+    "loss is no function": (GOOD + "loss = 0.3", "loss in the cell is a float, not a function"),
+    "loss is a vector": (
+        GOOD + "loss = nn.CrossEntropyLoss(reduction='none')",
+        r"returned \(5,\); return the mean over the samples",
+    ),
+    "loss is a sum": (
+        GOOD + "loss = nn.CrossEntropyLoss(reduction='sum')",
+        "is a sum over the samples; return their mean",
+    ),
+    "loss is detached": (
+        GOOD + "def loss(o, t): return nn.functional.cross_entropy(o, t).detach()",
+        "does not depend on the model's parameters",
+    ),
+    "loss fails": (
+        GOOD + "loss = nn.MSELoss()",
+        r"loss\(outputs, targets\) failed for outputs of shape \(5, 3\) .*: RuntimeError",
+    ),
+    "model fails": (
+        GOOD + "def model(): return nn.Linear(5, 3)",
+        r"model\(inputs\) failed on a batch of 5 samples, .*\(5, 4\): RuntimeError: mat1 and mat2",
+    ),
+    "model returns a tuple": (
+        GOOD + "def model(): return nn.LSTM(4, 3)",
+        "returned tuple for 5 samples; return one tensor",
+    ),
+    "optimizer is no function": (GOOD + "optimizer = 3", "optimizer in the cell is a int, not a"),
+    "optimizer returns nothing": (
+        GOOD + "def optimizer(params): pass",
+        r"optimizer\(params\) returned a NoneType; return a torch.optim.Optimizer",
+    ),
+    "optimizer needs a closure": (
+        GOOD + "optimizer = torch.optim.LBFGS",
+        r"optimizer.step\(\) failed: TypeError",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "sentence"), BAD_CELLS.values(), ids=BAD_CELLS)
+def test_each_mistake_is_one_sentence(source, sentence):
+    with pytest.raises(UserError, match=sentence) as caught:
+        check(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_batches_that_do_not_fit_are_refused():
+    with pytest.raises(UserError, match="batch of 2 cannot be shared by 3 ranks"):
+        check(GOOD, "single", num_ranks=3, batch_size=2)
+    with pytest.raises(UserError, match=r"larger than the training split \(20 samples\)"):
+        check(GOOD, batch_size=21)
+
+
+def test_the_smallest_share_is_tried_where_batchnorm_would_fail():
+    batchnorm = GOOD + "def model(): return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))"
+    with pytest.raises(UserError, match="on a batch of 1 samples.*more than 1 value per channel"):
+        check(batchnorm, batch_size=18)  # 20 = 18 + 2: one sample each in the last step
+
+
+def test_what_the_cell_itself_raises_comes_with_the_cells_lines():
+    with pytest.raises(ZeroDivisionError) as caught:
+        check(GOOD + "def data(split):\n    return 1 / 0  # here\n")
+    assert "return 1 / 0  # here" in "".join(traceback.format_exception(caught.value))
+    with pytest.raises(SyntaxError):
+        check("def model(:")
+
+
+def test_names_of_earlier_cells_are_seen_but_not_taken_for_the_cells_own():
+    check(
+        "def model(): return Net(4, 3)\n" + DATA,
+        Net=nn.Linear,
+        torch=torch,
+        loss=0.3,
+        optimizer=torch.optim.SGD([torch.ones(1)], lr=1),
+    )
+    with pytest.raises(UserError, match="defines no model"):
+        check("import torch\n" + DATA, model=nn.Linear(4, 3))
+
+
+def test_nothing_of_the_users_is_touched():
+    net, kept = nn.Linear(4, 3), torch.ones(1)
+    namespace = {"net": net, "kept": kept, "torch": torch, "np": np}
+    before, names = net.weight.clone(), dict(namespace)
+    source = "def model(): return net\nkept = 5\n" + DATA.replace("4),", "4).float(),")
+    torch.manual_seed(7)
+    np.random.seed(7)
+    expected = torch.rand(1), np.random.rand()
+    torch.manual_seed(7)
+    np.random.seed(7)
+    check(source + "torch.set_default_dtype(torch.float64)\n", "single", **namespace)
+    assert (torch.rand(1), np.random.rand()) == expected
+    assert torch.get_default_dtype() == torch.float32
+    assert namespace == names
+    assert torch.equal(net.weight, before)

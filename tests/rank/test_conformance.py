@@ -1,0 +1,87 @@
+"""Is every strategy what it says: equal to plain SGD wherever that is what it computes?"""
+
+import pytest
+import torch
+
+from ddpnb import wire
+from ddpnb.rank.strategies import STRATEGIES
+from tests.rank.fit import OPTIMIZERS, Fit, Problem, by_hand, by_strategy, distance
+
+ALL = list(STRATEGIES)
+SYNCHRONOUS = ["single", "dp", "ddp"]
+
+
+def test_the_table_has_every_strategy_that_users_are_shown():
+    assert list(STRATEGIES) == list(wire.STRATEGIES)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ALL)
+def test_on_one_rank_it_is_plain_sgd(ranks, name, optimizer):
+    problem = Problem(optimizer=optimizer)
+    (fit,) = ranks(1).call(by_strategy, name, problem)
+    reference = by_hand(problem)
+    assert distance(fit, reference) < 1e-6
+    assert losses(fit) == pytest.approx(losses(reference), abs=1e-6)
+    assert fit.num_files_left == 0
+
+
+@pytest.mark.parametrize("model", ["batchnorm", "frozen", "mixed"])
+@pytest.mark.parametrize("name", ALL)
+def test_on_one_rank_any_model_trains_as_in_plain_torch(ranks, name, model):
+    problem = Problem(model=model, batch_size=16)
+    (fit,) = ranks(1).call(by_strategy, name, problem)
+    reference = by_hand(problem)
+    assert distance(fit, reference) < 1e-6
+    for mine, theirs in zip(fit.buffers, reference.buffers, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_on_several_ranks_it_is_one_process_with_the_whole_batch(ranks, name, num_ranks, optimizer):
+    problem = Problem(optimizer=optimizer, batch_size=10)  # 10 = 4 + 3 + 3; the last batch has 4
+    fits = took_part(ranks(num_ranks).call(by_strategy, name, problem))
+    reference = by_hand(problem, num_ranks)
+    assert all(distance(fit, reference) < 1e-5 for fit in fits)
+    assert num_samples(fits) == num_samples([reference])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_all_ranks_agree_in_the_end_and_leave_nothing(ranks, name):
+    fits = took_part(ranks(2).call(by_strategy, name, Problem()))
+    assert all(distance(fit, fits[0]) == 0 for fit in fits)
+    assert all(fit.num_files_while_training == fit.num_files_left == 0 for fit in fits)
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_the_same_seed_gives_the_same_curve(ranks, name):
+    first, second = (ranks(2).call(by_strategy, name, Problem(seed=5))[0] for _ in range(2))
+    assert losses(first) == losses(second)
+
+
+def test_of_batchnorm_in_replicas_only_the_first_ones_statistics_last(ranks):
+    problem = Problem(model="batchnorm", batch_size=16, num_epochs=0.25)  # one step
+    fit, _ = ranks(2).call(by_strategy, "dp", problem)
+    order, (inputs, _) = problem.order(2), problem.data()
+    model = problem.build()
+    hidden = model[0](inputs[order.indices(order.smallest_share(1))][:8])
+    torch.testing.assert_close(fit.buffers[0], 0.1 * hidden.mean(dim=0))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_close_needs_no_setup(name):
+    STRATEGIES[name]().close()
+
+
+def took_part(fits: list[Fit]) -> list[Fit]:
+    return [fit for fit in fits if fit.reports]
+
+
+def losses(fit: Fit) -> list[float]:
+    return [report.loss.item() for report in fit.reports]
+
+
+def num_samples(fits: list[Fit]) -> int:
+    return sum(report.num_samples for fit in fits for report in fit.reports)

@@ -1,0 +1,174 @@
+import io
+import time
+from dataclasses import replace
+
+import matplotlib.text
+import numpy as np
+import pytest
+from PIL import Image
+
+from ddpnb.notebook.record.comparison import Comparison, overlay
+from ddpnb.notebook.record.runs import Run, Status
+from ddpnb.notebook.show.figure import LiveFigure, draw
+from ddpnb.notebook.show.series import prepare, series_of
+from tests.record.fake_runs import batch, fake_comparison, fake_run, header, spec, step
+
+
+def pixels(png: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(png)))
+
+
+def compared(*runs: Run) -> Comparison:
+    return Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
+
+
+def shown_texts(comparison: Comparison) -> list[matplotlib.text.Text]:
+    figure = draw(comparison)
+    figure.canvas.draw()
+    texts = figure.findobj(matplotlib.text.Text)
+    return [text for text in texts if text.get_visible() and text.get_text()]
+
+
+def test_the_picture_changes_while_a_comparison_trains():
+    live = LiveFigure()
+    seen = set()
+    for share in (0.0, 0.2, 0.4, 0.8, 1.0):
+        live.update(fake_comparison(share=share, num_steps=60))
+        seen.add(live.png())
+    assert len(seen) == 5
+
+
+def test_the_same_snapshot_gives_the_same_picture():
+    live = LiveFigure()
+    live.update(fake_comparison(num_steps=60))
+    assert live.png() == live.png()
+
+
+def test_the_size_is_fixed_and_the_corners_are_clear():
+    for share in (0.0, 1.0):
+        live = LiveFigure()
+        live.update(fake_comparison(share=share, num_steps=60))
+        drawn = pixels(live.png())
+        assert drawn.shape == (470, 1400, 4)
+        assert drawn[0, 0, 3] == 0
+        assert tuple(drawn[235, 10]) == (255, 255, 255, 255)
+
+
+def test_axes_only_grow():
+    live = LiveFigure()
+    live.update(fake_comparison(num_steps=200))
+    before = [axes.get_position().bounds + axes.axis() for axes in live.finish().axes]
+    live.update(fake_comparison(num_steps=20))
+    assert before == [axes.get_position().bounds + axes.axis() for axes in live.finish().axes]
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_no_text_covers_another_and_all_are_inside(repeats: int):
+    texts = shown_texts(fake_comparison(repeats=repeats))
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
+    for index, (name, box) in enumerate(boxes):
+        assert box.x0 > 0, name
+        assert box.x1 < 1390, name
+        for other, other_box in boxes[index + 1 :]:
+            assert not box.padded(-1).overlaps(other_box.padded(-1)), (name, other)
+
+
+def test_long_names_get_room():
+    one = fake_comparison(("dp", "ddp"))
+    runs = tuple(replace(run, comparison="lesson-22", run_id=run.run_id + "b") for run in one.runs)
+    both = overlay([one, replace(one, name="lesson-22", runs=runs)])
+    labels = [t for t in shown_texts(both) if "lesson-22/dp (emulated)" in t.get_text()]
+    assert labels
+    assert all(text.get_window_extent().x1 < 1395 for text in labels)
+    colours = {series.style.colour for series in series_of(both)}
+    assert len(colours) == 4
+
+
+def test_no_text_is_smaller_than_eleven_points():
+    assert min(text.get_fontsize() for text in shown_texts(fake_comparison())) >= 11
+
+
+def test_what_is_emulated_says_so_at_each_line():
+    texts = [text.get_text() for text in shown_texts(fake_comparison())]
+    assert sum("dp (emulated)" in text for text in texts) == 4  # three panels and the note
+    assert any("emulated on CPU threads" in text for text in texts)
+
+
+def test_nothing_yet_is_drawn_as_waiting():
+    empty = compared(Run.of_spec(spec("ddp"), created=1.0))
+    assert sum(text.get_text().startswith("waiting") for text in shown_texts(empty)) == 3
+
+
+def test_nan_losses_leave_a_gap_and_a_note():
+    comparison = compared(fake_run("single", num_steps=40, nan_from=30))
+    (series,) = series_of(comparison)
+    assert np.isnan(series.by_samples.y[30:]).all()
+    assert any("10 losses were NaN" in text.get_text() for text in shown_texts(comparison))
+
+
+def test_only_nan_losses_still_draw_throughput():
+    run = fake_run("single", num_steps=40, nan_from=0)
+    texts = [text.get_text() for text in shown_texts(compared(run))]
+    assert sum(text.startswith("waiting") for text in texts) == 2
+
+
+def test_a_loop_without_samples_is_drawn_against_time_alone():
+    run = Run(run_id="m", name="mine")
+    run.add(batch("m", [step(i, i + 1.0, 2.0 / (i + 1), samples=0) for i in range(20)]))
+    (series,) = series_of(compared(run))
+    assert len(series.by_samples.x) == 0
+    assert len(series.by_seconds.x) == 20
+    assert LiveFigure().update(compared(run)) is None
+
+
+def test_one_step_and_negative_losses_can_be_drawn():
+    run = Run.of_spec(spec("single"), created=1.0)
+    run.add(batch(run.run_id, [step(0, 0.5, -3.0)], header=header(spec("single"), 1)))
+    bottom, top = draw(compared(run)).axes[0].get_ylim()
+    assert bottom <= -3.0 <= top
+
+
+def test_runs_that_differ_are_told():
+    one, other = fake_run("ddp", num_steps=20), fake_run("single", num_steps=20)
+    changed = other.snapshot()
+    assert changed.spec is not None
+    changed = replace(changed, spec=replace(changed.spec, batch_size=64))
+    comparison = Comparison(comparison_id="c", name="c", runs=(one.snapshot(), changed))
+    texts = " ".join(text.get_text() for text in shown_texts(comparison))
+    assert "these runs differ in batch size" in texts
+
+
+def test_repeats_become_a_median_over_at_least_half():
+    runs = []
+    for repeat, level in enumerate((1.0, 2.0, 6.0)):
+        run = Run.of_spec(spec("single", repeat), comparison="c", created=1.0)
+        num_steps = 10 if repeat else 20
+        told = [step(i, i + 1.0, level) for i in range(num_steps)]
+        run.add(batch(run.run_id, told, header=header(spec("single", repeat), 1)))
+        run.end(Status.FINISHED)
+        runs.append(run)
+    (series,) = series_of(compared(*runs))
+    np.testing.assert_allclose(series.by_samples.y, 2.0)
+    assert series.by_samples.x[-1] <= 100
+
+
+def test_a_run_is_prepared_again_only_when_something_came():
+    live, comparison = LiveFigure(), fake_comparison(("single",), num_steps=30)
+    live.update(comparison)
+    kept = live._drawn(comparison.runs[0])
+    assert live._drawn(comparison.runs[0]) is kept
+    assert len(prepare(comparison.runs[0]).curve) == 30
+
+
+def test_a_redraw_is_quick():
+    comparison, live = fake_comparison(num_steps=2000), LiveFigure()
+    live.update(comparison)
+    live.png()
+    seconds = []
+    for _ in range(5):
+        live._kept.clear()
+        begun = time.perf_counter()
+        live.update(comparison)
+        live.png()
+        seconds.append(time.perf_counter() - begun)
+    assert min(seconds) < 0.12, seconds  # 0.05 s on an idle core

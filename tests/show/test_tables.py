@@ -1,0 +1,226 @@
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.record.names import StoredRun
+from ddpnb.notebook.record.runs import Run, Status
+from ddpnb.notebook.show.listing import ranks_table, runs_table
+from ddpnb.notebook.show.progress import progress_of
+from ddpnb.notebook.show.scores import scores_table
+from ddpnb.notebook.show.sentence import sentence
+from ddpnb.notebook.show.table import Cell, Column, Table
+from ddpnb.notebook.show.words import duration, number, percent, short
+from ddpnb.wire import RankState
+from tests.record.fake_runs import fake_comparison, fake_run, header, spec
+from tests.record.test_summary import timed
+
+EVIL = "<script>alert('x')</script>"
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that is not closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in ("img", "meta"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def check_html(html: str) -> None:
+    parser = Balanced()
+    parser.feed(html)
+    assert parser.open == []
+
+
+def rank_state(rank: int, **changes: object) -> RankState:
+    state = RankState(
+        rank=rank,
+        local_rank=rank,
+        world_size=2,
+        pid=4000 + rank,
+        host="lab",
+        device="cuda:0",
+        device_name="T4",
+        num_threads=1,
+        backend="gloo",
+        shares_device=True,
+    )
+    return replace(state, **changes)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.1184, "0.118"),
+        (12345.6, "12,346"),
+        (0.0, "0"),
+        (float("nan"), "–"),
+        (1.5, "1.50"),
+        (99.96, "100"),
+    ],
+)
+def test_numbers(value: float, shown: str):
+    assert number(value) == shown
+
+
+def test_other_words():
+    assert [short(v) for v in (17_123, 999.6, 2_500_000, 12)] == ["17.1k", "1.00k", "2.50M", "12.0"]
+    assert number(float("inf")) == "∞"
+    assert percent(0.9611, 1) == "96.1 %"
+    assert [duration(s) for s in (12.4, 200, 7260)] == ["12 s", "3 min 20 s", "2 h 1 min"]
+
+
+def test_everything_is_escaped():
+    table = Table(
+        caption=EVIL,
+        columns=(Column(title=EVIL), Column(title="b", is_number=True)),
+        rows=((Cell(text=EVIL, quiet=EVIL, dot=EVIL), Cell(text=EVIL)),),
+        notes=(EVIL,),
+    )
+    assert "<script" not in table.html()
+    check_html(table.html())
+
+
+def test_a_table_can_be_heard_and_read():
+    html = scores_table(fake_comparison()).html()
+    check_html(html)
+    assert html.count('scope="row"') == 4
+    assert html.count('scope="col"') == 9
+    assert "<caption" in html
+    assert html.count('aria-hidden="true"') == 4
+
+
+def test_the_scores_in_text():
+    text = scores_table(fake_comparison()).text()
+    dp = next(line for line in text.splitlines() if line.startswith("dp "))
+    assert re.search(r"dp \(emulated\) +2 +[\d,]+ \([\d,]+ to [\d,]+\) +1\.\d\d× +\d\d %", dp)
+    assert "range over the tenths of the run" in text
+    assert "emulated on CPU threads" in text
+    assert re.search(r"async .* 94\.7 % +1 / 3", text)
+
+
+def test_repeats_are_told_and_columns_nobody_fills_are_left_out():
+    text = scores_table(fake_comparison(("ddp",), repeats=2, num_steps=30)).text()
+    assert "ddp 2 repeats" in text
+    assert "median and range over the repeats" in text
+    assert "speed-up" not in text
+    assert "staleness" not in text
+
+
+def test_a_run_that_failed_is_in_the_table():
+    run = fake_run("ddp", num_steps=30, share=0.5)
+    run.end(Status.FAILED, "because rank 1 was killed")
+    comparison = Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
+    text = scores_table(comparison).text()
+    assert "ddp failed" in text
+    assert "ddp: failed because rank 1 was killed" in text
+
+
+def test_an_empty_comparison_has_an_empty_table():
+    empty = Comparison(comparison_id="c", name="c")
+    check_html(scores_table(empty).html())
+    assert sentence(empty) == "Nothing has finished yet."
+
+
+def test_ranks_that_share_a_device_say_with_whom():
+    text = ranks_table([rank_state(1), rank_state(0)]).text()
+    assert "2 ranks ready" in text
+    assert re.search(r"^0 +4000 .* shares cuda:0 with rank 1$", text, re.MULTILINE)
+    alone = ranks_table([rank_state(0, shares_device=False, device="cpu")]).text()
+    assert "1 rank ready" in alone
+    assert "shares" not in alone
+
+
+def test_stored_runs_are_listed_newest_first_with_repeats_together():
+    runs = [
+        StoredRun(
+            run_id=f"{name}{repeat}",
+            comparison_id=name,
+            comparison=name,
+            name="ddp",
+            repeat=repeat,
+            created=created,
+            task="digits",
+            num_events=12,
+            spec=spec("ddp"),
+            header=header(spec("ddp"), 3),
+        )
+        for name, repeat, created in (
+            ("digits-1", 0, 1e9),
+            ("digits-2", 0, 2e9),
+            ("digits-2", 1, 2e9),
+        )
+    ]
+    lines = runs_table(runs).text().splitlines()
+    assert lines[0] == "3 stored runs, newest first"
+    assert re.match(r"digits-2/ddp +2 +digits +256 +2 +24 +20", lines[3])
+    assert lines[4].startswith("digits-1/ddp ")
+    assert "No stored runs" in runs_table([]).text()
+
+
+def test_progress_from_start_to_end():
+    told = [
+        progress_of(fake_comparison(share=share, num_steps=100)).text for share in (0.0, 0.6, 1.0)
+    ]
+    assert told[0] == "single: starting"
+    assert re.fullmatch(
+        r"ddp: 3\d % · [\d,]+ samples/s · loss \d\.\d+ · \d s left \| run 3 of 4", told[1]
+    )
+    assert told[2].startswith("async: finished · ")
+
+
+def test_progress_names_the_repeat_and_what_is_emulated():
+    line = progress_of(fake_comparison(("dp",), repeats=2, share=0.8, num_steps=100))
+    assert line.text.startswith("dp (emulated), repeat 2 of 2: 60 %")
+    check_html(line.html())
+    assert 'aria-valuenow="60"' in line.html()
+
+
+def test_progress_before_the_first_step_and_while_evaluating():
+    run = Run.of_spec(spec("ddp"), created=1.0)
+    assert progress_of(fake_comparison(()).with_runs([run.snapshot()])).text == "ddp: starting"
+    done = replace(fake_run("ddp", num_steps=20).snapshot(), status=Status.RUNNING)
+    assert "ddp: evaluating" in progress_of(fake_comparison(()).with_runs([done])).text
+
+
+def test_the_sentence_claims_what_the_ranges_allow():
+    runs = [
+        timed(name, (seconds * factor,), repeat)
+        for name, seconds in (("single", 2.0), ("ddp", 1.0), ("async", 2.02))
+        for repeat, factor in enumerate((1.0, 1.05))
+    ]
+    told = sentence(
+        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
+    )
+    assert told == "In samples/s, ddp is 2.00× single."
+
+
+def test_the_sentence_is_silent_where_ranges_overlap():
+    runs = [
+        timed(name, (seconds,), repeat)
+        for name in ("single", "ddp")
+        for repeat, seconds in enumerate((1.0, 2.0))
+    ]
+    told = sentence(
+        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
+    )
+    assert told == "The ranges of samples/s overlap, so no strategy is shown to be faster."
+
+
+def test_the_sentence_tells_of_emulation_scores_and_trouble():
+    told = sentence(fake_comparison())
+    assert "ddp is 1.6" in told
+    assert "96.1 % for single, dp (emulated) and ddp, and 94.7 % for async" in told
+    assert "dp (emulated) says nothing about the speed of the real one" in told
+    bad = fake_run("async", num_steps=20, nan_from=5)
+    told = sentence(Comparison(comparison_id="c", name="c", runs=(bad.snapshot(),)))
+    assert "async's loss became NaN or infinite" in told
