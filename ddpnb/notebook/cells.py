@@ -10,7 +10,7 @@ from ddpnb.notebook.ranks import format_ranks
 from ddpnb.notebook.record.recorder import Recorder
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.show.failures import CellTimeoutError, RankError
-from ddpnb.notebook.show.live import LiveComparison
+from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.output import CellOutput
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.wire import CellSpec, EventBatch, Failure, OnRank
@@ -42,7 +42,7 @@ class RunningCell:
         self._spec = spec
         self._cluster = cluster
         self._recorder = recorder
-        self._live: LiveComparison | None = None
+        self._live: Live | None = None
         self._output = CellOutput(ranks)
         self._thread: threading.Thread | None = None
         cluster.ensure_group()
@@ -124,7 +124,7 @@ class RunningCell:
         if self._recorder is None:
             return
         if self._live is None:
-            self._live = LiveComparison()
+            self._live = live()
         self._recorder.add(batch)
 
     def _draw(self) -> None:

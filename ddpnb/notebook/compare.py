@@ -12,7 +12,7 @@ from ddpnb.notebook.record.recorder import Recorder, new_id
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
 from ddpnb.notebook.show.failures import RankError
-from ddpnb.notebook.show.live import LiveComparison
+from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.wire import CELL_TASK, STRATEGIES, TASKS, Failure, OnRank, RunReport, RunSpec
 
@@ -88,7 +88,7 @@ class Training:
     cluster: Cluster
     recorder: Recorder
     specs: Sequence[RunSpec]
-    live: LiveComparison = field(default_factory=LiveComparison)
+    live: Live = field(default_factory=live)
 
     def run(self) -> ComparisonResult:
         """Train everything; what was trained is shown and kept, however it ends.

@@ -1,7 +1,9 @@
 """How does a comparison appear under its cell while it trains?  (Notebook side.)"""
 
 import base64
+import sys
 import time
+from typing import Protocol, final
 
 from IPython.core.getipython import get_ipython
 
@@ -15,7 +17,24 @@ MAX_SHARE = 0.1
 """The share of this process's time that drawing may take."""
 
 
-class LiveComparison:
+class Live(Protocol):
+    """Shows a comparison while it trains."""
+
+    def update(self, comparison: Comparison) -> None:
+        """Show the comparison as it is now, if it is time to."""
+
+    def finish(self, result: ComparisonResult) -> None:
+        """Show the result, for good."""
+
+
+def live() -> Live:
+    """Return what shows a comparison here: in a Jupyter kernel a figure, else lines of text."""
+    in_kernel = hasattr(get_ipython(), "kernel")
+    return LiveFigureAndTable() if in_kernel else LiveText()
+
+
+@final
+class LiveFigureAndTable:
     """One figure and one line of progress, redrawn in place at their own pace.
 
     At the end the line becomes the table, so that a saved notebook holds one PNG
@@ -50,6 +69,34 @@ class LiveComparison:
     def _draw(self, comparison: Comparison) -> None:
         self._figure.update(comparison)
         self._picture.show(picture_bundle(self._figure.png(), repr(self._figure)))
+
+
+@final
+class LiveText:
+    """One line of progress, rewritten on a terminal; the table at the end."""
+
+    def __init__(self) -> None:
+        self._said = ""
+        self._next_seconds = 0.0
+
+    def update(self, comparison: Comparison) -> None:
+        """Rewrite the line, if it is time to; into a file, write one line per run."""
+        began = time.monotonic()
+        if began < self._next_seconds:
+            return
+        self._next_seconds = began + REDRAW_SECONDS
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{progress_of(comparison)!r}")
+        elif comparison.runs and comparison.runs[-1].run_id != self._said:
+            self._said = comparison.runs[-1].run_id
+            run, number = comparison.runs[-1], len(comparison.runs)
+            sys.stderr.write(f"run {number} of {len(comparison.specs)}: {run.name}\n")
+        sys.stderr.flush()
+
+    def finish(self, result: ComparisonResult) -> None:
+        """Write the table."""
+        sys.stderr.write("\r\x1b[K" if sys.stderr.isatty() else "")
+        print(result)
 
 
 def show_result(result: ComparisonResult) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.summary import BASELINE, StrategySummary, summarise
-from ddpnb.notebook.show.words import labels, percent
+from ddpnb.notebook.show.words import labels, number, percent
 
 
 def sentence(comparison: Comparison) -> str:
@@ -29,7 +29,14 @@ def sentence(comparison: Comparison) -> str:
         ),
     ]
     told = "; ".join(part for part in parts if part)
+    told = told or _alone(done, called)
     return f"{told[0].upper()}{told[1:]}." if told else "Nothing has finished yet."
+
+
+def _alone(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
+    """Return the speeds of runs that have nothing to be compared with."""
+    known = [s for s in done if math.isfinite(_speed(s))]
+    return _listed([f"{called[id(s)]} ran at {number(_speed(s))} samples/s" for s in known])
 
 
 def _is_emulated(summary: StrategySummary, called: dict[int, str]) -> bool:

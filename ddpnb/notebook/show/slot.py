@@ -1,5 +1,6 @@
 """How is something under a cell replaced by something newer?  (Notebook side.)"""
 
+from IPython.core.getipython import get_ipython
 from IPython.display import DisplayHandle, display
 
 from ddpnb.notebook.show.table import Table
@@ -14,7 +15,9 @@ class Slot:
         self._handle: DisplayHandle | None = None
 
     def show(self, bundle: Bundle) -> None:
-        """Show a MIME bundle in this place."""
+        """Show a MIME bundle in this place; outside IPython nothing is replaced, nor shown."""
+        if get_ipython() is None:
+            return
         if self._handle is None:
             self._handle = display(bundle, raw=True, display_id=True)
         else:
