@@ -46,7 +46,7 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
     runs = {run.run_id: run for comparison in comparisons for run in comparison.runs}
     return Comparison(
         comparison_id="+".join(comparison.comparison_id for comparison in comparisons),
-        name=", ".join(comparison.name for comparison in comparisons),
+        name=", ".join(dict.fromkeys(comparison.name for comparison in comparisons)),
         created=max(comparison.created for comparison in comparisons),
         task=_the_same([comparison.task for comparison in comparisons]),
         source=_the_same([comparison.source for comparison in comparisons]),

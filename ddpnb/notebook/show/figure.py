@@ -145,7 +145,7 @@ def _footer(comparison: Comparison) -> str:
     """Return what the lines mean, and what must be said beside them, in one line."""
     repeats = max((run.repeat for run in comparison.runs), default=0) > 0
     faint, strong = ("each repeat", "median") if repeats else ("every update", "moving average")
-    told = "; ".join(words.notes(comparison, summarise(comparison)))
+    told = " ".join(words.notes(comparison, summarise(comparison)))
     text = f"Faint: {faint}, strong: {strong}. {told}"
     return text if len(text) <= FOOTER_CHARACTERS else text[: FOOTER_CHARACTERS - 2] + " …"
 

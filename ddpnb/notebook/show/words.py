@@ -61,7 +61,7 @@ def labels(comparison: Comparison) -> dict[Key, str]:
     groups = group_runs(comparison.runs)
     several = len({key[0] for key in groups}) > 1
     return {
-        key: (f"{key[0]}/{key[1]}" if several and key[0] else key[1])
+        key: (f"{key[0]}/{key[1]}" if several and key[0] not in ("", key[1]) else key[1])
         + (" (emulated)" if any(is_emulated(run) for run in runs) else "")
         for key, runs in groups.items()
     }

@@ -1,0 +1,48 @@
+"""Run benchmarks and keep their figures: ``python -m benchmarks [start memory cells ...]``."""
+
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.measure import HEAD, Figure
+
+ALL = ("start", "memory", "cells", "loop", "log")
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, str]:
+    model = subprocess.run(
+        ["sh", "-c", "grep -m1 'model name' /proc/cpuinfo | cut -d: -f2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    return {
+        "cpu": model or platform.processor(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "ipyparallel", "ipykernel")},
+    }
+
+
+def main(names: list[str]) -> None:
+    figures: list[Figure] = []
+    print(HEAD)
+    for name in names or ALL:
+        for figure in importlib.import_module(f"benchmarks.{name}").measure():
+            print(figure.row(), flush=True)
+            figures.append(figure)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{time.strftime('%Y-%m-%d')}-{'-'.join(names) or 'all'}.json"
+    content = {"machine": machine(), "figures": [figure.to_json() for figure in figures]}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"\n{path}")
+
+
+main(sys.argv[1:])

@@ -1,0 +1,62 @@
+"""How are two ways of doing the same thing timed fairly?  In turns; medians are compared."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One promise, and what was measured.
+
+    ``ratio`` is ours over theirs of the medians; ``limit`` says what it may be.
+    """
+
+    name: str
+    unit: str
+    ours: list[float]
+    theirs: list[float] = field(default_factory=list)
+    limit: str
+    """E.g. ``"<= 0.65"`` or ``">= 0.98"``; of the ratio, or of ours where there are no theirs."""
+    note: str = ""
+
+    @property
+    def value(self) -> float:
+        ours = statistics.median(self.ours)
+        return ours / statistics.median(self.theirs) if self.theirs else ours
+
+    @property
+    def kept(self) -> bool:
+        sign, bound = self.limit.split()
+        return self.value <= float(bound) if sign == "<=" else self.value >= float(bound)
+
+    def row(self) -> str:
+        def told(values: Sequence[float]) -> str:
+            if not values:
+                return "-"
+            middle, low, high = statistics.median(values), min(values), max(values)
+            return f"{middle:.4g} ({low:.4g} to {high:.4g})"
+
+        kept = "kept" if self.kept else "MISSED"
+        return (
+            f"| {self.name} | {told(self.ours)} | {told(self.theirs)} | {self.unit} "
+            f"| {self.value:.3f} | {self.limit} | {kept} |"
+        )
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self) | {"value": self.value, "kept": self.kept}
+
+
+HEAD = (
+    "| what | ddpnb: median (range) | other: median (range) | unit | ratio or value | promise | |\n"
+    "|---|---|---|---|---|---|---|"
+)
+
+
+def in_turns(
+    ours: Callable[[], float], theirs: Callable[[], float], rounds: int
+) -> tuple[list[float], list[float]]:
+    """Call both alternately, after one call of each that is not counted."""
+    ours(), theirs()
+    pairs = [(ours(), theirs()) for _ in range(rounds)]
+    return [a for a, _ in pairs], [b for _, b in pairs]
