@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 
 from ipyparallel.datapub import publish_data
 
@@ -36,6 +37,7 @@ class Publisher:
         self.num_batches = 0
         self._header: RunHeader | None = None
         self._steps: deque[StepEvent] = deque()
+        self._logged: deque[tuple[float, float, int, Mapping[str, float]]] = deque()
         self._num_logged = 0
         self._started_seconds = time.perf_counter()
         self._stop = threading.Event()
@@ -56,17 +58,11 @@ class Publisher:
         if self._thread is None:
             self._start()
 
-    def log(self, *, loss: float, samples: int, **metrics: float) -> None:
-        """Publish one call of ``ddpnb.log`` as the next step of this rank."""
-        event = StepEvent(
-            step=self._num_logged,
-            seconds=time.perf_counter() - self._started_seconds,
-            num_samples=samples,
-            loss=loss,
-            metrics=tuple(metrics.items()),
-        )
-        self._num_logged += 1
-        self.publish(event)
+    def log(self, loss: float, samples: int, metrics: Mapping[str, float]) -> None:
+        """Publish one call of ``ddpnb.log``; the event itself is made when it is sent."""
+        self._logged.append((time.perf_counter() - self._started_seconds, loss, samples, metrics))
+        if self._thread is None:
+            self._start()
 
     def close(self) -> None:
         """Send what is left and end the thread; may be called twice."""
@@ -86,6 +82,7 @@ class Publisher:
 
     def _flush(self) -> None:
         steps = [self._steps.popleft() for _ in range(len(self._steps))]
+        steps += [self._next_logged() for _ in range(len(self._logged))]
         header, self._header = self._header, None
         if header is None and not steps:
             return
@@ -98,6 +95,17 @@ class Publisher:
         )
         publish_data({f"{self.run_id}/{self.num_batches}": batch})
         self.num_batches += 1
+
+    def _next_logged(self) -> StepEvent:
+        seconds, loss, samples, metrics = self._logged.popleft()
+        step, self._num_logged = self._num_logged, self._num_logged + 1
+        return StepEvent(
+            step=step,
+            seconds=seconds,
+            num_samples=samples,
+            loss=loss,
+            metrics=tuple(metrics.items()),
+        )
 
 
 def log(*, loss: float = math.nan, samples: int = 0, **metrics: float) -> None:
@@ -116,4 +124,4 @@ def log(*, loss: float = math.nan, samples: int = 0, **metrics: float) -> None:
     publisher = RankEngine.instance().publisher
     if publisher is None or not publisher.run_id:
         raise UserError("ddpnb.log needs a run to add to: name one with %%ddp --name NAME.")
-    publisher.log(loss=loss, samples=samples, **metrics)
+    publisher.log(loss, samples, metrics)

@@ -8,9 +8,9 @@ and shows an item that several ranks have next as one, labelled with all of them
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 HOLD_SECONDS = 0.25
 """How long an item waits for the same item of ranks that are still running.
@@ -19,8 +19,7 @@ ipykernel on the ranks sends what was printed every 0.2 s.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """A piece of output that is shown as a whole."""
 
     kind: str
@@ -40,24 +39,17 @@ class RankOutput:
     """What one rank has said and has not been shown yet."""
 
     items: deque[Item] = field(default_factory=deque)
-    counts: Counter[Item] = field(default_factory=Counter)
     partial: dict[str, str] = field(default_factory=dict)
     """The unfinished last line of each stream."""
     since: float = 0.0
     """When the oldest item not shown yet arrived, on the monotonic clock."""
     is_running: bool = True
 
-    def add(self, item: Item) -> None:
-        """Put an item behind the others."""
+    def add(self, items: Iterable[Item]) -> None:
+        """Put items behind the others."""
         if not self.items:
             self.since = time.monotonic()
-        self.items.append(item)
-        self.counts[item] += 1
-
-    def pop(self) -> None:
-        """Take the first item away."""
-        item = self.items.popleft()
-        self.counts[item] -= 1
+        self.items.extend(items)
 
 
 class OutputMerger:
@@ -73,21 +65,22 @@ class OutputMerger:
     def write(self, rank: int, stream: str, text: str) -> None:
         """Take text that a rank wrote to ``"stdout"`` or ``"stderr"``."""
         output = self._outputs[rank]
-        *lines, output.partial[stream] = (output.partial.get(stream, "") + text).split("\n")
-        for line in lines:
-            output.add(line_item(stream, line))
+        whole = output.partial.get(stream, "") + text
+        *lines, output.partial[stream] = whole.split("\n")
+        if "\r" in whole:
+            output.add(line_item(stream, line) for line in lines)
+        else:
+            output.add(Item(stream, line) for line in lines)
 
     def display(self, rank: int, kind: str, content: Mapping[str, Any]) -> None:
         """Take a MIME bundle that a rank displayed or returned as a cell's value."""
-        self._outputs[rank].add(Item(kind, json.dumps(content, sort_keys=True, default=str)))
+        self._outputs[rank].add([Item(kind, json.dumps(content, sort_keys=True, default=str))])
 
     def finish(self, rank: int) -> None:
         """Note that a rank will write no more; its unfinished lines are complete now."""
         output = self._outputs[rank]
         output.is_running = False
-        for stream, text in output.partial.items():
-            if text:
-                output.add(line_item(stream, text))
+        output.add(line_item(stream, text) for stream, text in output.partial.items() if text)
         output.partial.clear()
 
     def unfinished(self) -> dict[str, list[int]]:
@@ -102,27 +95,41 @@ class OutputMerger:
     def take(self) -> list[tuple[list[int], Item]]:
         """Return the merged items that can be shown now, each with its ranks."""
         taken: list[tuple[list[int], Item]] = []
-        while (item := self._next_item()) is not None:
-            ranks = [rank for rank, o in self._outputs.items() if o.items and o.items[0] == item]
+        ahead: dict[int, Counter[Item]] = {}
+        while speaking := self._speaking():
+            heads = {rank: output.items[0] for rank, output in speaking.items()}
+            item = next(iter(heads.values()))
+            if any(head != item for head in heads.values()):
+                ahead = ahead or {r: Counter(o.items) for r, o in self._outputs.items()}
+                item = choose(heads, ahead)
+            ranks = [rank for rank, head in heads.items() if head == item]
             for rank in ranks:
-                self._outputs[rank].pop()
+                self._outputs[rank].items.popleft()
+                if ahead:
+                    ahead[rank][item] -= 1
             taken.append((ranks, item))
         return taken
 
-    def _next_item(self) -> Item | None:
-        outputs = self._outputs.values()
-        speaking = [output for output in outputs if output.items]
-        if not speaking:
-            return None
-        if any(o.is_running and not o.items for o in outputs):
-            oldest = min(output.since for output in speaking)
-            if time.monotonic() - oldest < HOLD_SECONDS:
-                return None
-        for output in speaking:
-            item = output.items[0]
-            if all(other.items[0] == item or not other.counts[item] for other in speaking):
-                return item  # nobody has it further down: showing it now splits no pair
-        return speaking[0].items[0]
+    def _speaking(self) -> dict[int, RankOutput]:
+        """Return the ranks that have something to show; none while it is worth waiting."""
+        speaking = {rank: output for rank, output in self._outputs.items() if output.items}
+        if len(speaking) == len(self._outputs) or not speaking:
+            return speaking
+        others_run = any(o.is_running and not o.items for o in self._outputs.values())
+        oldest = min(output.since for output in speaking.values())
+        is_fresh = time.monotonic() - oldest < HOLD_SECONDS
+        return {} if others_run and is_fresh else speaking
+
+
+def choose(heads: Mapping[int, Item], ahead: Mapping[int, Counter[Item]]) -> Item:
+    """Return which of the ranks' next items comes first: one that no rank has further down.
+
+    Showing it now splits no pair of equal items.
+    """
+    for item in heads.values():
+        if all(head == item or not ahead[rank][item] for rank, head in heads.items()):
+            return item
+    return next(iter(heads.values()))
 
 
 def line_item(stream: str, line: str) -> Item:

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from IPython.display import display
@@ -86,7 +87,13 @@ class Bars:
 
 def labelled(ranks: Sequence[int], text: str) -> str:
     """Return a line with its ranks before it: ``"[0-3] hello"``."""
-    return f"[{format_ranks(ranks)}] {text}"
+    return f"[{label_of(tuple(ranks))}] {text}"
+
+
+@cache
+def label_of(ranks: tuple[int, ...]) -> str:
+    """Return the label of some ranks; a cell of many lines asks for the same ones."""
+    return format_ranks(ranks)
 
 
 def write(stream: str, lines: list[str]) -> None:

@@ -26,9 +26,11 @@ def scores_table(comparison: Comparison) -> Table:
         for s in summaries
     )
     columns = [(Column(title="strategy"), heads)]
+    is_classified = any(math.isfinite(s.held_out_accuracy.middle) for s in summaries)
     for name, cell_of in COLUMNS.items():
         cells = tuple(map(cell_of, summaries))
-        if any(cell.text != NOTHING for cell in cells):
+        is_needless = is_classified and name == "held-out loss"  # in to_frame() all the same
+        if not is_needless and any(cell.text != NOTHING for cell in cells):
             columns.append((Column(title=name, is_number=True), cells))
     return Table(
         caption=title(comparison),

@@ -102,12 +102,14 @@ def _row(columns: Sequence[Column], row: Sequence[Cell]) -> str:
     cells = f'<th scope="row" style="{HEAD_OF_ROW}">{_inner(first)}</th>'
     for column, cell in zip(columns[1:], others, strict=True):
         side = "right;white-space:nowrap" if column.is_number else "left"
-        cells += f'<td style="{CELL}text-align:{side}">{_inner(cell)}</td>'
+        cells += f'<td style="{CELL}text-align:{side}">{_inner(cell, column.is_number)}</td>'
     return f'<tr style="border-bottom:{LINE};background:transparent">{cells}</tr>'
 
 
-def _inner(cell: Cell) -> str:
-    quiet = f' <span style="{QUIET}">{escape(cell.quiet)}</span>' if cell.quiet else ""
+def _inner(cell: Cell, below: bool = False) -> str:
+    """Return a cell's inside; what is quiet stands behind the text, or below a number."""
+    place = "display:block;" if below else ""
+    quiet = f' <span style="{place}{QUIET}">{escape(cell.quiet)}</span>' if cell.quiet else ""
     return (dot(cell.dot) if cell.dot else "") + escape(cell.text) + quiet
 
 

@@ -1,0 +1,93 @@
+"""A real JupyterLab and a real Chromium that looks at it."""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CHROMIUM_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+START_TIMEOUT_SECONDS = 60
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+
+
+def find_chromium() -> str:
+    """Return the path of Chromium; where there is none, skip, but fail in CI."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if (path := shutil.which(name)) is not None:
+            return path
+    reason = "Chromium is not installed (apt-get install chromium)"
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@contextlib.contextmanager
+def lab_server(folder: Path) -> Iterator[str]:
+    """Serve JupyterLab on ``folder``; yields the address of its ``/lab`` with a token."""
+    token = secrets.token_hex(16)
+    runtime = folder / ".runtime"
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "jupyterlab",
+            "--no-browser",
+            "--allow-root",
+            "--expose-app-in-browser",
+            "--ServerApp.port=0",
+            "--ServerApp.ip=127.0.0.1",
+            f"--IdentityProvider.token={token}",
+            f"--ServerApp.root_dir={folder}",
+            "--LabApp.news_url=None",
+            "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+        ],
+        env=os.environ
+        | {
+            "JUPYTER_RUNTIME_DIR": str(runtime),
+            "JUPYTERLAB_SETTINGS_DIR": str(folder / ".settings"),
+            "JUPYTERLAB_WORKSPACES_DIR": str(folder / ".workspaces"),
+        },
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield f"{address_of(process, runtime)}lab/tree/{{path}}?token={token}&reset"
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def address_of(process: subprocess.Popen[bytes], runtime: Path) -> str:
+    """Return a server's address once it answers."""
+    deadline = time.monotonic() + START_TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "JupyterLab ended while starting"
+        for file in runtime.glob("jpserver-*.json"):
+            with contextlib.suppress(ValueError, urllib.error.URLError):
+                url = str(json.loads(file.read_text())["url"])
+                urllib.request.urlopen(f"{url}api", timeout=5).close()
+                return url
+        time.sleep(0.2)
+    raise TimeoutError("JupyterLab did not answer")
