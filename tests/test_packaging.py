@@ -1,0 +1,53 @@
+"""Do the files that tell how to install ddpnb agree with each other?"""
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+
+
+def requirements() -> dict[str, str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = {}
+    for requirement in project["dependencies"]:
+        name, version = re.fullmatch(r"([a-z-]+)(.*)", requirement).groups()
+        found[name] = version
+    return found
+
+
+def conda_packages() -> dict[str, str]:
+    listed = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    names = [entry for entry in listed if isinstance(entry, str) and entry != "pip"]
+    return dict(re.fullmatch(r"([a-z-]+)(.*)", name).groups() for name in names)
+
+
+def test_conda_and_pip_install_the_same():
+    expected = {CONDA_NAMES.get(name, name): version for name, version in requirements().items()}
+    assert conda_packages() == expected | {"python": "=3.11"}
+
+
+def test_every_requirement_is_pinned_within_its_range():
+    lines = (ROOT / "constraints.txt").read_text().lower().replace("_", "-").splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    for name, bound in requirements().items():
+        least = [int(part) for part in bound.removeprefix(">=").split(".")]
+        pinned = [int(part) for part in re.findall(r"\d+", pins[name])]
+        assert pinned >= least, f"{name} {pins[name]} is older than {bound}"
+
+
+def test_every_folder_of_the_file_map_is_there():
+    table = (ROOT / "README.md").read_text().split("## Where things are")[1]
+    places = re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE)
+    assert len(places) > 8
+    for place in places:
+        assert (ROOT / place).exists(), place
+
+
+def test_a_line_of_the_file_map_has_under_ten_words():
+    table = (ROOT / "README.md").read_text().split("## Where things are")[1]
+    for line in re.findall(r"^\| `.*", table, flags=re.MULTILINE):
+        assert len(line.split("|")[2].split()) < 10, line
