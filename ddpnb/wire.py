@@ -193,6 +193,33 @@ class CellReport:
     failure: Failure | None = None
     num_batches_sent: int = 0
     """Event batches that ``ddpnb.log`` flushed."""
+    num_collectives: int = 0
+    """Collectives of the default group that had begun here when the cell ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """Where one rank stands at one moment."""
+
+    rank: int
+    is_busy: bool
+    """Whether it runs a cell or trains."""
+    cell: int = 0
+    """The ``n`` of the cell ``In [n]`` that it is at; 0 where that is not known."""
+    line: int = 0
+    """The line of that cell; 0 where that is not known."""
+    call: str = ""
+    """The call of ``torch.distributed`` that it waits in, e.g. ``"all_reduce"``; empty if none."""
+    in_backward: bool = False
+    """Whether it is inside ``backward()``, where DDP's all-reduces run."""
+    tensor: str = ""
+    """What that call sends, e.g. ``"Float [3, 4]"``; empty where that is not known."""
+    peer: int | None = None
+    """The rank that it sends to or receives from."""
+    num_collectives: int = 0
+    """Collectives of the default group that have begun here."""
+    cpu_seconds: float = 0.0
+    """Processor time that the process has used."""
 
 
 @dataclass(frozen=True, slots=True)

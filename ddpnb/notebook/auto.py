@@ -11,7 +11,7 @@ LOCAL = re.compile(r"^%%local[ \t]*$")
 
 
 class AutoCells:
-    """Puts ``%%ddp`` before every cell while it is on.
+    """Puts ``%%ddp`` before every cell while it is on, and takes ``%%local`` away at any time.
 
     Args:
         shell: the notebook's IPython.
@@ -19,24 +19,30 @@ class AutoCells:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
+        self._is_on = False
         self._redirected = ""
 
     def switch(self, on: bool) -> None:
         """Switch it on or off; again is no harm."""
-        transforms = self._shell.input_transformers_cleanup
-        if on and self.redirect not in transforms:
-            transforms.append(self.redirect)
+        self._is_on = on
         self._redirected = ""
-        if not on and self.redirect in transforms:
-            transforms.remove(self.redirect)
+
+    def install(self) -> None:
+        """Have every cell pass through ``redirect``."""
+        self._shell.input_transformers_cleanup.append(self.redirect)
+
+    def remove(self) -> None:
+        """Leave the cells alone; again is no harm."""
+        if self.redirect in self._shell.input_transformers_cleanup:
+            self._shell.input_transformers_cleanup.remove(self.redirect)
 
     def redirect(self, lines: list[str]) -> list[str]:
         """Return the cell's lines, sent to the ranks unless they are to stay here."""
         source = "".join(lines)
-        if not source.strip() or OWN.search(source):
+        if lines and LOCAL.match(lines[0].rstrip("\n")):
+            return ["\n", *lines[1:]]  # numbers of lines and cell stay as the notebook's
+        if not self._is_on or not source.strip() or OWN.search(source):
             return lines
-        if LOCAL.match(lines[0].rstrip("\n")):
-            return ["\n", *lines[1:]]
         self._redirected = source.rstrip("\n")
         return ["%%ddp\n", *lines]
 

@@ -9,7 +9,13 @@ from ddpnb.notebook.cluster.watch import Watch, failure_in
 from ddpnb.notebook.ranks import format_ranks
 from ddpnb.notebook.record.recorder import Recorder
 from ddpnb.notebook.record.runs import Status
-from ddpnb.notebook.show.failures import CellTimeoutError, RankError
+from ddpnb.notebook.show.failures import (
+    CellInterrupt,
+    CellTimeoutError,
+    RankError,
+    StuckError,
+    told,
+)
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.output import CellOutput
 from ddpnb.notebook.show.result import ComparisonResult
@@ -69,6 +75,8 @@ class RunningCell:
         """
         try:
             self._watch.run()
+        except KeyboardInterrupt:
+            raise CellInterrupt from None
         finally:
             self._output.close()
             self._end_run()
@@ -104,13 +112,9 @@ class RunningCell:
     def _run_quietly(self) -> None:
         try:
             self.run()
-        except Exception as error:  # noqa: BLE001  kept for wait(), shown now
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  for wait(), shown now
             self.error = error
-            print(
-                "\n".join(
-                    error._render_traceback_() if isinstance(error, RankError) else [repr(error)]
-                )
-            )
+            print(told(error))
 
     def _handle(self, happening: Happening) -> None:
         if isinstance(happening, Output):
@@ -147,7 +151,9 @@ class RunningCell:
         if self._watch.timed_out:
             raise CellTimeoutError(self._watch.timeout or 0.0)
         if self._watch.stop_requested:
-            raise KeyboardInterrupt("the cell was interrupted; variables are kept")
+            raise CellInterrupt
+        if self._watch.stuck:
+            raise StuckError(self._watch.stuck)
         if failures:
             raise RankError(failures)
 

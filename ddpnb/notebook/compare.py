@@ -11,13 +11,14 @@ from ddpnb.notebook.cluster.watch import Watch
 from ddpnb.notebook.record.recorder import Recorder, new_id
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
-from ddpnb.notebook.show.failures import RankError
+from ddpnb.notebook.show.failures import CellInterrupt, RankError
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.result import ComparisonResult
-from ddpnb.wire import CELL_TASK, STRATEGIES, TASKS, Failure, OnRank, RunReport, RunSpec
+from ddpnb.wire import CELL_TASK, STRATEGIES, TASKS, OnRank, RunReport, RunSpec
 
 BASELINE = "single"
-CHECK_TIMEOUT_SECONDS = 120.0
+FREE_CHECK_AFTER_SECONDS = 5.0
+"""How long ranks may still check after one has refused; to free them costs the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,7 @@ class Training:
             watch.run()
         except KeyboardInterrupt:
             self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
-            raise
+            raise CellInterrupt from None
         if failures := failures_of(watch):
             error = RankError(failures)
             self.recorder.end(spec.run_id, Status.FAILED, str(error))
@@ -158,9 +159,20 @@ def check(cluster: Cluster, spec: RunSpec) -> None:
     Raises:
         UserError: where the user's own mistake would.
         RankError: where the cell itself fails.
+        KeyboardInterrupt: where it was interrupted; the ranks have stopped.
     """
-    found = cluster.gather(OnRank("check"), spec, timeout=CHECK_TIMEOUT_SECONDS)
-    failures = [failure for failure in found if isinstance(failure, Failure)]
+    watch = Watch(
+        cluster=cluster,
+        call=cluster.submit(OnRank("check"), spec, ranks=cluster.ranks),
+        handle=lambda _: None,
+        tick=lambda: None,
+        free_after=FREE_CHECK_AFTER_SECONDS,
+    )
+    try:
+        watch.run()
+    except KeyboardInterrupt:
+        raise CellInterrupt from None
+    failures = failures_of(watch)
     for failure in failures:
         if failure.name == UserError.__name__:
             raise UserError(failure.text)

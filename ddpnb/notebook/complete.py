@@ -31,10 +31,12 @@ def complete_magics(shell: InteractiveShell, magics: Magics) -> None:
 
     @context_matcher()  # type: ignore[untyped-decorator]
     def ddpnb_matcher(context: CompletionContext) -> SimpleMatcherResult:
-        words = context.line_with_cursor[: context.cursor_position].split(" ")
-        candidates = following(magics, words[:-1], shell.user_ns) if len(words) > 1 else ()
-        found = [SimpleCompletion(text) for text in candidates if text.startswith(words[-1])]
-        return {"completions": found, "suppress": bool(found), "matched_fragment": words[-1]}
+        *words, last = context.line_with_cursor[: context.cursor_position].split(" ")
+        while words and not words[0].startswith("%"):  # as in: result = %ddp_compare
+            words.pop(0)
+        candidates = following(magics, words, shell.user_ns) if words else ()
+        found = [SimpleCompletion(text) for text in candidates if text.startswith(last)]
+        return {"completions": found, "suppress": bool(found), "matched_fragment": last}
 
     matchers = shell.Completer.custom_matchers
     matchers[:] = [m for m in matchers if m.__name__ != ddpnb_matcher.__name__]
@@ -44,8 +46,7 @@ def complete_magics(shell: InteractiveShell, magics: Magics) -> None:
 def following(magics: Magics, words: list[str], namespace: dict[str, object]) -> Iterable[str]:
     """Return what may follow the words of a line so far; nothing where it is not ours."""
     name = words[0].lstrip("%")
-    is_ours = words[0].startswith("%") and name.startswith(("ddp", "rank"))
-    if not is_ours:
+    if not name.startswith(("ddp", "rank")):
         return ()
     if words[-1] in VALUES:
         return VALUES[words[-1]]

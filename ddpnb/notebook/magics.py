@@ -3,8 +3,11 @@
 Every magic parses its line, builds a spec and makes one call of the session.
 """
 
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
+from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import (
     Magics,
@@ -20,7 +23,7 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.auto import AutoCells
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES, ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
-from ddpnb.notebook.complete import complete_magics
+from ddpnb.notebook.complete import complete_magics, options
 from ddpnb.notebook.session import this_session
 from ddpnb.notebook.show.live import show_result
 from ddpnb.notebook.show.slot import Slot
@@ -50,7 +53,7 @@ class DdpMagics(Magics):
         once every rank has finished an all-reduce.  A cluster that runs already is
         used as it is.
         """
-        args = parse_argstring(self.ddp_start, line)
+        args = arguments(self.ddp_start, line)
         spec = ClusterSpec(
             num_ranks=args.n, device=args.device, backend=args.backend, num_threads=args.threads
         )
@@ -75,7 +78,7 @@ class DdpMagics(Magics):
     @line_magic
     def ddp_restart(self, line: str) -> None:
         """End the ranks and start them anew; their variables are lost."""
-        args = parse_argstring(self.ddp_restart, line)
+        args = arguments(self.ddp_restart, line)
         slot = Slot()
         slot.show_table(this_session().restart(args.n, progress=slot.show_text))
 
@@ -101,7 +104,7 @@ class DdpMagics(Magics):
         ``rank``, ``local_rank``, ``world_size`` and ``device`` are defined there.  Each
         line of output is labelled with its rank; equal lines are shown once, as [0-3].
         """
-        args = parse_argstring(self.ddp, line)
+        args = arguments(self.ddp, line)
         return this_session().run_cell(
             cell if self.auto.has_redirected(cell) else below_magic(f"%%ddp {line}", cell),
             ranks=args.ranks,
@@ -144,7 +147,7 @@ class DdpMagics(Magics):
     @line_magic
     def ddp_push(self, line: str) -> None:
         """Copy variables of the notebook to the ranks: ``%ddp_push a b``."""
-        args = parse_argstring(self.ddp_push, line)
+        args = arguments(self.ddp_push, line)
         here = self.shell.user_ns
         if missing := [name for name in args.names if name not in here]:
             raise UserError(f"The notebook has no variable {', '.join(missing)}.")
@@ -160,7 +163,7 @@ class DdpMagics(Magics):
 
         A dict from rank to value; the value itself where ``--ranks`` names one rank.
         """
-        args = parse_argstring(self.ddp_pull, line)
+        args = arguments(self.ddp_pull, line)
         value = this_session().pull(" ".join(args.expression), args.ranks)
         if not args.name:
             return value
@@ -185,7 +188,7 @@ class DdpMagics(Magics):
         and if wanted ``loss(output, target)`` and ``optimizer(params)``.  Without a
         cell, ``--task`` names a built-in task.
         """
-        args = parse_argstring(self.ddp_compare, line)
+        args = arguments(self.ddp_compare, line)
         spec = ComparisonSpec(
             strategies=tuple(args.strategies),
             task=args.task,
@@ -205,7 +208,7 @@ class DdpMagics(Magics):
     @line_magic
     def ddp_plot(self, line: str) -> Any:
         """Draw stored runs together: ``%ddp_plot mine ddp``."""
-        result = this_session().load(parse_argstring(self.ddp_plot, line).names)
+        result = this_session().load(arguments(self.ddp_plot, line).names)
         show_result(result)
         return result
 
@@ -221,6 +224,16 @@ def below_magic(magic: str, cell: str) -> str:
     return cell if cell.startswith("%%") else f"# {magic}\n{cell}"
 
 
+def arguments(magic: Callable[..., object], line: str) -> Namespace:
+    """Return a magic's parsed line; where it cannot be parsed, say what the magic takes."""
+    try:
+        parsed: Namespace = parse_argstring(magic, line)
+    except UsageError as error:
+        choices = ", ".join(options(magic))
+        raise UserError(f"{error}; the options of {magic.__name__} are: {choices}.") from None
+    return parsed
+
+
 def no_arguments(magic: str, line: str) -> None:
     """Raise a UserError where a magic that takes no argument was given one."""
     if line.strip():
@@ -230,6 +243,7 @@ def no_arguments(magic: str, line: str) -> None:
 def load(shell: InteractiveShell) -> None:
     """Register the magics and their completions."""
     magics = DdpMagics(shell)
+    magics.auto.install()
     shell.register_magics(magics)
     complete_magics(shell, magics)
 
@@ -237,5 +251,5 @@ def load(shell: InteractiveShell) -> None:
 def unload(shell: InteractiveShell) -> None:
     """End the cluster; cells run in the notebook again."""
     magics = shell.magics_manager.registry["DdpMagics"]
-    magics.auto.switch(False)
+    magics.auto.remove()
     this_session().stop()

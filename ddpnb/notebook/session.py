@@ -1,7 +1,6 @@
 """What does this kernel hold?  One cluster and one store.  (Notebook side.)"""
 
 import atexit
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -22,6 +21,7 @@ from ddpnb.notebook.show.listing import ranks_table, runs_table
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.table import Table
 from ddpnb.notebook.status import status_table
+from ddpnb.notebook.values import pack, unpack
 from ddpnb.wire import CellSpec, Failure, OnRank
 
 NOT_STARTED = "No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
@@ -65,15 +65,16 @@ class Session:
         self, num_ranks: int | None = None, *, progress: Callable[[str], None] = lambda _: None
     ) -> Table:
         """End the ranks and start as many anew, or ``num_ranks``; variables are lost."""
-        old = self._require(lost_is_fine=True).spec
+        cluster = self._require(lost_is_fine=True)
+        old = cluster.spec
         spec = ClusterSpec(
-            num_ranks=num_ranks or old.num_ranks,
+            num_ranks=old.num_ranks if num_ranks is None else num_ranks,
             device=old.device,
             backend=old.backend,
             num_threads=old.num_threads,
         )
         self.stop()
-        return self.start(spec, progress=progress)
+        return self.start(spec, method=cluster.method, progress=progress)
 
     def status(self) -> Table:
         """Return the state of every rank."""
@@ -102,6 +103,7 @@ class Session:
         chosen = parse_ranks(ranks, len(cluster.ranks))
         if timeout is not None and timeout <= 0:
             raise UserError(f"--timeout must be greater than 0 seconds, not {timeout:g}.")
+        cluster.require(chosen)
         spec = CellSpec(
             source=source,
             execution_count=this_cell_number(),
@@ -119,22 +121,28 @@ class Session:
     def push(self, variables: Mapping[str, object], ranks: str | None = None) -> None:
         """Put variables into the namespaces of ranks."""
         chosen = parse_ranks(ranks, len(self._require().ranks))
+        names = ", ".join(variables)
         try:
-            self._gather(OnRank("push"), dict(variables), ranks=chosen)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            names = ", ".join(variables)
-            raise UserError(f"{names} cannot be sent to the ranks: {error}.") from None
+            packed = pack(variables)
+        except Exception as error:
+            raise UserError(f"{names} cannot be sent to the ranks: {error}.") from error
+        for failure in self._gather(OnRank("push"), packed, ranks=chosen):
+            if failure is not None:
+                told = f"{failure.name}: {failure.text}"
+                raise UserError(f"{names} cannot be read on rank {failure.rank}: {told}.")
 
     def pull(self, expression: str, ranks: str | None = None) -> Any:
         """Return the value of an expression: a dict by rank, or one value for one rank named."""
         chosen = parse_ranks(ranks, len(self._require().ranks))
-        try:
-            values = self._gather(OnRank("pull"), expression, ranks=chosen)
-        except RuntimeError as error:
-            raise UserError(f"{expression} cannot be brought from the ranks: {error}.") from None
-        for value in values:
+        found = self._gather(OnRank("pull"), expression, ranks=chosen)
+        for value in found:
             if isinstance(value, Failure):
-                raise UserError(f"Rank {value.rank} has no such value: {value.name}: {value.text}.")
+                told = f"{value.name}: {value.text}"
+                raise UserError(f"Rank {value.rank} cannot give {expression}: {told}.")
+        try:
+            values = [unpack(value) for value in found]
+        except Exception as error:
+            raise UserError(f"{expression} cannot be read in the notebook: {error}.") from error
         is_single = ranks is not None and len(chosen) == 1
         return values[0] if is_single else dict(zip(chosen, values, strict=True))
 
@@ -184,7 +192,13 @@ class Session:
 
     def _running(self, spec: ClusterSpec) -> Table:
         cluster = self._require()
-        if spec.num_ranks not in (None, len(cluster.ranks)):
+        dead = sorted(set(cluster.ranks) - set(cluster.living))
+        if dead:
+            print(
+                f"A cluster is running already, but rank {format_ranks(dead)} of it is dead: "
+                "%ddp_restart brings the ranks back."
+            )
+        elif spec.num_ranks not in (None, len(cluster.ranks)):
             print(
                 f"A cluster of {len(cluster.ranks)} ranks is running already: "
                 f"%ddp_restart -n {spec.num_ranks} changes that."

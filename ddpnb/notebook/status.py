@@ -15,6 +15,7 @@ def status_table(cluster: Cluster, cells: Sequence[RunningCell]) -> Table:
     for state in cluster.states:
         exit_ = cluster.exits.get(str(state.rank))
         doing = describe_exit(exit_) if exit_ else "busy" if state.rank in busy else "idle"
+        doing = doing if state.rank in cluster.living or exit_ else "gone"
         rows.append(
             (
                 Cell(text=str(state.rank)),

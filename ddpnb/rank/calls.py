@@ -3,8 +3,10 @@
 Each function here is called by its name, through ``ddpnb.wire.OnRank``.
 """
 
-from collections.abc import Mapping
+import pickle
 from dataclasses import replace
+
+from ipyparallel.serialize import deserialize_object, serialize_object
 
 from ddpnb.rank import cell, worker
 from ddpnb.rank.engine import RankEngine
@@ -31,8 +33,12 @@ def check(spec: RunSpec) -> Failure | None:
     """Find what would stop a training, before anything trains."""
     engine = this_engine()
     try:
-        worker.check(spec, state=engine.group.state(), namespace=engine.kernel.shell.user_ns)
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  told in the notebook
+        cell.interruptible(
+            lambda: worker.check(
+                spec, state=engine.group.state(), namespace=engine.kernel.shell.user_ns
+            )
+        )
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  told in the notebook
         return cell.failure_of(error, engine)
     return None
 
@@ -43,29 +49,39 @@ def train(spec: RunSpec) -> RunReport | Failure:
     group = engine.group
     try:
         with Publisher(rank=group.rank, run_id=spec.run_id) as publisher:
-            report = worker.run(
-                spec,
-                state=group.state(),
-                folder=group.folder,
-                publish=publisher.publish,
-                namespace=engine.kernel.shell.user_ns,
-                should_stop=lambda: False,  # a run is stopped from outside, by interrupt and cut
+            report = cell.interruptible(
+                lambda: worker.run(
+                    spec,
+                    state=group.state(),
+                    folder=group.folder,
+                    publish=publisher.publish,
+                    namespace=engine.kernel.shell.user_ns,
+                    should_stop=lambda: False,  # a run is stopped from outside: interrupt, cut
+                )
             )
         return replace(report, num_batches_sent=publisher.num_batches)
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  told in the notebook
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  told in the notebook
         return cell.failure_of(error, engine)
 
 
-def push(variables: Mapping[str, object]) -> None:
-    """Put variables into this rank's namespace."""
-    this_engine().kernel.shell.push(dict(variables))
+def push(variables: bytes) -> Failure | None:
+    """Put packed variables into this rank's namespace; say where that failed, and how."""
+    engine = this_engine()
+    shell = engine.kernel.shell
+    try:
+        unpacked, _ = deserialize_object(pickle.loads(variables), shell.user_ns)
+        shell.push(unpacked)
+    except Exception as error:  # noqa: BLE001  told in the notebook
+        return cell.failure_of(error, engine)
+    return None
 
 
-def pull(expression: str) -> object:
-    """Return the value of an expression in this rank's namespace, or how it failed."""
+def pull(expression: str) -> bytes | Failure:
+    """Return the packed value of an expression in this rank's namespace, or how it failed."""
     engine = this_engine()
     try:
-        return eval(expression, engine.kernel.shell.user_ns)
+        value = eval(expression, engine.kernel.shell.user_ns)
+        return pickle.dumps([bytearray(buffer) for buffer in serialize_object([value])])
     except Exception as error:  # noqa: BLE001  told in the notebook
         return cell.failure_of(error, engine)
 

@@ -8,12 +8,10 @@ Python's signal handlers get through.
 import json
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from types import FrameType
 from typing import Any
 
 Handler = Callable[[], object]
@@ -45,13 +43,10 @@ class ControlThread(threading.Thread):
 
     def answer(self, order: str, order_id: int) -> None:
         """Carry out one order and send its result back."""
-        value = self.handlers[order]()
+        value: object = None
+        try:
+            value = self.handlers[order]()
+        except Exception:  # noqa: BLE001  the edge of the thread, which must live on: to the log
+            traceback.print_exc()
         message = {"event": "answer", "rank": self.rank, "id": order_id, "value": value}
         self.pipe.send_bytes(json.dumps(message).encode())
-
-
-def main_thread_stack() -> list[str]:
-    """Return the stack of the main thread, outermost call first, one string a frame."""
-    ident = threading.main_thread().ident
-    frame: FrameType | None = sys._current_frames().get(ident or 0)
-    return traceback.format_stack(frame)

@@ -1,8 +1,10 @@
 """What is a rank as a process?  An ipyparallel engine that has joined the group.  (Rank side.)"""
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Coroutine, Mapping
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ import torch
 from ipyparallel.engine.app import IPEngine
 from traitlets import Instance
 
-from ddpnb.rank.control import ControlThread, main_thread_stack
+from ddpnb.rank.control import ControlThread
 from ddpnb.rank.group import Group
+from ddpnb.rank.monitor import main_thread_stack, whereabouts
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hints
@@ -25,6 +28,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     async def complete_registration(self, *args: Any) -> None:
         """Prepare the shell as soon as the engine has one."""
         await super().complete_registration(*args)
+        self.kernel.pre_handler_hook = self.kernel.post_handler_hook = keep_signals
         shell = self.kernel.shell
         shell.loop_runner = CellLoop()
         shell.user_ns.update(
@@ -33,6 +37,15 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
             world_size=self.group.world_size,
             device=self.group.device,
         )
+
+    def whereabouts(self) -> dict[str, Any]:
+        """Return where this rank stands, as a ``wire.Whereabouts`` in a dict."""
+        shell = None if self.kernel is None else self.kernel.shell
+        return asdict(whereabouts(self.group, shell))
+
+
+def keep_signals() -> None:
+    """Leave SIGINT alone around a message, unlike ipykernel; see ``cell.interruptible``."""
 
 
 class CellLoop:
@@ -50,8 +63,14 @@ class CellLoop:
         """Run ``coroutine`` to its end on the cells' loop."""
         outer = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
+        task = self.loop.create_task(coroutine)
         try:
-            return self.loop.run_until_complete(coroutine)
+            return self.loop.run_until_complete(task)
+        except KeyboardInterrupt:
+            task.cancel()  # else it would go on in the next cell that awaits
+            with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+                self.loop.run_until_complete(task)
+            raise
         finally:
             asyncio._set_running_loop(outer)
 
@@ -69,13 +88,13 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     os.chdir(folder)  # where ipyparallel looks for configuration: nowhere of the user's
     torch.set_num_threads(settings["num_threads"])
     group = group_of(settings, folder)
-    handlers = {"cut": group.cut, "stack": main_thread_stack}
+    engine = RankEngine.instance(group=group)
+    handlers = {"cut": group.cut, "where": engine.whereabouts, "stack": main_thread_stack}
     ControlThread(group.rank, pipe, handlers).start()
     group.join(settings["generation"])
-    app = RankEngine.instance(group=group)
-    app.initialize(settings["engine_arguments"])
+    engine.initialize(settings["engine_arguments"])
     os.chdir(settings["cells_folder"])
-    app.start()
+    engine.start()
 
 
 def group_of(settings: Mapping[str, Any], folder: Path) -> Group:

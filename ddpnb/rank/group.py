@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +37,8 @@ class Group:
     shares_device: bool
     folder: Path
     generation: int = field(default=-1)
+    joined_ns: int = 0
+    """``time.time_ns()`` when this generation's group had been formed."""
 
     def join(self, generation: int) -> None:
         """Form the group; takes part: every rank.  Returns after a finished all-reduce.
@@ -50,6 +53,7 @@ class Group:
             self.backend, store=store, rank=self.rank, world_size=self.world_size
         )
         self.generation = generation
+        self.joined_ns = time.time_ns()
         self.announce()
         total = torch.ones(1, device=self.device)
         dist.all_reduce(total)

@@ -171,15 +171,20 @@ def _rehearse(stage: _Stage) -> None:
 
 
 def _perform(stage: _Stage, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
-    with contextlib.closing(STRATEGIES[stage.spec.strategy]()) as strategy:
+    tally = _Tally(publish=publish, clock=clock_of(stage.device))
+    stop = _stop_of(stage, tally.clock, should_stop)
+    with (
+        contextlib.closing(STRATEGIES[stage.spec.strategy]()) as strategy,
+        contextlib.closing(stop),
+    ):
         replica = stage.replica("t", num_steps=stage.order.num_steps)
         num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
         strategy.setup(replica)
         if stage.state.rank == 0:
             publish(_header(stage, num_parameters))
         _barrier(stage)
-        tally = _train(stage, strategy, publish, should_stop)
-        # finish
+        _train(stage, strategy, stop, tally)
+        # finish: waits for all; only then may the file go that tells them to stop
         model = strategy.finish()
     # evaluate
     if stage.state.rank != 0:
@@ -190,6 +195,16 @@ def _perform(stage: _Stage, publish: Publish, should_stop: Callable[[], bool]) -
         final_loss=verdict.train.loss,
         held_out_loss=verdict.held_out.loss,
         held_out_accuracy=verdict.held_out.accuracy,
+    )
+
+
+def _stop_of(stage: _Stage, clock: Clock, should_stop: Callable[[], bool]) -> Stop:
+    return Stop(
+        stage.folder,
+        stage.name("t"),
+        synchronous=stage.plan.synchronous,
+        num_ahead=clock.num_ahead,
+        wanted=should_stop,
     )
 
 
@@ -244,26 +259,14 @@ class _Tally:
         )
 
 
-def _train(
-    stage: _Stage, strategy: Strategy, publish: Publish, should_stop: Callable[[], bool]
-) -> _Tally:
+def _train(stage: _Stage, strategy: Strategy, stop: Stop, tally: _Tally) -> None:
     # train
-    tally = _Tally(publish=publish, clock=clock_of(stage.device))
-    stop = Stop(
-        stage.folder,
-        stage.name("t"),
-        synchronous=stage.plan.synchronous,
-        num_ahead=tally.clock.num_ahead,
-        wanted=should_stop,
-    )
-    with contextlib.closing(stop):
-        tally.clock.start()
-        for step, share in enumerate(strategy.shares()):
-            if stop.before(step):
-                break
-            tally.add(tally.clock.lap(strategy.step(stage.fetch(share))))
-        tally.add(tally.clock.stop())
-    return tally
+    tally.clock.start()
+    for step, share in enumerate(strategy.shares()):
+        if stop.before(step):
+            break
+        tally.add(tally.clock.lap(strategy.step(stage.fetch(share))))
+    tally.add(tally.clock.stop())
 
 
 def _header(stage: _Stage, num_parameters: int) -> RunHeader:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from ddpnb.rank.strategies import STRATEGIES
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.transport.master import Access
 from ddpnb.rank.transport.message import RankLostError
-from tests.rank.fit import Problem, by_strategy, distance, drive
+from tests.rank.fit import Problem, by_hand, by_strategy, distance, drive
 
 
 def test_staleness_is_what_the_log_of_reads_and_writes_says(ranks):
@@ -37,6 +38,15 @@ def test_it_finds_the_known_optimum_of_a_convex_problem(ranks):
     weight, bias = ranks(2).call(by_strategy, "async", problem)[0].parameters
     torch.testing.assert_close(weight, optimum[:6].T, atol=1e-3, rtol=0)
     torch.testing.assert_close(bias, optimum[6], atol=1e-3, rtol=0)
+
+
+def test_one_pass_moves_the_parameters_as_far_as_synchronous_sgd(ranks):
+    problem = Problem(model="linear", learning_rate=1e-4, num_epochs=1)
+    fit = ranks(3).call(by_strategy, "async", problem)[0]
+    reference = by_hand(problem, 3)
+    start = replace(fit, parameters=[p.detach() for p in problem.build().parameters()])
+    moved = distance(reference, start)
+    assert distance(fit, reference) < 0.02 * moved
 
 
 def test_a_slow_worker_holds_nobody_up(ranks):

@@ -177,7 +177,7 @@ def test_batches_that_do_not_fit_are_refused():
 
 def test_the_smallest_share_is_tried_where_batchnorm_would_fail():
     batchnorm = GOOD + "def model(): return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))"
-    with pytest.raises(UserError, match="on a batch of 1 samples.*more than 1 value per channel"):
+    with pytest.raises(UserError, match=r"on a batch of 1 samples.*more than 1 value per channel"):
         check(batchnorm, batch_size=18)  # 20 = 18 + 2: one sample each in the last step
 
 

@@ -56,6 +56,7 @@ class Cluster:
     def __init__(self, spec: ClusterSpec, method: str) -> None:
         self.spec = spec
         self.method = method
+        self.plan = make_plan(spec, 0) if not self._asks_for_gpus() else None
         self.folder = private_folder()
         self.profile = self.folder / "profile"
         self.generation = 0
@@ -65,7 +66,6 @@ class Cluster:
         """How processes ended that nobody asked to end: by rank number or name."""
         self._exit_lock = threading.Lock()
         self._dispatcher: Dispatcher | None = None
-        self.plan = make_plan(spec, 0) if not self._asks_for_gpus() else None
         num_threads = self.plan.num_threads if self.plan else spec.num_threads or num_cores()
         self.processes = Processes(
             folder=self.folder,
@@ -109,7 +109,9 @@ class Cluster:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """The ranks whose process runs."""
+        """The ranks whose process runs; they end with the fork server."""
+        if "fork server" in self.exits:
+            return ()
         return tuple(rank for rank in self.ranks if str(rank) not in self.exits)
 
     @property
@@ -164,8 +166,11 @@ class Cluster:
         self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGINT)
 
     def ensure_group(self) -> None:
-        """Have all ranks form a new process group if the old one was cut."""
-        if self._group_is_cut:
+        """Have all ranks form a new process group if the old one was cut.
+
+        Where a rank is dead there is none to form, and the living do without one.
+        """
+        if self._group_is_cut and self.living == self.ranks:
             self.generation += 1
             self.gather(OnRank("rejoin"), self.generation)
             self._group_is_cut = False

@@ -21,6 +21,9 @@ from typing import Any
 
 STOP_TIMEOUT_SECONDS = 8.0
 
+RECORDED_CALLS = 64
+"""Collectives that torch's flight recorder remembers on each rank, to tell where it waits."""
+
 Event = dict[str, Any]
 
 
@@ -65,7 +68,8 @@ class Processes:
         self._server = subprocess.Popen(
             [sys.executable, "-m", "ddpnb.forkserver", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env=os.environ | {"OMP_NUM_THREADS": str(num_threads)},
+            env=os.environ
+            | {"OMP_NUM_THREADS": str(num_threads), "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS)},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

@@ -5,6 +5,7 @@ reaches every rank, also inside a collective.  What does not end even then is
 killed, and said.
 """
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 from ddpnb.notebook.cluster.call import Call, Happening, Lost, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.notebook.cluster.stall import StallDetector
 from ddpnb.wire import CellReport, Failure
 
 TICK_SECONDS = 0.05
@@ -20,6 +22,11 @@ FREE_AFTER_SECONDS = 0.3
 """How long ranks may still run after one has failed: they may be about to fail alike."""
 CUT_AFTER_SECONDS = 0.3
 """How long an interrupted rank may take before it is freed from its collective."""
+AGAIN_AFTER_SECONDS = 1.2
+"""How long a freed rank may take before it is interrupted again.
+
+It may have had another cell before this one, or have caught the first interrupt.
+"""
 KILL_AFTER_SECONDS = 10.0
 """How long an interrupted and freed rank may take before it is killed."""
 
@@ -34,6 +41,7 @@ class Watch:
         handle: takes each happening, in order.
         tick: called about every ``TICK_SECONDS``, to draw.
         timeout: seconds after which the ranks are interrupted.
+        free_after: seconds that ranks may still run after one has failed.
     """
 
     cluster: Cluster
@@ -41,7 +49,10 @@ class Watch:
     handle: Callable[[Happening], None]
     tick: Callable[[], None]
     timeout: float | None = None
+    free_after: float = FREE_AFTER_SECONDS
     timed_out: bool = False
+    stuck: str = ""
+    """Why the ranks waited for each other without end, if they did."""
     stop_requested: bool = False
     returned: dict[int, Any] = field(default_factory=dict)
     """What each rank returned."""
@@ -56,10 +67,12 @@ class Watch:
             KeyboardInterrupt: after an interrupt, once the ranks have stopped.
         """
         deadline = time.monotonic() + self.timeout if self.timeout else None
+        detector = StallDetector(cluster=self.cluster, call=self.call)
         try:
             while not self.call.done:
                 self._attend(TICK_SECONDS)
                 self._free_waiting()
+                self._free_stuck(detector)
                 if self.stop_requested or (deadline and time.monotonic() > deadline):
                     self.timed_out = not self.stop_requested
                     return self._stop_ranks()
@@ -86,20 +99,40 @@ class Watch:
         """Cut the group, once, under ranks that still run when one has failed."""
         if self._failed_at is None or not self.call.running:
             return
-        if time.monotonic() - self._failed_at > FREE_AFTER_SECONDS:
+        if time.monotonic() - self._failed_at > self.free_after:
             self.cluster.cut(tuple(self.call.running))
             self._failed_at = float("inf")
 
-    def _stop_ranks(self) -> None:
-        """Interrupt all ranks; free, then kill, those that do not stop."""
-        self.cluster.interrupt(tuple(self.call.running))
-        self._attend_until_done(CUT_AFTER_SECONDS)
-        if self.call.running:
+    def _free_stuck(self, detector: StallDetector) -> None:
+        """Cut the group, once, under ranks that wait for each other without end."""
+        if self.stuck or self._failed_at is not None or not self.call.running:
+            return
+        reports = self.returned.items()
+        finished = {rank: r.num_collectives for rank, r in reports if isinstance(r, CellReport)}
+        if why := detector.check(finished):
+            self.stuck = why
             self.cluster.cut(tuple(self.call.running))
-            self._attend_until_done(KILL_AFTER_SECONDS)
+
+    def _stop_ranks(self) -> None:
+        """Interrupt the ranks until they stop; free, then kill, those that do not."""
+        kill_at = time.monotonic() + KILL_AFTER_SECONDS
+        while self.call.running and time.monotonic() < kill_at:
+            with contextlib.suppress(KeyboardInterrupt):  # a second one changes nothing
+                self._urge()
         if self.call.running:
             self.cluster.processes.signal(sorted(self.call.running), signal.SIGKILL)
+        with contextlib.suppress(KeyboardInterrupt):  # now it means: do not wait any longer
             self._attend_until_done(KILL_AFTER_SECONDS)
+
+    def _urge(self) -> None:
+        """Interrupt the ranks that run; free those that wait in a collective nevertheless."""
+        self.cluster.interrupt(tuple(self.call.running))
+        try:
+            self._attend_until_done(CUT_AFTER_SECONDS)
+        finally:  # also where an impatient second interrupt comes
+            if self.call.running:
+                self.cluster.cut(tuple(self.call.running))
+        self._attend_until_done(AGAIN_AFTER_SECONDS)
 
     def _attend_until_done(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

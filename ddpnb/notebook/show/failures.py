@@ -41,6 +41,37 @@ class CellTimeoutError(TimeoutError):
         return [f"{type(self).__name__}: {self}"]
 
 
+class CellInterrupt(KeyboardInterrupt):
+    """A cell was interrupted, and its ranks have stopped."""
+
+    def __init__(self) -> None:
+        super().__init__("the ranks have stopped; their variables are kept")
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows (its protocol for exceptions that render themselves)."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+CellInterrupt.__name__ = "KeyboardInterrupt"  # what Jupyter's clients know
+
+
+def told(error: BaseException) -> str:
+    """Return what IPython would show of an error that reaches nobody."""
+    lines = error._render_traceback_() if hasattr(error, "_render_traceback_") else [repr(error)]
+    return "\n".join(lines)
+
+
+class StuckError(Exception):
+    """The ranks of a cell waited for each other without end, and were freed."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}. They were freed; variables are kept.")
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows (its protocol for exceptions that render themselves)."""
+        return [f"{type(self).__name__}: {self}"]
+
+
 def sentence(failures: Sequence[Failure]) -> str:
     """Say in one sentence which rank failed first, and how."""
     first = failures[0]

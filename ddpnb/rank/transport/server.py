@@ -95,7 +95,7 @@ class Server:
 
     def wait(self) -> None:
         """Return when every worker has the final parameters, or will not have them."""
-        self._thread.join(self._timeout)
+        self._thread.join(2 * self._timeout)  # by then it has given up on whoever is silent
 
     def close(self) -> None:
         """End the thread, and remove what is left in the folder; may be called twice."""
@@ -155,7 +155,10 @@ class Server:
         connection, _ = self._listener.accept()
         self._opened.enter_context(connection)
         connection.settimeout(self._timeout)
-        key, rank = receive_hello(connection)
+        try:
+            key, rank = receive_hello(connection)
+        except PeerGoneError:
+            return
         if not hmac.compare_digest(key, self.key):
             connection.close()
             return

@@ -1,0 +1,74 @@
+"""Is a call stuck, and why?  Asked now and then while it runs.  (Notebook side.)"""
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpnb.notebook.cluster.call import Call
+from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.notebook.cluster.diagnosis import diagnose, is_stuck
+from ddpnb.wire import Whereabouts
+
+ASK_SECONDS = 0.5
+"""How often the ranks are asked where they are."""
+STUCK_SECONDS = 2.0
+"""How long ranks must have waited for each other, with nothing going on, to be stuck."""
+ANSWER_SECONDS = 5.0
+"""How long a rank may take to answer; one that is stopped does not."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StallDetector:
+    """Asks the running ranks where they are, and finds out when they wait for ever.
+
+    Args:
+        cluster: where the call runs.
+        call: the call.
+    """
+
+    cluster: Cluster
+    call: Call
+    _asked: dict[int, "Future[Any]"] = field(default_factory=dict)
+    _asked_at: float = field(default_factory=time.monotonic)
+    _since: float = 0.0
+    _first: tuple[Whereabouts, ...] = ()
+    """Where the ranks were at ``_since``, when they all began to wait."""
+
+    def check(self, finished: Mapping[int, int]) -> str:
+        """Return why the call is stuck; empty where it is not, as far as is known.
+
+        Args:
+            finished: the ranks that have ended, each with the collectives it had begun.
+        """
+        now = time.monotonic()
+        if self._asked:
+            return self._hear(now, finished)
+        if now - self._asked_at > ASK_SECONDS:
+            self._asked_at = now
+            ranks = sorted(self.call.running & set(self.cluster.living))
+            self._asked = {rank: self.cluster.processes.order(rank, "where") for rank in ranks}
+        return ""
+
+    def _hear(self, now: float, finished: Mapping[int, int]) -> str:
+        answers = {rank: a for rank, a in self._asked.items() if rank in self.call.running}
+        if not all(answer.done() for answer in answers.values()):
+            if now - self._asked_at > ANSWER_SECONDS:
+                self._asked = {}
+            return ""
+        self._asked = {}
+        found = [answer.result() for answer in answers.values()]
+        return self._judge(now, tuple(Whereabouts(**w) for w in found if w), finished)
+
+    def _judge(
+        self, now: float, where: tuple[Whereabouts, ...], finished: Mapping[int, int]
+    ) -> str:
+        if len(where) != len(self.call.running) or not all(each.call for each in where):
+            self._first = ()
+        elif not self._first or not is_stuck(self._first, where, now - self._since):
+            self._first, self._since = where, now
+        elif now - self._since >= STUCK_SECONDS:
+            idle = set(self.cluster.ranks) - set(self.call.ranks)
+            return diagnose(where, finished, idle)
+        return ""

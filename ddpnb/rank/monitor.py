@@ -1,0 +1,137 @@
+"""Where does this rank stand right now?  (Rank side, in the control thread.)
+
+Three sources: the main thread's Python stack (``sys._current_frames``) tells which line
+of which cell it is at, and a call of ``torch.distributed`` that it is in; torch's flight
+recorder tells which collectives have begun and not ended, DDP's own among them; and the
+operating system tells whether the thread sleeps on a lock, as it does in a collective.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # not in the stubs
+    _dump_fr_trace_json,
+)
+
+from ddpnb.rank.group import Group
+from ddpnb.wire import Whereabouts
+
+FUTEX = {"x86_64": "202", "aarch64": "98"}
+"""Linux's number of the system call in which a thread waits for a lock."""
+
+DISTRIBUTED = os.path.join("torch", "distributed", "distributed_c10d.py")
+BACKWARD = os.path.join("torch", "autograd", "graph.py")
+
+POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
+"""Calls between two ranks, each with the argument that names the other."""
+
+
+def whereabouts(group: Group, shell: Any) -> Whereabouts:
+    """Tell where this rank stands; costs nothing until it is asked.
+
+    Args:
+        group: this rank's process group.
+        shell: the engine's IPython; None while the engine starts.
+    """
+    frames = list(main_thread_frames())
+    call, peer = distributed_call(frames)
+    pending = pending_collective(group.joined_ns)
+    if not call and pending is not None and sleeps_on_lock():
+        call = pending["profiling_name"].partition(":")[2]
+    cell, line = (0, 0) if shell is None else place(frames, shell)
+    return Whereabouts(
+        rank=group.rank,
+        is_busy=line > 0,
+        cell=cell,
+        line=line,
+        call=call,
+        in_backward=bool(call) and any(map(is_backward, frames)),
+        tensor=described(pending) if call and pending else "",
+        peer=peer,
+        num_collectives=num_collectives(),
+        cpu_seconds=time.process_time(),
+    )
+
+
+def place(frames: list[FrameType], shell: Any) -> tuple[int, int]:
+    """Return the cell, and its line, that the main thread is at; zeros if in none."""
+    for frame in frames:
+        if frame.f_globals is shell.user_ns:
+            cells = shell.compile._filename_map
+            return cells.get(frame.f_code.co_filename, 0), frame.f_lineno
+    return 0, 0
+
+
+def main_thread_stack() -> list[str]:
+    """Return the stack of the main thread, outermost call first, one string a frame."""
+    return traceback.format_stack(next(main_thread_frames(), None))
+
+
+def main_thread_frames() -> Iterator[FrameType]:
+    """Yield the frames of the main thread, innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def is_backward(frame: FrameType) -> bool:
+    """Tell whether a frame is torch's ``backward``."""
+    return frame.f_code.co_filename.endswith(BACKWARD)
+
+
+def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
+    """Return the call of ``torch.distributed`` that is in progress, and its peer if it has one."""
+    inside = [frame for frame in frames if frame.f_code.co_filename.endswith(DISTRIBUTED)]
+    if not inside:
+        return "", None
+    outermost = inside[-1]
+    name = outermost.f_code.co_name
+    peer = outermost.f_locals.get(POINT_TO_POINT.get(name, ""))
+    return name, peer if isinstance(peer, int) else None
+
+
+def pending_collective(since_ns: int) -> dict[str, Any] | None:
+    """Return the oldest collective that has begun on this rank since then, and not ended."""
+    if not dist.is_initialized():
+        return None
+    entries = json.loads(_dump_fr_trace_json()).get("entries", ())
+    pending = (e for e in entries if not e["retired"] and e["time_created_ns"] > since_ns)
+    return next(pending, None)
+
+
+def described(entry: dict[str, Any]) -> str:
+    """Return the tensor of a collective: ``"Float [3, 4]"``."""
+    kinds, sizes = entry["input_dtypes"], entry["input_sizes"]
+    return ", ".join(f"{kind} {size}" for kind, size in zip(kinds, sizes, strict=False))
+
+
+def num_collectives() -> int:
+    """Return how many collectives of the default group have begun on this rank."""
+    if not dist.is_initialized():
+        return 0
+    with contextlib.suppress(RuntimeError):
+        group: Any = dist.distributed_c10d._get_default_group()
+        return int(group._get_sequence_number_for_group())
+    return 0
+
+
+def sleeps_on_lock() -> bool:
+    """Tell whether the main thread sleeps on a lock; True where the system does not tell."""
+    number = FUTEX.get(platform.machine())
+    try:
+        call = Path(f"/proc/self/task/{os.getpid()}/syscall").read_text()
+    except OSError:
+        return True
+    return number is None or call.split(" ", 1)[0] == number

@@ -1,0 +1,70 @@
+"""The cluster and the strategies on real GPUs."""
+
+from collections.abc import Iterator
+
+import pytest
+
+import ddpnb
+from ddpnb.errors import UserError
+from ddpnb.notebook.session import this_session
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def in_a_project_of_its_own(tmp_path, monkeypatch) -> Iterator[None]:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path)
+    this_session.cache_clear()
+    yield
+    ddpnb.stop()
+
+
+def headers(result) -> dict[str, tuple[str, ...]]:
+    return {run.name: run.header.notes for run in result.comparison.runs}
+
+
+def test_one_rank_uses_nccl_on_its_gpu():
+    ddpnb.start(1)
+    ddpnb.run_cell(
+        "import torch, torch.distributed as dist\n"
+        "x = torch.ones(3, device=device); dist.all_reduce(x)\n"
+        "found = (dist.get_backend(), str(x.device))"
+    )
+    assert ddpnb.pull("found", ranks="0") == ("nccl", "cuda:0")
+
+
+def test_more_ranks_than_gpus_share_them_over_gloo_and_say_so():
+    import torch
+
+    num = torch.cuda.device_count() + 1
+    table = ddpnb.start(num)
+    assert "shares cuda:0" in table.text()
+    ddpnb.stop()
+    with pytest.raises(UserError, match="one rank per GPU"):
+        ddpnb.start(num, backend="nccl")
+
+
+def test_two_ranks_that_share_a_gpu_train_alike():
+    ddpnb.start(2, backend="gloo")
+    result = ddpnb.compare("ddp", "async", task="digits", epochs=3, lr=0.02, batch_size=128)
+    frame = result.to_frame().set_index("strategy")
+    assert frame.loc["ddp", "held_out_accuracy"] == pytest.approx(
+        frame.loc["single", "held_out_accuracy"], abs=0.03
+    )
+    assert all(run.header.device.startswith("cuda") for run in result.comparison.runs)
+
+
+def test_nccl_is_freed_when_a_cell_is_stopped():
+    ddpnb.start(1)
+    with pytest.raises(TimeoutError):
+        ddpnb.run_cell("import time\nkept = 5\ntime.sleep(60)", timeout=2)
+    assert ddpnb.pull("kept", ranks="0") == 5
+
+
+@pytest.mark.two_gpus
+def test_data_parallel_is_torchs_own_on_two_gpus():
+    ddpnb.start(2)
+    result = ddpnb.compare("dp", task="digits", epochs=1)
+    assert not any("emulated" in note for note in headers(result)["dp"])

@@ -1,0 +1,170 @@
+"""A real kernel, driven as a Jupyter client drives it."""
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+from jupyter_client.manager import KernelManager
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+Output = dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Cell:
+    """What stands under a cell, as a client shows and saves it."""
+
+    outputs: list[Output] = field(default_factory=list)
+    number: int = 0
+    """The ``n`` of ``In [n]``."""
+    status: str = ""
+    payload: list[Output] = field(default_factory=list)
+    """What the kernel asks the client to show in a pager: the text of ``name?``."""
+    num_updates: int = 0
+    """How often something shown was replaced."""
+    seconds: float = 0.0
+
+    def stream(self, name: str) -> str:
+        return "".join(o["text"] for o in self.outputs if o.get("name") == name)
+
+    @property
+    def stdout(self) -> str:
+        return self.stream("stdout")
+
+    @property
+    def stderr(self) -> str:
+        return self.stream("stderr")
+
+    @property
+    def lines(self) -> list[str]:
+        return self.stdout.splitlines()
+
+    @property
+    def error(self) -> str:
+        """The class of the exception; empty where the cell ended well."""
+        return next((o["ename"] for o in self.outputs if o["type"] == "error"), "")
+
+    @property
+    def told(self) -> str:
+        """What the client shows of the exception, without colours."""
+        lines = next((o["traceback"] for o in self.outputs if o["type"] == "error"), [])
+        return ANSI.sub("", "\n".join(lines))
+
+    def bundles(self, mime: str) -> list[str]:
+        return [o["data"][mime] for o in self.outputs if mime in o.get("data", {})]
+
+    @property
+    def text(self) -> str:
+        """All of it that is text, in order: streams, displays, the exception."""
+        parts = [o.get("text") or o.get("data", {}).get("text/plain", "") for o in self.outputs]
+        return ANSI.sub("", "\n".join(parts)) + self.told
+
+
+class Kernel:
+    """A kernel of its own process, in a folder of its own.
+
+    Args:
+        folder: its working directory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel(cwd=str(folder))
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+        self.cells: dict[str, Cell] = {}
+        """Every cell by its request's id: late output finds its place here."""
+        self._places: dict[str, list[Output]] = {}
+
+    def run(self, source: str, *, timeout: float = 60.0) -> Cell:
+        """Run a cell to its end."""
+        return self.wait(self.begin(source), timeout=timeout)
+
+    def begin(self, source: str) -> str:
+        """Send a cell and return its request's id."""
+        request = self.client.execute(source, allow_stdin=False)
+        self.cells[request] = Cell()
+        return request
+
+    def wait(self, request: str, *, timeout: float = 60.0) -> Cell:
+        """Return the cell once it has ended."""
+        began = time.monotonic()
+        reply = self._reply(request, timeout)
+        cell = self.cells[request]
+        for parent, kind, content in self.messages(timeout):
+            if parent == request and kind == "status" and content["execution_state"] == "idle":
+                break
+        cell.seconds = time.monotonic() - began
+        cell.number, cell.status = reply["execution_count"], reply["status"]
+        cell.payload = reply.get("payload", [])
+        return cell
+
+    def wait_for_text(self, request: str, text: str, *, timeout: float = 30.0) -> Cell:
+        """Return a cell as soon as some text stands under it."""
+        cell = self.cells[request]
+        if text in cell.text:
+            return cell
+        for _ in self.messages(timeout):
+            if text in cell.text:
+                break
+        return cell
+
+    def interrupt(self) -> None:
+        """Press the square button."""
+        self.manager.interrupt_kernel()
+
+    def complete(self, code: str) -> list[str]:
+        """Press Tab at the end of ``code``."""
+        request = self.client.complete(code, len(code))
+        return list(self._reply(request, 20.0)["matches"])
+
+    def value(self, expression: str) -> str:
+        """Return what ``print(expression)`` prints in the notebook."""
+        return self.run(f"%%local\nprint({expression})").stdout.rstrip("\n")
+
+    def stop(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=False)
+
+    def messages(self, timeout: float) -> Iterator[tuple[str, str, Output]]:
+        """Yield output messages as they come, each put where it belongs."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                message = self.client.get_iopub_msg(timeout=max(deadline - time.monotonic(), 0.01))
+            except Empty:
+                raise TimeoutError(f"no such message within {timeout} s") from None
+            parent = message["parent_header"].get("msg_id", "")
+            self._place(parent, message["msg_type"], message["content"])
+            yield parent, message["msg_type"], message["content"]
+
+    def _place(self, parent: str, kind: str, content: Output) -> None:
+        cell = self.cells.get(parent)
+        if cell is None:
+            return
+        match kind:
+            case "stream" | "error" | "display_data" | "execute_result":
+                cell.outputs.append({"type": kind, **content})
+                if place := content.get("transient", {}).get("display_id"):
+                    self._places.setdefault(place, []).append(cell.outputs[-1])
+            case "update_display_data":
+                cell.num_updates += 1
+                for output in self._places.get(content["transient"]["display_id"], []):
+                    output["data"] = content["data"]
+
+    def _reply(self, request: str, timeout: float) -> Output:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                reply = self.client.get_shell_msg(timeout=max(deadline - time.monotonic(), 0.01))
+            except Empty:
+                raise TimeoutError(f"the cell did not end within {timeout} s") from None
+            if reply["parent_header"].get("msg_id") == request:
+                content: Output = reply["content"]
+                return content
