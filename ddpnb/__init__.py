@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         start,
         status,
         stop,
+        why,
     )
     from ddpnb.rank.publish import log
 
@@ -43,6 +44,7 @@ __all__ = [
     "start",
     "status",
     "stop",
+    "why",
 ]
 
 

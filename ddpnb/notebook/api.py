@@ -50,9 +50,20 @@ def stop() -> bool:
     return this_session().stop()
 
 
-def restart(n: int | None = None) -> Table:
-    """End the ranks and start them anew; their variables are lost.  As ``%ddp_restart``."""
-    return this_session().restart(n)
+def restart(n: int | None = None, *, ranks: str | None = None) -> Table:
+    """End ranks and start them anew; their variables are lost.  As ``%ddp_restart``.
+
+    Args:
+        n: number of ranks; by default as many as before.
+        ranks: only these, e.g. ``"1"``; the others keep their variables.
+    """
+    session = this_session()
+    return session.restart(n) if ranks is None else session.bring_back(ranks)
+
+
+def why() -> str:
+    """Tell where every rank is right now, with stacks; the twin of ``%ddp_why``."""
+    return this_session().why()
 
 
 def status() -> Table:

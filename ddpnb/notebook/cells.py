@@ -1,7 +1,9 @@
 """How does a cell run on ranks, from its source to its last output?  (Notebook side.)"""
 
 import contextvars
+import sys
 import threading
+from collections.abc import Mapping, Sequence
 
 from ddpnb.notebook.cluster.call import Events, Happening, Output
 from ddpnb.notebook.cluster.cluster import Cluster
@@ -51,7 +53,7 @@ class RunningCell:
         self._live: Live | None = None
         self._output = CellOutput(ranks)
         self._thread: threading.Thread | None = None
-        cluster.ensure_group()
+        tell_stale(cluster.ensure_group())
         self._watch = Watch(
             cluster=cluster,
             call=cluster.submit(OnRank("run_cell"), spec, ranks=ranks),
@@ -156,6 +158,16 @@ class RunningCell:
             raise StuckError(self._watch.stuck)
         if failures:
             raise RankError(failures)
+
+
+def tell_stale(names: Mapping[str, Sequence[int]]) -> None:
+    """Say which of the ranks' variables are tied to a process group that is no more."""
+    for name, ranks in names.items():
+        print(
+            f"`{name}` on rank {format_ranks(ranks)} is a DistributedDataParallel of the process "
+            f"group that was cut: wrap it again, DistributedDataParallel({name}.module).",
+            file=sys.stderr,
+        )
 
 
 def failures_of(watch: Watch) -> list[Failure]:

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ddpnb.errors import UserError, one_of
-from ddpnb.notebook.cells import failures_of
+from ddpnb.notebook.cells import failures_of, tell_stale
 from ddpnb.notebook.cluster.call import Events, Happening, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.watch import Watch
 from ddpnb.notebook.record.recorder import Recorder, new_id
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
-from ddpnb.notebook.show.failures import CellInterrupt, RankError
+from ddpnb.notebook.show.failures import CellInterrupt, RankError, StuckError
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.wire import CELL_TASK, STRATEGIES, TASKS, OnRank, RunReport, RunSpec
@@ -108,7 +108,7 @@ class Training:
 
     def _train(self, spec: RunSpec) -> None:
         self.recorder.begin(spec.run_id, spec.strategy, spec)
-        self.cluster.ensure_group()
+        tell_stale(self.cluster.ensure_group())
         watch = Watch(
             cluster=self.cluster,
             call=self.cluster.submit(OnRank("train"), spec, ranks=self.cluster.ranks),
@@ -120,6 +120,9 @@ class Training:
         except KeyboardInterrupt:
             self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
             raise CellInterrupt from None
+        if watch.stuck:
+            self.recorder.end(spec.run_id, Status.FAILED, watch.stuck)
+            raise StuckError(watch.stuck)
         if failures := failures_of(watch):
             error = RankError(failures)
             self.recorder.end(spec.run_id, Status.FAILED, str(error))
@@ -140,7 +143,7 @@ def compare(cluster: Cluster, store: Store, spec: ComparisonSpec) -> ComparisonR
         UserError: where the task or a strategy cannot be trained, before anything is.
     """
     specs = spec.run_specs()
-    cluster.ensure_group()
+    tell_stale(cluster.ensure_group())
     for run_spec in {run_spec.strategy: run_spec for run_spec in specs}.values():
         check(cluster, run_spec)
     recorder = Recorder(

@@ -21,6 +21,7 @@ from IPython.display import display
 
 from ddpnb.errors import UserError
 from ddpnb.notebook.auto import AutoCells
+from ddpnb.notebook.cluster.folder import remove_leftovers
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES, ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.complete import complete_magics, options
@@ -75,12 +76,26 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @argument("-n", type=int, default=None, help="number of ranks; by default as many as before")
+    @argument("--ranks", default=None, help="restart only these, e.g. 1; the others keep all")
     @line_magic
     def ddp_restart(self, line: str) -> None:
-        """End the ranks and start them anew; their variables are lost."""
+        """End the ranks and start them anew; their variables are lost.
+
+        ``%ddp_restart --ranks 1`` brings back one that died, or gives it a fresh start.
+        """
         args = arguments(self.ddp_restart, line)
-        slot = Slot()
-        slot.show_table(this_session().restart(args.n, progress=slot.show_text))
+        slot, session = Slot(), this_session()
+        if args.ranks is None:
+            table = session.restart(args.n, progress=slot.show_text)
+        else:
+            table = session.bring_back(args.ranks, progress=slot.show_text)
+        slot.show_table(table)
+
+    @line_magic
+    def ddp_why(self, line: str) -> None:
+        """Tell where every rank is right now: cell, line, the collective it waits in, stack."""
+        no_arguments("%ddp_why", line)
+        print(this_session().why())
 
     @line_magic
     def ddp_interrupt(self, line: str) -> None:
@@ -246,6 +261,8 @@ def load(shell: InteractiveShell) -> None:
     magics.auto.install()
     shell.register_magics(magics)
     complete_magics(shell, magics)
+    if removed := remove_leftovers():
+        print(f"Removed what {len(removed)} crashed cluster(s) had left: {removed[0].name} ...")
 
 
 def unload(shell: InteractiveShell) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 
 from ddpnb.errors import UserError
-from ddpnb.notebook.cells import RunningCell
+from ddpnb.notebook.cells import RunningCell, tell_stale
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.plan import ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec, compare
@@ -20,7 +20,7 @@ from ddpnb.notebook.record.store import Store
 from ddpnb.notebook.show.listing import ranks_table, runs_table
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.table import Table
-from ddpnb.notebook.status import status_table
+from ddpnb.notebook.status import status_table, tell_where
 from ddpnb.notebook.values import pack, unpack
 from ddpnb.wire import CellSpec, Failure, OnRank
 
@@ -75,6 +75,22 @@ class Session:
         )
         self.stop()
         return self.start(spec, method=cluster.method, progress=progress)
+
+    def bring_back(self, ranks: str, *, progress: Callable[[str], None] = lambda _: None) -> Table:
+        """Start some ranks anew in their places; the other ranks keep their variables."""
+        cluster = self._require()
+        chosen = parse_ranks(ranks, len(cluster.ranks))
+        dead = set(cluster.ranks) - set(cluster.living) - set(chosen)
+        if dead:
+            everyone = format_ranks(dead | set(chosen))
+            raise UserError(f"Rank {format_ranks(dead)} is dead too: use --ranks {everyone}.")
+        progress(f"rank {format_ranks(chosen)} joins the group")
+        tell_stale(cluster.bring_back(chosen))
+        return ranks_table(cluster.states)
+
+    def why(self) -> str:
+        """Tell where every rank stands right now, with stacks."""
+        return tell_where(self._require())
 
     def status(self) -> Table:
         """Return the state of every rank."""

@@ -1,11 +1,20 @@
 """What is every rank doing?  (Notebook side.)"""
 
+import time
 from collections.abc import Sequence
 
+import psutil
+
 from ddpnb.notebook.cells import RunningCell
-from ddpnb.notebook.cluster.cluster import Cluster, describe_exit
+from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.notebook.cluster.diagnosis import describe
+from ddpnb.notebook.cluster.exits import describe_exit
 from ddpnb.notebook.show.table import Cell, Column, Table
 from ddpnb.notebook.show.words import counted
+from ddpnb.wire import Whereabouts
+
+ANSWER_SECONDS = 3.0
+"""How long a rank may take to say where it is; one that is stopped does not."""
 
 
 def status_table(cluster: Cluster, cells: Sequence[RunningCell]) -> Table:
@@ -40,3 +49,33 @@ def status_table(cluster: Cluster, cells: Sequence[RunningCell]) -> Table:
         rows=tuple(rows),
         notes=(f"{lost}: start anew with %ddp_restart",) if lost else (),
     )
+
+
+def tell_where(cluster: Cluster) -> str:
+    """Say where each rank stands at this moment, and give the stacks of those that are busy."""
+    asked = {
+        rank: [cluster.processes.order(rank, order) for order in ("where", "stack")]
+        for rank in cluster.living
+    }
+    deadline = time.monotonic() + ANSWER_SECONDS
+    told = []
+    for rank in cluster.ranks:
+        if rank not in asked:
+            told.append(f"rank {rank} is dead")
+            continue
+        try:
+            where, stack = (a.result(max(0.0, deadline - time.monotonic())) for a in asked[rank])
+        except TimeoutError:
+            told.append(f"rank {rank} does not answer: {state_of(cluster.states[rank].pid)}")
+            continue
+        told.append(describe(Whereabouts(**where)))
+        told += ["".join(stack)] if where["is_busy"] else []
+    return "\n".join(told)
+
+
+def state_of(pid: int) -> str:
+    """Say what the operating system says of a process: ``"stopped"``, ``"running"``."""
+    try:
+        return f"its process is {psutil.Process(pid).status()}"
+    except psutil.NoSuchProcess:
+        return "its process is gone"

@@ -7,6 +7,7 @@ import pickle
 from dataclasses import replace
 
 from ipyparallel.serialize import deserialize_object, serialize_object
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.rank import cell, worker
 from ddpnb.rank.engine import RankEngine
@@ -19,9 +20,16 @@ def state() -> RankState:
     return this_engine().group.state()
 
 
-def rejoin(generation: int) -> None:
-    """Form a new process group; takes part: every rank."""
-    this_engine().group.join(generation)
+def rejoin(generation: int) -> list[str]:
+    """Form a new process group; takes part: every rank.
+
+    Returns:
+        The names of this rank's variables that are tied to the old group.
+    """
+    engine = this_engine()
+    engine.group.join(generation)
+    variables = engine.kernel.shell.user_ns.items()
+    return [name for name, value in variables if isinstance(value, DistributedDataParallel)]
 
 
 def run_cell(spec: CellSpec) -> CellReport:

@@ -4,15 +4,15 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.call import Call
+from ddpnb.notebook.cluster.exits import Exit, describe_exit, spoken
+from ddpnb.notebook.cluster.folder import private_folder, write_owners
 from ddpnb.notebook.cluster.plan import (
     ClusterSpec,
     Plan,
@@ -22,7 +22,8 @@ from ddpnb.notebook.cluster.plan import (
     num_cores,
     torchrun_environment,
 )
-from ddpnb.notebook.cluster.processes import Exit, Processes, wait_for_file
+from ddpnb.notebook.cluster.processes import Processes, wait_for_file
+from ddpnb.notebook.ranks import format_ranks
 from ddpnb.wire import OnRank, RankState
 
 if TYPE_CHECKING:
@@ -61,9 +62,11 @@ class Cluster:
         self.profile = self.folder / "profile"
         self.generation = 0
         self._group_is_cut = False
+        self._master_port = free_port()
         self.states: tuple[RankState, ...] = ()
         self.exits: dict[str, Exit] = {}
         """How processes ended that nobody asked to end: by rank number or name."""
+        self._known_engines: set[int] = set()
         self._exit_lock = threading.Lock()
         self._dispatcher: Dispatcher | None = None
         num_threads = self.plan.num_threads if self.plan else spec.num_threads or num_cores()
@@ -165,15 +168,50 @@ class Cluster:
         """Send ranks the signal that raises ``KeyboardInterrupt`` in a running cell."""
         self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGINT)
 
-    def ensure_group(self) -> None:
+    def ensure_group(self) -> dict[str, list[int]]:
         """Have all ranks form a new process group if the old one was cut.
 
         Where a rank is dead there is none to form, and the living do without one.
+
+        Returns:
+            The variables that are tied to the old group, each with its ranks.
         """
-        if self._group_is_cut and self.living == self.ranks:
-            self.generation += 1
-            self.gather(OnRank("rejoin"), self.generation)
-            self._group_is_cut = False
+        if not self._group_is_cut or self.living != self.ranks:
+            return {}
+        self.generation += 1
+        stale = self.gather(OnRank("rejoin"), self.generation)
+        self._group_is_cut = False
+        return by_name(dict(zip(self.ranks, stale, strict=True)))
+
+    def bring_back(self, ranks: Sequence[int]) -> dict[str, list[int]]:
+        """Start ranks anew, in their places in the group; the others keep their variables.
+
+        Returns:
+            The variables of the others that are tied to the old group, with their ranks.
+        """
+        assert self.plan is not None
+        assert self._dispatcher is not None
+        self._end(ranks)
+        self.generation += 1
+        for rank in ranks:
+            del self.exits[str(rank)]
+            self._start_rank(self.plan, rank)
+        others = [rank for rank in self.ranks if rank not in ranks]
+        call = self.submit(OnRank("rejoin"), self.generation, ranks=others)
+        self._wait_for_engines(set(ranks))
+        stale = self._dispatcher.collect(call, CALL_TIMEOUT_SECONDS)
+        self.states = tuple(self.gather(OnRank("state")))
+        self._group_is_cut = False
+        return by_name(dict(zip(others, stale, strict=True)))
+
+    def _end(self, ranks: Sequence[int]) -> None:
+        """Kill those of the ranks that live, and wait until they have ended."""
+        self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGKILL)
+        deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
+        while set(ranks) & set(self.living):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {format_ranks(ranks)} did not end")
+            time.sleep(0.002)
 
     def stop(self) -> None:
         """End every process of the cluster; may be called twice."""
@@ -191,13 +229,14 @@ class Cluster:
         if self.plan is None:
             gpus = self.processes.ready.result(START_TIMEOUT_SECONDS)
             self.plan = make_plan(self.spec, len(gpus))
-        plan, port = self.plan, free_port()
+        plan = self.plan
         for rank in range(plan.num_ranks):
-            self._start_rank(plan, rank, port)
+            self._start_rank(plan, rank)
         self._dispatcher = self._connect()
         self.processes.ready.result(START_TIMEOUT_SECONDS)
+        write_owners(self.folder, [os.getpid(), self.processes.pid])
         progress(f"{plan.num_ranks} ranks form a process group")
-        self._wait_for_engines(self._dispatcher.client, plan.num_ranks)
+        self._wait_for_engines(set(range(plan.num_ranks)))
         self.states = tuple(
             self._dispatcher.gather(
                 OnRank("state"),
@@ -206,10 +245,10 @@ class Cluster:
             )
         )
 
-    def _start_rank(self, plan: Plan, rank: int, port: int) -> None:
+    def _start_rank(self, plan: Plan, rank: int) -> None:
         self.processes.start_rank(
             rank,
-            environment=torchrun_environment(plan, rank, port),
+            environment=torchrun_environment(plan, rank, self._master_port),
             settings={
                 "device": plan.devices[rank],
                 "shares_device": plan.shares_device(rank),
@@ -235,13 +274,29 @@ class Cluster:
         wait_for_file(path, START_TIMEOUT_SECONDS, self._raise_if_dead)
         return Dispatcher(ipp.Client(str(path)))
 
-    def _wait_for_engines(self, client: Any, num_ranks: int) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while len(client.ids) < num_ranks:
+    def _wait_for_engines(self, ranks: set[int]) -> None:
+        """Wait until the engines of ranks are there, and note which is whose.
+
+        A rank asks for its own number as its engine's id; where a dead one has it
+        still, it gets another.
+        """
+        assert self._dispatcher is not None
+        client, deadline = self._dispatcher.client, time.monotonic() + START_TIMEOUT_SECONDS
+        while len(new := set(client.ids) - self._known_engines) < len(ranks):
             self._raise_if_dead()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"only {len(client.ids)} of {num_ranks} ranks came")
+                raise TimeoutError(f"only {len(new)} of {len(ranks)} ranks came")
             time.sleep(0.002)
+        self._known_engines |= new
+        if new == ranks:
+            self._dispatcher.engine_of.update((rank, rank) for rank in ranks)
+            return
+        for engine in new:
+            self._dispatcher.engine_of[-1] = engine  # no rank's number: ask whose it is
+            (state,) = self._dispatcher.gather(
+                OnRank("state"), ranks=[-1], timeout=CALL_TIMEOUT_SECONDS
+            )
+            self._dispatcher.engine_of[state.rank] = engine
 
     def _raise_if_dead(self) -> None:
         with self._exit_lock:
@@ -273,22 +328,10 @@ class Cluster:
             self._dispatcher.lose(rank, describe_exit(exit_))
 
 
-def describe_exit(exit_: Exit) -> str:
-    """Say how a process ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
-    if exit_.code >= 0:
-        return f"ended with exit code {exit_.code}"
-    try:
-        return f"was killed by {signal.Signals(-exit_.code).name}"
-    except ValueError:
-        return f"was killed by signal {-exit_.code}"
-
-
-def spoken(name: str) -> str:
-    """Return a process's name for a sentence's start: ``"Rank 1"``, ``"The controller"``."""
-    return f"Rank {name}" if name.isdigit() else f"The {name}"
-
-
-def private_folder() -> Path:
-    """Make the folder, closed to other users and in memory, where the cluster's files lie."""
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    return Path(tempfile.mkdtemp(prefix="ddpnb-", dir=parent))
+def by_name(names: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
+    """Turn the names on each rank into the ranks of each name."""
+    ranks: dict[str, list[int]] = {}
+    for rank, found in names.items():
+        for name in found:
+            ranks.setdefault(name, []).append(rank)
+    return ranks

@@ -54,6 +54,15 @@ def diagnose(
     return "; ".join([", ".join(parts), *reasons])
 
 
+def describe(where: Whereabouts) -> str:
+    """Say where one rank stands."""
+    if not where.is_busy:
+        return f"rank {where.rank} is idle"
+    if where.call:
+        return f"{_who([where.rank])} {_where(where)}"
+    return f"rank {where.rank} is at line {where.line} of In [{where.cell}], in no collective"
+
+
 def _by_place(stuck: Sequence[Whereabouts]) -> list[tuple[Whereabouts, list[int]]]:
     """Group ranks that wait in the same call, at the same line, with the same tensor."""
     places: dict[tuple[object, ...], list[Whereabouts]] = {}

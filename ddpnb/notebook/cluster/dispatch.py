@@ -45,7 +45,10 @@ class Dispatcher:
             TimeoutError: where a rank did not answer in ``timeout`` seconds.
             RuntimeError: where a rank died, or the call itself failed there.
         """
-        call = self.submit(function, *arguments, ranks=ranks)
+        return self.collect(self.submit(function, *arguments, ranks=ranks), timeout)
+
+    def collect(self, call: Call, timeout: float) -> list[Any]:
+        """Wait for a call and return its results, in order of ranks; raises as ``gather``."""
         deadline = time.monotonic() + timeout
         values: dict[int, Any] = {}
         while call.running:
@@ -57,7 +60,7 @@ class Dispatcher:
                     raise RuntimeError(f"rank {happening.rank}: {happening.cause}")
                 if isinstance(happening, Returned):
                     values[happening.rank] = happening.value
-        return [values[rank] for rank in ranks]
+        return [values[rank] for rank in call.ranks]
 
     def lose(self, rank: int, cause: str) -> None:
         """Note that a rank has ended: no call waits for it any longer."""

@@ -14,10 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
+
+from ddpnb.notebook.cluster.exits import Exit
 
 STOP_TIMEOUT_SECONDS = 8.0
 
@@ -25,16 +26,6 @@ RECORDED_CALLS = 64
 """Collectives that torch's flight recorder remembers on each rank, to tell where it waits."""
 
 Event = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exit:
-    """How a process of the cluster ended."""
-
-    name: str
-    """``"controller"``, or the rank's number."""
-    code: int
-    """The exit code; the negative signal number where a signal ended it."""
 
 
 class Processes:

@@ -1,0 +1,121 @@
+"""What the tests of a real cluster share."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from ddpnb.notebook.cluster.call import Happening, Output
+from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.notebook.cluster.plan import ClusterSpec
+from ddpnb.notebook.cluster.watch import Watch, failure_in
+from ddpnb.notebook.values import unpack
+from ddpnb.wire import CellSpec, Failure, OnRank
+
+ALL_REDUCE = """
+import torch, torch.distributed as dist
+total = torch.ones(1)
+dist.all_reduce(total)
+"""
+
+
+@contextlib.contextmanager
+def started(num_ranks: int = 2, *, method: str | None = None) -> Iterator[Cluster]:
+    """A cluster of one's own, to break."""
+    cluster = Cluster.start(ClusterSpec(num_ranks=num_ranks, device="cpu"), method=method)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@dataclass(slots=True, kw_only=True)
+class Ended:
+    """How a cell ended."""
+
+    watch: Watch
+    printed: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def failures(self) -> dict[int, Failure]:
+        found = {rank: failure_in(value) for rank, value in self.watch.returned.items()}
+        return {rank: failure for rank, failure in found.items() if failure is not None}
+
+    @property
+    def lost(self) -> dict[int, str]:
+        return self.watch.lost
+
+
+def begin(
+    cluster: Cluster,
+    source: str,
+    *,
+    ranks: Sequence[int] | None = None,
+    timeout: float | None = None,
+    on_happening: Callable[[Happening], None] = lambda _: None,
+) -> Ended:
+    """Send a cell to ranks; ``finish`` attends to it."""
+    cluster.ensure_group()
+    printed: dict[int, str] = {}
+
+    def handle(happening: Happening) -> None:
+        if isinstance(happening, Output) and happening.kind == "stream":
+            text = printed.get(happening.rank, "") + happening.content["text"]
+            printed[happening.rank] = text
+        on_happening(happening)
+
+    chosen = cluster.ranks if ranks is None else ranks
+    call = cluster.submit(
+        OnRank("run_cell"), CellSpec(source=source, execution_count=1), ranks=chosen
+    )
+    watch = Watch(cluster=cluster, call=call, handle=handle, tick=lambda: None, timeout=timeout)
+    return Ended(watch=watch, printed=printed)
+
+
+def finish(cell: Ended) -> Ended:
+    began = time.monotonic()
+    cell.watch.run()
+    cell.seconds = time.monotonic() - began
+    return cell
+
+
+def run(cluster: Cluster, source: str, **options: Any) -> Ended:
+    """Run a cell to its end."""
+    return finish(begin(cluster, source, **options))
+
+
+def pull(cluster: Cluster, expression: str, ranks: Sequence[int] | None = None) -> list[Any]:
+    found = cluster.gather(OnRank("pull"), expression, ranks=ranks)
+    for value in found:
+        assert not isinstance(value, Failure), f"{value.name}: {value.text}"
+    return [unpack(value) for value in found]
+
+
+def processes_of(cluster: Cluster) -> list[psutil.Process]:
+    """The fork server and all that descends from it."""
+    server = psutil.Process(cluster.processes.pid)
+    return [server, *server.children(recursive=True)]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = 10.0) -> float:
+    """Wait for a condition; return how many seconds that took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout, f"not within {timeout:g} s: {what}"
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def wait_until_gone(processes: Sequence[psutil.Process], timeout: float = 10.0) -> float:
+    return wait_until(lambda: not any(map(is_alive, processes)), f"the end of {processes}", timeout)

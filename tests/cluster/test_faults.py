@@ -1,0 +1,228 @@
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from ddpnb.errors import UserError
+from ddpnb.notebook.cluster.call import Happening, Lost, Output
+from ddpnb.notebook.cluster.cluster import Cluster
+from tests.cluster.rig import (
+    ALL_REDUCE,
+    Ended,
+    begin,
+    finish,
+    pull,
+    run,
+    started,
+    wait_until,
+)
+
+WAITS = {
+    "all_reduce": "dist.all_reduce(torch.ones(1))",
+    "broadcast": "dist.broadcast(torch.ones(1), src=1)",
+    "barrier": "dist.barrier()",
+    "recv": "dist.recv(torch.ones(1), src=1)",
+    "a second group": "dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1]))",
+    "DDP's backward": "DDP(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()",
+}
+
+IMPORTS = """
+import time, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+"""
+
+
+def check_it_goes_on(cluster: Cluster, kept: object) -> None:
+    assert not run(cluster, ALL_REDUCE).failures
+    assert pull(cluster, "total.item()") == [2.0, 2.0]
+    assert pull(cluster, "kept") == kept
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS.keys())
+def test_ranks_that_wait_for_one_that_raised_are_freed(cluster: Cluster, wait: str):
+    run(cluster, f"{IMPORTS}\nkept = [rank, {wait!r}]")
+    both = "dist.new_group([0, 1])" if "new_group" in wait else ""
+    model = "model = DDP(nn.Linear(2, 2))" if "DDP" in wait else ""
+    wait = "model(torch.ones(1, 2)).sum().backward()" if model else wait
+    for _ in range(2):
+        source = f"{model}\nif rank == 1:\n  {both}\n  raise ValueError('on purpose')\n{wait}"
+        cell = run(cluster, source)
+        assert cell.failures[1].name == "ValueError"
+        assert not cell.failures[1].is_consequence
+        assert cell.failures[0].is_consequence, cell.failures[0].text
+        assert cell.seconds < 4
+        check_it_goes_on(cluster, [[0, kept_wait(cluster)], [1, kept_wait(cluster)]])
+
+
+def kept_wait(cluster: Cluster) -> object:
+    return pull(cluster, "kept[1]", ranks=[0])[0]
+
+
+def test_a_rank_that_only_computes_goes_on_when_another_has_failed(cluster: Cluster):
+    cell = run(
+        cluster, "if rank == 1: 1/0\nfor _ in range(10): __import__('time').sleep(.1)\nx = 5"
+    )
+    assert set(cell.failures) == {1}
+    assert pull(cluster, "x", ranks=[0]) == [5]
+
+
+def test_a_failure_of_some_ranks_alone_leaves_the_group(cluster: Cluster):
+    run(cluster, ALL_REDUCE + "generation = id(dist.group.WORLD)")
+    assert set(run(cluster, "1/0", ranks=[0]).failures) == {0}
+    assert set(run(cluster, "1/0").failures) == {0, 1}
+    run(cluster, ALL_REDUCE)
+    assert pull(cluster, "id(dist.group.WORLD) == generation") == [True, True]
+
+
+LOOP = "print('begun')\nwhile True: time.sleep(0.01)"
+COLLECTIVE = "print('begun')\nif rank == 0: dist.all_reduce(torch.ones(1))\n" + LOOP
+AWAIT = "import asyncio\nprint('begun')\nawait asyncio.sleep(1000)"
+STUBBORN = "print('begun')\ntry: time.sleep(1000)\nexcept KeyboardInterrupt: time.sleep(1000)"
+
+
+def stop_soon(cell: Ended) -> None:
+    """Ask for the end of a cell once it has begun on both ranks."""
+
+    def stop() -> None:
+        wait_until(lambda: len(cell.printed) == 2, "both ranks to begin")
+        cell.watch.stop_requested = True
+
+    threading.Thread(target=stop).start()
+
+
+@pytest.mark.parametrize(
+    ("source", "seconds"),
+    [(LOOP, 2), (COLLECTIVE, 3), (AWAIT, 2), (STUBBORN, 5)],
+    ids=["loop", "collective", "await", "caught once"],
+)
+def test_an_interrupt_reaches_every_rank(cluster: Cluster, source: str, seconds: float):
+    run(cluster, f"{IMPORTS}\nkept = rank")
+    cell = begin(cluster, source)
+    stop_soon(cell)
+    finish(cell)
+    assert set(cell.failures) == {0, 1}
+    assert "KeyboardInterrupt" in {failure.name for failure in cell.failures.values()}
+    assert cell.seconds < seconds
+    check_it_goes_on(cluster, [0, 1])
+
+
+def test_what_was_awaited_does_not_go_on_in_the_next_cell(cluster: Cluster):
+    run(cluster, "import asyncio\nseen = []")
+    cell = begin(cluster, "print('begun')\nawait asyncio.sleep(1.5)\nseen.append('late')")
+    stop_soon(cell)
+    finish(cell)
+    assert set(cell.failures) == {0, 1}
+    assert not run(cluster, "await asyncio.sleep(2)").failures
+    assert pull(cluster, "seen") == [[], []]
+
+
+def test_a_timeout_stops_every_rank(cluster: Cluster):
+    run(cluster, f"{IMPORTS}\nkept = rank")
+    cell = run(cluster, COLLECTIVE, timeout=0.4)
+    assert cell.watch.timed_out
+    assert set(cell.failures) == {0, 1}
+    assert 0.4 <= cell.seconds < 4
+    check_it_goes_on(cluster, [0, 1])
+
+
+def test_a_cell_in_time_is_not_stopped(cluster: Cluster):
+    cell = run(cluster, "x = 1", timeout=20)
+    assert not cell.watch.timed_out
+    assert not cell.failures
+
+
+def test_an_interrupt_also_stops_what_the_cell_waits_behind(cluster: Cluster):
+    run(cluster, f"{IMPORTS}\nkept = rank")
+    first = begin(cluster, LOOP, ranks=[0])
+    second = begin(cluster, LOOP)
+    wait_until(lambda: first.watch.call.inbox.qsize() > 0, "the first to begin")
+    threading.Timer(0.5, lambda: setattr(second.watch, "stop_requested", True)).start()
+    finish(second)
+    finish(first)
+    assert set(first.failures) == {0}
+    assert set(second.failures) == {0, 1}
+    assert second.seconds < 5
+    check_it_goes_on(cluster, [0, 1])
+
+
+def test_an_interrupt_loses_no_message_at_whatever_moment_it_comes(cluster: Cluster):
+    run(cluster, "kept = rank")
+    for _ in range(10):
+        cluster.interrupt(cluster.ranks)
+    for delay_ms in range(30):
+        cell = begin(cluster, "x = 1")
+        time.sleep(delay_ms / 4000)  # the moment is what varies here
+        cluster.interrupt(cluster.ranks)
+        cell.watch.timeout = 10.0
+        finish(cell)
+        assert not cell.lost
+        assert not cell.watch.timed_out
+        assert {failure.name for failure in cell.failures.values()} <= {"KeyboardInterrupt"}
+    check_it_goes_on(cluster, [0, 1])
+
+
+def test_a_killed_rank_is_reported_at_once_and_the_others_keep_their_state():
+    with started(2) as cluster:
+        run(cluster, f"{IMPORTS}\nkept = rank + 10")
+        seen: list[tuple[float, Happening]] = []
+        cell = begin(
+            cluster,
+            "print('begun')\ntime.sleep(1000 if rank else 2)\nafter = 'went on'",
+            on_happening=lambda happening: seen.append((time.monotonic(), happening)),
+        )
+        killed: list[float] = []
+
+        def kill() -> None:
+            wait_until(lambda: len(cell.printed) == 2, "both ranks to begin")
+            killed.append(time.monotonic())
+            os.kill(cluster.states[1].pid, signal.SIGKILL)
+
+        threading.Thread(target=kill).start()
+        finish(cell)
+        told_at, lost = next((at, h) for at, h in seen if isinstance(h, Lost))
+        assert (lost.rank, lost.cause) == (1, "was killed by SIGKILL")
+        assert told_at - killed[0] < 1.0
+        assert cell.lost == {1: "was killed by SIGKILL"}
+        assert not cell.failures
+
+        assert cluster.living == (0,)
+        assert pull(cluster, "kept, after", ranks=[0]) == [(10, "went on")]
+        with pytest.raises(UserError, match=r"Rank 1 was killed by SIGKILL: .*%ddp_restart"):
+            run(cluster, "1")
+        alone = run(cluster, "print(kept)", ranks=[0])  # although its group has been cut
+        assert alone.printed == {0: "10\n"}
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("import os; os._exit(3)", "ended with exit code 3"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
+    ],
+)
+def test_a_rank_that_ends_itself_frees_those_that_wait_for_it(source: str, cause: str):
+    with started(2) as cluster:
+        run(cluster, f"{IMPORTS}\nkept = rank")
+        cell = run(cluster, f"if rank == 1:\n  {source}\ndist.all_reduce(torch.ones(1))")
+        assert cell.lost == {1: cause}
+        assert cell.failures[0].is_consequence
+        assert cell.seconds < 3
+        assert pull(cluster, "kept", ranks=[0]) == [0]
+
+
+def test_what_is_printed_comes_while_the_cell_runs_and_none_of_it_is_lost(cluster: Cluster):
+    first_seen: list[float] = []
+    cell = begin(
+        cluster,
+        "import time\nprint('first')\ntime.sleep(1)\nprint('x' * 1_600_000)\nprint('last')",
+        on_happening=lambda h: (
+            first_seen.append(time.monotonic()) if isinstance(h, Output) else None
+        ),
+    )
+    finish(cell)
+    assert time.monotonic() - first_seen[0] > 0.7
+    for text in cell.printed.values():
+        assert text == "first\n" + "x" * 1_600_000 + "\nlast\n"

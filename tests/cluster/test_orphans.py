@@ -1,0 +1,77 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddpnb.errors import UserError
+from tests.cluster.rig import (
+    is_alive,
+    processes_of,
+    run,
+    started,
+    wait_until,
+    wait_until_gone,
+)
+
+OWNER = """
+import json, sys
+from tests.cluster.rig import ALL_REDUCE, begin, processes_of, run, started
+with started(2) as cluster:
+    run(cluster, "import subprocess; child = subprocess.Popen(['sleep', '1000'])")
+    begin(cluster, "dist.all_reduce(total) if rank else __import__('time').sleep(1000)")
+    print(json.dumps([str(cluster.folder), [p.pid for p in processes_of(cluster)]]), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_the_process_that_started_it(number: signal.Signals):
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        folder, pids = json.loads(owner.stdout.readline())
+        processes = [psutil.Process(pid) for pid in pids]
+        assert len(processes) >= 6  # fork server, controller with its thread, ranks, two sleeps
+        os.kill(owner.pid, number)
+        wait_until_gone(processes, timeout=10)
+        wait_until(lambda: not Path(folder).exists(), "the end of the run folder")
+
+
+def test_nothing_outlives_the_fork_server():
+    with started(2) as cluster:
+        processes = processes_of(cluster)
+        os.kill(cluster.processes.pid, signal.SIGKILL)
+        wait_until_gone(processes, timeout=10)
+        wait_until(lambda: cluster.lost is not None, "word of the fork server's end")
+        assert cluster.lost == "the fork server was killed by SIGKILL"
+        assert cluster.living == ()
+        with pytest.raises(
+            UserError, match=r"The cluster is gone: .* Start anew with %ddp_restart"
+        ):
+            run(cluster, "1")
+        cluster.stop()
+        assert not cluster.folder.exists()
+
+
+def test_the_end_of_the_controller_is_told_and_can_be_stopped():
+    with started(2) as cluster:
+        processes = processes_of(cluster)
+        ranks = {state.pid for state in cluster.states}
+        (controller,) = (
+            p
+            for p in psutil.Process(cluster.processes.pid).children()
+            if p.pid not in ranks and is_alive(p)
+        )
+        controller.kill()
+        wait_until(lambda: cluster.lost is not None, "word of the controller's end")
+        assert cluster.lost == "the controller was killed by SIGKILL"
+        with pytest.raises(UserError, match="The cluster is gone"):
+            run(cluster, "1")
+        cluster.stop()
+        assert not [process for process in processes if is_alive(process)]

@@ -1,0 +1,174 @@
+import ipaddress
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddpnb.errors import UserError
+from ddpnb.notebook.cluster import cluster as cluster_module
+from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.notebook.cluster.plan import ClusterSpec, num_cores
+from tests.cluster.rig import (
+    ALL_REDUCE,
+    is_alive,
+    processes_of,
+    pull,
+    run,
+    started,
+    wait_until,
+    wait_until_gone,
+)
+
+THREADS = max(1, num_cores() // 2)
+
+
+def test_every_rank_tells_where_it_lives(any_cluster: Cluster):
+    states = any_cluster.states
+    assert [(s.rank, s.local_rank, s.world_size) for s in states] == [(0, 0, 2), (1, 1, 2)]
+    assert [(s.device, s.backend, s.num_threads) for s in states] == [("cpu", "gloo", THREADS)] * 2
+    descendants = {process.pid for process in processes_of(any_cluster)}
+    pids = [state.pid for state in states]
+    assert len(set(pids)) == 2
+    assert set(pids) <= descendants
+    assert any_cluster.living == any_cluster.ranks == (0, 1)
+    assert any_cluster.lost is None
+
+
+def test_the_environment_is_what_torchrun_sets(any_cluster: Cluster):
+    for rank, env in enumerate(pull(any_cluster, "dict(__import__('os').environ)")):
+        assert env["RANK"] == env["LOCAL_RANK"] == str(rank)
+        assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "2"
+        assert ipaddress.ip_address(env["MASTER_ADDR"]).is_loopback
+        assert 1024 <= int(env["MASTER_PORT"]) < 65536
+        assert env["OMP_NUM_THREADS"] == str(THREADS)
+
+
+def test_the_group_is_formed_and_threads_are_set(any_cluster: Cluster):
+    assert not run(any_cluster, ALL_REDUCE).failures
+    assert pull(any_cluster, "total.item()") == [2.0, 2.0]
+    assert pull(any_cluster, "dist.get_rank(), dist.get_world_size()") == [(0, 2), (1, 2)]
+    assert pull(any_cluster, "torch.get_num_threads()") == [THREADS] * 2
+    assert pull(any_cluster, "rank, local_rank, world_size, str(device)") == [
+        (0, 0, 2, "cpu"),
+        (1, 1, 2, "cpu"),
+    ]
+
+
+def test_cells_run_in_the_notebooks_folder(any_cluster: Cluster):
+    assert pull(any_cluster, "__import__('os').getcwd()") == [os.getcwd()] * 2
+
+
+def test_no_key_stands_in_the_environment_or_command_line_of_a_process(any_cluster: Cluster):
+    secrets = [
+        value
+        for path in (any_cluster.profile / "security").glob("*.json")
+        for name, value in json.loads(path.read_text()).items()
+        if name in ("key", "curve_secretkey", "curve_publickey") and value
+    ]
+    assert secrets
+    seen = json.dumps(pull(any_cluster, "dict(__import__('os').environ)"))
+    for process in processes_of(any_cluster):
+        seen += json.dumps(process.environ()) + json.dumps(process.cmdline())
+    assert not [secret for secret in secrets if secret in seen]
+    assert "IPP_CONNECTION_INFO" not in seen
+
+
+def test_the_run_folder_is_closed_to_others(any_cluster: Cluster):
+    assert stat.S_IMODE(any_cluster.folder.stat().st_mode) == 0o700
+    keys = list((any_cluster.profile / "security").iterdir())
+    assert keys
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in keys} == {0}
+
+
+def test_nothing_listens_outside_loopback(any_cluster: Cluster):
+    run(any_cluster, ALL_REDUCE)
+    listening = [
+        (process.pid, connection.laddr.ip)
+        for process in processes_of(any_cluster)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening  # the controller does, at least
+    assert all(ipaddress.ip_address(ip).is_loopback for _, ip in listening), listening
+
+
+def test_stop_leaves_nothing_and_may_be_called_twice():
+    with started(2) as cluster:
+        run(cluster, "import subprocess; child = subprocess.Popen(['sleep', '1000'])")
+        processes = processes_of(cluster)
+        assert "sleep" in {process.name() for process in processes}
+        cluster.stop()
+        assert not [process for process in processes if is_alive(process)]
+        assert not cluster.folder.exists()
+        cluster.stop()
+    with pytest.raises((UserError, AssertionError)):
+        run(cluster, "1")
+
+
+def folders() -> set[Path]:
+    """The run folders that are there."""
+    found = cluster_module.private_folder()
+    found.rmdir()
+    return set(found.parent.glob("ddpnb-*"))
+
+
+def test_a_wish_that_cannot_be_met_leaves_nothing():
+    before, children = folders(), set(psutil.Process().children(recursive=True))
+    with pytest.raises(UserError, match="NCCL works on GPUs only"):
+        Cluster.start(ClusterSpec(num_ranks=2, backend="nccl"))
+    assert folders() <= before
+    assert set(psutil.Process().children(recursive=True)) <= children
+
+
+@pytest.mark.parametrize("moment", [0, 1])
+def test_an_interrupt_while_starting_leaves_nothing(moment: int):
+    before, children = folders(), set(psutil.Process().children(recursive=True))
+    started_processes: list[psutil.Process] = []
+    told: list[str] = []
+
+    def interrupt(text: str) -> None:
+        told.append(text)
+        if len(told) > moment:
+            found = set(psutil.Process().children(recursive=True)) - children
+            started_processes.extend(found)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Cluster.start(ClusterSpec(num_ranks=2), progress=interrupt)
+    assert started_processes
+    wait_until_gone(started_processes, timeout=5)
+    assert folders() <= before
+
+
+def test_a_second_cluster_disturbs_the_first_in_nothing(cluster: Cluster):
+    run(cluster, "kept = rank + 100")
+    with started(2) as second:
+        assert second.folder != cluster.folder
+        both = [
+            threading.Thread(target=run, args=(one, ALL_REDUCE + f"mine = {mine}"))
+            for mine, one in enumerate((cluster, second))
+        ]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join(30)
+        assert pull(second, "mine, total.item()") == [(1, 2.0)] * 2
+        ports = [pull(one, "__import__('os').environ['MASTER_PORT']") for one in (cluster, second)]
+        assert ports[0][0] != ports[1][0]
+        assert not set(processes_of(second)) & set(processes_of(cluster))
+    assert pull(cluster, "kept, mine, total.item()") == [(100, 0, 2.0), (101, 0, 2.0)]
+    assert not run(cluster, ALL_REDUCE).failures
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_other_numbers_of_ranks(num_ranks: int):
+    with started(num_ranks) as cluster:
+        assert [state.rank for state in cluster.states] == list(range(num_ranks))
+        assert {s.num_threads for s in cluster.states} == {max(1, num_cores() // num_ranks)}
+        run(cluster, ALL_REDUCE)
+        assert pull(cluster, "total.item()") == [num_ranks] * num_ranks
+        wait_until(lambda: cluster.processes.ready.done(), "the fork server")
