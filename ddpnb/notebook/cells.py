@@ -12,6 +12,7 @@ from ddpnb.notebook.ranks import format_ranks
 from ddpnb.notebook.record.recorder import Recorder
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.show.failures import (
+    LOST,
     CellInterrupt,
     CellTimeoutError,
     RankError,
@@ -174,5 +175,7 @@ def failures_of(watch: Watch) -> list[Failure]:
     """Return how the call failed, on whichever ranks it did."""
     failures = [f for f in map(failure_in, watch.returned.values()) if f is not None]
     for rank, cause in watch.lost.items():
-        failures.append(Failure(rank=rank, name="RankLost", text=f"it {cause}", failed_at=0.0))
+        log = watch.cluster.log_tail(str(rank))
+        lost = Failure(rank=rank, name=LOST, text=cause, traceback=(log,), failed_at=0.0)
+        failures.append(lost)
     return failures

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import os
 from collections.abc import Coroutine, Mapping
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from traitlets import Instance
 
 from ddpnb.rank.control import ControlThread
 from ddpnb.rank.group import Group
-from ddpnb.rank.monitor import main_thread_stack, whereabouts
+from ddpnb.rank.monitor import users_stack, whereabouts
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hints
@@ -42,6 +43,10 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         """Return where this rank stands, as a ``wire.Whereabouts`` in a dict."""
         shell = None if self.kernel is None else self.kernel.shell
         return asdict(whereabouts(self.group, shell))
+
+    def stack(self) -> list[str]:
+        """Return the main thread's stack, from the user's first frame on."""
+        return users_stack(None if self.kernel is None else self.kernel.shell)
 
 
 def keep_signals() -> None:
@@ -86,10 +91,11 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         folder: the cluster's private run folder.
     """
     os.chdir(folder)  # where ipyparallel looks for configuration: nowhere of the user's
+    faulthandler.enable(os.fdopen(os.dup(2), "w"))  # a crash leaves its stack in the log
     torch.set_num_threads(settings["num_threads"])
     group = group_of(settings, folder)
     engine = RankEngine.instance(group=group)
-    handlers = {"cut": group.cut, "where": engine.whereabouts, "stack": main_thread_stack}
+    handlers = {"cut": group.cut, "where": engine.whereabouts, "stack": engine.stack}
     ControlThread(group.rank, pipe, handlers).start()
     group.join(settings["generation"])
     engine.initialize(settings["engine_arguments"])

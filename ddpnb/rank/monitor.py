@@ -67,15 +67,17 @@ def whereabouts(group: Group, shell: Any) -> Whereabouts:
 def place(frames: list[FrameType], shell: Any) -> tuple[int, int]:
     """Return the cell, and its line, that the main thread is at; zeros if in none."""
     for frame in frames:
-        if frame.f_globals is shell.user_ns:
+        if is_users(frame, shell):
             cells = shell.compile._filename_map
             return cells.get(frame.f_code.co_filename, 0), frame.f_lineno
     return 0, 0
 
 
-def main_thread_stack() -> list[str]:
-    """Return the stack of the main thread, outermost call first, one string a frame."""
-    return traceback.format_stack(next(main_thread_frames(), None))
+def users_stack(shell: Any) -> list[str]:
+    """Return the main thread's stack from the user's outermost frame on, one string a frame."""
+    frames = list(main_thread_frames())
+    users = [n for n, frame in enumerate(frames, 1) if shell and is_users(frame, shell)]
+    return traceback.format_stack(frames[0])[-users[-1] :] if users else []
 
 
 def main_thread_frames() -> Iterator[FrameType]:
@@ -84,6 +86,11 @@ def main_thread_frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def is_users(frame: FrameType, shell: Any) -> bool:
+    """Tell whether a frame runs a cell; ipyparallel's own call runs in its namespace too."""
+    return frame.f_globals is shell.user_ns and frame.f_code.co_filename != "<string>"
 
 
 def is_backward(frame: FrameType) -> bool:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 START_TIMEOUT_SECONDS = 120.0
 CALL_TIMEOUT_SECONDS = 30.0
 
+CRASH = "Fatal Python error"
+"""How faulthandler begins what it writes."""
+
 CONTROLLER = (
     "--ip=127.0.0.1",
     "--location=127.0.0.1",
@@ -155,7 +158,8 @@ class Cluster:
         for rank in ranks:
             if (exit_ := self.exits.get(str(rank))) is not None:
                 raise UserError(
-                    f"Rank {rank} {describe_exit(exit_)}: bring the ranks back with %ddp_restart."
+                    f"Rank {rank} {describe_exit(exit_)}: %ddp_restart --ranks {rank} brings it "
+                    "back, the other ranks keep their variables."
                 )
 
     def cut(self, ranks: Sequence[int]) -> None:
@@ -310,12 +314,14 @@ class Cluster:
             )
 
     def log_tail(self, name: str, num_lines: int = 15) -> str:
-        """Return the last lines that a process wrote to its log."""
+        """Return the last lines that a process wrote to its log, a crash from its beginning."""
         path = self.folder / ("controller.log" if name == "controller" else f"rank-{name}.log")
         try:
-            return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
+            lines = path.read_text(errors="replace").splitlines()
         except OSError:
             return ""
+        crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), -num_lines)
+        return "\n".join(lines[crash:][:num_lines])
 
     def _note_exit(self, exit_: Exit) -> None:
         """Remember, from the listening thread, that a process ended."""

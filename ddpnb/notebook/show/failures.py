@@ -8,6 +8,9 @@ from ddpnb.wire import Failure
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
+LOST = "RankLost"
+"""The name of a failure that is the death of the rank's process."""
+
 
 class RankError(Exception):
     """A cell or run failed on some ranks.
@@ -75,6 +78,11 @@ class StuckError(Exception):
 def sentence(failures: Sequence[Failure]) -> str:
     """Say in one sentence which rank failed first, and how."""
     first = failures[0]
+    if first.name == LOST:
+        return (
+            f"rank {first.rank} {first.text}; %ddp_restart --ranks {first.rank} brings it back, "
+            "the other ranks keep their variables"
+        )
     same = alike(first, failures)
     if len(same) > 1:
         return f"ranks {format_ranks(f.rank for f in same)} failed: {first.name}: {first.text}"
