@@ -91,7 +91,8 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         folder: the cluster's private run folder.
     """
     os.chdir(folder)  # where ipyparallel looks for configuration: nowhere of the user's
-    faulthandler.enable(os.fdopen(os.dup(2), "w"))  # a crash leaves its stack in the log
+    log = os.fdopen(os.dup(2), "w")
+    faulthandler.enable(log, all_threads=False)  # a crash leaves its stack in the log
     torch.set_num_threads(settings["num_threads"])
     group = group_of(settings, folder)
     engine = RankEngine.instance(group=group)
