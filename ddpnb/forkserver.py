@@ -238,6 +238,7 @@ def redirect_output(path: Path) -> None:
 def run_controller(arguments: list[str], folder: Path) -> None:
     """Be ipyparallel's controller, in the run folder so that no configuration is picked up."""
     redirect_output(folder / "controller.log")
+    os.register_at_fork(after_in_child=die_with_parent)  # its heart monitor is a child of its own
     os.chdir(folder)
     IPController.launch_instance(arguments)
 

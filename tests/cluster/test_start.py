@@ -1,3 +1,4 @@
+import contextlib
 import ipaddress
 import json
 import os
@@ -9,8 +10,8 @@ import psutil
 import pytest
 
 from ddpnb.errors import UserError
-from ddpnb.notebook.cluster import cluster as cluster_module
 from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.notebook.cluster.folder import OWNERS, PREFIX, parent_folder
 from ddpnb.notebook.cluster.plan import ClusterSpec, num_cores
 from tests.cluster.rig import (
     ALL_REDUCE,
@@ -67,7 +68,7 @@ def test_no_key_stands_in_the_environment_or_command_line_of_a_process(any_clust
         value
         for path in (any_cluster.profile / "security").glob("*.json")
         for name, value in json.loads(path.read_text()).items()
-        if name in ("key", "curve_secretkey", "curve_publickey") and value
+        if name in ("key", "curve_serverkey") and value
     ]
     assert secrets
     seen = json.dumps(pull(any_cluster, "dict(__import__('os').environ)"))
@@ -110,10 +111,13 @@ def test_stop_leaves_nothing_and_may_be_called_twice():
 
 
 def folders() -> set[Path]:
-    """The run folders that are there."""
-    found = cluster_module.private_folder()
-    found.rmdir()
-    return set(found.parent.glob("ddpnb-*"))
+    """The run folders that this process has made and that are still there."""
+    found = set()
+    for path in parent_folder().glob(f"{PREFIX}*/{OWNERS}"):
+        with contextlib.suppress(OSError):
+            if os.getpid() in [pid for pid, _ in json.loads(path.read_text())]:
+                found.add(path.parent)
+    return found
 
 
 def test_a_wish_that_cannot_be_met_leaves_nothing():

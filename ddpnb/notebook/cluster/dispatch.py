@@ -71,7 +71,7 @@ class Dispatcher:
     def _send(self, call: Call, rank: int, function: OnRank, arguments: tuple[object, ...]) -> None:
         engine = self.engine_of.get(rank, rank)
         future = self.client.send_apply_request(
-            self.client._mux_socket,  # as DirectView does; a view has no hook for callbacks
+            self.client._mux_stream,  # as DirectView does; a view has no hook for callbacks
             function,
             list(arguments),
             ident=self.client._engines[engine].encode(),

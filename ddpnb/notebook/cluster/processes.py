@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -112,7 +113,10 @@ class Processes:
             while True:
                 self._handle(json.loads(self._pipe.recv_bytes()))
         if not self._stopped:
-            self._on_exit(Exit(name="fork server", code=self._server.wait(1.0)))
+            code = self._server.wait(1.0)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._server.pid, signal.SIGKILL)  # what its children had started
+            self._on_exit(Exit(name="fork server", code=code))
         if not self.ready.done():
             self.ready.set_exception(RuntimeError("the fork server ended before it was ready"))
 

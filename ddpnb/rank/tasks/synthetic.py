@@ -1,8 +1,10 @@
 """The task without any data set: which prototype is this noisy image made from?  (Every rank.)
 
 Images have CIFAR's shape.  Each of ten classes has a random prototype; an image is
-its class's prototype plus noise, so that there is something to learn.
+its class's prototype plus noise, at unit variance, so that there is something to learn.
 """
+
+import math
 
 import torch
 from torch import nn
@@ -48,4 +50,5 @@ def _make_samples(
 ) -> TensorSamples:
     targets = torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
     noise = torch.randn(num_samples, *IMAGE_SHAPE, generator=generator)
-    return TensorSamples(prototypes[targets] + _NOISE * noise, targets)
+    images = (prototypes[targets] + _NOISE * noise) / math.hypot(1, _NOISE)
+    return TensorSamples(images, targets)

@@ -1,0 +1,222 @@
+"""Cells that would wait for ever are named rightly and freed; slow ones are left alone."""
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ddpnb.notebook.cluster.cluster import Cluster
+from tests.cluster.rig import begin, finish, started
+
+SETUP = """
+import queue, threading, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+x = torch.ones(3)
+kept = 10 * rank
+"""
+
+USABLE = """
+assert kept == 10 * rank, kept
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == world_size
+"""
+
+STUCK = {
+    "a rank skips an all_reduce": (
+        "if rank != 1: dist.all_reduce(x)",
+        r"ranks 0,2 wait in all_reduce \(line 1.*rank 1 finished the cell without calling it",
+    ),
+    "only rank 0 calls": (
+        "if rank == 0: dist.all_reduce(x)",
+        r"rank 0 waits in all_reduce.*ranks 1-2 finished the cell without calling it",
+    ),
+    "broadcast under if rank == 0": (
+        "if rank == 0:\n    dist.broadcast(x, 0)\ndist.barrier()",
+        r"wait(s)? in (broadcast|barrier)",
+    ),
+    "barrier under if rank == 0": (
+        "if rank == 0: dist.barrier()",
+        r"rank 0 waits in barrier \(line 1\); ranks 1-2 finished",
+    ),
+    "wrong order": (
+        "y = torch.ones(2)\n"
+        "if rank == 0:\n    dist.broadcast(x, 1)\n    dist.all_reduce(y)\n"
+        "else:\n    dist.all_reduce(y)\n    dist.broadcast(x, 1)",
+        r"rank 0 waits in broadcast \(line 3.*ranks 1-2 wait in all_reduce \(line 6",
+    ),
+    "recv without send": (
+        "if rank == 1: dist.recv(x, 0)",
+        r"rank 1 waits in recv from rank 0 \(line 1\); rank 0 has finished .* without sending",
+    ),
+    "recv from a rank that receives": (
+        "if rank < 2: dist.recv(x, 1 - rank)",
+        r"rank 0 waits in recv from rank 1.*rank 1 waits in recv from rank 0.*is not sending",
+    ),
+    "send of what nobody takes": (
+        "if rank == 0: dist.send(torch.ones(30_000_000), 2)",
+        r"rank 0 waits in send to rank 2 \(line 1\); rank 2 has finished .* without receiving",
+    ),
+    "one batch fewer": (
+        "net = DDP(torch.nn.Linear(3, 2))\n"
+        "for batch in range(4 if rank else 3):\n    net(torch.ones(1, 3)).sum().backward()",
+        r"ranks 1-2 wait in all_reduce of DDP's backward \(line 3.*rank 0 .* fewer batches",
+    ),
+    "backward under if rank == 0": (
+        "net = DDP(torch.nn.Linear(3, 2))\nif rank == 0: net(torch.ones(1, 3)).sum().backward()",
+        r"rank 0 waits in all_reduce of DDP's backward.*ranks 1-2 finished .* fewer batches",
+    ),
+    "DDP built on one rank": (
+        "if rank == 2: net = DDP(torch.nn.Linear(3, 2))",
+        r"rank 2 waits in .*\(line 1.*ranks 0-1 finished the cell without calling it",
+    ),
+    "an asynchronous call that one rank lacks": (
+        "work = dist.all_reduce(x, async_op=True) if rank else None\nif work: work.wait()",
+        r"ranks 1-2 wait in all_reduce \(line 2.*rank 0 finished",
+    ),
+    "all_gather without rank 0": (
+        "parts = [torch.zeros(3) for _ in range(world_size)]\nif rank: dist.all_gather(parts, x)",
+        r"ranks 1-2 wait in all_gather \(line 2.*rank 0 finished",
+    ),
+    "gather without the one that gathers": (
+        "if rank: dist.reduce(x, 0); dist.barrier()",
+        r"wait in (reduce|barrier).*rank 0 finished",
+    ),
+    "scatter without the source": (
+        "if rank: dist.scatter(x, None, src=0)",
+        r"ranks 1-2 wait in scatter \(line 1.*rank 0 finished",
+    ),
+    "object collective on some": (
+        "if rank == 1: dist.broadcast_object_list([1], src=0)",
+        r"rank 1 waits in broadcast_object_list \(line 1.*ranks 0,2 finished",
+    ),
+    "a loop that ends early": (
+        "for step in range(5):\n    if rank == 1 and step == 2: break\n    dist.all_reduce(x)",
+        r"ranks 0,2 wait in all_reduce \(line 3.*rank 1 finished the cell",
+    ),
+    "a function of an earlier cell": (
+        "synchronise(x) if rank else None",
+        r"ranks 1-2 wait in all_reduce \(line 2.*rank 0 finished",
+    ),
+    "a sub-group that one member does not use": (
+        "pair = dist.new_group([0, 1])\nif rank == 0: dist.all_reduce(x, group=pair)",
+        r"rank 0 waits in all_reduce \(line 2.*ranks 1-2 finished",
+    ),
+    "new_group on one rank": (
+        "if rank == 1: dist.new_group([0, 1])",
+        r"rank 1 waits in new_group \(line 1.*ranks 0,2 finished",
+    ),
+    "two ranks in different calls": (
+        "if rank == 0: dist.barrier()\nelif rank == 1: dist.all_reduce(x)",
+        r"rank 0 waits in barrier.*rank 1 waits in all_reduce \(line 2.*rank 2 finished",
+    ),
+}
+
+HONEST = {
+    "sleeps before the call": "if rank == 0: time.sleep(4)\ndist.all_reduce(x)",
+    "computes before the call": (
+        "end = time.monotonic() + 4\n"
+        "while rank == 1 and time.monotonic() < end: torch.ones(300, 300) @ torch.ones(300, 300)\n"
+        "dist.barrier()"
+    ),
+    "pure Python before the call": (
+        "end = time.monotonic() + 4\n"
+        "while rank == 2 and time.monotonic() < end: sum(range(1000))\n"
+        "dist.all_reduce(x)"
+    ),
+    "validates on rank 0": "if rank == 0: time.sleep(4)\ndist.barrier()",
+    "waits for a queue": (
+        "q = queue.Queue()\n"
+        "threading.Timer(4, q.put, [1]).start()\n"
+        "if rank == 0: q.get()\n"
+        "dist.all_reduce(x)"
+    ),
+    "waits for a subprocess": (
+        "import subprocess\nif rank == 1: subprocess.run(['sleep', '4'])\ndist.all_reduce(x)"
+    ),
+    "loads data slowly": (
+        "class Slow(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, i): time.sleep(1 if rank == 0 else 0); return i\n"
+        "for _ in torch.utils.data.DataLoader(Slow(), num_workers=1): dist.all_reduce(x)"
+    ),
+    "a slow rank in DDP": (
+        "net = DDP(torch.nn.Linear(3, 2))\n"
+        "for step in range(2):\n"
+        "    if rank == 1: time.sleep(2.5)\n"
+        "    net(torch.ones(1, 3)).sum().backward()"
+    ),
+    "an open asynchronous call while it sleeps": (
+        "work = dist.all_reduce(x, async_op=True) if rank else None\n"
+        "time.sleep(4)\n"
+        "work = work or dist.all_reduce(x, async_op=True)\n"
+        "work.wait()"
+    ),
+    "sends late": "if rank == 0: time.sleep(4); dist.send(x, 1)\nif rank == 1: dist.recv(x, 0)",
+    "one rank alone works on": "if rank == 2: time.sleep(4)",
+    "many small calls": (
+        "end = time.monotonic() + 3\n"
+        "go_on = torch.ones(1)\n"
+        "while go_on.item():\n"
+        "    go_on.fill_(float(time.monotonic() < end))\n"
+        "    dist.broadcast(go_on, 0)"
+    ),
+    "large calls": "big = torch.ones(20_000_000)\nfor _ in range(6): dist.all_reduce(big)",
+    "new_group with a slow member": "if rank == 0: time.sleep(4)\npair = dist.new_group([0, 1])",
+    "awaits": "import asyncio\nif rank == 0: await asyncio.sleep(4)\ndist.all_reduce(x)",
+    "holds a lock": (
+        "lock = threading.Lock(); lock.acquire()\n"
+        "threading.Timer(4, lock.release).start()\n"
+        "if rank == 1: lock.acquire()\n"
+        "dist.all_reduce(x)"
+    ),
+    "a thread works, the main one joins it": (
+        "t = threading.Thread(target=time.sleep, args=(4,))\nt.start()\n"
+        "if rank == 0: t.join()\ndist.barrier()"
+    ),
+    "a checkpoint on rank 0": (
+        "import io\n"
+        "end = time.monotonic() + 4\n"
+        "while rank == 0 and time.monotonic() < end: torch.save(torch.ones(9999), io.BytesIO())\n"
+        "dist.barrier()"
+    ),
+    "ranks take turns": (
+        "for turn in range(world_size):\n    if rank == turn: time.sleep(1.3)\n    dist.barrier()"
+    ),
+    "reads a pipe": (
+        "import os\nr, w = os.pipe()\nthreading.Timer(4, os.write, [w, b'x']).start()\n"
+        "if rank == 2: os.read(r, 1)\ndist.all_reduce(x)"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Cluster]:
+    """Three ranks with something to lose."""
+    with started(3) as cluster:
+        assert not finish(begin(cluster, SETUP)).failures
+        define = "def synchronise(tensor):\n    dist.all_reduce(tensor)\n"
+        assert not finish(begin(cluster, define)).failures
+        yield cluster
+
+
+@pytest.mark.parametrize("case", STUCK)
+def test_a_cell_that_would_wait_for_ever_is_named_and_freed(three: Cluster, case: str) -> None:
+    source, expected = STUCK[case]
+    began = time.monotonic()
+    ended = finish(begin(three, source))
+    assert re.search(expected, ended.watch.stuck, re.DOTALL), ended.watch.stuck
+    assert time.monotonic() - began < 12, "found within 6 s; the rest is for a busy machine"
+    again = finish(begin(three, USABLE))
+    assert not again.failures
+    assert not again.lost
+
+
+@pytest.mark.parametrize("case", HONEST)
+def test_a_slow_cell_is_left_alone(three: Cluster, case: str) -> None:
+    ended = finish(begin(three, HONEST[case]))
+    assert not ended.watch.stuck
+    assert not ended.failures, ended.failures
+    assert not finish(begin(three, USABLE)).failures

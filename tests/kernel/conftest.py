@@ -1,0 +1,46 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernel.client import Kernel
+
+
+@pytest.fixture(scope="package")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a ``data/`` of its own, so that no run lands in the repository."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "data").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="package")
+def shared_kernel(project: Path) -> Iterator[Kernel]:
+    kernel = Kernel(project)
+    kernel.run("%load_ext ddpnb")
+    yield kernel
+    kernel.stop()
+
+
+@pytest.fixture
+def kernel(shared_kernel: Kernel) -> Kernel:
+    """The kernel that all tests share, with two living ranks and ``%ddp_auto`` off."""
+    ready = shared_kernel.run(
+        """
+%ddp_auto off
+from ddpnb.notebook.session import this_session
+cluster = this_session()._cluster
+if cluster is None or len(cluster.ranks) != 2 or cluster.living != cluster.ranks or cluster.lost:
+    this_session().stop()
+    get_ipython().run_line_magic("ddp_start", "-n 2 --device cpu")
+"""
+    )
+    assert not ready.error, ready.told
+    return shared_kernel
+
+
+@pytest.fixture
+def bare_kernel(shared_kernel: Kernel) -> Kernel:
+    """The same without a cluster."""
+    shared_kernel.run("%ddp_auto off\n%ddp_stop")
+    return shared_kernel

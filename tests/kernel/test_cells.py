@@ -1,0 +1,300 @@
+import time
+
+import pytest
+
+from tests.kernel.client import Kernel
+
+
+def test_each_rank_knows_its_place(kernel: Kernel):
+    cell = kernel.run("%%ddp\nprint(rank, local_rank, world_size, device)")
+    assert sorted(cell.lines) == ["[0] 0 0 2 cpu", "[1] 1 1 2 cpu"]
+
+
+def test_equal_lines_are_shown_once_and_others_are_labelled(kernel: Kernel):
+    cell = kernel.run("%%ddp\nprint('same')\nprint('mine', rank)\nprint('end')")
+    assert cell.lines == ["[0-1] same", "[0] mine 0", "[1] mine 1", "[0-1] end"]
+
+
+def test_stderr_goes_to_stderr(kernel: Kernel):
+    cell = kernel.run("%%ddp\nimport sys\nprint('bad', file=sys.stderr)\nprint('good')")
+    assert cell.stderr == "[0-1] bad\n"
+    assert cell.stdout == "[0-1] good\n"
+
+
+def test_what_a_child_process_writes_is_shown(kernel: Kernel):
+    cell = kernel.run("%%ddp\nimport subprocess\ndone = subprocess.run(['echo', 'from below'])")
+    assert cell.stdout == "[0-1] from below\n"
+
+
+def test_output_comes_while_the_cell_runs(kernel: Kernel):
+    request = kernel.begin("%%ddp\nimport time\nprint('first')\ntime.sleep(1.5)\nprint('last')")
+    began = time.monotonic()
+    cell = kernel.wait_for_text(request, "[0-1] first")
+    assert time.monotonic() - began < 1.2
+    assert "last" not in cell.text
+    assert kernel.wait(request).lines == ["[0-1] first", "[0-1] last"]
+
+
+def test_bars_redraw_in_one_place_and_their_last_state_stays(kernel: Kernel):
+    cell = kernel.run(
+        "%%ddp\nimport time\nfrom tqdm import tqdm\n"
+        "for _ in tqdm(range(12), desc=f'rank {rank}'):\n    time.sleep(0.05)\nprint('done')"
+    )
+    (bars,) = cell.bundles("text/plain")
+    assert "[0] rank 0: 100%" in bars
+    assert "[1] rank 1: 100%" in bars
+    assert bars.count("12/12") == 2
+    assert cell.num_updates >= 1
+    assert cell.stdout == "[0-1] done\n"
+    assert cell.stderr == ""
+
+
+def test_displays_and_figures_appear_under_a_label(kernel: Kernel):
+    cell = kernel.run(
+        "%%ddp\nfrom IPython.display import HTML, display\n"
+        "display(HTML('<b>all</b>'))\ndisplay(HTML(f'<i>{rank}</i>'))"
+    )
+    assert cell.bundles("text/html") == ["<b>all</b>", "<i>0</i>", "<i>1</i>"]
+    assert cell.lines == ["[0-1]", "[0]", "[1]"]
+    cell = kernel.run("%%rank 1\nimport matplotlib.pyplot as plt\nplt.plot([1, 3, 2]);")
+    assert len(cell.bundles("image/png")) == 1
+    assert cell.lines == ["[1]"]
+
+
+def test_a_display_can_be_replaced_by_its_rank(kernel: Kernel):
+    cell = kernel.run(
+        "%%rank 0\nfrom IPython.display import display\n"
+        "shown = display('old', display_id=True)\nshown.update('new')"
+    )
+    assert cell.bundles("text/plain") == ["'new'"]
+
+
+def test_the_last_value_is_shown(kernel: Kernel):
+    assert kernel.run("%%ddp\n1 + 1").stdout == "[0-1] 2\n"
+    assert sorted(kernel.run("%%ddp\nrank * 10").lines) == ["[0] 0", "[1] 10"]
+    assert kernel.run("%%ddp\n1 + 1;").outputs == []
+    assert kernel.run("%%ddp\nx = 3").outputs == []
+    table = kernel.run("%%rank 0\nimport pandas as pd\npd.DataFrame({'a': [1]})")
+    assert "<table" in table.bundles("text/html")[0]
+
+
+def test_commands_and_magics_work_on_the_ranks(kernel: Kernel):
+    assert sorted(kernel.run("%%ddp\n!echo rank $RANK of $WORLD_SIZE").lines) == [
+        "[0] rank 0 of 2",
+        "[1] rank 1 of 2",
+    ]
+    assert "Wall time" in kernel.run("%%ddp\n%time sum(range(10))").stdout
+    assert kernel.run("%%ddp\n%pwd").stdout == f"[0-1] {str(kernel.folder)!r}\n"
+    assert sorted(kernel.run("%%ddp\n%%bash\necho $RANK").lines) == ["[0] 0", "[1] 1"]
+
+
+def test_top_level_await(kernel: Kernel):
+    source = "import asyncio\nasync def later():\n    await asyncio.sleep(0.1)\n    return 'here'\n"
+    assert kernel.run(f"%%ddp\n{source}await later()").stdout == "[0-1] 'here'\n"
+    assert kernel.run("%%ddp\nx = await later()\nprint(x)").stdout == "[0-1] here\n"
+
+
+def test_variables_stay_from_cell_to_cell(kernel: Kernel):
+    kernel.run("%%ddp\ndef square(x):\n    return x * x")
+    assert kernel.run("%%ddp\nsquare(rank + 2)").lines == ["[0] 4", "[1] 9"]
+
+
+def test_an_error_makes_the_cell_fail_and_names_cell_and_line(kernel: Kernel):
+    cell = kernel.run("%%ddp\nx = 1\n\ndef broken():\n    return 1 / 0\n\nbroken()")
+    assert cell.status == "error"
+    assert cell.error == "RankError"
+    assert cell.told.startswith("RankError: ranks 0-1 failed: ZeroDivisionError: division by zero")
+    assert f"Cell In[{cell.number}], line 7\n" in cell.told
+    assert f"Cell In[{cell.number}], line 5, in broken()" in cell.told
+    assert "ddpnb/" not in cell.told
+    assert cell.told.count("Traceback") == 1
+
+
+def test_a_syntax_error_shows_the_line(kernel: Kernel):
+    cell = kernel.run("%%ddp\nx = 1\nfor i in range(3: pass")
+    assert cell.error == "RankError"
+    assert "SyntaxError" in cell.told
+    assert f"Cell In[{cell.number}], line 3" in cell.told
+    assert "for i in range(3: pass" in cell.told
+
+
+def test_the_root_cause_comes_first_and_the_others_are_folded(kernel: Kernel):
+    kernel.run("%%ddp\nimport torch, torch.distributed as dist\nkept = rank + 10")
+    cell = kernel.run(
+        "%%ddp\nif rank == 1:\n    raise ValueError('on purpose')\ndist.all_reduce(torch.ones(1))"
+    )
+    assert cell.error == "RankError"
+    assert cell.told.startswith("RankError: rank 1 failed: ValueError: on purpose")
+    assert "rank 0 was waiting in a collective" in cell.told.splitlines()[-1]
+    assert "gloo" not in cell.told
+    assert cell.seconds < 4
+    after = kernel.run("%%ddp\ntotal = torch.ones(1)\ndist.all_reduce(total)\nkept, total.item()")
+    assert after.lines == ["[0] (10, 2.0)", "[1] (11, 2.0)"]
+
+
+def test_different_errors_are_all_told(kernel: Kernel):
+    cell = kernel.run("%%ddp\nraise KeyError('a') if rank else TypeError('b')")
+    assert "rank 1 failed: KeyError: 'a'" in cell.told
+    assert "rank 0 failed: TypeError: b" in cell.told
+
+
+def test_exit_in_a_cell_is_an_error_and_ends_no_rank(kernel: Kernel):
+    assert "SystemExit" in kernel.run("%%ddp\nimport sys\nsys.exit(3)").told
+    assert kernel.run("%%ddp\nworld_size").stdout == "[0-1] 2\n"
+
+
+def test_some_ranks_only(kernel: Kernel):
+    assert kernel.run("%%ddp --ranks 1\nrank").stdout == "[1] 1\n"
+    assert kernel.run("%%rank 0\nrank").stdout == "[0] 0\n"
+    assert sorted(kernel.run("%%rank 0,1\nrank").lines) == ["[0] 0", "[1] 1"]
+    assert f"Cell In[{(cell := kernel.run('%%rank 0' + chr(10) + '1/0')).number}], line 2" in (
+        cell.told
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("%%ddp --ranks 0-5\n1", "There is no rank 2-5: the ranks are 0-1."),
+        ("%%ddp --ranks a\n1", "'a' does not name ranks: write numbers and ranges, such as 0,2-3."),
+        ("%%rank 7\n1", "There is no rank 7: the ranks are 0-1."),
+        ("%%rank\n1", "Say which ranks: %%rank 0, or %%rank 0,2-3."),
+        ("%%ddp --timeout 0\n1", "--timeout must be greater than 0 seconds, not 0."),
+        (
+            "%%ddp --speed 9\n1",
+            "unrecognized arguments: --speed 9; the options of ddp are: --ranks",
+        ),
+        ("%%ddp --name ddp\n1", "'ddp' is a strategy; give the comparison a name of its own."),
+        ("%ddp_status now", "%ddp_status takes no arguments, but was given 'now'."),
+        ("%ddp_auto maybe", "Say %ddp_auto on, or %ddp_auto off."),
+        ("%ddp_push nothing", "The notebook has no variable nothing."),
+        ("%ddp_pull nothing", "Rank 0 cannot give nothing: NameError"),
+        ("%ddp_pull world_size --ranks 4", "There is no rank 4: the ranks are 0-1."),
+        ("%ddp_pull 1 +", "SyntaxError"),
+        ("%ddp_plot", "Name the runs to draw, as %ddp_runs lists them."),
+        ("%ddp_plot nothing-like-it", "There is no run 'nothing-like-it'"),
+        ("import ddpnb\nddpnb.log(loss=1)", "ddpnb.log works on the ranks"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_loses_nothing(kernel: Kernel, source: str, told: str):
+    kernel.run("%%ddp\nkept = rank")
+    cell = kernel.run(source)
+    assert cell.status == "error"
+    assert cell.error == "UserError"
+    assert told in cell.told
+    assert len(cell.told.splitlines()) == 1
+    assert kernel.run("%%ddp\nkept").lines == ["[0] 0", "[1] 1"]
+
+
+def test_a_cell_can_go_on_in_the_background(kernel: Kernel):
+    request = kernel.begin(
+        "%%ddp --no-wait\nimport time\nfor i in range(4):\n    time.sleep(.2)\n    print('tick', i)"
+    )
+    cell = kernel.wait(request)
+    assert cell.seconds < 0.7
+    assert "<cell on ranks 0-1: running>" in cell.text
+    kernel.run("handle = _")
+    assert kernel.run("%ddp_status").text.count("busy") == 2
+    assert kernel.run("1 + 1").text == "2"  # the notebook goes on
+    kernel.run("handle.wait(30)")
+    kernel.wait_for_text(request, "[0-1] tick 3")  # under the cell that it belongs to
+    assert cell.lines == [f"[0-1] tick {i}" for i in range(4)]
+    assert kernel.run("handle").text == "<cell on ranks 0-1: finished>"
+
+
+def test_a_background_cell_that_fails_says_so_and_wait_raises(kernel: Kernel):
+    request = kernel.begin("%%ddp --no-wait\n1/0")
+    kernel.wait(request)
+    kernel.wait_for_text(request, "RankError: ranks 0-1 failed: ZeroDivisionError")
+    assert kernel.run("Out[max(Out)].wait(30)").error == "RankError"
+
+
+def test_a_background_cell_can_be_interrupted(kernel: Kernel):
+    kernel.run("%%ddp\nkept = rank")
+    request = kernel.begin("%%ddp --no-wait\nimport time\nwhile True: time.sleep(.01)")
+    kernel.wait(request)
+    kernel.run("handle = _\nassert 'running' in repr(handle)")
+    assert not kernel.run("%ddp_interrupt").error
+    assert kernel.run("handle.wait(20)").error == "KeyboardInterrupt"
+    assert "Traceback" not in kernel.cells[request].text
+    assert kernel.run("%%ddp\nkept").lines == ["[0] 0", "[1] 1"]
+
+
+def test_waiting_may_have_a_timeout_and_the_cell_goes_on(kernel: Kernel):
+    kernel.run("%%ddp --no-wait\nimport time\ntime.sleep(1)\nlate = 1")
+    kernel.run("handle = _")
+    assert kernel.run("handle.wait(0.1)").error == "TimeoutError"
+    assert not kernel.run("handle.wait(20)").error
+    assert kernel.run("%%ddp\nlate").stdout == "[0-1] 1\n"
+
+
+def test_auto_sends_every_cell_to_the_ranks(kernel: Kernel):
+    kernel.run("x = 'here'")
+    assert "%%local keeps one here" in kernel.run("%ddp_auto on").stdout
+    kernel.run("x = 'there'")
+    assert kernel.run("x, rank * 0").stdout == "[0-1] ('there', 0)\n"
+    failed = kernel.run("y = 1\n1/0")
+    assert f"Cell In[{failed.number}], line 2" in failed.told
+    assert sorted(kernel.run("!echo $RANK").lines) == ["[0] 0", "[1] 1"]
+    assert kernel.run("%%local\nx").text == "'here'"
+    assert kernel.run("%ddp_pull x --ranks 0").text == "'there'"
+    assert kernel.run("%%rank 1\nrank").stdout == "[1] 1\n"
+    twin = kernel.run("import ddpnb\nddpnb.status()")
+    assert "works in the notebook, not on the ranks: use %%local" in twin.told
+    assert "Cells run in the notebook again" in kernel.run("%ddp_auto off").stdout
+    assert kernel.run("x").text == "'here'"
+
+
+@pytest.mark.parametrize("auto", ["on", "off"])
+def test_an_error_in_a_local_cell_is_shown_once_with_its_own_number(kernel: Kernel, auto: str):
+    kernel.run(f"%ddp_auto {auto}")
+    cell = kernel.run("%%local\nx = 1\n1/0")
+    assert [output["type"] for output in cell.outputs] == ["error"]
+    assert f"Cell In[{cell.number}], line 3" in cell.told
+
+
+def test_push_and_pull(kernel: Kernel):
+    kernel.run(
+        "import numpy as np\na, arr, twice = {'n': [1, 2]}, np.zeros(3), lambda x: 2 * x\n"
+        "%ddp_push a arr twice"
+    )
+    cell = kernel.run("%%ddp\narr += rank + 1\nprint(a, twice(4), arr.sum())")
+    assert cell.lines == ["[0] {'n': [1, 2]} 8 3.0", "[1] {'n': [1, 2]} 8 6.0"]
+    kernel.run("only = 5\n%ddp_push only --ranks 1")
+    assert kernel.run("%%ddp\n'only' in globals()").lines == ["[0] False", "[1] True"]
+    assert kernel.run("%ddp_pull rank + 1").text == "{0: 1, 1: 2}"
+    assert kernel.run("%ddp_pull arr.sum() --ranks 1 --as got\nprint(got)").stdout == "6.0\n"
+    assert kernel.run("%ddp_pull arr --ranks 0 --as got\ngot += 1\nprint(got)").stdout == (
+        "[2. 2. 2.]\n"
+    )
+    assert kernel.run("%ddp_pull {1: 'a', 'b': None} --ranks 0").text == "{1: 'a', 'b': None}"
+
+
+def test_what_cannot_travel_is_said_and_nothing_hangs(kernel: Kernel):
+    kernel.run("import threading\nlock = threading.Lock()\nclass Here: pass\nhere = Here()")
+    kernel.run("%%ddp\nclass There: pass\nthere = There()")
+    for line, told in [
+        ("%ddp_push lock", "lock cannot be sent to the ranks"),
+        ("%ddp_push here", "here cannot be read on rank 0"),
+        ("%ddp_pull there", "there cannot be read in the notebook"),
+        ("%ddp_pull (i for i in range(3))", "cannot give (i for i in range(3)): TypeError"),
+    ]:
+        cell = kernel.run(line, timeout=20)
+        assert cell.error == "UserError", line
+        assert told in cell.told
+    assert kernel.run("%ddp_pull rank", timeout=20).text == "{0: 0, 1: 1}"
+
+
+def test_a_dead_rank_is_named_and_the_others_keep_their_variables(kernel: Kernel):
+    kernel.run("%%ddp\nimport os, signal\nkept = rank + 10")
+    cell = kernel.run("%%ddp\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    assert cell.error == "RankError"
+    assert "rank 1" in cell.told.splitlines()[0]
+    assert "SIGKILL" in cell.told.splitlines()[0]
+    assert "SIGKILL" in kernel.run("%ddp_status").text
+    assert "rank 1" in kernel.run("%ddp_start").stdout
+    told = kernel.run("%%ddp\n1").told
+    assert "Rank 1 was killed by SIGKILL" in told
+    assert "%ddp_restart" in told
+    assert kernel.run("%%rank 0\nkept").stdout == "[0] 10\n"
+    assert kernel.run("%ddp_pull kept --ranks 0").text == "10"

@@ -1,0 +1,133 @@
+import os
+import re
+
+import psutil
+import pytest
+
+from tests.kernel.client import Kernel
+
+
+def test_load_ext_is_instant_and_brings_the_magics(bare_kernel: Kernel):
+    assert bare_kernel.value("'torch' in __import__('sys').modules") == "False"
+    magics = bare_kernel.value("sorted(get_ipython().magics_manager.magics['line'])")
+    for name in ("start", "status", "stop", "restart", "interrupt", "auto", "push", "pull"):
+        assert f"'ddp_{name}'" in magics
+    for name in ("compare", "plot", "runs"):
+        assert f"'ddp_{name}'" in magics
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "%%ddp\n1",
+        "%%rank 0\n1",
+        "%ddp_status",
+        "%ddp_restart",
+        "%ddp_interrupt",
+        "here = 1\n%ddp_push here",
+        "%ddp_pull here",
+        "%ddp_compare ddp --task digits",
+        "import ddpnb\nddpnb.status()",
+        "import ddpnb\nddpnb.run_cell('1')",
+    ],
+)
+def test_before_start_each_magic_says_what_to_do(bare_kernel: Kernel, source: str):
+    cell = bare_kernel.run(source)
+    assert cell.error == "UserError"
+    assert cell.told == (
+        "UserError: No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
+    )
+
+
+def pids_in(text: str) -> list[int]:
+    return [int(pid) for pid in re.findall(r"^\d+ +(\d+) ", text, re.MULTILINE)]
+
+
+def test_start_shows_a_table_and_a_second_start_says_so(bare_kernel: Kernel):
+    cell = bare_kernel.run("%ddp_start -n 2 --device cpu")
+    (text,) = cell.bundles("text/plain")
+    (html,) = cell.bundles("text/html")
+    assert "2 ranks ready" in text
+    assert re.search(r"device +threads +backend", text)
+    assert "gloo" in text
+    assert html.count("<tr") == 3
+    pids = pids_in(text)
+    assert len(pids) == 2
+    assert all(map(psutil.pid_exists, pids))
+
+    again = bare_kernel.run("%ddp_start -n 2")
+    assert "The cluster is running already, with ranks 0-1" in again.stdout
+    assert pids_in(again.bundles("text/plain")[0]) == pids
+    other = bare_kernel.run("%ddp_start -n 3")
+    assert "A cluster of 2 ranks is running already: %ddp_restart -n 3 changes that" in other.stdout
+    assert pids_in(other.bundles("text/plain")[0]) == pids
+
+    status = bare_kernel.run("%ddp_status")
+    assert "2 ranks of 2 alive" in status.text
+    assert status.text.count("idle") == 2
+    assert pids_in(status.bundles("text/plain")[0]) == pids
+
+
+def test_restart_takes_another_number_and_loses_variables(kernel: Kernel):
+    old = pids_in(kernel.run("%ddp_status").bundles("text/plain")[0])
+    kernel.run("%%ddp\nlost = 1")
+    assert "3 ranks ready" in kernel.run("%ddp_restart -n 3").text
+    assert not any(map(psutil.pid_exists, old))
+    assert kernel.run("%%ddp\nworld_size, 'lost' in globals()").stdout == "[0-2] (3, False)\n"
+    assert kernel.run("%ddp_restart -n 0").told.startswith("UserError: -n must be between 1 and")
+    assert kernel.run("%%ddp\nworld_size").stdout == "[0-2] 3\n"  # nothing was lost by that
+    assert "3 ranks ready" in kernel.run("%ddp_restart").text
+
+
+def test_stop_leaves_no_process_and_may_be_said_twice(kernel: Kernel):
+    pids = kernel.value("[c.pid for c in __import__('psutil').Process().children(recursive=True)]")
+    assert kernel.run("%ddp_stop").stdout == "The cluster has stopped.\n"
+    assert not any(psutil.pid_exists(int(pid)) for pid in re.findall(r"\d+", pids))
+    assert kernel.run("%ddp_stop").stdout == "No cluster was running.\n"
+    assert kernel.run("%%ddp\n1").error == "UserError"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--device tpu", "There is no device 'tpu'; choose one of: auto, cpu, cuda."),
+        ("--backend mpi", "There is no backend 'mpi'; choose one of: auto, gloo, nccl."),
+        ("-n 0", "-n must be between 1 and 256, not 0."),
+        ("--threads 0", "--threads must be at least 1, not 0."),
+        ("--device cpu --backend nccl", "NCCL works on GPUs only: use --backend gloo"),
+        ("-n two", "argument -n: invalid int value: 'two'; the options of ddp_start are: -n, "),
+        ("--ranks 2", "unrecognized arguments: --ranks 2; the options of ddp_start are: -n, "),
+    ],
+)
+def test_a_wrong_start_is_one_sentence_with_the_choices(bare_kernel: Kernel, line: str, told: str):
+    cell = bare_kernel.run(f"%ddp_start {line}")
+    assert cell.error == "UserError"
+    assert told in cell.told
+    assert "\n" not in cell.told
+    assert "No cluster was running" in bare_kernel.run("%ddp_stop").stdout
+
+
+def test_the_python_twins(bare_kernel: Kernel):
+    run = bare_kernel.run
+    table = run("import ddpnb\nddpnb.start(2, device='cpu', method='spawn')")
+    assert "2 ranks ready" in table.bundles("text/plain")[-1]
+    assert "<table" in table.bundles("text/html")[-1]
+    assert run("ddpnb.run_cell('x = rank + 1; print(world_size)')").stdout == "[0-1] 2\n"
+    assert run("ddpnb.run_cell('rank', ranks='1')").stdout == "[1] 1\n"
+    assert run("ddpnb.push(factor=3); print(ddpnb.pull('factor * x'))").stdout == "{0: 3, 1: 6}\n"
+    assert run("print(ddpnb.pull('x', ranks='1'))").stdout == "2\n"
+    assert "idle" in run("ddpnb.status()").text
+    assert "No stored runs" in run("ddpnb.runs()").text or "stored run" in run("ddpnb.runs()").text
+    assert run("ddpnb.interrupt()").status == "ok"
+    assert run("ddpnb.run_cell('1/0')").error == "RankError"
+    assert "1 rank ready" in run("ddpnb.restart(1)").text
+    assert run("print(ddpnb.stop(), ddpnb.stop())").stdout == "True False\n"
+
+
+def test_the_default_start_needs_no_options(bare_kernel: Kernel):
+    cell = bare_kernel.run("%ddp_start")
+    assert not cell.error
+    assert int(bare_kernel.value("len(this_session()._cluster.ranks)")) >= min(
+        2, os.cpu_count() or 1
+    )
+    bare_kernel.run("%ddp_stop")

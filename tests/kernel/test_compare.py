@@ -1,0 +1,273 @@
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat.v4 import new_code_cell, new_notebook
+
+from tests.kernel.client import ANSI, Cell, Kernel
+
+CELL = """%%ddp_compare ddp --epochs 1 --batch-size 32 --name lines
+import torch
+from torch import nn
+
+def model():
+    return nn.Linear(4, 2)
+
+def data(split):
+    generator = torch.Generator().manual_seed(len(split))
+    inputs = torch.randn(96, 4, generator=generator)
+    return inputs, (inputs.sum(1) > 0).long()
+"""
+
+
+@pytest.fixture(scope="module")
+def compared(shared_kernel: Kernel, kernel_module: Kernel) -> Cell:
+    """One comparison of all strategies, that several tests look at."""
+    cell = kernel_module.run(
+        "%ddp_compare dp ddp async --task digits --epochs 1 --name small", timeout=120
+    )
+    assert not cell.error, cell.told
+    kernel_module.run("small = _")
+    return cell
+
+
+@pytest.fixture(scope="module")
+def kernel_module(shared_kernel: Kernel) -> Kernel:
+    shared_kernel.run("%ddp_auto off\n%ddp_start -n 2 --device cpu")
+    return shared_kernel
+
+
+def test_a_comparison_ends_as_one_picture_and_one_table(compared: Cell):
+    assert len(compared.outputs) == 2
+    assert len(compared.bundles("image/png")) == 1
+    (html,) = compared.bundles("text/html")
+    assert html.count("<table") == 1
+    assert compared.num_updates >= 4  # it was drawn while it trained
+    text = compared.text
+    for strategy in ("single", "dp (emulated)", "ddp", "async"):
+        assert re.search(rf"^{re.escape(strategy)} ", text, re.MULTILINE)
+    for column in ("samples/s", "speed-up", "efficiency", "final loss", "accuracy", "staleness"):
+        assert column in text
+    assert "emulated on CPU threads" in text
+
+
+def test_the_result_is_the_cells_value_and_not_shown_twice(compared: Cell, kernel: Kernel):
+    assert kernel.value("type(small).__name__") == "ComparisonResult"
+    again = kernel.run("small")
+    (output,) = again.outputs
+    assert {"text/plain", "text/html", "image/png"} <= set(output["data"])
+
+
+def test_the_results_methods(compared: Cell, kernel: Kernel):
+    assert kernel.value("sorted(small.to_frame().strategy)") == "['async', 'ddp', 'dp', 'single']"
+    assert kernel.value("len(small.steps()) >= 4 * 5") == "True"
+    assert "samples/s" in kernel.run("print(small.table())").stdout
+    assert len(kernel.run("small.plot()").bundles("image/png")) == 1
+    assert "<table" in kernel.run("small.table()").bundles("text/html")[0]
+    kernel.run("small.save('saved')")
+    for name in ("comparison.html", "comparison.png", "comparison.csv"):
+        assert (kernel.folder / "saved" / name).stat().st_size > 500
+
+
+def test_all_start_from_the_same_weights_and_see_the_same_samples(compared: Cell, kernel: Kernel):
+    first = kernel.value(
+        "small.steps().query('step == 0 and strategy != \"async\"')"
+        ".groupby('strategy').loss.mean().round(4).nunique()"
+    )
+    assert first == "1"
+
+
+def test_the_cell_form_and_assignment(kernel: Kernel):
+    cell = kernel.run(CELL)
+    assert not cell.error, cell.told
+    assert len(cell.bundles("image/png")) == len(cell.bundles("text/html")) == 1
+    assert kernel.value("sorted(_.to_frame().strategy)") == "['ddp', 'single']"
+    line = kernel.run(
+        "mine = %ddp_compare ddp --task synthetic --epochs 0.1 --repeats 2 --no-baseline"
+    )
+    assert len(line.outputs) == 2
+    assert kernel.value("list(mine.to_frame().strategy)") == "['ddp', 'ddp']"
+
+
+def test_the_cell_sees_the_ranks_variables_and_leaves_its_own_behind(kernel: Kernel):
+    kernel.run("%%ddp\nnum_inputs = 4\nmodel = 'a variable of mine'")
+    cell = kernel.run(CELL.replace("Linear(4, 2)", "Linear(num_inputs, 2)"))
+    assert not cell.error, cell.told
+    assert kernel.run("%%ddp\nmodel").stdout == "[0-1] 'a variable of mine'\n"
+
+
+WRONG = {
+    "no model": ("def model", "def modell", "The cell defines no model()"),
+    "no data": ("def data", "def dates", "The cell defines no data()"),
+    "no parameters": ("nn.Linear(4, 2)", "nn.ReLU()", "without trainable parameters"),
+    "not a model": ("nn.Linear(4, 2)", "5", "model() returned a int"),
+    "wrapped": ("nn.Linear(4, 2)", "nn.DataParallel(nn.Linear(4, 2))", "wrapped in DataParallel"),
+    "wrong shape": ("Linear(4, 2)", "Linear(5, 2)", "model(inputs) failed on a batch"),
+    "wrong data": ("return inputs,", "return inputs, 0,", "data('train') returned a tuple of 3"),
+    "small batch": ("--batch-size 32", "--batch-size 1", "cannot be shared by 2 ranks"),
+    "large batch": ("--batch-size 32", "--batch-size 999", "larger than the training split"),
+    "loss is no function": ("import torch\n", "import torch\nloss = 3\n", "not a function"),
+    "unknown strategy": ("compare ddp", "compare dpp", "choose one of: single, dp, ddp, async."),
+    "unknown option": ("--epochs", "--epoxs", "the options of ddp_compare are: --task,"),
+    "no strategy": ("compare ddp", "compare", "Name the strategies to compare"),
+    "task and cell": ("compare ddp", "compare ddp --task digits", "leave one of them out"),
+    "no epochs": ("--epochs 1", "--epochs 0", "--epochs must be greater than 0"),
+    "wrong number": ("--epochs 1", "--epochs one", "invalid float value: 'one'"),
+    "a strategy's name": ("--name lines", "--name dp", "'dp' is a strategy"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
+def test_what_cannot_be_trained_is_one_sentence_before_anything_trains(
+    kernel: Kernel, wrong: tuple[str, str, str]
+):
+    kernel.run("%%ddp\nkept = rank")
+    before = kernel.run("%ddp_runs").text
+    old, new, told = wrong
+    assert old in CELL
+    cell = kernel.run(CELL.replace(old, new))
+    assert cell.error == "UserError"
+    assert told in cell.told
+    assert len(cell.told.splitlines()) == 1
+    assert not cell.bundles("image/png")
+    assert kernel.run("%ddp_runs").text == before
+    assert kernel.run("%%ddp\nkept").lines == ["[0] 0", "[1] 1"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("ddp --task mnist", "There is no task 'mnist'; choose one of: digits, synthetic."),
+        ("ddp", "Nothing to train: define model() and data(split) in the cell"),
+    ],
+)
+def test_the_line_form_says_what_is_missing(kernel: Kernel, line: str, told: str):
+    cell = kernel.run(f"%ddp_compare {line}")
+    assert cell.error == "UserError"
+    assert told in cell.told
+
+
+@pytest.mark.parametrize(
+    ("new", "told"),
+    [("1 / 0", "ZeroDivisionError"), ("exit(3)", "SystemExit"), ("(", "SyntaxError")],
+)
+def test_an_error_in_the_cell_shows_the_users_lines_only(kernel: Kernel, new: str, told: str):
+    cell = kernel.run(CELL.replace("nn.Linear(4, 2)", new))
+    assert cell.error == "RankError"
+    assert told in cell.told
+    assert "ddpnb/" not in cell.told
+    assert new in cell.told
+
+
+def test_a_hand_written_loop_is_a_run_too(compared: Cell, kernel: Kernel):
+    cell = kernel.run(
+        "%%ddp --name mine\nimport time, ddpnb\n"
+        "for i in range(20):\n    ddpnb.log(loss=1 / (i + 1), samples=8)\n    time.sleep(.01)"
+    )
+    assert not cell.error, cell.told
+    assert len(cell.bundles("image/png")) == 1
+    assert kernel.value("len(__import__('ddpnb').plot('mine').steps())") == "40"
+    both = kernel.run("%ddp_plot mine small/ddp")
+    assert len(both.outputs) == 2
+    assert len(both.bundles("image/png")) == 1
+    text = both.bundles("text/plain")[-1]
+    assert re.search(r"^(mine/)?mine ", text, re.MULTILINE)
+    assert re.search(r"^small/ddp ", text, re.MULTILINE)
+    lost = kernel.run("%%ddp\nimport ddpnb\nddpnb.log(loss=1)")
+    assert "name one with %%ddp --name NAME" in lost.told
+
+
+def test_a_later_kernel_reloads_the_runs_and_run_all_stops_at_an_error(
+    compared: Cell, kernel: Kernel
+):
+    path = kernel.folder / "later.ipynb"
+    cells = [
+        "%load_ext ddpnb",
+        "%ddp_runs",
+        "%ddp_plot small",
+        "_.to_frame().shape",
+        "%ddp_start -n 1",
+        "%%ddp\nprint('a second kernel')\n1/0",
+        "never = 'reached'",
+    ]
+    notebook = new_notebook(cells=[new_code_cell(source) for source in cells])
+    client = NotebookClient(
+        notebook,
+        timeout=60,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    with pytest.raises(CellExecutionError, match="rank 0 failed: ZeroDivisionError"):
+        client.execute()
+    nbformat.write(notebook, path)
+    saved = nbformat.read(path, as_version=4)
+    nbformat.validate(saved)
+    outputs = [cell.outputs for cell in saved.cells]
+    runs = outputs[1][0]["data"]["text/plain"]
+    assert "small/ddp" in runs
+    assert "finished" in runs
+    drawn = [set(output["data"]) for output in outputs[2]]
+    assert sum("image/png" in mimes for mimes in drawn) == 1
+    assert sum("text/html" in mimes for mimes in drawn) == 1
+    assert len(drawn) == 2
+    assert outputs[3][0]["data"]["text/plain"].startswith("(4, ")
+    assert outputs[5][0]["text"] == "[0] a second kernel\n"
+    assert outputs[5][-1]["ename"] == "RankError"
+    assert "line 3" in ANSI.sub("", "\n".join(outputs[5][-1]["traceback"]))
+    assert saved.cells[6].execution_count is None
+
+
+def test_no_run_lands_in_the_repository(compared: Cell, project: Path):
+    assert list((project / "data" / "runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("%ddp_start?", ["--device", "--backend", "--threads", "auto | cpu | cuda"]),
+        ("%%ddp?", ["--ranks", "--no-wait", "--name", "--timeout"]),
+        ("%%ddp_compare?", ["--task", "--epochs", "--repeats", "single | dp | ddp | async"]),
+        ("%ddp_pull?", ["--ranks", "--as", "expression"]),
+        ("%ddp_stop?", ["End every process of the cluster"]),
+    ],
+)
+def test_help_shows_what_a_magic_takes(shared_kernel: Kernel, source: str, told: list[str]):
+    (page,) = shared_kernel.run(source).payload
+    text = ANSI.sub("", page["data"]["text/plain"])
+    for piece in told:
+        assert piece in text
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("%ddp_st", {"%ddp_start", "%ddp_status", "%ddp_stop"}),
+        ("%ddp_start --", {"--device", "--backend", "--threads"}),
+        ("%ddp_start --device ", {"auto", "cpu", "cuda"}),
+        ("%ddp_start --backend g", {"gloo"}),
+        ("%%ddp --n", {"--no-wait", "--name"}),
+        ("%ddp_compare d", {"dp", "ddp"}),
+        ("%%ddp_compare dp a", {"async"}),
+        ("%ddp_compare ddp --task ", {"digits", "synthetic"}),
+        ("result = %ddp_compare s", {"single"}),
+        ("%ddp_auto ", {"on", "off"}),
+        ("%ddp_plot sma", {"small", "small/ddp", "small/async"}),
+        ("drawn = %ddp_plot sma", {"small", "small/ddp"}),
+        ("%ddp_push shared_na", {"shared_name"}),
+    ],
+)
+def test_tab_completes(compared: Cell, shared_kernel: Kernel, typed: str, offered: set[str]):
+    shared_kernel.run("shared_name = 1")
+    found = shared_kernel.complete(typed)
+    assert offered <= set(found)
+    last = typed.split(" ")[-1]
+    assert all(name.startswith(last) for name in found)
+
+
+def test_tab_elsewhere_is_untouched(shared_kernel: Kernel):
+    shared_kernel.run("shared_name = 1")
+    assert shared_kernel.complete("shared_na") == ["shared_name"]
+    assert "print" in shared_kernel.complete("%%ddp\npri")

@@ -1,0 +1,88 @@
+import time
+
+import pytest
+
+from tests.kernel.client import Cell, Kernel
+
+PREPARE = "%%ddp\nimport time, torch, torch.distributed as dist\nkept = rank + 10"
+LOOP = "while True: time.sleep(0.01)"
+COLLECTIVE = "dist.all_reduce(torch.ones(1)) if rank == 0 else time.sleep(1000)"
+
+
+def interrupted(kernel: Kernel, source: str, *, shown: str, times: int = 1) -> Cell:
+    """Press the square once the cell has shown something."""
+    request = kernel.begin(source)
+    kernel.wait_for_text(request, shown)
+    for _ in range(times):
+        kernel.interrupt()
+        time.sleep(0.15 if times > 1 else 0)  # impatience
+    return kernel.wait(request)
+
+
+def check_it_goes_on(kernel: Kernel) -> None:
+    cell = kernel.run("%%ddp\ntotal = torch.ones(1)\ndist.all_reduce(total)\nkept, total.item()")
+    assert cell.lines == ["[0] (10, 2.0)", "[1] (11, 2.0)"]
+    assert cell.seconds < 3
+
+
+@pytest.mark.parametrize("body", [LOOP, COLLECTIVE], ids=["loop", "collective"])
+def test_an_interrupt_stops_every_rank_and_keeps_the_variables(kernel: Kernel, body: str):
+    kernel.run(PREPARE)
+    cell = interrupted(kernel, f"%%ddp\nprint('begun')\n{body}", shown="[0-1] begun")
+    assert cell.status == "error"
+    assert cell.error == "KeyboardInterrupt"
+    assert len(cell.told.splitlines()) == 1
+    assert "variables are kept" in cell.told
+    assert cell.seconds < 4
+    check_it_goes_on(kernel)
+
+
+def test_an_impatient_user_loses_nothing(kernel: Kernel):
+    kernel.run(PREPARE)
+    cell = interrupted(kernel, f"%%ddp\nprint('begun')\n{COLLECTIVE}", shown="[0-1] begun", times=3)
+    assert cell.error == "KeyboardInterrupt"
+    check_it_goes_on(kernel)
+
+
+@pytest.mark.parametrize("body", [LOOP, COLLECTIVE], ids=["loop", "collective"])
+def test_a_timeout_stops_every_rank_and_keeps_the_variables(kernel: Kernel, body: str):
+    kernel.run(PREPARE)
+    cell = kernel.run(f"%%ddp --timeout 0.5\n{body}")
+    assert cell.error == "CellTimeoutError"
+    assert "took longer than 0.5 s" in cell.told
+    assert 0.5 <= cell.seconds < 5
+    check_it_goes_on(kernel)
+
+
+def test_a_comparison_can_be_interrupted_and_what_was_trained_is_kept(kernel: Kernel):
+    kernel.run(PREPARE)
+    cell = interrupted(
+        kernel,
+        "%ddp_compare ddp async --task synthetic --epochs 1000 --no-baseline --name stopped",
+        shown="samples/s",
+    )
+    assert cell.error == "KeyboardInterrupt"
+    assert cell.seconds < 6
+    assert "stopped" in kernel.run("%ddp_runs").text
+    assert kernel.run("import ddpnb\nprint(len(ddpnb.plot('stopped').steps()) > 0)").stdout == (
+        "True\n"
+    )
+    check_it_goes_on(kernel)
+
+
+def test_the_checks_before_a_comparison_can_be_interrupted(kernel: Kernel):
+    kernel.run(PREPARE)
+    request = kernel.begin(
+        "%%ddp_compare ddp\nfrom pathlib import Path\nimport os, time\n"
+        "Path(f'checking-{os.getpid()}').touch()\n"
+        "while True: time.sleep(.01)\ndef model(): ...\ndef data(split): ..."
+    )
+    deadline = time.monotonic() + 20
+    while len(list(kernel.folder.glob("checking-*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    kernel.interrupt()
+    cell = kernel.wait(request)
+    assert cell.error == "KeyboardInterrupt"
+    assert cell.seconds < 5
+    check_it_goes_on(kernel)
