@@ -156,7 +156,7 @@ class RunningCell:
         if self._watch.stop_requested:
             raise CellInterrupt
         if self._watch.stuck:
-            raise StuckError(self._watch.stuck)
+            raise StuckError(self._watch.stuck, self._watch.lost)
         if failures:
             raise RankError(failures)
 

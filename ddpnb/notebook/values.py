@@ -14,7 +14,8 @@ def pack(variables: Mapping[str, object]) -> bytes:
     """Return variables as bytes for ``push``; raises what pickle raises."""
     from ipyparallel.serialize import serialize_object  # noqa: PLC0415  0.3 s: once ranks run
 
-    return pickle.dumps([bytearray(buffer) for buffer in serialize_object(dict(variables))])
+    buffers = serialize_object(dict(variables), buffer_threshold=0)
+    return pickle.dumps([bytearray(buffer) for buffer in buffers])  # writable where they arrive
 
 
 def unpack(value: bytes) -> Any:

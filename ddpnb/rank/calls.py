@@ -89,7 +89,8 @@ def pull(expression: str) -> bytes | Failure:
     engine = this_engine()
     try:
         value = eval(expression, engine.kernel.shell.user_ns)
-        return pickle.dumps([bytearray(buffer) for buffer in serialize_object([value])])
+        buffers = serialize_object([value], buffer_threshold=0)
+        return pickle.dumps([bytearray(buffer) for buffer in buffers])  # writable on arrival
     except Exception as error:  # noqa: BLE001  told in the notebook
         return cell.failure_of(error, engine)
 

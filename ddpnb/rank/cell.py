@@ -1,7 +1,12 @@
 """How does a notebook cell run on this rank?  As a real IPython cell.  (Rank side.)"""
 
+import fcntl
+import os
 import re
 import signal
+import stat
+import sys
+import termios
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -20,6 +25,9 @@ CLOSED_CONNECTION = re.compile(r"Connection (closed|reset) by peer|Broken pipe|S
 
 NOT_THE_USERS = tuple(package.__path__[0] for package in (ddpnb, IPython))
 """Where the code lies that stands between the engine and what the user wrote."""
+
+DRAIN_SECONDS = 0.2
+"""How long a cell's end may wait for the output of its child processes."""
 
 Result = TypeVar("Result")
 
@@ -47,10 +55,30 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     shell.execution_count = spec.execution_count
     try:
         result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
+        wait_for_children_output()
     except KeyboardInterrupt as interrupt:  # it came when the cell had just ended
         return interrupt
     error: BaseException | None = result.error_before_exec or result.error_in_exec
     return error
+
+
+def wait_for_children_output() -> None:
+    """Wait, not for long, until what child processes wrote to stdout and stderr has been read.
+
+    ipykernel reads it from a pipe, in a thread of its own; what it reads after the cell
+    has ended belongs to no cell.
+    """
+    deadline = time.monotonic() + DRAIN_SECONDS
+    while any(map(num_unread, (1, 2))) and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def num_unread(descriptor: int) -> int:
+    """Return how many bytes wait in a pipe; 0 where the descriptor is none."""
+    if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        return 0
+    answer = fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4)
+    return int.from_bytes(answer, sys.byteorder)
 
 
 def interruptible(call: Callable[[], Result]) -> Result:

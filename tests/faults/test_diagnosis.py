@@ -104,10 +104,6 @@ STUCK = {
         "pair = dist.new_group([0, 1])\nif rank == 0: dist.all_reduce(x, group=pair)",
         r"rank 0 waits in all_reduce \(line 2.*ranks 1-2 finished",
     ),
-    "new_group on one rank": (
-        "if rank == 1: dist.new_group([0, 1])",
-        r"rank 1 waits in new_group \(line 1.*ranks 0,2 finished",
-    ),
     "two ranks in different calls": (
         "if rank == 0: dist.barrier()\nelif rank == 1: dist.all_reduce(x)",
         r"rank 0 waits in barrier.*rank 1 waits in all_reduce \(line 2.*rank 2 finished",
@@ -212,6 +208,15 @@ def test_a_cell_that_would_wait_for_ever_is_named_and_freed(three: Cluster, case
     again = finish(begin(three, USABLE))
     assert not again.failures
     assert not again.lost
+
+
+def test_a_rank_that_cannot_be_freed_is_ended_and_brought_back(three: Cluster) -> None:
+    ended = finish(begin(three, "if rank == 1: dist.new_group([0, 1])"))
+    assert re.search(r"rank 1 waits in new_group \(line 1.*ranks 0,2 fini", ended.watch.stuck)
+    assert list(ended.lost) == [1]
+    three.bring_back([1])
+    assert not finish(begin(three, SETUP + "synchronise = dist.all_reduce", ranks=[1])).failures
+    assert not finish(begin(three, USABLE)).failures
 
 
 @pytest.mark.parametrize("case", HONEST)

@@ -59,6 +59,7 @@ class Watch:
     lost: dict[int, str] = field(default_factory=dict)
     """Ranks that died during the call, with how."""
     _failed_at: float | None = None
+    _is_cut: bool = False
 
     def run(self) -> None:
         """Return when every rank has ended the call.
@@ -96,22 +97,28 @@ class Watch:
             self._failed_at = time.monotonic()
 
     def _free_waiting(self) -> None:
-        """Cut the group, once, under ranks that still run when one has failed."""
-        if self._failed_at is None or not self.call.running:
+        """Cut the group under ranks that still run a while after one has failed."""
+        if self._failed_at is None or self._is_cut or not self.call.running:
             return
         if time.monotonic() - self._failed_at > self.free_after:
-            self.cluster.cut(tuple(self.call.running))
-            self._failed_at = float("inf")
+            self._cut()
 
     def _free_stuck(self, detector: StallDetector) -> None:
-        """Cut the group, once, under ranks that wait for each other without end."""
-        if self.stuck or self._failed_at is not None or not self.call.running:
+        """Free ranks that wait for each other without end; kill those that cannot be freed."""
+        if not self.call.running:
             return
         reports = self.returned.items()
         finished = {rank: r.num_collectives for rank, r in reports if isinstance(r, CellReport)}
         if why := detector.check(finished):
-            self.stuck = why
-            self.cluster.cut(tuple(self.call.running))
+            if self._is_cut:
+                self.cluster.processes.signal(sorted(self.call.running), signal.SIGKILL)
+            else:
+                self.stuck = why
+                self._cut()
+
+    def _cut(self) -> None:
+        self._is_cut = True
+        self.cluster.cut(tuple(self.call.running))
 
     def _stop_ranks(self) -> None:
         """Interrupt the ranks until they stop; free, then kill, those that do not."""

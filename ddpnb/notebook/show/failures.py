@@ -1,7 +1,7 @@
 """How do the errors of several ranks read?  Root cause first.  (Notebook side.)"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ddpnb.notebook.ranks import format_ranks
 from ddpnb.wire import Failure
@@ -67,8 +67,15 @@ def told(error: BaseException) -> str:
 class StuckError(Exception):
     """The ranks of a cell waited for each other without end, and were freed."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(f"{why}. They were freed; variables are kept.")
+    def __init__(self, why: str, lost: Collection[int] = ()) -> None:
+        ending = "They were freed; variables are kept."
+        if lost:
+            ranks = format_ranks(lost)
+            ending = (
+                f"Rank {ranks} could not be freed and was ended, its variables with it: "
+                f"%ddp_restart --ranks {ranks} brings it back, the other ranks keep theirs."
+            )
+        super().__init__(f"{why}. {ending}")
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython shows (its protocol for exceptions that render themselves)."""
