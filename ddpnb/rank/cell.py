@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import resource
 import signal
 import stat
 import sys
@@ -28,6 +29,7 @@ NOT_THE_USERS = tuple(package.__path__[0] for package in (ddpnb, IPython))
 
 DRAIN_SECONDS = 0.2
 """How long a cell's end may wait for the output of its child processes."""
+SETTLE_SECONDS = 0.003
 
 Result = TypeVar("Result")
 
@@ -53,16 +55,17 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     """Run what the cell says; return what it failed with."""
     shell = engine.kernel.shell
     shell.execution_count = spec.execution_count
+    faults = children_page_faults()
     try:
         result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
-        wait_for_children_output()
+        wait_for_children_output(children_page_faults() > faults)
     except KeyboardInterrupt as interrupt:  # it came when the cell had just ended
         return interrupt
     error: BaseException | None = result.error_before_exec or result.error_in_exec
     return error
 
 
-def wait_for_children_output() -> None:
+def wait_for_children_output(had_children: bool) -> None:
     """Wait, not for long, until what child processes wrote to stdout and stderr has been read.
 
     ipykernel reads it from a pipe, in a thread of its own; what it reads after the cell
@@ -70,7 +73,15 @@ def wait_for_children_output() -> None:
     """
     deadline = time.monotonic() + DRAIN_SECONDS
     while any(map(num_unread, (1, 2))) and time.monotonic() < deadline:
-        time.sleep(0.002)
+        had_children = True
+        time.sleep(SETTLE_SECONDS)
+    if had_children:
+        time.sleep(SETTLE_SECONDS)  # the thread may have read it and not yet handed it on
+
+
+def children_page_faults() -> int:
+    """Return a number that grows with each child process that has ended."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 
 def num_unread(descriptor: int) -> int:

@@ -152,7 +152,11 @@ def test_the_line_form_says_what_is_missing(kernel: Kernel, line: str, told: str
 
 @pytest.mark.parametrize(
     ("new", "told"),
-    [("1 / 0", "ZeroDivisionError"), ("__import__('sys').exit(3)", "SystemExit"), ("(", "SyntaxError")],
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("__import__('sys').exit(3)", "SystemExit"),
+        ("(", "SyntaxError"),
+    ],
 )
 def test_an_error_in_the_cell_shows_the_users_lines_only(kernel: Kernel, new: str, told: str):
     cell = kernel.run(CELL.replace("nn.Linear(4, 2)", new))

@@ -36,8 +36,8 @@ from ddpnb.wire import RankState
 Answer = TypeVar("Answer")
 
 _WEIGHT_NOTE = (
-    "Each gradient is weighted by its share of the global batch, so that one pass over the data "
-    "moves the parameters as far as in synchronous SGD."
+    "Gradients are weighted by their share of the global batch; staleness adds to momentum, "
+    "so a smaller learning rate suits it."
 )
 
 
