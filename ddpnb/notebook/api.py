@@ -83,6 +83,7 @@ def run_cell(
     wait: bool = True,
     name: str = "",
     timeout: float | None = None,
+    check: bool = False,
 ) -> RunningCell | None:
     """Run a cell on ranks; the twin of ``%%ddp``.
 
@@ -92,6 +93,8 @@ def run_cell(
         wait: whether to return only when every rank has ended it.
         name: the run that ``ddpnb.log`` in the cell adds to.
         timeout: seconds after which the ranks are interrupted.
+        check: whether to name collectives that do not match over the ranks at the call, which
+            makes them slow; the process group is formed anew for it.
 
     Returns:
         The running cell where ``wait`` is false.
@@ -101,7 +104,7 @@ def run_cell(
         TimeoutError: where it took longer than ``timeout``.
     """
     session = this_session()
-    return session.run_cell(source, ranks=ranks, wait=wait, name=name, timeout=timeout)
+    return session.run_cell(source, ranks=ranks, wait=wait, name=name, timeout=timeout, check=check)
 
 
 def push(ranks: str | None = None, **variables: object) -> None:

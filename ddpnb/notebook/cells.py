@@ -34,6 +34,7 @@ class RunningCell:
         ranks: the ranks that run it.
         recorder: keeps what ``ddpnb.log`` publishes; None where the cell names no run.
         timeout: seconds after which the ranks are interrupted.
+        is_checked: whether collectives that do not match are named at the call.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class RunningCell:
         *,
         recorder: Recorder | None = None,
         timeout: float | None = None,
+        is_checked: bool = False,
     ) -> None:
         self.ranks = ranks
         self.error: BaseException | None = None
@@ -54,7 +56,7 @@ class RunningCell:
         self._live: Live | None = None
         self._output = CellOutput(ranks)
         self._thread: threading.Thread | None = None
-        tell_stale(cluster.ensure_group())
+        tell_stale(cluster.ensure_group(is_checked=is_checked))
         self._watch = Watch(
             cluster=cluster,
             call=cluster.submit(OnRank("run_cell"), spec, ranks=ranks),

@@ -113,6 +113,7 @@ class Session:
         wait: bool = True,
         name: str = "",
         timeout: float | None = None,
+        check: bool = False,
     ) -> RunningCell | None:
         """Run a cell on ranks; see ``ddpnb.run_cell``."""
         cluster = self._require()
@@ -126,7 +127,9 @@ class Session:
             run_id=new_id() if name else "",
         )
         recorder = self._record_cell(name, spec) if name else None
-        cell = RunningCell(cluster, spec, chosen, recorder=recorder, timeout=timeout)
+        cell = RunningCell(
+            cluster, spec, chosen, recorder=recorder, timeout=timeout, is_checked=check
+        )
         if wait:
             cell.run()
             return None

@@ -20,14 +20,14 @@ def state() -> RankState:
     return this_engine().group.state()
 
 
-def rejoin(generation: int) -> list[str]:
+def rejoin(generation: int, is_checked: bool) -> list[str]:
     """Form a new process group; takes part: every rank.
 
     Returns:
         The names of this rank's variables that are tied to the old group.
     """
     engine = this_engine()
-    engine.group.join(generation)
+    engine.group.join(generation, is_checked=is_checked)
     variables = engine.kernel.shell.user_ns.items()
     return [name for name, value in variables if isinstance(value, DistributedDataParallel)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import DebugLevel, FileStore, set_debug_level
 
 from ddpnb.wire import RankState
 
@@ -40,8 +40,13 @@ class Group:
     joined_ns: int = 0
     """``time.time_ns()`` when this generation's group had been formed."""
 
-    def join(self, generation: int) -> None:
+    def join(self, generation: int, *, is_checked: bool = False) -> None:
         """Form the group; takes part: every rank.  Returns after a finished all-reduce.
+
+        Args:
+            generation: how many groups there were before.
+            is_checked: whether torch compares order, shape and type of the collectives of
+                all ranks at each call (``DebugLevel.DETAIL``); that makes them slow.
 
         Raises:
             RuntimeError: where a rank did not come within ``JOIN_TIMEOUT``.
@@ -49,6 +54,7 @@ class Group:
         self.leave()
         store = FileStore(str(self.folder / f"group-{generation}"), self.world_size)
         store.set_timeout(JOIN_TIMEOUT)
+        set_debug_level(DebugLevel.DETAIL if is_checked else DebugLevel.OFF)
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size
         )

@@ -56,10 +56,11 @@ def begin(
     *,
     ranks: Sequence[int] | None = None,
     timeout: float | None = None,
+    is_checked: bool = False,
     on_happening: Callable[[Happening], None] = lambda _: None,
 ) -> Ended:
     """Send a cell to ranks; ``finish`` attends to it."""
-    cluster.ensure_group()
+    cluster.ensure_group(is_checked=is_checked)
     printed: dict[int, str] = {}
 
     def handle(happening: Happening) -> None:

@@ -219,6 +219,28 @@ def test_a_rank_that_cannot_be_freed_is_ended_and_brought_back(three: Cluster) -
     assert not finish(begin(three, USABLE)).failures
 
 
+MISMATCHED = {
+    "shape": ("dist.all_reduce(torch.ones(3 + rank))", r"TensorShape=\[3\].*TensorShape=\[4\]"),
+    "type": (
+        "dist.all_reduce(torch.ones(3, dtype=torch.float64 if rank else torch.float32))",
+        r"TensorDtypes=(Float|Double).*TensorDtypes=(Double|Float)",
+    ),
+    "order": (
+        "dist.broadcast(x, 0) if rank else dist.all_reduce(x)",
+        r"OpType=(ALLREDUCE|BROADCAST).*OpType=(BROADCAST|ALLREDUCE)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHED)
+def test_a_checked_cell_names_collectives_that_do_not_match(three: Cluster, case: str) -> None:
+    source, expected = MISMATCHED[case]
+    ended = finish(begin(three, source, is_checked=True))
+    assert any(re.search(expected, failure.text) for failure in ended.failures.values())
+    assert not finish(begin(three, USABLE, is_checked=True)).failures
+    assert not finish(begin(three, USABLE)).failures
+
+
 @pytest.mark.parametrize("case", HONEST)
 def test_a_slow_cell_is_left_alone(three: Cluster, case: str) -> None:
     ended = finish(begin(three, HONEST[case]))

@@ -1,5 +1,6 @@
 """A real kernel, driven as a Jupyter client drives it."""
 
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -44,6 +45,17 @@ class Cell:
         return self.stdout.splitlines()
 
     @property
+    def by_rank(self) -> dict[int, list[str]]:
+        """What each rank printed, whichever lines were shown as one."""
+        said: dict[int, list[str]] = {}
+        for label, text in re.findall(r"^\[([\d,-]+)\] ?(.*)$", self.stdout, re.MULTILINE):
+            for part in label.split(","):
+                first, _, last = part.partition("-")
+                for rank in range(int(first), int(last or first) + 1):
+                    said.setdefault(rank, []).append(text)
+        return said
+
+    @property
     def error(self) -> str:
         """The class of the exception; empty where the cell ended well."""
         return next((o["ename"] for o in self.outputs if o["type"] == "error"), "")
@@ -74,7 +86,9 @@ class Kernel:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel(cwd=str(folder))
+        # In pytest's environment ipykernel shows nothing that child processes write.
+        env = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
+        self.manager.start_kernel(cwd=str(folder), env=env)
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)

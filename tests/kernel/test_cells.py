@@ -71,7 +71,7 @@ def test_a_display_can_be_replaced_by_its_rank(kernel: Kernel):
 
 def test_the_last_value_is_shown(kernel: Kernel):
     assert kernel.run("%%ddp\n1 + 1").stdout == "[0-1] 2\n"
-    assert sorted(kernel.run("%%ddp\nrank * 10").lines) == ["[0] 0", "[1] 10"]
+    assert kernel.run("%%ddp\nrank * 10").by_rank == {0: ["0"], 1: ["10"]}
     assert kernel.run("%%ddp\n1 + 1;").outputs == []
     assert kernel.run("%%ddp\nx = 3").outputs == []
     table = kernel.run("%%rank 0\nimport pandas as pd\npd.DataFrame({'a': [1]})")
@@ -85,7 +85,7 @@ def test_commands_and_magics_work_on_the_ranks(kernel: Kernel):
     ]
     assert "Wall time" in kernel.run("%%ddp\n%time sum(range(10))").stdout
     assert kernel.run("%%ddp\n%pwd").stdout == f"[0-1] {str(kernel.folder)!r}\n"
-    assert sorted(kernel.run("%%ddp\n%%bash\necho $RANK").lines) == ["[0] 0", "[1] 1"]
+    assert kernel.run("%%ddp\n%%bash\necho $RANK").by_rank == {0: ["0"], 1: ["1"]}
 
 
 def test_top_level_await(kernel: Kernel):
@@ -96,7 +96,7 @@ def test_top_level_await(kernel: Kernel):
 
 def test_variables_stay_from_cell_to_cell(kernel: Kernel):
     kernel.run("%%ddp\ndef square(x):\n    return x * x")
-    assert kernel.run("%%ddp\nsquare(rank + 2)").lines == ["[0] 4", "[1] 9"]
+    assert kernel.run("%%ddp\nsquare(rank + 2)").by_rank == {0: ["4"], 1: ["9"]}
 
 
 def test_an_error_makes_the_cell_fail_and_names_cell_and_line(kernel: Kernel):
@@ -129,7 +129,7 @@ def test_the_root_cause_comes_first_and_the_others_are_folded(kernel: Kernel):
     assert "gloo" not in cell.told
     assert cell.seconds < 4
     after = kernel.run("%%ddp\ntotal = torch.ones(1)\ndist.all_reduce(total)\nkept, total.item()")
-    assert after.lines == ["[0] (10, 2.0)", "[1] (11, 2.0)"]
+    assert after.by_rank == {0: ["(10, 2.0)"], 1: ["(11, 2.0)"]}
 
 
 def test_different_errors_are_all_told(kernel: Kernel):
@@ -146,7 +146,7 @@ def test_exit_in_a_cell_is_an_error_and_ends_no_rank(kernel: Kernel):
 def test_some_ranks_only(kernel: Kernel):
     assert kernel.run("%%ddp --ranks 1\nrank").stdout == "[1] 1\n"
     assert kernel.run("%%rank 0\nrank").stdout == "[0] 0\n"
-    assert sorted(kernel.run("%%rank 0,1\nrank").lines) == ["[0] 0", "[1] 1"]
+    assert kernel.run("%%rank 0,1\nrank").by_rank == {0: ["0"], 1: ["1"]}
     assert f"Cell In[{(cell := kernel.run('%%rank 0' + chr(10) + '1/0')).number}], line 2" in (
         cell.told
     )
@@ -183,7 +183,7 @@ def test_bad_input_is_one_sentence_and_loses_nothing(kernel: Kernel, source: str
     assert cell.error == "UserError"
     assert told in cell.told
     assert len(cell.told.splitlines()) == 1
-    assert kernel.run("%%ddp\nkept").lines == ["[0] 0", "[1] 1"]
+    assert kernel.run("%%ddp\nkept").by_rank == {0: ["0"], 1: ["1"]}
 
 
 def test_a_cell_can_go_on_in_the_background(kernel: Kernel):
@@ -217,7 +217,7 @@ def test_a_background_cell_can_be_interrupted(kernel: Kernel):
     assert not kernel.run("%ddp_interrupt").error
     assert kernel.run("handle.wait(20)").error == "KeyboardInterrupt"
     assert "Traceback" not in kernel.cells[request].text
-    assert kernel.run("%%ddp\nkept").lines == ["[0] 0", "[1] 1"]
+    assert kernel.run("%%ddp\nkept").by_rank == {0: ["0"], 1: ["1"]}
 
 
 def test_waiting_may_have_a_timeout_and_the_cell_goes_on(kernel: Kernel):
@@ -235,7 +235,7 @@ def test_auto_sends_every_cell_to_the_ranks(kernel: Kernel):
     assert kernel.run("x, rank * 0").stdout == "[0-1] ('there', 0)\n"
     failed = kernel.run("y = 1\n1/0")
     assert f"Cell In[{failed.number}], line 2" in failed.told
-    assert sorted(kernel.run("!echo $RANK").lines) == ["[0] 0", "[1] 1"]
+    assert kernel.run("!echo $RANK").by_rank == {0: ["0"], 1: ["1"]}
     assert kernel.run("%%local\nx").text == "'here'"
     assert kernel.run("%ddp_pull x --ranks 0").text == "'there'"
     assert kernel.run("%%rank 1\nrank").stdout == "[1] 1\n"
@@ -261,7 +261,7 @@ def test_push_and_pull(kernel: Kernel):
     cell = kernel.run("%%ddp\narr += rank + 1\nprint(a, twice(4), arr.sum())")
     assert cell.lines == ["[0] {'n': [1, 2]} 8 3.0", "[1] {'n': [1, 2]} 8 6.0"]
     kernel.run("only = 5\n%ddp_push only --ranks 1")
-    assert kernel.run("%%ddp\n'only' in globals()").lines == ["[0] False", "[1] True"]
+    assert kernel.run("%%ddp\n'only' in globals()").by_rank == {0: ["False"], 1: ["True"]}
     assert kernel.run("%ddp_pull rank + 1").text == "{0: 1, 1: 2}"
     assert kernel.run("%ddp_pull arr.sum() --ranks 1 --as got\nprint(got)").stdout == "6.0\n"
     assert kernel.run("%ddp_pull arr --ranks 0 --as got\ngot += 1\nprint(got)").stdout == (

@@ -134,7 +134,7 @@ def test_what_cannot_be_trained_is_one_sentence_before_anything_trains(
     assert len(cell.told.splitlines()) == 1
     assert not cell.bundles("image/png")
     assert kernel.run("%ddp_runs").text == before
-    assert kernel.run("%%ddp\nkept").lines == ["[0] 0", "[1] 1"]
+    assert kernel.run("%%ddp\nkept").by_rank == {0: ["0"], 1: ["1"]}
 
 
 @pytest.mark.parametrize(

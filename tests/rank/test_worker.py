@@ -93,7 +93,7 @@ def test_what_is_emulated_or_adjusted_is_said(ranks):
     }
     assert notes["single"] == notes["ddp"] == ()
     assert notes["dp"] == ("DataParallel is emulated on CPU threads.",)
-    assert "weighted by its share" in notes["async"][0]
+    assert "weighted by their share" in notes["async"][0]
     own = spec_of("single", source=CELL + "optimizer = torch.optim.Adam")
     assert "--lr is not used" in ranks(2).call(run_job, own)[0][1][0].notes[0]
 

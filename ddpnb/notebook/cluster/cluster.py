@@ -65,6 +65,7 @@ class Cluster:
         self.profile = self.folder / "profile"
         self.generation = 0
         self._group_is_cut = False
+        self._group_is_checked = False
         self._master_port = free_port()
         self.states: tuple[RankState, ...] = ()
         self.exits: dict[str, Exit] = {}
@@ -172,19 +173,23 @@ class Cluster:
         """Send ranks the signal that raises ``KeyboardInterrupt`` in a running cell."""
         self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGINT)
 
-    def ensure_group(self) -> dict[str, list[int]]:
-        """Have all ranks form a new process group if the old one was cut.
+    def ensure_group(self, *, is_checked: bool = False) -> dict[str, list[int]]:
+        """Have all ranks form a new process group if the old one was cut, or is of another kind.
 
         Where a rank is dead there is none to form, and the living do without one.
+
+        Args:
+            is_checked: whether the group compares collectives over the ranks at each call.
 
         Returns:
             The variables that are tied to the old group, each with its ranks.
         """
-        if not self._group_is_cut or self.living != self.ranks:
+        is_fit = not self._group_is_cut and self._group_is_checked == is_checked
+        if is_fit or self.living != self.ranks:
             return {}
         self.generation += 1
-        stale = self.gather(OnRank("rejoin"), self.generation)
-        self._group_is_cut = False
+        stale = self.gather(OnRank("rejoin"), self.generation, is_checked)
+        self._group_is_cut, self._group_is_checked = False, is_checked
         return by_name(dict(zip(self.ranks, stale, strict=True)))
 
     def bring_back(self, ranks: Sequence[int]) -> dict[str, list[int]]:
@@ -201,11 +206,11 @@ class Cluster:
             del self.exits[str(rank)]
             self._start_rank(self.plan, rank)
         others = [rank for rank in self.ranks if rank not in ranks]
-        call = self.submit(OnRank("rejoin"), self.generation, ranks=others)
+        call = self.submit(OnRank("rejoin"), self.generation, False, ranks=others)
         self._wait_for_engines(set(ranks))
         stale = self._dispatcher.collect(call, CALL_TIMEOUT_SECONDS)
         self.states = tuple(self.gather(OnRank("state")))
-        self._group_is_cut = False
+        self._group_is_cut = self._group_is_checked = False
         return by_name(dict(zip(others, stale, strict=True)))
 
     def _end(self, ranks: Sequence[int]) -> None:
