@@ -76,6 +76,11 @@ class Cell:
         return ANSI.sub("", "\n".join(parts)) + self.told
 
 
+def both(*lines: str) -> dict[int, list[str]]:
+    """What ``Cell.by_rank`` is where two ranks print the same."""
+    return {0: list(lines), 1: list(lines)}
+
+
 class Kernel:
     """A kernel of its own process, in a folder of its own.
 

@@ -2,37 +2,42 @@ import time
 
 import pytest
 
-from tests.kernel.client import Kernel
+from tests.kernel.client import Kernel, both
 
 
 def test_each_rank_knows_its_place(kernel: Kernel):
     cell = kernel.run("%%ddp\nprint(rank, local_rank, world_size, device)")
-    assert sorted(cell.lines) == ["[0] 0 0 2 cpu", "[1] 1 1 2 cpu"]
+    assert cell.by_rank == {0: ["0 0 2 cpu"], 1: ["1 1 2 cpu"]}
 
 
 def test_equal_lines_are_shown_once_and_others_are_labelled(kernel: Kernel):
-    cell = kernel.run("%%ddp\nprint('same')\nprint('mine', rank)\nprint('end')")
-    assert cell.lines == ["[0-1] same", "[0] mine 0", "[1] mine 1", "[0-1] end"]
+    expected = ["[0-1] same", "[0] mine 0", "[1] mine 1", "[0-1] end"]
+    for _ in range(5):  # on a busy machine the ranks may be too far apart to be merged
+        cell = kernel.run("%%ddp\nprint('same')\nprint('mine', rank)\nprint('end')")
+        assert cell.by_rank == {rank: ["same", f"mine {rank}", "end"] for rank in (0, 1)}
+        if cell.lines == expected:
+            break
+    assert cell.lines == expected
 
 
 def test_stderr_goes_to_stderr(kernel: Kernel):
     cell = kernel.run("%%ddp\nimport sys\nprint('bad', file=sys.stderr)\nprint('good')")
-    assert cell.stderr == "[0-1] bad\n"
-    assert cell.stdout == "[0-1] good\n"
+    assert cell.stderr in ("[0-1] bad\n", "[0] bad\n[1] bad\n", "[1] bad\n[0] bad\n")
+    assert cell.by_rank == both("good")
 
 
 def test_what_a_child_process_writes_is_shown(kernel: Kernel):
     cell = kernel.run("%%ddp\nimport subprocess\ndone = subprocess.run(['echo', 'from below'])")
-    assert cell.stdout == "[0-1] from below\n"
+    assert cell.by_rank == both("from below")
 
 
 def test_output_comes_while_the_cell_runs(kernel: Kernel):
     request = kernel.begin("%%ddp\nimport time\nprint('first')\ntime.sleep(1.5)\nprint('last')")
     began = time.monotonic()
-    cell = kernel.wait_for_text(request, "[0-1] first")
+    cell = kernel.wait_for_text(request, "first")
     assert time.monotonic() - began < 1.2
     assert "last" not in cell.text
-    assert kernel.wait(request).lines == ["[0-1] first", "[0-1] last"]
+    assert kernel.wait(request).by_rank == both("first", "last")
 
 
 def test_bars_redraw_in_one_place_and_their_last_state_stays(kernel: Kernel):
@@ -45,7 +50,7 @@ def test_bars_redraw_in_one_place_and_their_last_state_stays(kernel: Kernel):
     assert "[1] rank 1: 100%" in bars
     assert bars.count("12/12") == 2
     assert cell.num_updates >= 1
-    assert cell.stdout == "[0-1] done\n"
+    assert cell.by_rank == both("done")
     assert cell.stderr == ""
 
 
@@ -54,8 +59,8 @@ def test_displays_and_figures_appear_under_a_label(kernel: Kernel):
         "%%ddp\nfrom IPython.display import HTML, display\n"
         "display(HTML('<b>all</b>'))\ndisplay(HTML(f'<i>{rank}</i>'))"
     )
-    assert cell.bundles("text/html") == ["<b>all</b>", "<i>0</i>", "<i>1</i>"]
-    assert cell.lines == ["[0-1]", "[0]", "[1]"]
+    assert set(cell.bundles("text/html")) == {"<b>all</b>", "<i>0</i>", "<i>1</i>"}
+    assert cell.by_rank == both("", "")  # a label over each
     cell = kernel.run("%%rank 1\nimport matplotlib.pyplot as plt\nplt.plot([1, 3, 2]);")
     assert len(cell.bundles("image/png")) == 1
     assert cell.lines == ["[1]"]
@@ -70,7 +75,7 @@ def test_a_display_can_be_replaced_by_its_rank(kernel: Kernel):
 
 
 def test_the_last_value_is_shown(kernel: Kernel):
-    assert kernel.run("%%ddp\n1 + 1").stdout == "[0-1] 2\n"
+    assert kernel.run("%%ddp\n1 + 1").by_rank == both("2")
     assert kernel.run("%%ddp\nrank * 10").by_rank == {0: ["0"], 1: ["10"]}
     assert kernel.run("%%ddp\n1 + 1;").outputs == []
     assert kernel.run("%%ddp\nx = 3").outputs == []
@@ -79,10 +84,8 @@ def test_the_last_value_is_shown(kernel: Kernel):
 
 
 def test_commands_and_magics_work_on_the_ranks(kernel: Kernel):
-    assert sorted(kernel.run("%%ddp\n!echo rank $RANK of $WORLD_SIZE").lines) == [
-        "[0] rank 0 of 2",
-        "[1] rank 1 of 2",
-    ]
+    echoed = kernel.run("%%ddp\n!echo rank $RANK of $WORLD_SIZE")
+    assert echoed.by_rank == {0: ["rank 0 of 2"], 1: ["rank 1 of 2"]}
     assert "Wall time" in kernel.run("%%ddp\n%time sum(range(10))").stdout
     assert kernel.run("%%ddp\n%pwd").stdout == f"[0-1] {str(kernel.folder)!r}\n"
     assert kernel.run("%%ddp\n%%bash\necho $RANK").by_rank == {0: ["0"], 1: ["1"]}
@@ -90,8 +93,8 @@ def test_commands_and_magics_work_on_the_ranks(kernel: Kernel):
 
 def test_top_level_await(kernel: Kernel):
     source = "import asyncio\nasync def later():\n    await asyncio.sleep(0.1)\n    return 'here'\n"
-    assert kernel.run(f"%%ddp\n{source}await later()").stdout == "[0-1] 'here'\n"
-    assert kernel.run("%%ddp\nx = await later()\nprint(x)").stdout == "[0-1] here\n"
+    assert kernel.run(f"%%ddp\n{source}await later()").by_rank == both("'here'")
+    assert kernel.run("%%ddp\nx = await later()\nprint(x)").by_rank == both("here")
 
 
 def test_variables_stay_from_cell_to_cell(kernel: Kernel):
@@ -140,7 +143,7 @@ def test_different_errors_are_all_told(kernel: Kernel):
 
 def test_exit_in_a_cell_is_an_error_and_ends_no_rank(kernel: Kernel):
     assert "SystemExit" in kernel.run("%%ddp\nimport sys\nsys.exit(3)").told
-    assert kernel.run("%%ddp\nworld_size").stdout == "[0-1] 2\n"
+    assert kernel.run("%%ddp\nworld_size").by_rank == both("2")
 
 
 def test_some_ranks_only(kernel: Kernel):
@@ -197,8 +200,9 @@ def test_a_cell_can_go_on_in_the_background(kernel: Kernel):
     assert kernel.run("%ddp_status").text.count("busy") == 2
     assert kernel.run("1 + 1").text == "2"  # the notebook goes on
     kernel.run("handle.wait(30)")
-    kernel.wait_for_text(request, "[0-1] tick 3")  # under the cell that it belongs to
-    assert cell.lines == [f"[0-1] tick {i}" for i in range(4)]
+    kernel.wait_for_text(request, "tick 3")  # under the cell that it belongs to
+    kernel.run("handle")
+    assert cell.by_rank == both(*(f"tick {i}" for i in range(4)))
     assert kernel.run("handle").text == "<cell on ranks 0-1: finished>"
 
 
@@ -225,14 +229,14 @@ def test_waiting_may_have_a_timeout_and_the_cell_goes_on(kernel: Kernel):
     kernel.run("handle = _")
     assert kernel.run("handle.wait(0.1)").error == "TimeoutError"
     assert not kernel.run("handle.wait(20)").error
-    assert kernel.run("%%ddp\nlate").stdout == "[0-1] 1\n"
+    assert kernel.run("%%ddp\nlate").by_rank == both("1")
 
 
 def test_auto_sends_every_cell_to_the_ranks(kernel: Kernel):
     kernel.run("x = 'here'")
     assert "%%local keeps one here" in kernel.run("%ddp_auto on").stdout
     kernel.run("x = 'there'")
-    assert kernel.run("x, rank * 0").stdout == "[0-1] ('there', 0)\n"
+    assert kernel.run("x, rank * 0").by_rank == both("('there', 0)")
     failed = kernel.run("y = 1\n1/0")
     assert f"Cell In[{failed.number}], line 2" in failed.told
     assert kernel.run("!echo $RANK").by_rank == {0: ["0"], 1: ["1"]}
@@ -259,7 +263,7 @@ def test_push_and_pull(kernel: Kernel):
         "%ddp_push a arr twice"
     )
     cell = kernel.run("%%ddp\narr += rank + 1\nprint(a, twice(4), arr.sum())")
-    assert cell.lines == ["[0] {'n': [1, 2]} 8 3.0", "[1] {'n': [1, 2]} 8 6.0"]
+    assert cell.by_rank == {0: ["{'n': [1, 2]} 8 3.0"], 1: ["{'n': [1, 2]} 8 6.0"]}
     kernel.run("only = 5\n%ddp_push only --ranks 1")
     assert kernel.run("%%ddp\n'only' in globals()").by_rank == {0: ["False"], 1: ["True"]}
     assert kernel.run("%ddp_pull rank + 1").text == "{0: 1, 1: 2}"

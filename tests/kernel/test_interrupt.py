@@ -28,7 +28,7 @@ def check_it_goes_on(kernel: Kernel) -> None:
 @pytest.mark.parametrize("body", [LOOP, COLLECTIVE], ids=["loop", "collective"])
 def test_an_interrupt_stops_every_rank_and_keeps_the_variables(kernel: Kernel, body: str):
     kernel.run(PREPARE)
-    cell = interrupted(kernel, f"%%ddp\nprint('begun')\n{body}", shown="[0-1] begun")
+    cell = interrupted(kernel, f"%%ddp\nprint('begun')\n{body}", shown="begun")
     assert cell.status == "error"
     assert cell.error == "KeyboardInterrupt"
     assert len(cell.told.splitlines()) == 1
@@ -39,7 +39,7 @@ def test_an_interrupt_stops_every_rank_and_keeps_the_variables(kernel: Kernel, b
 
 def test_an_impatient_user_loses_nothing(kernel: Kernel):
     kernel.run(PREPARE)
-    cell = interrupted(kernel, f"%%ddp\nprint('begun')\n{COLLECTIVE}", shown="[0-1] begun", times=3)
+    cell = interrupted(kernel, f"%%ddp\nprint('begun')\n{COLLECTIVE}", shown="begun", times=3)
     assert cell.error == "KeyboardInterrupt"
     check_it_goes_on(kernel)
 
