@@ -15,7 +15,9 @@ def main(folder: str) -> None:
     began = time.monotonic()
     try:
         print(api.start(), "\n")
-        result = api.compare("dp", "ddp", "async", task="digits", epochs=8, repeats=3, name="demo")
+        result = api.compare(
+            "dp", "ddp", "async", task="digits", epochs=12, lr=0.02, repeats=3, name="demo"
+        )
         paths = result.save(folder)
     finally:
         api.stop()

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.rank import cell, worker
 from ddpnb.rank.engine import RankEngine
+from ddpnb.rank.failure import failure_of
 from ddpnb.rank.publish import Publisher
 from ddpnb.wire import CellReport, CellSpec, Failure, RankState, RunReport, RunSpec
 
@@ -47,7 +48,7 @@ def check(spec: RunSpec) -> Failure | None:
             )
         )
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  told in the notebook
-        return cell.failure_of(error, engine)
+        return failure_of(error, engine)
     return None
 
 
@@ -69,7 +70,7 @@ def train(spec: RunSpec) -> RunReport | Failure:
             )
         return replace(report, num_batches_sent=publisher.num_batches)
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  told in the notebook
-        return cell.failure_of(error, engine)
+        return failure_of(error, engine)
 
 
 def push(variables: bytes) -> Failure | None:
@@ -80,7 +81,7 @@ def push(variables: bytes) -> Failure | None:
         unpacked, _ = deserialize_object(pickle.loads(variables), shell.user_ns)
         shell.push(unpacked)
     except Exception as error:  # noqa: BLE001  told in the notebook
-        return cell.failure_of(error, engine)
+        return failure_of(error, engine)
     return None
 
 
@@ -92,7 +93,7 @@ def pull(expression: str) -> bytes | Failure:
         buffers = serialize_object([value], buffer_threshold=0)
         return pickle.dumps([bytearray(buffer) for buffer in buffers])  # writable on arrival
     except Exception as error:  # noqa: BLE001  told in the notebook
-        return cell.failure_of(error, engine)
+        return failure_of(error, engine)
 
 
 def this_engine() -> RankEngine:

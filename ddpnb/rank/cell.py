@@ -1,35 +1,15 @@
 """How does a notebook cell run on this rank?  As a real IPython cell.  (Rank side.)"""
 
-import fcntl
-import os
-import re
-import resource
 import signal
-import stat
-import sys
-import termios
-import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TypeVar
 
-import IPython
-
-import ddpnb
+from ddpnb.rank.children import children_page_faults, wait_for_children_output
 from ddpnb.rank.engine import RankEngine
+from ddpnb.rank.failure import failure_of
 from ddpnb.rank.monitor import num_collectives
 from ddpnb.rank.publish import Publisher
-from ddpnb.wire import CellReport, CellSpec, Failure
-
-CLOSED_CONNECTION = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket closed")
-"""What gloo says on a rank whose peer has gone, or whose own sockets were cut."""
-
-NOT_THE_USERS = tuple(package.__path__[0] for package in (ddpnb, IPython))
-"""Where the code lies that stands between the engine and what the user wrote."""
-
-DRAIN_SECONDS = 0.2
-"""How long a cell's end may wait for the output of its child processes."""
-SETTLE_SECONDS = 0.003
+from ddpnb.wire import CellReport, CellSpec
 
 Result = TypeVar("Result")
 
@@ -65,33 +45,6 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     return error
 
 
-def wait_for_children_output(had_children: bool) -> None:
-    """Wait, not for long, until what child processes wrote to stdout and stderr has been read.
-
-    ipykernel reads it from a pipe, in a thread of its own; what it reads after the cell
-    has ended belongs to no cell.
-    """
-    deadline = time.monotonic() + DRAIN_SECONDS
-    while any(map(num_unread, (1, 2))) and time.monotonic() < deadline:
-        had_children = True
-        time.sleep(SETTLE_SECONDS)
-    if had_children:
-        time.sleep(SETTLE_SECONDS)  # the thread may have read it and not yet handed it on
-
-
-def children_page_faults() -> int:
-    """Return a number that grows with each child process that has ended."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
-
-
-def num_unread(descriptor: int) -> int:
-    """Return how many bytes wait in a pipe; 0 where the descriptor is none."""
-    if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-        return 0
-    answer = fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4)
-    return int.from_bytes(answer, sys.byteorder)
-
-
 def interruptible(call: Callable[[], Result]) -> Result:
     """Call what the user wrote: SIGINT raises ``KeyboardInterrupt`` here and nowhere else.
 
@@ -111,39 +64,3 @@ def interruptible(call: Callable[[], Result]) -> Result:
 
 def ignore(number: int, frame: object) -> None:
     """Handle a signal by doing nothing.  Unlike ``SIG_IGN``, child processes do not inherit it."""
-
-
-def failure_of(error: BaseException, engine: RankEngine) -> Failure:
-    """Describe an exception that has just been caught, for the notebook."""
-    return Failure(
-        rank=engine.group.rank,
-        name=type(error).__name__,
-        text=str(error.msg if isinstance(error, SyntaxError) else error),
-        traceback=tuple(traceback_of(error, engine)),
-        failed_at=time.time(),
-        is_consequence=is_consequence(error),
-    )
-
-
-def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
-    """Return the formatted traceback, from the user's first line on."""
-    shell, frames = engine.kernel.shell, users_part(error.__traceback__)
-    if isinstance(error, SyntaxError) and frames is None:
-        lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])
-    else:
-        lines = shell.InteractiveTB.structured_traceback(
-            type(error), error, frames or error.__traceback__, tb_offset=0
-        )
-    return lines
-
-
-def users_part(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from the user's first frame on; None where it has none of theirs."""
-    while frames and frames.tb_frame.f_code.co_filename.startswith(NOT_THE_USERS):
-        frames = frames.tb_next
-    return frames
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Tell whether an exception says only that the connection to another rank is gone."""
-    return isinstance(error, RuntimeError) and CLOSED_CONNECTION.search(str(error)) is not None

@@ -46,8 +46,8 @@ def _is_emulated(summary: StrategySummary, called: dict[int, str]) -> bool:
 def _speeds(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
     """Return each speed that differs from the baseline's by more than both spreads."""
     known = [s for s in done if math.isfinite(s.samples_per_second.middle)]
-    if len(known) < 2:
-        return ""
+    if len(known) < 2 or len({s.comparison for s in known}) > 1:
+        return ""  # runs of different comparisons may have trained different things
     base = next((s for s in known if s.name == BASELINE), min(known, key=_speed))
     others = sorted((s for s in known if s is not base), key=_speed, reverse=True)
     clear = [s for s in others if not s.samples_per_second.overlaps(base.samples_per_second)]

@@ -1,0 +1,53 @@
+"""How does an exception on this rank read in the notebook?  From the user's line on.  (Rank side.)"""
+
+import re
+import time
+from pathlib import Path
+from types import TracebackType
+
+import IPython
+
+from ddpnb.rank.engine import RankEngine
+from ddpnb.wire import Failure
+
+CLOSED_CONNECTION = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket closed")
+"""What gloo says on a rank whose peer has gone, or whose own sockets were cut."""
+
+NOT_THE_USERS = (str(Path(__file__).parents[1]), IPython.__path__[0])
+"""Where the code lies that stands between the engine and what the user wrote."""
+
+
+def failure_of(error: BaseException, engine: RankEngine) -> Failure:
+    """Describe an exception that has just been caught, for the notebook."""
+    return Failure(
+        rank=engine.group.rank,
+        name=type(error).__name__,
+        text=str(error.msg if isinstance(error, SyntaxError) else error),
+        traceback=tuple(traceback_of(error, engine)),
+        failed_at=time.time(),
+        is_consequence=is_consequence(error),
+    )
+
+
+def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
+    """Return the formatted traceback, from the user's first line on."""
+    shell, frames = engine.kernel.shell, users_part(error.__traceback__)
+    if isinstance(error, SyntaxError) and frames is None:
+        lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])
+    else:
+        lines = shell.InteractiveTB.structured_traceback(
+            type(error), error, frames or error.__traceback__, tb_offset=0
+        )
+    return lines
+
+
+def users_part(frames: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the user's first frame on; None where it has none of theirs."""
+    while frames and frames.tb_frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        frames = frames.tb_next
+    return frames
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Tell whether an exception says only that the connection to another rank is gone."""
+    return isinstance(error, RuntimeError) and CLOSED_CONNECTION.search(str(error)) is not None
