@@ -34,7 +34,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ipyparallel.controller.app import IPController
+gc.disable()  # imports make much that lives and little that dies; frozen before the ranks' fork
+
+from ddpnb import controller  # noqa: E402
 
 STOP_TIMEOUT_SECONDS = 3.0
 """How long children may take to end by SIGTERM before they are killed."""
@@ -236,11 +238,9 @@ def redirect_output(path: Path) -> None:
 
 
 def run_controller(arguments: list[str], folder: Path) -> None:
-    """Be ipyparallel's controller, in the run folder so that no configuration is picked up."""
+    """Be ipyparallel's controller."""
     redirect_output(folder / "controller.log")
-    os.register_at_fork(after_in_child=die_with_parent)  # its heart monitor is a child of its own
-    os.chdir(folder)
-    IPController.launch_instance(arguments)
+    controller.run(arguments, folder, in_each_child=die_with_parent)
 
 
 def run_rank(
@@ -286,7 +286,6 @@ def spawned_rank(description: str) -> NoReturn:
 
 def preload() -> None:
     """Import everything that every rank needs, and freeze it for sharing."""
-    gc.disable()
     importlib.import_module("ddpnb.rank.calls")
     gc.enable()
     gc.freeze()

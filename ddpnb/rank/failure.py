@@ -1,4 +1,4 @@
-"""How does an exception on this rank read in the notebook?  From the user's line on.  (Rank side.)"""
+"""How does an exception on this rank read in the notebook?  (Rank side.)"""
 
 import re
 import time

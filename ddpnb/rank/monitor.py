@@ -46,8 +46,8 @@ def whereabouts(group: Group, shell: Any) -> Whereabouts:
     """
     frames = list(main_thread_frames())
     call, peer = distributed_call(frames)
-    pending = pending_collective(group.joined_ns)
-    if not call and pending is not None and sleeps_on_lock():
+    pending = pending_collective(group.joined_ns) if call or sleeps_on_lock() else None
+    if not call and pending is not None:
         call = pending["profiling_name"].partition(":")[2]
     cell, line = (0, 0) if shell is None else place(frames, shell)
     return Whereabouts(
