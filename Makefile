@@ -3,6 +3,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+ALLOW_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -18,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 lab: $(STAMP)  ## Open JupyterLab on the first lesson
-	$(BIN)/jupyter lab notebooks/01_first_comparison.ipynb
+	$(BIN)/jupyter lab $(ALLOW_ROOT) notebooks/01_first_comparison.ipynb
 
 demo: $(STAMP)  ## Run the main comparison without a browser; writes build/demo
 	$(BIN)/python -m ddpnb.notebook.demo build/demo
