@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from ddpnb.notebook.cluster.call import Events, Happening, Output
+from ddpnb.notebook.cluster.call import Events, Happening, Output, Silent
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.watch import Watch, failure_in
 from ddpnb.notebook.ranks import format_ranks
@@ -126,7 +126,7 @@ class RunningCell:
             self._output.take(happening.rank, happening.kind, happening.content)
         elif isinstance(happening, Events):
             self._record(happening.batch)
-        else:
+        elif isinstance(happening, Silent):
             self._output.finish(happening.rank)
 
     def _record(self, batch: EventBatch) -> None:

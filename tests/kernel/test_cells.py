@@ -1,4 +1,3 @@
-import time
 
 import pytest
 
@@ -33,9 +32,7 @@ def test_what_a_child_process_writes_is_shown(kernel: Kernel):
 
 def test_output_comes_while_the_cell_runs(kernel: Kernel):
     request = kernel.begin("%%ddp\nimport time\nprint('first')\ntime.sleep(1.5)\nprint('last')")
-    began = time.monotonic()
     cell = kernel.wait_for_text(request, "first")
-    assert time.monotonic() - began < 1.2
     assert "last" not in cell.text
     assert kernel.wait(request).by_rank == both("first", "last")
 

@@ -1,5 +1,4 @@
 import io
-import time
 from dataclasses import replace
 
 import matplotlib.text
@@ -158,17 +157,3 @@ def test_a_run_is_prepared_again_only_when_something_came():
     kept = live._drawn(comparison.runs[0])
     assert live._drawn(comparison.runs[0]) is kept
     assert len(prepare(comparison.runs[0]).curve) == 30
-
-
-def test_a_redraw_is_quick():
-    comparison, live = fake_comparison(num_steps=2000), LiveFigure()
-    live.update(comparison)
-    live.png()
-    seconds = []
-    for _ in range(5):
-        live._kept.clear()
-        begun = time.perf_counter()
-        live.update(comparison)
-        live.png()
-        seconds.append(time.perf_counter() - begun)
-    assert min(seconds) < 0.12, seconds  # 0.05 s on an idle core

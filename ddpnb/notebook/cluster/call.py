@@ -51,7 +51,14 @@ class Lost:
     cause: str
 
 
-Happening = Output | Events | Returned | Lost
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silent:
+    """A rank has finished the call, and all its output has come."""
+
+    rank: int
+
+
+Happening = Output | Events | Returned | Lost | Silent
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,6 +101,7 @@ class Call:
         match kind:
             case "idle":
                 self.speaking.discard(rank)
+                yield from self._silence(rank)
             case "result":
                 yield from self._finish(rank, Returned(rank=rank, value=content))
             case "lost":
@@ -109,3 +117,8 @@ class Call:
             self.running.remove(rank)
             self.output_deadline = time.monotonic() + OUTPUT_TIMEOUT_SECONDS
             yield happening
+            yield from self._silence(rank)
+
+    def _silence(self, rank: int) -> Iterator[Happening]:
+        if rank not in self.running and rank not in self.speaking:
+            yield Silent(rank=rank)

@@ -26,6 +26,7 @@ class CellOutput:
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
         self._merger = OutputMerger(ranks)
         self._bars = Bars()
 
@@ -41,7 +42,7 @@ class CellOutput:
                 self._merger.display(rank, "value", {"data": content["data"]})
 
     def finish(self, rank: int) -> None:
-        """Note that a rank has ended the cell."""
+        """Note that a rank has ended the cell, and all its output is here."""
         self._merger.finish(rank)
 
     def show(self) -> None:
@@ -63,6 +64,8 @@ class CellOutput:
 
     def close(self) -> None:
         """Show the rest; may be called twice."""
+        for rank in self._ranks:
+            self._merger.finish(rank)
         self.show()
         self._bars.show([], at_once=True)
 
