@@ -202,7 +202,13 @@ class Session:
         return self._cluster
 
     def _gather(self, function: OnRank, *arguments: object, ranks: Sequence[int]) -> list[Any]:
-        return self._require().gather(function, *arguments, ranks=ranks)
+        try:
+            return self._require().gather(function, *arguments, ranks=ranks)
+        except TimeoutError as error:
+            raise UserError(
+                f"There was {error}: a cell may still run there; %ddp_why tells where it is, "
+                "%ddp_interrupt stops it."
+            ) from error
 
     def _record_cell(self, name: str, spec: CellSpec) -> Recorder:
         recorder = Recorder(self.store, name=name, task="cell", source=spec.source, specs=())
