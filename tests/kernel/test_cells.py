@@ -1,4 +1,3 @@
-
 import pytest
 
 from tests.kernel.client import Kernel, both
