@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddpnb.errors import UserError
+from ddpnb.errors import UserError, one_of
 
 CELL_TASK = "cell"
 """The task whose model, data, loss and optimizer the notebook's cell defines."""
@@ -68,11 +68,9 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
-            raise UserError(
-                f"There is no strategy {self.strategy!r}; choose one of: {', '.join(STRATEGIES)}."
-            )
+            raise one_of("strategy", self.strategy, STRATEGIES)
         if self.task != CELL_TASK and self.task not in TASKS:
-            raise UserError(f"There is no task {self.task!r}; choose one of: {', '.join(TASKS)}.")
+            raise one_of("task", self.task, TASKS)
         if self.task == CELL_TASK and not self.source.strip():
             raise UserError(
                 "Nothing to train: define model() and data(split) in the cell, "

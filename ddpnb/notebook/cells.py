@@ -152,15 +152,12 @@ class RunningCell:
             self._live.finish(ComparisonResult(self._recorder.comparison))
 
     def _raise(self) -> None:
-        failures = failures_of(self._watch)
         if self._watch.timed_out:
             raise CellTimeoutError(self._watch.timeout or 0.0)
         if self._watch.stop_requested:
             raise CellInterrupt
-        if self._watch.stuck:
-            raise StuckError(self._watch.stuck, self._watch.lost)
-        if failures:
-            raise RankError(failures)
+        if (error := error_of(self._watch)) is not None:
+            raise error
 
 
 def tell_stale(names: Mapping[str, Sequence[int]]) -> None:
@@ -171,6 +168,14 @@ def tell_stale(names: Mapping[str, Sequence[int]]) -> None:
             f"group that was cut: wrap it again, DistributedDataParallel({name}.module).",
             file=sys.stderr,
         )
+
+
+def error_of(watch: Watch) -> StuckError | RankError | None:
+    """Return what a call that has ended failed with, if it did."""
+    if watch.stuck:
+        return StuckError(watch.stuck, watch.lost)
+    failures = failures_of(watch)
+    return RankError(failures) if failures else None
 
 
 def failures_of(watch: Watch) -> list[Failure]:

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ddpnb.errors import UserError, one_of
-from ddpnb.notebook.cells import failures_of, tell_stale
+from ddpnb.notebook.cells import error_of, failures_of, tell_stale
 from ddpnb.notebook.cluster.call import Events, Happening, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.watch import Watch
 from ddpnb.notebook.record.recorder import Recorder, new_id
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
-from ddpnb.notebook.show.failures import CellInterrupt, RankError, StuckError
+from ddpnb.notebook.show.failures import CellInterrupt, RankError
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.wire import CELL_TASK, STRATEGIES, TASKS, OnRank, RunReport, RunSpec
@@ -120,12 +120,8 @@ class Training:
         except KeyboardInterrupt:
             self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
             raise CellInterrupt from None
-        if watch.stuck:
-            self.recorder.end(spec.run_id, Status.FAILED, watch.stuck)
-            raise StuckError(watch.stuck)
-        if failures := failures_of(watch):
-            error = RankError(failures)
-            self.recorder.end(spec.run_id, Status.FAILED, str(error))
+        if (error := error_of(watch)) is not None:
+            self.recorder.end(spec.run_id, Status.FAILED, watch.stuck or str(error))
             raise error
         self.recorder.end(spec.run_id, Status.FINISHED)
 

@@ -2,6 +2,7 @@
 
 import atexit
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -66,13 +67,7 @@ class Session:
     ) -> Table:
         """End the ranks and start as many anew, or ``num_ranks``; variables are lost."""
         cluster = self._require(lost_is_fine=True)
-        old = cluster.spec
-        spec = ClusterSpec(
-            num_ranks=old.num_ranks if num_ranks is None else num_ranks,
-            device=old.device,
-            backend=old.backend,
-            num_threads=old.num_threads,
-        )
+        spec = cluster.spec if num_ranks is None else replace(cluster.spec, num_ranks=num_ranks)
         self.stop()
         return self.start(spec, method=cluster.method, progress=progress)
 

@@ -17,12 +17,10 @@ class RankError(Exception):
 
     Attributes:
         failures: every rank's failure, the first in time first.
-        freed: ranks that waited for a failed one and were freed from the wait.
     """
 
-    def __init__(self, failures: Sequence[Failure], *, freed: Sequence[int] = ()) -> None:
+    def __init__(self, failures: Sequence[Failure]) -> None:
         self.failures = tuple(sorted(failures, key=lambda f: (f.is_consequence, f.failed_at)))
-        self.freed = tuple(freed)
         super().__init__(sentence(self.failures))
 
     def _render_traceback_(self) -> list[str]:
