@@ -6,27 +6,21 @@ back.  Nothing here imports torch, IPython or matplotlib.
 
 import importlib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from ddpnb import catalogue
+from ddpnb.catalogue import CELL_TASK
 from ddpnb.errors import UserError, one_of
 
-CELL_TASK = "cell"
-"""The task whose model, data, loss and optimizer the notebook's cell defines."""
+AMP = ("none", "bf16")
+"""What mixed precision there is: bfloat16 needs no scaling of the loss."""
 
-STRATEGIES: Mapping[str, str] = {
-    "single": "one device",
-    "dp": "torch DataParallel; emulated on CPU threads where there are not two GPUs",
-    "ddp": "torch DistributedDataParallel",
-    "async": "one parameter server, workers never wait for each other",
-}
-"""Strategy names, in the order shown to users, each with one line of what it is."""
+LR_SCALING = ("none", "linear", "sqrt")
+"""How the learning rate may grow with the number of workers."""
 
-TASKS: Mapping[str, str] = {
-    "digits": "scikit-learn's 1797 handwritten digits, 8x8 pixels: real data",
-    "synthetic": "CIFAR-shaped images made from a seed: synthetic data",
-}
-"""Built-in task names, each with one line of what it is."""
+TRANSPORTS = ("auto", "shm", "gloo", "rpc")
+"""How an asynchronous worker and its server may exchange tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +47,9 @@ class RunSpec:
 
     run_id: str
     strategy: str
+    """As it was written, with its options: ``"ddp"``, ``"ddp:hook=fp16"``."""
     task: str = CELL_TASK
+    """Likewise."""
     source: str = ""
     """The comparison cell; defines ``model()`` and ``data(split)`` when ``task`` is ``"cell"``."""
     num_epochs: float = 2.0
@@ -65,25 +61,65 @@ class RunSpec:
     repeat: int = 0
     num_warmup_steps: int = 3
     """Steps trained on a throwaway replica first, so that no clock sees a cold start."""
+    accumulate: int = 1
+    """Parts that a worker's share of a step is cut into, one after the other, to save memory."""
+    amp: str = "none"
+    """One of ``AMP``: the type that the forward pass computes in where that is safe."""
+    clip: float | None = None
+    """The largest norm of all gradients together; larger ones are scaled down to it."""
+    lr_scaling: str = "none"
+    """One of ``LR_SCALING``."""
+    num_lr_warmup_epochs: float = 0.0
+    """Epochs over which the learning rate grows from almost nothing (Goyal et al. 2017)."""
+    num_data_workers: int = 0
+    """Processes of each rank that fetch samples ahead (torch's ``DataLoader``)."""
+    sync_batchnorm: bool = False
+    """Whether BatchNorm takes its statistics over all ranks; on GPUs only."""
+    transport: str = "auto"
+    """One of ``TRANSPORTS``."""
+    slow: tuple[str, ...] = ()
+    """Stragglers: ``"1:3x"``, rank 1 is three times as slow; ``"1:50ms"``, its steps last longer."""
+    kill: tuple[str, ...] = ()
+    """Deaths: ``"1@5s"`` kills rank 1 after five seconds of training."""
+    jitter: float = 0.0
+    """Share by which each step of each rank takes longer at random, 0.2 for 20 %."""
+    save_every: float = 0.0
+    """Epochs between checkpoints; 0: none."""
+    resume: str = ""
+    """The run id whose last checkpoint to begin from; empty: begin anew."""
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise one_of("strategy", self.strategy, STRATEGIES)
-        if self.task != CELL_TASK and self.task not in TASKS:
-            raise one_of("task", self.task, TASKS)
+        catalogue.strategy(self.strategy)
+        catalogue.task(self.task)
         if self.task == CELL_TASK and not self.source.strip():
             raise UserError(
                 "Nothing to train: define model() and data(split) in the cell, "
-                f"or name a task with --task ({', '.join(TASKS)})."
+                f"or name a task with --task ({', '.join(catalogue.TASKS)})."
             )
-        if not (math.isfinite(self.num_epochs) and self.num_epochs > 0):
-            raise UserError(f"--epochs must be greater than 0, not {self.num_epochs}.")
-        if self.batch_size < 1:
-            raise UserError(f"--batch-size must be at least 1, not {self.batch_size}.")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise UserError(f"--lr must be greater than 0, not {self.learning_rate}.")
-        if self.seed < 0:
-            raise UserError(f"--seed must not be negative, not {self.seed}.")
+        _at_least("--epochs", self.num_epochs, 0, inclusive=False)
+        _at_least("--batch-size", self.batch_size, 1)
+        _at_least("--lr", self.learning_rate, 0, inclusive=False)
+        _at_least("--seed", self.seed, 0)
+        _at_least("--accumulate", self.accumulate, 1)
+        _at_least("--lr-warmup", self.num_lr_warmup_epochs, 0)
+        _at_least("--data-workers", self.num_data_workers, 0)
+        _at_least("--jitter", self.jitter, 0)
+        _at_least("--save-every", self.save_every, 0)
+        if self.clip is not None:
+            _at_least("--clip", self.clip, 0, inclusive=False)
+        for option, given, choices in (
+            ("--amp", self.amp, AMP),
+            ("--lr-scaling", self.lr_scaling, LR_SCALING),
+            ("--transport", self.transport, TRANSPORTS),
+        ):
+            if given not in choices:
+                raise one_of(option, given, choices)
+
+
+def _at_least(option: str, value: float, least: float, *, inclusive: bool = True) -> None:
+    if not math.isfinite(value) or value < least or (value == least and not inclusive):
+        bound = f"at least {least}" if inclusive else f"greater than {least}"
+        raise UserError(f"{option} must be {bound}, not {value}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +143,36 @@ class RunHeader:
     """What is emulated, synthetic or adjusted: one short sentence each, shown with every result."""
 
 
+class Parts(NamedTuple):
+    """Where the seconds of one step went; they add up to the step, but for ``hidden``."""
+
+    data: float = 0.0
+    """Fetching the batch and bringing it to the device."""
+    forward: float = 0.0
+    backward: float = 0.0
+    communication: float = 0.0
+    """Exchanging tensors while nothing else was computed: the exposed part."""
+    optimizer: float = 0.0
+    waiting: float = 0.0
+    """For other ranks to be ready; where a strategy cannot tell, it counts as communication."""
+    hidden: float = 0.0
+    """Exchanging tensors behind the backward pass: costs no time of its own."""
+
+
+NO_PARTS = Parts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Something that happened in a run at one moment: a fault struck, a rank came back."""
+
+    rank: int
+    seconds: float
+    """Training time since the run began."""
+    text: str
+    """A few words, e.g. ``"killed"``, ``"3x slower"``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent:
     """One step of one worker, or one call of ``ddpnb.log``."""
@@ -123,6 +189,9 @@ class StepEvent:
     """Updates by others between the pull of the parameters and the use of the gradient."""
     metrics: tuple[tuple[str, float], ...] = ()
     """Further numbers of the user's own, by name."""
+    parts: Parts = NO_PARTS
+    num_bytes_sent: int = 0
+    """What this worker handed over for others in this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +203,7 @@ class EventBatch:
     sequence: int
     header: RunHeader | None = None
     steps: tuple[StepEvent, ...] = ()
+    marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +224,12 @@ class RunReport:
     """Share of held-out samples classified right; NaN where targets are not class labels."""
     num_batches_sent: int = 0
     """Event batches flushed, so that the notebook knows when it has them all."""
+    num_lost_samples: int = 0
+    """Samples handed out whose gradient never arrived, over all workers; on rank 0 only."""
+    num_parameter_bytes: int = 0
+    """What this rank holds of the parameters when training ends; 0 where it is not known."""
+    num_optimizer_bytes: int = 0
+    """What it holds of the optimizer's state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,13 @@
 
 from typing import Any
 
+from ddpnb.catalogue import CELL_TASK
 from ddpnb.notebook.cells import RunningCell
 from ddpnb.notebook.cluster.plan import ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.session import this_session
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.table import Table
-from ddpnb.wire import CELL_TASK
 
 
 def start(

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ddpnb.errors import UserError, one_of
+from ddpnb import catalogue
+from ddpnb.catalogue import CELL_TASK, STRATEGIES
+from ddpnb.errors import UserError
 from ddpnb.notebook.cells import error_of, failures_of, tell_stale
 from ddpnb.notebook.cluster.call import Events, Happening, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
@@ -14,7 +16,7 @@ from ddpnb.notebook.record.store import Store
 from ddpnb.notebook.show.failures import CellInterrupt, RankError
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.result import ComparisonResult
-from ddpnb.wire import CELL_TASK, STRATEGIES, TASKS, OnRank, RunReport, RunSpec
+from ddpnb.wire import OnRank, RunReport, RunSpec
 
 BASELINE = "single"
 FREE_CHECK_AFTER_SECONDS = 5.0
@@ -42,10 +44,8 @@ class ComparisonSpec:
             names = ", ".join(STRATEGIES)
             raise UserError(f"Name the strategies to compare, one or more of: {names}.")
         for strategy in self.strategies:
-            if strategy not in STRATEGIES:
-                raise one_of("strategy", strategy, STRATEGIES)
-        if self.task != CELL_TASK and self.task not in TASKS:
-            raise one_of("task", self.task, TASKS)
+            catalogue.strategy(strategy)
+        catalogue.task(self.task)
         if self.task != CELL_TASK and self.source.strip():
             raise UserError(
                 f"--task {self.task} and a cell that defines the task: leave one of them out."

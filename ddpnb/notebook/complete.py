@@ -12,12 +12,20 @@ from IPython.core.completer import (
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
+from ddpnb.catalogue import STRATEGIES, TASKS
 from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES
 from ddpnb.notebook.session import this_session
-from ddpnb.wire import STRATEGIES, TASKS
+from ddpnb.wire import AMP, LR_SCALING, TRANSPORTS
 
-VALUES = {"--device": DEVICES, "--backend": BACKENDS, "--task": tuple(TASKS)}
+VALUES = {
+    "--device": DEVICES,
+    "--backend": BACKENDS,
+    "--task": tuple(TASKS),
+    "--amp": AMP,
+    "--lr-scaling": LR_SCALING,
+    "--transport": TRANSPORTS,
+}
 """What may follow an option."""
 
 

@@ -19,6 +19,7 @@ from IPython.core.magic import (
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
+from ddpnb.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.errors import UserError
 from ddpnb.notebook.auto import AutoCells
 from ddpnb.notebook.cluster.folder import remove_leftovers
@@ -28,7 +29,6 @@ from ddpnb.notebook.complete import complete_magics, options
 from ddpnb.notebook.session import this_session
 from ddpnb.notebook.show.live import show_result
 from ddpnb.notebook.show.slot import Slot
-from ddpnb.wire import CELL_TASK, STRATEGIES, TASKS
 
 
 @magics_class

@@ -1,19 +1,20 @@
-"""When did a step end, and what was its loss, without making the device wait?  (Every rank.)
+"""When did a step end, what was its loss, where did its time go?  (Every rank.)
 
-On a CPU both are known at once.  A GPU works behind the Python thread: there each
-step leaves a CUDA event and a copy of its loss, and both are read when the GPU
-has come by, a few steps later.
+All without making the device wait.  On a CPU the host's clock is read.  A GPU works
+behind the Python thread: there each moment is a CUDA event, and each step leaves a copy
+of its loss; both are read when the GPU has come by, a few steps later.
 """
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from ddpnb.rank.strategies.base import StepReport
+from ddpnb.rank.strategies.base import Moment, Part, StepReport, Timer
+from ddpnb.wire import Parts
 
 MAX_PENDING = 8
 """Steps that the Python thread may be ahead of a GPU."""
@@ -26,10 +27,11 @@ class Lap(NamedTuple):
     seconds: float
     """Since the clock was started."""
     loss: float
+    parts: Parts
 
 
-class Clock(ABC):
-    """A clock that is started once, and told of every step."""
+class Clock(Timer):
+    """A clock that is started once, and told of every step and of what it is at."""
 
     num_ahead: ClassVar[int]
     """Steps that a rank may have begun without every earlier one having ended."""
@@ -64,16 +66,36 @@ class CpuClock(Clock):
     num_ahead = 0
 
     def __init__(self) -> None:
-        self._start = self._end = 0.0
+        self._start = self._end = self._since = 0.0
+        self._part: Part = "data"
+        self._spent: dict[str, float] = {}
+
+    def begin(self, part: Part, at: Moment = None) -> None:
+        """Read the clock."""
+        now = time.perf_counter() if at is None else at
+        self._spent[self._part] = self._spent.get(self._part, 0.0) + now - self._since
+        self._part, self._since = part, now
+
+    def moment(self) -> Moment:
+        """Return what the clock shows."""
+        return time.perf_counter()
+
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Add the time between."""
+        self._spent["hidden"] = self._spent.get("hidden", 0.0) + ended - begun
 
     def start(self) -> None:
         """Read the clock."""
-        self._start = self._end = time.perf_counter()
+        self._start = self._end = self._since = time.perf_counter()
+        self._part, self._spent = "data", {}
 
     def lap(self, report: StepReport) -> list[Lap]:
-        """Return this step."""
-        self._end = time.perf_counter()
-        return [Lap(report, self._end - self._start, report.loss.item())]
+        """Return this step; what follows is the next one's fetching of data."""
+        loss = report.loss.item()
+        self.begin("data")
+        self._end = self._since
+        parts, self._spent = Parts(**self._spent), {}
+        return [Lap(report, self._end - self._start, loss, parts)]
 
     def stop(self) -> list[Lap]:
         """Return nothing: every step has been returned."""
@@ -87,7 +109,9 @@ class CpuClock(Clock):
 
 class _Pending(NamedTuple):
     report: StepReport
-    event: torch.cuda.Event
+    marks: list[tuple[Part, torch.cuda.Event]]
+    """What began, and when; the last is the end of the step."""
+    hidden: list[tuple[torch.cuda.Event, torch.cuda.Event]]
     loss: Tensor
 
 
@@ -99,24 +123,41 @@ class CudaClock(Clock):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start = torch.cuda.Event(enable_timing=True)
+        self._marks: list[tuple[Part, torch.cuda.Event]] = []
+        self._hidden: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._pending: deque[_Pending] = deque()
         self._seconds = 0.0
+
+    def begin(self, part: Part, at: Moment = None) -> None:
+        """Record an event behind what the GPU has been given so far."""
+        self._marks.append((part, self.moment() if at is None else at))
+
+    def moment(self) -> Moment:
+        """Record an event on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Note both events, to be read later."""
+        self._hidden.append((begun, ended))
 
     def start(self) -> None:
         """Let the GPU finish what it has, then record the first event."""
         torch.cuda.synchronize(self._device)
-        self._start.record(torch.cuda.current_stream(self._device))
+        self._marks, self._hidden = [], []
+        self.begin("data")
+        self._start = self._marks[0][1]
 
     def lap(self, report: StepReport) -> list[Lap]:
         """Record an event behind this step; return the steps that the GPU has finished."""
         loss = torch.empty((), dtype=report.loss.dtype, pin_memory=True)
         loss.copy_(report.loss, non_blocking=True)
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._pending.append(_Pending(report, event, loss))
+        self.begin("data")
+        self._pending.append(_Pending(report, self._marks, self._hidden, loss))
+        self._marks, self._hidden = [self._marks[-1]], []
         if len(self._pending) > MAX_PENDING:
-            self._pending[0].event.synchronize()
+            self._pending[0].marks[-1][1].synchronize()
         return self._finished()
 
     def stop(self) -> list[Lap]:
@@ -131,8 +172,17 @@ class CudaClock(Clock):
 
     def _finished(self) -> list[Lap]:
         laps = []
-        while self._pending and self._pending[0].event.query():
+        while self._pending and self._pending[0].marks[-1][1].query():
             done = self._pending.popleft()
-            self._seconds = self._start.elapsed_time(done.event) / 1000
-            laps.append(Lap(done.report, self._seconds, done.loss.item()))
+            self._seconds = self._start.elapsed_time(done.marks[-1][1]) / 1000
+            laps.append(Lap(done.report, self._seconds, done.loss.item(), _parts_of(done)))
         return laps
+
+
+def _parts_of(done: _Pending) -> Parts:
+    spent: dict[str, float] = {}
+    for (part, begun), (_, ended) in zip(done.marks, done.marks[1:], strict=False):
+        spent[part] = spent.get(part, 0.0) + begun.elapsed_time(ended) / 1000
+    for begun, ended in done.hidden:
+        spent["hidden"] = spent.get("hidden", 0.0) + begun.elapsed_time(ended) / 1000
+    return Parts(**spent)

@@ -14,7 +14,7 @@ from ipyparallel.datapub import publish_data
 
 from ddpnb.errors import UserError
 from ddpnb.rank.engine import RankEngine
-from ddpnb.wire import EventBatch, RunHeader, StepEvent
+from ddpnb.wire import EventBatch, Mark, RunHeader, StepEvent
 
 FLUSH_SECONDS = 0.1
 """How long an event may wait on the rank."""
@@ -37,6 +37,7 @@ class Publisher:
         self.num_batches = 0
         self._header: RunHeader | None = None
         self._steps: deque[StepEvent] = deque()
+        self._marks: deque[Mark] = deque()
         self._logged: deque[tuple[float, float, int, Mapping[str, float]]] = deque()
         self._num_logged = 0
         self._started_seconds = time.perf_counter()
@@ -49,10 +50,12 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def publish(self, event: RunHeader | StepEvent) -> None:
+    def publish(self, event: RunHeader | StepEvent | Mark) -> None:
         """Hand an event over; costs the caller an append."""
         if isinstance(event, RunHeader):
             self._header = event
+        elif isinstance(event, Mark):
+            self._marks.append(event)
         else:
             self._steps.append(event)
         if self._thread is None:
@@ -83,8 +86,9 @@ class Publisher:
     def _flush(self) -> None:
         steps = [self._steps.popleft() for _ in range(len(self._steps))]
         steps += [self._next_logged() for _ in range(len(self._logged))]
+        marks = [self._marks.popleft() for _ in range(len(self._marks))]
         header, self._header = self._header, None
-        if header is None and not steps:
+        if header is None and not steps and not marks:
             return
         batch = EventBatch(
             run_id=self.run_id,
@@ -92,6 +96,7 @@ class Publisher:
             sequence=self.num_batches,
             header=header,
             steps=tuple(steps),
+            marks=tuple(marks),
         )
         publish_data({f"{self.run_id}/{self.num_batches}": batch})
         self.num_batches += 1

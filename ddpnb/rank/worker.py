@@ -12,6 +12,7 @@ evaluate  rank 0 judges it, on training and held-out samples
 
 import contextlib
 import math
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +25,15 @@ from ddpnb.rank.clock import Clock, Lap, clock_of
 from ddpnb.rank.evaluate import evaluate
 from ddpnb.rank.order import Order, Share
 from ddpnb.rank.stop import Stop
-from ddpnb.rank.strategies import STRATEGIES
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, Strategy
+from ddpnb.rank.strategies import make_strategy
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, Strategy, Timer, Untimed
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
+from ddpnb.rank.tuning import tuned
 from ddpnb.rank.untouched import seed_everything, untouched
-from ddpnb.wire import RankState, RunHeader, RunReport, RunSpec, StepEvent
+from ddpnb.wire import Mark, RankState, RunHeader, RunReport, RunSpec, StepEvent
 
-Publish = Callable[[RunHeader | StepEvent], None]
+Publish = Callable[[RunHeader | StepEvent | Mark], None]
 
 
 def check(spec: RunSpec, *, state: RankState, namespace: Mapping[str, object]) -> None:
@@ -50,7 +52,7 @@ def check(spec: RunSpec, *, state: RankState, namespace: Mapping[str, object]) -
     """
     with untouched(torch.device(state.device)):
         stage = _build(spec, state, namespace)
-        check_training(stage.replica("check", num_steps=1), stage.smallest_batch())
+        check_training(stage.replica("check", num_steps=1, timer=Untimed()), stage.smallest_batch())
 
 
 def run(
@@ -79,10 +81,10 @@ def run(
         UserError: what ``check`` would have refused.
         RuntimeError: another rank left in the middle of the run.
     """
-    if state.rank >= STRATEGIES[spec.strategy].plan(state).num_ranks:
-        return RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
     with untouched(torch.device(state.device)):
         stage = _build(spec, state, namespace, folder)
+        if state.rank >= stage.plan.num_ranks:
+            return RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
         _rehearse(stage)
         return _perform(stage, publish, should_stop)
 
@@ -97,6 +99,11 @@ class _Stage:
     task: Task
     order: Order
     folder: Path
+    namespace: Mapping[str, object]
+    """Where a strategy of the user's own is looked up."""
+
+    def strategy(self) -> Strategy:
+        return make_strategy(self.spec.strategy, self.namespace)
 
     @property
     def device(self) -> torch.device:
@@ -105,7 +112,7 @@ class _Stage:
     def name(self, phase: str) -> str:
         return f"{self.spec.run_id}-{phase}"
 
-    def replica(self, phase: str, *, num_steps: int) -> Replica:
+    def replica(self, phase: str, *, num_steps: int, timer: Timer) -> Replica:
         """Build the model anew from the seed: the same weights in every phase, on every rank."""
         seed_everything(self.spec.seed)
         model = self.task.model().to(self.device).train()
@@ -113,13 +120,17 @@ class _Stage:
         return Replica(
             model=model,
             loss=self.task.loss,
-            optimizer=self.task.optimizer,
+            optimizer=tuned(self.task.optimizer, self.spec, self.plan, self.order),
             device=self.device,
             rank=self.state.rank,
             world_size=self.state.world_size,
             num_steps=num_steps,
             folder=self.folder,
             name=self.name(phase),
+            timer=timer,
+            accumulate=self.spec.accumulate,
+            amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
+            transport=self.spec.transport,
         )
 
     def fetch(self, share: Share) -> Batch:
@@ -154,8 +165,16 @@ def _build(
         num_ranks=state.world_size,
         seed=spec.seed,
     )
-    plan = STRATEGIES[spec.strategy].plan(state)
-    return _Stage(spec=spec, state=state, plan=plan, task=task, order=order, folder=folder)
+    known = ChainMap(dict(task.defined), dict(namespace))
+    return _Stage(
+        spec=spec,
+        state=state,
+        plan=make_strategy(spec.strategy, known).plan(state),
+        task=task,
+        order=order,
+        folder=folder,
+        namespace=known,
+    )
 
 
 def _rehearse(stage: _Stage) -> None:
@@ -163,10 +182,13 @@ def _rehearse(stage: _Stage) -> None:
     num_steps = min(stage.spec.num_warmup_steps, stage.order.num_steps)
     if num_steps == 0:
         return
-    with contextlib.closing(STRATEGIES[stage.spec.strategy]()) as strategy:
-        strategy.setup(stage.replica("r", num_steps=num_steps))
+    clock = clock_of(stage.device)
+    with contextlib.closing(stage.strategy()) as strategy:
+        strategy.setup(stage.replica("r", num_steps=num_steps, timer=clock))
+        clock.start()
         for share in strategy.shares():
-            strategy.step(stage.fetch(share))
+            clock.lap(strategy.step(stage.fetch(share)))
+        clock.stop()
         strategy.finish()
 
 
@@ -174,10 +196,10 @@ def _perform(stage: _Stage, publish: Publish, should_stop: Callable[[], bool]) -
     tally = _Tally(publish=publish, clock=clock_of(stage.device))
     stop = _stop_of(stage, tally.clock, should_stop)
     with (
-        contextlib.closing(STRATEGIES[stage.spec.strategy]()) as strategy,
+        contextlib.closing(stage.strategy()) as strategy,
         contextlib.closing(stop),
     ):
-        replica = stage.replica("t", num_steps=stage.order.num_steps)
+        replica = stage.replica("t", num_steps=stage.order.num_steps, timer=tally.clock)
         num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
         strategy.setup(replica)
         if stage.state.rank == 0:
@@ -234,6 +256,8 @@ class _Tally:
                     num_samples=lap.report.num_samples,
                     loss=lap.loss,
                     staleness=lap.report.staleness,
+                    parts=lap.parts,
+                    num_bytes_sent=lap.report.num_bytes_sent,
                 )
             )
             self.num_steps += 1

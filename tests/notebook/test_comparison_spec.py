@@ -78,7 +78,7 @@ NAN = float("nan")
         (DIGITS | {"batch_size": 0}, "--batch-size must be at least 1, not 0."),
         (DIGITS | {"learning_rate": -1.0}, "--lr must be greater than 0, not -1.0."),
         (DIGITS | {"learning_rate": NAN}, "--lr must be greater than 0"),
-        (DIGITS | {"seed": -1}, "--seed must not be negative, not -1."),
+        (DIGITS | {"seed": -1}, "--seed must be at least 0, not -1."),
     ],
 )
 def test_a_wrong_wish_is_one_sentence_before_anything_trains(wish: dict[str, Any], told: str):

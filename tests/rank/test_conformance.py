@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ddpnb import wire
+from ddpnb import catalogue
 from ddpnb.rank.strategies import STRATEGIES
 from tests.rank.fit import OPTIMIZERS, Fit, Problem, by_hand, by_strategy, distance
 
@@ -12,7 +12,7 @@ SYNCHRONOUS = ["single", "dp", "ddp"]
 
 
 def test_the_table_has_every_strategy_that_users_are_shown():
-    assert list(STRATEGIES) == list(wire.STRATEGIES)
+    assert list(STRATEGIES) == list(catalogue.STRATEGIES)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -1,7 +1,7 @@
 import pytest
 
+from ddpnb.catalogue import STRATEGIES
 from ddpnb.notebook.show.theme import SPARE_STYLES, STYLES, contrast_on_white, style_of
-from ddpnb.wire import STRATEGIES
 
 
 def test_every_strategy_has_a_look_of_its_own():

@@ -9,10 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import numpy as np
-
-from ddpnb.notebook.record.events import EVENT, PackedBatch
-from ddpnb.wire import RunHeader, RunReport, RunSpec
+from ddpnb.notebook.record.events import PackedBatch, unpack_rows
+from ddpnb.wire import Mark, RunHeader, RunReport, RunSpec
 
 Wire = TypeVar("Wire", RunSpec, RunHeader, RunReport)
 
@@ -39,24 +37,38 @@ def specs_from_text(text: str) -> tuple[RunSpec, ...]:
     return tuple(from_text(RunSpec, json.dumps(given)) for given in json.loads(text))
 
 
-def batch_row(batch: PackedBatch) -> tuple[str, int, int, int, bytes, str]:
-    """Return run id, rank, sequence, number of events, their bytes, metrics as JSON."""
+def batch_row(batch: PackedBatch) -> tuple[str, int, int, int, bytes, str, str]:
+    """Return run id, rank, sequence, number of events, their bytes, metrics and marks as JSON."""
     metrics = json.dumps(batch.metrics) if batch.metrics else ""
+    marks = json.dumps([dataclasses.astuple(mark) for mark in batch.marks]) if batch.marks else ""
     events = batch.events
-    return batch.run_id, batch.rank, batch.sequence, len(events), events.tobytes(), metrics
+    return (
+        batch.run_id,
+        batch.rank,
+        batch.sequence,
+        len(events),
+        events.tobytes(),
+        metrics,
+        marks,
+    )
 
 
 def batch_of(
-    run_id: str, rank: int, sequence: int, header: RunHeader | None, events: bytes, metrics: str
+    row: tuple[str, int, int, int, bytes, str, str], header: RunHeader | None
 ) -> PackedBatch:
     """Return the batch that ``batch_row`` wrote, and give it ``header``."""
+    run_id, rank, sequence, num_events, events, metrics, marks = row
     return PackedBatch(
         run_id=run_id,
         rank=rank,
         sequence=sequence,
         header=header,
-        events=np.frombuffer(events, dtype=EVENT),
+        events=unpack_rows(events, num_events),
         metrics=tuple((index, name, value) for index, name, value in json.loads(metrics or "[]")),
+        marks=tuple(
+            Mark(rank=rank, seconds=seconds, text=text)
+            for rank, seconds, text in json.loads(marks or "[]")
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, final
 
 from ddpnb.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 """Version of the tables below; raised whenever an older ddpnb could not read them."""
 
 WAIT_SECONDS = 5.0
@@ -32,13 +32,16 @@ CREATE TABLE runs (
 CREATE TABLE batches (
     run TEXT NOT NULL REFERENCES runs ON DELETE CASCADE, rank INTEGER NOT NULL,
     sequence INTEGER NOT NULL, num_events INTEGER NOT NULL, events BLOB NOT NULL,
-    metrics TEXT NOT NULL, PRIMARY KEY (run, rank, sequence)
+    metrics TEXT NOT NULL, marks TEXT NOT NULL DEFAULT '', PRIMARY KEY (run, rank, sequence)
 );
 CREATE TABLE reports (
     run TEXT NOT NULL REFERENCES runs ON DELETE CASCADE, rank INTEGER NOT NULL,
     report TEXT NOT NULL, PRIMARY KEY (run, rank)
 );
 """
+
+
+TO_FORMAT_2 = "ALTER TABLE batches ADD COLUMN marks TEXT NOT NULL DEFAULT ''"
 
 
 class StoreError(UserError):
@@ -108,6 +111,11 @@ class Database:
                 if self._format() == 0:  # another notebook may have been first
                     for statement in TABLES.split(";"):
                         connection.execute(statement)
+                    connection.execute(f"PRAGMA user_version = {FORMAT}")
+        if self._format() == 1:
+            with self.write():
+                if self._format() == 1:
+                    connection.execute(TO_FORMAT_2)
                     connection.execute(f"PRAGMA user_version = {FORMAT}")
         if self._format() > FORMAT:
             found = self._format()

@@ -1,6 +1,6 @@
 """In what form are a million events held and stored?  (Notebook side.)
 
-One numpy structured array: 40 bytes an event, appended to in place, read as a
+One numpy structured array: 76 bytes an event, appended to in place, read as a
 view.  The same bytes go into the store, so nothing is ever pickled.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpnb.wire import EventBatch, RunHeader, StepEvent
+from ddpnb.wire import EventBatch, Mark, Parts, RunHeader, StepEvent
 
 Records = NDArray[Any]
 """A structured array: one row per event, one named field per column."""
@@ -19,17 +19,25 @@ Records = NDArray[Any]
 NO_STALENESS = -1
 """Stands for "this step has no staleness" in the ``staleness`` column."""
 
+_FIRST_FIELDS = [
+    ("seconds", "<f8"),
+    ("loss", "<f8"),
+    ("num_samples", "<i8"),
+    ("step", "<i8"),
+    ("staleness", "<i4"),
+    ("rank", "<i4"),
+]
+
+FIRST_EVENT = np.dtype(_FIRST_FIELDS)
+"""What a row was in the first format of the store."""
+
 EVENT = np.dtype(
-    [
-        ("seconds", "<f8"),
-        ("loss", "<f8"),
-        ("num_samples", "<i8"),
-        ("step", "<i8"),
-        ("staleness", "<i4"),
-        ("rank", "<i4"),
-    ]
+    [*_FIRST_FIELDS, ("num_bytes_sent", "<i8"), *((part, "<f4") for part in Parts._fields)]
 )
-"""One step of one worker; little-endian, so that a stored run can be read anywhere."""
+"""One step of one worker; little-endian, so that a stored run can be read anywhere.
+
+The parts of the step, ``data`` to ``hidden``, are seconds.
+"""
 
 METRIC = np.dtype([("event", "<i8"), ("value", "<f8")])
 """One number of the user's own, and the index of the event that it belongs to."""
@@ -46,6 +54,7 @@ class PackedBatch:
     events: Records
     metrics: tuple[tuple[int, str, float], ...] = ()
     """Index within this batch, name, value."""
+    marks: tuple[Mark, ...] = ()
 
 
 def pack(batch: EventBatch) -> PackedBatch:
@@ -61,6 +70,7 @@ def pack(batch: EventBatch) -> PackedBatch:
             for index, step in enumerate(batch.steps)
             for name, value in step.metrics
         ),
+        marks=batch.marks,
     )
 
 
@@ -74,10 +84,21 @@ def pack_steps(rank: int, steps: Sequence[StepEvent]) -> Records:
             step.step,
             NO_STALENESS if step.staleness is None else step.staleness,
             rank,
+            step.num_bytes_sent,
+            *step.parts,
         )
         for step in steps
     ]
     return np.array(rows, dtype=EVENT)
+
+
+def unpack_rows(data: bytes, num_events: int) -> Records:
+    """Return the rows that were stored as bytes, in this format or the first."""
+    if num_events and len(data) == num_events * FIRST_EVENT.itemsize:
+        rows = np.zeros(num_events, dtype=EVENT)
+        rows[list(FIRST_EVENT.names or ())] = np.frombuffer(data, dtype=FIRST_EVENT)
+        return rows
+    return np.frombuffer(data, dtype=EVENT)
 
 
 @final

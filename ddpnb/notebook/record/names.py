@@ -10,9 +10,10 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from ddpnb.catalogue import STRATEGIES
 from ddpnb.errors import UserError
 from ddpnb.notebook.record.runs import Status
-from ddpnb.wire import STRATEGIES, RunHeader, RunSpec
+from ddpnb.wire import RunHeader, RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

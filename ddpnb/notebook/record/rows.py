@@ -24,7 +24,10 @@ COMPARISON = """
 SELECT id, name, created, task, source, specs, environment FROM comparisons WHERE id = ?
 """
 
-BATCHES = "SELECT rank, sequence, events, metrics FROM batches WHERE run = ? ORDER BY rowid"
+BATCHES = """
+SELECT run, rank, sequence, num_events, events, metrics, marks
+FROM batches WHERE run = ? ORDER BY rowid
+"""
 
 REPORTS = "SELECT report FROM reports WHERE run = ? ORDER BY rank"
 
@@ -48,9 +51,9 @@ def read_run(database: Database, stored: StoredRun) -> RunSnapshot:
         spec=stored.spec,
         created=stored.created,
     )
-    for rank, sequence, events, metrics in database.read(BATCHES, (stored.run_id,)):
-        header = stored.header if sequence == 0 else None
-        run.add_packed(codec.batch_of(stored.run_id, rank, sequence, header, events, metrics))
+    for row in database.read(BATCHES, (stored.run_id,)):
+        is_first = row[2] == 0
+        run.add_packed(codec.batch_of(row, stored.header if is_first else None))
     for (text,) in database.read(REPORTS, (stored.run_id,)):
         run.add_report(codec.from_text(RunReport, text))
     run.end(stored.status, stored.detail)

@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 
 from ddpnb.notebook.record.events import EVENT, METRIC, PackedBatch, Records, Rows, pack
-from ddpnb.wire import EventBatch, RunHeader, RunReport, RunSpec
+from ddpnb.wire import EventBatch, Mark, RunHeader, RunReport, RunSpec
 
 
 class Status(StrEnum):
@@ -43,6 +43,8 @@ class RunSnapshot:
     metrics: Mapping[str, Records] = field(default_factory=dict)
     """Rows of ``METRIC`` for each of the user's own numbers."""
     reports: tuple[RunReport, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    """What happened during the run, in order of arrival."""
     num_lost_batches: int = 0
 
     @property
@@ -90,6 +92,7 @@ class Run:
         self._ending = (Status.RUNNING, "")
         self._events = Rows(EVENT)
         self._metrics: dict[str, Rows] = {}
+        self._marks: list[Mark] = []
         self._reports: dict[int, RunReport] = {}
         self._num_sequences: dict[int, int] = {}
         self._missing: set[tuple[int, int]] = set()
@@ -126,6 +129,7 @@ class Run:
             rows = self._metrics.setdefault(name, Rows(METRIC))
             rows.extend(np.array([(offset + index, value)], dtype=METRIC))
         self._events.extend(batch.events)
+        self._marks.extend(batch.marks)
         return True
 
     def add_report(self, report: RunReport) -> None:
@@ -153,6 +157,7 @@ class Run:
             metrics={name: rows.view() for name, rows in tuple(self._metrics.items())},
             events=self._events.view(),
             reports=tuple(report for _, report in sorted(self._reports.items())),
+            marks=tuple(self._marks),
             num_lost_batches=len(self._missing),
         )
 

@@ -27,7 +27,7 @@ MAX_PENDING_BATCHES = 20_000
 """Batches kept while the disk refuses them; those after are lost, and counted as such."""
 
 INSERT_BATCH = """
-INSERT OR IGNORE INTO batches SELECT ?1, ?2, ?3, ?4, ?5, ?6
+INSERT OR IGNORE INTO batches SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7
 WHERE EXISTS (SELECT 1 FROM runs WHERE id = ?1)
 """
 """A run that another notebook has deleted meanwhile takes nothing more, and does no harm."""

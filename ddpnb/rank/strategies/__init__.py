@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 
+from ddpnb import catalogue
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.data_parallel import DataParallel
 from ddpnb.rank.strategies.ddp import Ddp
+from ddpnb.rank.strategies.own import own_strategy
 from ddpnb.rank.strategies.single import Single
 
 STRATEGIES: Mapping[str, type[Strategy]] = {
@@ -14,4 +16,20 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
     "ddp": Ddp,
     "async": AsyncParameterServer,
 }
-"""The class of each name in ``wire.STRATEGIES``."""
+"""The class of each name in ``catalogue.STRATEGIES``."""
+
+
+def make_strategy(word: str, namespace: Mapping[str, object]) -> Strategy:
+    """Return the strategy that a word names, with the options it gives.
+
+    Args:
+        word: as ``catalogue.strategy`` reads it.
+        namespace: where a class of the user's own is looked up.
+
+    Raises:
+        UserError: there is no such strategy or option.
+    """
+    choice = catalogue.strategy(word)
+    if choice.name not in STRATEGIES:
+        return own_strategy(choice, namespace)
+    return STRATEGIES[choice.name](**choice.options)

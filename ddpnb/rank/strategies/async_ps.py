@@ -56,8 +56,7 @@ class AsyncParameterServer(Strategy):
         self._server: Server | None = None
         self._opened = contextlib.ExitStack()
 
-    @classmethod
-    def plan(cls, state: RankState) -> Plan:
+    def plan(self, state: RankState) -> Plan:
         """Every rank trains; rank 0 also serves."""
         num = state.world_size
         notes = (_WEIGHT_NOTE,) if num > 1 else ()
@@ -82,16 +81,14 @@ class AsyncParameterServer(Strategy):
 
     def step(self, batch: Batch) -> StepReport:
         """Train on one share, with parameters as old as the last pull."""
-        # forward
-        loss = self._replica.loss(self._replica.model(batch.inputs), batch.targets)
-        # backward, with the weight in the loss
-        self._replica.model.zero_grad()
-        (loss * (batch.num_samples / batch.num_global)).backward()
+        # forward; backward, with the weight in the loss
+        loss = self._replica.compute_gradients(batch, weight=batch.weight)
         # agree: with nobody; push, and the server applies it now
         # update: made by the server; what comes back has it, and what others pushed meanwhile
+        self._replica.timer.begin("communication")
         self._reply = self._ask(self._link.push)
         return StepReport(
-            loss=loss.detach(),
+            loss=loss,
             num_samples=batch.num_samples,
             staleness=self._reply.staleness,
         )

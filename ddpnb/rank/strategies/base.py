@@ -6,9 +6,11 @@ logs or publishes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,12 @@ from torch import Tensor, nn
 from ddpnb.rank.order import Share
 from ddpnb.rank.tasks.base import LossFunction, OptimizerFactory
 from ddpnb.wire import RankState
+
+Part = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
+"""What a step's time can be spent on; the fields of ``wire.Parts`` that exclude each other."""
+
+Moment = Any
+"""A point in time of the device's own: what ``Timer.moment`` returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +39,36 @@ class Plan:
     notes: tuple[str, ...] = ()
 
 
+class Timer(ABC):
+    """Divides the time of a step into parts, on the device's own clock."""
+
+    @abstractmethod
+    def begin(self, part: Part, at: Moment = None) -> None:
+        """Count the time from now on, or from a moment not long ago, to ``part``."""
+
+    @abstractmethod
+    def moment(self) -> Moment:
+        """Return this point in time; costs no waiting for the device."""
+
+    @abstractmethod
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Count communication between two moments as hidden behind other work."""
+
+
+@final
+class Untimed(Timer):
+    """A timer that counts nothing."""
+
+    def begin(self, part: Part, at: Moment = None) -> None:
+        """Count nothing."""
+
+    def moment(self) -> Moment:
+        """Return nothing."""
+
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Count nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
     """What one rank brings to a strategy: its copy of the model and its place in the group."""
@@ -39,6 +77,7 @@ class Replica:
     """Plain, on ``device``, in training mode; the same weights on every rank."""
     loss: LossFunction
     optimizer: OptimizerFactory
+    """Makes an optimizer that scales its learning rate, warms up and clips by itself."""
     device: torch.device
     rank: int
     world_size: int
@@ -48,11 +87,65 @@ class Replica:
     """A directory that all ranks of this host, and nobody else, can reach."""
     name: str
     """What names of files in ``folder`` begin with: no two trainings share it."""
+    timer: Timer = field(default_factory=Untimed)
+    accumulate: int = 1
+    """Parts that each batch is cut into, one after the other."""
+    amp: torch.dtype | None = None
+    """What the forward pass computes in where that is safe; None: as the model is."""
+    transport: str = "auto"
+    """One of ``wire.TRANSPORTS``."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that are trained, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context in which the model and the loss are computed."""
+        if self.amp is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.amp)
+
+    def compute_gradients(
+        self,
+        batch: "Batch",
+        *,
+        weight: float = 1.0,
+        model: nn.Module | None = None,
+        unsynced: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> Tensor:
+        """Run forward and backward on a batch, part by part if gradients are accumulated.
+
+        Afterwards each parameter's ``grad`` is ``weight`` times the gradient of the mean loss.
+
+        Args:
+            batch: what to train on.
+            weight: e.g. this worker's share of the global batch.
+            model: what to call in place of the plain model: a wrapper of it.
+            unsynced: the context for all parts but the last, e.g. DDP's ``no_sync``.
+
+        Returns:
+            The mean loss over the batch, before any update; shape (), detached.
+        """
+        called = self.model if model is None else model
+        called.zero_grad()
+        parts = batch.split(self.accumulate)
+        total = torch.zeros((), device=self.device)
+        for number, part in enumerate(parts, start=1):
+            share = part.num_samples / batch.num_samples
+            with unsynced() if number < len(parts) else nullcontext():
+                self.timer.begin("forward")
+                with self.autocast():
+                    loss = self.loss(called(part.inputs), part.targets)
+                self.timer.begin("backward")
+                (loss * (weight * share)).backward()
+            total += share * loss.detach()
+        return total
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the optimizer make its step, as a part of its own."""
+        self.timer.begin("optimizer")
+        optimizer.step()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +158,21 @@ class Batch:
     num_global: int
     """Samples in the whole global batch, over all workers."""
 
+    @property
+    def weight(self) -> float:
+        """This worker's share of the global batch."""
+        return self.num_samples / self.num_global
+
+    def split(self, num_parts: int) -> list["Batch"]:
+        """Return up to ``num_parts`` parts, none of them empty."""
+        if num_parts == 1:
+            return [self]
+        cut = zip(self.inputs.chunk(num_parts), self.targets.chunk(num_parts), strict=True)
+        return [
+            Batch(inputs=i, targets=t, num_samples=len(i), num_global=self.num_global)
+            for i, t in cut
+        ]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
@@ -75,14 +183,18 @@ class StepReport:
     num_samples: int
     staleness: int | None = None
     """Updates by others between the pull of the parameters and the use of the gradient."""
+    num_bytes_sent: int = 0
+    """What this worker handed over for others, by the formula in the strategy's docstring."""
 
 
 class Strategy(ABC):
-    """One way of training a model on several workers."""
+    """One way of training a model on several workers.
 
-    @classmethod
+    The constructor takes the options that ``catalogue.STRATEGIES`` lists, by name.
+    """
+
     @abstractmethod
-    def plan(cls, state: RankState) -> Plan:
+    def plan(self, state: RankState) -> Plan:
         """Return who takes part where a rank and its group are as ``state`` says."""
 
     @abstractmethod

@@ -33,8 +33,7 @@ class DataParallel(Strategy):
     def __init__(self) -> None:
         self._replicas: Replicas | None = None
 
-    @classmethod
-    def plan(cls, state: RankState) -> Plan:
+    def plan(self, state: RankState) -> Plan:
         """Rank 0 alone, with a replica for each rank, or for each GPU where there are fewer."""
         num_gpus = len(_gpus(torch.device(state.device), state.world_size))
         if num_gpus >= 2:
@@ -60,16 +59,20 @@ class DataParallel(Strategy):
     def step(self, batch: Batch) -> StepReport:
         """Train on one global batch."""
         assert self._replicas is not None, "not set up"
+        timer = self._replica.timer
         # forward: each replica on its part; the loss on all outputs together
+        timer.begin("forward")
         loss = self._replica.loss(self._replicas.forward(batch.inputs), batch.targets)
         # backward: to the outputs, and from there through each replica
+        timer.begin("backward")
         self._optimizer.zero_grad()
         loss.backward()
         self._replicas.backward()
         # agree: add the gradients up in the first replica
+        timer.begin("communication")
         self._replicas.reduce()
         # update: the first replica only; the others are overwritten in the next step
-        self._optimizer.step()
+        self._replica.update(self._optimizer)
         return StepReport(loss=loss.detach(), num_samples=batch.num_samples)
 
     def finish(self) -> nn.Module:

@@ -28,8 +28,7 @@ from ddpnb.wire import RankState
 class Ddp(Strategy):
     """Torch's own ``DistributedDataParallel``, over the default process group."""
 
-    @classmethod
-    def plan(cls, state: RankState) -> Plan:
+    def plan(self, state: RankState) -> Plan:
         """Every rank."""
         return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
 
@@ -47,16 +46,17 @@ class Ddp(Strategy):
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""
-        # forward
-        loss = self._replica.loss(self._ddp(batch.inputs), batch.targets)
-        # backward, and agree at the same time: DDP averages the gradients bucket by bucket.
-        # It divides by the number of ranks; the weight makes that a mean over samples.
-        self._optimizer.zero_grad()
-        weight = self._replica.world_size * batch.num_samples / batch.num_global
-        (loss * weight).backward()
+        # forward; backward, and agree at the same time: DDP averages the gradients bucket by
+        # bucket.  It divides by the number of ranks; the weight makes that a mean over samples.
+        loss = self._replica.compute_gradients(
+            batch,
+            weight=self._replica.world_size * batch.weight,
+            model=self._ddp,
+            unsynced=self._ddp.no_sync,
+        )
         # update: every rank the same
-        self._optimizer.step()
-        return StepReport(loss=loss.detach(), num_samples=batch.num_samples)
+        self._replica.update(self._optimizer)
+        return StepReport(loss=loss, num_samples=batch.num_samples)
 
     def finish(self) -> nn.Module:
         """Return the model inside the wrapper."""

@@ -22,8 +22,7 @@ from ddpnb.wire import RankState
 class Single(Strategy):
     """Plain stochastic gradient descent; the other ranks rest."""
 
-    @classmethod
-    def plan(cls, state: RankState) -> Plan:
+    def plan(self, state: RankState) -> Plan:
         """Rank 0 alone."""
         return Plan(num_ranks=1, num_workers=1, synchronous=True)
 
@@ -38,15 +37,12 @@ class Single(Strategy):
 
     def step(self, batch: Batch) -> StepReport:
         """Train on one global batch."""
-        # forward
-        loss = self._replica.loss(self._replica.model(batch.inputs), batch.targets)
-        # backward
-        self._optimizer.zero_grad()
-        loss.backward()
+        # forward, backward
+        loss = self._replica.compute_gradients(batch)
         # agree: there is nobody to agree with
         # update
-        self._optimizer.step()
-        return StepReport(loss=loss.detach(), num_samples=batch.num_samples)
+        self._replica.update(self._optimizer)
+        return StepReport(loss=loss, num_samples=batch.num_samples)
 
     def finish(self) -> nn.Module:
         """Return the model."""

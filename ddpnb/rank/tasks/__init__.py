@@ -3,15 +3,17 @@
 import importlib
 from collections.abc import Callable, Mapping
 
+from ddpnb import catalogue
+from ddpnb.catalogue import CELL_TASK
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.cell import cell_task
-from ddpnb.wire import CELL_TASK, RunSpec
+from ddpnb.wire import RunSpec
 
 _BUILT_IN: Mapping[str, str] = {
     "digits": "ddpnb.rank.tasks.digits",
     "synthetic": "ddpnb.rank.tasks.synthetic",
 }
-"""The module of each name in ``wire.TASKS``; its ``build(spec)`` returns the task."""
+"""The module of each name in ``catalogue.TASKS``; ``build(spec, **options)`` makes the task."""
 
 
 def load_task(spec: RunSpec, namespace: Mapping[str, object]) -> Task:
@@ -27,7 +29,8 @@ def load_task(spec: RunSpec, namespace: Mapping[str, object]) -> Task:
     Raises:
         UserError: the cell lacks something, or returns something wrong.
     """
-    if spec.task == CELL_TASK:
+    choice = catalogue.task(spec.task)
+    if choice.name == CELL_TASK:
         return cell_task(spec, namespace)
-    build: Callable[[RunSpec], Task] = importlib.import_module(_BUILT_IN[spec.task]).build
-    return build(spec)
+    build: Callable[..., Task] = importlib.import_module(_BUILT_IN[choice.name]).build
+    return build(spec, **choice.options)

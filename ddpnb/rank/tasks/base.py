@@ -1,7 +1,7 @@
 """What is trained: which model, on which samples, with which loss and optimizer?  (Every rank.)"""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ class Task:
     loss: LossFunction = nn.functional.cross_entropy
     notes: tuple[str, ...] = ()
     """What must stand beside every result, e.g. that the data are synthetic."""
+    defined: Mapping[str, object] = field(default_factory=dict)
+    """All that the task's cell defines; nothing where the task is built in."""
 
 
 def default_optimizer(learning_rate: float) -> OptimizerFactory:

@@ -45,6 +45,7 @@ def cell_task(spec: RunSpec, namespace: Mapping[str, object]) -> Task:
         if own_optimizer
         else default_optimizer(spec.learning_rate),
         notes=(_OWN_OPTIMIZER_NOTE,) if own_optimizer else (),
+        defined=defined,
     )
 
 

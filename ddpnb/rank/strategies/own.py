@@ -1,0 +1,114 @@
+"""How is a strategy trained that the user wrote in a cell?  (Every rank.)
+
+Any class with ``setup(replica)``, ``step(batch)`` and ``finish()`` will do:
+
+    class Averaging:
+        def setup(self, replica):
+            self.replica = replica
+            self.optimizer = replica.optimizer(replica.parameters)
+
+        def step(self, batch):
+            loss = self.replica.compute_gradients(batch)
+            for parameter in self.replica.parameters:
+                torch.distributed.all_reduce(parameter.grad)
+                parameter.grad /= self.replica.world_size
+            self.replica.update(self.optimizer)
+            return loss
+
+        def finish(self):
+            return self.replica.model
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ddpnb.catalogue import Choice
+from ddpnb.errors import UserError
+from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, Strategy
+from ddpnb.wire import RankState
+
+_METHODS = ("setup", "step", "finish")
+
+
+def own_strategy(choice: Choice, namespace: Mapping[str, object]) -> "OwnStrategy":
+    """Return the strategy that a class in ``namespace`` is.
+
+    Raises:
+        UserError: there is no such class, it lacks a method, or it cannot be made.
+    """
+    made = namespace.get(choice.name)
+    if not isinstance(made, type):
+        raise UserError(
+            f"There is no strategy {choice.name!r}: define a class of that name with setup, step "
+            "and finish, in the comparison's cell or in a %%ddp cell before it."
+        )
+    missing = [name for name in _METHODS if not callable(getattr(made, name, None))]
+    if missing:
+        raise UserError(f"{choice.name} has no {missing[0]}(); a strategy needs it.")
+    try:
+        return OwnStrategy(choice.name, made(**choice.options))
+    except TypeError as error:
+        raise UserError(f"{choice.name} cannot be made: {error}.") from error
+
+
+@final
+class OwnStrategy(Strategy):
+    """A user's object, given what it does not say itself.
+
+    Every rank trains on its part of every global batch.  ``synchronous = False`` in the class
+    says that its workers do not wait for each other at each step.
+
+    Args:
+        name: what its class is called.
+        strategy: the user's object.
+    """
+
+    def __init__(self, name: str, strategy: Any) -> None:
+        self._name = name
+        self._strategy = strategy
+
+    def plan(self, state: RankState) -> Plan:
+        """Every rank."""
+        num = state.world_size
+        synchronous = bool(getattr(self._strategy, "synchronous", True))
+        return Plan(num_ranks=num, num_workers=num, synchronous=synchronous)
+
+    def setup(self, replica: Replica) -> None:
+        """Hand the replica over."""
+        self._replica = replica
+        self._strategy.setup(replica)
+
+    def shares(self) -> Iterator[Share]:
+        """This rank's part of every global batch."""
+        replica = self._replica
+        return every_step(replica.num_steps, part=replica.rank, num_parts=replica.world_size)
+
+    def step(self, batch: Batch) -> StepReport:
+        """Have the user's object train on a batch; it returns the loss, or a ``StepReport``."""
+        told = self._strategy.step(batch)
+        if isinstance(told, StepReport):
+            return told
+        if isinstance(told, Tensor) and told.ndim == 0:
+            return StepReport(loss=told.detach(), num_samples=batch.num_samples)
+        if isinstance(told, float):
+            loss = torch.tensor(told, device=self._replica.device)
+            return StepReport(loss=loss, num_samples=batch.num_samples)
+        raise UserError(
+            f"{self._name}.step(batch) returned a {type(told).__name__}; "
+            "return the mean loss over the batch."
+        )
+
+    def finish(self) -> nn.Module:
+        """Return the model that the user's object returns, else the replica's."""
+        model = self._strategy.finish()
+        return model if isinstance(model, nn.Module) else self._replica.model
+
+    def close(self) -> None:
+        """Close the user's object, where it can be."""
+        close: Callable[[], None] | None = getattr(self._strategy, "close", None)
+        if close is not None:
+            close()

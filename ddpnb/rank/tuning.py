@@ -1,0 +1,65 @@
+"""How does an optimizer warm up, scale its rate and clip, whatever the strategy?  (Every rank.)
+
+Whoever makes the step, a worker or a server, these go with it: they are hooks of the
+optimizer itself.
+
+    lr at update t  =  lr * s(N) * min(1, (t + 1) / T)         s: N or sqrt(N), with N workers
+    g               <-  g * min(1, clip / |g|)                 |g|: norm of all gradients together
+
+References: Goyal et al., "Accurate, Large Minibatch SGD", 2017 (linear scaling, warm-up);
+Krizhevsky, "One weird trick", 2014 (square root); Pascanu et al., ICML 2013 (clipping).
+"""
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpnb.rank.order import Order
+from ddpnb.rank.strategies.base import Plan
+from ddpnb.rank.tasks.base import OptimizerFactory
+from ddpnb.wire import RunSpec
+
+Hook = Any
+
+
+def tuned(optimizer: OptimizerFactory, spec: RunSpec, plan: Plan, order: Order) -> OptimizerFactory:
+    """Return the factory of optimizers that do as the spec says."""
+    scale = {"none": 1.0, "linear": plan.num_workers, "sqrt": math.sqrt(plan.num_workers)}
+    updates_per_step = 1 if plan.synchronous else plan.num_workers
+    steps = spec.num_lr_warmup_epochs * order.num_steps / spec.num_epochs
+    num_warmup = round(steps * updates_per_step)
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = optimizer(parameters)
+        for group in made.param_groups:
+            group["lr"] *= scale[spec.lr_scaling]
+        if num_warmup > 0:
+            made.register_step_pre_hook(_warm_up(made, num_warmup))
+        if spec.clip is not None:
+            made.register_step_pre_hook(_clip(spec.clip))
+        return made
+
+    return make
+
+
+def _warm_up(optimizer: torch.optim.Optimizer, num_updates: int) -> Hook:
+    full = [group["lr"] for group in optimizer.param_groups]
+    count = itertools.count(1)
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        share = min(1.0, next(count) / num_updates)
+        for group, rate in zip(optimizer.param_groups, full, strict=True):
+            group["lr"] = rate * share
+
+    return before_step
+
+
+def _clip(largest: float) -> Hook:
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        nn.utils.clip_grad_norm_(held, largest)
+
+    return before_step
