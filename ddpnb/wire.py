@@ -78,7 +78,7 @@ class RunSpec:
     transport: str = "auto"
     """One of ``TRANSPORTS``."""
     slow: tuple[str, ...] = ()
-    """Stragglers: ``"1:3x"``, rank 1 is three times as slow; ``"1:50ms"``, its steps last longer."""
+    """Stragglers: ``"1:3x"``: rank 1 is 3 times as slow; ``"1:50ms"``, its steps take longer."""
     kill: tuple[str, ...] = ()
     """Deaths: ``"1@5s"`` kills rank 1 after five seconds of training."""
     jitter: float = 0.0
