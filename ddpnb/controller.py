@@ -1,6 +1,7 @@
 """What is the controller as a process?  ipyparallel's own, with a quicker start.  (Its process.)"""
 
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,4 +34,6 @@ def run(arguments: list[str], folder: Path, in_each_child: Callable[[], None]) -
     os.chdir(folder)
     os.register_at_fork(after_in_child=in_each_child)
     heartmonitor.HeartMonitor = QuickHeartMonitor
-    IPController.launch_instance(arguments)
+    # CurveZMQ authenticates and encrypts; ipyparallel would leave out the signatures then.
+    key = f"--Session.key={secrets.token_hex(32)}"
+    IPController.launch_instance([*arguments, key])

@@ -70,7 +70,7 @@ def test_no_key_stands_in_the_environment_or_command_line_of_a_process(any_clust
         for name, value in json.loads(path.read_text()).items()
         if name in ("key", "curve_serverkey") and value
     ]
-    assert secrets
+    assert len(secrets) >= 3  # messages are signed, and CurveZMQ is on, for engines and client
     seen = json.dumps(pull(any_cluster, "dict(__import__('os').environ)"))
     for process in processes_of(any_cluster):
         seen += json.dumps(process.environ()) + json.dumps(process.cmdline())
