@@ -72,9 +72,8 @@ class Session:
             raise UserError(
                 "A cluster is running here already: %ddp_stop ends it, then --attach takes another."
             )
-        found = find(name, Path.cwd())
         self.stop()
-        self._cluster = cluster = Cluster.attach(found)
+        self._cluster = cluster = Cluster.attach(find(name, Path.cwd()))
         atexit.register(self.leave)
         if spec.linger_seconds:
             cluster.linger(spec.linger_seconds)
@@ -84,8 +83,9 @@ class Session:
 
     def leave(self) -> None:
         """At the kernel's end: end every process of the cluster, unless it is to linger."""
-        if self._cluster is not None and self._cluster.spec.linger_seconds:
-            self._cluster.detach()
+        cluster = self._cluster
+        if cluster is not None and cluster.spec.linger_seconds and cluster.lost is None:
+            cluster.detach()
         else:
             self.stop()
 

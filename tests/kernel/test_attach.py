@@ -102,6 +102,20 @@ def test_a_cell_that_the_old_kernel_left_running_is_told_and_interrupted(fresh_k
     assert "busy" not in kernel.run("%ddp_status").text
 
 
+def test_stop_ends_what_was_left_running_without_another_word(fresh_kernel: Kernel):
+    kernel = fresh_kernel
+    kernel.run(LINGERING)
+    kernel.run("%%ddp --no-wait\nimport time\ntime.sleep(1000)")
+    processes = processes_below(kernel)
+    kernel.restart()
+    request = kernel.begin("%ddp_start --attach")
+    kernel.wait(request)
+    stop = kernel.begin("%ddp_stop\nimport time; time.sleep(2)")
+    assert kernel.wait(stop).text == "The cluster has stopped.\n"
+    assert not kernel.cells[request].stderr
+    assert not living(processes)
+
+
 def test_the_next_cell_waits_for_what_was_left_and_an_interrupt_stops_both(fresh_kernel: Kernel):
     kernel = fresh_kernel
     kernel.run(LINGERING)

@@ -85,7 +85,10 @@ class Cluster:
         self._known_engines: set[int] = set()
         self._exit_lock = threading.Lock()
         self._dispatcher: Dispatcher | None = None
+        self.is_over = False
+        """Whether this kernel has done with it: ended it, or left it to another."""
         self._is_left = False
+        self._save_lock = threading.Lock()
 
     @classmethod
     def start(
@@ -136,9 +139,6 @@ class Cluster:
             UserError: where another kernel holds it, or it has just ended.
         """
         cluster = cls(saved.spec, saved.method, saved.folder)
-        cluster.plan, cluster.states = saved.plan, saved.states
-        cluster.home, cluster.began = saved.home, saved.began
-        cluster._master_port = saved.master_port
         try:
             cluster.processes = Processes.attach(
                 saved.folder / DOOR, saved.server, cluster._note_exit
@@ -151,6 +151,9 @@ class Cluster:
             ) from error
         try:
             saved = read(saved.folder)  # nobody else changes it from now on
+            cluster.spec, cluster.plan, cluster.states = saved.spec, saved.plan, saved.states
+            cluster.home, cluster.began = saved.home, saved.began
+            cluster._master_port = saved.master_port
             cluster.generation = saved.generation
             cluster._group_is_cut = saved.group_is_cut
             cluster._group_is_checked = saved.group_is_checked
@@ -291,7 +294,7 @@ class Cluster:
         if self._is_left:
             return
         self._is_left = True
-        self._disconnect()
+        self._disconnect("was left to another kernel")
         with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended
             write_owners(self.folder, [self.processes.pid])
         self.processes.detach()
@@ -300,14 +303,18 @@ class Cluster:
         """End every process of the cluster; may be called twice."""
         if self._is_left:
             return
-        self._disconnect()
+        self._disconnect("was ended with the cluster")
         self.processes.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _disconnect(self) -> None:
-        if self._dispatcher is not None:
-            self._dispatcher.client.close()
-            self._dispatcher = None
+    def _disconnect(self, why: str) -> None:
+        """Reach no rank any more; calls in progress are told ``why``."""
+        self.is_over = True
+        dispatcher, self._dispatcher = self._dispatcher, None
+        if dispatcher is not None:
+            for rank in self.ranks:
+                dispatcher.lose(rank, why)
+            dispatcher.client.close()
 
     def _begin_generation(self) -> None:
         """Count up the process groups; the new one is no better than cut until it is formed."""
@@ -321,7 +328,9 @@ class Cluster:
             return
         assert self.plan is not None
         server = self.processes.pid
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended, and all with it
+        # Cells in the background cut the group in threads of their own.  Where the fork
+        # server has ended, so has the folder.
+        with self._save_lock, contextlib.suppress(OSError, psutil.NoSuchProcess):
             Saved(
                 folder=self.folder,
                 home=self.home,

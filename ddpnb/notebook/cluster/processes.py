@@ -146,16 +146,21 @@ class Processes:
         self._send(op="start_rank", rank=rank, environment=environment, settings=settings)
 
     def order(self, rank: int, order: str) -> "Future[Any]":
-        """Have a rank's control thread do something, whatever its main thread is at."""
+        """Have a rank's control thread do something, whatever its main thread is at.
+
+        Where the rank is gone, and be it with the whole cluster, no answer comes.
+        """
         order_id = next(self._order_ids)
         answer: Future[Any] = Future()
         self._orders[order_id] = answer
-        self._send(op="tell", rank=rank, message={"order": order, "id": order_id})
+        with contextlib.suppress(OSError):
+            self._send(op="tell", rank=rank, message={"order": order, "id": order_id})
         return answer
 
     def signal(self, ranks: list[int], number: int) -> None:
-        """Send a signal to some ranks."""
-        self._send(op="signal", ranks=ranks, number=number)
+        """Send a signal to some ranks; those that are gone get none."""
+        with contextlib.suppress(OSError):
+            self._send(op="signal", ranks=ranks, number=number)
 
     def linger(self, seconds: float, address: Path) -> None:
         """Have the processes outlive this one, awaiting another at ``address``."""
