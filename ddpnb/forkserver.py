@@ -301,6 +301,9 @@ def redirect_output(path: Path) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
+    for source in (log, null):
+        if source > 2:
+            os.close(source)
 
 
 def run_controller(arguments: list[str], folder: Path) -> None:

@@ -5,6 +5,7 @@ Every magic parses its line, builds a spec and makes one call of the session.
 
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -22,6 +23,7 @@ from IPython.display import display
 from ddpnb.errors import UserError
 from ddpnb.notebook.auto import AutoCells
 from ddpnb.notebook.cluster.folder import remove_leftovers
+from ddpnb.notebook.cluster.linger import waits
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES, ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.complete import complete_magics, options
@@ -277,6 +279,8 @@ def load(shell: InteractiveShell) -> None:
     complete_magics(shell, magics)
     if removed := remove_leftovers():
         print(f"Removed what {len(removed)} crashed cluster(s) had left: {removed[0].name} ...")
+    if waits(Path.cwd()):
+        print("Ranks wait here for a kernel: %ddp_start --attach takes them, with all variables.")
 
 
 def unload(shell: InteractiveShell) -> None:

@@ -68,8 +68,9 @@ def left_by_a_kill(
 
 
 @contextlib.contextmanager
-def lingering_cluster() -> Iterator[Cluster]:
-    cluster = Cluster.start(ClusterSpec(num_ranks=2, device="cpu", linger_seconds=600))
+def lingering_cluster(method: str | None = None) -> Iterator[Cluster]:
+    spec = ClusterSpec(num_ranks=2, device="cpu", linger_seconds=600)
+    cluster = Cluster.start(spec, method=method)
     processes = processes_of(cluster)
     try:
         yield cluster
@@ -112,8 +113,9 @@ def test_when_the_time_is_over_nothing_is_left():
             attach(folder)
 
 
-def test_what_came_to_an_end_meanwhile_is_told_and_can_be_brought_back():
-    with lingering_cluster() as cluster:
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_what_came_to_an_end_meanwhile_is_told_and_can_be_brought_back(method: str):
+    with lingering_cluster(method) as cluster:
         run(cluster, "kept = rank")
         cluster.detach()
         os.kill(cluster.states[1].pid, signal.SIGKILL)
@@ -149,6 +151,18 @@ def test_nothing_lingers_that_cannot_be_used():
         next(p for p in processes[0].children() if p.pid not in ranks).kill()  # the controller
         wait_until_gone(processes, timeout=20)
         wait_until(lambda: not cluster.folder.exists(), "the end of the run folder")
+
+
+def test_the_end_of_a_fork_server_that_was_taken_over_is_told():
+    with lingering_cluster() as cluster:
+        processes = processes_of(cluster)
+        cluster = detach_and_attach(cluster)
+        processes[0].kill()
+        wait_until_gone(processes, timeout=20)
+        wait_until(lambda: cluster.lost is not None, "word of the fork server's end")
+        assert cluster.lost == "the fork server has ended"
+        cluster.stop()
+        assert not cluster.folder.exists()
 
 
 def test_only_one_kernel_at_a_time():

@@ -147,11 +147,11 @@ class Kernel:
         """Return what ``print(expression)`` prints in the notebook."""
         return self.run(f"%%local\nprint({expression})").stdout.rstrip("\n")
 
-    def restart(self, *, now: bool = False) -> None:
-        """Restart the kernel as a client does; ``now``: by SIGKILL."""
+    def restart(self, *, now: bool = False) -> Cell:
+        """Restart the kernel as a client does, ``now``: by SIGKILL; load ddpnb anew."""
         self.manager.restart_kernel(now=now)
         self.client.wait_for_ready(timeout=60)
-        self.run("%load_ext ddpnb")
+        return self.run("%load_ext ddpnb")
 
     def stop(self) -> None:
         self.client.stop_channels()

@@ -57,7 +57,10 @@ def test_a_new_kernel_finds_the_ranks_of_the_old_one(fresh_kernel: Kernel, now: 
     before = kernel.run(SUM).text
     processes = processes_below(kernel)
     assert len(processes) >= 4  # fork server, controller with its child, ranks
-    kernel.restart(now=now)
+    loaded = kernel.restart(now=now)
+    assert loaded.lines == [
+        "Ranks wait here for a kernel: %ddp_start --attach takes them, with all variables."
+    ]
     assert set(living(processes)) == set(processes)
     assert kernel.run("%%ddp\n1").error == "UserError"
 
@@ -82,7 +85,7 @@ def test_without_linger_a_restart_ends_everything(fresh_kernel: Kernel):
     kernel = fresh_kernel
     assert "outlives" not in kernel.run("%ddp_start -n 2 --device cpu").text
     processes = processes_below(kernel)
-    kernel.restart()
+    assert kernel.restart().text == ""
     assert not living(processes)
     assert kernel.run("%ddp_start --attach nobody").error == "UserError"
 

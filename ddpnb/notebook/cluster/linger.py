@@ -126,6 +126,11 @@ def find(name: str, here: Path) -> Saved:
     return choose(waiting, held, name, here)
 
 
+def waits(here: Path) -> bool:
+    """Tell whether a cluster that was started in ``here`` waits for a kernel."""
+    return any(saved.home == here and holder(saved) is None for saved in lingering())
+
+
 def choose(waiting: Sequence[Saved], held: dict[str, int], name: str, here: Path) -> Saved:
     """Return the cluster to attach to; see ``find``.
 
