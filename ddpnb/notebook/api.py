@@ -47,7 +47,7 @@ def start(
     )
     if attach is False:
         return this_session().start(spec, method=method)
-    return this_session().attach(spec, "" if attach is True else attach)
+    return this_session().attach(spec, "" if attach is True else attach, method=method)
 
 
 def stop() -> bool:

@@ -56,14 +56,18 @@ class Session:
         atexit.register(self.leave)
         return with_linger(ranks_table(self._cluster.states), self._cluster)
 
-    def attach(self, spec: ClusterSpec, name: str = "") -> Table:
+    def attach(self, spec: ClusterSpec, name: str = "", *, method: str | None = None) -> Table:
         """Take over ranks that have outlived their kernel; return their states.
 
         Args:
             spec: nothing but how long they outlive this kernel; 0 leaves it as it was.
             name: of the cluster; empty where there is no doubt.
+            method: nothing; it is as it was.
+
+        Raises:
+            UserError: where there is none to take over, or it is not clear which.
         """
-        if replace(spec, linger_seconds=0.0) != ClusterSpec():
+        if method is not None or replace(spec, linger_seconds=0.0) != ClusterSpec():
             raise UserError(
                 "--attach takes a cluster as it was started: leave out the other options, "
                 "%ddp_restart -n changes the number of ranks afterwards."

@@ -192,6 +192,12 @@ def test_a_wrong_start_is_one_sentence(bare_kernel: Kernel, line: str, told: str
     assert "\n" not in cell.told
 
 
+def test_the_twin_refuses_what_the_magic_refuses(bare_kernel: Kernel):
+    for options in ("2, attach=True", "attach='x', method='spawn'"):
+        cell = bare_kernel.run(f"import ddpnb\nddpnb.start({options})")
+        assert cell.told.startswith("UserError: --attach takes a cluster as it was started")
+
+
 def test_attach_and_linger_where_a_cluster_runs(kernel: Kernel):
     cell = kernel.run("%ddp_start --attach")
     assert cell.told == (
