@@ -10,8 +10,10 @@ fork of it is safe at any time, also when a dead rank is brought back later.
 
 It is the parent of every process of the cluster.  When the kernel's end of the
 socket closes, however the kernel ended, it ends them all and removes the run
-folder.  When it is killed itself, the kernel of the operating system ends its
-children (``PR_SET_PDEATHSIG``), or they see their own pipe to it close.
+folder.  Where it was asked to linger, it first waits that long for another kernel,
+at a Unix socket in the run folder.  When it is killed itself, the kernel of the
+operating system ends its children (``PR_SET_PDEATHSIG``), or they see their own
+pipe to it close.
 """
 
 import contextlib
@@ -23,6 +25,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -59,25 +62,48 @@ class Child:
 class Forkserver:
     """The server's state: the pipe to the notebook's kernel and the children."""
 
-    kernel: Connection
+    kernel: Connection | None
+    """None while it waits for another kernel."""
     folder: Path
     method: str
     children: dict[int, Child] = field(default_factory=dict)
+    exits: dict[str, int] = field(default_factory=dict)
+    """How children ended that have not been started anew: exit codes by name."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    linger_seconds: float = 0.0
+    """How long the ranks outlive a kernel."""
+    door: socket.socket | None = None
+    """Where another kernel knocks."""
+    is_stopped: bool = False
+    _deadline: float = 0.0
+    """``time.monotonic()`` until which another kernel is waited for."""
 
     def serve(self) -> None:
-        """Answer the kernel and the ranks until the kernel's end closes."""
+        """Answer the kernel and the ranks until there is no kernel, nor one to wait for."""
+        assert self.kernel is not None
         self.selector.register(self.kernel, selectors.EVENT_READ, self.on_kernel)
         with sigchld_wakeup() as wakeup:
             self.selector.register(wakeup, selectors.EVENT_READ, self.on_sigchld)
-            with contextlib.suppress(EOFError, ConnectionError):
-                while True:
-                    for key, _ in self.selector.select():
-                        key.data(key.fileobj)
+            while not self.is_over:
+                seconds = None if self.kernel else max(0.0, self._deadline - time.monotonic())
+                for key, _ in self.selector.select(seconds):
+                    key.data(key.fileobj)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether to end: asked to, or without a kernel and nothing worth waiting with."""
+        if self.is_stopped or self.kernel is not None:
+            return self.is_stopped
+        names = {child.name for child in self.children.values()}
+        is_of_use = "controller" in names and len(names) > 1
+        return not is_of_use or time.monotonic() >= self._deadline
 
     def on_kernel(self, kernel: Connection) -> None:
         """Carry out one request of the notebook's kernel."""
-        request: Frame = json.loads(kernel.recv_bytes())
+        try:
+            request: Frame = json.loads(kernel.recv_bytes())
+        except (EOFError, OSError):
+            return self.part(kernel)
         match request.pop("op"):
             case "start_rank":
                 self.start_rank(**request)
@@ -85,8 +111,41 @@ class Forkserver:
                 self.tell(**request)
             case "signal":
                 self.signal(**request)
+            case "linger":
+                self.linger(**request)
+            case "detach":
+                self.part(kernel)
             case "stop":
-                raise EOFError
+                self.is_stopped = True
+
+    def linger(self, *, seconds: float, address: str) -> None:
+        """Outlive the kernel from now on; the next one is awaited at ``address``."""
+        self.linger_seconds = seconds
+        if self.door is None:
+            self.door = socket.socket(socket.AF_UNIX)
+            self.door.bind(address)  # in a folder that is closed to other users
+            self.door.listen()
+            self.selector.register(self.door, selectors.EVENT_READ, self.on_knock)
+
+    def part(self, kernel: Connection) -> None:
+        """Go on without a kernel, for a while."""
+        self.selector.unregister(kernel)
+        kernel.close()
+        self.kernel = None
+        self._deadline = time.monotonic() + self.linger_seconds
+        if self.linger_seconds:
+            redirect_output(self.folder / "forkserver.log")  # the kernel's own may be gone
+
+    def on_knock(self, door: socket.socket) -> None:
+        """Take another kernel, and tell it who has ended; refuse it while there is one."""
+        kernel = Connection(door.accept()[0].detach())
+        if self.kernel is not None:
+            with contextlib.suppress(OSError):
+                kernel.send_bytes(json.dumps({"event": "refused"}).encode())
+            return kernel.close()
+        self.kernel = kernel
+        self.selector.register(kernel, selectors.EVENT_READ, self.on_kernel)
+        self.report(event="attached", exits=self.exits)
 
     def start_rank(self, *, rank: int, environment: dict[str, str], settings: Frame) -> None:
         """Fork (or spawn) rank ``rank`` and report its pid."""
@@ -97,6 +156,7 @@ class Forkserver:
             pid = spawn_rank(rank, environment, settings, theirs, self.folder)
         theirs.close()
         self.children[pid] = Child(name=str(rank), pid=pid, pipe=ours)
+        self.exits.pop(str(rank), None)
         self.selector.register(ours, selectors.EVENT_READ, self.on_rank)
         self.report(event="started", rank=rank, pid=pid)
 
@@ -109,7 +169,9 @@ class Forkserver:
         """Fork a child that runs ``main`` and never returns here; return its pid."""
         pid = os.fork()
         if pid == 0:
-            self.kernel.close()
+            for end in (self.kernel, self.door):
+                if end is not None:
+                    end.close()
             for child in self.children.values():
                 if child.pipe is not None:
                     child.pipe.close()
@@ -133,6 +195,8 @@ class Forkserver:
 
     def on_rank(self, pipe: Connection) -> None:
         """Pass a rank's answer on to the kernel."""
+        if pipe.closed:  # the rank's end was reported a moment ago
+            return
         try:
             answer: Frame = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
@@ -153,6 +217,7 @@ class Forkserver:
             if (child := self.children.pop(pid, None)) is not None:
                 self.forget(child)
                 code = os.waitstatus_to_exitcode(status)
+                self.exits[child.name] = code
                 self.report(event="exited", name=child.name, pid=pid, code=code)
 
     def forget(self, child: Child) -> None:
@@ -164,8 +229,9 @@ class Forkserver:
 
     def report(self, **event: object) -> None:
         """Tell the notebook's kernel of an event; a kernel that is gone is noticed by serve()."""
-        with contextlib.suppress(OSError):
-            self.kernel.send_bytes(json.dumps(event).encode())
+        if self.kernel is not None:
+            with contextlib.suppress(OSError):
+                self.kernel.send_bytes(json.dumps(event).encode())
 
     def stop(self) -> None:
         """End all children, then whatever they started, then this process."""
@@ -175,7 +241,7 @@ class Forkserver:
                     os.kill(pid, number)
             self.wait_for_children(timeout)
         shutil.rmtree(self.folder, ignore_errors=True)
-        with contextlib.suppress(OSError):
+        if self.kernel is not None:
             self.kernel.close()
         os.killpg(0, signal.SIGKILL)
 
@@ -235,6 +301,9 @@ def redirect_output(path: Path) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
+    for source in (log, null):
+        if source > 2:
+            os.close(source)
 
 
 def run_controller(arguments: list[str], folder: Path) -> None:

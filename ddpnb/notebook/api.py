@@ -18,6 +18,8 @@ def start(
     backend: str = "auto",
     threads: int | None = None,
     method: str | None = None,
+    linger: float = 0.0,
+    attach: bool | str = False,
 ) -> Table:
     """Start the ranks and form the process group; the twin of ``%ddp_start``.
 
@@ -30,6 +32,9 @@ def start(
         backend: ``"auto"``, ``"gloo"`` or ``"nccl"``.
         threads: CPU threads of each rank; by default the cores divided by the ranks.
         method: ``"fork"`` or ``"spawn"``; by default fork on Linux, spawn elsewhere.
+        linger: seconds that the ranks outlive the kernel, to be attached to by another.
+        attach: take over ranks that have outlived their kernel, with their variables; the
+            cluster's name where there are several.
 
     Returns:
         The table of ranks.
@@ -37,8 +42,12 @@ def start(
     Raises:
         UserError: where that cannot be had on this machine.
     """
-    spec = ClusterSpec(num_ranks=n, device=device, backend=backend, num_threads=threads)
-    return this_session().start(spec, method=method)
+    spec = ClusterSpec(
+        num_ranks=n, device=device, backend=backend, num_threads=threads, linger_seconds=linger
+    )
+    if attach is False:
+        return this_session().start(spec, method=method)
+    return this_session().attach(spec, "" if attach is True else attach, method=method)
 
 
 def stop() -> bool:

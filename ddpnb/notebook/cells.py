@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
+from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.call import Events, Happening, Output, Silent
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.watch import Watch, failure_in
@@ -170,8 +171,10 @@ def tell_stale(names: Mapping[str, Sequence[int]]) -> None:
         )
 
 
-def error_of(watch: Watch) -> StuckError | RankError | None:
+def error_of(watch: Watch) -> StuckError | RankError | UserError | None:
     """Return what a call that has ended failed with, if it did."""
+    if watch.cluster.is_over and watch.lost:
+        return UserError("The cluster was ended, or left to another kernel, while this ran.")
     if watch.stuck:
         return StuckError(watch.stuck, watch.lost)
     failures = failures_of(watch)

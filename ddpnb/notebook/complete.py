@@ -14,6 +14,7 @@ from IPython.core.magic import Magics
 
 from ddpnb.catalogue import STRATEGIES, TASKS
 from ddpnb.errors import UserError
+from ddpnb.notebook.cluster.linger import lingering
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES
 from ddpnb.notebook.session import this_session
 from ddpnb.wire import AMP, LR_SCALING, TRANSPORTS
@@ -56,6 +57,8 @@ def following(magics: Magics, words: list[str], namespace: dict[str, object]) ->
     name = words[0].lstrip("%")
     if not name.startswith(("ddp", "rank")):
         return ()
+    if words[-1] == "--attach":
+        return [saved.name for saved in lingering()]
     if words[-1] in VALUES:
         return VALUES[words[-1]]
     return [*options(getattr(magics, name, None)), *names(name, namespace)]

@@ -5,6 +5,7 @@ Every magic parses its line, builds a spec and makes one call of the session.
 
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -23,6 +24,7 @@ from ddpnb.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.errors import UserError
 from ddpnb.notebook.auto import AutoCells
 from ddpnb.notebook.cluster.folder import remove_leftovers
+from ddpnb.notebook.cluster.linger import waits
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES, ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.complete import complete_magics, options
@@ -46,6 +48,8 @@ class DdpMagics(Magics):
     @argument("--device", default="auto", help=" | ".join(DEVICES))
     @argument("--backend", default="auto", help=" | ".join(BACKENDS))
     @argument("--threads", type=int, default=None, help="CPU threads of each rank")
+    @argument("--linger", type=float, default=0.0, help="seconds that the ranks outlive the kernel")
+    @argument("--attach", nargs="?", const="", help="take over ranks that outlived their kernel")
     @line_magic
     def ddp_start(self, line: str) -> None:
         """Start the ranks and form the process group.
@@ -53,13 +57,23 @@ class DdpMagics(Magics):
         One rank per GPU, or ranks on the CPU with gloo where there is none.  Returns
         once every rank has finished an all-reduce.  A cluster that runs already is
         used as it is.
+
+        Ranks started with ``--linger 600`` live on for ten minutes when the kernel ends or
+        restarts; ``%ddp_start --attach`` finds them again, with all their variables.
         """
         args = arguments(self.ddp_start, line)
         spec = ClusterSpec(
-            num_ranks=args.n, device=args.device, backend=args.backend, num_threads=args.threads
+            num_ranks=args.n,
+            device=args.device,
+            backend=args.backend,
+            num_threads=args.threads,
+            linger_seconds=args.linger,
         )
-        slot = Slot()
-        slot.show_table(this_session().start(spec, progress=slot.show_text))
+        slot, session = Slot(), this_session()
+        if args.attach is None:
+            slot.show_table(session.start(spec, progress=slot.show_text))
+        else:
+            slot.show_table(session.attach(spec, args.attach))
 
     @line_magic
     def ddp_status(self, line: str) -> None:
@@ -265,6 +279,8 @@ def load(shell: InteractiveShell) -> None:
     complete_magics(shell, magics)
     if removed := remove_leftovers():
         print(f"Removed what {len(removed)} crashed cluster(s) had left: {removed[0].name} ...")
+    if waits(Path.cwd()):
+        print("Ranks wait here for a kernel: %ddp_start --attach takes them, with all variables.")
 
 
 def unload(shell: InteractiveShell) -> None:

@@ -4,6 +4,7 @@ import atexit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -11,8 +12,10 @@ from IPython.core.getipython import get_ipython
 from ddpnb.errors import UserError
 from ddpnb.notebook.cells import RunningCell, tell_stale
 from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.notebook.cluster.linger import find, name_of
 from ddpnb.notebook.cluster.plan import ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec, compare
+from ddpnb.notebook.left import LeftCell, left_cell
 from ddpnb.notebook.ranks import format_ranks, parse_ranks
 from ddpnb.notebook.record.folder import runs_folder
 from ddpnb.notebook.record.names import all_names
@@ -34,7 +37,7 @@ class Session:
     def __init__(self) -> None:
         self._cluster: Cluster | None = None
         self._store: Store | None = None
-        self._background: list[RunningCell] = []
+        self._background: list[RunningCell | LeftCell] = []
 
     # -- the cluster -----------------------------------------------------------------
 
@@ -50,12 +53,49 @@ class Session:
             return self._running(spec)
         self.stop()
         self._cluster = Cluster.start(spec, method=method, progress=progress)
-        atexit.register(self.stop)
-        return ranks_table(self._cluster.states)
+        atexit.register(self.leave)
+        return with_linger(ranks_table(self._cluster.states), self._cluster)
+
+    def attach(self, spec: ClusterSpec, name: str = "", *, method: str | None = None) -> Table:
+        """Take over ranks that have outlived their kernel; return their states.
+
+        Args:
+            spec: nothing but how long they outlive this kernel; 0 leaves it as it was.
+            name: of the cluster; empty where there is no doubt.
+            method: nothing; it is as it was.
+
+        Raises:
+            UserError: where there is none to take over, or it is not clear which.
+        """
+        if method is not None or replace(spec, linger_seconds=0.0) != ClusterSpec():
+            raise UserError(
+                "--attach takes a cluster as it was started: leave out the other options, "
+                "%ddp_restart -n changes the number of ranks afterwards."
+            )
+        if self._cluster is not None and self._cluster.lost is None:
+            raise UserError(
+                "A cluster is running here already: %ddp_stop ends it, then --attach takes another."
+            )
+        self.stop()
+        self._cluster = cluster = Cluster.attach(find(name, Path.cwd()))
+        atexit.register(self.leave)
+        if spec.linger_seconds:
+            cluster.linger(spec.linger_seconds)
+        if (cell := left_cell(cluster)) is not None:
+            self._background.append(cell)
+        return self.status()
+
+    def leave(self) -> None:
+        """At the kernel's end: end every process of the cluster, unless it is to linger."""
+        cluster = self._cluster
+        if cluster is not None and cluster.spec.linger_seconds and cluster.lost is None:
+            cluster.detach()
+        else:
+            self.stop()
 
     def stop(self) -> bool:
         """End every process of the cluster; return whether there was one."""
-        atexit.unregister(self.stop)
+        atexit.unregister(self.leave)
         cluster, self._cluster = self._cluster, None
         self._background.clear()
         if cluster is not None:
@@ -89,10 +129,11 @@ class Session:
 
     def status(self) -> Table:
         """Return the state of every rank."""
-        return status_table(self._require(lost_is_fine=True), self._background)
+        cluster = self._require(lost_is_fine=True)
+        return with_linger(status_table(cluster, self._background), cluster)
 
     def interrupt(self) -> None:
-        """Stop what runs on the ranks: cells started with ``--no-wait``."""
+        """Stop what runs on the ranks: cells started with ``--no-wait``, or by another kernel."""
         self._require()
         for cell in self._background:
             if not cell.done:
@@ -226,7 +267,20 @@ class Session:
         else:
             ranks = format_ranks(cluster.ranks)
             print(f"The cluster is running already, with ranks {ranks}: it is used as it is.")
-        return ranks_table(cluster.states)
+        if spec.linger_seconds:
+            cluster.linger(spec.linger_seconds)
+        return with_linger(ranks_table(cluster.states), cluster)
+
+
+def with_linger(table: Table, cluster: Cluster) -> Table:
+    """Return a table that tells, too, where the cluster outlives the kernel."""
+    if not cluster.spec.linger_seconds or cluster.lost is not None:
+        return table
+    note = (
+        f"outlives the kernel by {cluster.spec.linger_seconds:g} s: "
+        f"%ddp_start --attach finds it again ({name_of(cluster.folder)})"
+    )
+    return replace(table, notes=(*table.notes, note))
 
 
 @cache

@@ -9,6 +9,7 @@ from ddpnb.notebook.cells import RunningCell
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.diagnosis import describe
 from ddpnb.notebook.cluster.exits import describe_exit
+from ddpnb.notebook.left import LeftCell
 from ddpnb.notebook.show.table import Cell, Column, Table
 from ddpnb.notebook.show.words import counted
 from ddpnb.wire import Whereabouts
@@ -17,7 +18,7 @@ ANSWER_SECONDS = 3.0
 """How long a rank may take to say where it is; one that is stopped does not."""
 
 
-def status_table(cluster: Cluster, cells: Sequence[RunningCell]) -> Table:
+def status_table(cluster: Cluster, cells: Sequence[RunningCell | LeftCell]) -> Table:
     """Return one row per rank: where it lives, and whether it is idle, busy or gone."""
     busy = {rank for cell in cells if not cell.done for rank in cell.ranks}
     rows = []

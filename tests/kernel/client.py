@@ -147,6 +147,12 @@ class Kernel:
         """Return what ``print(expression)`` prints in the notebook."""
         return self.run(f"%%local\nprint({expression})").stdout.rstrip("\n")
 
+    def restart(self, *, now: bool = False) -> Cell:
+        """Restart the kernel as a client does, ``now``: by SIGKILL; load ddpnb anew."""
+        self.manager.restart_kernel(now=now)
+        self.client.wait_for_ready(timeout=60)
+        return self.run("%load_ext ddpnb")
+
     def stop(self) -> None:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=False)

@@ -93,6 +93,16 @@ def test_stop_leaves_no_process_and_may_be_said_twice(kernel: Kernel):
     assert kernel.run("%%ddp\n1").error == "UserError"
 
 
+def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
+    request = kernel.begin("%%ddp --no-wait\nimport time\ntime.sleep(1000)")
+    kernel.wait(request)
+    kernel.run("%ddp_stop")
+    cell = kernel.wait_for_text(request, "UserError")
+    assert cell.stdout == (
+        "UserError: The cluster was ended, or left to another kernel, while this ran.\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [

@@ -1,5 +1,6 @@
 """What is a running cluster?  Its processes, its client, its ranks.  (Notebook side.)"""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -7,12 +8,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.call import Call
 from ddpnb.notebook.cluster.exits import Exit, describe_exit, spoken
 from ddpnb.notebook.cluster.folder import private_folder, write_owners
+from ddpnb.notebook.cluster.linger import DOOR, Saved, is_held, read
 from ddpnb.notebook.cluster.plan import (
     ClusterSpec,
     Plan,
@@ -22,7 +28,7 @@ from ddpnb.notebook.cluster.plan import (
     num_cores,
     torchrun_environment,
 )
-from ddpnb.notebook.cluster.processes import Processes, wait_for_file
+from ddpnb.notebook.cluster.processes import HeldError, Processes, wait_for_file
 from ddpnb.notebook.ranks import format_ranks
 from ddpnb.wire import OnRank, RankState
 
@@ -54,15 +60,21 @@ ENGINE = (
 class Cluster:
     """A local cluster of ranks that have formed a process group.
 
-    ``Cluster.start`` returns one; ``stop`` ends it and may be called twice.
+    ``Cluster.start`` returns one, and ``Cluster.attach`` one that another kernel has
+    started; ``stop`` ends it and may be called twice.
     """
 
-    def __init__(self, spec: ClusterSpec, method: str) -> None:
+    processes: Processes
+
+    def __init__(self, spec: ClusterSpec, method: str, folder: Path) -> None:
         self.spec = spec
         self.method = method
-        self.plan = make_plan(spec, 0) if not self._asks_for_gpus() else None
-        self.folder = private_folder()
+        self.plan: Plan | None = None
+        self.folder = folder
         self.profile = self.folder / "profile"
+        self.home = Path.cwd()
+        """Where cells run at first, on every rank."""
+        self.began = time.time()
         self.generation = 0
         self._group_is_cut = False
         self._group_is_checked = False
@@ -73,14 +85,10 @@ class Cluster:
         self._known_engines: set[int] = set()
         self._exit_lock = threading.Lock()
         self._dispatcher: Dispatcher | None = None
-        num_threads = self.plan.num_threads if self.plan else spec.num_threads or num_cores()
-        self.processes = Processes(
-            folder=self.folder,
-            controller_arguments=[f"--profile-dir={self.profile}", *CONTROLLER],
-            num_threads=num_threads,
-            method=method,
-            on_exit=self._note_exit,
-        )
+        self.is_over = False
+        """Whether this kernel has done with it: ended it, or left it to another."""
+        self._is_left = False
+        self._save_lock = threading.Lock()
 
     @classmethod
     def start(
@@ -101,11 +109,60 @@ class Cluster:
             UserError: where the wish cannot be met on this host.
             RuntimeError: where a process failed; carries the end of its log.
         """
-        cluster = cls(spec, method or ("fork" if sys.platform == "linux" else "spawn"))
+        plan = None if asks_for_gpus(spec) else make_plan(spec, 0)
+        method = method or ("fork" if sys.platform == "linux" else "spawn")
+        cluster = cls(spec, method, private_folder())
+        cluster.plan = plan
+        cluster.processes = Processes.start(
+            folder=cluster.folder,
+            controller_arguments=[f"--profile-dir={cluster.profile}", *CONTROLLER],
+            num_threads=plan.num_threads if plan else spec.num_threads or num_cores(),
+            method=method,
+            on_exit=cluster._note_exit,
+        )
         try:
             cluster._start_ranks(progress)
+            cluster.linger(spec.linger_seconds)
         except BaseException:
             cluster.stop()
+            raise
+        return cluster
+
+    @classmethod
+    def attach(cls, saved: Saved) -> "Cluster":
+        """Take over ranks that have outlived their kernel, with all their variables.
+
+        Args:
+            saved: the cluster, as ``linger.find`` returns it.
+
+        Raises:
+            UserError: where another kernel holds it, or it has just ended.
+        """
+        cluster = cls(saved.spec, saved.method, saved.folder)
+        try:
+            cluster.processes = Processes.attach(
+                saved.folder / DOOR, saved.server, cluster._note_exit
+            )
+        except HeldError:
+            raise is_held(saved.name, None) from None
+        except (OSError, EOFError) as error:
+            raise UserError(
+                f"The cluster {saved.name} has just ended: start anew with %ddp_start."
+            ) from error
+        try:
+            saved = read(saved.folder)  # nobody else changes it from now on
+            cluster.spec, cluster.plan, cluster.states = saved.spec, saved.plan, saved.states
+            cluster.home, cluster.began = saved.home, saved.began
+            cluster._master_port = saved.master_port
+            cluster.generation = saved.generation
+            cluster._group_is_cut = saved.group_is_cut
+            cluster._group_is_checked = saved.group_is_checked
+            cluster._dispatcher = cluster._connect()
+            cluster._dispatcher.engine_of.update(saved.engine_of)
+            cluster._known_engines = set(cluster._dispatcher.client.ids)
+            write_owners(cluster.folder, [os.getpid(), cluster.processes.pid])
+        except BaseException:
+            cluster.detach()
             raise
         return cluster
 
@@ -166,6 +223,7 @@ class Cluster:
     def cut(self, ranks: Sequence[int]) -> None:
         """Free ranks from the collectives they wait in; the group is dead afterwards."""
         self._group_is_cut = True
+        self._save()
         for rank in set(ranks) & set(self.living):
             self.processes.order(rank, "cut")
 
@@ -187,9 +245,10 @@ class Cluster:
         is_fit = not self._group_is_cut and self._group_is_checked == is_checked
         if is_fit or self.living != self.ranks:
             return {}
-        self.generation += 1
+        self._begin_generation()
         stale = self.gather(OnRank("rejoin"), self.generation, is_checked)
         self._group_is_cut, self._group_is_checked = False, is_checked
+        self._save()
         return by_name(dict(zip(self.ranks, stale, strict=True)))
 
     def bring_back(self, ranks: Sequence[int]) -> dict[str, list[int]]:
@@ -201,7 +260,7 @@ class Cluster:
         assert self.plan is not None
         assert self._dispatcher is not None
         self._end(ranks)
-        self.generation += 1
+        self._begin_generation()
         for rank in ranks:
             del self.exits[str(rank)]
             self._start_rank(self.plan, rank)
@@ -211,6 +270,7 @@ class Cluster:
         stale = self._dispatcher.collect(call, CALL_TIMEOUT_SECONDS)
         self.states = tuple(self.gather(OnRank("state")))
         self._group_is_cut = self._group_is_checked = False
+        self._save()
         return by_name(dict(zip(others, stale, strict=True)))
 
     def _end(self, ranks: Sequence[int]) -> None:
@@ -222,16 +282,70 @@ class Cluster:
                 raise TimeoutError(f"rank {format_ranks(ranks)} did not end")
             time.sleep(0.002)
 
+    def linger(self, seconds: float) -> None:
+        """Have the ranks outlive this kernel that long, so that another can attach to them."""
+        self.spec = replace(self.spec, linger_seconds=seconds)
+        self._save()
+        if seconds:
+            self.processes.linger(seconds, self.folder / DOOR)
+
+    def detach(self) -> None:
+        """Leave the ranks to another kernel; may be called twice, ``stop`` does nothing then."""
+        if self._is_left:
+            return
+        self._is_left = True
+        self._disconnect("was left to another kernel")
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended
+            write_owners(self.folder, [self.processes.pid])
+        self.processes.detach()
+
     def stop(self) -> None:
         """End every process of the cluster; may be called twice."""
-        if self._dispatcher is not None:
-            self._dispatcher.client.close()
-            self._dispatcher = None
+        if self._is_left:
+            return
+        self._disconnect("was ended with the cluster")
         self.processes.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _asks_for_gpus(self) -> bool:
-        return self.spec.device == "cuda" or (self.spec.device == "auto" and may_have_gpus())
+    def _disconnect(self, why: str) -> None:
+        """Reach no rank any more; calls in progress are told ``why``."""
+        self.is_over = True
+        dispatcher, self._dispatcher = self._dispatcher, None
+        if dispatcher is not None:
+            for rank in self.ranks:
+                dispatcher.lose(rank, why)
+            dispatcher.client.close()
+
+    def _begin_generation(self) -> None:
+        """Count up the process groups; the new one is no better than cut until it is formed."""
+        self.generation += 1
+        self._group_is_cut = True
+        self._save()
+
+    def _save(self) -> None:
+        """Write what another kernel must know, where one may come."""
+        if not self.spec.linger_seconds or self._dispatcher is None:
+            return
+        assert self.plan is not None
+        server = self.processes.pid
+        # Cells in the background cut the group in threads of their own.  Where the fork
+        # server has ended, so has the folder.
+        with self._save_lock, contextlib.suppress(OSError, psutil.NoSuchProcess):
+            Saved(
+                folder=self.folder,
+                home=self.home,
+                began=self.began,
+                server=(server, psutil.Process(server).create_time()),
+                spec=self.spec,
+                method=self.method,
+                plan=self.plan,
+                master_port=self._master_port,
+                states=self.states,
+                engine_of={r: self._dispatcher.engine_of.get(r, r) for r in self.ranks},
+                generation=self.generation,
+                group_is_cut=self._group_is_cut,
+                group_is_checked=self._group_is_checked,
+            ).write()
 
     def _start_ranks(self, progress: Callable[[str], None]) -> None:
         progress("importing torch")
@@ -264,7 +378,7 @@ class Cluster:
                 "backend": plan.backend,
                 "num_threads": plan.num_threads,
                 "generation": self.generation,
-                "cells_folder": os.getcwd(),
+                "cells_folder": str(self.home),
                 "engine_arguments": [
                     f"--profile-dir={self.profile}",
                     f"--IPEngine.url_file={self.profile / 'security/ipcontroller-engine.json'}",
@@ -337,6 +451,11 @@ class Cluster:
         lost = [int(exit_.name)] if exit_.name.isdigit() else list(self.ranks)
         for rank in lost:
             self._dispatcher.lose(rank, describe_exit(exit_))
+
+
+def asks_for_gpus(spec: ClusterSpec) -> bool:
+    """Tell whether the fork server must say which GPUs there are before there is a plan."""
+    return spec.device == "cuda" or (spec.device == "auto" and may_have_gpus())
 
 
 def by_name(names: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:

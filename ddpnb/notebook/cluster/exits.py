@@ -10,12 +10,14 @@ class Exit:
 
     name: str
     """``"controller"``, ``"fork server"``, or the rank's number."""
-    code: int
-    """The exit code; the negative signal number where a signal ended it."""
+    code: int | None
+    """The exit code; the negative signal number where a signal ended it; None if not known."""
 
 
 def describe_exit(exit_: Exit) -> str:
     """Say how a process ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
+    if exit_.code is None:
+        return "has ended"
     if exit_.code >= 0:
         return f"ended with exit code {exit_.code}"
     try:

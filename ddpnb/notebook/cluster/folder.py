@@ -35,18 +35,37 @@ def private_folder() -> Path:
 def write_owners(folder: Path, pids: list[int]) -> None:
     """Note the processes that need the folder; as long as one lives, it is no leftover."""
     owners = [(pid, psutil.Process(pid).create_time()) for pid in pids]
-    draft = folder / f"{OWNERS}.new"
-    draft.write_text(json.dumps(owners))
-    draft.rename(folder / OWNERS)
+    write_json(folder / OWNERS, owners)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a file that is there as a whole, or as it was before."""
+    draft = path.with_name(f"{path.name}.new")
+    draft.write_text(json.dumps(content))
+    draft.rename(path)
+
+
+def living_owners(folder: Path) -> list[int]:
+    """Return the processes that need the folder and live."""
+    return [owner[0] for owner in json.loads((folder / OWNERS).read_text()) if is_alive(owner)]
+
+
+def own_folders() -> list[Path]:
+    """Return the folders of this user's clusters."""
+    found = []
+    for folder in parent_folder().glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            if folder.lstat().st_uid == os.getuid():
+                found.append(folder)
+    return found
 
 
 def remove_leftovers() -> list[Path]:
     """Remove the folders of this user whose owners have all ended; return them."""
     removed = []
-    for folder in parent_folder().glob(f"{PREFIX}*"):
+    for folder in own_folders():
         with contextlib.suppress(OSError, ValueError):
-            owners = json.loads((folder / OWNERS).read_text())
-            if folder.stat().st_uid == os.getuid() and not any(map(is_alive, owners)):
+            if not living_owners(folder):
                 shutil.rmtree(folder)
                 removed.append(folder)
     return removed

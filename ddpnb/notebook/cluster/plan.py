@@ -1,5 +1,6 @@
 """Which rank computes where, and with how many threads?  (Notebook side.)"""
 
+import math
 import os
 import socket
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ class ClusterSpec:
     device: str = "auto"
     backend: str = "auto"
     num_threads: int | None = None
+    linger_seconds: float = 0.0
+    """How long the ranks outlive their kernel, waiting for another."""
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -31,6 +34,10 @@ class ClusterSpec:
             raise UserError(f"-n must be between 1 and {MAX_RANKS}, not {self.num_ranks}.")
         if self.num_threads is not None and self.num_threads < 1:
             raise UserError(f"--threads must be at least 1, not {self.num_threads}.")
+        if not (math.isfinite(self.linger_seconds) and self.linger_seconds >= 0):
+            raise UserError(
+                f"--linger must be a number of seconds, 0 or more, not {self.linger_seconds:g}."
+            )
         if self.device == "cpu" and self.backend == "nccl":
             raise UserError("NCCL works on GPUs only: use --backend gloo with --device cpu.")
 

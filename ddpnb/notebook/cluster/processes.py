@@ -15,13 +15,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing import Pipe
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ddpnb.notebook.cluster.exits import Exit
+from ddpnb.notebook.cluster.folder import Owner, is_alive
 
 STOP_TIMEOUT_SECONDS = 8.0
+KNOCK_SECONDS = 2.0
+"""How long a kernel that is just ending may still hold the fork server."""
 
 RECORDED_CALLS = 64
 """Collectives that torch's flight recorder remembers on each rank, to tell where it waits."""
@@ -29,35 +34,70 @@ RECORDED_CALLS = 64
 Event = dict[str, Any]
 
 
+class Server(Protocol):
+    """The fork server, whether it is this process's child or not."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for its end; return how it ended where that can be known.
+
+        Raises:
+            subprocess.TimeoutExpired: where it has not ended.
+        """
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
 class Processes:
     """The fork server and its children, as the kernel sees them.
 
+    ``start`` and ``attach`` return one.
+
     Args:
-        folder: the cluster's private run folder; the fork server removes it.
-        controller_arguments: ipyparallel's command line for the controller.
-        num_threads: OpenMP threads of each rank; read by torch when it is imported.
-        method: ``"fork"``, or ``"spawn"`` where forking is not safe.
+        pipe: to the fork server.
+        server: the fork server.
         on_exit: called from the listening thread when a process has ended.
     """
 
     def __init__(
-        self,
+        self, *, pipe: Connection, server: Server, on_exit: Callable[[Exit], None]
+    ) -> None:
+        self._on_exit = on_exit
+        self._orders: dict[int, Future[Any]] = {}
+        self._order_ids = itertools.count(time.time_ns())  # no answer to an earlier kernel fits
+        self._send_lock = threading.Lock()
+        self._stopped = False
+        self.ready: Future[list[str]] = Future()
+        """Resolves to the names of the GPUs once ranks can be started."""
+        self._pipe = pipe
+        self._server = server
+        self._listener = threading.Thread(target=self._listen, name="ddpnb-processes", daemon=True)
+
+    @classmethod
+    def start(
+        cls,
         *,
         folder: Path,
         controller_arguments: list[str],
         num_threads: int,
         method: str,
         on_exit: Callable[[Exit], None],
-    ) -> None:
-        self._on_exit = on_exit
-        self._orders: dict[int, Future[Any]] = {}
-        self._order_ids = itertools.count()
-        self._send_lock = threading.Lock()
-        self._stopped = False
-        self.ready: Future[list[str]] = Future()
-        """Resolves to the names of the GPUs once ranks can be started."""
-        self._pipe, theirs = Pipe()
-        self._server = subprocess.Popen(
+    ) -> "Processes":
+        """Start the fork server, which starts the controller.
+
+        Args:
+            folder: the cluster's private run folder; the fork server removes it.
+            controller_arguments: ipyparallel's command line for the controller.
+            num_threads: OpenMP threads of each rank; read by torch when it is imported.
+            method: ``"fork"``, or ``"spawn"`` where forking is not safe.
+            on_exit: called from the listening thread when a process has ended.
+        """
+        pipe, theirs = Pipe()
+        server = subprocess.Popen(
             [sys.executable, "-m", "ddpnb.forkserver", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env=os.environ
@@ -66,8 +106,33 @@ class Processes:
             start_new_session=True,
         )
         theirs.close()
-        self._send(folder=str(folder), method=method, controller_arguments=controller_arguments)
-        threading.Thread(target=self._listen, name="ddpnb-processes", daemon=True).start()
+        processes = cls(pipe=pipe, server=server, on_exit=on_exit)
+        processes._send(
+            folder=str(folder), method=method, controller_arguments=controller_arguments
+        )
+        processes._listener.start()
+        return processes
+
+    @classmethod
+    def attach(cls, address: Path, server: Owner, on_exit: Callable[[Exit], None]) -> "Processes":
+        """Take over a fork server that has outlived its kernel.
+
+        Args:
+            address: where it awaits another kernel.
+            server: its process.
+            on_exit: called for each process that has ended meanwhile, then as in ``start``.
+
+        Raises:
+            HeldError: where another kernel holds it.
+            OSError: where it has ended.
+        """
+        pipe, exits = knock(address)
+        processes = cls(pipe=pipe, server=Adopted(owner=server), on_exit=on_exit)
+        processes.ready.set_result([])  # ranks can be started: they have been
+        for name, code in exits.items():
+            on_exit(Exit(name=name, code=code))
+        processes._listener.start()
+        return processes
 
     @property
     def pid(self) -> int:
@@ -81,16 +146,33 @@ class Processes:
         self._send(op="start_rank", rank=rank, environment=environment, settings=settings)
 
     def order(self, rank: int, order: str) -> "Future[Any]":
-        """Have a rank's control thread do something, whatever its main thread is at."""
+        """Have a rank's control thread do something, whatever its main thread is at.
+
+        Where the rank is gone, and be it with the whole cluster, no answer comes.
+        """
         order_id = next(self._order_ids)
         answer: Future[Any] = Future()
         self._orders[order_id] = answer
-        self._send(op="tell", rank=rank, message={"order": order, "id": order_id})
+        with contextlib.suppress(OSError):
+            self._send(op="tell", rank=rank, message={"order": order, "id": order_id})
         return answer
 
     def signal(self, ranks: list[int], number: int) -> None:
-        """Send a signal to some ranks."""
-        self._send(op="signal", ranks=ranks, number=number)
+        """Send a signal to some ranks; those that are gone get none."""
+        with contextlib.suppress(OSError):
+            self._send(op="signal", ranks=ranks, number=number)
+
+    def linger(self, seconds: float, address: Path) -> None:
+        """Have the processes outlive this one, awaiting another at ``address``."""
+        self._send(op="linger", seconds=seconds, address=str(address))
+
+    def detach(self) -> None:
+        """Leave the processes to the next kernel; may be called twice."""
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self._send(op="detach")
+        self._listener.join(STOP_TIMEOUT_SECONDS)  # the fork server closes its end
+        self._pipe.close()
 
     def stop(self) -> None:
         """End every process of the cluster and wait for it; may be called twice."""
@@ -114,7 +196,7 @@ class Processes:
                 self._handle(json.loads(self._pipe.recv_bytes()))
         if not self._stopped:
             code = self._server.wait(1.0)
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._server.pid, signal.SIGKILL)  # what its children had started
             self._on_exit(Exit(name="fork server", code=code))
         if not self.ready.done():
@@ -127,10 +209,62 @@ class Processes:
             case "failed":
                 self.ready.set_exception(RuntimeError(event["cause"]))
             case "answer":
-                self._orders.pop(event["id"]).set_result(event["value"])
+                if (order := self._orders.pop(event["id"], None)) is not None:
+                    order.set_result(event["value"])
             case "exited":
                 if not self._stopped:
                     self._on_exit(Exit(name=event["name"], code=event["code"]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adopted:
+    """A fork server that another process has started."""
+
+    owner: Owner
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.owner[0]
+
+    def wait(self, timeout: float) -> None:
+        """Wait for its end; how it ended, only its parent is told."""
+        deadline = time.monotonic() + timeout
+        while is_alive(self.owner):
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("ddpnb.forkserver", timeout)
+            time.sleep(0.005)
+
+    def kill(self) -> None:
+        """End it at once."""
+        if is_alive(self.owner):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class HeldError(Exception):
+    """Another kernel holds the fork server."""
+
+
+def knock(address: Path) -> tuple[Connection, dict[str, int]]:
+    """Ask a fork server to take this kernel as its own; return the pipe, and who has ended.
+
+    Raises:
+        HeldError: where it has a kernel, and has it still after ``KNOCK_SECONDS``.
+        OSError: where it has ended.
+    """
+    deadline = time.monotonic() + KNOCK_SECONDS
+    while True:
+        pipe = Client(str(address), family="AF_UNIX")
+        if not pipe.poll(STOP_TIMEOUT_SECONDS):
+            pipe.close()
+            raise TimeoutError("the fork server does not answer")
+        answer: Event = json.loads(pipe.recv_bytes())
+        if answer["event"] == "attached":
+            return pipe, answer["exits"]
+        pipe.close()
+        if time.monotonic() > deadline:
+            raise HeldError
+        time.sleep(0.05)
 
 
 def wait_for_file(path: Path, timeout: float, still_waiting: Callable[[], None]) -> None:

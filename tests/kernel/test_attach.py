@@ -1,0 +1,211 @@
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddpnb.notebook.cluster.linger import lingering
+from tests.kernel.client import Kernel, both
+
+LINGERING = "%ddp_start -n 2 --device cpu --linger 600"
+FILL = "%%ddp\nimport torch\nkept = torch.randn(1000) + rank"
+SUM = "%ddp_pull kept.sum().item()"
+ALL_REDUCE = """%%ddp
+import torch, torch.distributed as dist
+total = torch.ones(1)
+dist.all_reduce(total)
+print(total.item())
+"""
+BELOW = "[p.pid for p in __import__('psutil').Process().children(recursive=True)]"
+
+
+@pytest.fixture
+def fresh_kernel(tmp_path: Path) -> Iterator[Kernel]:
+    """A kernel to end, in a folder where no other cluster was started."""
+    kernel = Kernel(tmp_path)
+    kernel.run("%load_ext ddpnb")
+    yield kernel
+    kernel.stop()
+    for saved in lingering():
+        if saved.home == tmp_path:
+            psutil.Process(saved.server[0]).terminate()
+
+
+def processes_below(kernel: Kernel) -> list[psutil.Process]:
+    pids = map(int, re.findall(r"\d+", kernel.value(BELOW)))
+    return [psutil.Process(pid) for pid in pids]
+
+
+def living(processes: list[psutil.Process]) -> list[psutil.Process]:
+    _, alive = psutil.wait_procs(processes, timeout=0)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def name_in(text: str) -> str:
+    """The cluster's name, as the table's note tells it."""
+    (name,) = re.findall(r"%ddp_start --attach finds it again \((\w+)\)", text)
+    return str(name)
+
+
+@pytest.mark.parametrize("now", [True, False], ids=["killed", "restarted"])
+def test_a_new_kernel_finds_the_ranks_of_the_old_one(fresh_kernel: Kernel, now: bool):
+    kernel = fresh_kernel
+    started = kernel.run(LINGERING)
+    assert "outlives the kernel by 600 s" in started.text
+    kernel.run(FILL)
+    before = kernel.run(SUM).text
+    processes = processes_below(kernel)
+    assert len(processes) >= 4  # fork server, controller with its child, ranks
+    loaded = kernel.restart(now=now)
+    assert loaded.lines == [
+        "Ranks wait here for a kernel: %ddp_start --attach takes them, with all variables."
+    ]
+    assert set(living(processes)) == set(processes)
+    assert kernel.run("%%ddp\n1").error == "UserError"
+
+    attached = kernel.run("%ddp_start --attach")
+    assert not attached.error, attached.told
+    assert "2 ranks of 2 alive" in attached.text
+    assert attached.text.count("idle") == 2
+    assert name_in(attached.text) == name_in(started.text)
+    assert kernel.run(SUM).text == before
+    assert kernel.run(ALL_REDUCE).by_rank == both("2.0")
+    assert kernel.run("%%ddp\n1 / rank").error == "RankError"
+    assert kernel.run(ALL_REDUCE).by_rank == both("2.0")
+    assert "outlives the kernel by 600 s" in kernel.run("%ddp_status").text
+
+    assert kernel.run("%ddp_stop").stdout == "The cluster has stopped.\n"
+    assert not living(processes)
+    assert not Path(f"/dev/shm/ddpnb-{name_in(started.text)}").exists()
+    assert kernel.run("%ddp_start --attach nobody").told.startswith("UserError: There is no clus")
+
+
+def test_without_linger_a_restart_ends_everything(fresh_kernel: Kernel):
+    kernel = fresh_kernel
+    assert "outlives" not in kernel.run("%ddp_start -n 2 --device cpu").text
+    processes = processes_below(kernel)
+    assert kernel.restart().text == ""
+    assert not living(processes)
+    assert kernel.run("%ddp_start --attach nobody").error == "UserError"
+
+
+def test_a_cell_that_the_old_kernel_left_running_is_told_and_interrupted(fresh_kernel: Kernel):
+    kernel = fresh_kernel
+    kernel.run(LINGERING)
+    kernel.run("%%ddp\nkept = rank + 1")
+    kernel.run("%%ddp --no-wait\nimport time\nwhile rank: time.sleep(0.1)")
+    kernel.restart()
+    attached = kernel.run("%ddp_start --attach")
+    assert "Rank 1 still runs what the last kernel sent" in attached.stdout
+    assert "busy" in attached.text
+    assert kernel.run("%ddp_pull kept --ranks 0 --as here\nprint(here)").stdout == "1\n"
+    kernel.run("%ddp_interrupt")
+    assert kernel.run("%%ddp\nkept").by_rank == {0: ["1"], 1: ["2"]}
+    assert "busy" not in kernel.run("%ddp_status").text
+
+
+def test_stop_ends_what_was_left_running_without_another_word(fresh_kernel: Kernel):
+    kernel = fresh_kernel
+    kernel.run(LINGERING)
+    kernel.run("%%ddp --no-wait\nimport time\ntime.sleep(1000)")
+    processes = processes_below(kernel)
+    kernel.restart()
+    request = kernel.begin("%ddp_start --attach")
+    kernel.wait(request)
+    stop = kernel.begin("%ddp_stop\nimport time; time.sleep(2)")
+    assert kernel.wait(stop).text == "The cluster has stopped.\n"
+    assert not kernel.cells[request].stderr
+    assert not living(processes)
+
+
+def test_the_next_cell_waits_for_what_was_left_and_an_interrupt_stops_both(fresh_kernel: Kernel):
+    kernel = fresh_kernel
+    kernel.run(LINGERING)
+    kernel.run("%%ddp --no-wait\nimport time\nwhile rank: time.sleep(0.1)")
+    kernel.restart(now=True)
+    kernel.run("%ddp_start --attach")
+    cell = kernel.begin("%%ddp\nprint('begun', rank)\ntime.sleep(1000)")
+    kernel.wait_for_text(cell, "begun 0")
+    kernel.interrupt()
+    assert kernel.wait(cell).error == "KeyboardInterrupt"
+    assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
+
+
+def test_a_rank_that_died_meanwhile_is_dead_and_comes_back(fresh_kernel: Kernel):
+    kernel = fresh_kernel
+    kernel.run(LINGERING)
+    kernel.run("%%ddp\nkept = rank + 1")
+    kernel.run("%ddp_pull __import__('os').getpid() --ranks 1 --as pid")
+    rank = psutil.Process(int(kernel.value("pid")))
+    kernel.restart()
+    rank.kill()
+    psutil.wait_procs([rank], timeout=10)  # reaped by the fork server
+    attached = kernel.run("%ddp_start --attach")
+    assert "1 rank of 2 alive" in attached.text
+    assert "was killed by SIGKILL" in attached.text
+    assert "2 ranks ready" in kernel.run("%ddp_restart --ranks 1").text
+    assert kernel.run(ALL_REDUCE).by_rank == both("2.0")
+    assert kernel.run("%%rank 0\nkept").stdout == "[0] 1\n"
+    assert "outlives the kernel by 600 s" in kernel.run("%ddp_restart").text  # as it was started
+
+
+def test_two_kernels_in_one_folder(fresh_kernel: Kernel):
+    first, second = fresh_kernel, Kernel(fresh_kernel.folder)
+    try:
+        name = name_in(first.run(LINGERING).text)
+        first.run("%%ddp\nwho = 'first'")
+        second.run("%load_ext ddpnb")
+        held = second.run(f"%ddp_start --attach {name}")
+        assert held.told.startswith(f"UserError: The cluster {name} is in use by another kernel, p")
+        other = name_in(second.run(LINGERING).text)
+        second.run("%%ddp\nwho = 'second'")
+        for kernel in (first, second):
+            kernel.restart()
+        doubt = first.run("%ddp_start --attach")
+        assert doubt.error == "UserError"
+        assert "clusters wait for a kernel, choose one with %ddp_start --attach NAME" in doubt.told
+        assert doubt.told.count(f"in {first.folder}") == 2
+        assert {name, other} <= set(first.complete("%ddp_start --attach "))
+        first.run(f"%ddp_start --attach {other}")
+        second.run("import ddpnb; ddpnb.start(attach=True)")
+        assert first.run("%%ddp\nwho").stdout == "[0-1] 'second'\n"
+        assert second.run("%%ddp\nwho").stdout == "[0-1] 'first'\n"
+    finally:
+        second.stop()
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--linger -1", "--linger must be a number of seconds, 0 or more, not -1."),
+        ("--linger inf", "--linger must be a number of seconds, 0 or more, not inf."),
+        ("--linger soon", "argument --linger: invalid float value: 'soon'"),
+        ("--attach -n 4", "--attach takes a cluster as it was started: leave out the other"),
+        ("--attach --device cpu", "--attach takes a cluster as it was started: leave out"),
+    ],
+)
+def test_a_wrong_start_is_one_sentence(bare_kernel: Kernel, line: str, told: str):
+    cell = bare_kernel.run(f"%ddp_start {line}")
+    assert cell.error == "UserError"
+    assert told in cell.told
+    assert "\n" not in cell.told
+
+
+def test_the_twin_refuses_what_the_magic_refuses(bare_kernel: Kernel):
+    for options in ("2, attach=True", "attach='x', method='spawn'"):
+        cell = bare_kernel.run(f"import ddpnb\nddpnb.start({options})")
+        assert cell.told.startswith("UserError: --attach takes a cluster as it was started")
+
+
+def test_attach_and_linger_where_a_cluster_runs(kernel: Kernel):
+    cell = kernel.run("%ddp_start --attach")
+    assert cell.told == (
+        "UserError: A cluster is running here already: %ddp_stop ends it, "
+        "then --attach takes another."
+    )
+    kept = kernel.run("%%ddp\nkept = 3\n")
+    assert not kept.error
+    assert "outlives the kernel by 60 s" in kernel.run("import ddpnb; ddpnb.start(linger=60)").text
+    assert kernel.run("%%ddp\nkept").stdout == "[0-1] 3\n"
+    assert kernel.run("%ddp_stop").stdout == "The cluster has stopped.\n"
