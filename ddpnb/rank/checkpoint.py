@@ -161,7 +161,10 @@ def read(place: Place, spec: RunSpec) -> State:
     try:
         state: State = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise UserError(f"The checkpoint {path} cannot be read: {error}.") from error
+        raise UserError(
+            f"The checkpoint {path} cannot be read ({type(error).__name__}): "
+            "it is damaged, or not one of ddpnb's."
+        ) from error
     told: dict[str, Any] = state["spec"]
     if told["strategy"] != spec.strategy:
         raise UserError(
