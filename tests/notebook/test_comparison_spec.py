@@ -128,13 +128,13 @@ def test_a_wrong_line_is_one_sentence_before_anything_trains(line: str, told: st
 
 def test_every_choice_has_its_option():
     line = (
-        "ddp --task synthetic --epochs 3 --batch-size 64 --lr 0.1 --seed 5 "
+        "ddp --task synthetic:samples=512 --epochs 3 --batch-size 64 --lr 0.1 --seed 5 "
         "--accumulate 4 --amp bf16 --clip 1.5 --lr-scaling linear --lr-warmup 1 "
         "--sync-batchnorm --transport shm --data-workers 2 --slow 1:3x,0:50ms --slow 2:2x "
         "--jitter 20% --kill 1@5s --save-every 0.5 --resume mine"
     )
     assert parse(line) == TrainingSpec(
-        task="synthetic",
+        task="synthetic:samples=512",
         num_epochs=3,
         batch_size=64,
         learning_rate=0.1,

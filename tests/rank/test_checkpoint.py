@@ -69,9 +69,7 @@ def test_every_strategy_can_be_resumed(ranks, tmp_path, strategy):
 def test_an_asynchronous_server_gets_its_optimizers_state_back(ranks, tmp_path):
     whole = ranks(1).call(train_job, spec_of("async", tmp_path, run_id="whole"))[0]
     ranks(1).call(train_job, spec_of("async", tmp_path, num_epochs=1))
-    resumed = ranks(1).call(
-        train_job, spec_of("async", tmp_path, run_id="new", resume="old")
-    )[0]
+    resumed = ranks(1).call(train_job, spec_of("async", tmp_path, run_id="new", resume="old"))[0]
     # One worker alone is in step with its server: there it is exact.
     assert losses(resumed) == pytest.approx(losses(whole)[PER_EPOCH:], abs=1e-6)
 
@@ -147,9 +145,12 @@ def refused(tmp_path, match: str, *, num_ranks=2, **changes):
 def test_what_cannot_be_resumed_is_one_sentence_before_anything_trains(ranks, tmp_path):
     refused(tmp_path, "no complete checkpoint of the run to resume")
     ranks(2).call(train_job, spec_of("ddp", tmp_path))
-    refused(tmp_path, "was trained for 3 epochs already: give more with --epochs".replace(
-        "was trained", "has been trained"
-    ))
+    refused(
+        tmp_path,
+        "was trained for 3 epochs already: give more with --epochs".replace(
+            "was trained", "has been trained"
+        ),
+    )
     refused(tmp_path, "--batch-size 32, not 40: give the same", num_epochs=9, batch_size=40)
     refused(tmp_path, "--seed 0, not 1: give the same", num_epochs=9, seed=1)
     refused(tmp_path, "was trained by 2 ranks, not 3", num_epochs=9, num_ranks=3)

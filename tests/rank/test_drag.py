@@ -1,5 +1,6 @@
 """Do faults strike whom they should, as hard as they should, in every strategy?"""
 
+import itertools
 import statistics
 import time
 
@@ -22,7 +23,8 @@ from torch import nn
 class Deep(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.again, self.last = nn.Linear(4, 256), nn.Linear(256, 256), nn.Linear(256, 2)
+        self.first, self.last = nn.Linear(4, 256), nn.Linear(256, 2)
+        self.again = nn.Linear(256, 256)
 
     def forward(self, x):
         x = self.first(x)
@@ -51,7 +53,7 @@ def steps(result) -> list[StepEvent]:
 def step_seconds(result) -> float:
     """Return how long a step usually takes."""
     ends = [event.seconds for event in steps(result)]
-    return statistics.median(end - begin for begin, end in zip(ends, ends[1:], strict=False))
+    return statistics.median(end - begin for begin, end in itertools.pairwise(ends))
 
 
 def marks(result) -> list[tuple[int, str]]:

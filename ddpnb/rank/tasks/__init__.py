@@ -11,6 +11,8 @@ from ddpnb.wire import RunSpec
 
 _BUILT_IN: Mapping[str, str] = {
     "digits": "ddpnb.rank.tasks.digits",
+    "cifar10": "ddpnb.rank.tasks.cifar10",
+    "text": "ddpnb.rank.tasks.text",
     "synthetic": "ddpnb.rank.tasks.synthetic",
 }
 """The module of each name in ``catalogue.TASKS``; ``build(spec, **options)`` makes the task."""
