@@ -53,7 +53,22 @@ STRATEGIES: Mapping[str, Entry] = {
 
 TASKS: Mapping[str, Entry] = {
     "digits": Entry(about="scikit-learn's 1797 handwritten digits, 8x8 pixels: real data"),
-    "synthetic": Entry(about="CIFAR-shaped images made from a seed: synthetic data"),
+    "cifar10": Entry(
+        about="ResNet-18 on CIFAR-10; synthetic images where data/cifar-10-batches-bin is not there"
+    ),
+    "text": Entry(about="a small transformer learns Python's own sources, by character: real data"),
+    "synthetic": Entry(
+        about="CIFAR-shaped images made from a seed: synthetic data",
+        options={
+            "samples": Option(default=4096, least=16, about="images to train on"),
+            "parameters": Option(
+                default=0, least=0, about="of the model in all, for more to exchange; 0: as it is"
+            ),
+            "compute": Option(
+                default=0, least=0, about="convolutions more for each image, for more to compute"
+            ),
+        },
+    ),
 }
 """Built-in tasks by name."""
 

@@ -10,17 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ddpnb import catalogue
-from ddpnb.catalogue import CELL_TASK
-from ddpnb.errors import UserError, one_of
-
-AMP = ("none", "bf16")
-"""What mixed precision there is: bfloat16 needs no scaling of the loss."""
-
-LR_SCALING = ("none", "linear", "sqrt")
-"""How the learning rate may grow with the number of workers."""
-
-TRANSPORTS = ("auto", "shm", "gloo", "rpc")
-"""How an asynchronous worker and its server may exchange tensors."""
+from ddpnb.training import TrainingSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,84 +32,19 @@ class RankState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec:
+class RunSpec(TrainingSpec):
     """One training: everything a rank must know to repeat it exactly."""
 
     run_id: str
     strategy: str
     """As it was written, with its options: ``"ddp"``, ``"ddp:hook=fp16"``."""
-    task: str = CELL_TASK
-    """Likewise."""
-    source: str = ""
-    """The comparison cell; defines ``model()`` and ``data(split)`` when ``task`` is ``"cell"``."""
-    num_epochs: float = 2.0
-    """Passes over the training data; for asynchronous runs counted in samples seen."""
-    batch_size: int = 256
-    """The global batch: samples per step over all workers together."""
-    learning_rate: float = 0.05
-    seed: int = 0
     repeat: int = 0
-    num_warmup_steps: int = 3
-    """Steps trained on a throwaway replica first, so that no clock sees a cold start."""
-    accumulate: int = 1
-    """Parts that a worker's share of a step is cut into, one after the other, to save memory."""
-    amp: str = "none"
-    """One of ``AMP``: the type that the forward pass computes in where that is safe."""
-    clip: float | None = None
-    """The largest norm of all gradients together; larger ones are scaled down to it."""
-    lr_scaling: str = "none"
-    """One of ``LR_SCALING``."""
-    num_lr_warmup_epochs: float = 0.0
-    """Epochs over which the learning rate grows from almost nothing (Goyal et al. 2017)."""
-    num_data_workers: int = 0
-    """Processes of each rank that fetch samples ahead (torch's ``DataLoader``)."""
-    sync_batchnorm: bool = False
-    """Whether BatchNorm takes its statistics over all ranks; on GPUs only."""
-    transport: str = "auto"
-    """One of ``TRANSPORTS``."""
-    slow: tuple[str, ...] = ()
-    """Stragglers: ``"1:3x"``: rank 1 is 3 times as slow; ``"1:50ms"``, its steps take longer."""
-    kill: tuple[str, ...] = ()
-    """Deaths: ``"1@5s"`` kills rank 1 after five seconds of training."""
-    jitter: float = 0.0
-    """Share by which each step of each rank takes longer at random, 0.2 for 20 %."""
-    save_every: float = 0.0
-    """Epochs between checkpoints; 0: none."""
-    resume: str = ""
-    """The run id whose last checkpoint to begin from; empty: begin anew."""
+    checkpoints: str = ""
+    """The folder that holds one of each run's checkpoints; empty: none are kept."""
 
     def __post_init__(self) -> None:
+        TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
         catalogue.strategy(self.strategy)
-        catalogue.task(self.task)
-        if self.task == CELL_TASK and not self.source.strip():
-            raise UserError(
-                "Nothing to train: define model() and data(split) in the cell, "
-                f"or name a task with --task ({', '.join(catalogue.TASKS)})."
-            )
-        _at_least("--epochs", self.num_epochs, 0, inclusive=False)
-        _at_least("--batch-size", self.batch_size, 1)
-        _at_least("--lr", self.learning_rate, 0, inclusive=False)
-        _at_least("--seed", self.seed, 0)
-        _at_least("--accumulate", self.accumulate, 1)
-        _at_least("--lr-warmup", self.num_lr_warmup_epochs, 0)
-        _at_least("--data-workers", self.num_data_workers, 0)
-        _at_least("--jitter", self.jitter, 0)
-        _at_least("--save-every", self.save_every, 0)
-        if self.clip is not None:
-            _at_least("--clip", self.clip, 0, inclusive=False)
-        for option, given, choices in (
-            ("--amp", self.amp, AMP),
-            ("--lr-scaling", self.lr_scaling, LR_SCALING),
-            ("--transport", self.transport, TRANSPORTS),
-        ):
-            if given not in choices:
-                raise one_of(option, given, choices)
-
-
-def _at_least(option: str, value: float, least: float, *, inclusive: bool = True) -> None:
-    if not math.isfinite(value) or value < least or (value == least and not inclusive):
-        bound = f"at least {least}" if inclusive else f"greater than {least}"
-        raise UserError(f"{option} must be {bound}, not {value}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +155,8 @@ class RunReport:
     """What this rank holds of the parameters when training ends; 0 where it is not known."""
     num_optimizer_bytes: int = 0
     """What it holds of the optimizer's state."""
+    was_stopped: bool = False
+    """Whether it ended before its last step because it was asked to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

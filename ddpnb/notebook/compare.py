@@ -1,7 +1,7 @@
 """How are strategies trained one after the other and compared?  (Notebook side.)"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from ddpnb import catalogue
 from ddpnb.catalogue import CELL_TASK, STRATEGIES
@@ -16,6 +16,7 @@ from ddpnb.notebook.record.store import Store
 from ddpnb.notebook.show.failures import CellInterrupt, RankError
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.result import ComparisonResult
+from ddpnb.training import TrainingSpec
 from ddpnb.wire import OnRank, RunReport, RunSpec
 
 BASELINE = "single"
@@ -28,12 +29,8 @@ class ComparisonSpec:
     """What is compared: strategies, and the training that is the same for all of them."""
 
     strategies: tuple[str, ...]
-    task: str = CELL_TASK
-    source: str = ""
-    num_epochs: float = 2.0
-    batch_size: int = 256
-    learning_rate: float = 0.05
-    seed: int = 0
+    """As they are written, e.g. ``"ddp"`` or ``"ddp:hook=fp16"``."""
+    training: TrainingSpec
     num_repeats: int = 1
     name: str = ""
     baseline: bool = True
@@ -45,10 +42,10 @@ class ComparisonSpec:
             raise UserError(f"Name the strategies to compare, one or more of: {names}.")
         for strategy in self.strategies:
             catalogue.strategy(strategy)
-        catalogue.task(self.task)
-        if self.task != CELL_TASK and self.source.strip():
+        task = self.training.task
+        if task != CELL_TASK and self.training.source.strip():
             raise UserError(
-                f"--task {self.task} and a cell that defines the task: leave one of them out."
+                f"--task {task} and a cell that defines the task: leave one of them out."
             )
         if self.num_repeats < 1:
             raise UserError(f"--repeats must be at least 1, not {self.num_repeats}.")
@@ -58,18 +55,9 @@ class ComparisonSpec:
         strategies = dict.fromkeys(self.strategies)
         if self.baseline:
             strategies = dict.fromkeys([BASELINE, *strategies])
+        chosen = {entry.name: getattr(self.training, entry.name) for entry in fields(TrainingSpec)}
         return tuple(
-            RunSpec(
-                run_id=new_id(),
-                strategy=strategy,
-                task=self.task,
-                source=self.source,
-                num_epochs=self.num_epochs,
-                batch_size=self.batch_size,
-                learning_rate=self.learning_rate,
-                seed=self.seed,
-                repeat=repeat,
-            )
+            RunSpec(run_id=new_id(), strategy=strategy, repeat=repeat, **chosen)
             for repeat in range(self.num_repeats)
             for strategy in strategies
         )
@@ -145,8 +133,8 @@ def compare(cluster: Cluster, store: Store, spec: ComparisonSpec) -> ComparisonR
     recorder = Recorder(
         store,
         name=spec.name,
-        task=spec.task,
-        source=spec.source,
+        task=spec.training.task,
+        source=spec.training.source,
         specs=specs,
     )
     return Training(cluster=cluster, recorder=recorder, specs=specs).run()

@@ -1,7 +1,7 @@
 """What can follow in a magic's line?  Tab completion.  (Notebook side.)"""
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from IPython.core.completer import (
     CompletionContext,
@@ -12,20 +12,15 @@ from IPython.core.completer import (
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
-from ddpnb.catalogue import STRATEGIES, TASKS
+from ddpnb.catalogue import STRATEGIES, TASKS, Entry, Option
 from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.linger import lingering
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES
 from ddpnb.notebook.session import this_session
-from ddpnb.wire import AMP, LR_SCALING, TRANSPORTS
+from ddpnb.training import flags
 
-VALUES = {
-    "--device": DEVICES,
-    "--backend": BACKENDS,
-    "--task": tuple(TASKS),
-    "--amp": AMP,
-    "--lr-scaling": LR_SCALING,
-    "--transport": TRANSPORTS,
+VALUES = {"--device": DEVICES, "--backend": BACKENDS} | {
+    flag.option: flag.choices for _, flag in flags() if flag.choices
 }
 """What may follow an option."""
 
@@ -43,7 +38,7 @@ def complete_magics(shell: InteractiveShell, magics: Magics) -> None:
         *words, last = context.line_with_cursor[: context.cursor_position].split(" ")
         while words and not words[0].startswith("%"):  # as in: result = %ddp_compare
             words.pop(0)
-        candidates = following(magics, words, shell.user_ns) if words else ()
+        candidates = following(magics, words, shell.user_ns, last) if words else ()
         found = [SimpleCompletion(text) for text in candidates if text.startswith(last)]
         return {"completions": found, "suppress": bool(found), "matched_fragment": last}
 
@@ -52,8 +47,17 @@ def complete_magics(shell: InteractiveShell, magics: Magics) -> None:
     matchers.append(ddpnb_matcher)
 
 
-def following(magics: Magics, words: list[str], namespace: dict[str, object]) -> Iterable[str]:
-    """Return what may follow the words of a line so far; nothing where it is not ours."""
+def following(
+    magics: Magics, words: list[str], namespace: dict[str, object], begun: str
+) -> Iterable[str]:
+    """Return what may follow the words of a line so far; nothing where it is not ours.
+
+    Args:
+        magics: whose options are completed.
+        words: the whole words before.
+        namespace: the notebook's variables.
+        begun: the beginning of the next word.
+    """
     name = words[0].lstrip("%")
     if not name.startswith(("ddp", "rank")):
         return ()
@@ -61,7 +65,11 @@ def following(magics: Magics, words: list[str], namespace: dict[str, object]) ->
         return [saved.name for saved in lingering()]
     if words[-1] in VALUES:
         return VALUES[words[-1]]
-    return [*options(getattr(magics, name, None)), *names(name, namespace)]
+    if words[-1] == "--task":
+        return choices(TASKS, begun)
+    if words[-1] == "--resume":
+        return names("ddp_plot", namespace, begun)
+    return [*options(getattr(magics, name, None)), *names(name, namespace, begun)]
 
 
 def options(magic: object) -> list[str]:
@@ -72,11 +80,30 @@ def options(magic: object) -> list[str]:
     return [option for action in parser._actions for option in action.option_strings]
 
 
-def names(magic: str, namespace: dict[str, object]) -> Iterable[str]:
+def choices(entries: Mapping[str, Entry], begun: str) -> Iterable[str]:
+    """Return the names of a table; behind a name and its colon, what can be chosen about it."""
+    name, colon, given = begun.partition(":")
+    if not colon or name not in entries:
+        return entries
+    before, comma, last = given.rpartition(",")
+    key, equals, _ = last.partition("=")
+    stem = f"{name}:{before}{comma}"
+    table = entries[name].options
+    if not equals:
+        return [f"{stem}{option}=" for option in table]
+    return [f"{stem}{key}={value}" for value in values(table[key])] if key in table else ()
+
+
+def values(option: Option) -> Iterable[str]:
+    """Return what an option of a strategy or task may be, where that can be listed."""
+    return ("on", "off") if isinstance(option.default, bool) else option.choices
+
+
+def names(magic: str, namespace: dict[str, object], begun: str) -> Iterable[str]:
     """Return the names that a magic takes: strategies, runs, variables."""
     match magic:
         case "ddp_compare":
-            return STRATEGIES
+            return choices(STRATEGIES, begun)
         case "ddp_auto":
             return ("on", "off")
         case "ddp_push":

@@ -20,15 +20,16 @@ from IPython.core.magic import (
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
-from ddpnb.catalogue import CELL_TASK, STRATEGIES, TASKS
+from ddpnb.catalogue import STRATEGIES
 from ddpnb.errors import UserError
 from ddpnb.notebook.auto import AutoCells
+from ddpnb.notebook.choices import training_arguments, training_of
 from ddpnb.notebook.cluster.folder import remove_leftovers
 from ddpnb.notebook.cluster.linger import waits
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES, ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.complete import complete_magics, options
-from ddpnb.notebook.session import this_session
+from ddpnb.notebook.session import this_cell_number, this_session
 from ddpnb.notebook.show.live import show_result
 from ddpnb.notebook.show.slot import Slot
 
@@ -202,32 +203,25 @@ class DdpMagics(Magics):
         return None
 
     @magic_arguments()
-    @argument("strategies", nargs="*", help=" | ".join(STRATEGIES))
-    @argument("--task", default=CELL_TASK, help=f"{' | '.join(TASKS)}; left out: the cell's own")
-    @argument("--epochs", type=float, default=2.0, help="passes over the training data")
-    @argument("--batch-size", type=int, default=256, help="samples a step, over all workers")
-    @argument("--lr", type=float, default=0.05, help="learning rate of the default optimizer")
-    @argument("--seed", type=int, default=0, help="of the weights and the order of samples")
+    @argument("strategies", nargs="*", help=" | ".join(STRATEGIES), metavar="strategy")
     @argument("--repeats", type=int, default=1, help="how often each strategy is trained")
     @argument("--name", default="", help="what the comparison is stored as")
     @argument("--no-baseline", action="store_true", help="do not train `single` as well")
+    @training_arguments()
     @line_cell_magic
     def ddp_compare(self, line: str, cell: str = "") -> Any:
         """Train strategies on the same task and compare them, drawn live.
 
         The cell defines ``model()`` and ``data(split)``, with split "train" or "test",
         and if wanted ``loss(output, target)`` and ``optimizer(params)``.  Without a
-        cell, ``--task`` names a built-in task.
+        cell, ``--task`` names a built-in task.  A strategy may have options,
+        ``ddp:hook=fp16``, and may be a class of your own, ``Averaging:every=2``.
         """
         args = arguments(self.ddp_compare, line)
+        source = below_magic(f"%%ddp_compare {line}", cell) if cell.strip() else ""
         spec = ComparisonSpec(
             strategies=tuple(args.strategies),
-            task=args.task,
-            source=below_magic(f"%%ddp_compare {line}", cell) if cell.strip() else "",
-            num_epochs=args.epochs,
-            batch_size=args.batch_size,
-            learning_rate=args.lr,
-            seed=args.seed,
+            training=training_of(vars(args), source=source, cell=this_cell_number()),
             num_repeats=args.repeats,
             name=args.name,
             baseline=not args.no_baseline,
@@ -262,6 +256,8 @@ def arguments(magic: Callable[..., object], line: str) -> Namespace:
     except UsageError as error:
         choices = ", ".join(options(magic))
         raise UserError(f"{error}; the options of {magic.__name__} are: {choices}.") from None
+    except ValueError as error:  # a quotation without an end
+        raise UserError(f"{error} in {line.strip()!r}.") from None
     return parsed
 
 

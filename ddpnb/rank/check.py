@@ -25,6 +25,15 @@ def check_training(replica: Replica, batch: Batch) -> None:
     """
     check_model(replica.model)
     optimizer = replica.optimizer(replica.parameters)
+    with replica.autocast():
+        loss = _forward(replica, batch)
+    attempt("The backward pass failed", loss.backward)
+    _check_gradients(replica.model)
+    attempt("optimizer.step() failed", optimizer.step)
+
+
+def _forward(replica: Replica, batch: Batch) -> Tensor:
+    """Return the loss, where it and the outputs are as they have to be."""
     where = f"on a batch of {batch.num_samples} samples, inputs of shape {_shape(batch.inputs)}"
     outputs = attempt(f"model(inputs) failed {where}", lambda: replica.model(batch.inputs))
     _check_outputs(outputs, batch)
@@ -32,9 +41,7 @@ def check_training(replica: Replica, batch: Batch) -> None:
     loss = attempt(f"loss(outputs, targets) failed {where}", _loss_of(replica, outputs, batch))
     _check_loss(loss)
     _check_mean(loss, replica, outputs, batch)
-    attempt("The backward pass failed", loss.backward)
-    _check_gradients(replica.model)
-    attempt("optimizer.step() failed", optimizer.step)
+    return loss
 
 
 def check_model(model: nn.Module) -> None:

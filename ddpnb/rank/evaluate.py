@@ -61,8 +61,16 @@ def _chosen(num_samples: int) -> Tensor:
 
 
 def _num_right(outputs: Tensor, targets: Tensor) -> float:
-    """Return how many samples are classified right; NaN where these are not class scores."""
+    """Return how many samples are classified right; NaN where these are not class scores.
+
+    A sample with several targets, as a line of text has, counts by its share of right ones.
+    """
     are_labels = not (targets.is_floating_point() or targets.is_complex())
-    if not (are_labels and targets.ndim == 1 and outputs.ndim == 2):
+    if not are_labels or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
         return math.nan
-    return (outputs.argmax(dim=1) == targets).sum().item()
+    right = outputs.argmax(dim=1) == targets
+    return (
+        right.flatten(start_dim=1).float().mean(dim=1).sum().item()
+        if right.ndim > 1
+        else (right.sum().item())
+    )

@@ -64,21 +64,38 @@ class Order:
         self._batch_size = batch_size
         self._seed = seed
         num_full, rest = divmod(num_samples, batch_size)
-        self._steps_per_epoch = num_full + (rest >= num_ranks)
-        self.num_steps = max(1, round(num_epochs * self._steps_per_epoch))
+        self.steps_per_epoch = num_full + (rest >= num_ranks)
+        self.num_steps = max(1, round(num_epochs * self.steps_per_epoch))
         self._epoch = -1
         self._permutation = torch.empty(0, dtype=torch.int64)
 
     @property
     def num_samples(self) -> int:
         """Samples the whole run trains on, over all workers."""
-        num_epochs, num_left = divmod(self.num_steps, self._steps_per_epoch)
-        whole = num_epochs * sum(self.size(step) for step in range(self._steps_per_epoch))
+        return self.num_samples_before(self.num_steps)
+
+    def num_samples_before(self, step: int) -> int:
+        """Return how many samples all global batches before a step have."""
+        num_epochs, num_left = divmod(step, self.steps_per_epoch)
+        whole = num_epochs * sum(self.size(step) for step in range(self.steps_per_epoch))
         return whole + sum(self.size(step) for step in range(num_left))
+
+    def check_begun(self, num_steps: int) -> None:
+        """Refuse to go on where nothing is left.
+
+        Raises:
+            UserError: so many steps are the whole run already.
+        """
+        if num_steps >= self.num_steps:
+            num_epochs = num_steps / self.steps_per_epoch
+            raise UserError(
+                f"The run to resume has been trained for {num_epochs:g} epochs already: "
+                "give more with --epochs."
+            )
 
     def size(self, step: int) -> int:
         """Return how many samples the global batch of a step has."""
-        start = step % self._steps_per_epoch * self._batch_size
+        start = step % self.steps_per_epoch * self._batch_size
         return min(self._batch_size, self._num_samples - start)
 
     def indices(self, share: Share) -> Tensor:
@@ -86,7 +103,7 @@ class Order:
 
         Parts are contiguous and differ by one sample at most.
         """
-        epoch, batch = divmod(share.step, self._steps_per_epoch)
+        epoch, batch = divmod(share.step, self.steps_per_epoch)
         self._turn_to(epoch)
         start = batch * self._batch_size
         whole = self._permutation[start : start + self._batch_size]
@@ -94,7 +111,7 @@ class Order:
 
     def smallest_share(self, num_parts: int) -> Share:
         """Return a share with the fewest samples that the run will meet."""
-        last = min(self.num_steps, self._steps_per_epoch) - 1
+        last = min(self.num_steps, self.steps_per_epoch) - 1
         step = min((0, last), key=self.size)
         return Share(step=step, part=num_parts - 1, num_parts=num_parts)
 

@@ -10,7 +10,6 @@ References: Goyal et al., "Accurate, Large Minibatch SGD", 2017 (linear scaling,
 Krizhevsky, "One weird trick", 2014 (square root); Pascanu et al., ICML 2013 (clipping).
 """
 
-import itertools
 import math
 from typing import Any
 
@@ -24,13 +23,15 @@ from ddpnb.wire import RunSpec
 
 Hook = Any
 
+_COUNT = "num_updates"
+"""What a parameter group calls the updates that it has seen."""
+
 
 def tuned(optimizer: OptimizerFactory, spec: RunSpec, plan: Plan, order: Order) -> OptimizerFactory:
     """Return the factory of optimizers that do as the spec says."""
     scale = {"none": 1.0, "linear": plan.num_workers, "sqrt": math.sqrt(plan.num_workers)}
     updates_per_step = 1 if plan.synchronous else plan.num_workers
-    steps = spec.num_lr_warmup_epochs * order.num_steps / spec.num_epochs
-    num_warmup = round(steps * updates_per_step)
+    num_warmup = round(spec.num_lr_warmup_epochs * order.steps_per_epoch * updates_per_step)
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         made = optimizer(parameters)
@@ -47,12 +48,13 @@ def tuned(optimizer: OptimizerFactory, spec: RunSpec, plan: Plan, order: Order) 
 
 def _warm_up(optimizer: torch.optim.Optimizer, num_updates: int) -> Hook:
     full = [group["lr"] for group in optimizer.param_groups]
-    count = itertools.count(1)
+    for group in optimizer.param_groups:
+        group[_COUNT] = 0  # there it is saved and loaded with the optimizer's state
 
     def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        share = min(1.0, next(count) / num_updates)
         for group, rate in zip(optimizer.param_groups, full, strict=True):
-            group["lr"] = rate * share
+            group[_COUNT] += 1
+            group["lr"] = rate * min(1.0, group[_COUNT] / num_updates)
 
     return before_step
 

@@ -12,31 +12,40 @@ evaluate  rank 0 judges it, on training and held-out samples
 
 import contextlib
 import math
-from collections import ChainMap
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from ddpnb.rank import drag
 from ddpnb.rank.check import check_training
 from ddpnb.rank.clock import Clock, Lap, clock_of
+from ddpnb.rank.drag import Drag
 from ddpnb.rank.evaluate import evaluate
-from ddpnb.rank.order import Order, Share
+from ddpnb.rank.keeper import Keeper, set_up
+from ddpnb.rank.loader import Source
+from ddpnb.rank.stage import Stage, build
 from ddpnb.rank.stop import Stop
-from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, Strategy, Timer, Untimed
-from ddpnb.rank.tasks import load_task
-from ddpnb.rank.tasks.base import Task
-from ddpnb.rank.tuning import tuned
-from ddpnb.rank.untouched import seed_everything, untouched
+from ddpnb.rank.strategies.base import Strategy, Untimed
+from ddpnb.rank.untouched import untouched
 from ddpnb.wire import Mark, RankState, RunHeader, RunReport, RunSpec, StepEvent
 
 Publish = Callable[[RunHeader | StepEvent | Mark], None]
 
+UNNAMED = "<comparison>"
+"""What a comparison's cell is called in tracebacks where it has no number."""
 
-def check(spec: RunSpec, *, state: RankState, namespace: Mapping[str, object]) -> None:
+
+def check(
+    spec: RunSpec,
+    *,
+    state: RankState,
+    namespace: Mapping[str, object],
+    filename: str = UNNAMED,
+) -> None:
     """Refuse what cannot be trained, before anything trains.
 
     Every rank may call it alone: nothing is sent.
@@ -45,14 +54,16 @@ def check(spec: RunSpec, *, state: RankState, namespace: Mapping[str, object]) -
         spec: the training to check.
         state: where this rank lives.
         namespace: the user's variables on this rank; left as they are.
+        filename: what tracebacks call the comparison's cell.
 
     Raises:
         UserError: one sentence that says what is wrong and what to do.
         Exception: whatever the cell itself raises, with its own traceback.
     """
     with untouched(torch.device(state.device)):
-        stage = _build(spec, state, namespace)
-        check_training(stage.replica("check", num_steps=1, timer=Untimed()), stage.smallest_batch())
+        stage = build(spec, state, namespace, filename=filename)
+        replica = stage.replica("check", num_steps=1, timer=Untimed(), is_grouped=False)
+        check_training(replica, stage.smallest_batch())
 
 
 def run(
@@ -63,6 +74,7 @@ def run(
     publish: Publish,
     namespace: Mapping[str, object],
     should_stop: Callable[[], bool],
+    filename: str = UNNAMED,
 ) -> RunReport:
     """Train and judge one run; takes part: every rank of the default process group.
 
@@ -76,151 +88,109 @@ def run(
         publish: takes the header (rank 0's, before the first step) and an event for each step.
         namespace: the user's variables on this rank; left as they are.
         should_stop: asked before each step; one rank's yes ends the run on all of them.
+        filename: what tracebacks call the comparison's cell.
 
     Raises:
         UserError: what ``check`` would have refused.
         RuntimeError: another rank left in the middle of the run.
     """
     with untouched(torch.device(state.device)):
-        stage = _build(spec, state, namespace, folder)
+        stage = build(spec, state, namespace, folder=folder, filename=filename)
         if state.rank >= stage.plan.num_ranks:
             return RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
         _rehearse(stage)
         return _perform(stage, publish, should_stop)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stage:
-    """All that the phases of one run share."""
-
-    spec: RunSpec
-    state: RankState
-    plan: Plan
-    task: Task
-    order: Order
-    folder: Path
-    namespace: Mapping[str, object]
-    """Where a strategy of the user's own is looked up."""
-
-    def strategy(self) -> Strategy:
-        return make_strategy(self.spec.strategy, self.namespace)
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.state.device)
-
-    def name(self, phase: str) -> str:
-        return f"{self.spec.run_id}-{phase}"
-
-    def replica(self, phase: str, *, num_steps: int, timer: Timer) -> Replica:
-        """Build the model anew from the seed: the same weights in every phase, on every rank."""
-        seed_everything(self.spec.seed)
-        model = self.task.model().to(self.device).train()
-        seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
-        return Replica(
-            model=model,
-            loss=self.task.loss,
-            optimizer=tuned(self.task.optimizer, self.spec, self.plan, self.order),
-            device=self.device,
-            rank=self.state.rank,
-            world_size=self.state.world_size,
-            num_steps=num_steps,
-            folder=self.folder,
-            name=self.name(phase),
-            timer=timer,
-            accumulate=self.spec.accumulate,
-            amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
-            transport=self.spec.transport,
-        )
-
-    def fetch(self, share: Share) -> Batch:
-        """Fetch the samples of a share and send them to the device."""
-        indices = self.order.indices(share)
-        pair = self.task.train.fetch(indices)
-        on_gpu = self.device.type == "cuda"
-        # Only from pinned memory does a copy to a GPU not make this thread wait.
-        inputs, targets = (part.pin_memory() if on_gpu else part for part in pair)
-        return Batch(
-            inputs=inputs.to(self.device, non_blocking=True),
-            targets=targets.to(self.device, non_blocking=True),
-            num_samples=len(indices),
-            num_global=self.order.size(share.step),
-        )
-
-    def smallest_batch(self) -> Batch:
-        """Fetch the batch that a model is most likely to stumble over."""
-        return self.fetch(self.order.smallest_share(self.plan.num_workers))
-
-
-def _build(
-    spec: RunSpec, state: RankState, namespace: Mapping[str, object], folder: Path = Path()
-) -> _Stage:
-    # build: the data, too, come out the same on every rank, also where they are random
-    seed_everything(spec.seed)
-    task = load_task(spec, namespace)
-    order = Order(
-        len(task.train),
-        batch_size=spec.batch_size,
-        num_epochs=spec.num_epochs,
-        num_ranks=state.world_size,
-        seed=spec.seed,
-    )
-    known = ChainMap(dict(task.defined), dict(namespace))
-    return _Stage(
-        spec=spec,
-        state=state,
-        plan=make_strategy(spec.strategy, known).plan(state),
-        task=task,
-        order=order,
-        folder=folder,
-        namespace=known,
-    )
-
-
-def _rehearse(stage: _Stage) -> None:
+def _rehearse(stage: Stage) -> None:
     # rehearse: with its own replica, optimizer and files, of which nothing is kept
-    num_steps = min(stage.spec.num_warmup_steps, stage.order.num_steps)
+    num_steps = min(stage.spec.num_warmup_steps, stage.num_steps)
     if num_steps == 0:
         return
-    clock = clock_of(stage.device)
-    with contextlib.closing(stage.strategy()) as strategy:
+    clock, source = clock_of(stage.device), stage.direct()
+    with closing(stage.strategy()) as strategy:
         strategy.setup(stage.replica("r", num_steps=num_steps, timer=clock))
         clock.start()
         for share in strategy.shares():
-            clock.lap(strategy.step(stage.fetch(share)))
+            clock.lap(strategy.step(stage.fetch(share, source)))
         clock.stop()
         strategy.finish()
 
 
-def _perform(stage: _Stage, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
-    tally = _Tally(publish=publish, clock=clock_of(stage.device))
-    stop = _stop_of(stage, tally.clock, should_stop)
-    with (
-        contextlib.closing(stage.strategy()) as strategy,
-        contextlib.closing(stop),
-    ):
-        replica = stage.replica("t", num_steps=stage.order.num_steps, timer=tally.clock)
-        num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
-        strategy.setup(replica)
-        if stage.state.rank == 0:
-            publish(_header(stage, num_parameters))
+def _perform(stage: Stage, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
+    tally = _Tally(stage=stage, publish=publish, clock=clock_of(stage.device))
+    with contextlib.ExitStack() as opened:
+        course = _prepare(stage, tally, should_stop, opened)
         _barrier(stage)
-        _train(stage, strategy, stop, tally)
+        _train(course)
         # finish: waits for all; only then may the file go that tells them to stop
-        model = strategy.finish()
+        model = course.strategy.finish()
     # evaluate
     if stage.state.rank != 0:
-        return tally.report(stage)
+        return tally.report()
+    course.keeper.finish(model)
     verdict = evaluate(model, stage.task, stage.device)
     return tally.report(
-        stage,
         final_loss=verdict.train.loss,
         held_out_loss=verdict.held_out.loss,
         held_out_accuracy=verdict.held_out.accuracy,
     )
 
 
-def _stop_of(stage: _Stage, clock: Clock, should_stop: Callable[[], bool]) -> Stop:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Course:
+    """All that is at hand while a run is trained."""
+
+    stage: Stage
+    strategy: Strategy
+    source: Source
+    stop: Stop
+    late: Drag
+    keeper: Keeper
+    tally: "_Tally"
+
+
+def _prepare(
+    stage: Stage,
+    tally: "_Tally",
+    should_stop: Callable[[], bool],
+    opened: contextlib.ExitStack,
+) -> _Course:
+    """Set everything up; ``opened`` lets go of it."""
+    faults = drag.faults_of(stage.spec, stage.workers)
+    seconds = _compute_seconds(stage) if faults.need_compute_seconds else 0.0
+    strategy = opened.enter_context(closing(stage.strategy()))
+    stop = opened.enter_context(closing(_stop_of(stage, tally.clock, should_stop)))
+    replica = stage.replica("t", num_steps=stage.num_steps, timer=tally.clock)
+    num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
+    set_up(stage, strategy, replica)
+    if stage.state.rank == 0:
+        tally.publish(stage.header(num_parameters))
+    late = Drag(
+        faults,
+        compute_seconds=seconds,
+        device=stage.device,
+        timer=tally.clock,
+        publish=tally.publish,
+    )
+    return _Course(
+        stage=stage,
+        strategy=strategy,
+        source=opened.enter_context(closing(stage.source(strategy))),
+        stop=stop,
+        late=opened.enter_context(closing(late)),
+        keeper=Keeper(stage=stage, strategy=strategy, replica=replica, tell=tally.mark),
+        tally=tally,
+    )
+
+
+def _compute_seconds(stage: Stage) -> float:
+    """Return what one worker's own computing takes in one step, on a throwaway replica."""
+    alone = stage.replica("m", num_steps=1, timer=Untimed(), is_grouped=False)
+    return drag.measure(alone, stage.usual_batch())
+
+
+def _stop_of(stage: Stage, clock: Clock, should_stop: Callable[[], bool]) -> Stop:
     return Stop(
         stage.folder,
         stage.name("t"),
@@ -230,7 +200,7 @@ def _stop_of(stage: _Stage, clock: Clock, should_stop: Callable[[], bool]) -> St
     )
 
 
-def _barrier(stage: _Stage) -> None:
+def _barrier(stage: Stage) -> None:
     # barrier: takes part: every rank of the plan, which is one or all
     if stage.plan.num_ranks == 1:
         return
@@ -242,10 +212,12 @@ def _barrier(stage: _Stage) -> None:
 class _Tally:
     """Counts steps and samples of this rank, and makes events of them."""
 
+    stage: Stage
     publish: Publish
     clock: Clock
     num_steps: int = 0
     num_samples: int = 0
+    was_stopped: bool = False
 
     def add(self, laps: list[Lap]) -> None:
         for lap in laps:
@@ -263,16 +235,20 @@ class _Tally:
             self.num_steps += 1
             self.num_samples += lap.report.num_samples
 
+    def mark(self, text: str) -> None:
+        """Tell of something that has just happened on this rank."""
+        rank = self.stage.state.rank
+        self.publish(Mark(rank=rank, seconds=self.clock.seconds, text=text))
+
     def report(
         self,
-        stage: _Stage,
         final_loss: float = math.nan,
         held_out_loss: float = math.nan,
         held_out_accuracy: float = math.nan,
     ) -> RunReport:
         return RunReport(
-            run_id=stage.spec.run_id,
-            rank=stage.state.rank,
+            run_id=self.stage.spec.run_id,
+            rank=self.stage.state.rank,
             took_part=True,
             num_steps=self.num_steps,
             num_samples=self.num_samples,
@@ -280,31 +256,21 @@ class _Tally:
             final_loss=final_loss,
             held_out_loss=held_out_loss,
             held_out_accuracy=held_out_accuracy,
+            was_stopped=self.was_stopped,
         )
 
 
-def _train(stage: _Stage, strategy: Strategy, stop: Stop, tally: _Tally) -> None:
+def _train(course: _Course) -> None:
     # train
+    tally, stage = course.tally, course.stage
     tally.clock.start()
-    for step, share in enumerate(strategy.shares()):
-        if stop.before(step):
+    course.late.begin()
+    for step, share in enumerate(course.strategy.shares()):
+        if course.stop.before(step):
+            tally.was_stopped = True
             break
-        tally.add(tally.clock.lap(strategy.step(stage.fetch(share))))
+        batch = stage.fetch(share, course.source)
+        course.late.before_step()
+        tally.add(tally.clock.lap(course.strategy.step(batch)))
+        course.keeper.after(share)
     tally.add(tally.clock.stop())
-
-
-def _header(stage: _Stage, num_parameters: int) -> RunHeader:
-    shared = stage.state.shares_device and stage.plan.num_ranks > 1
-    shared_note = ("Several ranks share one GPU.",) if shared else ()
-    return RunHeader(
-        run_id=stage.spec.run_id,
-        strategy=stage.spec.strategy,
-        synchronous=stage.plan.synchronous,
-        num_workers=stage.plan.num_workers,
-        num_threads=stage.state.num_threads,
-        device=stage.state.device,
-        backend=stage.state.backend,
-        num_parameters=num_parameters,
-        num_samples=stage.order.num_samples,
-        notes=stage.plan.notes + stage.task.notes + shared_note,
-    )

@@ -1,15 +1,22 @@
+import inspect
 from typing import Any
 
 import pytest
 
 from ddpnb.errors import UserError
+from ddpnb.notebook.api import compare
+from ddpnb.notebook.choices import training_of
 from ddpnb.notebook.compare import ComparisonSpec
+from ddpnb.notebook.magics import DdpMagics, arguments
+from ddpnb.training import TrainingSpec, flags
+from ddpnb.wire import RunSpec
 
 CELL = "def model(): ...\ndef data(split): ..."
+DIGITS = TrainingSpec(task="digits")
 
 
 def test_repeats_are_interleaved_so_that_none_is_favoured():
-    spec = ComparisonSpec(strategies=("dp", "ddp"), task="digits", num_repeats=2)
+    spec = ComparisonSpec(strategies=("dp", "ddp"), training=DIGITS, num_repeats=2)
     runs = spec.run_specs()
     assert [(run.repeat, run.strategy) for run in runs] == [
         (0, "single"),
@@ -35,54 +42,138 @@ def test_repeats_are_interleaved_so_that_none_is_favoured():
 def test_the_baseline_is_added_once_and_first(
     asked: tuple[str, ...], baseline: bool, expected: list[str]
 ):
-    spec = ComparisonSpec(strategies=asked, task="digits", baseline=baseline)
+    spec = ComparisonSpec(strategies=asked, training=DIGITS, baseline=baseline)
     assert [run.strategy for run in spec.run_specs()] == expected
 
 
 def test_all_runs_have_the_same_training():
-    spec = ComparisonSpec(
-        strategies=("dp", "async"),
+    training = TrainingSpec(
         source=CELL,
         num_epochs=0.5,
         batch_size=64,
         learning_rate=0.1,
         seed=7,
+        accumulate=4,
+        slow=("1:3x",),
     )
-    for run in spec.run_specs():
-        assert (run.source, run.num_epochs, run.batch_size) == (CELL, 0.5, 64)
-        assert (run.learning_rate, run.seed, run.task) == (0.1, 7, "cell")
+    for run in ComparisonSpec(strategies=("dp", "async"), training=training).run_specs():
+        for name in TrainingSpec.__dataclass_fields__:
+            assert getattr(run, name) == getattr(training, name)
 
 
-DIGITS: dict[str, Any] = {"strategies": ("ddp",), "task": "digits"}
 NAN = float("nan")
+NAMED = {"strategies": ("ddp",)}
 
 
 @pytest.mark.parametrize(
-    ("wish", "told"),
+    ("training", "wish", "told"),
     [
         (
-            {"strategies": ("dpp",), "task": "digits"},
-            "There is no strategy 'dpp'; choose one of: single, dp, ddp, async.",
+            {"task": "digits"},
+            {"strategies": ("dpp",)},
+            "There is no strategy 'dpp'; choose one of: single, dp, ddp, async",
         ),
-        ({"strategies": (), "task": "digits"}, "Name the strategies to compare, one or more of:"),
-        (
-            {"strategies": ("ddp",), "task": "mnist"},
-            "There is no task 'mnist'; choose one of: digits, synthetic.",
-        ),
-        (DIGITS | {"source": CELL}, "--task digits and a cell that defines the task: leave one"),
-        ({"strategies": ("ddp",)}, "Nothing to train: define model() and data(split) in the cell"),
-        ({"strategies": ("ddp",), "source": "  \n"}, "Nothing to train"),
-        (DIGITS | {"num_repeats": 0}, "--repeats must be at least 1, not 0."),
-        (DIGITS | {"num_epochs": 0.0}, "--epochs must be greater than 0, not 0.0."),
-        (DIGITS | {"num_epochs": NAN}, "--epochs must be greater than 0"),
-        (DIGITS | {"batch_size": 0}, "--batch-size must be at least 1, not 0."),
-        (DIGITS | {"learning_rate": -1.0}, "--lr must be greater than 0, not -1.0."),
-        (DIGITS | {"learning_rate": NAN}, "--lr must be greater than 0"),
-        (DIGITS | {"seed": -1}, "--seed must be at least 0, not -1."),
+        ({"task": "digits"}, {"strategies": ()}, "Name the strategies to compare, one or more of:"),
+        ({"task": "digits"}, {"num_repeats": 0}, "--repeats must be at least 1, not 0."),
+        ({"task": "digits", "source": CELL}, {}, "--task digits and a cell that defines the task:"),
+        ({"task": "mnist"}, {}, "There is no task 'mnist'; choose one of: digits, "),
+        ({"task": "digits:size=3"}, {}, "digits has no options, but was given size."),
+        ({}, {}, "Nothing to train: define model() and data(split) in the cell"),
+        ({"source": "  \n"}, {}, "Nothing to train"),
     ],
 )
-def test_a_wrong_wish_is_one_sentence_before_anything_trains(wish: dict[str, Any], told: str):
+def test_a_wrong_comparison_is_one_sentence(
+    training: dict[str, Any], wish: dict[str, Any], told: str
+):
     with pytest.raises(UserError) as caught:
-        ComparisonSpec(**wish).run_specs()
+        ComparisonSpec(training=TrainingSpec(**training), **NAMED | wish)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+WRONG_LINES = {
+    "--epochs 0": "--epochs must be greater than 0, not 0.0.",
+    "--epochs nan": "--epochs must be greater than 0, not nan.",
+    "--epochs one": "argument --epochs: invalid float value: 'one'",
+    "--batch-size 0": "--batch-size must be at least 1, not 0.",
+    "--lr=-1": "--lr must be greater than 0, not -1.0.",
+    "--lr nan": "--lr must be greater than 0",
+    "--seed=-1": "--seed must be at least 0, not -1.",
+    "--accumulate 0": "--accumulate must be at least 1, not 0.",
+    "--amp fp8": "There is no --amp 'fp8'; choose one of: none, bf16.",
+    "--clip 0": "--clip must be greater than 0, not 0.0.",
+    "--lr-scaling cubic": "There is no --lr-scaling 'cubic'; choose one of: none, linear, sqrt.",
+    "--lr-warmup=-1": "--lr-warmup must be at least 0, not -1.0.",
+    "--data-workers=-1": "--data-workers must be at least 0, not -1.",
+    "--transport usb": "There is no --transport 'usb'; choose one of: auto, shm, gloo, rpc.",
+    "--slow 1": "Write --slow as 1:3x or 1:50ms, rank and how slow, not '1'.",
+    "--slow 1:3x,2": "Write --slow as 1:3x or 1:50ms, rank and how slow, not '2'.",
+    "--slow 1:0.5x": "--slow 1:0.5x: a rank can only be made slower, give 1x or more.",
+    "--kill 1": "Write --kill as 1@5s, rank and training time, not '1'.",
+    "--jitter lots": "--jitter is a share, 20% or 0.2, not lots.",
+    "--jitter=-5%": "--jitter must be at least 0, not -0.05.",
+    "--save-every=-1": "--save-every must be at least 0, not -1.0.",
+    "--epoxs 1": "unrecognized arguments: --epoxs 1; the options of ddp_compare are: --repeats,",
+    "--name 'lines": "No closing quotation",
+}
+
+
+@pytest.mark.parametrize(("line", "told"), WRONG_LINES.items(), ids=WRONG_LINES)
+def test_a_wrong_line_is_one_sentence_before_anything_trains(line: str, told: str):
+    with pytest.raises(UserError) as caught:
+        parse(f"ddp --task digits {line}")
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_choice_has_its_option():
+    line = (
+        "ddp --task synthetic:samples=512 --epochs 3 --batch-size 64 --lr 0.1 --seed 5 "
+        "--accumulate 4 --amp bf16 --clip 1.5 --lr-scaling linear --lr-warmup 1 "
+        "--sync-batchnorm --transport shm --data-workers 2 --slow 1:3x,0:50ms --slow 2:2x "
+        "--jitter 20% --kill 1@5s --save-every 0.5 --resume mine"
+    )
+    assert parse(line) == TrainingSpec(
+        task="synthetic:samples=512",
+        num_epochs=3,
+        batch_size=64,
+        learning_rate=0.1,
+        seed=5,
+        accumulate=4,
+        amp="bf16",
+        clip=1.5,
+        lr_scaling="linear",
+        num_lr_warmup_epochs=1,
+        sync_batchnorm=True,
+        transport="shm",
+        num_data_workers=2,
+        slow=("1:3x", "0:50ms", "2:2x"),
+        jitter=0.2,
+        kill=("1@5s",),
+        save_every=0.5,
+        resume="mine",
+    )
+
+
+def test_what_is_not_chosen_is_as_in_the_spec():
+    assert parse("ddp --task digits") == TrainingSpec(task="digits")
+
+
+def test_the_python_twin_has_the_same_choices_and_defaults():
+    parameters = inspect.signature(compare).parameters
+    chosen = {flag.keyword: parameters[flag.keyword].default for _, flag in flags()}
+    assert training_of(chosen, source=CELL) == TrainingSpec(source=CELL)
+    assert training_of({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
+        source=CELL, jitter=0.2, slow=("1:3x",)
+    )
+
+
+def test_a_run_is_a_training_with_a_strategy():
+    run = RunSpec(run_id="r", strategy="ddp", task="digits")
+    assert isinstance(run, TrainingSpec)
+    with pytest.raises(UserError, match="There is no strategy"):
+        RunSpec(run_id="r", strategy="dpp", task="digits")
+
+
+def parse(line: str) -> TrainingSpec:
+    return training_of(vars(arguments(DdpMagics.ddp_compare, line)))

@@ -22,6 +22,9 @@ from ddpnb.wire import RankState
 Part = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
 """What a step's time can be spent on; the fields of ``wire.Parts`` that exclude each other."""
 
+State = dict[str, Any]
+"""What a checkpoint keeps: tensors, numbers and texts, in dicts and lists."""
+
 Moment = Any
 """A point in time of the device's own: what ``Timer.moment`` returned."""
 
@@ -93,7 +96,9 @@ class Replica:
     amp: torch.dtype | None = None
     """What the forward pass computes in where that is safe; None: as the model is."""
     transport: str = "auto"
-    """One of ``wire.TRANSPORTS``."""
+    """One of ``training.TRANSPORTS``."""
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    """Those that the factory has made, in order."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -216,6 +221,30 @@ class Strategy(ABC):
         All ranks that take part call it together.  Running statistics such as BatchNorm's
         are each rank's own; those of rank 0 count.
         """
+
+    def save(self, replica: Replica) -> State:
+        """Return what this rank needs to go on from here, after any step.
+
+        A strategy that holds more than the model and its optimizers adds it.  Where workers
+        are asynchronous, rank 0 alone is asked, while the others train on.
+
+        Args:
+            replica: the one that was set up.
+        """
+        return {
+            "model": replica.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in replica.optimizers],
+        }
+
+    def load(self, replica: Replica, state: State) -> None:
+        """Go on from what ``save`` returned, after ``setup``.
+
+        A ``"model"`` in the state has been loaded before ``setup`` already, so that whatever
+        copies the model there copies that.
+        """
+        replica.model.load_state_dict(state["model"])
+        for mine, theirs in zip(replica.optimizers, state["optimizers"], strict=False):
+            mine.load_state_dict(theirs)  # ranks that made none have nothing to load
 
     @abstractmethod
     def close(self) -> None:

@@ -50,7 +50,7 @@ class DataParallel(Strategy):
         if len(gpus) >= 2:
             self._replicas = GpuReplicas(replica.model, gpus)
         else:
-            self._replicas = ThreadReplicas(replica.model, replica.world_size)
+            self._replicas = ThreadReplicas(replica.model, replica.world_size, replica.autocast)
 
     def shares(self) -> Iterator[Share]:
         """Every global batch, whole."""
@@ -60,20 +60,26 @@ class DataParallel(Strategy):
         """Train on one global batch."""
         assert self._replicas is not None, "not set up"
         timer = self._replica.timer
-        # forward: each replica on its part; the loss on all outputs together
-        timer.begin("forward")
-        loss = self._replica.loss(self._replicas.forward(batch.inputs), batch.targets)
-        # backward: to the outputs, and from there through each replica
-        timer.begin("backward")
         self._optimizer.zero_grad()
-        loss.backward()
-        self._replicas.backward()
+        total = torch.zeros((), device=self._replica.device)
+        for part in batch.split(self._replica.accumulate):
+            share = part.num_samples / batch.num_samples
+            # forward: each replica on its part; the loss on all outputs together
+            timer.begin("forward")
+            with self._replica.autocast():
+                outputs = self._replicas.forward(part.inputs)
+                loss = self._replica.loss(outputs, part.targets)
+            # backward: to the outputs, and from there through each replica
+            timer.begin("backward")
+            (share * loss).backward()
+            self._replicas.backward()
+            total += share * loss.detach()
         # agree: add the gradients up in the first replica
         timer.begin("communication")
         self._replicas.reduce()
         # update: the first replica only; the others are overwritten in the next step
         self._replica.update(self._optimizer)
-        return StepReport(loss=loss.detach(), num_samples=batch.num_samples)
+        return StepReport(loss=total, num_samples=batch.num_samples)
 
     def finish(self) -> nn.Module:
         """Return the first replica, which is the model."""

@@ -7,7 +7,9 @@ outputs together, and send the gradients back the same way.
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
@@ -27,7 +29,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def reduce(self) -> None:
-        """Add the gradients of all replicas to those of the first."""
+        """Add the gradients of all replicas, since the last time, to those of the first."""
 
     @abstractmethod
     def close(self) -> None:
@@ -60,7 +62,13 @@ class GpuReplicas(Replicas):
 class ThreadReplicas(Replicas):
     """The same steps as torch's ``DataParallel``, each replica on a thread of its own."""
 
-    def __init__(self, model: nn.Module, num_replicas: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        num_replicas: int,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._autocast = autocast  # torch knows it for each thread by itself
         self._models = [model, *(copy.deepcopy(model) for _ in range(num_replicas - 1))]
         self._pool = ThreadPoolExecutor(num_replicas, thread_name_prefix="ddpnb-replica")
         self._outputs: list[Tensor] = []
@@ -70,7 +78,7 @@ class ThreadReplicas(Replicas):
         """Replicate, scatter, run, gather."""
         self._replicate()
         parts = inputs.chunk(len(self._models))  # fewer than replicas where the batch is small
-        self._outputs = list(self._pool.map(_forward, self._models, parts))
+        self._outputs = list(self._pool.map(self._run, self._models, parts))
         self._gathered = torch.cat([output.detach() for output in self._outputs])
         return self._gathered.requires_grad_()
 
@@ -82,20 +90,26 @@ class ThreadReplicas(Replicas):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add up in the first replica, which the optimizer updates."""
+        """Add up in the first replica, which the optimizer updates; forget the others'."""
         first, *others = (list(model.parameters()) for model in self._models)
         for other in others:
             for mine, theirs in zip(first, other, strict=True):
                 if mine.grad is not None and theirs.grad is not None:
                     mine.grad.add_(theirs.grad)
+                theirs.grad = None
 
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(cancel_futures=True)
 
+    def _run(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        with self._autocast():
+            outputs: Tensor = model(inputs)
+        return outputs
+
     @torch.no_grad()
     def _replicate(self) -> None:
-        """Copy parameters and buffers to all but the first; forget gradients.
+        """Copy parameters and buffers to all but the first.
 
         So of what replicas write into buffers only the first one's lasts, as in torch.
         """
@@ -103,16 +117,10 @@ class ThreadReplicas(Replicas):
         for other in others:
             for mine, theirs in zip(_state(first), _state(other), strict=True):
                 theirs.copy_(mine)
-            other.zero_grad()
 
 
 def _state(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def _forward(model: nn.Module, inputs: Tensor) -> Tensor:
-    outputs: Tensor = model(inputs)
-    return outputs
 
 
 def _backward(outputs: Tensor, gradient: Tensor) -> None:

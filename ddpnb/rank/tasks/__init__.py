@@ -11,12 +11,14 @@ from ddpnb.wire import RunSpec
 
 _BUILT_IN: Mapping[str, str] = {
     "digits": "ddpnb.rank.tasks.digits",
+    "cifar10": "ddpnb.rank.tasks.cifar10",
+    "text": "ddpnb.rank.tasks.text",
     "synthetic": "ddpnb.rank.tasks.synthetic",
 }
 """The module of each name in ``catalogue.TASKS``; ``build(spec, **options)`` makes the task."""
 
 
-def load_task(spec: RunSpec, namespace: Mapping[str, object]) -> Task:
+def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> Task:
     """Return the task that ``spec`` names, with its data loaded.
 
     Built-in tasks are imported when asked for: scikit-learn alone takes a second, and every
@@ -25,12 +27,13 @@ def load_task(spec: RunSpec, namespace: Mapping[str, object]) -> Task:
     Args:
         spec: names the task, or holds the cell that defines it.
         namespace: what is defined on this rank already, visible to the cell.
+        filename: what tracebacks call the cell.
 
     Raises:
         UserError: the cell lacks something, or returns something wrong.
     """
     choice = catalogue.task(spec.task)
     if choice.name == CELL_TASK:
-        return cell_task(spec, namespace)
+        return cell_task(spec, namespace, filename)
     build: Callable[..., Task] = importlib.import_module(_BUILT_IN[choice.name]).build
     return build(spec, **choice.options)

@@ -5,7 +5,6 @@ defined, and nothing of the user's is overwritten.
 """
 
 import copy
-import hashlib
 import linecache
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +21,7 @@ _MEANT = ("model", "data", "loss", "optimizer")
 _OWN_OPTIMIZER_NOTE = "The cell's optimizer sets the learning rate; --lr is not used."
 
 
-def cell_task(spec: RunSpec, namespace: Mapping[str, object]) -> Task:
+def cell_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> Task:
     """Run the cell and return the task it defines.
 
     The cell must define ``model()`` and ``data(split)``, where ``split`` is ``"train"`` or
@@ -32,7 +31,7 @@ def cell_task(spec: RunSpec, namespace: Mapping[str, object]) -> Task:
         UserError: a definition is missing or returns something wrong.
         Exception: whatever the cell itself raises, with its own traceback.
     """
-    defined = _run_cell(spec.source, namespace)
+    defined = _run_cell(spec.source, namespace, filename)
     make_model = _required(defined, "model", "def model(): return nn.Sequential(...)")
     data = _required(defined, "data", "def data(split): return inputs, targets")
     own_optimizer = _optional(defined, "optimizer", "optimizer(params)")
@@ -49,16 +48,15 @@ def cell_task(spec: RunSpec, namespace: Mapping[str, object]) -> Task:
     )
 
 
-def _run_cell(source: str, namespace: Mapping[str, object]) -> dict[str, Any]:
+def _run_cell(source: str, namespace: Mapping[str, object], filename: str) -> dict[str, Any]:
     """Execute the cell in a copy of the namespace, so that its tracebacks show its lines.
 
     The four names that mean something here must come from this cell: a ``loss = 0.3`` or an
     ``optimizer`` left over from an earlier cell is not what the user meant.
     """
-    name = f"<compare cell {hashlib.sha256(source.encode()).hexdigest()[:8]}>"
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     scope = {key: value for key, value in namespace.items() if key not in _MEANT}
-    exec(compile(source, name, "exec"), scope)
+    exec(compile(source, filename, "exec"), scope)
     return scope
 
 

@@ -53,14 +53,14 @@ class DatasetSamples(Samples):
     """Samples of a map-style torch ``Dataset`` whose items are (input, target)."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
 
     def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]  # checked: it has a length
+        return len(self.dataset)  # type: ignore[arg-type]  # checked: it has a length
 
     def fetch(self, indices: Tensor) -> Pair:
         """Fetch the items one by one and stack them."""
-        inputs, targets = default_collate([self._dataset[index] for index in indices.tolist()])
+        inputs, targets = default_collate([self.dataset[index] for index in indices.tolist()])
         return Pair(inputs, targets)
 
 

@@ -2,13 +2,17 @@
 
 Images have CIFAR's shape.  Each of ten classes has a random prototype; an image is
 its class's prototype plus noise, at unit variance, so that there is something to learn.
+
+What is exchanged and what is computed can be made larger apart from each other:
+parameters that cost next to nothing to compute with, and convolutions that share theirs.
 """
 
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ddpnb.errors import UserError
 from ddpnb.rank.tasks.base import Task, default_optimizer
 from ddpnb.rank.tasks.samples import TensorSamples
 from ddpnb.wire import RunSpec
@@ -18,31 +22,110 @@ IMAGE_SHAPE = (3, 32, 32)
 _DATA_SEED = 0
 _NOISE = 2.0
 """Standard deviation of the noise; the prototypes' is 1."""
+_CHUNK = 1_000_000
+"""Parameters of one extra tensor: a large model has many, not one."""
 
 
-def build(spec: RunSpec, *, num_train: int = 4096, num_held_out: int = 1024) -> Task:
-    """Return the task: 4096 images to train on, 1024 held out, a small convolutional network."""
-    generator = torch.Generator().manual_seed(_DATA_SEED)
-    prototypes = torch.randn(NUM_CLASSES, *IMAGE_SHAPE, generator=generator)
+def build(
+    spec: RunSpec,
+    *,
+    samples: int = 4096,
+    parameters: int = 0,
+    compute: int = 0,
+    num_held_out: int = 1024,
+) -> Task:
+    """Return the task: images to train on, 1024 held out, a small convolutional network.
+
+    Args:
+        spec: the training.
+        samples: images to train on.
+        parameters: of the model in all; 0: as many as it has.
+        compute: further convolutions for each image.
+        num_held_out: images that are judged.
+
+    Raises:
+        UserError: the model has more parameters than were wished for.
+    """
+    train, held_out = make_images(samples, num_held_out)
+    make_model(parameters=parameters, compute=compute)  # refuses before anything trains
     return Task(
-        model=make_model,
-        train=_make_samples(prototypes, num_train, generator),
-        held_out=_make_samples(prototypes, num_held_out, generator),
+        model=lambda: make_model(parameters=parameters, compute=compute),
+        train=train,
+        held_out=held_out,
         optimizer=default_optimizer(spec.learning_rate),
         notes=("Synthetic data: images made from a seed.",),
     )
 
 
-def make_model() -> nn.Module:
-    """Return a network of two strided convolutions and one linear layer, for (N, 3, 32, 32)."""
-    return nn.Sequential(
+def make_images(num_train: int, num_held_out: int) -> tuple[TensorSamples, TensorSamples]:
+    """Return images to train on and images to judge by, the same on every rank."""
+    generator = torch.Generator().manual_seed(_DATA_SEED)
+    prototypes = torch.randn(NUM_CLASSES, *IMAGE_SHAPE, generator=generator)
+    train = _make_samples(prototypes, num_train, generator)
+    return train, _make_samples(prototypes, num_held_out, generator)
+
+
+def make_model(*, parameters: int = 0, compute: int = 0) -> nn.Module:
+    """Return a network of two strided convolutions and one linear layer, for (N, 3, 32, 32).
+
+    Args:
+        parameters: how many it is to have in all; 0: as many as it has.
+        compute: further convolutions in its midst, which share their weights.
+    """
+    model = nn.Sequential(
         nn.Conv2d(3, 16, kernel_size=3, stride=2, padding=1),
         nn.ReLU(),
         nn.Conv2d(16, 32, kernel_size=3, stride=2, padding=1),
         nn.ReLU(),
+        *([Again(32, compute)] if compute else []),
         nn.Flatten(),
         nn.Linear(32 * 8 * 8, NUM_CLASSES),
     )
+    num_own = sum(parameter.numel() for parameter in model.parameters())
+    if 0 < parameters < num_own:
+        raise UserError(f"synthetic:parameters must be at least {num_own}, not {parameters}.")
+    if parameters > num_own:
+        model.append(Extra(parameters - num_own))
+    return model
+
+
+class Again(nn.Module):
+    """One convolution, applied several times: more to compute, hardly more to exchange.
+
+    Args:
+        num_channels: of what comes in and goes out.
+        num_times: how often it is applied.
+    """
+
+    def __init__(self, num_channels: int, num_times: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(num_channels, num_channels, kernel_size=3, padding=1)
+        self.num_times = num_times
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return features of the same shape (N, C, H, W)."""
+        for _ in range(self.num_times):
+            inputs = inputs + torch.tanh(self.convolution(inputs)) / self.num_times
+        return inputs
+
+
+class Extra(nn.Module):
+    """Many parameters that together are one bias: more to exchange, hardly more to compute.
+
+    Args:
+        num_parameters: how many.
+    """
+
+    def __init__(self, num_parameters: int) -> None:
+        super().__init__()
+        sizes = [_CHUNK] * (num_parameters // _CHUNK)
+        sizes += [num_parameters % _CHUNK] if num_parameters % _CHUNK else []
+        self.weights = nn.ParameterList(torch.zeros(size) for size in sizes)
+
+    def forward(self, scores: Tensor) -> Tensor:
+        """Return the scores (N, classes), the first class's moved by the mean of all weights."""
+        bias = torch.stack([weight.mean() for weight in self.weights]).mean()
+        return torch.cat([scores[:, :1] + bias, scores[:, 1:]], dim=1)
 
 
 def _make_samples(

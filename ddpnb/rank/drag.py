@@ -1,0 +1,164 @@
+"""How is a rank made slow, uneven or dead on purpose, whatever the strategy?  (Every rank.)
+
+    delay of a step  =  (f * (1 + u) - 1) * c + s
+
+c: what this worker's own forward and backward pass take, measured before the run without
+any exchange, so that waiting for others is never multiplied; f and s: how slow it was
+wished to be; u: a new random share of up to the jitter.  The rank sleeps before it computes:
+whatever it exchanges afterwards comes so much later.  The sleep counts as forward.
+
+Where one process holds several workers, as in DataParallel, the slowest holds up its step.
+"""
+
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from ddpnb.faults import Kill, Slow, parse_kill, parse_slow
+from ddpnb.rank.strategies.base import Batch, Replica, Timer
+from ddpnb.wire import Mark, RunSpec
+
+FLUSH_SECONDS = 0.3
+"""How long before a rank's death its mark is published, so that it has left by then."""
+
+_NUM_TRIALS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """What is to befall the workers of one process."""
+
+    workers: tuple[int, ...]
+    """Those that this process holds."""
+    slow: tuple[Slow, ...] = ()
+    kill: tuple[Kill, ...] = ()
+    jitter: float = 0.0
+    seed: int = 0
+
+    @property
+    def need_compute_seconds(self) -> bool:
+        """Whether a delay depends on how long computing takes."""
+        return self.jitter > 0 or any(fault.factor > 1 for fault in self.slow)
+
+
+def faults_of(spec: RunSpec, workers: Collection[int]) -> Faults:
+    """Return what the spec has in store for some workers."""
+    return Faults(
+        workers=tuple(workers),
+        slow=tuple(fault for fault in map(parse_slow, spec.slow) if fault.rank in workers),
+        kill=tuple(fault for fault in map(parse_kill, spec.kill) if fault.rank in workers),
+        jitter=spec.jitter,
+        seed=spec.seed,
+    )
+
+
+def notes(spec: RunSpec, num_workers: int) -> tuple[str, ...]:
+    """Return what must stand beside the results of a run with faults."""
+    told = [
+        f"Rank {fault.rank} is {fault.text} on purpose."
+        for fault in map(parse_slow, spec.slow)
+        if fault.rank < num_workers
+    ]
+    if spec.jitter:
+        told.append(f"Steps take up to {100 * spec.jitter:g} % longer at random, on purpose.")
+    told += [
+        f"Rank {fault.rank} is killed after {fault.seconds:g} s, on purpose."
+        for fault in map(parse_kill, spec.kill)
+        if fault.rank < num_workers
+    ]
+    return tuple(told)
+
+
+def measure(replica: Replica, batch: Batch) -> float:
+    """Return how many seconds a forward and backward pass over a batch takes here."""
+    return statistics.median(_seconds_of(replica, batch) for _ in range(_NUM_TRIALS))
+
+
+@final
+class Drag:
+    """Lets faults strike while a run is trained.
+
+    Args:
+        faults: what is to befall this process.
+        compute_seconds: what a worker's own computing takes in one step.
+        device: whose work must be done before a rank can be late.
+        timer: is told of the sleep.
+        publish: takes a mark when something strikes.
+    """
+
+    def __init__(
+        self,
+        faults: Faults,
+        *,
+        compute_seconds: float,
+        device: torch.device,
+        timer: Timer,
+        publish: Callable[[Mark], None],
+    ) -> None:
+        self._faults = faults
+        self._compute_seconds = compute_seconds
+        self._device = device
+        self._timer = timer
+        self._publish = publish
+        self._random = {r: random.Random(f"{faults.seed} {r}") for r in faults.workers}
+        self._cancelled = threading.Event()
+
+    def begin(self) -> None:
+        """Mark who is slow from now on, and let the time of those run who are to die."""
+        for fault in self._faults.slow:
+            self._publish(Mark(rank=fault.rank, seconds=0.0, text=fault.text))
+        if self._faults.kill:
+            first = min(self._faults.kill, key=lambda fault: fault.seconds)
+            args = (first, time.perf_counter())
+            threading.Thread(target=self._die, args=args, name="ddpnb-kill", daemon=True).start()
+
+    def before_step(self) -> None:
+        """Sleep as long as this step is to take longer."""
+        seconds = max((self._delay(worker) for worker in self._faults.workers), default=0.0)
+        if seconds <= 0:
+            return
+        self._timer.begin("forward")
+        if self._device.type == "cuda":  # else the GPU would go on with what it has
+            torch.cuda.synchronize(self._device)
+        time.sleep(seconds)
+
+    def close(self) -> None:
+        """Let nobody die any more."""
+        self._cancelled.set()
+
+    def _delay(self, worker: int) -> float:
+        mine: Sequence[Slow] = [fault for fault in self._faults.slow if fault.rank == worker]
+        factor = 1 + self._faults.jitter * self._random[worker].random()
+        for fault in mine:
+            factor *= fault.factor
+        return (factor - 1) * self._compute_seconds + sum(fault.seconds for fault in mine)
+
+    def _die(self, fault: Kill, began: float) -> None:
+        """Be the thread that kills this process."""
+        if self._cancelled.wait(max(0.0, fault.seconds - FLUSH_SECONDS)):
+            return
+        self._publish(Mark(rank=fault.rank, seconds=fault.seconds, text="killed"))
+        left = max(FLUSH_SECONDS, began + fault.seconds - time.perf_counter())
+        if not self._cancelled.wait(left):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _seconds_of(replica: Replica, batch: Batch) -> float:
+    _finish(replica.device)
+    began = time.perf_counter()
+    replica.compute_gradients(batch)
+    _finish(replica.device)
+    return time.perf_counter() - began
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,75 @@
+"""What of a run goes into its checkpoints, and when?  (Every rank.)"""
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+
+from ddpnb.rank.checkpoint import (
+    Checkpoints,
+    description,
+    random_numbers,
+    set_random_numbers,
+)
+from ddpnb.rank.order import Share
+from ddpnb.rank.stage import Stage
+from ddpnb.rank.strategies.base import Replica, State, Strategy
+
+Tell = Callable[[str], None]
+
+
+def set_up(stage: Stage, strategy: Strategy, replica: Replica) -> None:
+    """Have the strategy get ready, from the start or from a checkpoint."""
+    saved = stage.saved
+    if saved is None:
+        strategy.setup(replica)
+        return
+    if "model" in saved["strategy"]:
+        replica.model.load_state_dict(saved["strategy"]["model"])
+    strategy.setup(replica)
+    strategy.load(replica, saved["strategy"])
+    set_random_numbers(saved["random"], stage.device)
+
+
+@final
+class Keeper:
+    """Keeps checkpoints of a run, where any are wished for; of asynchronous workers rank 0's.
+
+    Args:
+        stage: the run.
+        strategy: whose state is kept; set up.
+        replica: what it was set up with.
+        tell: takes a few words, the first time that the disk refuses.
+    """
+
+    def __init__(self, *, stage: Stage, strategy: Strategy, replica: Replica, tell: Tell) -> None:
+        self._stage = stage
+        self._strategy = strategy
+        self._replica = replica
+        self._checkpoints: Checkpoints | None = None
+        spec, rank = stage.spec, stage.state.rank
+        if not (spec.save_every and spec.checkpoints) or (rank and not stage.plan.synchronous):
+            return
+        every = max(1, round(spec.save_every * stage.order.steps_per_epoch))
+        place = stage.place(spec.run_id)
+        self._checkpoints = Checkpoints(place, every=every, tell=tell)
+        self._checkpoints.begin_at(stage.first_step)
+
+    def after(self, share: Share) -> None:
+        """Keep a checkpoint of the run after its step on a share, if it is time to."""
+        if self._checkpoints is not None:
+            num_steps = self._stage.first_step + share.step + 1
+            self._checkpoints.after(num_steps, lambda: self._state(num_steps))
+
+    def finish(self, model: torch.nn.Module) -> None:
+        """Keep the trained model."""
+        if self._checkpoints is not None:
+            self._checkpoints.finish(model)
+
+    def _state(self, num_steps: int) -> State:
+        return {
+            "step": num_steps,
+            "spec": description(self._stage.spec),
+            "strategy": self._strategy.save(self._replica),
+            "random": random_numbers(self._stage.device),
+        }

@@ -1,0 +1,105 @@
+"""Who fetches the samples: the training thread, or processes ahead of it?  (Every rank.)
+
+Ahead: torch's ``DataLoader`` over exactly the shares that this worker will train on, in
+their order; its processes live as long as the run.
+"""
+
+import ctypes
+import signal
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from ddpnb.rank.order import Share
+from ddpnb.rank.tasks.samples import Pair, Samples
+
+_PR_SET_PDEATHSIG = 1
+
+Indices = Callable[[Share], Tensor]
+
+
+class Source(ABC):
+    """Where the samples of each share come from."""
+
+    @abstractmethod
+    def fetch(self, share: Share) -> Pair:
+        """Return the samples of a share."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End its processes; may be called twice."""
+
+
+@final
+class Direct(Source):
+    """Fetches a share when it is asked for.
+
+    Args:
+        samples: where from.
+        indices: which samples a share holds.
+    """
+
+    def __init__(self, samples: Samples, indices: Indices) -> None:
+        self._samples = samples
+        self._indices = indices
+
+    def fetch(self, share: Share) -> Pair:
+        """Fetch now."""
+        return self._samples.fetch(self._indices(share))
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@final
+class Ahead(Source):
+    """Fetches shares in processes, before they are asked for.
+
+    Args:
+        dataset: a map-style data set of (input, target) items.
+        shares: all that will be asked for, in order.
+        indices: which samples a share holds.
+        num_processes: how many fetch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        shares: Iterable[Share],
+        indices: Indices,
+        num_processes: int,
+    ) -> None:
+        self._batches: Iterator[Any] | None = iter(
+            DataLoader(
+                dataset,
+                batch_sampler=(indices(share).tolist() for share in shares),
+                num_workers=num_processes,
+                worker_init_fn=_end_with_parent,
+                # A class from a notebook cell cannot be pickled, which other ways need.
+                multiprocessing_context="fork" if sys.platform == "linux" else None,
+                generator=torch.Generator().manual_seed(0),  # leaves the run's numbers alone
+            )
+        )
+
+    def fetch(self, share: Share) -> Pair:
+        """Wait for the next share, which is this one."""
+        assert self._batches is not None, "closed"
+        inputs, targets = next(self._batches)
+        return Pair(inputs, targets)
+
+    def close(self) -> None:
+        """End the processes now: an exception's traceback may keep the iterator alive."""
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            batches._shutdown_workers()  # type: ignore[attr-defined]
+
+
+def _end_with_parent(_: int) -> None:
+    """Ask Linux to kill this process when the rank dies (prctl(2))."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,256 @@
+"""What do all phases of one run share?  (Every rank.)"""
+
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ddpnb import faults
+from ddpnb.rank import drag
+from ddpnb.rank.checkpoint import Place, read
+from ddpnb.rank.loader import Ahead, Direct, Source
+from ddpnb.rank.order import Order, Share
+from ddpnb.rank.strategies import make_strategy
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, Timer
+from ddpnb.rank.tasks import load_task
+from ddpnb.rank.tasks.base import OptimizerFactory, Task
+from ddpnb.rank.tasks.samples import DatasetSamples
+from ddpnb.rank.tuning import tuned
+from ddpnb.rank.untouched import seed_everything
+from ddpnb.wire import RankState, RunHeader, RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One run on one rank: its task, its place, and who takes part."""
+
+    spec: RunSpec
+    state: RankState
+    plan: Plan
+    task: Task
+    order: Order
+    folder: Path
+    namespace: Mapping[str, object]
+    """Where a strategy of the user's own is looked up."""
+    first_step: int = 0
+    """Global batches that the run to resume was trained on."""
+    saved: State | None = None
+    """What this rank goes on from."""
+
+    def strategy(self) -> Strategy:
+        """Make the strategy anew."""
+        return make_strategy(self.spec.strategy, self.namespace)
+
+    @property
+    def device(self) -> torch.device:
+        """What this rank computes on."""
+        return torch.device(self.state.device)
+
+    @property
+    def num_steps(self) -> int:
+        """Global batches that are left to train on."""
+        return self.order.num_steps - self.first_step
+
+    @property
+    def workers(self) -> range:
+        """The workers that this process holds."""
+        plan, rank = self.plan, self.state.rank
+        return range(plan.num_workers) if plan.num_ranks == 1 else range(rank, rank + 1)
+
+    def name(self, phase: str) -> str:
+        """Return what no other phase and no other run is called."""
+        return f"{self.spec.run_id}-{phase}"
+
+    def replica(
+        self, phase: str, *, num_steps: int, timer: Timer, is_grouped: bool = True
+    ) -> Replica:
+        """Build the model anew from the seed: the same weights in every phase, on every rank.
+
+        Args:
+            phase: what it is for.
+            num_steps: global batches that it will see.
+            timer: is told of what a step is at.
+            is_grouped: whether all ranks that take part use it together.
+        """
+        seed_everything(self.spec.seed)
+        model = self.task.model()
+        if is_grouped and self._syncs_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = model.to(self.device).train()
+        seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
+        optimizers: list[torch.optim.Optimizer] = []
+        factory = tuned(self.task.optimizer, self.spec, self.plan, self.order)
+        return Replica(
+            model=model,
+            loss=self.task.loss,
+            optimizer=_remembering(factory, optimizers),
+            device=self.device,
+            rank=self.state.rank,
+            world_size=self.state.world_size,
+            num_steps=num_steps,
+            folder=self.folder,
+            name=self.name(phase),
+            timer=timer,
+            accumulate=self.spec.accumulate,
+            amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
+            transport=self.spec.transport,
+            optimizers=optimizers,
+        )
+
+    def source(self, strategy: Strategy) -> Source:
+        """Return where the samples of a strategy that is set up come from."""
+        if not self._fetches_ahead:
+            return self.direct()
+        assert isinstance(self.task.train, DatasetSamples)
+        return Ahead(
+            self.task.train.dataset, strategy.shares(), self.indices, self.spec.num_data_workers
+        )
+
+    def direct(self) -> Source:
+        """Return a source that fetches each share when it is asked for."""
+        return Direct(self.task.train, self.indices)
+
+    def indices(self, share: Share) -> torch.Tensor:
+        """Return which samples a share of this run holds."""
+        return self.order.indices(self._within_training(share))
+
+    def fetch(self, share: Share, source: Source) -> Batch:
+        """Fetch the samples of a share and send them to the device."""
+        pair = source.fetch(share)
+        on_gpu = self.device.type == "cuda"
+        # Only from pinned memory does a copy to a GPU not make this thread wait.
+        inputs, targets = (part.pin_memory() if on_gpu else part for part in pair)
+        return Batch(
+            inputs=inputs.to(self.device, non_blocking=True),
+            targets=targets.to(self.device, non_blocking=True),
+            num_samples=len(inputs),
+            num_global=self.order.size(self._within_training(share).step),
+        )
+
+    def smallest_batch(self) -> Batch:
+        """Fetch the batch that a model is most likely to stumble over."""
+        pair = self.task.train.fetch(
+            self.order.indices(self.order.smallest_share(self.plan.num_workers))
+        )
+        return self._alone(pair.inputs, pair.targets)
+
+    def usual_batch(self) -> Batch:
+        """Fetch one worker's share of a whole global batch."""
+        share = Share(step=0, part=0, num_parts=self.plan.num_workers)
+        return self._alone(*self.task.train.fetch(self.order.indices(share)))
+
+    def place(self, run_id: str) -> Place:
+        """Return this rank's place in the checkpoints of a run."""
+        return place(self.spec, self.state, self.plan, run_id)
+
+    def header(self, num_parameters: int) -> RunHeader:
+        """Tell what the run turned out to be."""
+        return RunHeader(
+            run_id=self.spec.run_id,
+            strategy=self.spec.strategy,
+            synchronous=self.plan.synchronous,
+            num_workers=self.plan.num_workers,
+            num_threads=self.state.num_threads,
+            device=self.state.device,
+            backend=self.state.backend,
+            num_parameters=num_parameters,
+            num_samples=self.order.num_samples - self.order.num_samples_before(self.first_step),
+            notes=self.plan.notes + self.task.notes + tuple(self._notes()),
+        )
+
+    def _notes(self) -> list[str]:
+        spec, plan = self.spec, self.plan
+        told = list(drag.notes(spec, plan.num_workers))
+        if self.state.shares_device and plan.num_ranks > 1:
+            told.append("Several ranks share one GPU.")
+        if spec.num_data_workers and not plan.synchronous:
+            told.append("--data-workers has no effect: who trains on what is known too late.")
+        elif spec.num_data_workers and not self._fetches_ahead:
+            told.append("--data-workers has no effect: the data are tensors in memory.")
+        if spec.sync_batchnorm and not self._syncs_batchnorm and plan.num_workers > 1:
+            told.append("--sync-batchnorm has no effect: it needs several ranks, in step, on GPUs.")
+        if spec.save_every:
+            told.append("Checkpoints are written while the clock runs.")
+        if self.saved is not None:
+            about = "" if plan.synchronous else ", about where its server was"
+            told.append(f"Resumed after step {self.first_step} of another run{about}.")
+        return told
+
+    @property
+    def _fetches_ahead(self) -> bool:
+        wanted = self.spec.num_data_workers > 0 and self.plan.synchronous
+        return wanted and isinstance(self.task.train, DatasetSamples)
+
+    @property
+    def _syncs_batchnorm(self) -> bool:
+        is_shared = self.plan.num_ranks == self.state.world_size > 1 and self.plan.synchronous
+        return self.spec.sync_batchnorm and is_shared and self.device.type == "cuda"
+
+    def _within_training(self, share: Share) -> Share:
+        """Return a share of this run as one of the whole training, of which it may be the end."""
+        return Share(step=self.first_step + share.step, part=share.part, num_parts=share.num_parts)
+
+    def _alone(self, inputs: torch.Tensor, targets: torch.Tensor) -> Batch:
+        num = len(inputs)
+        inputs, targets = inputs.to(self.device), targets.to(self.device)
+        return Batch(inputs=inputs, targets=targets, num_samples=num, num_global=num)
+
+
+def build(
+    spec: RunSpec,
+    state: RankState,
+    namespace: Mapping[str, object],
+    *,
+    folder: Path = Path(),
+    filename: str,
+) -> Stage:
+    """Load the task and find out who takes part.
+
+    Raises:
+        UserError: something cannot be trained.
+        Exception: whatever the cell itself raises, with its own traceback.
+    """
+    faults.check_ranks(spec.slow, spec.kill, state.world_size)
+    seed_everything(spec.seed)  # the data, too, come out the same on every rank
+    task = load_task(spec, namespace, filename)
+    order = Order(
+        len(task.train),
+        batch_size=spec.batch_size,
+        num_epochs=spec.num_epochs,
+        num_ranks=state.world_size,
+        seed=spec.seed,
+    )
+    known = ChainMap(dict(task.defined), dict(namespace))
+    plan = make_strategy(spec.strategy, known).plan(state)
+    saved = None
+    if spec.resume and state.rank < plan.num_ranks:
+        saved = read(place(spec, state, plan, spec.resume), spec)
+        order.check_begun(saved["step"])
+    return Stage(
+        spec=spec,
+        state=state,
+        plan=plan,
+        task=task,
+        order=order,
+        folder=folder,
+        namespace=known,
+        first_step=saved["step"] if saved else 0,
+        saved=saved,
+    )
+
+
+def place(spec: RunSpec, state: RankState, plan: Plan, run_id: str) -> Place:
+    """Return a rank's place in the checkpoints of a run; of asynchronous ones, rank 0's."""
+    part, num_parts = (state.rank, plan.num_ranks) if plan.synchronous else (0, 1)
+    return Place(folder=Path(spec.checkpoints) / run_id, part=part, num_parts=num_parts)
+
+
+def _remembering(factory: OptimizerFactory, made: list[torch.optim.Optimizer]) -> OptimizerFactory:
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(factory(parameters))
+        return made[-1]
+
+    return make

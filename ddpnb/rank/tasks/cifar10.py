@@ -1,0 +1,159 @@
+"""What is on this photograph of 32x32 pixels?  (Every rank.)
+
+CIFAR-10's binary version, which the user has put into ``data/cifar-10-batches-bin``:
+files of records, one byte of label and 3 x 1024 of pixels.  They are mapped into memory,
+never unpickled.  Without them the images are synthetic, and the notes say so.
+
+References: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009;
+He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, section 4.2.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ddpnb.errors import UserError
+from ddpnb.rank.tasks.base import Task, default_optimizer
+from ddpnb.rank.tasks.samples import Pair, Samples
+from ddpnb.rank.tasks.synthetic import make_images
+from ddpnb.wire import RunSpec
+
+FOLDER = Path("data") / "cifar-10-batches-bin"
+RECORD_BYTES = 1 + 3 * 32 * 32
+NUM_CLASSES = 10
+_MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)
+_DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
+"""Of each colour over the training images, pixels from 0 to 1."""
+_BLOCKS_OF_STAGES = (2, 2, 2, 2)
+_CHANNELS_OF_STAGES = (64, 128, 256, 512)
+
+
+def build(spec: RunSpec) -> Task:
+    """Return the task: ResNet-18 on CIFAR-10, or on synthetic images of its shape.
+
+    Raises:
+        UserError: a file is not what it should be.
+    """
+    folder = find(Path.cwd())
+    train: Samples
+    held_out: Samples
+    notes: tuple[str, ...] = ()
+    if folder is None:
+        train, held_out = make_images(4096, 1024)
+        notes = (f"Synthetic data: there is no {FOLDER}.",)
+    else:
+        train = Records(sorted(folder.glob("data_batch_*.bin")))
+        held_out = Records([folder / "test_batch.bin"])
+    return Task(
+        model=make_model,
+        train=train,
+        held_out=held_out,
+        optimizer=default_optimizer(spec.learning_rate),
+        notes=notes,
+    )
+
+
+def find(start: Path) -> Path | None:
+    """Return the folder of the data, in ``start`` or the nearest folder above that has it."""
+    for folder in (start, *start.parents):
+        if (folder / FOLDER / "test_batch.bin").is_file():
+            return folder / FOLDER
+    return None
+
+
+@final
+class Records(Samples):
+    """The images of some binary files, one after the other.
+
+    Args:
+        paths: the files.
+
+    Raises:
+        UserError: there is none, or one does not hold whole records.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        if not paths:
+            raise UserError(f"{FOLDER} holds no data_batch_1.bin: unpack all of CIFAR-10 there.")
+        self._files = [_records(path) for path in paths]
+        self._starts = np.cumsum([0, *map(len, self._files)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def fetch(self, indices: Tensor) -> Pair:
+        """Return images (N, 3, 32, 32), normalised, and labels (N,)."""
+        numbers = indices.numpy()
+        records = np.empty((len(numbers), RECORD_BYTES), dtype=np.uint8)
+        owners = np.searchsorted(self._starts, numbers, side="right") - 1
+        for owner in np.unique(owners):
+            mine = owners == owner
+            records[mine] = self._files[owner][numbers[mine] - self._starts[owner]]
+        pixels = torch.from_numpy(records[:, 1:]).view(-1, 3, 32, 32)
+        images = (pixels.float() / 255 - _MEAN) / _DEVIATION
+        return Pair(images, torch.from_numpy(records[:, 0].astype(np.int64)))
+
+
+def _records(path: Path) -> np.ndarray:
+    num_bytes = path.stat().st_size if path.is_file() else 0
+    if num_bytes == 0 or num_bytes % RECORD_BYTES:
+        raise UserError(
+            f"{path} has {num_bytes} bytes, which is not a number of CIFAR-10 records of "
+            f"{RECORD_BYTES}: take the binary version."
+        )
+    records = np.memmap(path, dtype=np.uint8, mode="r").reshape(-1, RECORD_BYTES)
+    if (largest := int(records[:, 0].max())) >= NUM_CLASSES:
+        raise UserError(f"{path} has a label {largest}: it is not CIFAR-10's binary version.")
+    return records
+
+
+def make_model() -> nn.Module:
+    """Return ResNet-18 for (N, 3, 32, 32): a 3x3 convolution first, and no pooling after it."""
+    num_channels = _CHANNELS_OF_STAGES[0]
+    layers: list[nn.Module] = [*_normalised(3, num_channels, stride=1), nn.ReLU()]
+    for stage, wanted in enumerate(_CHANNELS_OF_STAGES):
+        for block in range(_BLOCKS_OF_STAGES[stage]):
+            stride = 2 if stage > 0 and block == 0 else 1
+            layers.append(Residual(num_channels, wanted, stride))
+            num_channels = wanted
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_channels, NUM_CLASSES)]
+    return nn.Sequential(*layers)
+
+
+class Residual(nn.Module):
+    """Two convolutions that learn what is to be added to their input.
+
+    Args:
+        num_in: channels that come in.
+        num_out: channels that go out.
+        stride: of the first convolution.
+    """
+
+    def __init__(self, num_in: int, num_out: int, stride: int) -> None:
+        super().__init__()
+        self.change = nn.Sequential(
+            *_normalised(num_in, num_out, stride), nn.ReLU(), *_normalised(num_out, num_out, 1)
+        )
+        keeps_shape = stride == 1 and num_in == num_out
+        self.skip = (
+            nn.Identity()
+            if keeps_shape
+            else nn.Sequential(*_normalised(num_in, num_out, stride, kernel_size=1))
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return features (N, ``num_out``, H / stride, W / stride)."""
+        return torch.relu(self.skip(inputs) + self.change(inputs))
+
+
+def _normalised(num_in: int, num_out: int, stride: int, kernel_size: int = 3) -> list[nn.Module]:
+    padding = kernel_size // 2
+    convolution = nn.Conv2d(
+        num_in, num_out, kernel_size, stride=stride, padding=padding, bias=False
+    )
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+    return [convolution, nn.BatchNorm2d(num_out)]

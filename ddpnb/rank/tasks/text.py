@@ -1,0 +1,147 @@
+"""The task on text: which character comes next?  (Every rank.)
+
+The text is a part of Python's own standard library, which is on every machine; what is
+held out are other files of it.  The model is a small transformer.
+
+References: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; Xiong et al., "On Layer
+Normalization in the Transformer Architecture", ICML 2020 (normalise first).
+"""
+
+import platform
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from ddpnb.errors import UserError
+from ddpnb.rank.tasks.base import Task, default_optimizer
+from ddpnb.rank.tasks.samples import Pair, Samples
+from ddpnb.wire import RunSpec
+
+TRAIN_FILES = (
+    "ast.py",
+    "calendar.py",
+    "configparser.py",
+    "contextlib.py",
+    "dataclasses.py",
+    "functools.py",
+    "heapq.py",
+    "shutil.py",
+    "statistics.py",
+    "textwrap.py",
+)
+HELD_OUT_FILES = ("bisect.py", "csv.py", "fractions.py", "queue.py")
+CONTEXT = 64
+"""Characters that the model sees at once."""
+NUM_SYMBOLS = 97
+"""Printable ASCII and the line feed; all else is one more."""
+_NEW_LINE, _OTHER = 95, 96
+_WIDTH, _NUM_LAYERS, _NUM_HEADS = 64, 2, 4
+
+
+def build(spec: RunSpec) -> Task:
+    """Return the task: 10 files to train on, 4 held out, a transformer of two layers."""
+    return Task(
+        model=Transformer,
+        train=Windows(read(TRAIN_FILES)),
+        held_out=Windows(read(HELD_OUT_FILES)),
+        optimizer=default_optimizer(spec.learning_rate),
+        notes=(f"The text is Python {platform.python_version()}'s own library.",),
+    )
+
+
+def read(names: Sequence[str]) -> Tensor:
+    """Return files of the standard library as symbols, one after the other: (characters,).
+
+    Raises:
+        UserError: this Python came without its sources.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    try:
+        content = b"".join((folder / name).read_bytes() for name in names)
+    except OSError as error:
+        raise UserError(
+            f"The text task reads Python's own library, but {error.filename} is not there."
+        ) from error
+    return symbols(content)
+
+
+def symbols(content: bytes) -> Tensor:
+    """Return a symbol for each byte: int64, (bytes,)."""
+    codes = torch.tensor(list(content))
+    found = torch.full_like(codes, _OTHER)
+    is_printable = (codes >= 32) & (codes < 127)
+    found[is_printable] = codes[is_printable] - 32
+    found[codes == ord("\n")] = _NEW_LINE
+    return found
+
+
+@final
+class Windows(Samples):
+    """A text cut into pieces of ``CONTEXT`` characters; the target of each is its follower.
+
+    Args:
+        text: symbols, (characters,).
+    """
+
+    def __init__(self, text: Tensor) -> None:
+        num = (len(text) - 1) // CONTEXT
+        self._inputs = text[: num * CONTEXT].view(num, CONTEXT)
+        self._targets = text[1 : num * CONTEXT + 1].view(num, CONTEXT)
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def fetch(self, indices: Tensor) -> Pair:
+        """Return symbols and the symbols after them, both (N, ``CONTEXT``)."""
+        return Pair(self._inputs[indices], self._targets[indices])
+
+
+class Transformer(nn.Module):
+    """Scores of the next symbol at every place: (N, T) to (N, ``NUM_SYMBOLS``, T)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.symbol = nn.Embedding(NUM_SYMBOLS, _WIDTH)
+        self.place = nn.Embedding(CONTEXT, _WIDTH)
+        self.layers = nn.Sequential(*(Layer() for _ in range(_NUM_LAYERS)))
+        self.last = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, NUM_SYMBOLS))
+        for embedding in (self.symbol, self.place):
+            nn.init.normal_(embedding.weight, std=0.1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the scores, classes second, as ``cross_entropy`` wants them."""
+        places = torch.arange(inputs.shape[1], device=inputs.device)
+        features = self.layers(self.symbol(inputs) + self.place(places))
+        scores: Tensor = self.last(features)
+        return scores.transpose(1, 2)
+
+
+class Layer(nn.Module):
+    """Attention to the symbols before, then a network for each place by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+        self.wanted = nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.found = nn.Linear(_WIDTH, _WIDTH)
+        self.network = nn.Sequential(
+            nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH)
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return features of the same shape (N, T, width)."""
+        features = features + self._attend(self.first(features))
+        changed: Tensor = features + self.network(self.second(features))
+        return changed
+
+    def _attend(self, features: Tensor) -> Tensor:
+        num, length, _ = features.shape
+        heads = self.wanted(features).view(num, length, 3, _NUM_HEADS, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        found: Tensor = self.found(mixed.transpose(1, 2).reshape(num, length, _WIDTH))
+        return found

@@ -1,0 +1,178 @@
+"""Does a training that ended early go on as if it had not?"""
+
+import os
+import resource
+import signal
+
+import pytest
+import torch
+
+from ddpnb.errors import UserError
+from ddpnb.rank import checkpoint, worker
+from ddpnb.rank.checkpoint import Checkpoints, Place
+from ddpnb.rank.strategies import STRATEGIES
+from ddpnb.wire import Mark, RunHeader, RunSpec, StepEvent
+from tests.rank.ranks import make_state
+from tests.rank.test_options import CELL, train_job
+
+DROPOUT = CELL.replace("nn.ReLU(),", "nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2),")
+SYNCHRONOUS = ["single", "ddp"]  # dp's replicas draw dropout masks in no fixed order
+PER_EPOCH = 7  # steps: 200 samples in batches of 32
+
+
+def spec_of(strategy: str, folder, **changes) -> RunSpec:
+    values = {"source": CELL, "num_epochs": 3, "batch_size": 32, "save_every": 1}
+    values |= {"run_id": "old", "checkpoints": str(folder)}
+    return RunSpec(strategy=strategy, **values | changes)
+
+
+def losses(result) -> list[float]:
+    return [event.loss for event in result[1] if isinstance(event, StepEvent)]
+
+
+def notes(result) -> tuple[str, ...]:
+    return next(event.notes for event in result[1] if isinstance(event, RunHeader))
+
+
+@pytest.mark.parametrize("source", [CELL, DROPOUT], ids=["plain", "dropout"])
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_a_resumed_run_equals_one_that_never_stopped(ranks, tmp_path, strategy, source):
+    choices = {"source": source, "lr_scaling": "linear", "num_lr_warmup_epochs": 2, "seed": 3}
+    whole = ranks(2).call(train_job, spec_of(strategy, tmp_path, run_id="whole", **choices))
+    ranks(2).call(train_job, spec_of(strategy, tmp_path, num_epochs=1.2, **choices))
+    resumed = ranks(2).call(
+        train_job, spec_of(strategy, tmp_path, run_id="new", resume="old", **choices)
+    )
+    for mine, theirs in zip(resumed, whole, strict=True):
+        assert losses(mine) == pytest.approx(losses(theirs)[PER_EPOCH:], abs=1e-6)
+    assert resumed[0][0].held_out_loss == pytest.approx(whole[0][0].held_out_loss, abs=1e-6)
+    assert "Resumed after step 7 of another run." in notes(resumed[0])
+    header = next(event for event in resumed[0][1] if isinstance(event, RunHeader))
+    assert header.num_samples == 400
+    model, other = (model_of(tmp_path / name) for name in ("new", "whole"))
+    for name, value in model.items():
+        torch.testing.assert_close(value, other[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_can_be_resumed(ranks, tmp_path, strategy):
+    first = ranks(2).call(train_job, spec_of(strategy, tmp_path, num_epochs=2))
+    resumed = ranks(2).call(
+        train_job, spec_of(strategy, tmp_path, run_id="new", resume="old", num_epochs=4)
+    )
+    assert losses(resumed[0])[0] < 0.9 * losses(first[0])[0]
+    assert resumed[0][0].final_loss < first[0][0].final_loss
+    is_exact = strategy != "async"
+    assert any("about where its server was" in n for n in notes(resumed[0])) != is_exact
+
+
+def test_an_asynchronous_server_gets_its_optimizers_state_back(ranks, tmp_path):
+    whole = ranks(1).call(train_job, spec_of("async", tmp_path, run_id="whole"))[0]
+    ranks(1).call(train_job, spec_of("async", tmp_path, num_epochs=1))
+    resumed = ranks(1).call(train_job, spec_of("async", tmp_path, run_id="new", resume="old"))[0]
+    # One worker alone is in step with its server: there it is exact.
+    assert losses(resumed) == pytest.approx(losses(whole)[PER_EPOCH:], abs=1e-6)
+
+
+def test_the_last_two_are_kept_and_the_model(ranks, tmp_path):
+    ranks(2).call(train_job, spec_of("ddp", tmp_path, num_epochs=4))
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")) == [
+        "old/model.pt",
+        "old/step-00000021/rank-0-of-2.pt",
+        "old/step-00000021/rank-1-of-2.pt",
+        "old/step-00000028/rank-0-of-2.pt",
+        "old/step-00000028/rank-1-of-2.pt",
+    ]
+
+
+def test_without_the_wish_nothing_is_written(ranks, tmp_path):
+    ranks(1).call(train_job, spec_of("ddp", tmp_path, save_every=0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def torn_job(state, folder, place):
+    """Write two checkpoints; be killed in the midst of writing the third."""
+    kept = Checkpoints(place, every=1, tell=print)
+    kept.after(1, lambda: {"step": 1})
+    kept.after(2, lambda: {"step": 2})
+    os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    kept.after(3, lambda: {"step": 3})
+
+
+def test_a_kill_while_writing_leaves_the_one_before(fresh_ranks, tmp_path):
+    place = Place(folder=tmp_path, part=0, num_parts=1)
+    (result,) = fresh_ranks(1).attempt(torn_job, place)
+    assert "died" in str(result)
+    assert list((tmp_path / "step-00000003").iterdir())  # it was at it
+    assert checkpoint.last_step(place) == 2
+    assert torch.load(place.path(2), weights_only=True) == {"step": 2}
+
+
+def test_a_checkpoint_counts_when_all_its_parts_are_there(tmp_path):
+    first, second = (Place(folder=tmp_path, part=part, num_parts=2) for part in (0, 1))
+    for place, steps in ((first, (5, 10)), (second, (5,))):
+        for step in steps:
+            Checkpoints(place, every=5, tell=print).after(step, lambda: {})
+    assert checkpoint.last_step(first) == checkpoint.last_step(second) == 5
+
+
+def limited_job(state, folder, spec):
+    """Train where no file may grow beyond a few bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        return train_job(state, folder, spec)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_said_once_and_does_not_stop_the_training(ranks, tmp_path):
+    results = ranks(2).call(limited_job, spec_of("ddp", tmp_path))
+    for report, events in results:
+        assert report.num_steps == 3 * PER_EPOCH
+        (mark,) = [event for event in events if isinstance(event, Mark)]
+        assert mark.text == "no checkpoint: File too large"
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def refused(tmp_path, match: str, *, num_ranks=2, **changes):
+    spec = spec_of("ddp", tmp_path, run_id="new", resume="old", **changes)
+    with pytest.raises(UserError, match=match) as caught:
+        worker.check(spec, state=make_state(0, num_ranks), namespace={})
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_resumed_is_one_sentence_before_anything_trains(ranks, tmp_path):
+    refused(tmp_path, "no complete checkpoint of the run to resume")
+    ranks(2).call(train_job, spec_of("ddp", tmp_path))
+    refused(
+        tmp_path,
+        "was trained for 3 epochs already: give more with --epochs".replace(
+            "was trained", "has been trained"
+        ),
+    )
+    refused(tmp_path, "--batch-size 32, not 40: give the same", num_epochs=9, batch_size=40)
+    refused(tmp_path, "--seed 0, not 1: give the same", num_epochs=9, seed=1)
+    refused(tmp_path, "was trained by 2 ranks, not 3", num_epochs=9, num_ranks=3)
+    for path in (tmp_path / "old").glob("step-*/rank-0*"):
+        path.write_bytes(b"no such thing")
+    refused(tmp_path, "cannot be read", num_epochs=9)
+
+
+class Trap:
+    def __reduce__(self):
+        return os.mkdir, ("trapped",)
+
+
+def test_nothing_in_a_checkpoint_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = Place(folder=tmp_path / "old", part=0, num_parts=2)
+    place.path(7).parent.mkdir(parents=True)
+    for part in range(2):
+        torch.save({"step": Trap()}, place.path(7).with_name(place.name(part)))
+    refused(tmp_path, "cannot be read")
+    assert not (tmp_path / "trapped").exists()
+
+
+def model_of(folder):
+    return torch.load(folder / "model.pt", weights_only=True)

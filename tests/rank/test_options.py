@@ -1,0 +1,167 @@
+"""Does every choice of a training do what it says, for every strategy?"""
+
+import pytest
+import torch
+from torch import nn
+
+from ddpnb.rank import worker
+from ddpnb.rank.order import Order, Share
+from ddpnb.rank.strategies import STRATEGIES
+from ddpnb.rank.strategies.base import Plan
+from ddpnb.rank.tasks.base import default_optimizer
+from ddpnb.rank.tuning import tuned
+from ddpnb.wire import RunHeader, RunSpec, StepEvent
+
+CELL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+
+def data(split):
+    x = torch.randn(200 if split == "train" else 50, 4)
+    return x, (x.sum(dim=1) > 0).long()
+"""
+SYNCHRONOUS = ["single", "dp", "ddp"]
+
+
+def spec_of(strategy: str, **changes) -> RunSpec:
+    values = {"run_id": "run-1", "source": CELL, "num_epochs": 2, "batch_size": 32}
+    return RunSpec(strategy=strategy, **values | changes)
+
+
+def train_job(state, folder, spec):
+    events = []
+    report = worker.run(
+        spec,
+        state=state,
+        folder=folder,
+        publish=events.append,
+        namespace={},
+        should_stop=lambda: False,
+    )
+    return report, events
+
+
+def losses(result) -> list[float]:
+    return [event.loss for event in result[1] if isinstance(event, StepEvent)]
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_accumulated_gradients_are_those_of_the_whole_share(ranks, strategy):
+    whole, in_parts = (
+        ranks(2).call(train_job, spec_of(strategy, accumulate=num))[0] for num in (1, 4)
+    )
+    assert losses(in_parts) == pytest.approx(losses(whole), abs=1e-6)
+    assert in_parts[0].held_out_loss == pytest.approx(whole[0].held_out_loss, abs=1e-6)
+
+
+def test_asynchronous_gradients_accumulate_too(ranks):
+    whole, in_parts = (
+        ranks(1).call(train_job, spec_of("async", accumulate=num))[0] for num in (1, 3)
+    )
+    assert losses(in_parts) == pytest.approx(losses(whole), abs=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bfloat16_learns_about_as_well_and_is_not_the_same(ranks, strategy):
+    spec = spec_of(strategy, num_epochs=4, batch_size=20)
+    exact, mixed = (
+        ranks(1).call(train_job, spec_of(strategy, num_epochs=4, batch_size=20, amp=amp))[0]
+        for amp in ("none", "bf16")
+    )
+    assert spec.amp == "none"
+    assert losses(mixed)[-1] < 0.8 * losses(mixed)[0]
+    assert losses(mixed) != losses(exact)
+    assert mixed[0].held_out_loss == pytest.approx(exact[0].held_out_loss, abs=0.05)
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_clipping_is_torchs_own(ranks, strategy):
+    spec = spec_of(strategy, clip=0.1, num_warmup_steps=0)
+    results = ranks(2).call(train_job, spec)
+    assert results[0][0].final_loss == pytest.approx(clipped_by_hand(spec), abs=1e-6)
+    unclipped = ranks(2).call(train_job, spec_of(strategy))
+    assert unclipped[0][0].final_loss != pytest.approx(clipped_by_hand(spec), abs=1e-3)
+
+
+def clipped_by_hand(spec: RunSpec) -> float:
+    """Train in plain torch; return the loss over the training split."""
+    defined: dict = {}
+    exec(spec.source, defined)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        inputs, targets = defined["data"]("train")
+        torch.manual_seed(0)
+        model = defined["model"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    order = Order(200, batch_size=32, num_epochs=2, num_ranks=2, seed=0)
+    for step in range(order.num_steps):
+        chosen = order.indices(Share(step=step, part=0, num_parts=1))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs[chosen]), targets[chosen]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    with torch.no_grad():
+        return nn.functional.cross_entropy(model(inputs), targets).item()
+
+
+PLAN = Plan(num_ranks=4, num_workers=4, synchronous=True)
+ORDER = Order(80, batch_size=20, num_epochs=3, num_ranks=4, seed=0)  # 4 steps an epoch
+
+
+def rates(num_updates: int, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Make updates; return the learning rate that each was made with."""
+    seen = []
+    for _ in range(num_updates):
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+        optimizer.step()
+        seen.append(optimizer.param_groups[0]["lr"])
+    return seen
+
+
+def optimizer_of(plan: Plan = PLAN, **choices) -> torch.optim.Optimizer:
+    spec = spec_of("ddp", **choices)
+    return tuned(default_optimizer(0.1), spec, plan, ORDER)([nn.Parameter(torch.ones(1))])
+
+
+@pytest.mark.parametrize(("scaling", "full"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
+def test_the_learning_rate_grows_to_what_the_workers_allow(scaling, full):
+    seen = rates(6, optimizer_of(lr_scaling=scaling, num_lr_warmup_epochs=1))
+    expected = [full * share for share in (0.25, 0.5, 0.75, 1, 1, 1)]
+    assert seen == pytest.approx(expected)
+
+
+def test_asynchronous_workers_make_more_updates_in_an_epoch():
+    plan = Plan(num_ranks=2, num_workers=2, synchronous=False)
+    seen = rates(10, optimizer_of(plan, num_lr_warmup_epochs=1))
+    assert seen == pytest.approx([0.1 * min(1, (t + 1) / 8) for t in range(10)])
+
+
+def test_an_optimizer_that_is_loaded_goes_on_warming_up():
+    first = optimizer_of(lr_scaling="linear", num_lr_warmup_epochs=2)
+    before = rates(3, first)
+    second = optimizer_of(lr_scaling="linear", num_lr_warmup_epochs=2)
+    second.load_state_dict(first.state_dict())
+    whole = rates(8, optimizer_of(lr_scaling="linear", num_lr_warmup_epochs=2))
+    assert before + rates(5, second) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_choices_together_train(ranks, strategy):
+    spec = spec_of(
+        strategy,
+        accumulate=2,
+        amp="bf16",
+        clip=1.0,
+        lr_scaling="sqrt",
+        num_lr_warmup_epochs=0.5,
+        sync_batchnorm=True,
+        source=CELL.replace("nn.ReLU()", "nn.BatchNorm1d(16), nn.ReLU()"),
+    )
+    report, events = ranks(2).call(train_job, spec)[0]
+    assert report.held_out_loss < 0.7
+    (header,) = [event for event in events if isinstance(event, RunHeader)]
+    said = [note for note in header.notes if note.startswith("--sync-batchnorm has no effect")]
+    assert len(said) == (0 if strategy == "single" else 1)  # no GPU here

@@ -1,0 +1,153 @@
+"""Is each built-in task what it says: real data where it says so, and something to learn?"""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ddpnb.errors import UserError
+from ddpnb.rank import worker
+from ddpnb.rank.evaluate import score
+from ddpnb.rank.tasks import cifar10, load_task, synthetic, text
+from ddpnb.rank.tasks.samples import TensorSamples
+from ddpnb.wire import RunSpec
+from tests.rank.ranks import make_state
+from tests.rank.test_options import train_job
+
+
+def spec_of(task: str, **changes) -> RunSpec:
+    return RunSpec(run_id="r", strategy="ddp", task=task, **{"batch_size": 8} | changes)
+
+
+def size_of(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_text_is_read_from_the_standard_library_and_split_by_file():
+    task = load_task(spec_of("text"), {}, "")
+    assert not set(text.TRAIN_FILES) & set(text.HELD_OUT_FILES)
+    assert list(text.TRAIN_FILES) == sorted(text.TRAIN_FILES)
+    assert 200_000 < len(task.train) * text.CONTEXT < 600_000
+    inputs, targets = task.train.fetch(torch.tensor([0, 1]))
+    assert inputs.shape == targets.shape == (2, text.CONTEXT)
+    assert torch.equal(inputs[0, 1:], targets[0, :-1])
+    assert targets[0, -1] == inputs[1, 0]
+    read = "".join(chr(32 + symbol) if symbol < 95 else "\n" for symbol in inputs[0].tolist())
+    with open(text.sysconfig.get_paths()["stdlib"] + f"/{text.TRAIN_FILES[0]}") as file:
+        assert file.read(text.CONTEXT) == read
+    assert any("Python" in note for note in task.notes)
+
+
+def test_the_transformer_sees_nothing_of_what_comes():
+    model = text.Transformer().eval()
+    inputs = torch.randint(text.NUM_SYMBOLS, (2, text.CONTEXT))
+    changed = inputs.clone()
+    changed[:, 40:] = 0
+    before, after = model(inputs), model(changed)
+    torch.testing.assert_close(before[..., :40], after[..., :40])
+    assert not torch.equal(before[..., 40:], after[..., 40:])
+
+
+def test_text_is_learnt(ranks):
+    report, _ = ranks(1).call(train_job, spec_of("text", num_epochs=0.2, batch_size=16))[0]
+    assert report.held_out_loss < 3.2  # a character's share alone gives 3.3, chance 4.6
+    assert 0.15 < report.held_out_accuracy < 1
+
+
+def test_every_character_counts_as_its_share_of_the_sample():
+    scores = torch.zeros(2, 3, 4)
+    scores[0, 1], scores[1, 2] = 1, 1
+    targets = torch.tensor([[1, 1, 1, 0], [2, 2, 0, 0]])
+    samples = TensorSamples(scores, targets)
+    found = score(nn.Identity(), nn.functional.cross_entropy, samples, torch.device("cpu"))
+    assert found.accuracy == pytest.approx((0.75 + 0.5) / 2)
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    """A tiny CIFAR-10 in the documented format: label, then 1024 red, green and blue bytes."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / cifar10.FOLDER
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for name, num in (("data_batch_1", 12), ("data_batch_2", 9), ("test_batch", 8)):
+        records = generator.integers(0, 256, (num, 3073), dtype=np.uint8)
+        records[:, 0] = np.arange(num) % 10
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+    return folder
+
+
+def test_the_users_own_cifar_files_are_read(images):
+    task = load_task(spec_of("cifar10"), {}, "")
+    assert (len(task.train), len(task.held_out), task.notes) == (21, 8, ())
+    inputs, targets = task.train.fetch(torch.tensor([20, 0, 12, 11]))
+    assert targets.tolist() == [8, 0, 0, 1]
+    assert inputs.shape == (4, 3, 32, 32)
+    pixel = (images / "data_batch_2.bin").read_bytes()[8 * 3073 + 1 + 1024 + 32 + 5]
+    expected = (pixel / 255 - 0.4822) / 0.2435  # green, second row, sixth column
+    assert inputs[0, 1, 1, 5].item() == pytest.approx(expected, abs=1e-5)
+    worker.check(spec_of("cifar10"), state=make_state(0, 1), namespace={})
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "has 0 bytes"),
+        (b"a" * 3072, "has 3072 bytes, which is not a number of CIFAR-10 records"),
+        (b"\x0b" * 3073, "has a label 11"),
+    ],
+)
+def test_files_that_are_not_cifar_are_refused(images, content, told):
+    (images / "data_batch_2.bin").write_bytes(content)
+    with pytest.raises(UserError, match=told):
+        load_task(spec_of("cifar10"), {}, "")
+
+
+def test_without_its_files_cifar_is_synthetic_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    task = load_task(spec_of("cifar10"), {}, "")
+    assert task.notes == ("Synthetic data: there is no data/cifar-10-batches-bin.",)
+    assert task.train.fetch(torch.arange(3)).inputs.shape == (3, 3, 32, 32)
+
+
+def test_the_residual_network_is_resnet_18():
+    model = cifar10.make_model()
+    assert size_of(model) == 11_173_962  # as He et al.'s with a 3x3 stem and ten classes
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("parameters", [40_000, 2_500_000])
+def test_synthetic_models_have_as_many_parameters_as_wished(parameters):
+    task = load_task(spec_of(f"synthetic:parameters={parameters},compute=4,samples=64"), {}, "")
+    model = task.model()
+    assert size_of(model) == parameters
+    assert len(task.train) == 64
+    task.loss(model(torch.randn(4, 3, 32, 32)), torch.arange(4)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_more_computing_is_no_more_to_exchange():
+    sizes = {size_of(synthetic.make_model(compute=times)) for times in (1, 10)}
+    assert len(sizes) == 1
+
+
+def test_synthetic_wishes_that_cannot_be_are_one_sentence():
+    with pytest.raises(UserError, match="parameters must be at least 25578, not 5"):
+        load_task(spec_of("synthetic:parameters=5"), {}, "")
+    with pytest.raises(UserError, match="synthetic:samples must be at least 16"):
+        spec_of("synthetic:samples=2")
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "async"])
+def test_many_parameters_are_learnt_by_every_strategy(ranks, strategy):
+    spec = RunSpec(
+        run_id="r",
+        strategy=strategy,
+        task="synthetic:parameters=300000,compute=1,samples=512",
+        num_epochs=2,
+        batch_size=64,
+        learning_rate=0.01,
+    )
+    report, events = ranks(2).call(train_job, spec)[0]
+    assert report.held_out_accuracy > 0.5
+    assert "Synthetic data: images made from a seed." in events[0].notes
