@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from ddpnb.rank.evaluate import evaluate
 from ddpnb.rank.order import Order, Share
 from ddpnb.rank.stop import Stop
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, Strategy, Timer, Untimed
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, Strategy, Timer, Untimed
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tuning import tuned
@@ -203,9 +203,10 @@ def _perform(stage: _Stage, publish: Publish, should_stop: Callable[[], bool]) -
         num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
         strategy.setup(replica)
         if stage.state.rank == 0:
-            publish(_header(stage, num_parameters))
+            publish(_header(stage, num_parameters, strategy.notes()))
         _barrier(stage)
         _train(stage, strategy, stop, tally)
+        tally.memory = strategy.memory()
         # finish: waits for all; only then may the file go that tells them to stop
         model = strategy.finish()
     # evaluate
@@ -225,7 +226,7 @@ def _stop_of(stage: _Stage, clock: Clock, should_stop: Callable[[], bool]) -> St
         stage.folder,
         stage.name("t"),
         synchronous=stage.plan.synchronous,
-        num_ahead=clock.num_ahead,
+        num_ahead=clock.num_ahead + stage.plan.num_ahead,
         wanted=should_stop,
     )
 
@@ -246,6 +247,7 @@ class _Tally:
     clock: Clock
     num_steps: int = 0
     num_samples: int = 0
+    memory: Memory = field(default_factory=Memory)
 
     def add(self, laps: list[Lap]) -> None:
         for lap in laps:
@@ -280,6 +282,8 @@ class _Tally:
             final_loss=final_loss,
             held_out_loss=held_out_loss,
             held_out_accuracy=held_out_accuracy,
+            num_parameter_bytes=self.memory.parameters,
+            num_optimizer_bytes=self.memory.optimizer,
         )
 
 
@@ -293,7 +297,7 @@ def _train(stage: _Stage, strategy: Strategy, stop: Stop, tally: _Tally) -> None
     tally.add(tally.clock.stop())
 
 
-def _header(stage: _Stage, num_parameters: int) -> RunHeader:
+def _header(stage: _Stage, num_parameters: int, found: tuple[str, ...]) -> RunHeader:
     shared = stage.state.shares_device and stage.plan.num_ranks > 1
     shared_note = ("Several ranks share one GPU.",) if shared else ()
     return RunHeader(
@@ -306,5 +310,5 @@ def _header(stage: _Stage, num_parameters: int) -> RunHeader:
         backend=stage.state.backend,
         num_parameters=num_parameters,
         num_samples=stage.order.num_samples,
-        notes=stage.plan.notes + stage.task.notes + shared_note,
+        notes=stage.plan.notes + found + stage.task.notes + shared_note,
     )

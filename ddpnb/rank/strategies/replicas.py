@@ -7,18 +7,26 @@ outputs together, and send the gradients back the same way.
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from itertools import repeat
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+Autocast = Callable[[], AbstractContextManager[object]]
+"""Makes the context to compute in, which torch keeps for each thread apart."""
+
 
 class Replicas(ABC):
     """Copies of a model that share each batch; the model itself is the first of them."""
 
+    num_replicas: int
+
     @abstractmethod
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
         """Return the outputs of the whole batch, on the first device."""
 
     @abstractmethod
@@ -39,10 +47,11 @@ class GpuReplicas(Replicas):
     """Torch's ``DataParallel``: its outputs remember the way back."""
 
     def __init__(self, model: nn.Module, device_ids: list[int]) -> None:
+        self.num_replicas = len(device_ids)
         self._module = nn.DataParallel(model, device_ids=device_ids)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Replicate, scatter, run, gather."""
+    def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
+        """Replicate, scatter, run, gather; torch takes the context to its threads itself."""
         outputs: Tensor = self._module(inputs)
         return outputs
 
@@ -61,16 +70,17 @@ class ThreadReplicas(Replicas):
     """The same steps as torch's ``DataParallel``, each replica on a thread of its own."""
 
     def __init__(self, model: nn.Module, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
         self._models = [model, *(copy.deepcopy(model) for _ in range(num_replicas - 1))]
         self._pool = ThreadPoolExecutor(num_replicas, thread_name_prefix="ddpnb-replica")
         self._outputs: list[Tensor] = []
         self._gathered = torch.empty(0)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
         """Replicate, scatter, run, gather."""
         self._replicate()
         parts = inputs.chunk(len(self._models))  # fewer than replicas where the batch is small
-        self._outputs = list(self._pool.map(_forward, self._models, parts))
+        self._outputs = list(self._pool.map(_forward, self._models, parts, repeat(autocast)))
         self._gathered = torch.cat([output.detach() for output in self._outputs])
         return self._gathered.requires_grad_()
 
@@ -82,12 +92,13 @@ class ThreadReplicas(Replicas):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add up in the first replica, which the optimizer updates."""
-        first, *others = (list(model.parameters()) for model in self._models)
+        """Add up in the first replica, which the optimizer updates; the others forget theirs."""
+        first, *others = self._models
         for other in others:
-            for mine, theirs in zip(first, other, strict=True):
+            for mine, theirs in zip(first.parameters(), other.parameters(), strict=True):
                 if mine.grad is not None and theirs.grad is not None:
                     mine.grad.add_(theirs.grad)
+            other.zero_grad()
 
     def close(self) -> None:
         """End the threads."""
@@ -95,7 +106,7 @@ class ThreadReplicas(Replicas):
 
     @torch.no_grad()
     def _replicate(self) -> None:
-        """Copy parameters and buffers to all but the first; forget gradients.
+        """Copy parameters and buffers to all but the first.
 
         So of what replicas write into buffers only the first one's lasts, as in torch.
         """
@@ -103,15 +114,15 @@ class ThreadReplicas(Replicas):
         for other in others:
             for mine, theirs in zip(_state(first), _state(other), strict=True):
                 theirs.copy_(mine)
-            other.zero_grad()
 
 
 def _state(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _forward(model: nn.Module, inputs: Tensor) -> Tensor:
-    outputs: Tensor = model(inputs)
+def _forward(model: nn.Module, inputs: Tensor, autocast: Autocast) -> Tensor:
+    with autocast():
+        outputs: Tensor = model(inputs)
     return outputs
 
 
