@@ -46,7 +46,19 @@ class Choice:
 STRATEGIES: Mapping[str, Entry] = {
     "single": Entry(about="one device"),
     "dp": Entry(about="torch DataParallel; emulated on CPU threads where there are not two GPUs"),
-    "ddp": Entry(about="torch DistributedDataParallel"),
+    "ddp": Entry(
+        about="torch DistributedDataParallel",
+        options={
+            "bucket_cap_mb": Option(default=25.0, about="MB of gradients in one message", least=0),
+            "static_graph": Option(default=False, about="every step uses the same parameters"),
+            "hook": Option(
+                default="none",
+                about="what gradients are sent as",
+                choices=("none", "fp16", "bf16", "powersgd"),
+            ),
+            "powersgd_rank": Option(default=1, about="rank of PowerSGD's matrices", least=1),
+        },
+    ),
     "ddp-by-hand": Entry(about="flatten the gradients, all-reduce, step"),
     "ring-by-hand": Entry(about="the same, with a ring all-reduce from sends and receives"),
     "central": Entry(about="parameters in one place on the host, updated there once"),

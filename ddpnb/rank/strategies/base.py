@@ -49,8 +49,8 @@ class Timer(ABC):
         """Count the time from now on, or from a moment not long ago, to ``part``."""
 
     @abstractmethod
-    def moment(self) -> Moment:
-        """Return this point in time; costs no waiting for the device."""
+    def moment(self, seconds_ago: float = 0.0) -> Moment:
+        """Return this point in time, or on a CPU one before it; costs no waiting for the device."""
 
     @abstractmethod
     def hide(self, begun: Moment, ended: Moment) -> None:
@@ -64,7 +64,7 @@ class Untimed(Timer):
     def begin(self, part: Part, at: Moment = None) -> None:
         """Count nothing."""
 
-    def moment(self) -> Moment:
+    def moment(self, seconds_ago: float = 0.0) -> Moment:
         """Return nothing."""
 
     def hide(self, begun: Moment, ended: Moment) -> None:
