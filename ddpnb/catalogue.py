@@ -46,8 +46,40 @@ class Choice:
 STRATEGIES: Mapping[str, Entry] = {
     "single": Entry(about="one device"),
     "dp": Entry(about="torch DataParallel; emulated on CPU threads where there are not two GPUs"),
-    "ddp": Entry(about="torch DistributedDataParallel"),
+    "ddp": Entry(
+        about="torch DistributedDataParallel",
+        options={
+            "bucket_cap_mb": Option(default=25.0, about="MB of gradients in one message", least=0),
+            "static_graph": Option(default=False, about="every step uses the same parameters"),
+            "hook": Option(
+                default="none",
+                about="what gradients are sent as",
+                choices=("none", "fp16", "bf16", "powersgd"),
+            ),
+            "powersgd_rank": Option(default=1, about="rank of PowerSGD's matrices", least=1),
+        },
+    ),
+    "ddp-by-hand": Entry(about="flatten the gradients, all-reduce, step"),
+    "ring-by-hand": Entry(about="the same, with a ring all-reduce from sends and receives"),
+    "central": Entry(about="parameters in one place on the host, updated there once"),
     "async": Entry(about="one parameter server, workers never wait for each other"),
+    "local-sgd": Entry(
+        about="each rank alone, weights averaged every few steps",
+        options={
+            "every": Option(default=8, about="steps from one average to the next", least=1),
+            "after": Option(default=0, about="steps of synchronous SGD at first", least=0),
+        },
+    ),
+    "diloco": Entry(
+        about="each rank alone, an outer Nesterov step on the averaged change every few steps",
+        options={
+            "every": Option(default=8, about="inner steps of an outer one", least=1),
+            "outer_lr": Option(default=0.7, about="the outer learning rate", least=0),
+            "outer_momentum": Option(default=0.9, about="the outer Nesterov momentum", least=0),
+        },
+    ),
+    "gossip": Entry(about="each rank averages its weights with one neighbour at a time"),
+    "no-comm": Entry(about="the ranks train alone, at once: the ceiling of this host"),
 }
 """Strategies by name, in the order shown to users."""
 

@@ -76,9 +76,9 @@ class CpuClock(Clock):
         self._spent[self._part] = self._spent.get(self._part, 0.0) + now - self._since
         self._part, self._since = part, now
 
-    def moment(self) -> Moment:
-        """Return what the clock shows."""
-        return time.perf_counter()
+    def moment(self, seconds_ago: float = 0.0) -> Moment:
+        """Return what the clock shows, or showed."""
+        return time.perf_counter() - seconds_ago
 
     def hide(self, begun: Moment, ended: Moment) -> None:
         """Add the time between."""
@@ -132,8 +132,9 @@ class CudaClock(Clock):
         """Record an event behind what the GPU has been given so far."""
         self._marks.append((part, self.moment() if at is None else at))
 
-    def moment(self) -> Moment:
+    def moment(self, seconds_ago: float = 0.0) -> Moment:
         """Record an event on the current stream."""
+        assert seconds_ago == 0.0, "of a GPU's past nothing can be recorded"
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -146,8 +146,8 @@ class Stage:
         """Return this rank's place in the checkpoints of a run."""
         return place(self.spec, self.state, self.plan, run_id)
 
-    def header(self, num_parameters: int) -> RunHeader:
-        """Tell what the run turned out to be."""
+    def header(self, num_parameters: int, found: tuple[str, ...]) -> RunHeader:
+        """Tell what the run turned out to be; ``found``: what the strategy's ``setup`` noted."""
         return RunHeader(
             run_id=self.spec.run_id,
             strategy=self.spec.strategy,
@@ -158,7 +158,7 @@ class Stage:
             backend=self.state.backend,
             num_parameters=num_parameters,
             num_samples=self.order.num_samples - self.order.num_samples_before(self.first_step),
-            notes=self.plan.notes + self.task.notes + tuple(self._notes()),
+            notes=self.plan.notes + found + self.task.notes + tuple(self._notes()),
         )
 
     def _notes(self) -> list[str]:

@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from ddpnb.rank.keeper import Keeper, set_up
 from ddpnb.rank.loader import Source
 from ddpnb.rank.stage import Stage, build
 from ddpnb.rank.stop import Stop
-from ddpnb.rank.strategies.base import Strategy, Untimed
+from ddpnb.rank.strategies.base import Memory, Strategy, Untimed
 from ddpnb.rank.untouched import untouched
 from ddpnb.wire import Mark, RankState, RunHeader, RunReport, RunSpec, StepEvent
 
@@ -123,6 +123,7 @@ def _perform(stage: Stage, publish: Publish, should_stop: Callable[[], bool]) ->
         course = _prepare(stage, tally, should_stop, opened)
         _barrier(stage)
         _train(course)
+        tally.memory = course.strategy.memory()
         # finish: waits for all; only then may the file go that tells them to stop
         model = course.strategy.finish()
     # evaluate
@@ -165,7 +166,7 @@ def _prepare(
     num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
     set_up(stage, strategy, replica)
     if stage.state.rank == 0:
-        tally.publish(stage.header(num_parameters))
+        tally.publish(stage.header(num_parameters, strategy.notes()))
     late = Drag(
         faults,
         compute_seconds=seconds,
@@ -195,7 +196,7 @@ def _stop_of(stage: Stage, clock: Clock, should_stop: Callable[[], bool]) -> Sto
         stage.folder,
         stage.name("t"),
         synchronous=stage.plan.synchronous,
-        num_ahead=clock.num_ahead,
+        num_ahead=clock.num_ahead + stage.plan.num_ahead,
         wanted=should_stop,
     )
 
@@ -218,6 +219,7 @@ class _Tally:
     num_steps: int = 0
     num_samples: int = 0
     was_stopped: bool = False
+    memory: Memory = field(default_factory=Memory)
 
     def add(self, laps: list[Lap]) -> None:
         for lap in laps:
@@ -257,6 +259,8 @@ class _Tally:
             held_out_loss=held_out_loss,
             held_out_accuracy=held_out_accuracy,
             was_stopped=self.was_stopped,
+            num_parameter_bytes=self.memory.parameters,
+            num_optimizer_bytes=self.memory.optimizer,
         )
 
 

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ddpnb.rank.order import Order, Share, every_step
-from ddpnb.rank.strategies import STRATEGIES
+from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
-from ddpnb.rank.strategies.base import Batch, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.base import Batch, Memory, Replica, StepReport, Strategy
 from ddpnb.rank.tasks.base import OptimizerFactory
 from ddpnb.rank.transport.master import Access
 from ddpnb.wire import RankState
@@ -53,6 +54,8 @@ class Problem:
     num_samples: int = 64
     learning_rate: float | None = None
     seed: int = 0
+    accumulate: int = 1
+    clip: float | None = None
 
     def data(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -65,9 +68,10 @@ class Problem:
             return MODELS[self.model]()
 
     def factory(self) -> OptimizerFactory:
-        if self.learning_rate is None:
-            return OPTIMIZERS[self.optimizer]
-        return lambda parameters: torch.optim.SGD(parameters, lr=self.learning_rate)
+        make = OPTIMIZERS[self.optimizer]
+        if self.learning_rate is not None:
+            make = partial(torch.optim.SGD, lr=self.learning_rate)
+        return make if self.clip is None else partial(clipped, make, self.clip)
 
     def order(self, num_ranks: int) -> Order:
         return Order(
@@ -79,6 +83,18 @@ class Problem:
         )
 
 
+def clipped(make: OptimizerFactory, largest: float, parameters: list) -> torch.optim.Optimizer:
+    """An optimizer that clips by itself, as the worker's do."""
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(held, largest)
+
+    optimizer = make(parameters)
+    optimizer.register_step_pre_hook(before_step)
+    return optimizer
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     parameters: list[Tensor]
@@ -87,6 +103,8 @@ class Fit:
     log: list[Access] = field(default_factory=list)
     num_files_left: int = 0
     num_files_while_training: int = 0
+    memory: Memory = field(default_factory=Memory)
+    notes: tuple[str, ...] = ()
 
 
 def by_hand(problem: Problem, num_ranks: int = 1) -> Fit:
@@ -107,13 +125,13 @@ def by_hand(problem: Problem, num_ranks: int = 1) -> Fit:
 def by_strategy(
     state: RankState,
     folder: Path,
-    name: str,
+    word: str,
     problem: Problem,
     before_step: BeforeStep | None = None,
 ) -> Fit:
     """The same by a strategy, on one of the ranks."""
     log: list[Access] = []
-    strategy = AsyncParameterServer(log=log.append) if name == "async" else STRATEGIES[name]()
+    strategy = AsyncParameterServer(log=log.append) if word == "async" else make_strategy(word, {})
     if state.rank >= strategy.plan(state).num_ranks:
         return fit_of(nn.Module(), [])
     try:
@@ -144,6 +162,7 @@ def drive(
             num_steps=order.num_steps,
             folder=folder,
             name="fit",
+            accumulate=problem.accumulate,
         )
     )
     reports = []
@@ -151,8 +170,13 @@ def drive(
         if before_step is not None:
             before_step(state.rank, number)
         reports.append(strategy.step(batch_of(order, share, inputs, targets)))
-    num_files = len(list(folder.iterdir()))
-    return replace(fit_of(strategy.finish(), reports), num_files_while_training=num_files)
+    num_files, memory = len(list(folder.iterdir())), strategy.memory()
+    return replace(
+        fit_of(strategy.finish(), reports),
+        num_files_while_training=num_files,
+        memory=memory,
+        notes=strategy.notes(),
+    )
 
 
 def batch_of(order: Order, share: Share, inputs: Tensor, targets: Tensor) -> Batch:

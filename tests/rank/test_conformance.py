@@ -1,5 +1,7 @@
 """Is every strategy what it says: equal to plain SGD wherever that is what it computes?"""
 
+import inspect
+
 import pytest
 import torch
 
@@ -8,54 +10,88 @@ from ddpnb.rank.strategies import STRATEGIES
 from tests.rank.fit import OPTIMIZERS, Fit, Problem, by_hand, by_strategy, distance
 
 ALL = list(STRATEGIES)
-SYNCHRONOUS = ["single", "dp", "ddp"]
+SYNCHRONOUS = [
+    "single",
+    "dp",
+    "ddp",
+    "ddp-by-hand",
+    "ring-by-hand",
+    "central",
+]
+PLAIN_OUTER_STEP = "diloco:outer_lr=1,outer_momentum=0"
+"""DiLoCo's outer optimizer moves the weights even on one rank; so set, it does not."""
+PLAIN_ALONE = [PLAIN_OUTER_STEP if name == "diloco" else name for name in ALL]
+DETERMINISTIC = [name for name in ALL if name not in ("async", "hogwild")]
 
 
 def test_the_table_has_every_strategy_that_users_are_shown():
     assert list(STRATEGIES) == list(catalogue.STRATEGIES)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ALL)
-def test_on_one_rank_it_is_plain_sgd(ranks, name, optimizer):
-    problem = Problem(optimizer=optimizer)
-    (fit,) = ranks(1).call(by_strategy, name, problem)
+def test_options_are_the_constructors(name):
+    parameters = inspect.signature(STRATEGIES[name]).parameters
+    for key, option in catalogue.STRATEGIES[name].options.items():
+        assert parameters[key].default == option.default
+        assert type(parameters[key].default) is type(option.default)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("word", PLAIN_ALONE)
+def test_on_one_rank_it_is_plain_sgd(ranks, word, optimizer, accumulate):
+    problem = Problem(optimizer=optimizer, accumulate=accumulate)
+    (fit,) = ranks(1).call(by_strategy, word, problem)
     reference = by_hand(problem)
-    assert distance(fit, reference) < 1e-6
-    assert losses(fit) == pytest.approx(losses(reference), abs=1e-6)
+    assert distance(fit, reference) < 1e-5
+    assert losses(fit) == pytest.approx(losses(reference), abs=1e-5)
     assert fit.num_files_left == 0
 
 
 @pytest.mark.parametrize("model", ["batchnorm", "frozen", "mixed"])
-@pytest.mark.parametrize("name", ALL)
-def test_on_one_rank_any_model_trains_as_in_plain_torch(ranks, name, model):
+@pytest.mark.parametrize("word", PLAIN_ALONE)
+def test_on_one_rank_any_model_trains_as_in_plain_torch(ranks, word, model):
     problem = Problem(model=model, batch_size=16)
-    (fit,) = ranks(1).call(by_strategy, name, problem)
+    (fit,) = ranks(1).call(by_strategy, word, problem)
     reference = by_hand(problem)
     assert distance(fit, reference) < 1e-6
     for mine, theirs in zip(fit.buffers, reference.buffers, strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
+# 64 samples in batches of 10: shares of 4 and 3, and of 2 and 1 in the last batch of an epoch.
+# No rank is ever without a share (see Order), so that torch's Join has nothing to do here.
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_on_several_ranks_it_is_one_process_with_the_whole_batch(ranks, name, num_ranks, optimizer):
-    problem = Problem(optimizer=optimizer, batch_size=10)  # 10 = 4 + 3 + 3; the last batch has 4
+def test_on_several_ranks_it_is_one_process_with_the_whole_batch(
+    ranks, name, num_ranks, optimizer, accumulate
+):
+    problem = Problem(optimizer=optimizer, batch_size=10, accumulate=accumulate)
     fits = took_part(ranks(num_ranks).call(by_strategy, name, problem))
     reference = by_hand(problem, num_ranks)
     assert all(distance(fit, reference) < 1e-5 for fit in fits)
     assert num_samples(fits) == num_samples([reference])
 
 
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_gradients_are_clipped_as_in_one_process(ranks, name):
+    problem = Problem(optimizer="adam", clip=0.3)
+    fits = took_part(ranks(3).call(by_strategy, name, problem))
+    assert all(distance(fit, by_hand(problem, 3)) < 1e-5 for fit in fits)
+    assert distance(fits[0], by_hand(Problem(optimizer="adam"), 3)) > 1e-3
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", ALL)
-def test_all_ranks_agree_in_the_end_and_leave_nothing(ranks, name):
-    fits = took_part(ranks(2).call(by_strategy, name, Problem()))
+def test_all_ranks_agree_in_the_end_and_leave_nothing(ranks, name, num_ranks):
+    fits = took_part(ranks(num_ranks).call(by_strategy, name, Problem()))
     assert all(distance(fit, fits[0]) == 0 for fit in fits)
     assert all(fit.num_files_while_training == fit.num_files_left == 0 for fit in fits)
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", DETERMINISTIC)
 def test_the_same_seed_gives_the_same_curve(ranks, name):
     first, second = (ranks(2).call(by_strategy, name, Problem(seed=5))[0] for _ in range(2))
     assert losses(first) == losses(second)

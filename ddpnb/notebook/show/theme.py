@@ -66,7 +66,14 @@ STYLES: Mapping[str, Style] = {
     "single": _style("#717581", "-", "s"),
     "dp": _style("#e76300", "--", "^"),
     "ddp": _style("#3f90da", "-", "o"),
+    "ddp-by-hand": _style("#92dadd", "-", "<"),
+    "ring-by-hand": _style("#92dadd", "--", ">"),
+    "central": _style("#b9ac70", "-", "p"),
     "async": _style("#832db6", "-.", "D"),
+    "local-sgd": _style("#a96b59", "-", "X"),
+    "diloco": _style("#a96b59", "--", "P"),
+    "gossip": _style("#bd1f01", "-.", "v"),
+    "no-comm": _style("#94a4a2", "-.", "*"),
 }
 """The strategies that everybody compares; a strategy added later gets its line here."""
 

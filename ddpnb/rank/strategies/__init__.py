@@ -5,16 +5,30 @@ from collections.abc import Mapping
 from ddpnb import catalogue
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.central import Central
 from ddpnb.rank.strategies.data_parallel import DataParallel
 from ddpnb.rank.strategies.ddp import Ddp
+from ddpnb.rank.strategies.ddp_by_hand import DdpByHand
+from ddpnb.rank.strategies.diloco import DiLoCo
+from ddpnb.rank.strategies.gossip import Gossip
+from ddpnb.rank.strategies.local_sgd import LocalSgd
+from ddpnb.rank.strategies.no_comm import NoComm
 from ddpnb.rank.strategies.own import own_strategy
+from ddpnb.rank.strategies.ring_by_hand import RingByHand
 from ddpnb.rank.strategies.single import Single
 
 STRATEGIES: Mapping[str, type[Strategy]] = {
     "single": Single,
     "dp": DataParallel,
     "ddp": Ddp,
+    "ddp-by-hand": DdpByHand,
+    "ring-by-hand": RingByHand,
+    "central": Central,
     "async": AsyncParameterServer,
+    "local-sgd": LocalSgd,
+    "diloco": DiLoCo,
+    "gossip": Gossip,
+    "no-comm": NoComm,
 }
 """The class of each name in ``catalogue.STRATEGIES``."""
 

@@ -39,6 +39,8 @@ class Plan:
     """Ranks or replicas that train."""
     synchronous: bool
     """Whether all workers make step k together."""
+    num_ahead: int = 0
+    """Steps that one synchronous worker may be ahead of another: 0 where each waits for all."""
     notes: tuple[str, ...] = ()
 
 
@@ -50,8 +52,8 @@ class Timer(ABC):
         """Count the time from now on, or from a moment not long ago, to ``part``."""
 
     @abstractmethod
-    def moment(self) -> Moment:
-        """Return this point in time; costs no waiting for the device."""
+    def moment(self, seconds_ago: float = 0.0) -> Moment:
+        """Return this point in time, or on a CPU one before it; costs no waiting for the device."""
 
     @abstractmethod
     def hide(self, begun: Moment, ended: Moment) -> None:
@@ -65,7 +67,7 @@ class Untimed(Timer):
     def begin(self, part: Part, at: Moment = None) -> None:
         """Count nothing."""
 
-    def moment(self) -> Moment:
+    def moment(self, seconds_ago: float = 0.0) -> Moment:
         """Return nothing."""
 
     def hide(self, begun: Moment, ended: Moment) -> None:
@@ -192,6 +194,15 @@ class StepReport:
     """What this worker handed over for others, by the formula in the strategy's docstring."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What one rank holds, in bytes; 0 where that is not known."""
+
+    parameters: int = 0
+    optimizer: int = 0
+    """The optimizer's state: momentum and the like."""
+
+
 class Strategy(ABC):
     """One way of training a model on several workers.
 
@@ -213,6 +224,14 @@ class Strategy(ABC):
     @abstractmethod
     def step(self, batch: Batch) -> StepReport:
         """Train on one batch."""
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what only ``setup`` could find out and must stand beside every result."""
+        return ()
+
+    def memory(self) -> Memory:
+        """Return what this rank holds when training ends, before ``finish``."""
+        return Memory()
 
     @abstractmethod
     def finish(self) -> nn.Module:

@@ -9,9 +9,11 @@ Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Par
 Training", PVLDB 13(12), 2020, section 2.2; code: ``torch.nn.parallel.DataParallel``,
 which torch discourages in favour of DistributedDataParallel.
 
-Messages per step, with N replicas: the parameters and buffers to N - 1 of them, the parts of
-the batch, the outputs to the first, their gradients back, and N - 1 replicas' gradients to
-the first.
+Messages per step, with N replicas, for each part that the batch is cut into: the parameters
+and buffers to N - 1 of them, the samples, the outputs to the first, their gradients back, and
+N - 1 replicas' gradients to the first.
+Bytes sent per step, in A parts: A (N - 1) (2 S + U), with S the bytes of all parameters and U
+those of all buffers; samples and outputs are not counted.
 """
 
 from collections.abc import Iterator
@@ -21,7 +23,8 @@ import torch
 from torch import nn
 
 from ddpnb.rank.order import Share, every_step
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.flat import memory_of, num_bytes
 from ddpnb.rank.strategies.replicas import GpuReplicas, Replicas, ThreadReplicas
 from ddpnb.wire import RankState
 
@@ -50,7 +53,10 @@ class DataParallel(Strategy):
         if len(gpus) >= 2:
             self._replicas = GpuReplicas(replica.model, gpus)
         else:
-            self._replicas = ThreadReplicas(replica.model, replica.world_size, replica.autocast)
+            self._replicas = ThreadReplicas(replica.model, replica.world_size)
+        buffers = num_bytes(replica.model.buffers())
+        self._num_bytes = num_bytes(replica.model.parameters()) + buffers
+        self._num_bytes += num_bytes(replica.parameters)  # their gradients
 
     def shares(self) -> Iterator[Share]:
         """Every global batch, whole."""
@@ -59,27 +65,39 @@ class DataParallel(Strategy):
     def step(self, batch: Batch) -> StepReport:
         """Train on one global batch."""
         assert self._replicas is not None, "not set up"
-        timer = self._replica.timer
+        replica, replicas, timer = self._replica, self._replicas, self._replica.timer
+        total = torch.zeros((), device=replica.device)
+        parts = batch.split(replica.accumulate)
         self._optimizer.zero_grad()
-        total = torch.zeros((), device=self._replica.device)
-        for part in batch.split(self._replica.accumulate):
+        for part in parts:
             share = part.num_samples / batch.num_samples
             # forward: each replica on its part; the loss on all outputs together
             timer.begin("forward")
-            with self._replica.autocast():
-                outputs = self._replicas.forward(part.inputs)
-                loss = self._replica.loss(outputs, part.targets)
+            with replica.autocast():
+                outputs = replicas.forward(part.inputs, replica.autocast)
+                loss = replica.loss(outputs, part.targets)
             # backward: to the outputs, and from there through each replica
             timer.begin("backward")
             (share * loss).backward()
-            self._replicas.backward()
+            replicas.backward()
+            # agree: add the gradients up in the first replica
+            timer.begin("communication")
+            replicas.reduce()
             total += share * loss.detach()
-        # agree: add the gradients up in the first replica
-        timer.begin("communication")
-        self._replicas.reduce()
         # update: the first replica only; the others are overwritten in the next step
-        self._replica.update(self._optimizer)
-        return StepReport(loss=total, num_samples=batch.num_samples)
+        replica.update(self._optimizer)
+        return StepReport(
+            loss=total,
+            num_samples=batch.num_samples,
+            num_bytes_sent=len(parts) * (replicas.num_replicas - 1) * self._num_bytes,
+        )
+
+    def memory(self) -> Memory:
+        """The parameters of each replica, and one optimizer's state."""
+        assert self._replicas is not None, "not set up"
+        one = memory_of(self._replica.model.parameters(), self._optimizer)
+        num = self._replicas.num_replicas
+        return Memory(parameters=num * one.parameters, optimizer=one.optimizer)
 
     def finish(self) -> nn.Module:
         """Return the first replica, which is the model."""

@@ -2,8 +2,9 @@
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
-with g_i the gradient of the mean loss over rank i's b_i samples of the global
-batch of B: exactly the gradient of the mean loss over the whole batch.
+with g_i the gradient of the mean loss over rank i's b_i samples of the global batch
+of B: exactly the gradient of the mean loss over the whole batch, but for what a
+compressing hook leaves out.
 
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data
 Parallel Training", PVLDB 13(12), 2020.
@@ -11,22 +12,53 @@ Parallel Training", PVLDB 13(12), 2020.
 Messages per step: one all-reduce for each bucket of gradients (25 MB), sent while
 the backward pass still works on the next; with buffers (BatchNorm's statistics)
 also one broadcast from rank 0.
+Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients as they
+are sent (see ``compression.py``); buffers are not counted.
 """
 
 from collections.abc import Iterator
-from typing import final
+from typing import Final, final
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpnb.errors import UserError
 from ddpnb.rank.order import Share, every_step
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.compression import compression
+from ddpnb.rank.strategies.flat import all_reduce_bytes, memory_of
+from ddpnb.rank.strategies.overlap import observe
 from ddpnb.wire import RankState
+
+_DEFAULT_CAP_MB: Final = 25.0
 
 
 @final
 class Ddp(Strategy):
-    """Torch's own ``DistributedDataParallel``, over the default process group."""
+    """Torch's own ``DistributedDataParallel``, over the default process group.
+
+    Args:
+        bucket_cap_mb: how many MB of gradients go in one message; torch's default, 25, makes
+            the first bucket one of 1 MB, so that sending begins early.
+        static_graph: whether torch may rely on every step using the same parameters.
+        hook: how gradients are compressed.
+        powersgd_rank: of the matrices that the hook ``powersgd`` sends.
+    """
+
+    def __init__(
+        self,
+        *,
+        bucket_cap_mb: float = _DEFAULT_CAP_MB,
+        static_graph: bool = False,
+        hook: str = "none",
+        powersgd_rank: int = 1,
+    ) -> None:
+        if bucket_cap_mb <= 0:
+            raise UserError("ddp:bucket_cap_mb must be greater than 0, e.g. 25.")
+        self._bucket_cap_mb = bucket_cap_mb
+        self._static_graph = static_graph
+        self._hook = hook
+        self._powersgd_rank = powersgd_rank
 
     def plan(self, state: RankState) -> Plan:
         """Every rank."""
@@ -34,9 +66,22 @@ class Ddp(Strategy):
 
     def setup(self, replica: Replica) -> None:
         """Wrap the model, which broadcasts rank 0's weights; takes part: every rank."""
+        if self._static_graph and replica.accumulate > 1:
+            raise UserError(
+                "ddp:static_graph=on cannot accumulate gradients (torch's no_sync fails in it); "
+                "leave one of the two out."
+            )
         self._replica = replica
-        device_ids = [replica.device] if replica.device.type == "cuda" else None
-        self._ddp = DistributedDataParallel(replica.model, device_ids=device_ids)
+        self._ddp = DistributedDataParallel(
+            replica.model,
+            device_ids=[replica.device] if replica.device.type == "cuda" else None,
+            bucket_cap_mb=None if self._bucket_cap_mb == _DEFAULT_CAP_MB else self._bucket_cap_mb,
+            static_graph=self._static_graph,
+        )
+        self._compression = compression(
+            self._hook, replica.parameters, replica.device, self._powersgd_rank
+        )
+        self._overlap = observe(self._ddp, self._compression, replica.timer)
         self._optimizer = replica.optimizer(replica.parameters)
 
     def shares(self) -> Iterator[Share]:
@@ -54,9 +99,20 @@ class Ddp(Strategy):
             model=self._ddp,
             unsynced=self._ddp.no_sync,
         )
+        self._overlap.tell()
         # update: every rank the same
         self._replica.update(self._optimizer)
-        return StepReport(loss=loss, num_samples=batch.num_samples)
+        return StepReport(
+            loss=loss,
+            num_samples=batch.num_samples,
+            num_bytes_sent=all_reduce_bytes(
+                self._compression.num_bytes(), self._replica.world_size
+            ),
+        )
+
+    def memory(self) -> Memory:
+        """All of both."""
+        return memory_of(self._replica.model.parameters(), self._optimizer)
 
     def finish(self) -> nn.Module:
         """Return the model inside the wrapper."""

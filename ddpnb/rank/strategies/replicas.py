@@ -9,18 +9,24 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from itertools import repeat
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+Autocast = Callable[[], AbstractContextManager[object]]
+"""Makes the context to compute in, which torch keeps for each thread apart."""
+
 
 class Replicas(ABC):
     """Copies of a model that share each batch; the model itself is the first of them."""
 
+    num_replicas: int
+
     @abstractmethod
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
         """Return the outputs of the whole batch, on the first device."""
 
     @abstractmethod
@@ -29,7 +35,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def reduce(self) -> None:
-        """Add the gradients of all replicas, since the last time, to those of the first."""
+        """Add the gradients of all replicas to those of the first."""
 
     @abstractmethod
     def close(self) -> None:
@@ -41,10 +47,11 @@ class GpuReplicas(Replicas):
     """Torch's ``DataParallel``: its outputs remember the way back."""
 
     def __init__(self, model: nn.Module, device_ids: list[int]) -> None:
+        self.num_replicas = len(device_ids)
         self._module = nn.DataParallel(model, device_ids=device_ids)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Replicate, scatter, run, gather."""
+    def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
+        """Replicate, scatter, run, gather; torch takes the context to its threads itself."""
         outputs: Tensor = self._module(inputs)
         return outputs
 
@@ -62,23 +69,18 @@ class GpuReplicas(Replicas):
 class ThreadReplicas(Replicas):
     """The same steps as torch's ``DataParallel``, each replica on a thread of its own."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        num_replicas: int,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        self._autocast = autocast  # torch knows it for each thread by itself
+    def __init__(self, model: nn.Module, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
         self._models = [model, *(copy.deepcopy(model) for _ in range(num_replicas - 1))]
         self._pool = ThreadPoolExecutor(num_replicas, thread_name_prefix="ddpnb-replica")
         self._outputs: list[Tensor] = []
         self._gathered = torch.empty(0)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
         """Replicate, scatter, run, gather."""
         self._replicate()
         parts = inputs.chunk(len(self._models))  # fewer than replicas where the batch is small
-        self._outputs = list(self._pool.map(self._run, self._models, parts))
+        self._outputs = list(self._pool.map(_forward, self._models, parts, repeat(autocast)))
         self._gathered = torch.cat([output.detach() for output in self._outputs])
         return self._gathered.requires_grad_()
 
@@ -90,22 +92,17 @@ class ThreadReplicas(Replicas):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add up in the first replica, which the optimizer updates; forget the others'."""
-        first, *others = (list(model.parameters()) for model in self._models)
+        """Add up in the first replica, which the optimizer updates; the others forget theirs."""
+        first, *others = self._models
         for other in others:
-            for mine, theirs in zip(first, other, strict=True):
+            for mine, theirs in zip(first.parameters(), other.parameters(), strict=True):
                 if mine.grad is not None and theirs.grad is not None:
                     mine.grad.add_(theirs.grad)
-                theirs.grad = None
+            other.zero_grad()
 
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(cancel_futures=True)
-
-    def _run(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        with self._autocast():
-            outputs: Tensor = model(inputs)
-        return outputs
 
     @torch.no_grad()
     def _replicate(self) -> None:
@@ -121,6 +118,12 @@ class ThreadReplicas(Replicas):
 
 def _state(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
+
+
+def _forward(model: nn.Module, inputs: Tensor, autocast: Autocast) -> Tensor:
+    with autocast():
+        outputs: Tensor = model(inputs)
+    return outputs
 
 
 def _backward(outputs: Tensor, gradient: Tensor) -> None:

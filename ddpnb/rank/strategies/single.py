@@ -5,7 +5,7 @@
 Reference: Robbins and Monro, "A Stochastic Approximation Method", Annals of
 Mathematical Statistics 22(3), 1951.
 
-Messages per step: none.
+Messages per step: none.  Bytes sent per step: 0.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,8 @@ from typing import final
 from torch import nn
 
 from ddpnb.rank.order import Share, every_step
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.flat import memory_of
 from ddpnb.wire import RankState
 
 
@@ -43,6 +44,10 @@ class Single(Strategy):
         # update
         self._replica.update(self._optimizer)
         return StepReport(loss=loss, num_samples=batch.num_samples)
+
+    def memory(self) -> Memory:
+        """All of both."""
+        return memory_of(self._replica.model.parameters(), self._optimizer)
 
     def finish(self) -> nn.Module:
         """Return the model."""

@@ -1,0 +1,82 @@
+"""How does synchronous data parallelism train, written out?  (Every rank.)
+
+    w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
+
+with g_i the gradient of the mean loss over rank i's b_i samples of the global batch of
+B: the same update as ``ddp``, without its buckets: nothing is sent before the backward
+pass has ended, and then everything at once.
+
+Reference: Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4; Li et al.,
+"PyTorch Distributed", PVLDB 13(12), 2020, section 3.2.1, whose naive solution this is.
+
+Messages per step: one all-reduce of all gradients (one for each dtype).
+Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients.
+"""
+
+from collections.abc import Iterator
+from typing import final
+
+import torch.distributed as dist
+from torch import nn
+
+from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.flat import (
+    Flat,
+    all_reduce_bytes,
+    gradients,
+    meeting_place,
+    memory_of,
+)
+from ddpnb.wire import RankState
+
+
+@final
+class DdpByHand(Strategy):
+    """Flatten, all-reduce, step."""
+
+    def plan(self, state: RankState) -> Plan:
+        """Every rank."""
+        return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
+
+    def setup(self, replica: Replica) -> None:
+        """Make the optimizer and the flat gradients; all weights are the same already."""
+        self._replica = replica
+        self._optimizer = replica.optimizer(replica.parameters)
+        self._flat = Flat(replica.parameters, meeting_place(replica.device))
+
+    def shares(self) -> Iterator[Share]:
+        """This rank's part of every global batch."""
+        replica = self._replica
+        return every_step(replica.num_steps, part=replica.rank, num_parts=replica.world_size)
+
+    def step(self, batch: Batch) -> StepReport:
+        """Train on this rank's part of one global batch; takes part: every rank."""
+        replica = self._replica
+        # forward, backward; with the weight in the loss, the mean is over samples
+        loss = replica.compute_gradients(batch, weight=batch.weight)
+        # agree: takes part: every rank
+        replica.timer.begin("communication")
+        mine = gradients(replica.parameters)
+        self._flat.gather(mine)
+        for buffer in self._flat.buffers:
+            dist.all_reduce(buffer)
+        self._flat.scatter(mine)
+        # update: every rank the same
+        replica.update(self._optimizer)
+        return StepReport(
+            loss=loss,
+            num_samples=batch.num_samples,
+            num_bytes_sent=all_reduce_bytes(self._flat.num_bytes, replica.world_size),
+        )
+
+    def memory(self) -> Memory:
+        """All of both."""
+        return memory_of(self._replica.model.parameters(), self._optimizer)
+
+    def finish(self) -> nn.Module:
+        """Return the model."""
+        return self._replica.model
+
+    def close(self) -> None:
+        """Nothing to let go of."""

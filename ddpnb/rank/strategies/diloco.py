@@ -1,0 +1,122 @@
+"""How do ranks train far apart, with an optimizer between their averages?  (Every rank.)
+
+    each step:         w_i  <-  w_i - lr * g_i(w_i)                     the task's optimizer
+    every H-th step:   d  =  (1 / N) * sum over ranks i of (w - w_i)    the outer gradient
+                       v  <-  m * v + d
+                       w  <-  w - a * (d + m * v)                       Nesterov momentum
+                       w_i  <-  w                                       on every rank
+
+with g_i the gradient of the mean loss over rank i's own part of the global batch, a the
+outer learning rate and m the outer momentum.  With a = 1 and m = 0 it is ``local-sgd``.
+
+Reference: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
+Models", 2023, algorithm 1; a = 0.7 and m = 0.9 are theirs, H is 500 there.
+
+Messages: one all-reduce of all weights every H-th step (one for each dtype), and one at
+the end where steps are left.
+Bytes sent per rank: 2 (N - 1) / N * S in each H-th step, 0 in the others; S is the bytes
+of all parameters.
+"""
+
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from torch import nn
+
+from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.strategies.average import Mean
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.flat import memory_of
+from ddpnb.wire import RankState
+
+
+@final
+class DiLoCo(Strategy):
+    """Inner steps alone, outer steps together.
+
+    Args:
+        every: H, the inner steps of an outer one.
+        outer_lr: a, the outer learning rate.
+        outer_momentum: m, the outer Nesterov momentum.
+    """
+
+    def __init__(
+        self, *, every: int = 8, outer_lr: float = 0.7, outer_momentum: float = 0.9
+    ) -> None:
+        self._every = every
+        self._outer_lr = outer_lr
+        self._outer_momentum = outer_momentum
+
+    def plan(self, state: RankState) -> Plan:
+        """Every rank; between two outer steps none waits for another."""
+        return Plan(
+            num_ranks=state.world_size,
+            num_workers=state.world_size,
+            synchronous=True,
+            num_ahead=self._every,
+        )
+
+    def setup(self, replica: Replica) -> None:
+        """Make both optimizers; the outer one is the same on every rank."""
+        self._replica = replica
+        self._mean = Mean(replica)
+        self._inner = replica.optimizer(replica.parameters)
+        self._agreed = [nn.Parameter(p.detach().clone()) for p in replica.parameters]
+        self._outer = torch.optim.SGD(
+            self._agreed,
+            lr=self._outer_lr,
+            momentum=self._outer_momentum,
+            nesterov=self._outer_momentum > 0,
+        )
+        self._num_inner = 0
+
+    def shares(self) -> Iterator[Share]:
+        """This rank's part of every global batch."""
+        replica = self._replica
+        return every_step(replica.num_steps, part=replica.rank, num_parts=replica.world_size)
+
+    def step(self, batch: Batch) -> StepReport:
+        """Train on this rank's part of one global batch; every H-th ends with an outer step."""
+        replica = self._replica
+        # forward, backward, update: each rank alone
+        loss = replica.compute_gradients(batch)
+        replica.update(self._inner)
+        self._num_inner += 1
+        # agree: takes part: every rank
+        num_sent = self._agree() if self._num_inner == self._every else 0
+        return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
+
+    def memory(self) -> Memory:
+        """The weights of this rank and the agreed ones; the states of both optimizers."""
+        inner = memory_of(self._replica.model.parameters(), self._inner)
+        outer = memory_of(self._agreed, self._outer)
+        return Memory(
+            parameters=inner.parameters + outer.parameters,
+            optimizer=inner.optimizer + outer.optimizer,
+        )
+
+    def finish(self) -> nn.Module:
+        """Make a last outer step where inner ones are left; takes part: every rank."""
+        if self._num_inner > 0:
+            self._agree()
+        return self._replica.model
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    @torch.no_grad()
+    def _agree(self) -> int:
+        """Make an outer step; takes part: every rank.  Return the bytes that each rank sends."""
+        replica = self._replica
+        replica.timer.begin("communication")
+        num_sent = self._mean.of_parameters()
+        # The mean of w - w_i is w less the mean of w_i.
+        replica.timer.begin("optimizer")
+        for agreed, mean in zip(self._agreed, replica.parameters, strict=True):
+            agreed.grad = agreed - mean
+        self._outer.step()
+        for agreed, parameter in zip(self._agreed, replica.parameters, strict=True):
+            parameter.copy_(agreed)
+        self._num_inner = 0
+        return num_sent

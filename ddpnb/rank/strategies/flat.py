@@ -1,0 +1,88 @@
+"""How do many tensors become few messages, and what does a rank hold?  (Every rank.)"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ddpnb.rank.strategies.base import Memory
+
+
+class Flat:
+    """Tensors laid end to end: one flat tensor for each dtype among them.
+
+    Args:
+        like: says shapes and dtypes.
+        device: where the flat tensors are.
+    """
+
+    def __init__(self, like: Sequence[Tensor], device: torch.device) -> None:
+        sizes: dict[torch.dtype, int] = {}
+        for tensor in like:
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+        by_dtype = {
+            dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()
+        }
+        self.buffers = list(by_dtype.values())
+        """Shape (n,) each."""
+        self.views: list[Tensor] = []
+        """Where each tensor lies in them, in its own shape, in the order given."""
+        rest = dict(by_dtype)
+        for tensor in like:
+            view, rest[tensor.dtype] = rest[tensor.dtype].tensor_split([tensor.numel()])
+            self.views.append(view.view(tensor.shape))
+
+    @torch.no_grad()
+    def gather(self, tensors: Iterable[Tensor]) -> None:
+        """Copy tensors in."""
+        for view, tensor in zip(self.views, tensors, strict=True):
+            view.copy_(tensor)
+
+    @torch.no_grad()
+    def scatter(self, tensors: Iterable[Tensor]) -> None:
+        """Copy them out, into these."""
+        for view, tensor in zip(self.views, tensors, strict=True):
+            tensor.copy_(view)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return num_bytes(self.buffers)
+
+
+def meeting_place(device: torch.device) -> torch.device:
+    """Return where the default group's messages must lie: gloo sends from the host's memory."""
+    return torch.device("cpu") if dist.get_backend() == "gloo" else device
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients, all of which a backward pass has made."""
+    found = [parameter.grad for parameter in parameters]
+    assert all(gradient is not None for gradient in found), "a parameter has no gradient"
+    return [gradient for gradient in found if gradient is not None]
+
+
+def all_reduce_bytes(size: int, world_size: int) -> int:
+    """Return what each rank sends in an all-reduce of ``size`` bytes: 2 (N - 1) / N of them.
+
+    No all-reduce can do with less on every rank (Patarasuk and Yuan, 2009).
+    """
+    return 2 * (world_size - 1) * size // world_size
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors; of one that is spread over ranks, those that lie here."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in map(_local, tensors))
+
+
+def memory_of(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None) -> Memory:
+    """Return what parameters and an optimizer's state take on this rank."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return Memory(parameters=num_bytes(parameters), optimizer=num_bytes(held))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

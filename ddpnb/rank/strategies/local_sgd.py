@@ -1,0 +1,94 @@
+"""How do ranks train that average their weights only now and then?  (Every rank.)
+
+    each step:         w_i  <-  w_i - lr * g_i(w_i)                      on each rank i
+    every H-th step:   w_i  <-  (1 / N) * sum over ranks j of w_j        after that
+
+with g_i the gradient of the mean loss over rank i's own part of the global batch, and
+each rank's momentum its own.  With ``after`` = T the first T steps are synchronous SGD:
+the gradients are averaged, and H is counted from there.
+
+References: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et
+al., "Don't Use Large Mini-batches, Use Local SGD", ICLR 2020 (post-local SGD: ``after``).
+
+Messages: one all-reduce of all weights every H-th step (one for each dtype); before
+``after`` one of all gradients each step; one of all weights at the end.
+Bytes sent per rank: 2 (N - 1) / N * S in each of these steps, 0 in the others; S is the
+bytes of all parameters.
+"""
+
+from collections.abc import Iterator
+from typing import final
+
+from torch import nn
+
+from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.strategies.average import Mean
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.flat import memory_of
+from ddpnb.wire import RankState
+
+
+@final
+class LocalSgd(Strategy):
+    """Local SGD, and post-local SGD.
+
+    Args:
+        every: H, the steps from one average to the next.
+        after: steps of synchronous SGD at the beginning.
+    """
+
+    def __init__(self, *, every: int = 8, after: int = 0) -> None:
+        self._every = every
+        self._after = after
+
+    def plan(self, state: RankState) -> Plan:
+        """Every rank; between two averages none waits for another."""
+        return Plan(
+            num_ranks=state.world_size,
+            num_workers=state.world_size,
+            synchronous=True,
+            num_ahead=self._every,
+        )
+
+    def setup(self, replica: Replica) -> None:
+        """Make this rank's own optimizer; all weights are the same already."""
+        self._replica = replica
+        self._mean = Mean(replica)
+        self._optimizer = replica.optimizer(replica.parameters)
+        self._num_steps = 0
+
+    def shares(self) -> Iterator[Share]:
+        """This rank's part of every global batch."""
+        replica = self._replica
+        return every_step(replica.num_steps, part=replica.rank, num_parts=replica.world_size)
+
+    def step(self, batch: Batch) -> StepReport:
+        """Train on this rank's part of one global batch; some steps end with an average."""
+        replica = self._replica
+        num_sent, is_local = 0, self._num_steps >= self._after
+        self._num_steps += 1
+        # forward, backward: the gradient of this rank's own mean
+        loss = replica.compute_gradients(batch, weight=1 if is_local else batch.weight)
+        # agree on gradients: takes part: every rank
+        if not is_local:
+            replica.timer.begin("communication")
+            num_sent = self._mean.of_weighted_gradients()
+        # update: each rank its own weights
+        replica.update(self._optimizer)
+        # agree on weights: takes part: every rank
+        if is_local and (self._num_steps - self._after) % self._every == 0:
+            replica.timer.begin("communication")
+            num_sent = self._mean.of_parameters()
+        return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
+
+    def memory(self) -> Memory:
+        """All of both."""
+        return memory_of(self._replica.model.parameters(), self._optimizer)
+
+    def finish(self) -> nn.Module:
+        """Average once more; takes part: every rank."""
+        self._mean.of_parameters()
+        return self._replica.model
+
+    def close(self) -> None:
+        """Nothing to let go of."""

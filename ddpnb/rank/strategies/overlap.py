@@ -1,0 +1,111 @@
+"""How much of DDP's communication hides behind its backward pass?  (Every rank.)
+
+Buckets of gradients are sent while earlier layers' gradients are still computed; when
+the last has been computed, the rest of the sending is exposed: the backward pass waits
+for it.
+
+On a CPU DDP's own timers tell both, read after each backward pass: 10 us a step, where
+a hook in Python costs up to a twentieth of a step on a busy host.  They count as hidden
+all the time from the first bucket's start to the last gradient, also where no bucket was
+on its way for a while.  On a GPU a hook records events on the streams, which nobody
+waits for.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, final
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpnb.rank.strategies.base import Moment, Timer, Untimed
+from ddpnb.rank.strategies.compression import Compression
+
+
+class Overlap(ABC):
+    """Tells a timer what part of a backward pass was communication."""
+
+    @abstractmethod
+    def tell(self) -> None:
+        """Tell of the backward pass that has just ended."""
+
+
+def observe(ddp: DistributedDataParallel, compression: Compression, timer: Timer) -> Overlap:
+    """Have gradients compressed, and their communication told to the timer.
+
+    Args:
+        ddp: that has made no step yet, and has no hook.
+        compression: what its hook shall be.
+        timer: whom to tell.
+    """
+    if isinstance(timer, Untimed):
+        _register(ddp, compression)
+        return _Unobserved()
+    if ddp.device_type == "cuda":
+        return _ByEvents(ddp, compression, timer)
+    _register(ddp, compression)
+    return _ByTimers(ddp, timer)
+
+
+def _register(ddp: DistributedDataParallel, compression: Compression) -> None:
+    if not compression.is_plain:
+        ddp.register_comm_hook(compression.state, compression.hook)
+
+
+@final
+class _Unobserved(Overlap):
+    def tell(self) -> None:
+        """Tell nothing."""
+
+
+@final
+class _ByTimers(Overlap):
+    """Reads what DDP measures itself, in nanoseconds; -1 where it has not."""
+
+    def __init__(self, ddp: DistributedDataParallel, timer: Timer) -> None:
+        self._ddp = ddp
+        self._timer = timer
+        ddp._set_ddp_runtime_logging_sample_rate(1)
+
+    def tell(self) -> None:
+        """Count the end of the backward pass as communication, and what hid before it."""
+        assert self._ddp.logger is not None
+        self._ddp.logger.set_runtime_stats_and_log()  # else it is known one step late
+        measured = self._ddp._get_ddp_logging_data()
+        total = max(0.0, measured.get("backward_comm_time", 0) / 1e9)
+        hidden = max(0.0, measured.get("backward_compute_comm_overlap_time", 0) / 1e9)
+        exposed = max(0.0, total - hidden)
+        began = self._timer.moment(seconds_ago=exposed)
+        self._timer.hide(self._timer.moment(seconds_ago=exposed + hidden), began)
+        self._timer.begin("communication", at=began)
+
+
+@final
+class _ByEvents(Overlap):
+    """Notes when each bucket's flight begins and ends, on the streams of a GPU."""
+
+    def __init__(
+        self, ddp: DistributedDataParallel, compression: Compression, timer: Timer
+    ) -> None:
+        self._timer = timer
+        self._begun: list[Moment] = []
+        self._ended: list[Moment] = []
+
+        def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            self._begun.append(timer.moment())
+            sent = compression.hook(state, bucket)
+            return sent.then(self._note_end)
+
+        ddp.register_comm_hook(compression.state, hook)
+
+    def tell(self) -> None:
+        """Count what follows the last bucket's start; the flights of all others are hidden."""
+        for begun, ended in list(zip(self._begun, self._ended, strict=False))[:-1]:
+            self._timer.hide(begun, ended)
+        if self._begun:
+            self._timer.begin("communication", at=self._begun[-1])
+        self._begun, self._ended = [], []
+
+    def _note_end(self, sent: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        self._ended.append(self._timer.moment())  # torch runs this on a stream behind the flight
+        return sent.value()

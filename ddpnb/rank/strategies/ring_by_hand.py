@@ -1,0 +1,112 @@
+"""How does a ring of ranks agree on gradients, each talking to its neighbours alone?  (Every rank.)
+
+    w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
+
+with g_i the gradient of the mean loss over rank i's b_i samples of the global batch of
+B.  The gradients are cut into N chunks.  In N - 1 rounds each rank sends a chunk to the
+next one, which adds its own: then each rank holds the sum of one chunk.  In N - 1 more
+rounds the sums go once around.
+
+Reference: Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of
+Workstations", Journal of Parallel and Distributed Computing 69(2), 2009.
+
+Messages per step and rank: 2 (N - 1), to the next rank (for each dtype).
+Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients; where N
+does not divide them, chunks differ by one element.  Counted at each send.
+"""
+
+from collections.abc import Iterator
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.flat import Flat, gradients, meeting_place, memory_of, num_bytes
+from ddpnb.wire import RankState
+
+
+@final
+class RingByHand(Strategy):
+    """All-reduce from sends and receives."""
+
+    def plan(self, state: RankState) -> Plan:
+        """Every rank."""
+        return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
+
+    def setup(self, replica: Replica) -> None:
+        """Make the optimizer and the flat gradients; all weights are the same already."""
+        self._replica = replica
+        self._optimizer = replica.optimizer(replica.parameters)
+        self._flat = Flat(replica.parameters, meeting_place(replica.device))
+
+    def shares(self) -> Iterator[Share]:
+        """This rank's part of every global batch."""
+        replica = self._replica
+        return every_step(replica.num_steps, part=replica.rank, num_parts=replica.world_size)
+
+    def step(self, batch: Batch) -> StepReport:
+        """Train on this rank's part of one global batch; takes part: every rank."""
+        replica = self._replica
+        # forward, backward; with the weight in the loss, the mean is over samples
+        loss = replica.compute_gradients(batch, weight=batch.weight)
+        # agree: takes part: every rank
+        replica.timer.begin("communication")
+        mine = gradients(replica.parameters)
+        self._flat.gather(mine)
+        num_sent = sum(
+            ring_all_reduce(buffer, rank=replica.rank, world_size=replica.world_size)
+            for buffer in self._flat.buffers
+        )
+        self._flat.scatter(mine)
+        # update: every rank the same
+        replica.update(self._optimizer)
+        return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
+
+    def memory(self) -> Memory:
+        """All of both."""
+        return memory_of(self._replica.model.parameters(), self._optimizer)
+
+    def finish(self) -> nn.Module:
+        """Return the model."""
+        return self._replica.model
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def ring_all_reduce(flat: Tensor, *, rank: int, world_size: int) -> int:
+    """Sum a flat tensor over all ranks, in place; takes part: every rank.
+
+    Args:
+        flat: shape (n,), with the same n on every rank.
+        rank: this rank.
+        world_size: how many there are.
+
+    Returns:
+        The bytes that this rank sent.
+    """
+    chunks = flat.tensor_split(world_size)
+    arrived = torch.empty_like(chunks[0])  # the first chunk is a largest one
+    num_sent = 0
+    # reduce-scatter: at the end chunk rank + 1 is summed up here
+    for shift in range(world_size - 1):
+        mine, theirs = chunks[(rank - shift) % world_size], chunks[(rank - shift - 1) % world_size]
+        num_sent += _pass_on(mine, arrived[: len(theirs)], rank, world_size)
+        theirs += arrived[: len(theirs)]
+    # all-gather: the sums go around
+    for shift in range(world_size - 1):
+        mine, theirs = chunks[(rank + 1 - shift) % world_size], chunks[(rank - shift) % world_size]
+        num_sent += _pass_on(mine, theirs, rank, world_size)
+    return num_sent
+
+
+def _pass_on(sent: Tensor, received: Tensor, rank: int, world_size: int) -> int:
+    """Send to the next rank what is received from the one before; takes part: every rank."""
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    both = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    return num_bytes([sent])

@@ -1,0 +1,110 @@
+"""Do DDP's options do what torch says, and does its communication show where it was?"""
+
+import itertools
+from contextlib import closing
+
+import pytest
+import torch
+
+from ddpnb.errors import UserError
+from ddpnb.rank.clock import CpuClock
+from ddpnb.rank.strategies import make_strategy
+from ddpnb.rank.strategies.base import Replica
+from ddpnb.rank.strategies.compression import NUM_PLAIN_STEPS
+from tests.rank.fit import Problem, batch_of, by_hand, by_strategy, distance
+
+
+@pytest.mark.parametrize(
+    ("options", "accumulate"),
+    [("bucket_cap_mb=0.0001", 1), ("bucket_cap_mb=0.0001", 2), ("static_graph=on", 1)],
+)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_buckets_and_a_static_graph_change_no_result(ranks, options, optimizer, accumulate):
+    problem = Problem(optimizer=optimizer, accumulate=accumulate)
+    fits = ranks(3).call(by_strategy, f"ddp:{options}", problem)
+    assert all(distance(fit, by_hand(problem, 3)) < 1e-5 for fit in fits)
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
+def test_compressed_gradients_are_weighted_as_plain_ones(ranks, hook):
+    """Shares of 4, 3 and 3 samples: gradients averaged without weights would be far off."""
+    problem = Problem(optimizer="sgd", num_epochs=1)
+    start = Problem(optimizer="sgd", num_epochs=0.01, learning_rate=0.0)
+    fits = ranks(3).call(by_strategy, f"ddp:hook={hook},powersgd_rank=3", problem)
+    assert all(distance(fit, fits[0]) == 0 for fit in fits)
+    reference = by_hand(problem, 3)
+    moved = distance(by_hand(start, 3), reference)
+    off = {"fp16": 2e-3, "bf16": 2e-2, "powersgd": 0.3}[hook]
+    assert 0 < distance(fits[0], reference) < off * moved
+
+
+def test_half_the_width_is_half_the_bytes(ranks):
+    plain, fp16, bf16 = (
+        ranks(2).call(by_strategy, f"ddp:hook={hook}", Problem())[0].reports[-1].num_bytes_sent
+        for hook in ("none", "fp16", "bf16")
+    )
+    assert fp16 == bf16 == plain // 2
+
+
+def test_powersgd_sends_two_thin_matrices_for_each_wide_one(ranks):
+    reports = ranks(2).call(by_strategy, "ddp:hook=powersgd", Problem())[0].reports
+    sent = [report.num_bytes_sent for report in reports]
+    plain = 4 * (6 * 16 + 16 + 16 * 3 + 3)
+    assert sent[:NUM_PLAIN_STEPS] == [plain] * NUM_PLAIN_STEPS
+    # rank 1: (6 + 16) for 6 x 16, (16 + 3) for 16 x 3; the biases as they are
+    assert set(sent[NUM_PLAIN_STEPS:]) == {4 * (6 + 16 + 16 + 16 + 3 + 3)}
+
+
+def test_a_static_graph_that_would_fail_inside_torch_is_refused(ranks):
+    failures = ranks(2).attempt(by_strategy, "ddp:static_graph=on", Problem(accumulate=2))
+    assert all(isinstance(failure.cause, UserError) for failure in failures)
+
+
+def test_a_bucket_of_nothing_is_refused():
+    with pytest.raises(UserError, match="greater than 0"):
+        make_strategy("ddp:bucket_cap_mb=0", {})
+
+
+def timed_job(state, folder, word, num_steps):
+    """Train a model of several buckets; return the parts of each step."""
+    torch.manual_seed(0)
+    widths = [256] * 9
+    layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+    problem, clock = Problem(batch_size=16), CpuClock()
+    inputs, targets = torch.randn(64, 256), torch.randn(64, 256)
+    laps = []
+    with closing(make_strategy(word, {})) as strategy:
+        strategy.setup(
+            Replica(
+                model=torch.nn.Sequential(*layers),
+                loss=torch.nn.functional.mse_loss,
+                optimizer=problem.factory(),
+                device=torch.device("cpu"),
+                rank=state.rank,
+                world_size=state.world_size,
+                num_steps=num_steps,
+                folder=folder,
+                name="timed",
+                timer=clock,
+            )
+        )
+        clock.start()
+        for share in strategy.shares():
+            batch = batch_of(problem.order(state.world_size), share, inputs, targets)
+            laps += clock.lap(strategy.step(batch))
+        strategy.finish()
+    return [(lap.seconds, lap.parts) for lap in laps]
+
+
+@pytest.mark.parametrize("word", ["ddp", "ddp:bucket_cap_mb=0.2", "ddp:hook=fp16"])
+def test_exposed_and_hidden_communication_are_told_apart(ranks, word):
+    for laps in ranks(2).call(timed_job, word, 12):
+        ends = [0.0, *(seconds for seconds, _ in laps)]
+        for begun, (ended, parts) in zip(ends, laps, strict=False):
+            spent = sum(parts) - parts.hidden
+            assert spent == pytest.approx(ended - begun, abs=1e-6)
+            assert min(parts) >= 0
+        assert all(parts.communication > 0 for _, parts in laps)
+        # eight layers of 0.26 MB: in several buckets, but for the first step, all but one early
+        assert all(parts.hidden > 0 for _, parts in laps[1:])
+        assert all(parts.hidden < parts.backward + parts.communication for _, parts in laps)

@@ -1,0 +1,129 @@
+"""Do ranks that meet only now and then average what, when and with whom they say?"""
+
+import pytest
+import torch
+
+from ddpnb.rank.order import Share
+from ddpnb.rank.strategies.gossip import met_in
+from tests.rank.fit import Fit, Problem, by_strategy, distance, fit_of
+
+LONG = Problem(num_epochs=5)  # 7 steps an epoch
+
+
+def trained_apart(problem: Problem, num_ranks: int, meet) -> Fit:
+    """All ranks in one process: a model and an optimizer each, and ``meet(step, models)``."""
+    models = [problem.build() for _ in range(num_ranks)]
+    optimizers = [problem.factory()(list(model.parameters())) for model in models]
+    order, (inputs, targets) = problem.order(num_ranks), problem.data()
+    for step in range(order.num_steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            indices = order.indices(Share(step=step, part=rank, num_parts=num_ranks))
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs[indices]), targets[indices]).backward()
+            optimizer.step()
+        meet(step, models)
+    average(models)
+    return fit_of(models[0], [])
+
+
+@torch.no_grad()
+def average(models) -> None:
+    for same in zip(*(model.parameters() for model in models), strict=True):
+        mean = sum(same) / len(same)
+        for parameter in same:
+            parameter.copy_(mean)
+
+
+def every(num_steps: int):
+    return lambda step, models: average(models) if (step + 1) % num_steps == 0 else None
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_local_sgd_is_training_apart_and_averaging(ranks, num_ranks, optimizer):
+    problem = Problem(num_epochs=5, optimizer=optimizer)
+    fits = ranks(num_ranks).call(by_strategy, "local-sgd:every=4", problem)
+    expected = trained_apart(problem, num_ranks, every(4))
+    assert all(distance(fit, expected) < 1e-5 for fit in fits)
+
+
+def test_diloco_without_an_outer_optimizer_is_local_sgd(ranks):
+    plain = ranks(2).call(by_strategy, "diloco:every=4,outer_lr=1,outer_momentum=0", LONG)[0]
+    local = ranks(2).call(by_strategy, "local-sgd:every=4", LONG)[0]
+    assert distance(plain, local) < 1e-5
+
+
+def test_diloco_makes_nesterov_steps_on_the_averaged_change(ranks):
+    rate, momentum = 0.7, 0.9
+    agreed = [p.detach().clone() for p in LONG.build().parameters()]
+    velocity = [torch.zeros_like(p) for p in agreed]
+
+    @torch.no_grad()
+    def outer_step(step, models) -> None:
+        if (step + 1) % 5:
+            return
+        average(models)
+        for number, mean in enumerate(list(models[0].parameters())):
+            change = agreed[number] - mean
+            velocity[number] = momentum * velocity[number] + change
+            agreed[number] = agreed[number] - rate * (change + momentum * velocity[number])
+        for model in models:
+            for parameter, value in zip(model.parameters(), agreed, strict=True):
+                parameter.copy_(value)
+
+    assert LONG.order(2).num_steps % 5 == 0
+    fits = ranks(2).call(by_strategy, "diloco:every=5", LONG)
+    expected = trained_apart(LONG, 2, outer_step)
+    assert all(distance(fit, expected) < 1e-5 for fit in fits)
+
+
+def test_post_local_sgd_begins_synchronously(ranks):
+    num_steps = LONG.order(2).num_steps
+    synchronous = ranks(2).call(by_strategy, "ddp", LONG)[0]
+    post_local = ranks(2).call(by_strategy, f"local-sgd:after={num_steps}", LONG)[0]
+    assert distance(post_local, synchronous) < 1e-5
+    half = ranks(2).call(by_strategy, "local-sgd:every=4,after=17", LONG)[0]
+    assert distance(half, synchronous) > 1e-4
+    sizes = [report.num_bytes_sent > 0 for report in half.reports]
+    assert sizes == [True] * 17 + [(step - 17 + 1) % 4 == 0 for step in range(17, num_steps)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_gossip_is_averaging_in_pairs(ranks, num_ranks):
+    def meet(step, models) -> None:
+        for rank, model in enumerate(models):
+            other = met_in(step, rank=rank, world_size=num_ranks)
+            if other is not None and other > rank:
+                average([model, models[other]])
+
+    fits = ranks(num_ranks).call(by_strategy, "gossip", Problem())
+    expected = trained_apart(Problem(), num_ranks, meet)
+    assert all(distance(fit, expected) < 1e-5 for fit in fits)
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 10))
+def test_who_meets_whom(num_ranks):
+    seen = set()
+    for step in range(2 * num_ranks):
+        met = [met_in(step, rank=rank, world_size=num_ranks) for rank in range(num_ranks)]
+        assert met.count(None) == num_ranks % 2  # of an odd number one rests
+        for rank, other in enumerate(met):
+            if other is not None:
+                assert met[other] == rank
+                assert (rank - other) % num_ranks in (1, num_ranks - 1)  # neighbours in the ring
+                seen.add(frozenset((rank, other)))
+    assert len(seen) == (num_ranks if num_ranks > 2 else num_ranks - 1)  # each with both
+
+
+def test_without_communication_rank_0_learns_from_its_own_share_alone(ranks):
+    fits = ranks(3).call(by_strategy, "no-comm", LONG)
+    expected = trained_apart(LONG, 3, keep_the_first)
+    assert all(distance(fit, expected) < 1e-6 for fit in fits)
+
+
+@torch.no_grad()
+def keep_the_first(step, models) -> None:
+    """At the last step, so that the average at the end is the first one's."""
+    if step + 1 == LONG.order(3).num_steps:
+        for model in models[1:]:
+            model.load_state_dict(models[0].state_dict())
