@@ -140,5 +140,8 @@ def wait_until(condition: Callable[[], bool], what: str, timeout: float = 10.0) 
     return time.monotonic() - began
 
 
-def wait_until_gone(processes: Sequence[psutil.Process], timeout: float = 10.0) -> float:
-    return wait_until(lambda: not any(map(is_alive, processes)), f"the end of {processes}", timeout)
+def wait_until_gone(processes: Sequence[psutil.Process], timeout: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout
+    while left := [process for process in processes if is_alive(process)]:
+        assert time.monotonic() < deadline, f"still there after {timeout:g} s: {left}"
+        time.sleep(0.01)

@@ -43,6 +43,7 @@ CONTROLLER = (
     "--log-level=ERROR",
     "--IPController.enable_curve=True",
     "--IPController.use_threads=True",  # two processes in place of nine
+    "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # else it keeps every result
     "--HeartMonitor.period=100",  # ms; ranks are registered on a heartbeat
     "--HeartMonitor.max_heartmonitor_misses=864000",  # a day: ends are seen by the fork server
 )
