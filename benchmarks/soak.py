@@ -110,6 +110,11 @@ print(json.dumps({"pids": [state.pid for state in cluster.states], "server": clu
  "kept": list(ddpnb.pull("kept").values())}))
 """
 
+DEAD = """%%local
+exits = cluster.exits.items()
+print(json.dumps([[name, exit_.code, cluster.log_tail(name)] for name, exit_ in exits]))
+"""
+
 
 def killed() -> list[Figure]:
     """Kill ranks at random while they train; bring each back; look for leaks."""
@@ -163,6 +168,8 @@ def kill_and_bring_back(running: Kernel, victim: int) -> tuple[float, float, boo
     else:
         is_named = False
     told = time.monotonic() - killed_at[0]
+    if len(dead := running.value(DEAD)) != 1:
+        raise RuntimeError(f"rank {victim} was killed, and these died: {dead}")
     began = time.monotonic()
     running.run(f"%ddp_restart --ranks {victim}")
     back = time.monotonic() - began
