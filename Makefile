@@ -7,7 +7,7 @@ ALLOW_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help lab demo test check bench clean
+.PHONY: help lab demo test check bench soak clean
 
 help:  ## Say what the targets do
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ check: $(STAMP)  ## Lint, type check, and check that imports point one way
 
 bench: $(STAMP)  ## Measure what benchmarks/README.md tells
 	$(BIN)/python -m benchmarks
+
+soak: $(STAMP)  ## Raise, kill and restart for ten minutes; see benchmarks/README.md
+	$(BIN)/python -m benchmarks soak
 
 clean:  ## Remove what the targets made
 	rm -rf $(VENV) build

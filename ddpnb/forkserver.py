@@ -297,7 +297,7 @@ def die_with_parent() -> None:
 
 def redirect_output(path: Path) -> None:
     """Send the process's stdout and stderr to a log file and its stdin to nothing."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)

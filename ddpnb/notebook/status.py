@@ -3,12 +3,11 @@
 import time
 from collections.abc import Sequence
 
-import psutil
-
 from ddpnb.notebook.cells import RunningCell
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.diagnosis import describe
 from ddpnb.notebook.cluster.exits import describe_exit
+from ddpnb.notebook.cluster.stopped import stopped_ranks, tell_stopped
 from ddpnb.notebook.left import LeftCell
 from ddpnb.notebook.show.table import Cell, Column, Table
 from ddpnb.notebook.show.words import counted
@@ -21,10 +20,12 @@ ANSWER_SECONDS = 3.0
 def status_table(cluster: Cluster, cells: Sequence[RunningCell | LeftCell]) -> Table:
     """Return one row per rank: where it lives, and whether it is idle, busy or gone."""
     busy = {rank for cell in cells if not cell.done for rank in cell.ranks}
+    stopped = stopped_ranks(cluster, cluster.ranks)
     rows = []
     for state in cluster.states:
         exit_ = cluster.exits.get(str(state.rank))
         doing = describe_exit(exit_) if exit_ else "busy" if state.rank in busy else "idle"
+        doing = "stopped" if state.rank in stopped else doing
         doing = doing if state.rank in cluster.living or exit_ else "gone"
         rows.append(
             (
@@ -36,7 +37,9 @@ def status_table(cluster: Cluster, cells: Sequence[RunningCell | LeftCell]) -> T
                 Cell(text=doing),
             )
         )
-    lost = cluster.lost
+    notes = [tell_stopped(cluster, stopped)] if stopped else []
+    if cluster.lost:
+        notes.append(f"{cluster.lost}: start anew with %ddp_restart")
     return Table(
         caption=f"{counted(len(cluster.living), 'rank')} of {len(cluster.states)} alive",
         columns=(
@@ -48,7 +51,7 @@ def status_table(cluster: Cluster, cells: Sequence[RunningCell | LeftCell]) -> T
             Column(title="state"),
         ),
         rows=tuple(rows),
-        notes=(f"{lost}: start anew with %ddp_restart",) if lost else (),
+        notes=tuple(notes),
     )
 
 
@@ -67,16 +70,14 @@ def tell_where(cluster: Cluster) -> str:
         try:
             where, stack = (a.result(max(0.0, deadline - time.monotonic())) for a in asked[rank])
         except TimeoutError:
-            told.append(f"rank {rank} does not answer: {state_of(cluster.states[rank].pid)}")
+            is_stopped = stopped_ranks(cluster, [rank])
+            told.append(tell_stopped(cluster, [rank]) if is_stopped else no_answer(rank))
             continue
         told.append(describe(Whereabouts(**where)))
         told += ["".join(stack)] if where["is_busy"] else []
     return "\n".join(told)
 
 
-def state_of(pid: int) -> str:
-    """Say what the operating system says of a process: ``"stopped"``, ``"running"``."""
-    try:
-        return f"its process is {psutil.Process(pid).status()}"
-    except psutil.NoSuchProcess:
-        return "its process is gone"
+def no_answer(rank: int) -> str:
+    """Say that a rank lives and does not tell where it is."""
+    return f"rank {rank} does not answer: it may be deep in code that lets no other thread run"

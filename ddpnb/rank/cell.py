@@ -1,12 +1,13 @@
 """How does a notebook cell run on this rank?  As a real IPython cell.  (Rank side.)"""
 
 import signal
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
 from ddpnb.rank.children import children_page_faults, wait_for_children_output
 from ddpnb.rank.engine import RankEngine
-from ddpnb.rank.failure import failure_of
+from ddpnb.rank.failure import failure_of, is_consequence
 from ddpnb.rank.monitor import num_collectives
 from ddpnb.rank.publish import Publisher
 from ddpnb.wire import CellReport, CellSpec
@@ -23,9 +24,12 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     with Publisher(rank=engine.group.rank, run_id=spec.run_id) as publisher:
         engine.publisher = publisher
         error = run_source(spec, engine)
+    failure = None if error is None else failure_of(error, engine)
+    if isinstance(error, KeyboardInterrupt) or (error and is_consequence(error)):
+        let_go(error)
     return CellReport(
         rank=engine.group.rank,
-        failure=None if error is None else failure_of(error, engine),
+        failure=failure,
         num_collectives=num_collectives(),
         num_batches_sent=publisher.num_batches,
     )
@@ -43,6 +47,19 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
         return interrupt
     error: BaseException | None = result.error_before_exec or result.error_in_exec
     return error
+
+
+def let_go(error: BaseException) -> None:
+    """Drop what the frames of an interrupted cell hold: a DataLoader's workers end with it.
+
+    IPython keeps the last traceback, and with it each frame's variables and loops.
+    """
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        for frame, _ in traceback.walk_tb(chain.__traceback__):
+            len(frame.f_locals)  # asking renews Python 3.11's copy: empty now
+        chain = chain.__context__
 
 
 def interruptible(call: Callable[[], Result]) -> Result:

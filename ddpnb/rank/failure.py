@@ -10,8 +10,10 @@ import IPython
 from ddpnb.rank.engine import RankEngine
 from ddpnb.wire import Failure
 
-CLOSED_CONNECTION = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket closed")
-"""What gloo says on a rank whose peer has gone, or whose own sockets were cut."""
+CLOSED_CONNECTION = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|Socket closed|NCCL communicator was aborted"
+)
+"""What gloo and NCCL say on a rank whose peer has gone, or that was itself cut off."""
 
 NOT_THE_USERS = (str(Path(__file__).parents[1]), IPython.__path__[0])
 """Where the code lies that stands between the engine and what the user wrote."""

@@ -54,6 +54,8 @@ class Group:
         self.leave()
         store = FileStore(str(self.folder / f"group-{generation}"), self.world_size)
         store.set_timeout(JOIN_TIMEOUT)
+        # A group that `cut` aborts must not end the process, as NCCL's watchdog does by default.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         set_debug_level(DebugLevel.DETAIL if is_checked else DebugLevel.OFF)
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size
@@ -91,8 +93,10 @@ class Group:
         whatever group they were opened; the waiting call then raises
         ``RuntimeError``.  Gloo itself offers no way to end a wait.  Called from
         another thread than the one that waits.  The group is dead afterwards:
-        ``join`` forms the next.
+        ``join`` forms the next.  NCCL's own way is to abort its communicators.
         """
+        if self.backend == "nccl" and dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
         theirs = set()
         for peer in self.peers():
             with contextlib.suppress(psutil.Error):

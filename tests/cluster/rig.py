@@ -1,6 +1,7 @@
 """What the tests of a real cluster share."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ class Ended:
 
     watch: Watch
     printed: dict[int, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What the user was told before the end."""
     seconds: float = 0.0
 
     @property
@@ -73,8 +76,16 @@ def begin(
     call = cluster.submit(
         OnRank("run_cell"), CellSpec(source=source, execution_count=1), ranks=chosen
     )
-    watch = Watch(cluster=cluster, call=call, handle=handle, tick=lambda: None, timeout=timeout)
-    return Ended(watch=watch, printed=printed)
+    notes: list[str] = []
+    watch = Watch(
+        cluster=cluster,
+        call=call,
+        handle=handle,
+        tick=lambda: None,
+        timeout=timeout,
+        tell=notes.append,
+    )
+    return Ended(watch=watch, printed=printed, notes=notes)
 
 
 def finish(cell: Ended) -> Ended:
@@ -87,6 +98,17 @@ def finish(cell: Ended) -> Ended:
 def run(cluster: Cluster, source: str, **options: Any) -> Ended:
     """Run a cell to its end."""
     return finish(begin(cluster, source, **options))
+
+
+def run_on_each(clusters: Sequence[Cluster], source: str) -> list[Ended]:
+    """Run a cell on several clusters at the same time; return how it ended on each."""
+    cells = [begin(cluster, source) for cluster in clusters]
+    threads = [threading.Thread(target=finish, args=[cell]) for cell in cells]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return cells
 
 
 def pull(cluster: Cluster, expression: str, ranks: Sequence[int] | None = None) -> list[Any]:
@@ -118,5 +140,8 @@ def wait_until(condition: Callable[[], bool], what: str, timeout: float = 10.0) 
     return time.monotonic() - began
 
 
-def wait_until_gone(processes: Sequence[psutil.Process], timeout: float = 10.0) -> float:
-    return wait_until(lambda: not any(map(is_alive, processes)), f"the end of {processes}", timeout)
+def wait_until_gone(processes: Sequence[psutil.Process], timeout: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout
+    while left := [process for process in processes if is_alive(process)]:
+        assert time.monotonic() < deadline, f"still there after {timeout:g} s: {left}"
+        time.sleep(0.01)

@@ -7,6 +7,7 @@ import pytest
 import ddpnb
 from ddpnb.errors import UserError
 from ddpnb.notebook.session import this_session
+from ddpnb.notebook.show.failures import RankError
 
 pytestmark = pytest.mark.gpu
 
@@ -68,3 +69,23 @@ def test_data_parallel_is_torchs_own_on_two_gpus():
     ddpnb.start(2)
     result = ddpnb.compare("dp", task="digits", epochs=1)
     assert not any("emulated" in note for note in headers(result)["dp"])
+
+
+@pytest.mark.two_gpus
+def test_a_rank_that_waits_in_nccl_is_freed_when_another_raises():
+    """Cutting aborts the communicators: torch's ``_abort_process_group``, "experimental and
+    currently only works with the NCCL backend", with ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` as
+    its docstring asks.  Written without a GPU at hand.
+    """
+    ddpnb.start(2)
+    ddpnb.run_cell(
+        "import torch, torch.distributed as dist\nkept = rank\n"
+        "x = torch.ones(3, device=device); dist.all_reduce(x)"
+    )
+    source = (
+        "if rank == 1: raise ValueError('on purpose')\ndist.all_reduce(x); print(x.sum().item())"
+    )
+    with pytest.raises(RankError, match="rank 1 failed first: ValueError: on purpose"):
+        ddpnb.run_cell(source, timeout=30)
+    ddpnb.run_cell("x = torch.ones(3, device=device); dist.all_reduce(x); total = x[0].item()")
+    assert ddpnb.pull("kept, total") == {0: (0, 2.0), 1: (1, 2.0)}

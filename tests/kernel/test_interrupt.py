@@ -1,5 +1,6 @@
 import time
 
+import psutil
 import pytest
 
 from tests.kernel.client import Cell, Kernel
@@ -7,6 +8,15 @@ from tests.kernel.client import Cell, Kernel
 PREPARE = "%%ddp\nimport time, torch, torch.distributed as dist\nkept = rank + 10"
 LOOP = "while True: time.sleep(0.01)"
 COLLECTIVE = "dist.all_reduce(torch.ones(1)) if rank == 0 else time.sleep(1000)"
+
+BODIES = {
+    "loop": LOOP,
+    "collective": COLLECTIVE,
+    "sleep": "time.sleep(1000)",
+    "lock": "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()",
+    "native code": "import ctypes; ctypes.CDLL(None).pause()",
+    "child process": "import subprocess; subprocess.run(['sleep', '1000'])",
+}
 
 
 def interrupted(kernel: Kernel, source: str, *, shown: str, times: int = 1) -> Cell:
@@ -25,7 +35,7 @@ def check_it_goes_on(kernel: Kernel) -> None:
     assert cell.seconds < 3
 
 
-@pytest.mark.parametrize("body", [LOOP, COLLECTIVE], ids=["loop", "collective"])
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
 def test_an_interrupt_stops_every_rank_and_keeps_the_variables(kernel: Kernel, body: str):
     kernel.run(PREPARE)
     cell = interrupted(kernel, f"%%ddp\nprint('begun')\n{body}", shown="begun")
@@ -35,6 +45,34 @@ def test_an_interrupt_stops_every_rank_and_keeps_the_variables(kernel: Kernel, b
     assert "variables are kept" in cell.told
     assert cell.seconds < 4
     check_it_goes_on(kernel)
+
+
+LOADER = """%%ddp
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 10_000
+    def __getitem__(self, index): time.sleep(0.01); return torch.ones(1)
+for batch in torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=2):
+    dist.all_reduce(batch)
+    print("begun", flush=True)
+"""
+
+
+def test_an_interrupt_ends_the_workers_of_a_data_loader(kernel: Kernel):
+    kernel.run(PREPARE)
+    told = kernel.run("%%ddp\nimport os\nprint(os.getpid())").by_rank
+    ranks = [psutil.Process(int(lines[0])) for lines in told.values()]
+    assert not [child for rank in ranks for child in rank.children(recursive=True)]
+    request = kernel.begin(LOADER)
+    kernel.wait_for_text(request, "begun")
+    workers = [child for rank in ranks for child in rank.children()]
+    assert len(workers) == 4
+    kernel.interrupt()
+    cell = kernel.wait(request)
+    assert cell.error == "KeyboardInterrupt"
+    assert cell.seconds < 6
+    check_it_goes_on(kernel)
+    psutil.wait_procs(workers, timeout=5)
+    assert not [child for rank in ranks for child in rank.children(recursive=True)]
 
 
 def test_an_impatient_user_loses_nothing(kernel: Kernel):

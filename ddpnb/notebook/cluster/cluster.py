@@ -40,6 +40,8 @@ CALL_TIMEOUT_SECONDS = 30.0
 
 CRASH = "Fatal Python error"
 """How faulthandler begins what it writes."""
+BEFORE_CRASH = 3
+"""Lines of a log shown before that."""
 
 CONTROLLER = (
     "--ip=127.0.0.1",
@@ -47,6 +49,7 @@ CONTROLLER = (
     "--log-level=ERROR",
     "--IPController.enable_curve=True",
     "--IPController.use_threads=True",  # two processes in place of nine
+    "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # else it keeps every result
     "--HeartMonitor.period=100",  # ms; ranks are registered on a heartbeat
     "--HeartMonitor.max_heartmonitor_misses=864000",  # a day: ends are seen by the fork server
 )
@@ -433,13 +436,17 @@ class Cluster:
             )
 
     def log_tail(self, name: str, num_lines: int = 15) -> str:
-        """Return the last lines that a process wrote to its log, a crash from its beginning."""
+        """Return the last lines that a process wrote to its log, a crash from its beginning.
+
+        With a few lines before a crash: native code often says there why it gives up.
+        """
         path = self.folder / ("controller.log" if name == "controller" else f"rank-{name}.log")
         try:
             lines = path.read_text(errors="replace").splitlines()
         except OSError:
             return ""
         crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), -num_lines)
+        crash = max(0, crash - BEFORE_CRASH) if crash >= 0 else crash
         return "\n".join(lines[crash:][:num_lines])
 
     def _note_exit(self, exit_: Exit) -> None:

@@ -15,8 +15,12 @@ ASK_SECONDS = 0.5
 """How often the ranks are asked where they are."""
 STUCK_SECONDS = 2.0
 """How long ranks must have waited for each other, with nothing going on, to be stuck."""
-ANSWER_SECONDS = 5.0
-"""How long a rank may take to answer; one that is stopped does not."""
+LONGEST_GAP_SECONDS = 1.0
+"""What the time between two answers counts for at most.
+
+Where it was longer, this kernel or the ranks were stopped, as with a laptop that sleeps:
+that nothing went on meanwhile says nothing.
+"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,9 +36,11 @@ class StallDetector:
     call: Call
     _asked: dict[int, "Future[Any]"] = field(default_factory=dict)
     _asked_at: float = field(default_factory=time.monotonic)
-    _since: float = 0.0
+    _heard_at: float = field(default_factory=time.monotonic)
     _first: tuple[Whereabouts, ...] = ()
-    """Where the ranks were at ``_since``, when they all began to wait."""
+    """Where the ranks were when they all began to wait."""
+    _waited: float = 0.0
+    """Seconds that have been seen to pass since."""
 
     def check(self, finished: Mapping[int, int]) -> str:
         """Return why the call is stuck; empty where it is not, as far as is known.
@@ -52,23 +58,24 @@ class StallDetector:
         return ""
 
     def _hear(self, now: float, finished: Mapping[int, int]) -> str:
+        """Judge once all have answered; a rank that is stopped answers when it goes on."""
         answers = {rank: a for rank, a in self._asked.items() if rank in self.call.running}
         if not all(answer.done() for answer in answers.values()):
-            if now - self._asked_at > ANSWER_SECONDS:
-                self._asked = {}
             return ""
         self._asked = {}
         found = [answer.result() for answer in answers.values()]
-        return self._judge(now, tuple(Whereabouts(**w) for w in found if w), finished)
+        passed, self._heard_at = min(now - self._heard_at, LONGEST_GAP_SECONDS), now
+        return self._judge(passed, tuple(Whereabouts(**w) for w in found if w), finished)
 
     def _judge(
-        self, now: float, where: tuple[Whereabouts, ...], finished: Mapping[int, int]
+        self, passed: float, where: tuple[Whereabouts, ...], finished: Mapping[int, int]
     ) -> str:
+        self._waited += passed
         if len(where) != len(self.call.running) or not all(each.call for each in where):
             self._first = ()
-        elif not self._first or not is_stuck(self._first, where, now - self._since):
-            self._first, self._since = where, now
-        elif now - self._since >= STUCK_SECONDS:
+        elif not self._first or not is_stuck(self._first, where, self._waited):
+            self._first, self._waited = where, 0.0
+        elif self._waited >= STUCK_SECONDS:
             idle = set(self.cluster.ranks) - set(self.call.ranks)
             return diagnose(where, finished, idle)
         return ""

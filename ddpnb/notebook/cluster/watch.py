@@ -7,6 +7,7 @@ killed, and said.
 
 import contextlib
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,11 +16,15 @@ from typing import Any
 from ddpnb.notebook.cluster.call import Call, Happening, Lost, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.stall import StallDetector
+from ddpnb.notebook.cluster.stopped import StoppedProcesses
+from ddpnb.notebook.ranks import format_ranks
 from ddpnb.wire import CellReport, Failure
 
 TICK_SECONDS = 0.05
 FREE_AFTER_SECONDS = 0.3
 """How long ranks may still run after one has failed: they may be about to fail alike."""
+NAME_AFTER_SECONDS = 0.8
+"""How long after a failure it is told, where other ranks go on: they were in no collective."""
 CUT_AFTER_SECONDS = 0.3
 """How long an interrupted rank may take before it is freed from its collective."""
 AGAIN_AFTER_SECONDS = 1.2
@@ -42,6 +47,7 @@ class Watch:
         tick: called about every ``TICK_SECONDS``, to draw.
         timeout: seconds after which the ranks are interrupted.
         free_after: seconds that ranks may still run after one has failed.
+        tell: takes what the user should know before the call ends.
     """
 
     cluster: Cluster
@@ -50,6 +56,7 @@ class Watch:
     tick: Callable[[], None]
     timeout: float | None = None
     free_after: float = FREE_AFTER_SECONDS
+    tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
     timed_out: bool = False
     stuck: str = ""
     """Why the ranks waited for each other without end, if they did."""
@@ -60,6 +67,7 @@ class Watch:
     """Ranks that died during the call, with how."""
     _failed_at: float | None = None
     _is_cut: bool = False
+    _is_named: bool = False
 
     def run(self) -> None:
         """Return when every rank has ended the call.
@@ -69,11 +77,15 @@ class Watch:
         """
         deadline = time.monotonic() + self.timeout if self.timeout else None
         detector = StallDetector(cluster=self.cluster, call=self.call)
+        stopped = StoppedProcesses(cluster=self.cluster)
         try:
             while not self.call.done:
                 self._attend(TICK_SECONDS)
                 self._free_waiting()
                 self._free_stuck(detector)
+                self._name_failed()
+                if told := stopped.check(self.call.running):
+                    self.tell(told)
                 if self.stop_requested or (deadline and time.monotonic() > deadline):
                     self.timed_out = not self.stop_requested
                     return self._stop_ranks()
@@ -116,6 +128,20 @@ class Watch:
                 self.stuck = why
                 self._cut()
 
+    def _name_failed(self) -> None:
+        """Tell at once what failed where other ranks compute on, for who knows how long."""
+        if self._failed_at is None or self._is_named or not self.call.running:
+            return
+        if time.monotonic() - self._failed_at > NAME_AFTER_SECONDS:
+            self._is_named = True
+            causes = [f"rank {rank} {cause}" for rank, cause in self.lost.items()]
+            for rank, value in self.returned.items():
+                if (failure := failure_in(value)) and not failure.is_consequence:
+                    causes.append(f"rank {rank} failed: {failure.name}: {failure.text}")
+            who = format_ranks(self.call.running)
+            goes_on = "goes on" if len(self.call.running) == 1 else "go on"
+            self.tell(f"{'; '.join(causes)} (rank {who} {goes_on}; an interrupt ends the cell)")
+
     def _cut(self) -> None:
         self._is_cut = True
         self.cluster.cut(tuple(self.call.running))
@@ -132,7 +158,11 @@ class Watch:
             self._attend_until_done(KILL_AFTER_SECONDS)
 
     def _urge(self) -> None:
-        """Interrupt the ranks that run; free those that wait in a collective nevertheless."""
+        """Interrupt the ranks that run; free those that wait in a collective nevertheless.
+
+        A rank that was stopped goes on: it could not end the cell, and would be killed.
+        """
+        self.cluster.processes.signal(sorted(self.call.running), signal.SIGCONT)
         self.cluster.interrupt(tuple(self.call.running))
         try:
             self._attend_until_done(CUT_AFTER_SECONDS)

@@ -1,0 +1,224 @@
+"""Do the promises about faults hold, again and again?  ``python -m benchmarks soak``, about 10 min.
+
+``freed``: one rank raises while the others wait for it, in six kinds of call.
+``killed``: ranks are killed at random moments of a training, and brought back.
+"""
+
+import random
+import re
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Mapping
+from itertools import cycle, islice
+
+import psutil
+
+from benchmarks.kernel import Kernel, kernel
+from benchmarks.measure import Figure
+from benchmarks.memory import pss
+from tests.cluster.rig import run, started
+from tests.faults.cases import SETUP, WAITS, Round, one_raises
+
+NUM_ROUNDS = 100
+NUM_KILLS = 20
+NAMED_SECONDS = 1.0
+FREED_SECONDS = 2.0
+
+
+def measure() -> list[Figure]:
+    figures = []
+    for num_ranks in (2, 3):
+        figures += freed(num_ranks)
+    return figures + killed()
+
+
+def freed(num_ranks: int) -> list[Figure]:
+    """Have a random rank raise under each kind of call in turn."""
+    chance = random.Random(num_ranks)
+    rounds: list[Round] = []
+    with started(num_ranks) as cluster:
+        run(cluster, SETUP)
+        for num_before, wait in enumerate(islice(cycle(WAITS), NUM_ROUNDS)):
+            rounds.append(one_raises(cluster, wait, chance.choice(cluster.ranks), num_before))
+    of = f"in {NUM_ROUNDS} rounds at {num_ranks} ranks"
+    named = [each.named_after for each in rounds]
+    ended = [each.freed_after for each in rounds]
+    return [
+        Figure(name=f"exception named after, {of}", unit="s", ours=named, limit="<= 1.0"),
+        Figure(name=f"all waiting ranks freed after, {of}", unit="s", ours=ended, limit="<= 2.0"),
+        count(f"named within {NAMED_SECONDS:g} s, {of}", rounds, is_named),
+        count(f"freed within {FREED_SECONDS:g} s, {of}", rounds, is_freed),
+        count(f"next all-reduce right, {of}", rounds, lambda each: each.next_is_right),
+        count(f"variables kept, {of}", rounds, lambda each: each.is_kept),
+    ]
+
+
+def is_named(each: Round) -> bool:
+    return each.named_after <= NAMED_SECONDS
+
+
+def is_freed(each: Round) -> bool:
+    return each.freed_after <= FREED_SECONDS and not each.ended.lost
+
+
+def count(name: str, rounds: list[Round], holds: Callable[[Round], bool]) -> Figure:
+    number = sum(map(holds, rounds))
+    broken = sorted({each.wait for each in rounds if not holds(each)})
+    return Figure(
+        name=name, unit="rounds", ours=[number], limit=f">= {len(rounds)}", note=", ".join(broken)
+    )
+
+
+BUILD = textwrap.dedent(
+    """
+    %%ddp
+    import time, torch, torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    plain = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    num_done, kept = torch.zeros(1), rank
+    """
+).lstrip()
+
+TRAIN = textwrap.dedent(
+    """
+    %%ddp
+    # Whoever came back takes the weights and the count from the rank that has made most steps.
+    counts = [torch.zeros(1) for _ in range(world_size)]
+    dist.all_gather(counts, num_done)
+    source = int(torch.cat(counts).argmax())
+    for tensor in [num_done, *plain.state_dict().values()]:
+        dist.broadcast(tensor, source)
+    net = DDP(plain)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.01)
+    for step in range({num_steps}):
+        sgd.zero_grad()
+        net(torch.randn(32, 64)).square().mean().backward()
+        sgd.step()
+        num_done += 1
+        time.sleep(0.005)
+    """
+).lstrip()
+
+STATE = """%%local
+import json, ddpnb
+from ddpnb.notebook.session import this_session
+cluster = this_session()._cluster
+print(json.dumps({"pids": [state.pid for state in cluster.states], "server": cluster.processes.pid,
+ "done": [int(n) for n in ddpnb.pull("num_done.item()").values()],
+ "kept": list(ddpnb.pull("kept").values())}))
+"""
+
+DEAD = """%%local
+exits = cluster.exits.items()
+print(json.dumps([[name, exit_.code, cluster.log_tail(name)] for name, exit_ in exits]))
+"""
+
+
+def killed() -> list[Figure]:
+    """Kill ranks at random while they train; bring each back; look for leaks."""
+    chance = random.Random(0)
+    told, back, went_on = [], [], 0
+    with kernel() as running:
+        running.run("%load_ext ddpnb\n%ddp_start -n 3 --device cpu")
+        running.run(BUILD)
+        for _ in range(3):  # what is allocated once is allocated now
+            kill_and_bring_back(running, 1)
+        before = used(running)
+        for _ in range(NUM_KILLS):  # rank 0 stays, so that a leak in it shows
+            found = kill_and_bring_back(running, chance.choice((1, 2)))
+            told.append(found[0]), back.append(found[1])
+            went_on += found[2]
+        after = used(running)
+        for _ in range(NUM_KILLS):
+            found = kill_and_bring_back(running, chance.choice((0, 1, 2)))
+            told.append(found[0]), back.append(found[1])
+            went_on += found[2]
+        running.run("%ddp_stop")
+    of = f"of {2 * NUM_KILLS} random kills at 3 ranks"
+    return [
+        Figure(name=f"cell ended after a rank's SIGKILL, {of}", unit="s", ours=told, limit="<= 2"),
+        Figure(name=f"%ddp_restart --ranks took, {of}", unit="s", ours=back, limit="<= 3"),
+        Figure(
+            name=f"training went on, others' variables kept, {of}",
+            unit="kills",
+            ours=[went_on],
+            limit=f">= {2 * NUM_KILLS}",
+        ),
+        *(leak(what, before[what], after[what]) for what in before),
+    ]
+
+
+def kill_and_bring_back(running: Kernel, victim: int) -> tuple[float, float, bool]:
+    """Return how long the cell took to end, how long the restart, and whether all was right."""
+    state = running.value(STATE)
+    killed_at: list[float] = []
+
+    def kill() -> None:
+        killed_at.append(time.monotonic())
+        psutil.Process(state["pids"][victim]).kill()
+
+    timer = threading.Timer(random.uniform(0.3, 1.0), kill)
+    timer.start()
+    try:
+        running.run(TRAIN.format(num_steps=100_000))
+    except RuntimeError as error:
+        is_named = re.search(rf"rank {victim} was killed by SIGKILL", str(error)) is not None
+    else:
+        is_named = False
+    told = time.monotonic() - killed_at[0]
+    if len(dead := running.value(DEAD)) != 1:
+        raise RuntimeError(f"rank {victim} was killed, and these died: {dead}")
+    began = time.monotonic()
+    running.run(f"%ddp_restart --ranks {victim}")
+    back = time.monotonic() - began
+    kept = running.run("%%ddp\nprint(f'{rank}:{globals().get(\"kept\")}')")
+    others = [rank for rank in range(3) if rank != victim]
+    are_kept = all(f"{rank}:{rank}" in kept for rank in others) and f"{victim}:None" in kept
+    reached = max(
+        running.value("%%local\nimport ddpnb, json\nprint(json.dumps([int(n) for n in "
+                      f"ddpnb.pull('num_done.item()', ranks='{others[0]},{others[1]}').values()]))")
+    )  # fmt: skip
+    running.run(BUILD.replace("%%ddp", f"%%rank {victim}"))
+    running.run(TRAIN.format(num_steps=5))
+    done = running.value(STATE)["done"]
+    goes_on = done == [reached + 5] * 3 and reached > max(state["done"])
+    return told, back, is_named and are_kept and goes_on
+
+
+def used(running: Kernel) -> Mapping[str, float]:
+    """Return what the processes that have lived all along hold."""
+    state = running.value(STATE)
+    server = psutil.Process(state["server"])
+    (controller,) = (
+        child
+        for child in server.children()
+        if child.pid not in state["pids"] and child.status() != psutil.STATUS_ZOMBIE
+    )
+    processes = {
+        "kernel": psutil.Process(server.ppid()),
+        "fork server": server,
+        "controller": controller,
+        "rank 0": psutil.Process(state["pids"][0]),
+    }
+    everyone = [processes["kernel"], *processes["kernel"].children(recursive=True)]
+    found: dict[str, float] = {
+        "processes": len(everyone),
+        "all processes together: MB (PSS)": sum(pss(process.pid) for process in everyone),
+    }
+    for name, process in processes.items():
+        found[f"{name}: file descriptors"] = process.num_fds()
+        found[f"{name}: threads"] = process.num_threads()
+        found[f"{name}: MB (RSS)"] = process.memory_info().rss / 1e6
+    return found
+
+
+def leak(what: str, before: float, after: float) -> Figure:
+    return Figure(
+        name=f"{what}, after {NUM_KILLS} kills against before",
+        unit="MB" if "MB" in what else "",
+        ours=[after],
+        theirs=[before],
+        limit="<= 1.1",
+    )

@@ -1,0 +1,126 @@
+"""Ranks that die, and mistakes that look like it: named rightly, at once; the others keep all."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ddpnb.notebook.cells import failures_of
+from ddpnb.notebook.cluster.call import Happening, Lost
+from ddpnb.notebook.cluster.cluster import Cluster
+from tests.cluster.rig import begin, finish, pull, run, started, wait_until
+
+SETUP = "import ctypes, os, time\nimport torch, torch.distributed as dist\nkept = rank + 10"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with started(3) as cluster:
+        yield cluster
+
+
+DEATHS = {
+    "segmentation fault": ("ctypes.string_at(0)", "was killed by SIGSEGV", "in string_at"),
+    "abort in native code": (
+        "os.write(2, b'terminate called: what() 7\\n'); time.sleep(.3); ctypes.CDLL(None).abort()",
+        "was killed by SIGABRT",
+        "terminate called: what() 7",
+    ),
+    "exit": (
+        "os.write(2, b'out of licences\\n'); time.sleep(.3); os._exit(3)",
+        "ended with exit code 3",
+        "out of licences",
+    ),
+    "out of memory": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", ""),
+}
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_death_is_told_with_its_cause_and_last_words(cluster: Cluster, death: str) -> None:
+    source, cause, words = DEATHS[death]
+    run(cluster, SETUP)
+    cell = run(cluster, f"import signal\nif rank == 1:\n    {source}\ndist.barrier()")
+    assert cell.lost == {1: cause}
+    assert {rank for rank, failure in cell.failures.items() if failure.is_consequence} == {0, 2}
+    (told,) = (failure for failure in failures_of(cell.watch) if failure.rank == 1)
+    said = "\n".join(told.traceback)
+    assert words in said
+    assert ("Segmentation" in said) == (cause == "was killed by SIGSEGV"), "of this death alone"
+    assert cell.seconds < 6
+    cluster.bring_back([1])
+    assert pull(cluster, "kept", ranks=[0, 2]) == [10, 12]
+    assert not run(cluster, "import torch.distributed as dist\ndist.barrier()").failures
+
+
+@pytest.mark.parametrize("doing", ["time.sleep(1000)", "while True: sum(range(1000))", "await_all"])
+def test_a_killed_rank_is_told_within_a_second(cluster: Cluster, doing: str) -> None:
+    """Whatever it was at: the process's end is seen, not a missing answer."""
+    run(cluster, SETUP)
+    told: list[float] = []
+
+    def note(happening: Happening) -> None:
+        if isinstance(happening, Lost):
+            assert happening.rank == 2
+            told.append(time.monotonic())
+
+    doing = "dist.all_reduce(torch.ones(1))" if doing == "await_all" else doing
+    waits = "time.sleep(1000)" if "all_reduce" in doing else "dist.all_reduce(torch.ones(1))"
+    cell = begin(
+        cluster,
+        f"print('begun')\nif rank == 2:\n    {doing}\nelif rank == 1:\n    {waits}",
+        on_happening=note,
+    )
+    killed: list[float] = []
+
+    def kill() -> None:
+        wait_until(lambda: len(cell.printed) == 3, "every rank to begin")
+        killed.append(time.monotonic())
+        os.kill(cluster.states[2].pid, signal.SIGKILL)
+        if "all_reduce" in doing:  # nothing else ends rank 1's sleep
+            wait_until(lambda: bool(told), "word of the death")
+            cell.watch.stop_requested = True
+
+    threading.Thread(target=kill).start()
+    finish(cell)
+    assert cell.lost == {2: "was killed by SIGKILL"}
+    assert told[0] - killed[0] < 1.0
+    cluster.bring_back([2])
+    assert pull(cluster, "kept", ranks=[0, 1]) == [10, 11]
+    assert not run(cluster, "import torch.distributed as dist\ndist.barrier()").failures
+
+
+LIMITED = """
+import resource
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used + 300_000_000, hard))
+hoard = []
+try:
+    while rank == 1: hoard.append(bytearray(20_000_000))
+finally:
+    hoard.clear()
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        (LIMITED, "MemoryError"),
+        ("if rank == 1: bytearray(10**15)\ndist.barrier()", "MemoryError"),
+        ("if rank == 1: torch.empty(10**15)\ndist.barrier()", "RuntimeError"),
+    ],
+    ids=["limit", "bytes", "tensor"],
+)
+def test_too_little_memory_is_an_ordinary_error(cluster: Cluster, source: str, name: str) -> None:
+    run(cluster, SETUP)
+    cell = run(cluster, source)
+    assert not cell.lost
+    assert cell.failures[1].name == name
+    assert not cell.failures[1].is_consequence
+    assert not run(cluster, "dist.barrier()").failures
+    assert pull(cluster, "kept") == [10, 11, 12]

@@ -1,0 +1,180 @@
+"""Processes that are stopped: one rank by SIGSTOP, or all of them as with a laptop that sleeps."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import psutil
+import pytest
+
+from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.notebook.status import status_table, tell_where
+from tests.cluster.rig import begin, finish, processes_of, pull, run, started, wait_until
+
+SETUP = "import time, torch, torch.distributed as dist\nkept = rank + 10"
+LOOP = """
+print("begun")
+for _ in range({num}):
+    dist.all_reduce(torch.ones(10))
+    time.sleep(0.01)
+"""
+ENDLESS = LOOP.format(num=1_000_000)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Cluster]:
+    with started(3) as cluster:
+        run(cluster, SETUP)
+        yield cluster
+
+
+@pytest.fixture
+def stopped(three: Cluster) -> Iterator[psutil.Process]:
+    """Rank 1's process; it goes on at the end whatever a test has done."""
+    process = psutil.Process(three.states[1].pid)
+    yield process
+    if process.is_running():
+        process.resume()
+
+
+def stop_once_begun(cell, process: psutil.Process) -> None:
+    def stop() -> None:
+        wait_until(lambda: len(cell.printed) == 3, "every rank to begin")
+        process.suspend()
+
+    threading.Thread(target=stop).start()
+
+
+def do_once_told(cell, do) -> list[float]:
+    """Do something as soon as the user has been told something; return when that was."""
+    told_at: list[float] = []
+
+    def wait() -> None:
+        wait_until(lambda: bool(cell.notes), "a note", timeout=20)
+        told_at.append(time.monotonic())
+        do()
+
+    threading.Thread(target=wait).start()
+    return told_at
+
+
+def test_the_status_shows_a_stopped_rank_and_the_ways_out(
+    three: Cluster, stopped: psutil.Process
+) -> None:
+    stopped.suspend()
+    table = status_table(three, ())
+    assert [row[-1].text for row in table.rows] == ["idle", "stopped", "idle"]
+    ways_out = (
+        f"Rank 1 is stopped (SIGSTOP): `kill -CONT {stopped.pid}` lets it go on, "
+        "%ddp_restart --ranks 1 starts it anew."
+    )
+    assert table.notes == (ways_out,)
+    assert tell_where(three) == f"rank 0 is idle\n{ways_out}\nrank 2 is idle"
+    stopped.resume()
+    table = status_table(three, ())
+    assert [row[-1].text for row in table.rows] == ["idle"] * 3
+    assert table.notes == ()
+
+
+def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_with_it(
+    three: Cluster, stopped: psutil.Process
+) -> None:
+    cell = begin(three, LOOP.format(num=100))
+    began = time.monotonic()
+    stop_once_begun(cell, stopped)
+    told_at = do_once_told(cell, stopped.resume)
+    finish(cell)
+    assert len(cell.notes) == 1
+    assert f"Rank 1 is stopped (SIGSTOP): `kill -CONT {stopped.pid}`" in cell.notes[0]
+    assert told_at[0] - began < 12, "told within 6 s; the rest is for a busy machine"
+    assert not cell.failures
+    assert not cell.watch.stuck
+    assert pull(three, "kept") == [10, 11, 12]
+
+
+def test_an_interrupt_ends_a_cell_with_a_stopped_rank_and_keeps_its_variables(
+    three: Cluster, stopped: psutil.Process
+) -> None:
+    cell = begin(three, ENDLESS)
+    stop_once_begun(cell, stopped)
+    interrupted_at = do_once_told(cell, lambda: setattr(cell.watch, "stop_requested", True))
+    finish(cell)
+    assert time.monotonic() - interrupted_at[0] < 6
+    assert set(cell.failures) == {0, 1, 2}
+    assert not cell.lost
+    assert not run(three, LOOP.format(num=2)).failures
+    assert pull(three, "kept") == [10, 11, 12]
+
+
+def test_a_restart_of_a_stopped_rank_keeps_the_others(
+    three: Cluster, stopped: psutil.Process
+) -> None:
+    stopped.suspend()
+    three.bring_back([1])
+    assert not stopped.is_running()
+    run(three, "import time, torch, torch.distributed as dist\nkept = rank + 20", ranks=[1])
+    assert not run(three, LOOP.format(num=2)).failures
+    assert pull(three, "kept") == [10, 21, 12]
+    run(three, "kept = rank + 10")
+
+
+def test_a_cluster_with_a_stopped_rank_can_be_stopped() -> None:
+    with started(2) as cluster:
+        processes = processes_of(cluster)
+        psutil.Process(cluster.states[1].pid).suspend()
+        cluster.stop()
+        assert not [process for process in processes if process.is_running()]
+
+
+NOTEBOOK = """
+import sys, time
+from tests.cluster.rig import begin, finish, pull, run, started
+with started(2) as cluster:
+    run(cluster, {setup!r})
+    cell = begin(cluster, {source!r}, timeout=60)
+    print("begun", flush=True)
+    finish(cell)
+    again = run(cluster, {source!r}, timeout=60)
+    for one in (cell, again):
+        assert not one.watch.stuck, one.watch.stuck
+        assert not one.failures, one.failures
+        assert not one.notes, one.notes
+        assert not one.watch.timed_out
+    assert pull(cluster, "kept") == [10, 11]
+print("fine", flush=True)
+"""
+
+SLOW = """
+import time
+for _ in range(4):
+    dist.all_reduce(torch.ones(30_000_000))
+    time.sleep(0.3 * rank)
+"""
+
+
+def signal_all(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        os.kill(process.pid, number)
+
+
+@pytest.mark.parametrize("source", [LOOP.format(num=100), SLOW], ids=["small", "large"])
+def test_all_processes_may_sleep_and_wake_up(source: str) -> None:
+    """As when a laptop is closed in the midst of a cell."""
+    script = NOTEBOOK.format(setup=SETUP, source=source)
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    ) as notebook:
+        assert notebook.stdout is not None
+        assert notebook.stdout.readline() == "begun\n"
+        time.sleep(0.4)  # in the midst of it
+        tree = [psutil.Process(notebook.pid)]
+        tree += tree[0].children(recursive=True)
+        assert len(tree) >= 5  # the notebook, the fork server, the controller, two ranks
+        signal_all(tree, signal.SIGSTOP)
+        time.sleep(5)  # longer than ranks may wait for each other
+        signal_all(tree, signal.SIGCONT)
+        assert notebook.stdout.readline() == "fine\n"
