@@ -99,7 +99,9 @@ class DdpMagics(Magics):
 
     @line_magic
     def ddp_interrupt(self, line: str) -> None:
-        """Stop what ``%%ddp --no-wait`` cells run on the ranks; variables are kept.
+        """Stop what runs on the ranks in the background; variables are kept.
+
+        That is a cell started with ``%%ddp --no-wait``, or a comparison.
 
         A cell that the notebook waits for is stopped by the notebook's own interrupt,
         the square button.
@@ -197,6 +199,7 @@ class DdpMagics(Magics):
     @argument("--repeats", type=int, default=1, help="how often each strategy is trained")
     @argument("--name", default="", help="what the comparison is stored as")
     @argument("--no-baseline", action="store_true", help="do not train `single` as well")
+    @argument("--no-wait", action="store_true", help="go on at once; the figure follows")
     @line_cell_magic
     def ddp_compare(self, line: str, cell: str = "") -> Any:
         """Train strategies on the same task and compare them, drawn live.
@@ -206,19 +209,7 @@ class DdpMagics(Magics):
         cell, ``--task`` names a built-in task.
         """
         args = arguments(self.ddp_compare, line)
-        spec = ComparisonSpec(
-            strategies=tuple(args.strategies),
-            task=args.task,
-            source=below_magic(f"%%ddp_compare {line}", cell) if cell.strip() else "",
-            num_epochs=args.epochs,
-            batch_size=args.batch_size,
-            learning_rate=args.lr,
-            seed=args.seed,
-            num_repeats=args.repeats,
-            name=args.name,
-            baseline=not args.no_baseline,
-        )
-        return this_session().compare(spec)
+        return this_session().compare(comparison_of(args, line, cell), wait=not args.no_wait)
 
     @magic_arguments()
     @argument("names", nargs="*", help="runs or comparisons, as %%ddp_runs lists them")
@@ -234,6 +225,22 @@ class DdpMagics(Magics):
         """List the stored runs."""
         no_arguments("%ddp_runs", line)
         display(this_session().runs())
+
+
+def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
+    """Return the comparison that a parsed line of ``%%ddp_compare`` and its cell ask for."""
+    return ComparisonSpec(
+        strategies=tuple(args.strategies),
+        task=args.task,
+        source=below_magic(f"%%ddp_compare {line}", cell) if cell.strip() else "",
+        num_epochs=args.epochs,
+        batch_size=args.batch_size,
+        learning_rate=args.lr,
+        seed=args.seed,
+        num_repeats=args.repeats,
+        name=args.name,
+        baseline=not args.no_baseline,
+    )
 
 
 def below_magic(magic: str, cell: str) -> str:

@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import psutil
 
-from ddpnb.notebook.cells import RunningCell
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.diagnosis import describe
 from ddpnb.notebook.cluster.exits import describe_exit
@@ -17,9 +17,27 @@ ANSWER_SECONDS = 3.0
 """How long a rank may take to say where it is; one that is stopped does not."""
 
 
-def status_table(cluster: Cluster, cells: Sequence[RunningCell]) -> Table:
-    """Return one row per rank: where it lives, and whether it is idle, busy or gone."""
-    busy = {rank for cell in cells if not cell.done for rank in cell.ranks}
+class Running(Protocol):
+    """Something that keeps ranks busy: a cell, a comparison."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that it keeps busy."""
+
+
+def status_table(cluster: Cluster, running: Sequence[Running], notes: Sequence[str] = ()) -> Table:
+    """Return one row per rank: where it lives, and whether it is idle, busy or gone.
+
+    Args:
+        cluster: whose ranks.
+        running: what was started on them in the background.
+        notes: what else is to be told.
+    """
+    busy = {rank for each in running if not each.done for rank in each.ranks}
     rows = []
     for state in cluster.states:
         exit_ = cluster.exits.get(str(state.rank))
@@ -47,7 +65,7 @@ def status_table(cluster: Cluster, cells: Sequence[RunningCell]) -> Table:
             Column(title="state"),
         ),
         rows=tuple(rows),
-        notes=(f"{lost}: start anew with %ddp_restart",) if lost else (),
+        notes=(*((f"{lost}: start anew with %ddp_restart",) if lost else ()), *notes),
     )
 
 
