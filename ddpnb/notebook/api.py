@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpnb.catalogue import CELL_TASK
+from ddpnb.notebook.background import RunningComparison
 from ddpnb.notebook.cells import RunningCell
 from ddpnb.notebook.choices import training_of
 from ddpnb.notebook.cluster.plan import ClusterSpec
@@ -156,7 +157,8 @@ def compare(
     repeats: int = 1,
     name: str = "",
     baseline: bool = True,
-) -> ComparisonResult:
+    wait: bool = True,
+) -> ComparisonResult | RunningComparison:
     """Train strategies on the same task and compare them live; the twin of ``%%ddp_compare``.
 
     Args:
@@ -184,9 +186,11 @@ def compare(
         repeats: how often each strategy is trained, in turns with the others.
         name: what the comparison is stored as; by default made from the task.
         baseline: whether to train ``single`` too, so that there is a speed-up to tell.
+        wait: whether to return only when all is trained.
 
     Returns:
-        The result; ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(folder)``.
+        The result; ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(folder)``.  Where ``wait``
+        is false, the comparison that trains; ``.wait()``, ``.interrupt()``, ``.result``.
 
     Raises:
         UserError: where something cannot be trained, before anything is.
@@ -200,7 +204,7 @@ def compare(
         name=name,
         baseline=baseline,
     )
-    return this_session().compare(spec)
+    return this_session().compare(spec, wait=wait)
 
 
 def runs() -> Table:

@@ -78,6 +78,14 @@ class Training:
     recorder: Recorder
     specs: Sequence[RunSpec]
     live: Live = field(default_factory=live)
+    _watch: Watch | None = None
+    _is_stopped: bool = False
+
+    def stop(self) -> None:
+        """Have the run that trains end soon, and no other begin; from any thread."""
+        self._is_stopped = True
+        if self._watch is not None:
+            self._watch.stop_requested = True
 
     def run(self) -> ComparisonResult:
         """Train everything; what was trained is shown and kept, however it ends.
@@ -95,16 +103,21 @@ class Training:
         return result
 
     def _train(self, spec: RunSpec) -> None:
+        if self._is_stopped:
+            raise CellInterrupt
         self.recorder.begin(spec.run_id, spec.strategy, spec)
         tell_stale(self.cluster.ensure_group())
-        watch = Watch(
+        self._watch = watch = Watch(
             cluster=self.cluster,
             call=self.cluster.submit(OnRank("train"), spec, ranks=self.cluster.ranks),
             handle=self._handle,
             tick=lambda: self.live.update(self.recorder.comparison),
+            stop_requested=self._is_stopped,  # meanwhile
         )
         try:
             watch.run()
+            if watch.stop_requested:
+                raise CellInterrupt
         except KeyboardInterrupt:
             self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
             raise CellInterrupt from None
@@ -120,8 +133,16 @@ class Training:
             self.recorder.add_report(happening.value)
 
 
-def compare(cluster: Cluster, store: Store, spec: ComparisonSpec) -> ComparisonResult:
-    """Check that every strategy can be trained, then train them all.
+def prepare(
+    cluster: Cluster, store: Store, spec: ComparisonSpec, shown_by: Live | None = None
+) -> Training:
+    """Check that every strategy can be trained; return what trains them all.
+
+    Args:
+        cluster: where.
+        store: keeps the runs.
+        spec: what is compared.
+        shown_by: shows it; by default a figure and a table under the current cell.
 
     Raises:
         UserError: where the task or a strategy cannot be trained, before anything is.
@@ -137,7 +158,7 @@ def compare(cluster: Cluster, store: Store, spec: ComparisonSpec) -> ComparisonR
         source=spec.training.source,
         specs=specs,
     )
-    return Training(cluster=cluster, recorder=recorder, specs=specs).run()
+    return Training(cluster=cluster, recorder=recorder, specs=specs, live=shown_by or live())
 
 
 def check(cluster: Cluster, spec: RunSpec) -> None:

@@ -4,6 +4,7 @@ import sys
 import time
 
 from ddpnb.notebook import api
+from ddpnb.notebook.show.result import ComparisonResult
 
 
 def main(folder: str) -> None:
@@ -18,6 +19,7 @@ def main(folder: str) -> None:
         result = api.compare(
             "dp", "ddp", "async", task="digits", epochs=12, lr=0.02, repeats=3, name="demo"
         )
+        assert isinstance(result, ComparisonResult)  # for it waited
         paths = result.save(folder)
     finally:
         api.stop()

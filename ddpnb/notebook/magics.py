@@ -114,7 +114,9 @@ class DdpMagics(Magics):
 
     @line_magic
     def ddp_interrupt(self, line: str) -> None:
-        """Stop what ``%%ddp --no-wait`` cells run on the ranks; variables are kept.
+        """Stop what runs on the ranks in the background; variables are kept.
+
+        That is a cell started with ``%%ddp --no-wait``, or a comparison.
 
         A cell that the notebook waits for is stopped by the notebook's own interrupt,
         the square button.
@@ -207,6 +209,7 @@ class DdpMagics(Magics):
     @argument("--repeats", type=int, default=1, help="how often each strategy is trained")
     @argument("--name", default="", help="what the comparison is stored as")
     @argument("--no-baseline", action="store_true", help="do not train `single` as well")
+    @argument("--no-wait", action="store_true", help="go on at once; the figure follows")
     @training_arguments()
     @line_cell_magic
     def ddp_compare(self, line: str, cell: str = "") -> Any:
@@ -218,15 +221,7 @@ class DdpMagics(Magics):
         ``ddp:hook=fp16``, and may be a class of your own, ``Averaging:every=2``.
         """
         args = arguments(self.ddp_compare, line)
-        source = below_magic(f"%%ddp_compare {line}", cell) if cell.strip() else ""
-        spec = ComparisonSpec(
-            strategies=tuple(args.strategies),
-            training=training_of(vars(args), source=source, cell=this_cell_number()),
-            num_repeats=args.repeats,
-            name=args.name,
-            baseline=not args.no_baseline,
-        )
-        return this_session().compare(spec)
+        return this_session().compare(comparison_of(args, line, cell), wait=not args.no_wait)
 
     @magic_arguments()
     @argument("names", nargs="*", help="runs or comparisons, as %%ddp_runs lists them")
@@ -242,6 +237,18 @@ class DdpMagics(Magics):
         """List the stored runs."""
         no_arguments("%ddp_runs", line)
         display(this_session().runs())
+
+
+def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
+    """Return the comparison that a parsed line of ``%%ddp_compare`` and its cell ask for."""
+    source = below_magic(f"%%ddp_compare {line}", cell) if cell.strip() else ""
+    return ComparisonSpec(
+        strategies=tuple(args.strategies),
+        training=training_of(vars(args), source=source, cell=this_cell_number()),
+        num_repeats=args.repeats,
+        name=args.name,
+        baseline=not args.no_baseline,
+    )
 
 
 def below_magic(magic: str, cell: str) -> str:

@@ -10,11 +10,12 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 
 from ddpnb.errors import UserError
+from ddpnb.notebook.background import RunningComparison
 from ddpnb.notebook.cells import RunningCell, tell_stale
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.linger import find, name_of
 from ddpnb.notebook.cluster.plan import ClusterSpec
-from ddpnb.notebook.compare import ComparisonSpec, compare
+from ddpnb.notebook.compare import ComparisonSpec, Training, prepare
 from ddpnb.notebook.left import LeftCell, left_cell
 from ddpnb.notebook.ranks import format_ranks, parse_ranks
 from ddpnb.notebook.record.folder import runs_folder
@@ -22,9 +23,10 @@ from ddpnb.notebook.record.names import all_names
 from ddpnb.notebook.record.recorder import Recorder, new_id
 from ddpnb.notebook.record.store import Store
 from ddpnb.notebook.show.listing import ranks_table, runs_table
+from ddpnb.notebook.show.live import Live
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.table import Table
-from ddpnb.notebook.status import status_table, tell_where
+from ddpnb.notebook.status import Running, status_table, tell_where
 from ddpnb.notebook.values import pack, unpack
 from ddpnb.wire import CellSpec, Failure, OnRank
 
@@ -38,6 +40,7 @@ class Session:
         self._cluster: Cluster | None = None
         self._store: Store | None = None
         self._background: list[RunningCell | LeftCell] = []
+        self._comparison: RunningComparison | None = None
 
     # -- the cluster -----------------------------------------------------------------
 
@@ -51,10 +54,11 @@ class Session:
         """Start the ranks, or say that they run; return the table of ranks."""
         if self._cluster is not None and self._cluster.lost is None:
             return self._running(spec)
+        if self._cluster is None:
+            self._refuse_if_training()  # the panel may be starting one
         self.stop()
-        self._cluster = Cluster.start(spec, method=method, progress=progress)
-        atexit.register(self.leave)
-        return with_linger(ranks_table(self._cluster.states), self._cluster)
+        cluster = self._launch(spec, method, progress)
+        return with_linger(ranks_table(cluster.states), cluster)
 
     def attach(self, spec: ClusterSpec, name: str = "", *, method: str | None = None) -> Table:
         """Take over ranks that have outlived their kernel; return their states.
@@ -95,6 +99,8 @@ class Session:
 
     def stop(self) -> bool:
         """End every process of the cluster; return whether there was one."""
+        if (comparison := self.comparison) is not None:
+            comparison.stop()
         atexit.unregister(self.leave)
         cluster, self._cluster = self._cluster, None
         self._background.clear()
@@ -113,7 +119,7 @@ class Session:
 
     def bring_back(self, ranks: str, *, progress: Callable[[str], None] = lambda _: None) -> Table:
         """Start some ranks anew in their places; the other ranks keep their variables."""
-        cluster = self._require()
+        cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
         dead = set(cluster.ranks) - set(cluster.living) - set(chosen)
         if dead:
@@ -129,11 +135,19 @@ class Session:
 
     def status(self) -> Table:
         """Return the state of every rank."""
-        cluster = self._require(lost_is_fine=True)
-        return with_linger(status_table(cluster, self._background), cluster)
+        cluster, comparison = self._require(lost_is_fine=True), self.comparison
+        running: list[Running] = [*self._background]
+        notes = []
+        if comparison is not None:
+            running.append(comparison)
+            told = comparison.progress() or "it is being checked"
+            notes.append(f"a comparison trains: {told}")
+        return with_linger(status_table(cluster, running, notes), cluster)
 
     def interrupt(self) -> None:
-        """Stop what runs on the ranks: cells started with ``--no-wait``, or by another kernel."""
+        """Stop what runs on the ranks in the background: cells, a comparison, or left cells."""
+        if self.comparison is not None:
+            return self.comparison.interrupt()
         self._require()
         for cell in self._background:
             if not cell.done:
@@ -152,7 +166,7 @@ class Session:
         check: bool = False,
     ) -> RunningCell | None:
         """Run a cell on ranks; see ``ddpnb.run_cell``."""
-        cluster = self._require()
+        cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
         if timeout is not None and timeout <= 0:
             raise UserError(f"--timeout must be greater than 0 seconds, not {timeout:g}.")
@@ -175,7 +189,7 @@ class Session:
 
     def push(self, variables: Mapping[str, object], ranks: str | None = None) -> None:
         """Put variables into the namespaces of ranks."""
-        chosen = parse_ranks(ranks, len(self._require().ranks))
+        chosen = parse_ranks(ranks, len(self._require_free().ranks))
         names = ", ".join(variables)
         try:
             packed = pack(variables)
@@ -188,7 +202,7 @@ class Session:
 
     def pull(self, expression: str, ranks: str | None = None) -> Any:
         """Return the value of an expression: a dict by rank, or one value for one rank named."""
-        chosen = parse_ranks(ranks, len(self._require().ranks))
+        chosen = parse_ranks(ranks, len(self._require_free().ranks))
         found = self._gather(OnRank("pull"), expression, ranks=chosen)
         for value in found:
             if isinstance(value, Failure):
@@ -203,9 +217,54 @@ class Session:
 
     # -- comparisons -----------------------------------------------------------------
 
-    def compare(self, spec: ComparisonSpec) -> ComparisonResult:
-        """Train strategies one after the other, drawn live."""
-        return compare(self._require(), self.store, spec)
+    @property
+    def comparison(self) -> RunningComparison | None:
+        """The comparison that trains in the background, if one does."""
+        running = self._comparison
+        return None if running is None or running.done else running
+
+    def compare(
+        self, spec: ComparisonSpec, *, wait: bool = True
+    ) -> ComparisonResult | RunningComparison:
+        """Train strategies one after the other, drawn live; see ``ddpnb.compare``."""
+        training = prepare(self._require_idle(), self.store, spec)
+        if wait:
+            return training.run()
+        training.live.update(training.recorder.comparison)  # here and now: under this cell
+        return self._begin(RunningComparison(lambda: training, training.cluster.ranks))
+
+    def compare_in_background(
+        self,
+        spec: ComparisonSpec,
+        *,
+        cluster: ClusterSpec,
+        shown_by: Live,
+        ended: Callable[[RunningComparison], None],
+    ) -> RunningComparison:
+        """Start the ranks if none run, check and train: all of it in the background.
+
+        Args:
+            spec: what is compared.
+            cluster: what is started where no cluster runs.
+            shown_by: shows it.
+            ended: called, in another thread, once all is over.
+        """
+        if self._cluster is not None:
+            self._require_idle()
+
+        def ready() -> Training:
+            if self._cluster is None:
+                self._launch(cluster)
+            return prepare(self._require(), self.store, spec, shown_by)
+
+        ranks = () if self._cluster is None else self._cluster.ranks
+        return self._begin(RunningComparison(ready, ranks, ended=ended))
+
+    @property
+    def num_ranks(self) -> int | None:
+        """How many ranks run; None where no cluster does."""
+        cluster = self._cluster
+        return None if cluster is None or cluster.lost else len(cluster.ranks)
 
     def runs(self) -> Table:
         """Return the table of stored runs."""
@@ -230,12 +289,49 @@ class Session:
 
     # -- within ----------------------------------------------------------------------
 
+    def _launch(
+        self,
+        spec: ClusterSpec,
+        method: str | None = None,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> Cluster:
+        self._cluster = cluster = Cluster.start(spec, method=method, progress=progress)
+        atexit.register(self.leave)
+        return cluster
+
     def _require(self, *, lost_is_fine: bool = False) -> Cluster:
         if self._cluster is None:
             raise UserError(NOT_STARTED)
         if not lost_is_fine:
             self._cluster.require(())
         return self._cluster
+
+    def _require_free(self) -> Cluster:
+        """Return the cluster, unless a comparison trains on it."""
+        self._refuse_if_training()
+        return self._require()
+
+    def _refuse_if_training(self) -> None:
+        if self.comparison is not None:
+            raise UserError(
+                "A comparison trains on the ranks: %ddp_interrupt stops it, "
+                "%ddp_status tells how far it is."
+            )
+
+    def _require_idle(self) -> Cluster:
+        """Return the cluster, unless a comparison or a cell runs on it."""
+        cluster = self._require_free()
+        if busy := [cell for cell in self._background if not cell.done]:
+            raise UserError(
+                f"A cell still runs on rank {format_ranks(busy[0].ranks)}: wait for it, "
+                "or stop it with %ddp_interrupt."
+            )
+        return cluster
+
+    def _begin(self, comparison: RunningComparison) -> RunningComparison:
+        self._comparison = comparison
+        comparison.begin()
+        return comparison
 
     def _gather(self, function: OnRank, *arguments: object, ranks: Sequence[int]) -> list[Any]:
         try:

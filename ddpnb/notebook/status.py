@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
-from ddpnb.notebook.cells import RunningCell
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.diagnosis import describe
 from ddpnb.notebook.cluster.exits import describe_exit
 from ddpnb.notebook.cluster.stopped import stopped_ranks, tell_stopped
-from ddpnb.notebook.left import LeftCell
 from ddpnb.notebook.show.table import Cell, Column, Table
 from ddpnb.notebook.show.words import counted
 from ddpnb.wire import Whereabouts
@@ -17,9 +16,27 @@ ANSWER_SECONDS = 3.0
 """How long a rank may take to say where it is; one that is stopped does not."""
 
 
-def status_table(cluster: Cluster, cells: Sequence[RunningCell | LeftCell]) -> Table:
-    """Return one row per rank: where it lives, and whether it is idle, busy or gone."""
-    busy = {rank for cell in cells if not cell.done for rank in cell.ranks}
+class Running(Protocol):
+    """Something that keeps ranks busy: a cell, a comparison."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that it keeps busy."""
+
+
+def status_table(cluster: Cluster, running: Sequence[Running], notes: Sequence[str] = ()) -> Table:
+    """Return one row per rank: where it lives, and whether it is idle, busy or gone.
+
+    Args:
+        cluster: whose ranks.
+        running: what was started on them in the background.
+        notes: what else is to be told.
+    """
+    busy = {rank for each in running if not each.done for rank in each.ranks}
     stopped = stopped_ranks(cluster, cluster.ranks)
     rows = []
     for state in cluster.states:
@@ -37,9 +54,10 @@ def status_table(cluster: Cluster, cells: Sequence[RunningCell | LeftCell]) -> T
                 Cell(text=doing),
             )
         )
-    notes = [tell_stopped(cluster, stopped)] if stopped else []
+    told = [tell_stopped(cluster, stopped)] if stopped else []
     if cluster.lost:
-        notes.append(f"{cluster.lost}: start anew with %ddp_restart")
+        told.append(f"{cluster.lost}: start anew with %ddp_restart")
+    told.extend(notes)
     return Table(
         caption=f"{counted(len(cluster.living), 'rank')} of {len(cluster.states)} alive",
         columns=(
@@ -51,7 +69,7 @@ def status_table(cluster: Cluster, cells: Sequence[RunningCell | LeftCell]) -> T
             Column(title="state"),
         ),
         rows=tuple(rows),
-        notes=tuple(notes),
+        notes=tuple(told),
     )
 
 

@@ -1,0 +1,130 @@
+"""A comparison in the background: the notebook goes on while it trains."""
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kernel.client import Cell, Kernel
+
+LONG = "%ddp_compare ddp --task digits --epochs 400 --no-baseline --no-wait"
+BUSY = "A comparison trains on the ranks: %ddp_interrupt stops it"
+
+
+def ended(kernel: Kernel, *, timeout: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout
+    while kernel.value("this_session().comparison is None") != "True":
+        assert time.monotonic() < deadline, "the comparison did not end"
+        time.sleep(0.1)
+
+
+def pause(kernel: Kernel, seconds: float) -> None:
+    """Let the comparison go on, and take in what it draws meanwhile."""
+    kernel.run(f"import time\ntime.sleep({seconds})")
+
+
+@pytest.fixture
+def training(kernel: Kernel) -> Iterator[Cell]:
+    """A comparison that would take minutes, a moment after its first updates."""
+    request = kernel.begin(f"running = {LONG} --name long")
+    cell = kernel.wait(request)
+    assert not cell.error, cell.told
+    deadline = time.monotonic() + 30
+    while kernel.value("len(running.result.steps())") == "0":
+        assert time.monotonic() < deadline, "nothing was trained"
+    yield cell
+    kernel.run("%ddp_interrupt")
+    ended(kernel)
+
+
+def test_the_notebook_goes_on_and_the_figure_is_redrawn_where_it_began(
+    training: Cell, kernel: Kernel
+):
+    assert len(training.bundles("image/png")) == 1
+    before = training.num_updates
+    seconds = [kernel.run("1 + 1").seconds for _ in range(20)]
+    print(f"a cell took {sorted(seconds)[10]:.3f} s, at most {max(seconds):.3f} s")
+    assert max(seconds) < 2
+    pause(kernel, 2)
+    assert training.num_updates > before
+    assert len(training.outputs) == 2
+    assert "training" not in kernel.value("running")
+    assert re.search(r"<comparison: ddp: \d+ %", kernel.value("running"))
+
+
+def test_status_says_that_a_comparison_trains_and_how_far(training: Cell, kernel: Kernel):
+    text = kernel.run("%ddp_status").text
+    assert re.search(r"a comparison trains: ddp: \d+ % · [\d,]+ samples/s", text)
+    assert text.count("busy") == 2
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "%%ddp\nrank",
+        "%ddp_compare ddp --task digits",
+        LONG,
+        "running = 1\n%ddp_push running",
+        "%ddp_pull rank",
+        "%ddp_restart --ranks 1",
+    ],
+)
+def test_what_else_wants_the_ranks_is_told_so(training: Cell, kernel: Kernel, source: str):
+    cell = kernel.run(source)
+    assert cell.error == "UserError"
+    assert BUSY in cell.told
+    assert len(cell.told.splitlines()) == 1
+
+
+def test_interrupt_stops_it_and_keeps_what_was_trained(training: Cell, kernel: Kernel):
+    kernel.run("%%local\nfirst = len(running.result.steps())")
+    began = time.monotonic()
+    kernel.run("%ddp_interrupt")
+    ended(kernel)
+    print(f"stopped after {time.monotonic() - began:.2f} s")
+    assert kernel.value("running") == "<comparison: stopped>"
+    assert kernel.value("running.result.comparison.runs[0].status") == "stopped"
+    assert kernel.value("len(running.result.steps()) >= first > 0") == "True"
+    pause(kernel, 0.2)
+    assert len(training.bundles("text/html")) == 1
+    assert "<table" in training.bundles("text/html")[0]
+    assert kernel.run("%%ddp\n1 + rank").by_rank == {0: ["1"], 1: ["2"]}
+
+
+def test_stopping_the_cluster_ends_it_first(training: Cell, kernel: Kernel):
+    cell = kernel.run("%ddp_stop")
+    assert "The cluster has stopped." in cell.stdout
+    assert kernel.value("running.done, running.is_stopped") == "True True"
+    assert kernel.value("running.result.comparison.runs[0].status") == "stopped"
+
+
+def test_one_that_ends_gives_its_result_and_shows_it_where_it_began(kernel: Kernel):
+    cell = kernel.run("short = %ddp_compare ddp --task digits --epochs 0.5 --no-wait --name short")
+    assert not cell.error, cell.told
+    done = kernel.run("short.wait(60).table()", timeout=90)
+    assert not done.error, done.told
+    pause(kernel, 0.2)
+    assert [set(output["data"]) for output in cell.outputs] == [
+        {"image/png", "text/plain"},
+        {"text/html", "text/plain"},
+    ]
+    assert "samples/s" in cell.text
+    assert kernel.value("short") == "<comparison: finished>"
+
+
+def test_a_wrong_wish_is_told_in_the_cell_that_made_it(kernel: Kernel):
+    cell = kernel.run("%ddp_compare ddp --task digits --batch-size 1 --no-wait")
+    assert cell.error == "UserError"
+    assert "cannot be shared by 2 ranks" in cell.told
+
+
+def test_a_rank_that_dies_ends_it_and_is_told_under_its_cell(training: Cell, kernel: Kernel):
+    kernel.run("import os, signal\nos.kill(cluster.states[1].pid, signal.SIGKILL)")
+    ended(kernel)
+    pause(kernel, 0.2)
+    assert "rank 1" in training.stdout
+    assert "%ddp_restart --ranks 1" in training.stdout
+    assert kernel.value("running") == "<comparison: failed>"
+    with_table = training.bundles("text/html")[0]
+    assert "failed" in with_table
