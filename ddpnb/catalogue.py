@@ -47,7 +47,22 @@ STRATEGIES: Mapping[str, Entry] = {
     "single": Entry(about="one device"),
     "dp": Entry(about="torch DataParallel; emulated on CPU threads where there are not two GPUs"),
     "ddp": Entry(about="torch DistributedDataParallel"),
-    "async": Entry(about="one parameter server, workers never wait for each other"),
+    "async": Entry(
+        about="one parameter server, workers never wait for each other",
+        options={
+            "period": Option(
+                default=1, least=1, about="gradients, whoever's, that make one update"
+            ),
+            "bound": Option(
+                default=-1,
+                least=-1,
+                about="steps a worker may be ahead of the slowest; 0: synchronous, -1: any number",
+            ),
+            "damping": Option(
+                default=False, about="divide the learning rate by 1 + staleness (on, off)"
+            ),
+        },
+    ),
 }
 """Strategies by name, in the order shown to users."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,8 +131,9 @@ def drive(
     folder: Path,
     problem: Problem,
     before_step: BeforeStep | None = None,
+    **place: Any,
 ) -> Fit:
-    """Train on every share that the strategy names."""
+    """Train on every share that the strategy names; ``place``: further fields of the replica."""
     order, (inputs, targets) = problem.order(state.world_size), problem.data()
     strategy.setup(
         Replica(
@@ -144,6 +146,7 @@ def drive(
             num_steps=order.num_steps,
             folder=folder,
             name="fit",
+            **place,
         )
     )
     reports = []

@@ -6,7 +6,7 @@ logs or publishes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,8 @@ class Plan:
     """Ranks or replicas that train."""
     synchronous: bool
     """Whether all workers make step k together."""
+    survives_deaths: bool = False
+    """Whether the others train on where a rank other than 0 dies, and it may join again."""
     notes: tuple[str, ...] = ()
 
 
@@ -94,6 +96,8 @@ class Replica:
     """What the forward pass computes in where that is safe; None: as the model is."""
     transport: str = "auto"
     """One of ``wire.TRANSPORTS``."""
+    joins: bool = False
+    """Whether the others train already: this rank is in no group with them."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -216,6 +220,10 @@ class Strategy(ABC):
         All ranks that take part call it together.  Running statistics such as BatchNorm's
         are each rank's own; those of rank 0 count.
         """
+
+    def lost_shares(self) -> Sequence[Share]:
+        """Return the shares that were handed out and whose worker died; on rank 0 only."""
+        return ()
 
     @abstractmethod
     def close(self) -> None:

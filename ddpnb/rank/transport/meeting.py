@@ -1,0 +1,94 @@
+"""How do the ranks of a group agree on a run's beginnings without a collective?  (Every rank.)
+
+Through the store in which the process group itself has met.  A collective would make those
+who wait for a rank that has failed wait on; here they look whether it has.
+"""
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import final
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ddpnb.rank.transport.message import NOBODY, RankLostError
+
+_LOOK_SECONDS = 0.005
+
+
+@final
+class Meeting:
+    """Short texts that the ranks of a group leave for each other, by run.
+
+    Args:
+        name: of the run; no two trainings share it.
+        rank: this rank.
+        timeout_seconds: how long a text may take to come.
+    """
+
+    def __init__(self, name: str, rank: int, timeout_seconds: float) -> None:
+        self._store = PrefixStore(f"ddpnb/{name}", _get_default_store())
+        self._rank = rank
+        self._timeout = timeout_seconds
+
+    def tell(self, what: str, text: str) -> None:
+        """Leave a text."""
+        self._store.set(what, text)
+
+    def read(self, what: str, *, of_rank: int) -> str:
+        """Return a text, once it is there.
+
+        Raises:
+            RankLostError: somebody has failed meanwhile, or the text did not come.
+        """
+        deadline = time.monotonic() + self._timeout
+        while not self._store.check([what]):
+            if (absent := self.absent()) != NOBODY:
+                raise RankLostError(absent)
+            if time.monotonic() > deadline:
+                raise RankLostError(of_rank)
+            time.sleep(_LOOK_SECONDS)
+        return str(self._store.get(what).decode())
+
+    def absent(self) -> int:
+        """Return who has failed before it could tell the server, or ``NOBODY``."""
+        if not self._store.check(["absent"]):
+            return NOBODY
+        rank = int(self._store.get("absent"))
+        return NOBODY if rank == self._rank else rank
+
+    def forget(self, *what: str) -> None:
+        """Remove texts that nobody will read any more."""
+        for key in ("absent", *what):
+            with contextlib.suppress(RuntimeError):  # the store went with its rank
+                self._store.delete_key(key)
+
+
+@contextlib.contextmanager
+def excused(name: str, rank: int) -> Iterator[None]:
+    """Where this fails, have those told at once who would wait for this rank in vain."""
+    try:
+        yield
+    except RankLostError:  # a consequence: another rank has told why
+        raise
+    except BaseException:
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                Meeting(name, rank, 0.0).tell("absent", str(rank))
+        raise
+
+
+def this_host(folder: Path) -> str:
+    """Return what two ranks have in common that share memory in a folder."""
+    status = folder.stat()
+    return f"{socket.gethostname()} {status.st_dev} {status.st_ino}"
+
+
+def seconds(value: float) -> timedelta:
+    """Return a time as torch takes it."""
+    return timedelta(seconds=value)
