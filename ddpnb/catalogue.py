@@ -63,6 +63,7 @@ STRATEGIES: Mapping[str, Entry] = {
             ),
         },
     ),
+    "hogwild": Entry(about="lock-free updates of parameters in shared memory; CPU ranks only"),
 }
 """Strategies by name, in the order shown to users."""
 

@@ -123,7 +123,7 @@ def come_late(state, folder):
 
 
 def fail_early(state, folder, problem):
-    with excused("fit", state.rank):
+    with excused("fit", state.rank, folder):
         if state.rank == 1:
             raise ZeroDivisionError
         return fit_async(state, folder, problem)

@@ -67,11 +67,11 @@ STYLES: Mapping[str, Style] = {
     "dp": _style("#e76300", "--", "^"),
     "ddp": _style("#3f90da", "-", "o"),
     "async": _style("#832db6", "-.", "D"),
+    "hogwild": _style("#bd1f01", "-.", "v"),
 }
 """The strategies that everybody compares; a strategy added later gets its line here."""
 
 SPARE_STYLES: Sequence[Style] = (
-    _style("#bd1f01", "-", "v"),
     _style("#ffa90e", "--", "P"),
     _style("#a96b59", "-.", "X"),
     _style("#92dadd", "-", "<"),

@@ -7,6 +7,7 @@ from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.data_parallel import DataParallel
 from ddpnb.rank.strategies.ddp import Ddp
+from ddpnb.rank.strategies.hogwild import Hogwild
 from ddpnb.rank.strategies.own import own_strategy
 from ddpnb.rank.strategies.single import Single
 
@@ -15,6 +16,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
     "dp": DataParallel,
     "ddp": Ddp,
     "async": AsyncParameterServer,
+    "hogwild": Hogwild,
 }
 """The class of each name in ``catalogue.STRATEGIES``."""
 

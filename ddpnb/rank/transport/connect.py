@@ -52,7 +52,7 @@ def serve(
         make_server: makes the server, given what tells it who has failed before it came.
         opened: closes all that is opened.
     """
-    meeting = Meeting(place.name, place.rank, place.timeout_seconds)
+    meeting = Meeting(place.name, place.rank, place.folder, place.timeout_seconds)
     hosts = [f"host-{rank}" for rank in place.others]
     opened.callback(meeting.forget, _TRANSPORT, *hosts)
     server = make_server(meeting.absent)
@@ -73,7 +73,7 @@ def connect(place: Place, opened: ExitStack) -> Link:
     Raises:
         RankLostError: there is no server.
     """
-    meeting = Meeting(place.name, place.rank, place.timeout_seconds)
+    meeting = Meeting(place.name, place.rank, place.folder, place.timeout_seconds)
     if place.transport == "auto":
         meeting.tell(f"host-{place.rank}", this_host(place.folder))
     transport = meeting.read(_TRANSPORT, of_rank=SERVER_RANK)

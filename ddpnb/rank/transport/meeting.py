@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import final
 
+import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
@@ -28,13 +29,15 @@ class Meeting:
     Args:
         name: of the run; no two trainings share it.
         rank: this rank.
+        folder: where the ranks of this host say which process they are.
         timeout_seconds: how long a text may take to come.
     """
 
-    def __init__(self, name: str, rank: int, timeout_seconds: float) -> None:
+    def __init__(self, name: str, rank: int, folder: Path, timeout_seconds: float) -> None:
         self._store = PrefixStore(f"ddpnb/{name}", _get_default_store())
         self._rank = rank
         self._timeout = timeout_seconds
+        self._peers = [(process, other) for process, other in _peers(folder) if other != rank]
 
     def tell(self, what: str, text: str) -> None:
         """Leave a text."""
@@ -56,11 +59,11 @@ class Meeting:
         return str(self._store.get(what).decode())
 
     def absent(self) -> int:
-        """Return who has failed before it could tell the server, or ``NOBODY``."""
-        if not self._store.check(["absent"]):
-            return NOBODY
-        rank = int(self._store.get("absent"))
-        return NOBODY if rank == self._rank else rank
+        """Return who has failed, or died, before it could tell the server, or ``NOBODY``."""
+        if self._store.check(["absent"]) and (rank := int(self._store.get("absent"))) != self._rank:
+            return rank
+        dead = (rank for process, rank in self._peers if not _is_alive(process))
+        return next(dead, NOBODY)
 
     def forget(self, *what: str) -> None:
         """Remove texts that nobody will read any more."""
@@ -70,7 +73,7 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def excused(name: str, rank: int) -> Iterator[None]:
+def excused(name: str, rank: int, folder: Path) -> Iterator[None]:
     """Where this fails, have those told at once who would wait for this rank in vain."""
     try:
         yield
@@ -79,8 +82,26 @@ def excused(name: str, rank: int) -> Iterator[None]:
     except BaseException:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
-                Meeting(name, rank, 0.0).tell("absent", str(rank))
+                Meeting(name, rank, folder, 0.0).tell("absent", str(rank))
         raise
+
+
+def _peers(folder: Path) -> Iterator[tuple[psutil.Process | None, int]]:
+    """Yield the processes of the ranks of this host, as ``Group.announce`` has noted them."""
+    for path in folder.glob("rank-*.pid"):
+        rank = int(path.stem.removeprefix("rank-"))
+        try:
+            yield psutil.Process(int(path.read_text())), rank
+        except (psutil.NoSuchProcess, ValueError):
+            yield None, rank
+
+
+def _is_alive(process: psutil.Process | None) -> bool:
+    if process is None:
+        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def this_host(folder: Path) -> str:
