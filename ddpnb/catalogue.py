@@ -62,7 +62,23 @@ STRATEGIES: Mapping[str, Entry] = {
     "ddp-by-hand": Entry(about="flatten the gradients, all-reduce, step"),
     "ring-by-hand": Entry(about="the same, with a ring all-reduce from sends and receives"),
     "central": Entry(about="parameters in one place on the host, updated there once"),
-    "async": Entry(about="one parameter server, workers never wait for each other"),
+    "async": Entry(
+        about="one parameter server, workers never wait for each other",
+        options={
+            "period": Option(
+                default=1, least=1, about="gradients, whoever's, that make one update"
+            ),
+            "bound": Option(
+                default=-1,
+                least=-1,
+                about="steps a worker may be ahead of the slowest; 0: synchronous, -1: any number",
+            ),
+            "damping": Option(
+                default=False, about="divide the learning rate by 1 + staleness (on, off)"
+            ),
+        },
+    ),
+    "hogwild": Entry(about="lock-free updates of parameters in shared memory; CPU ranks only"),
     "local-sgd": Entry(
         about="each rank alone, weights averaged every few steps",
         options={

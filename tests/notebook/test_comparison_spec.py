@@ -71,7 +71,7 @@ NAMED = {"strategies": ("ddp",)}
         (
             {"task": "digits"},
             {"strategies": ("dpp",)},
-            "There is no strategy 'dpp'; choose one of: single, dp, ddp, async",
+            "There is no strategy 'dpp'; choose one of: single, dp, ddp, ",
         ),
         ({"task": "digits"}, {"strategies": ()}, "Name the strategies to compare, one or more of:"),
         ({"task": "digits"}, {"num_repeats": 0}, "--repeats must be at least 1, not 0."),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -148,8 +149,9 @@ def drive(
     folder: Path,
     problem: Problem,
     before_step: BeforeStep | None = None,
+    **place: Any,
 ) -> Fit:
-    """Train on every share that the strategy names."""
+    """Train on every share that the strategy names; ``place``: further fields of the replica."""
     order, (inputs, targets) = problem.order(state.world_size), problem.data()
     strategy.setup(
         Replica(
@@ -163,6 +165,7 @@ def drive(
             folder=folder,
             name="fit",
             accumulate=problem.accumulate,
+            **place,
         )
     )
     reports = []

@@ -58,8 +58,27 @@ class Ranks:
 
     def attempt(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """Run a job on every rank; return its result or its failure for each."""
+        self.begin(job, *args)
+        return self.end()
+
+    def start_outside(self, job: Callable[..., Any], rank: int, *args: Any) -> "Outside":
+        """Have a new process that is in no group carry out a job as a rank."""
+        ours, theirs = CONTEXT.Pipe()
+        state = make_state(rank, len(self.processes))
+        process = CONTEXT.Process(
+            target=carry_out, args=(job, state, self.folder, args, theirs), daemon=True
+        )
+        process.start()
+        theirs.close()
+        return Outside(process, ours)
+
+    def begin(self, job: Callable[..., Any], *args: Any) -> None:
+        """Start a job on every rank; ``end`` waits for it."""
         for pipe in self._pipes:
             pipe.send((job, args))
+
+    def end(self) -> list[Any]:
+        """Return the results of a job that was begun, or its failures."""
         return [self._result(rank) for rank in range(len(self._pipes))]
 
     def close(self) -> None:
@@ -77,6 +96,32 @@ class Ranks:
         except (EOFError, ConnectionResetError):
             return RankFailedError(rank, "died", None)
         return value if is_right else RankFailedError(rank, *value)
+
+
+class Outside:
+    """A process of its own, which carries out one job."""
+
+    def __init__(self, process: Any, pipe: Connection) -> None:
+        self.process = process
+        self._pipe = pipe
+
+    def result(self) -> Any:
+        """Wait for the job and the process to end; raises what it failed of."""
+        assert self._pipe.poll(TIMEOUT_SECONDS), "hangs"
+        is_right, value = self._pipe.recv()
+        self._pipe.close()
+        self.process.join(TIMEOUT_SECONDS)
+        if not is_right:
+            raise RankFailedError(-1, *value)
+        return value
+
+
+def carry_out(
+    job: Callable[..., Any], state: RankState, folder: Path, args: Any, pipe: Connection
+) -> None:
+    torch.set_num_threads(1)
+    pipe.send(answer_of(job, state, folder, args))
+    pipe.poll(TIMEOUT_SECONDS)  # tensors go with the process: until the other end has them
 
 
 def make_state(rank: int, world_size: int) -> RankState:
@@ -108,8 +153,11 @@ def serve(state: RankState, folder: Path, meeting: Path, pipe: Connection) -> No
             job, args = pipe.recv()
         except EOFError:
             return
-        try:
-            answer = (True, job(state, folder, *args))
-        except Exception as error:  # noqa: BLE001  # the test judges it
-            answer = (False, (traceback.format_exc(), error))
-        pipe.send(answer)
+        pipe.send(answer_of(job, state, folder, args))
+
+
+def answer_of(job: Callable[..., Any], state: RankState, folder: Path, args: Any) -> Any:
+    try:
+        return True, job(state, folder, *args)
+    except Exception as error:  # noqa: BLE001  # the test judges it
+        return False, (traceback.format_exc(), error)

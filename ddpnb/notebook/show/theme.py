@@ -74,11 +74,11 @@ STYLES: Mapping[str, Style] = {
     "diloco": _style("#a96b59", "--", "P"),
     "gossip": _style("#bd1f01", "-.", "v"),
     "no-comm": _style("#94a4a2", "-.", "*"),
+    "hogwild": _style("#bd1f01", "-.", "v"),
 }
 """The strategies that everybody compares; a strategy added later gets its line here."""
 
 SPARE_STYLES: Sequence[Style] = (
-    _style("#bd1f01", "-", "v"),
     _style("#ffa90e", "--", "P"),
     _style("#a96b59", "-.", "X"),
     _style("#92dadd", "-", "<"),

@@ -11,6 +11,7 @@ from ddpnb.rank.strategies.ddp import Ddp
 from ddpnb.rank.strategies.ddp_by_hand import DdpByHand
 from ddpnb.rank.strategies.diloco import DiLoCo
 from ddpnb.rank.strategies.gossip import Gossip
+from ddpnb.rank.strategies.hogwild import Hogwild
 from ddpnb.rank.strategies.local_sgd import LocalSgd
 from ddpnb.rank.strategies.no_comm import NoComm
 from ddpnb.rank.strategies.own import own_strategy
@@ -25,6 +26,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
     "ring-by-hand": RingByHand,
     "central": Central,
     "async": AsyncParameterServer,
+    "hogwild": Hogwild,
     "local-sgd": LocalSgd,
     "diloco": DiLoCo,
     "gossip": Gossip,

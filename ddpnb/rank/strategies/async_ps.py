@@ -7,30 +7,45 @@ w_old is what the worker had pulled; the updates made since by others are the
 gradient's staleness.  The weight b_i / B, the worker's share of a global batch of B,
 lets one pass over the data move w as far as synchronous SGD does.
 
+Options:
+
+    period=k    the server adds up k gradients, whoever's, and makes one update with their
+                sum: with k = N a global batch's worth, without anybody waiting for it
+    bound=s     stale synchronous parallel: a worker may be at most s steps ahead of the
+                slowest, else it waits.  s = 0 is synchronous: a round's gradients make one
+                update, which all wait for
+    damping=on  lr / (1 + staleness) for each update
+
 References: Dean et al., "Large Scale Distributed Deep Networks" (Downpour SGD),
 NeurIPS 2012; Li et al., "Scaling Distributed Machine Learning with the Parameter
-Server", OSDI 2014.
+Server", OSDI 2014.  Period (n-softsync) and damping: Zhang et al., "Staleness-aware
+Async-SGD for Distributed Deep Learning", IJCAI 2016.  Bound: Ho et al., "More Effective
+Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.
 
-Messages per step and worker: its gradients to the server, the parameters back, both
-through shared memory; and two of some 30 bytes through a socket.  The answer also names
-the next share to train on: a faster worker takes more of them.
+Messages per step and worker: its gradients to the server, the parameters back; and two of
+some 30 bytes.  The answer also names the next share to train on: a faster worker takes
+more of them.  Bytes sent: those of the gradients, P for parameters of P bytes.  (As many come
+back; rank 0 hands over its own without a copy.)
+
+A worker that dies costs the share it was at.  A rank whose process is started anew may
+join.  Where rank 0, the server, dies, the run is over.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, final
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
+from ddpnb.errors import UserError
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.transport import connect
+from ddpnb.rank.transport.host import Host
 from ddpnb.rank.transport.link import Link
-from ddpnb.rank.transport.master import Log, Master, no_log
-from ddpnb.rank.transport.message import KEY_BYTES, NO_SHARE, RankLostError
-from ddpnb.rank.transport.server import Server
+from ddpnb.rank.transport.master import WHOLE_ROUND, Log, Master, no_log
+from ddpnb.rank.transport.message import NO_SHARE, RankLostError
+from ddpnb.rank.transport.server import NO_BOUND, Server
 from ddpnb.wire import RankState
 
 Answer = TypeVar("Answer")
@@ -46,94 +61,137 @@ class AsyncParameterServer(Strategy):
     """Asynchronous SGD with one parameter server.
 
     Args:
+        period: gradients that make one update.
+        bound: steps that a worker may be ahead of the slowest; -1: any number.
+        damping: whether the learning rate is divided by 1 + staleness.
         timeout_seconds: how long the server waits where no worker makes progress.
         log: is told of every read and write that the server serves; rank 0's is used.
+
+    Raises:
+        UserError: a period together with a bound of 0, which has a period of its own.
     """
 
-    def __init__(self, *, timeout_seconds: float = 60.0, log: Log = no_log) -> None:
+    def __init__(
+        self,
+        *,
+        period: int = 1,
+        bound: int = NO_BOUND,
+        damping: bool = False,
+        timeout_seconds: float = 60.0,
+        log: Log = no_log,
+    ) -> None:
+        if bound == 0 and period != 1:
+            raise UserError("With bound=0 an update is made of a whole round: leave period out.")
+        self._period = WHOLE_ROUND if bound == 0 else period
+        self._bound = bound
+        self._is_damped = damping
         self._timeout = timeout_seconds
         self._log = log
         self._server: Server | None = None
+        self._host: Host | None = None
         self._opened = contextlib.ExitStack()
 
     def plan(self, state: RankState) -> Plan:
         """Every rank trains; rank 0 also serves."""
         num = state.world_size
-        notes = (_WEIGHT_NOTE,) if num > 1 else ()
-        return Plan(num_ranks=num, num_workers=num, synchronous=False, notes=notes)
+        notes = (_WEIGHT_NOTE,) if num > 1 and self._bound != 0 else ()
+        return Plan(
+            num_ranks=num, num_workers=num, synchronous=False, survives_deaths=True, notes=notes
+        )
 
     def setup(self, replica: Replica) -> None:
-        """Start the server, connect to it, and pull for the first time; takes part: every rank."""
+        """Open the server or find it, and pull for the first time; takes part: every rank.
+
+        A rank that joins takes part alone.
+        """
         self._replica = replica
-        if replica.rank == 0:
-            self._server = self._opened.enter_context(closing(self._make_server(replica)))
-            self._server.start()
-        key = self._exchange_key()
-        self._link = self._opened.enter_context(closing(self._make_link(replica, key)))
+        self._num_bytes = sum(p.numel() * p.element_size() for p in replica.parameters)
+        self._link = self._make_link(replica)
         self._reply = self._ask(self._link.begin)
 
     def shares(self) -> Iterator[Share]:
         """Whatever share the server names next, until all are handed out."""
-        num_parts = self._replica.world_size
         while self._reply.share != NO_SHARE:
-            step, part = divmod(self._reply.share, num_parts)
-            yield Share(step=step, part=part, num_parts=num_parts)
+            yield self._share(self._reply.share)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on one share, with parameters as old as the last pull."""
         # forward; backward, with the weight in the loss
         loss = self._replica.compute_gradients(batch, weight=batch.weight)
-        # agree: with nobody; push, and the server applies it now
+        # agree: with nobody, unless there is a bound; push, and the server applies it
         # update: made by the server; what comes back has it, and what others pushed meanwhile
-        self._replica.timer.begin("communication")
-        self._reply = self._ask(self._link.push)
+        self._exchange()
         return StepReport(
             loss=loss,
             num_samples=batch.num_samples,
             staleness=self._reply.staleness,
+            num_bytes_sent=self._num_bytes,
         )
 
     def finish(self) -> nn.Module:
-        """Pull once more when all workers are done; takes part: every rank."""
+        """Pull once more when all workers are done; takes part: every living rank."""
         self._ask(self._link.finish)
-        if self._server is not None:
-            self._server.wait()
+        if self._host is not None:
+            self._host.settle()
         return self._replica.model
+
+    def lost_shares(self) -> Sequence[Share]:
+        """Return, on rank 0, what was handed out to workers that died."""
+        return [self._share(number) for number in self._server.lost_shares] if self._server else []
 
     def close(self) -> None:
         """Hang up, end the server, remove its files."""
         self._opened.close()
 
-    def _make_server(self, replica: Replica) -> Server:
-        return Server(
-            folder=replica.folder,
-            name=replica.name,
-            master=Master(replica.parameters, replica.optimizer, self._log),
-            num_workers=replica.world_size,
-            num_shares=replica.num_steps * replica.world_size,
-            timeout_seconds=self._timeout,
-        )
+    def _exchange(self) -> None:
+        """Push and pull; where the clock is the host's, tell waiting for others apart."""
+        timer = self._replica.timer
+        timer.begin("communication")
+        pushed = timer.moment()
+        self._reply = self._ask(self._link.push)
+        if isinstance(pushed, float) and self._reply.waited_seconds > 0:
+            timer.begin("waiting", at=pushed)
+            timer.begin("communication", at=pushed + self._reply.waited_seconds)
 
-    def _make_link(self, replica: Replica, key: bytes) -> Link:
-        return Link(
-            folder=replica.folder,
-            name=replica.name,
-            key=key,
+    def _share(self, number: int) -> Share:
+        num_parts = self._replica.world_size
+        step, part = divmod(number, num_parts)
+        return Share(step=step, part=part, num_parts=num_parts)
+
+    def _make_link(self, replica: Replica) -> Link:
+        place = connect.Place(
             rank=replica.rank,
+            world_size=replica.world_size,
+            folder=replica.folder,
+            name=replica.name,
+            transport=replica.transport,
             parameters=replica.parameters,
-            timeout_seconds=1.5 * self._timeout,  # the server's word on who is lost comes first
+            # the server's word on who is lost comes first
+            timeout_seconds=self._timeout if replica.rank == 0 else 1.5 * self._timeout,
         )
+        if replica.joins:
+            return connect.join(place, self._opened)
+        if replica.rank != 0:
+            return connect.connect(place, self._opened)
+        self._server, self._host, link = connect.serve(place, self._make_server, self._opened)
+        return link
 
-    def _exchange_key(self) -> bytes:
-        """Return the server's secret; takes part: every rank.  Rank 0's server listens by then."""
-        on_gpu = dist.get_backend() == "nccl"
-        key = torch.zeros(
-            KEY_BYTES, dtype=torch.uint8, device=self._replica.device if on_gpu else "cpu"
+    def _make_server(self, absent: Callable[[], int]) -> Server:
+        master = Master(
+            self._replica.parameters,
+            self._replica.optimizer,
+            self._log,
+            period=self._period,
+            is_damped=self._is_damped,
         )
-        if self._server is not None:
-            key.copy_(torch.tensor(list(self._server.key), dtype=torch.uint8))
-        dist.broadcast(key, src=0)
-        return bytes(key.tolist())
+        return Server(
+            master=master,
+            num_workers=self._replica.world_size,
+            num_shares=self._replica.num_steps * self._replica.world_size,
+            bound=self._bound,
+            timeout_seconds=self._timeout,
+            absent=absent,
+        )
 
     def _ask(self, call: Callable[[], Answer]) -> Answer:
         """Ask the server; where it failed in this very process, raise what it failed of."""
@@ -141,6 +199,6 @@ class AsyncParameterServer(Strategy):
             return call()
         except RankLostError as lost:
             cause = self._server.error if self._server else None
-            if cause is None or isinstance(cause, RankLostError):
+            if cause is None:
                 raise
             raise cause from lost

@@ -6,7 +6,7 @@ logs or publishes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,8 @@ class Plan:
     """Whether all workers make step k together."""
     num_ahead: int = 0
     """Steps that one synchronous worker may be ahead of another: 0 where each waits for all."""
+    survives_deaths: bool = False
+    """Whether the others train on where a rank other than 0 dies, and it may join again."""
     notes: tuple[str, ...] = ()
 
 
@@ -101,6 +103,8 @@ class Replica:
     """One of ``training.TRANSPORTS``."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     """Those that the factory has made, in order."""
+    joins: bool = False
+    """Whether the others train already: this rank is in no group with them."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -264,6 +268,10 @@ class Strategy(ABC):
         replica.model.load_state_dict(state["model"])
         for mine, theirs in zip(replica.optimizers, state["optimizers"], strict=False):
             mine.load_state_dict(theirs)  # ranks that made none have nothing to load
+
+    def lost_shares(self) -> Sequence[Share]:
+        """Return the shares that were handed out and whose worker died; on rank 0 only."""
+        return ()
 
     @abstractmethod
     def close(self) -> None:

@@ -1,113 +1,123 @@
 """How does a worker send its gradient, and get parameters and work?  (Every rank.)"""
 
-import contextlib
-import socket
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from ddpnb.rank.transport.mailbox import Mailbox, mailbox_path, socket_path
-from ddpnb.rank.transport.message import (
-    NOBODY,
-    PeerGoneError,
-    RankLostError,
-    Reply,
-    Request,
-    receive_reply,
-    send_hello,
-    send_request,
-)
-
-_SERVER_RANK = 0
-_ASK_AGAIN_SECONDS = 0.005
+from ddpnb.rank.transport.message import Reply
+from ddpnb.rank.transport.packed import Packed, pack
+from ddpnb.rank.transport.server import Server
 
 
-class Link:
-    """One worker's connection to the server.
+class Link(ABC):
+    """One worker's way to the server.
 
-    Args:
-        folder: the server's directory.
-        name: what the server's files begin with.
-        key: the server's secret.
-        rank: this worker.
-        parameters: the parameters to train, on this worker's device.
-        timeout_seconds: how long the server may take to answer.
-
-    Raises:
-        RankLostError: by this and every method: the server or another worker is gone.
+    Every call blocks until the server lets the worker go on, and raises ``RankLostError``
+    where the run is over.  ``close`` before ``finish`` ends the run for all.
     """
 
-    def __init__(
-        self,
-        *,
-        folder: Path,
-        name: str,
-        key: bytes,
-        rank: int,
-        parameters: Sequence[nn.Parameter],
-        timeout_seconds: float,
-    ) -> None:
-        self._parameters = parameters
-        self._mailbox = Mailbox.map(mailbox_path(folder, name, rank), parameters)
-        self._connection = socket.socket(socket.AF_UNIX)
-        try:
-            self._connection.settimeout(timeout_seconds)
-            self._connection.connect(str(socket_path(folder, name)))
-            send_hello(self._connection, key, rank)
-        except BaseException:
-            self.close()
-            raise
-
+    @abstractmethod
     def begin(self) -> Reply:
-        """Wait until all workers have connected; take the first parameters and share."""
-        return self._take()
+        """Wait until all workers are there; take the first parameters and share."""
 
+    @abstractmethod
     def push(self) -> Reply:
         """Send the gradients that the parameters have; take parameters and the next share."""
-        self._write_gradients()
-        self._ask(Request.PUSH)
-        return self._take()
 
+    @abstractmethod
     def finish(self) -> None:
-        """Wait until all workers are done; take the final parameters.
+        """Wait until all workers are done; take the final parameters, into own memory."""
 
-        The server gives up where nobody makes progress, so this ends.
-        """
-        while True:
-            self._ask(Request.DONE)
-            if self._take().settled:
-                return
-            time.sleep(_ASK_AGAIN_SECONDS)
-
+    @abstractmethod
     def close(self) -> None:
         """Hang up; may be called twice."""
-        self._connection.close()
 
-    def _write_gradients(self) -> None:
-        for slot, parameter in zip(self._mailbox.gradients.tensors, self._parameters, strict=True):
-            if parameter.grad is None:
-                slot.zero_()
-            else:
-                slot.copy_(parameter.grad)
 
-    def _ask(self, request: Request) -> None:
-        # Where the server has hung up, its last word, read next, says why.
-        with contextlib.suppress(PeerGoneError):
-            send_request(self._connection, request)
+class Landing:
+    """Where a worker's parameters come in: in place where they are on the CPU, else copied.
+
+    Args:
+        parameters: the parameters to train, on this worker's device.
+        memory: where the parameters are written to, for this worker.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], memory: Packed) -> None:
+        self.memory = memory
+        pairs = list(zip(parameters, memory.tensors, strict=True))
+        self._in_place = [(p, slot) for p, slot in pairs if _fits(p)]
+        self._copied = [(p, slot) for p, slot in pairs if not _fits(p)]
+        for parameter, slot in self._in_place:
+            slot.copy_(parameter.detach())
+            parameter.data = slot
 
     @torch.no_grad()
-    def _take(self) -> Reply:
-        """Wait for the answer, and copy the parameters that came with it."""
-        try:
-            reply = receive_reply(self._connection)
-        except (PeerGoneError, TimeoutError) as error:
-            raise RankLostError(_SERVER_RANK) from error
-        if reply.lost_rank != NOBODY:
-            raise RankLostError(reply.lost_rank)
-        slots: list[Tensor] = self._mailbox.parameters.tensors
-        for parameter, slot in zip(self._parameters, slots, strict=True):
+    def take(self) -> None:
+        """Bring in what has been written."""
+        for parameter, slot in self._copied:
             parameter.copy_(slot)
+
+    def leave(self) -> None:
+        """Give the parameters memory of their own; may be called twice."""
+        for parameter, slot in self._in_place:
+            parameter.data = slot.clone()
+        self._in_place = []
+
+
+@final
+class DirectLink(Link):
+    """The way of rank 0's own worker: a call.
+
+    Args:
+        server: the server, in this process.
+        rank: this worker.
+        parameters: the parameters to train.
+    """
+
+    def __init__(self, server: Server, rank: int, parameters: Sequence[nn.Parameter]) -> None:
+        self._server = server
+        self._rank = rank
+        self._parameters = parameters
+        self._landing = Landing(parameters, pack(server.master.tensors))
+        self._is_over = False
+
+    def begin(self) -> Reply:
+        """Call the server."""
+        return self._taken(self._server.begin(self._rank, self._landing.memory))
+
+    def push(self) -> Reply:
+        """Call the server, with the gradients as they are or, from a GPU, copied."""
+        gradients = [None if p.grad is None else p.grad.cpu() for p in self._parameters]
+        return self._taken(self._server.push(self._rank, gradients, self._landing.memory))
+
+    def finish(self) -> None:
+        """Call the server."""
+        self._taken(self._server.finish(self._rank, self._landing.memory))
+        self._landing.leave()
+        self._is_over = True
+
+    def close(self) -> None:
+        """Tell the server."""
+        if not self._is_over:
+            self._is_over = True
+            self._server.fail(self._rank)
+            self._landing.leave()
+
+    def _taken(self, reply: Reply) -> Reply:
+        self._landing.take()
         return reply
+
+
+def write_gradients(slots: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
+    """Copy the parameters' gradients; one that is missing is zero."""
+    for slot, parameter in zip(slots, parameters, strict=True):
+        if parameter.grad is None:
+            slot.zero_()
+        else:
+            slot.copy_(parameter.grad)
+
+
+def _fits(parameter: nn.Parameter) -> bool:
+    return parameter.device.type == "cpu" and parameter.is_contiguous()

@@ -9,9 +9,6 @@ from torch import Tensor
 
 from ddpnb.rank.transport.packed import Packed, create_shared, map_shared, num_bytes
 
-_MAX_SOCKET_PATH_BYTES = 107
-"""What Linux allows for the address of a local socket."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mailbox:
@@ -38,15 +35,3 @@ class Mailbox:
             gradients=Packed(both.raw[:half], both.tensors[: len(like)]),
             parameters=Packed(both.raw[half:], both.tensors[len(like) :]),
         )
-
-
-def mailbox_path(folder: Path, name: str, rank: int) -> Path:
-    """Return the file of one worker's mailbox."""
-    return folder / f"{name}.{rank}"
-
-
-def socket_path(folder: Path, name: str) -> Path:
-    """Return the address of the server's socket."""
-    path = folder / f"{name}.s"
-    assert len(bytes(path)) <= _MAX_SOCKET_PATH_BYTES, f"too long for a socket: {path}"
-    return path

@@ -1,22 +1,28 @@
-"""What happens to the shared parameters when a gradient arrives?  (Rank 0, server thread.)"""
+"""What happens to the shared parameters when a gradient arrives?  (Rank 0.)"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ddpnb.rank.tasks.base import OptimizerFactory
 from ddpnb.rank.transport.packed import Packed, pack
 
+WHOLE_ROUND = 0
+"""The period of a server that waits to be told: it makes its update in ``Master.apply``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """One read or write of the parameters by a worker."""
+    """One read of the parameters by a worker, or the arrival of its gradient."""
 
     rank: int
     is_write: bool
     version: int
-    """Updates that the parameters have seen, this one included."""
+    """Updates that the parameters have seen, one that this write has caused included."""
 
 
 Log = Callable[[Access], None]
@@ -30,21 +36,38 @@ def no_log(access: Access) -> None:
 class Master:
     """The parameters, their one optimizer, and how many updates they have seen.
 
+    Not thread-safe: the server calls it under its lock.
+
     Args:
         initial: the parameters to begin with, on any device; copied.
         optimizer: makes the optimizer.
         log: is told of every access.
+        period: gradients whose sum makes one update, or ``WHOLE_ROUND``.
+        is_damped: whether an update's learning rate is divided by 1 + staleness (the mean
+            over its gradients), after Zhang et al., IJCAI 2016.
     """
 
-    def __init__(self, initial: Sequence[Tensor], optimizer: OptimizerFactory, log: Log) -> None:
+    def __init__(
+        self,
+        initial: Sequence[Tensor],
+        optimizer: OptimizerFactory,
+        log: Log = no_log,
+        *,
+        period: int = 1,
+        is_damped: bool = False,
+    ) -> None:
         self._packed = pack(initial)
         for mine, theirs in zip(self._packed.tensors, initial, strict=True):
             mine.copy_(theirs.detach())
         self._parameters = [nn.Parameter(tensor) for tensor in self._packed.tensors]
         self._optimizer = optimizer(self._parameters)
+        self._period = period
         self._log = log
         self._version = 0
         self._version_read: dict[int, int] = {}
+        self._staleness: list[int] = []
+        if is_damped:  # after the factory's own hooks: a warm-up sets the rate, this divides it
+            _damp(self._optimizer, lambda: 1 + fmean(self._staleness))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -57,16 +80,58 @@ class Master:
         self._version_read[rank] = self._version
         self._log(Access(rank=rank, is_write=False, version=self._version))
 
-    def write(self, rank: int, gradients: Packed) -> int:
-        """Make one update with a worker's gradients, as old as they are.
+    def write(self, rank: int, gradients: Sequence[Tensor | None]) -> int:
+        """Take a worker's gradients; make an update when there are enough.
 
         Returns:
-            Their staleness: updates by others since the worker's last read.
+            Their staleness: updates since the worker's last read.  It does not grow while
+            they wait for the next update, for they are part of it.
         """
         staleness = self._version - self._version_read[rank]
-        for parameter, gradient in zip(self._parameters, gradients.tensors, strict=True):
-            parameter.grad = gradient
-        self._optimizer.step()
-        self._version += 1
+        self._staleness.append(staleness)
+        if self._period == 1:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+        else:
+            self._gather(gradients)
+        if len(self._staleness) == self._period:
+            self.apply()
         self._log(Access(rank=rank, is_write=True, version=self._version))
         return staleness
+
+    def apply(self) -> None:
+        """Make an update with what has been gathered, if anything has."""
+        if not self._staleness:
+            return
+        self._optimizer.step()
+        self._version += 1
+        self._staleness.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _gather(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient.clone()
+            else:
+                parameter.grad.add_(gradient)
+
+
+def _damp(optimizer: torch.optim.Optimizer, divisor: Callable[[], float]) -> None:
+    """Have every step of an optimizer made at a divided learning rate."""
+    rates: list[Any] = []
+
+    def before_step(*_: object) -> None:
+        rates[:] = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] / divisor()
+
+    def after_step(*_: object) -> None:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)

@@ -1,12 +1,11 @@
 """What do a worker and the parameter server tell each other?  (Rank side.)
 
-Tensors lie in shared memory; what goes through the socket is a few integers of fixed
-size, never a pickle.  Every wait has a timeout, and a peer that is gone is an error.
+Besides tensors, a few numbers of fixed size, never a pickle.
 """
 
 import socket
 import struct
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 
 KEY_BYTES = 32
@@ -16,7 +15,8 @@ NOBODY = -1
 
 _HELLO = struct.Struct(f"<{KEY_BYTES}sq")
 _REQUEST = struct.Struct("<q")
-_REPLY = struct.Struct("<qq?q")
+_REPLY = struct.Struct("<qqdq")
+REPLY_BYTES = _REPLY.size
 
 
 class PeerGoneError(Exception):
@@ -31,76 +31,103 @@ class RankLostError(RuntimeError):
         self.rank = rank
 
 
+class RunOverError(Exception):
+    """There is no server to join: the run has ended."""
+
+
 class Request(IntEnum):
-    """What a worker asks of the server; its gradient lies in shared memory by then."""
+    """What a worker asks of the server."""
 
     PUSH = 1
-    """Apply my gradient, give me the new parameters and my next share."""
+    """Here is my gradient; give me parameters and my next share."""
     DONE = 2
-    """I have made my last step: give me the parameters, and say whether everybody has."""
+    """I have made my last step; give me the final parameters."""
+    LEAVE = 3
+    """I have failed; no answer is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What the server answers; the parameters lie in shared memory by then."""
+    """What the server answers, with the parameters."""
 
     staleness: int = 0
     """Updates by others between this worker's pull and the use of its gradient."""
     share: int = NO_SHARE
     """Number of the share to train on next; ``NO_SHARE`` at the end."""
-    settled: bool = False
-    """Whether every worker is done, so that these parameters are final."""
+    waited_seconds: float = 0.0
+    """How long the answer had to wait for other workers."""
     lost_rank: int = NOBODY
-    """Who left in the middle of the run, which is over for everybody."""
+    """Why there are no parameters: who left in the middle of the run."""
+
+    def pack(self) -> bytes:
+        """Return this as bytes."""
+        return _REPLY.pack(*astuple(self))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Reply":
+        """Return what was packed.
+
+        Raises:
+            RankLostError: where it says that somebody is lost.
+        """
+        staleness, share, waited_seconds, lost_rank = _REPLY.unpack(data)
+        if lost_rank != NOBODY:
+            raise RankLostError(lost_rank)
+        return cls(staleness=staleness, share=share, waited_seconds=waited_seconds)
 
 
 def send_hello(connection: socket.socket, key: bytes, rank: int) -> None:
     """Show the secret and say who is calling."""
-    connection.sendall(_HELLO.pack(key, rank))
+    send(connection, _HELLO.pack(key, rank))
 
 
 def receive_hello(connection: socket.socket) -> tuple[bytes, int]:
     """Return the secret and the rank of who is calling."""
-    key, rank = _HELLO.unpack(_receive(connection, _HELLO.size))
+    key, rank = _HELLO.unpack(receive(connection, _HELLO.size))
     return key, rank
 
 
 def send_request(connection: socket.socket, request: Request) -> None:
     """Ask the server."""
-    _send(connection, _REQUEST.pack(request))
+    send(connection, _REQUEST.pack(request))
 
 
 def receive_request(connection: socket.socket) -> Request:
     """Return what a worker asks."""
-    return Request(*_REQUEST.unpack(_receive(connection, _REQUEST.size)))
+    return Request(*_REQUEST.unpack(receive(connection, _REQUEST.size)))
 
 
-def send_reply(connection: socket.socket, reply: Reply) -> None:
-    """Answer a worker."""
-    _send(connection, _REPLY.pack(*astuple(reply)))
+def set_timeout(connection: socket.socket, seconds: float) -> None:
+    """Bound each wait by the kernel's own clock: Python's costs a system call more for each."""
+    connection.settimeout(None)
+    value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, value)
 
 
-def receive_reply(connection: socket.socket) -> Reply:
-    """Return the server's answer."""
-    names = (field.name for field in fields(Reply))
-    values = _REPLY.unpack(_receive(connection, _REPLY.size))
-    return Reply(**dict(zip(names, values, strict=True)))
+def send(connection: socket.socket, data: bytes) -> None:
+    """Send bytes.
 
-
-def _send(connection: socket.socket, data: bytes) -> None:
+    Raises:
+        PeerGoneError: the other end is gone, or does not take them.
+    """
     try:
         connection.sendall(data)
-    except (BrokenPipeError, ConnectionResetError) as error:
+    except OSError as error:
         raise PeerGoneError from error
 
 
-def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return exactly so many bytes; each wait is bounded by the socket's timeout."""
+def receive(connection: socket.socket, num_bytes: int) -> bytes:
+    """Return exactly so many bytes.
+
+    Raises:
+        PeerGoneError: the other end is gone, or was silent for longer than the timeout.
+    """
     data = b""
     while len(data) < num_bytes:
         try:
             part = connection.recv(num_bytes - len(data))
-        except ConnectionResetError as error:
+        except OSError as error:
             raise PeerGoneError from error
         if not part:
             raise PeerGoneError

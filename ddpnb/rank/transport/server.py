@@ -1,220 +1,238 @@
-"""How does the parameter server talk to all workers at once?  (Rank 0.)
+"""Who may go on, with which parameters, on which share?  (Rank 0, a thread for each worker.)
 
-One thread serves one request at a time, whichever worker's has arrived, and waits for
-no worker in particular.
+Each worker's calls block until it may go on.  Rank 0's own worker calls directly; those of
+the other ranks are called for by the threads of a transport.
 """
 
 import contextlib
-import hmac
-import os
-import selectors
-import socket
 import threading
 import time
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from ddpnb.rank.transport.mailbox import Mailbox, mailbox_path, socket_path
+from torch import Tensor
+
 from ddpnb.rank.transport.master import Master
-from ddpnb.rank.transport.message import (
-    KEY_BYTES,
-    NO_SHARE,
-    PeerGoneError,
-    RankLostError,
-    Reply,
-    Request,
-    receive_hello,
-    receive_request,
-    send_reply,
-)
+from ddpnb.rank.transport.message import NO_SHARE, NOBODY, RankLostError, Reply
+from ddpnb.rank.transport.packed import Packed
 
-_SERVER_RANK = 0
+SERVER_RANK = 0
+NO_BOUND = -1
+_LOOK_SECONDS = 0.1
+"""How often it is looked whether somebody failed before it came."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Worker:
-    """What the server knows of one worker."""
+    """What the server knows of one living worker."""
 
-    rank: int
-    connection: socket.socket
-    mailbox: Mailbox
-    heard_at: float
+    clock: int
+    """Shares whose gradients have arrived."""
+    share: int = NO_SHARE
+    """What it trains on."""
+    heard_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
-
-
-class _ClosedError(Exception):
-    """``close`` was called while there was work left."""
+    is_thankful: bool = False
+    """Whether it has said that it has the final parameters."""
 
 
 class Server:
     """Hands out parameters and shares, and takes gradients, until all workers are done.
 
-    It listens when made, and serves from ``start`` on.  A worker that leaves before the end
-    ends the run for all: each is told so, and by whom.
+    A worker that dies, or is silent for too long, costs its own share; one that failed ends
+    the run for all, and so does the end of rank 0.
 
     Args:
-        folder: private directory for the socket and the shared memory.
-        name: what its files there begin with.
         master: the parameters.
-        num_workers: ranks 0, 1, 2 ... that will connect.
+        num_workers: ranks 0, 1, 2 ... that begin together.
         num_shares: shares to hand out, in order, to whoever asks next.
+        bound: steps that a worker may be ahead of the slowest; ``NO_BOUND``: any number.
+            At 0 the updates are made for whole rounds.
         timeout_seconds: how long it may be that no worker at all makes progress.
+        absent: tells which rank has failed before it came, or ``NOBODY``.
     """
 
     def __init__(
         self,
         *,
-        folder: Path,
-        name: str,
         master: Master,
         num_workers: int,
         num_shares: int,
         timeout_seconds: float,
+        bound: int = NO_BOUND,
+        absent: Callable[[], int] = lambda: NOBODY,
     ) -> None:
-        self.key = os.urandom(KEY_BYTES)
-        """What a worker must show when it connects."""
+        self.master = master
         self.error: Exception | None = None
-        """What ended the thread before its time, if anything did."""
-        self._master = master
+        """What went wrong in a thread of this rank, if anything did."""
+        self.lost_shares: list[int] = []
+        """What was handed out to workers that are lost."""
+        self._num_workers = num_workers
         self._shares = iter(range(num_shares))
+        self._bound = bound
         self._timeout = timeout_seconds
-        self._paths = [mailbox_path(folder, name, rank) for rank in range(num_workers)]
-        self._socket_path = socket_path(folder, name)
+        self._absent = absent
+        self._changed = threading.Condition(threading.Lock())
         self._workers: dict[int, _Worker] = {}
-        self._num_left = num_workers
-        self._thread = threading.Thread(target=self._run, name="ddpnb-server", daemon=True)
-        with contextlib.ExitStack() as opened:
-            self._open(opened)
-            self._opened = opened.pop_all()
-
-    def start(self) -> None:
-        """Begin to serve, in a thread."""
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Return when every worker has the final parameters, or will not have them."""
-        self._thread.join(2 * self._timeout)  # by then it has given up on whoever is silent
-
-    def close(self) -> None:
-        """End the thread, and remove what is left in the folder; may be called twice."""
-        if self._thread.is_alive():
-            self._bell.send(b"!")
-            self._thread.join(self._timeout)
-        self._opened.close()
-
-    def _open(self, opened: contextlib.ExitStack) -> None:
-        """Make the mailboxes, and listen; ``opened`` undoes it."""
-        self._selector = opened.enter_context(selectors.DefaultSelector())
-        self._bell, heard = (opened.enter_context(end) for end in socket.socketpair())
-        self._selector.register(heard, selectors.EVENT_READ, self._stop)
-        self._mailboxes: list[Mailbox] = []
-        for path in self._paths:
-            opened.callback(path.unlink, missing_ok=True)
-            self._mailboxes.append(Mailbox.create(path, self._master.tensors))
-        self._listener = opened.enter_context(socket.socket(socket.AF_UNIX))
-        opened.callback(self._socket_path.unlink, missing_ok=True)
-        self._listener.bind(str(self._socket_path))
-        self._listener.listen(len(self._paths))
-        self._listener.settimeout(self._timeout)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._welcome)
-
-    # From here on: in the thread.
-
-    def _run(self) -> None:
-        lost_rank = _SERVER_RANK
-        try:
-            self._serve_all()
-            return
-        except _ClosedError:
-            pass
-        except RankLostError as error:
-            self.error, lost_rank = error, error.rank
-        except Exception as error:  # noqa: BLE001  # the thread's edge: rank 0 raises it
-            self.error = error
-        for worker in self._workers.values():
-            with contextlib.suppress(PeerGoneError, OSError):
-                send_reply(worker.connection, Reply(lost_rank=lost_rank))
-
-    def _serve_all(self) -> None:
+        self._has_begun = False
+        self._failed_rank = NOBODY
         self._progress_at = time.monotonic()
-        while self._num_left:
-            wait_seconds = self._progress_at + self._timeout - time.monotonic()
-            ready = self._selector.select(max(0.0, wait_seconds))
-            if not ready:
-                raise RankLostError(self._most_silent())
-            for key, _ in ready:
-                key.data()
 
-    def _stop(self) -> NoReturn:
-        raise _ClosedError
+    def begin(self, rank: int, into: Packed) -> Reply:
+        """Wait until all workers are there; give the first parameters and share.
 
-    def _welcome(self) -> None:
-        """Let a worker connect; after the last, nothing is left in the folder."""
-        connection, _ = self._listener.accept()
-        self._opened.enter_context(connection)
-        connection.settimeout(self._timeout)
-        try:
-            key, rank = receive_hello(connection)
-        except PeerGoneError:
+        Who comes later joins, at the clock of the slowest.
+
+        Raises:
+            RankLostError: by this and the following: the run is over, or goes on without
+                this worker.
+        """
+        with self._entered():
+            if rank in self._workers:  # its death has not been noticed yet
+                self._lose(rank)
+            self._workers[rank] = _Worker(clock=self._slowest())
+            self._has_begun |= len(self._workers) == self._num_workers
+            self._note_progress()
+            self._wait(lambda: self._has_begun)
+            return self._hand_out(rank, into)
+
+    def push(self, rank: int, gradients: Sequence[Tensor | None], into: Packed) -> Reply:
+        """Take gradients; give parameters and the next share as soon as the bound allows."""
+        with self._entered() as waited_seconds:
+            worker = self._living(rank)
+            staleness = self.master.write(rank, gradients)
+            worker.clock += 1
+            worker.share = NO_SHARE
+            worker.heard_at = time.monotonic()
+            self._note_progress()
+            if self._bound != NO_BOUND:
+                waited_seconds += self._wait(
+                    lambda: worker.clock - self._slowest() <= self._bound or worker.is_done
+                )
+            return self._hand_out(rank, into, staleness, waited_seconds)
+
+    def finish(self, rank: int, into: Packed) -> Reply:
+        """Wait until all workers are done; give the final parameters."""
+        with self._entered() as waited_seconds:
+            worker = self._living(rank)
+            worker.is_done, worker.share = True, NO_SHARE
+            self._note_progress()
+            waited_seconds += self._wait(self._all_are_done)
+            self.master.apply()
+            self.master.read(rank, into)
+            return Reply(waited_seconds=waited_seconds)
+
+    def thank(self, rank: int) -> bool:
+        """Note that a worker has the final parameters, where its transport cannot tell.
+
+        Returns:
+            Whether all workers have lived to the end.
+        """
+        with self._changed:
+            self._living(rank).is_thankful = True
+            self._changed.notify_all()
+            return len(self._workers) == self._num_workers
+
+    def wait_for_thanks(self) -> bool:
+        """Wait until every living worker of another rank has thanked; return as ``thank``."""
+        with self._changed:
+            are_thankful = self._changed.wait_for(self._all_are_thankful, self._timeout)
+            return are_thankful and len(self._workers) == self._num_workers
+
+    def lose(self, rank: int) -> None:
+        """Note that a worker's process has died: the others go on without it."""
+        with self._changed:
+            self._lose(rank)
+
+    def fail(self, rank: int, error: Exception | None = None) -> None:
+        """End the run for all: a worker has failed, or the server itself has."""
+        with self._changed:
+            self._fail(rank)
+            self.error = self.error or error
+
+    def reason(self, rank: int) -> int:
+        """Return whose loss ends the run for a worker that is no longer served."""
+        return rank if self._failed_rank == NOBODY else self._failed_rank
+
+    # From here on: under the lock.
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[float]:
+        """Take the lock; yield how many seconds that took."""
+        began = time.perf_counter()
+        with self._changed:
+            self._check()
+            yield time.perf_counter() - began
+
+    def _check(self) -> None:
+        if self._failed_rank != NOBODY:
+            raise RankLostError(self._failed_rank)
+
+    def _living(self, rank: int) -> _Worker:
+        if rank not in self._workers:
+            raise RankLostError(rank)  # given up, but alive after all
+        return self._workers[rank]
+
+    def _hand_out(
+        self, rank: int, into: Packed, staleness: int = 0, waited_seconds: float = 0.0
+    ) -> Reply:
+        worker = self._living(rank)
+        self.master.read(rank, into)
+        worker.share = next(self._shares, NO_SHARE)
+        return Reply(staleness=staleness, share=worker.share, waited_seconds=waited_seconds)
+
+    def _slowest(self) -> int:
+        """Return the clock of the slowest worker that still trains."""
+        clocks = [worker.clock for worker in self._workers.values() if not worker.is_done]
+        return min(clocks, default=0)
+
+    def _all_are_done(self) -> bool:
+        return all(worker.is_done for worker in self._workers.values())
+
+    def _all_are_thankful(self) -> bool:
+        others = [worker for rank, worker in self._workers.items() if rank != SERVER_RANK]
+        return all(worker.is_thankful for worker in others)
+
+    def _note_progress(self) -> None:
+        """Wake who may go on now; with a bound of 0, make the update of a full round."""
+        self._progress_at = time.monotonic()
+        if self._bound == 0:
+            clocks = {worker.clock for worker in self._workers.values() if not worker.is_done}
+            if len(clocks) < 2:
+                self.master.apply()
+        self._changed.notify_all()
+
+    def _wait(self, is_so: Callable[[], bool]) -> float:
+        """Wait until a condition holds; return for how many seconds."""
+        began = time.perf_counter()
+        while not is_so():
+            left = self._progress_at + self._timeout - time.monotonic()
+            if left <= 0:
+                self._give_up()
+            elif not self._has_begun and (absent := self._absent()) != NOBODY:
+                self._fail(absent)
+            else:
+                self._changed.wait(left if self._has_begun else min(left, _LOOK_SECONDS))
+            self._check()
+        return time.perf_counter() - began
+
+    def _give_up(self) -> None:
+        """Go on without the worker not heard of for longest, of those waited for."""
+        if not self._has_begun:
+            self._fail(min(set(range(self._num_workers)) - self._workers.keys()))
             return
-        if not hmac.compare_digest(key, self.key):
-            connection.close()
-            return
-        self._workers[rank] = _Worker(
-            rank=rank,
-            connection=connection,
-            mailbox=self._mailboxes[rank],
-            heard_at=time.monotonic(),
-        )
-        self._paths[rank].unlink()
-        if len(self._workers) == len(self._paths):
-            self._begin()
+        working = [rank for rank, worker in self._workers.items() if not worker.is_done]
+        self._lose(min(working, key=lambda rank: self._workers[rank].heard_at))
 
-    def _begin(self) -> None:
-        """Everybody is there: close the door, and hand out the first shares."""
-        self._selector.unregister(self._listener)
-        self._socket_path.unlink()
-        for _, worker in sorted(self._workers.items()):
-            serve = partial(self._serve, worker)
-            self._selector.register(worker.connection, selectors.EVENT_READ, serve)
-            self._hand_out(worker, staleness=0)
+    def _lose(self, rank: int) -> None:
+        if not self._has_begun or rank == SERVER_RANK:
+            self._fail(rank)
+        elif (worker := self._workers.pop(rank, None)) is not None:
+            if worker.share != NO_SHARE:
+                self.lost_shares.append(worker.share)
+            self._note_progress()
 
-    def _serve(self, worker: _Worker) -> None:
-        """Do what a worker asks."""
-        try:
-            request = receive_request(worker.connection)
-        except PeerGoneError:
-            raise RankLostError(worker.rank) from None
-        worker.heard_at = time.monotonic()
-        if request is Request.PUSH:
-            staleness = self._master.write(worker.rank, worker.mailbox.gradients)
-            self._hand_out(worker, staleness)
-        else:
-            self._settle(worker)
-
-    def _hand_out(self, worker: _Worker, staleness: int) -> None:
-        """Give a worker the newest parameters and the next share."""
-        self._progress_at = worker.heard_at
-        self._master.read(worker.rank, worker.mailbox.parameters)
-        share = next(self._shares, NO_SHARE)
-        send_reply(worker.connection, Reply(staleness=staleness, share=share))
-
-    def _settle(self, worker: _Worker) -> None:
-        """Give a worker that is done the parameters, which are final if all are."""
-        worker.is_done = True
-        settled = all(other.is_done for other in self._workers.values())
-        if settled:
-            self._master.read(worker.rank, worker.mailbox.parameters)
-            self._selector.unregister(worker.connection)
-            self._num_left -= 1
-        send_reply(worker.connection, Reply(settled=settled))
-
-    def _most_silent(self) -> int:
-        """Return the rank not heard of for longest, of those that the others wait for."""
-        missing = set(range(len(self._paths))) - self._workers.keys()
-        if missing:
-            return min(missing)
-        working = [worker for worker in self._workers.values() if not worker.is_done]
-        return min(working, key=lambda worker: worker.heard_at).rank
+    def _fail(self, rank: int) -> None:
+        if self._failed_rank == NOBODY:
+            self._failed_rank = rank
+        self._changed.notify_all()

@@ -1,0 +1,73 @@
+"""Who takes the workers' calls from other ranks to the server?  (Rank 0, threads.)"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from ddpnb.rank.transport.message import PeerGoneError, RankLostError, Reply, Request
+from ddpnb.rank.transport.packed import Packed
+from ddpnb.rank.transport.server import SERVER_RANK, Server
+
+
+class Host(ABC):
+    """The server's end of a transport; ``start`` it after all that can fail here has been done."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin to take calls, in threads."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until the last answer of every worker is on its way."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the threads, remove what is left in the folder; may be called twice."""
+
+
+class Caller(ABC):
+    """One connected worker, as its thread on rank 0 sees it."""
+
+    rank: int
+    gradients: Packed
+    parameters: Packed
+
+    @abstractmethod
+    def receive(self) -> Request:
+        """Return what it asks; with a push, ``gradients`` are here."""
+
+    @abstractmethod
+    def answer(self, reply: Reply) -> None:
+        """Send the answer and, unless somebody is lost, ``parameters``."""
+
+
+def serve(server: Server, caller: Caller) -> None:
+    """Carry one worker's calls to the server until it is done, is lost or has failed."""
+    rank = caller.rank
+    ask: dict[Request, Callable[[], Reply]] = {
+        Request.PUSH: lambda: server.push(rank, caller.gradients.tensors, caller.parameters),
+        Request.DONE: lambda: server.finish(rank, caller.parameters),
+    }
+    try:
+        caller.answer(server.begin(rank, caller.parameters))
+        request = Request.PUSH
+        while request is not Request.DONE:
+            request = caller.receive()
+            if request is Request.LEAVE:
+                return server.fail(rank)
+            caller.answer(ask[request]())
+    except PeerGoneError:
+        server.lose(rank)
+        refuse(caller, server.reason(rank))  # it may live: it was given up, or rank 0 hangs up
+    except RankLostError as lost:
+        refuse(caller, lost.rank)
+    except Exception as error:  # noqa: BLE001  # the thread's edge: rank 0 raises it
+        server.fail(SERVER_RANK, error)
+        refuse(caller, SERVER_RANK)
+
+
+def refuse(caller: Caller, lost_rank: int) -> None:
+    """Tell a worker that the run is over, if it can be told."""
+    try:
+        caller.answer(Reply(lost_rank=lost_rank))
+    except PeerGoneError:
+        return

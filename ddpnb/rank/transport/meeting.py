@@ -1,0 +1,115 @@
+"""How do the ranks of a group agree on a run's beginnings without a collective?  (Every rank.)
+
+Through the store in which the process group itself has met.  A collective would make those
+who wait for a rank that has failed wait on; here they look whether it has.
+"""
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import final
+
+import psutil
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ddpnb.rank.transport.message import NOBODY, RankLostError
+
+_LOOK_SECONDS = 0.005
+
+
+@final
+class Meeting:
+    """Short texts that the ranks of a group leave for each other, by run.
+
+    Args:
+        name: of the run; no two trainings share it.
+        rank: this rank.
+        folder: where the ranks of this host say which process they are.
+        timeout_seconds: how long a text may take to come.
+    """
+
+    def __init__(self, name: str, rank: int, folder: Path, timeout_seconds: float) -> None:
+        self._store = PrefixStore(f"ddpnb/{name}", _get_default_store())
+        self._rank = rank
+        self._timeout = timeout_seconds
+        self._peers = [(process, other) for process, other in _peers(folder) if other != rank]
+
+    def tell(self, what: str, text: str) -> None:
+        """Leave a text."""
+        self._store.set(what, text)
+
+    def read(self, what: str, *, of_rank: int) -> str:
+        """Return a text, once it is there.
+
+        Raises:
+            RankLostError: somebody has failed meanwhile, or the text did not come.
+        """
+        deadline = time.monotonic() + self._timeout
+        while not self._store.check([what]):
+            if (absent := self.absent()) != NOBODY:
+                raise RankLostError(absent)
+            if time.monotonic() > deadline:
+                raise RankLostError(of_rank)
+            time.sleep(_LOOK_SECONDS)
+        return str(self._store.get(what).decode())
+
+    def absent(self) -> int:
+        """Return who has failed, or died, before it could tell the server, or ``NOBODY``."""
+        if self._store.check(["absent"]) and (rank := int(self._store.get("absent"))) != self._rank:
+            return rank
+        dead = (rank for process, rank in self._peers if not _is_alive(process))
+        return next(dead, NOBODY)
+
+    def forget(self, *what: str) -> None:
+        """Remove texts that nobody will read any more."""
+        for key in ("absent", *what):
+            with contextlib.suppress(RuntimeError):  # the store went with its rank
+                self._store.delete_key(key)
+
+
+@contextlib.contextmanager
+def excused(name: str, rank: int, folder: Path) -> Iterator[None]:
+    """Where this fails, have those told at once who would wait for this rank in vain."""
+    try:
+        yield
+    except RankLostError:  # a consequence: another rank has told why
+        raise
+    except BaseException:
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                Meeting(name, rank, folder, 0.0).tell("absent", str(rank))
+        raise
+
+
+def _peers(folder: Path) -> Iterator[tuple[psutil.Process | None, int]]:
+    """Yield the processes of the ranks of this host, as ``Group.announce`` has noted them."""
+    for path in folder.glob("rank-*.pid"):
+        rank = int(path.stem.removeprefix("rank-"))
+        try:
+            yield psutil.Process(int(path.read_text())), rank
+        except (psutil.NoSuchProcess, ValueError):
+            yield None, rank
+
+
+def _is_alive(process: psutil.Process | None) -> bool:
+    if process is None:
+        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def this_host(folder: Path) -> str:
+    """Return what two ranks have in common that share memory in a folder."""
+    status = folder.stat()
+    return f"{socket.gethostname()} {status.st_dev} {status.st_ino}"
+
+
+def seconds(value: float) -> timedelta:
+    """Return a time as torch takes it."""
+    return timedelta(seconds=value)

@@ -1,0 +1,229 @@
+"""How do workers push and pull by ``torch.distributed.rpc``, for reference?  (Rank side.)
+
+Each call of a worker is one remote call to rank 0 with the gradients as argument and the
+parameters as result.  TensorPipe serves it in a thread of its own, which may block.  A
+worker that dies is noticed by its silence only, and nobody joins later.
+"""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+from ddpnb.rank.transport.host import Host
+from ddpnb.rank.transport.link import Landing, Link
+from ddpnb.rank.transport.message import RankLostError, Reply
+from ddpnb.rank.transport.packed import Packed, pack
+from ddpnb.rank.transport.server import SERVER_RANK, Server
+
+Answer = TypeVar("Answer")
+
+_served: dict[str, tuple[Server, dict[int, Packed]]] = {}
+"""The one server of this process, by the run's name: a remote call names a function, and has
+no other way to an object.  Empty between runs."""
+
+
+class RpcAgent:
+    """This rank's part in the network of remote calls of one run; takes part: every rank.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        folder: where the ranks of this host meet.
+        name: of the run.
+        timeout_seconds: how long one call may take.
+    """
+
+    def __init__(
+        self, *, rank: int, world_size: int, folder: Path, name: str, timeout_seconds: float
+    ) -> None:
+        self._path = folder / f"{name}.rpc"
+        self._timeout = timeout_seconds
+        with _on_loopback(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own way
+            rpc.init_rpc(
+                _worker_name(rank),
+                rank=rank,
+                world_size=world_size,
+                rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+                    init_method=f"file://{self._path}",
+                    num_worker_threads=world_size + 1,  # each worker's call may block one
+                    rpc_timeout=timeout_seconds,
+                ),
+            )
+        self._is_open = True
+
+    def say_good_bye(self) -> None:
+        """End the agent together with all others; takes part: every rank, all of them alive."""
+        if self._is_open:
+            with contextlib.suppress(RuntimeError):  # one has died just now
+                rpc.shutdown(graceful=True, timeout=self._timeout)
+                self._is_open = False
+
+    def close(self) -> None:
+        """End the agent, whatever the other ranks do; may be called twice."""
+        if self._is_open:
+            self._is_open = False
+            rpc.shutdown(graceful=False)
+            self._path.unlink(missing_ok=True)  # else the last to leave does it
+
+
+@final
+class RpcHost(Host):
+    """The server's entry in the table that remote calls look into; takes part: every rank.
+
+    Args:
+        server: what the workers call.
+        name: of the run.
+        make_agent: makes this rank's agent, when calls can be answered.
+    """
+
+    def __init__(self, server: Server, name: str, make_agent: Callable[[], RpcAgent]) -> None:
+        self._server = server
+        self._name = name
+        _served[name] = (server, {})
+        try:
+            self._agent = make_agent()
+        except BaseException:
+            del _served[name]
+            raise
+
+    def start(self) -> None:
+        """Do nothing: TensorPipe's threads run."""
+
+    def settle(self) -> None:
+        """Wait until all workers have said that they have the final parameters."""
+        if self._server.wait_for_thanks():
+            self._agent.say_good_bye()
+
+    def close(self) -> None:
+        """Be found no more; end the agent."""
+        _served.pop(self._name, None)
+        self._agent.close()
+
+
+@final
+class RpcLink(Link):
+    """A worker's remote calls.
+
+    Args:
+        agent: this rank's.
+        name: of the run.
+        rank: this worker.
+        parameters: the parameters to train, on this worker's device.
+    """
+
+    def __init__(
+        self, agent: RpcAgent, *, name: str, rank: int, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self._agent = agent
+        self._name = name
+        self._rank = rank
+        self._parameters = parameters
+        self._landing = Landing(parameters, pack(parameters))
+        self._is_over = False
+
+    def begin(self) -> Reply:
+        """Have ``Server.begin`` called."""
+        return self._take(_begin)
+
+    def push(self) -> Reply:
+        """Have ``Server.push`` called with the gradients."""
+        gradients = [None if p.grad is None else p.grad.cpu() for p in self._parameters]
+        return self._take(_push, gradients)
+
+    def finish(self) -> None:
+        """Have ``Server.finish`` called."""
+        self._take(_finish)
+        self._is_over = True
+        if self._ask(_thank):
+            self._agent.say_good_bye()
+        self.close()
+
+    def close(self) -> None:
+        """Say that this worker failed, if it has not finished; end the agent."""
+        if not self._is_over:
+            self._is_over = True
+            with contextlib.suppress(RankLostError):
+                self._ask(_fail)
+        self._landing.leave()
+        self._agent.close()
+
+    def _take(self, function: Callable[..., tuple[bytes, Tensor]], *arguments: Any) -> Reply:
+        told, parameters = self._ask(function, *arguments)
+        try:
+            reply = Reply.unpack(told)
+        except RankLostError:
+            self._is_over = True
+            raise
+        self._landing.memory.raw.copy_(parameters)
+        self._landing.take()
+        return reply
+
+    def _ask(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
+        try:
+            answer: Answer = rpc.rpc_sync(
+                _worker_name(SERVER_RANK), function, (self._name, self._rank, *arguments)
+            )
+        except RuntimeError as error:  # how TensorPipe says that the other end is gone
+            self._is_over = True
+            raise RankLostError(SERVER_RANK) from error
+        return answer
+
+
+# What remote calls call, on rank 0.
+
+
+def _begin(name: str, rank: int) -> tuple[bytes, Tensor]:
+    server, memories = _served[name]
+    memories[rank] = pack(server.master.tensors)
+    return _told(server, memories[rank], lambda: server.begin(rank, memories[rank]))
+
+
+def _push(name: str, rank: int, gradients: list[Tensor | None]) -> tuple[bytes, Tensor]:
+    server, memories = _served[name]
+    return _told(server, memories[rank], lambda: server.push(rank, gradients, memories[rank]))
+
+
+def _finish(name: str, rank: int) -> tuple[bytes, Tensor]:
+    server, memories = _served[name]
+    return _told(server, memories[rank], lambda: server.finish(rank, memories[rank]))
+
+
+def _thank(name: str, rank: int) -> bool:
+    return _served[name][0].thank(rank)
+
+
+def _fail(name: str, rank: int) -> None:
+    _served[name][0].fail(rank)
+
+
+def _told(server: Server, memory: Packed, call: Callable[[], Reply]) -> tuple[bytes, Tensor]:
+    try:
+        return call().pack(), memory.raw
+    except RankLostError as lost:
+        return Reply(lost_rank=lost.rank).pack(), memory.raw[:0]
+    except Exception as error:  # noqa: BLE001  # the thread's edge: rank 0 raises it
+        server.fail(SERVER_RANK, error)
+        return Reply(lost_rank=SERVER_RANK).pack(), memory.raw[:0]
+
+
+def _worker_name(rank: int) -> str:
+    return f"ddpnb-{rank}"
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Have TensorPipe listen on the loopback interface unless the environment says where."""
+    before = os.environ.get("TP_SOCKET_IFNAME")
+    os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TP_SOCKET_IFNAME"]

@@ -1,0 +1,186 @@
+"""What does a worker's death, failure or silence cost the others, and can it come back?"""
+
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from ddpnb.rank.strategies import STRATEGIES
+from ddpnb.rank.strategies.async_ps import AsyncParameterServer
+from ddpnb.rank.transport.meeting import excused
+from ddpnb.rank.transport.message import RankLostError, RunOverError
+from tests.rank.fit import Problem, by_strategy, distance, drive
+from tests.rank.test_async import fit_async
+
+LONG = Problem(num_epochs=24, learning_rate=0.02)
+
+
+def test_a_death_ends_a_synchronous_run(fresh_ranks):
+    group = fresh_ranks(3)
+    started = time.monotonic()
+    failures = group.attempt(by_strategy, "ddp", LONG, kill_rank_1)
+    assert time.monotonic() - started < 15
+    assert [failure.cause is None for failure in failures] == [False, True, False]
+    assert all(isinstance(f.cause, RuntimeError) for f in failures if f.cause)
+
+
+@pytest.mark.parametrize("options", [{}, {"bound": 0}, {"bound": 1}, {"period": 2}], ids=str)
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_death_costs_one_share_and_the_others_train_the_rest(fresh_ranks, transport, options):
+    group = fresh_ranks(3)
+    first, dead, third = group.attempt(fit_and_lost, LONG, options, transport, kill_rank_1)
+    assert dead.cause is None
+    (fit, lost), (other, _) = first, third
+    assert len(lost) == 1
+    num_trained = len(fit.reports) + len(other.reports) + 5  # rank 1 made five steps
+    assert num_trained + len(lost) == LONG.order(3).num_steps * 3
+    assert distance(fit, other) == 0
+    assert list(group.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"bound": 1}], ids=str)
+def test_a_new_process_takes_a_dead_ones_place(fresh_ranks, options):
+    group = fresh_ranks(2)
+    group.begin(fit_and_lost, LONG, options, "auto", kill_rank_1)
+    group.processes[1].join(30)
+    outside = group.start_outside(fit_and_lost, 1, LONG, options, "auto", unhurried, True)
+    (fit, lost), dead = group.end()
+    joined, _ = outside.result()
+    assert dead.cause is None
+    assert len(joined.reports) > 5
+    assert joined.reports[0].staleness is not None
+    assert len(fit.reports) + len(joined.reports) + 5 + len(lost) == LONG.order(2).num_steps * 2
+    assert distance(fit, joined) == 0
+    assert list(group.folder.iterdir()) == []
+
+
+def test_who_comes_when_all_is_over_is_told_so(ranks):
+    outside = ranks(2).start_outside(come_late, 1)
+    assert outside.result() == "over"
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_the_death_of_the_server_ends_the_run_with_a_sentence(fresh_ranks, transport):
+    failures = fresh_ranks(2).attempt(fit_async, LONG, {}, transport, kill_rank_0)
+    assert failures[0].cause is None
+    assert "Rank 0 left" in str(failures[1].cause)
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo", "rpc"])
+def test_where_a_worker_raises_the_others_are_told_who(ranks, transport):
+    group = ranks(3)
+    first, second, third = group.attempt(fit_async, LONG, {}, transport, raise_on_rank_1)
+    assert isinstance(second.cause, ZeroDivisionError)
+    assert isinstance(first.cause, RankLostError)
+    assert "Rank 1 left" in str(first.cause)
+    assert isinstance(third.cause, RankLostError)
+    assert "Rank 1 left" in str(third.cause) or transport == "rpc"
+    assert list(group.folder.iterdir()) == []
+
+
+def test_where_a_worker_fails_before_it_comes_the_others_know_at_once(ranks):
+    started = time.monotonic()
+    failures = ranks(3).attempt(fail_early, LONG)
+    assert time.monotonic() - started < 10
+    assert isinstance(failures[1].cause, ZeroDivisionError)
+    assert "Rank 1 left" in str(failures[0].cause)
+    fits = ranks(3).call(by_strategy, "async", Problem())  # nothing of it is left behind
+    assert distance(fits[0], fits[2]) == 0
+
+
+def test_who_is_silent_is_given_up(ranks):
+    first, second, third = ranks(3).attempt(hang_on_rank_1, Problem(num_epochs=5))
+    assert "Rank 1 left" in str(second.cause)
+    (fit, lost), (other, _) = first, third
+    assert len(lost) == 1
+    assert distance(fit, other) == 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo", "rpc"])
+def test_where_the_server_fails_rank_0_says_of_what(ranks, transport):
+    first, second = ranks(2).attempt(break_optimizer, transport)
+    assert isinstance(first.cause, ZeroDivisionError)
+    assert "Rank 0 left" in str(second.cause)
+
+
+def fit_and_lost(state, folder, problem, options, transport, before_step, joins=False):
+    strategy = AsyncParameterServer(**options)
+    try:
+        fit = drive(strategy, state, folder, problem, before_step, transport=transport, joins=joins)
+        return fit, strategy.lost_shares()
+    finally:
+        strategy.close()
+
+
+def come_late(state, folder):
+    try:
+        fit_async(state, folder, LONG, joins=True)
+    except RunOverError:
+        return "over"
+
+
+def fail_early(state, folder, problem):
+    with excused("fit", state.rank, folder):
+        if state.rank == 1:
+            raise ZeroDivisionError
+        return fit_async(state, folder, problem)
+
+
+def kill_rank_1(rank: int, step: int) -> None:
+    if rank == 1 and step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    unhurried(rank, step)
+
+
+def kill_rank_0(rank: int, step: int) -> None:
+    if rank == 0 and step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_on_rank_1(rank: int, step: int) -> None:
+    if rank == 1 and step == 5:
+        raise ZeroDivisionError
+    unhurried(rank, step)
+
+
+def unhurried(rank: int, step: int) -> None:
+    time.sleep(0.004)
+
+
+def hang(rank: int, step: int) -> None:
+    if rank == 1 and step == 5:
+        time.sleep(4)
+    unhurried(rank, step)
+
+
+def hang_on_rank_1(state, folder, problem):
+    strategy = AsyncParameterServer(timeout_seconds=1)
+    try:
+        return drive(strategy, state, folder, problem, hang), strategy.lost_shares()
+    finally:
+        strategy.close()
+
+
+def break_optimizer(state, folder, transport):
+    strategy = STRATEGIES["async"]()
+    try:
+        drive(strategy, state, folder, BrokenProblem(), transport=transport)
+    finally:
+        strategy.close()
+
+
+class BrokenProblem(Problem):
+    def factory(self):
+        return partial(BrokenSgd, lr=0.1)
+
+
+class BrokenSgd(torch.optim.SGD):
+    num_steps = 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        if self.num_steps == 5:
+            raise ZeroDivisionError("broken optimizer")

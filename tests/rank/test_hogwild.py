@@ -1,0 +1,141 @@
+"""Is lock-free training on shared memory exact where it can be, and honest about staleness?"""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ddpnb.errors import UserError
+from ddpnb.rank.strategies.hogwild import Hogwild
+from ddpnb.rank.transport.board import Board, Fate
+from ddpnb.rank.transport.master import Access
+from ddpnb.rank.transport.message import NO_SHARE, RankLostError, RunOverError
+from tests.rank.fit import Fit, Problem, distance, drive
+from tests.rank.ranks import make_state
+from tests.rank.test_async import slow_down
+from tests.rank.test_deaths import LONG, kill_rank_0, kill_rank_1, raise_on_rank_1, unhurried
+
+CALM = Problem(num_epochs=10, learning_rate=0.02)
+
+
+def fit_hogwild(state, folder, problem, before_step=None, timeout_seconds=60.0, joins=False):
+    log: list[Access] = []
+    strategy = Hogwild(timeout_seconds=timeout_seconds, log=log.append)
+    try:
+        fit: Fit = drive(strategy, state, folder, problem, before_step, joins=joins)
+        return replace(fit, log=log), strategy.lost_shares()
+    finally:
+        strategy.close()
+        strategy.close()
+
+
+def test_staleness_is_what_the_logs_of_all_workers_say(ranks):
+    fits = [fit for fit, _ in ranks(3).call(fit_hogwild, CALM)]
+    writes = sorted(a.version for fit in fits for a in fit.log if a.is_write)
+    assert writes == list(range(1, CALM.order(3).num_steps * 3 + 1))
+    for fit in fits:
+        pairs = zip(fit.log[::2], fit.log[1::2], strict=True)
+        staleness = [write.version - 1 - read.version for read, write in pairs]
+        assert [report.staleness for report in fit.reports] == staleness
+    assert max(report.staleness for fit in fits for report in fit.reports) > 0
+    assert list(ranks(3).folder.iterdir()) == []
+
+
+def test_all_ranks_end_with_the_same_parameters_in_memory_of_their_own(ranks):
+    fits = [fit for fit, _ in ranks(3).call(fit_hogwild, CALM)]
+    assert all(distance(fit, fits[0]) == 0 for fit in fits)
+
+
+def test_it_finds_the_known_optimum_of_a_convex_problem(ranks):
+    problem = Problem(model="linear", learning_rate=0.1, num_epochs=90, batch_size=16)
+    inputs, targets = problem.data()
+    ones = torch.ones(len(inputs), 1)
+    optimum = torch.linalg.lstsq(torch.cat([inputs, ones], dim=1), targets).solution
+    (fit, _), _ = ranks(2).call(fit_hogwild, problem, unhurried)  # none finishes alone
+    torch.testing.assert_close(fit.parameters[0], optimum[:6].T, atol=1e-3, rtol=0)
+    torch.testing.assert_close(fit.parameters[1], optimum[6], atol=1e-3, rtol=0)
+
+
+def test_a_slow_worker_holds_nobody_up(ranks):
+    (fast, _), (slow, _) = ranks(2).call(fit_hogwild, CALM, slow_down)
+    assert len(fast.reports) > 3 * len(slow.reports)
+
+
+def test_a_death_costs_one_share_and_the_others_train_the_rest(fresh_ranks):
+    group = fresh_ranks(3)
+    (fit, lost), dead, (other, _) = group.attempt(fit_hogwild, LONG, kill_rank_1)
+    assert dead.cause is None
+    assert len(lost) == 1
+    assert len(fit.reports) + len(other.reports) + 5 + 1 == LONG.order(3).num_steps * 3
+    assert distance(fit, other) == 0
+    assert list(group.folder.iterdir()) == []
+
+
+def test_a_new_process_takes_a_dead_ones_place(fresh_ranks):
+    group = fresh_ranks(2)
+    group.begin(fit_hogwild, LONG, kill_rank_1)
+    group.processes[1].join(30)
+    outside = group.start_outside(fit_hogwild, 1, LONG, unhurried, 60.0, True)
+    (fit, lost), _ = group.end()
+    joined, _ = outside.result()
+    assert len(joined.reports) > 5
+    assert len(fit.reports) + len(joined.reports) + 5 + len(lost) == LONG.order(2).num_steps * 2
+    assert distance(fit, joined) == 0
+
+
+def test_who_comes_when_all_is_over_is_told_so(ranks):
+    assert ranks(2).start_outside(come_late, 1).result() == "over"
+
+
+def test_where_a_worker_raises_the_others_are_told_who(ranks):
+    failures = ranks(3).attempt(fit_hogwild, LONG, raise_on_rank_1)
+    assert isinstance(failures[1].cause, ZeroDivisionError)
+    assert isinstance(failures[0].cause, RankLostError)
+    assert "Rank 1 left" in str(failures[2].cause)
+    assert list(ranks(3).folder.iterdir()) == []
+
+
+def test_the_death_of_rank_0_ends_the_run_with_a_sentence(fresh_ranks):
+    failures = fresh_ranks(2).attempt(fit_hogwild, LONG, kill_rank_0)
+    assert failures[0].cause is None
+    assert "Rank 0 left" in str(failures[1].cause)
+
+
+def test_who_is_silent_is_given_up(ranks):
+    (fit, lost), second, (other, _) = ranks(3).attempt(fit_hogwild, CALM, hang, 1.0)
+    assert isinstance(second.cause, RankLostError)
+    assert len(lost) == 1
+    assert distance(fit, other) == 0
+
+
+def test_gpus_are_refused_with_a_sentence():
+    state = replace(make_state(0, 2), device="cuda:0")
+    with pytest.raises(UserError, match="needs ranks on CPUs"):
+        Hogwild().plan(state)
+
+
+def test_the_board_hands_out_each_share_once_and_knows_the_lost(tmp_path):
+    path = tmp_path / "board"
+    Board.create(path, world_size=2, num_shares=3)
+    one, other = (Board(path, world_size=2, num_shares=3) for _ in range(2))
+    assert [one.take(), other.take(), one.take(), other.take()] == [0, 1, 2, NO_SHARE]
+    other.settle(1, Fate.TRAINED)
+    one.settle(2, Fate.RETURNED)
+    assert one.lost_shares() == [0]
+    assert [one.count_update(), other.count_update(), one.num_updates] == [1, 2, 2]
+    for board in (one, other, one):
+        board.close()
+
+
+def come_late(state, folder):
+    try:
+        fit_hogwild(state, folder, LONG, joins=True)
+    except RunOverError:
+        return "over"
+
+
+def hang(rank: int, step: int) -> None:
+    if rank == 1 and step == 2:
+        time.sleep(4)
+    unhurried(rank, step)
