@@ -59,6 +59,7 @@ STRATEGIES: Mapping[str, Entry] = {
             "powersgd_rank": Option(default=1, about="rank of PowerSGD's matrices", least=1),
         },
     ),
+    "ddp-shm": Entry(about="the same, with an all-reduce in the memory that CPU ranks share"),
     "ddp-by-hand": Entry(about="flatten the gradients, all-reduce, step"),
     "ring-by-hand": Entry(about="the same, with a ring all-reduce from sends and receives"),
     "central": Entry(about="parameters in one place on the host, updated there once"),

@@ -14,6 +14,7 @@ SYNCHRONOUS = [
     "single",
     "dp",
     "ddp",
+    "ddp-shm",
     "ddp-by-hand",
     "ring-by-hand",
     "central",

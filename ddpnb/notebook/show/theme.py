@@ -66,6 +66,7 @@ STYLES: Mapping[str, Style] = {
     "single": _style("#717581", "-", "s"),
     "dp": _style("#e76300", "--", "^"),
     "ddp": _style("#3f90da", "-", "o"),
+    "ddp-shm": _style("#3f90da", "--", "h"),
     "ddp-by-hand": _style("#92dadd", "-", "<"),
     "ring-by-hand": _style("#92dadd", "--", ">"),
     "central": _style("#b9ac70", "-", "p"),

@@ -9,6 +9,7 @@ from ddpnb.rank.strategies.central import Central
 from ddpnb.rank.strategies.data_parallel import DataParallel
 from ddpnb.rank.strategies.ddp import Ddp
 from ddpnb.rank.strategies.ddp_by_hand import DdpByHand
+from ddpnb.rank.strategies.ddp_shm import DdpShm
 from ddpnb.rank.strategies.diloco import DiLoCo
 from ddpnb.rank.strategies.gossip import Gossip
 from ddpnb.rank.strategies.local_sgd import LocalSgd
@@ -21,6 +22,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
     "single": Single,
     "dp": DataParallel,
     "ddp": Ddp,
+    "ddp-shm": DdpShm,
     "ddp-by-hand": DdpByHand,
     "ring-by-hand": RingByHand,
     "central": Central,
