@@ -79,6 +79,13 @@ STRATEGIES: Mapping[str, Entry] = {
             "outer_momentum": Option(default=0.9, about="the outer Nesterov momentum", least=0),
         },
     ),
+    "zero": Entry(about="torch ZeroRedundancyOptimizer: each rank keeps a part of its state"),
+    "fsdp": Entry(
+        about="torch FSDP2: each rank keeps a part of parameters, gradients and state",
+        options={
+            "reshard": Option(default=True, about="let go of a layer before its backward pass")
+        },
+    ),
     "gossip": Entry(about="each rank averages its weights with one neighbour at a time"),
     "no-comm": Entry(about="the ranks train alone, at once: the ceiling of this host"),
 }

@@ -73,6 +73,8 @@ STYLES: Mapping[str, Style] = {
     "async": _style("#832db6", "-.", "D"),
     "local-sgd": _style("#a96b59", "-", "X"),
     "diloco": _style("#a96b59", "--", "P"),
+    "zero": _style("#ffa90e", "-", "d"),
+    "fsdp": _style("#ffa90e", "--", "8"),
     "gossip": _style("#bd1f01", "-.", "v"),
     "no-comm": _style("#94a4a2", "-.", "*"),
 }
