@@ -22,15 +22,14 @@ multiple of N: about S / N.
 """
 
 import copy
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from ddpnb.rank.order import Share, every_step
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
@@ -61,9 +60,11 @@ class Fsdp(Strategy):
             _part_bytes(parameter, replica.world_size) for parameter in replica.model.parameters()
         )
         assert dist.group.WORLD is not None, "this rank is in a group"
+        # Imported when asked for: it takes a second, and every rank would pay it at start.
+        fsdp = importlib.import_module("torch.distributed.fsdp")
         mesh = DeviceMesh.from_group(dist.group.WORLD, replica.device.type)
         for layer in (*_layers(replica.model), replica.model):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=self._reshard)
+            fsdp.fully_shard(layer, mesh=mesh, reshard_after_forward=self._reshard)
         self._optimizer = replica.optimizer(replica.parameters)
 
     def shares(self) -> Iterator[Share]:
@@ -113,8 +114,7 @@ class Fsdp(Strategy):
     @contextmanager
     def _unsynced(self) -> Iterator[None]:
         """Keep gradients here for a while, whole."""
-        model = self._replica.model
-        assert isinstance(model, FSDPModule), "not set up"
+        model: Any = self._replica.model  # an FSDPModule since setup
         model.set_requires_gradient_sync(False)
         try:
             yield
@@ -144,9 +144,8 @@ def _without_parameters(model: nn.Module) -> nn.Module:
 
 def _gathered(parameter: nn.Parameter) -> nn.Parameter:
     """Return the whole of a parameter that is spread over the ranks; takes part: every rank."""
-    held = parameter.detach()
-    values: Tensor = held.full_tensor() if isinstance(held, DTensor) else held
-    return nn.Parameter(values, parameter.requires_grad)
+    held: Any = parameter.detach()  # a DTensor since setup
+    return nn.Parameter(held.full_tensor(), parameter.requires_grad)
 
 
 def _part_bytes(parameter: Tensor, num_parts: int) -> int:

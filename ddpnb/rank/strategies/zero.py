@@ -16,6 +16,7 @@ Bytes sent per step and rank: 2 (N - 1) / N * S + (N - 1) * P, with S the bytes 
 gradients and P those of the parameters in this rank's part; P adds up to S.
 """
 
+import importlib
 import inspect
 from collections.abc import Iterator
 from functools import partial
@@ -23,7 +24,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -107,8 +107,10 @@ def _shared_out(sample: Optimizer) -> Any:
         UserError: the parameters are of several types.
     """
     constructor: Any = partial(_same_kind, sample)
+    # Imported when asked for: it takes half a second, and every rank would pay it at start.
+    optim = importlib.import_module("torch.distributed.optim")
     try:
-        whole = ZeroRedundancyOptimizer(sample.param_groups, optimizer_class=constructor)
+        whole = optim.ZeroRedundancyOptimizer(sample.param_groups, optimizer_class=constructor)
     except ValueError as error:
         raise UserError(
             "zero wants all parameters in one floating-point type; "
