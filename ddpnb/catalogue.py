@@ -59,6 +59,7 @@ STRATEGIES: Mapping[str, Entry] = {
             "powersgd_rank": Option(default=1, about="rank of PowerSGD's matrices", least=1),
         },
     ),
+    "ddp-shm": Entry(about="the same, with an all-reduce in the memory that CPU ranks share"),
     "ddp-by-hand": Entry(about="flatten the gradients, all-reduce, step"),
     "ring-by-hand": Entry(about="the same, with a ring all-reduce from sends and receives"),
     "central": Entry(about="parameters in one place on the host, updated there once"),
@@ -92,6 +93,13 @@ STRATEGIES: Mapping[str, Entry] = {
             "every": Option(default=8, about="inner steps of an outer one", least=1),
             "outer_lr": Option(default=0.7, about="the outer learning rate", least=0),
             "outer_momentum": Option(default=0.9, about="the outer Nesterov momentum", least=0),
+        },
+    ),
+    "zero": Entry(about="torch ZeroRedundancyOptimizer: each rank keeps a part of its state"),
+    "fsdp": Entry(
+        about="torch FSDP2: each rank keeps a part of parameters, gradients and state",
+        options={
+            "reshard": Option(default=True, about="let go of a layer before its backward pass")
         },
     ),
     "gossip": Entry(about="each rank averages its weights with one neighbour at a time"),

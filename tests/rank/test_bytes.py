@@ -66,3 +66,9 @@ def test_gossip_sends_all_to_one(ranks):
     assert set(sent(ranks, "gossip", 2)[0]) == {S}
     found = sent(ranks, "gossip", 3)
     assert [sum(step) for step in zip(*found, strict=True)] == [2 * S] * len(found[0])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_in_shared_memory_gradients_are_written_once(ranks, num_ranks):
+    expected = S if num_ranks > 1 else 0
+    assert {size for rank in sent(ranks, "ddp-shm", num_ranks) for size in rank} == {expected}

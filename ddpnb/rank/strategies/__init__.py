@@ -9,7 +9,9 @@ from ddpnb.rank.strategies.central import Central
 from ddpnb.rank.strategies.data_parallel import DataParallel
 from ddpnb.rank.strategies.ddp import Ddp
 from ddpnb.rank.strategies.ddp_by_hand import DdpByHand
+from ddpnb.rank.strategies.ddp_shm import DdpShm
 from ddpnb.rank.strategies.diloco import DiLoCo
+from ddpnb.rank.strategies.fsdp import Fsdp
 from ddpnb.rank.strategies.gossip import Gossip
 from ddpnb.rank.strategies.hogwild import Hogwild
 from ddpnb.rank.strategies.local_sgd import LocalSgd
@@ -17,11 +19,13 @@ from ddpnb.rank.strategies.no_comm import NoComm
 from ddpnb.rank.strategies.own import own_strategy
 from ddpnb.rank.strategies.ring_by_hand import RingByHand
 from ddpnb.rank.strategies.single import Single
+from ddpnb.rank.strategies.zero import Zero
 
 STRATEGIES: Mapping[str, type[Strategy]] = {
     "single": Single,
     "dp": DataParallel,
     "ddp": Ddp,
+    "ddp-shm": DdpShm,
     "ddp-by-hand": DdpByHand,
     "ring-by-hand": RingByHand,
     "central": Central,
@@ -29,6 +33,8 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
     "hogwild": Hogwild,
     "local-sgd": LocalSgd,
     "diloco": DiLoCo,
+    "zero": Zero,
+    "fsdp": Fsdp,
     "gossip": Gossip,
     "no-comm": NoComm,
 }

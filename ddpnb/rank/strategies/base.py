@@ -124,6 +124,7 @@ class Replica:
         weight: float = 1.0,
         model: nn.Module | None = None,
         unsynced: Callable[[], AbstractContextManager[object]] = nullcontext,
+        most: int | None = None,
     ) -> Tensor:
         """Run forward and backward on a batch, part by part if gradients are accumulated.
 
@@ -134,13 +135,15 @@ class Replica:
             weight: e.g. this worker's share of the global batch.
             model: what to call in place of the plain model: a wrapper of it.
             unsynced: the context for all parts but the last, e.g. DDP's ``no_sync``.
+            most: the most parts to cut the batch into, where each takes a message and all
+                ranks must cut into as many.
 
         Returns:
             The mean loss over the batch, before any update; shape (), detached.
         """
         called = self.model if model is None else model
         called.zero_grad()
-        parts = batch.split(self.accumulate)
+        parts = batch.split(min(self.accumulate, most or self.accumulate))
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts, start=1):
             share = part.num_samples / batch.num_samples
@@ -175,10 +178,11 @@ class Batch:
         return self.num_samples / self.num_global
 
     def split(self, num_parts: int) -> list["Batch"]:
-        """Return up to ``num_parts`` parts, none of them empty."""
+        """Return as many parts, or one for each sample where there are fewer."""
         if num_parts == 1:
             return [self]
-        cut = zip(self.inputs.chunk(num_parts), self.targets.chunk(num_parts), strict=True)
+        num = min(num_parts, self.num_samples)
+        cut = zip(self.inputs.tensor_split(num), self.targets.tensor_split(num), strict=True)
         return [
             Batch(inputs=i, targets=t, num_samples=len(i), num_global=self.num_global)
             for i, t in cut

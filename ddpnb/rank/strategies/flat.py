@@ -1,11 +1,10 @@
 """How do many tensors become few messages, and what does a rank hold?  (Every rank.)"""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ddpnb.rank.strategies.base import Memory
 
@@ -85,4 +84,6 @@ def memory_of(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | N
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return what lies here; by its method, for to import ``DTensor`` takes a rank a second."""
+    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()

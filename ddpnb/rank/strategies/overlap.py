@@ -40,7 +40,7 @@ def observe(ddp: DistributedDataParallel, compression: Compression, timer: Timer
     """
     if isinstance(timer, Untimed):
         _register(ddp, compression)
-        return _Unobserved()
+        return Unobserved()
     if ddp.device_type == "cuda":
         return _ByEvents(ddp, compression, timer)
     _register(ddp, compression)
@@ -53,7 +53,9 @@ def _register(ddp: DistributedDataParallel, compression: Compression) -> None:
 
 
 @final
-class _Unobserved(Overlap):
+class Unobserved(Overlap):
+    """For whom nobody listens to, or who tells by itself."""
+
     def tell(self) -> None:
         """Tell nothing."""
 

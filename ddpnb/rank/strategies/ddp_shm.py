@@ -1,0 +1,172 @@
+"""How does DistributedDataParallel train whose ranks share their host's memory?  (Every rank.)
+
+    w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
+
+with g_i the gradient of the mean loss over rank i's b_i samples of the global batch of
+B: the same update as ``ddp``.  Only the all-reduce is another, a communication hook: it
+goes through shared memory and not, as gloo's does, through TCP on the loopback interface.
+Nothing hides behind the backward pass: each bucket is summed before that goes on.
+
+Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training", PVLDB 13(12), 2020; the sum is in ``transport/shared_sum.py``.
+
+Messages per step: for each MB of gradients one byte, or with three ranks or more two, from
+each rank to each other; with buffers (BatchNorm's statistics) also one broadcast.
+Bytes sent per step and rank: S, the bytes of all gradients, written once for the others to
+read (0 where there are no others).  Where ranks cannot share memory: as ``ddp``.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.constants import default_pg_timeout
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy, Timer
+from ddpnb.rank.strategies.compression import Compression
+from ddpnb.rank.strategies.flat import all_reduce_bytes, memory_of, num_bytes
+from ddpnb.rank.strategies.overlap import Overlap, Unobserved, observe
+from ddpnb.rank.transport.shared_sum import SharedSum
+from ddpnb.wire import RankState
+
+_NO_SHARING_NOTE = "ddp-shm: the ranks cannot share memory here; gradients went through gloo."
+_GPU_NOTE = "ddp-shm is for CPU ranks; on GPUs gradients went through the group's own backend."
+
+
+@final
+class DdpShm(Strategy):
+    """Torch's ``DistributedDataParallel`` with an all-reduce in shared memory.
+
+    Args:
+        timeout_seconds: how long a rank waits for another that is alive; as long as torch does.
+            One that dies or leaves is noticed at once.
+    """
+
+    def __init__(self, *, timeout_seconds: float = default_pg_timeout.total_seconds()) -> None:
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._sum: SharedSum | None = None
+        self._is_shared = True
+
+    def plan(self, state: RankState) -> Plan:
+        """Every rank."""
+        num, on_cpu = state.world_size, state.device == "cpu"
+        notes = () if on_cpu else (_GPU_NOTE,)
+        return Plan(num_ranks=num, num_workers=num, synchronous=True, notes=notes)
+
+    def setup(self, replica: Replica) -> None:
+        """Wrap the model, and meet in shared memory; takes part: every rank."""
+        self._replica = replica
+        on_cpu = replica.device.type == "cpu"
+        self._ddp = DistributedDataParallel(
+            replica.model, device_ids=None if on_cpu else [replica.device]
+        )
+        self._num_bytes = num_bytes(replica.parameters)
+        self._is_shared = not on_cpu or _is_one_place(replica.folder, replica.world_size)
+        if on_cpu and self._is_shared:
+            self._overlap = self._share_memory(replica)
+        else:
+            self._overlap = self._send_otherwise(replica)
+        self._optimizer = replica.optimizer(replica.parameters)
+
+    def shares(self) -> Iterator[Share]:
+        """This rank's part of every global batch."""
+        replica = self._replica
+        return every_step(replica.num_steps, part=replica.rank, num_parts=replica.world_size)
+
+    def step(self, batch: Batch) -> StepReport:
+        """Train on this rank's part of one global batch; takes part: every rank."""
+        # forward; backward, and agree in between: bucket by bucket.  With the weight in the
+        # loss, the sum over the ranks is a mean over samples.
+        loss = self._replica.compute_gradients(
+            batch, weight=batch.weight, model=self._ddp, unsynced=self._ddp.no_sync
+        )
+        self._overlap.tell()
+        # update: every rank the same
+        self._replica.update(self._optimizer)
+        return StepReport(
+            loss=loss, num_samples=batch.num_samples, num_bytes_sent=self._num_bytes_sent()
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """Say where shared memory could not be used."""
+        return () if self._is_shared else (_NO_SHARING_NOTE,)
+
+    def memory(self) -> Memory:
+        """All of both."""
+        return memory_of(self._replica.model.parameters(), self._optimizer)
+
+    def finish(self) -> nn.Module:
+        """Return the model inside the wrapper."""
+        return self._replica.model
+
+    def close(self) -> None:
+        """Hang up, so that no other rank waits for this one."""
+        if self._sum is not None:
+            self._sum.close()
+
+    def _share_memory(self, replica: Replica) -> Overlap:
+        self._sum = SharedSum.open(
+            replica.folder,
+            replica.name,
+            rank=replica.rank,
+            num_ranks=replica.world_size,
+            timeout_seconds=self._timeout.total_seconds(),
+        )
+        self._sum.tell(
+            lambda is_waiting: replica.timer.begin("waiting" if is_waiting else "communication")
+        )
+        self._ddp.register_comm_hook((self._sum, replica.timer), _add_in_shared_memory)
+        return Unobserved()
+
+    def _send_otherwise(self, replica: Replica) -> Overlap:
+        plain = Compression(
+            hook=_add_by_backend, state=None, is_plain=False, num_bytes=lambda: self._num_bytes
+        )
+        return observe(self._ddp, plain, replica.timer)
+
+    def _num_bytes_sent(self) -> int:
+        num = self._replica.world_size
+        if self._sum is None:
+            return all_reduce_bytes(self._num_bytes, num)
+        return self._num_bytes if num > 1 else 0
+
+
+def _add_in_shared_memory(
+    state: tuple[SharedSum, Timer], bucket: GradBucket
+) -> torch.futures.Future[Tensor]:
+    """Sum a bucket over all ranks, as a hook of DDP's."""
+    shared, timer = state
+    buffer = bucket.buffer()
+    timer.begin("communication")
+    shared.add(buffer)
+    timer.begin("backward")
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
+
+
+def _add_by_backend(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Sum a bucket over all ranks by the default group, as a hook of DDP's."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None, "this rank is in the group"
+    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda sums: sums.value()[0])
+    return summed
+
+
+def _is_one_place(folder: Path, num_ranks: int) -> bool:
+    """Tell whether the folder is the same one for all ranks; takes part: every rank."""
+    found = folder.stat()
+    running = Path("/proc/sys/kernel/random/boot_id").read_text()
+    place = hashlib.sha256(f"{running} {found.st_dev} {found.st_ino}".encode()).digest()
+    mine = torch.tensor(list(place[:8]), dtype=torch.uint8)
+    places = [torch.empty_like(mine) for _ in range(num_ranks)]
+    dist.all_gather(places, mine)
+    return all(torch.equal(mine, other) for other in places)

@@ -1,0 +1,155 @@
+"""How do ranks train that each keep a part of everything only?  (Every rank.)
+
+    w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
+
+with g_i the gradient of the mean loss over rank i's b_i samples of the global batch of
+B: the same update as ``ddp``.  Of each parameter a rank keeps one N-th of the rows, with
+their gradient and their optimizer's state: stage 3 of ZeRO.  A layer's parameters are
+gathered before it is used and let go of afterwards.
+
+Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
+PVLDB 16(12), 2023; code: ``torch.distributed.fsdp.fully_shard`` (FSDP2).
+
+A layer is each module of a ``Sequential``, also of one inside another; what is in none is
+gathered at once, with the model.
+
+Messages per step: one all-gather of each layer's parameters before its forward pass and,
+with ``reshard``, one more before its backward pass; for each part that the batch is cut
+into.  One reduce-scatter of each layer's gradients.
+Bytes sent per step and rank, in A parts: (N - 1) * P * (2 A + 1), or without ``reshard``
+(N - 1) * P * (A + 1), with P the bytes of a rank's part, in which rows are filled up to a
+multiple of N: about S / N.
+"""
+
+import copy
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.flat import memory_of
+from ddpnb.wire import RankState
+
+
+@final
+class Fsdp(Strategy):
+    """Torch's ``fully_shard`` over the default process group.
+
+    Args:
+        reshard: whether a layer is let go of between its forward and its backward pass.
+    """
+
+    def __init__(self, *, reshard: bool = True) -> None:
+        self._reshard = reshard
+
+    def plan(self, state: RankState) -> Plan:
+        """Every rank."""
+        return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
+
+    def setup(self, replica: Replica) -> None:
+        """Cut the parameters up; takes part: every rank."""
+        self._replica = replica
+        self._skeleton = _without_parameters(replica.model)
+        self._part_bytes = sum(
+            _part_bytes(parameter, replica.world_size) for parameter in replica.model.parameters()
+        )
+        assert dist.group.WORLD is not None, "this rank is in a group"
+        # Imported when asked for: it takes a second, and every rank would pay it at start.
+        fsdp = importlib.import_module("torch.distributed.fsdp")
+        mesh = DeviceMesh.from_group(dist.group.WORLD, replica.device.type)
+        for layer in (*_layers(replica.model), replica.model):
+            fsdp.fully_shard(layer, mesh=mesh, reshard_after_forward=self._reshard)
+        self._optimizer = replica.optimizer(replica.parameters)
+
+    def shares(self) -> Iterator[Share]:
+        """This rank's part of every global batch."""
+        replica = self._replica
+        return every_step(replica.num_steps, part=replica.rank, num_parts=replica.world_size)
+
+    def step(self, batch: Batch) -> StepReport:
+        """Train on this rank's part of one global batch; takes part: every rank."""
+        replica = self._replica
+        # forward, backward: each layer's parameters come, its gradients go.  They are divided
+        # by the number of ranks; the weight makes that a mean over samples.
+        smallest_share = batch.num_global // replica.world_size
+        num_parts = min(replica.accumulate, smallest_share)  # the same on every rank
+        loss = replica.compute_gradients(
+            batch,
+            weight=replica.world_size * batch.weight,
+            unsynced=self._unsynced,
+            most=num_parts,
+        )
+        # update: each rank its part
+        replica.update(self._optimizer)
+        num_times = (2 if self._reshard else 1) * num_parts + 1
+        return StepReport(
+            loss=loss,
+            num_samples=batch.num_samples,
+            num_bytes_sent=(replica.world_size - 1) * self._part_bytes * num_times,
+        )
+
+    def memory(self) -> Memory:
+        """This rank's part of both."""
+        return memory_of(self._replica.model.parameters(), self._optimizer)
+
+    def finish(self) -> nn.Module:
+        """Gather all into a plain model; takes part: every rank."""
+        model = self._replica.model
+        pairs = zip(self._skeleton.parameters(), model.parameters(), strict=True)
+        whole = {id(empty): _gathered(parameter) for empty, parameter in pairs}
+        plain = copy.deepcopy(self._skeleton, whole)
+        for mine, theirs in zip(plain.buffers(), model.buffers(), strict=True):
+            mine.copy_(theirs)
+        return plain
+
+    def close(self) -> None:
+        """Nothing to let go of: the process group belongs to the rank."""
+
+    @contextmanager
+    def _unsynced(self) -> Iterator[None]:
+        """Keep gradients here for a while, whole."""
+        model: Any = self._replica.model  # an FSDPModule since setup
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a ``Sequential`` that have parameters, each once."""
+    if not isinstance(model, nn.Sequential):
+        return []
+    found: dict[nn.Module, None] = {}
+    for module in model:
+        inner = _layers(module) if isinstance(module, nn.Sequential) else [module]
+        found |= dict.fromkeys(m for m in inner if next(m.parameters(), None) is not None)
+    return list(found)
+
+
+def _without_parameters(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose parameters have shapes but no values."""
+    empty: dict[int, object] = {
+        id(parameter): nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    return copy.deepcopy(model, empty)
+
+
+def _gathered(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the whole of a parameter that is spread over the ranks; takes part: every rank."""
+    held: Any = parameter.detach()  # a DTensor since setup
+    return nn.Parameter(held.full_tensor(), parameter.requires_grad)
+
+
+def _part_bytes(parameter: Tensor, num_parts: int) -> int:
+    """Return the bytes of one of equal parts, cut between rows; the last is filled up."""
+    num_rows = parameter.shape[0]
+    row_bytes = parameter.numel() // num_rows * parameter.element_size()
+    return -(-num_rows // num_parts) * row_bytes

@@ -1,0 +1,136 @@
+"""How do ranks train that each keep a part of the optimizer's state only?  (Every rank.)
+
+    w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
+
+with g_i the gradient of the mean loss over rank i's b_i samples of the global batch of
+B: the same update as ``ddp``.  Each rank makes it for its own part of the parameters, a
+few whole tensors, with the state of these alone, and sends them to the others: stage 1 of
+ZeRO.
+
+Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", SC 2020; code: ``torch.distributed.optim.ZeroRedundancyOptimizer``.
+
+Messages per step: those of ``ddp``; then one broadcast of each parameter, from the rank
+whose part it is in.
+Bytes sent per step and rank: 2 (N - 1) / N * S + (N - 1) * P, with S the bytes of all
+gradients and P those of the parameters in this rank's part; P adds up to S.
+"""
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddpnb.errors import UserError
+from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.compression import compression
+from ddpnb.rank.strategies.flat import all_reduce_bytes, memory_of, num_bytes
+from ddpnb.rank.strategies.overlap import observe
+from ddpnb.wire import RankState
+
+
+@final
+class Zero(Strategy):
+    """Torch's ``DistributedDataParallel`` with its ``ZeroRedundancyOptimizer``."""
+
+    def plan(self, state: RankState) -> Plan:
+        """Every rank."""
+        return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
+
+    def setup(self, replica: Replica) -> None:
+        """Wrap the model and share its optimizer out; takes part: every rank."""
+        self._replica = replica
+        device_ids = [replica.device] if replica.device.type == "cuda" else None
+        self._ddp = DistributedDataParallel(replica.model, device_ids=device_ids)
+        plain = compression("none", replica.parameters, replica.device, 0)
+        self._overlap = observe(self._ddp, plain, replica.timer)
+        self._optimizer = _shared_out(replica.optimizer(replica.parameters))
+        self._part = [p for group in self._optimizer.optim.param_groups for p in group["params"]]
+        # What follows the step of this rank's part is the exchange of parts.
+        self._optimizer.optim.register_step_post_hook(
+            lambda *_: replica.timer.begin("communication")
+        )
+
+    def shares(self) -> Iterator[Share]:
+        """This rank's part of every global batch."""
+        replica = self._replica
+        return every_step(replica.num_steps, part=replica.rank, num_parts=replica.world_size)
+
+    def step(self, batch: Batch) -> StepReport:
+        """Train on this rank's part of one global batch; takes part: every rank."""
+        replica = self._replica
+        # forward; backward, and agree on gradients at the same time, as in ddp
+        loss = replica.compute_gradients(
+            batch,
+            weight=replica.world_size * batch.weight,
+            model=self._ddp,
+            unsynced=self._ddp.no_sync,
+        )
+        self._overlap.tell()
+        # update: each rank its part; agree on parameters: each part goes to all others
+        replica.update(self._optimizer)
+        reduced = all_reduce_bytes(num_bytes(replica.parameters), replica.world_size)
+        sent_on = (replica.world_size - 1) * num_bytes(self._part)
+        return StepReport(
+            loss=loss, num_samples=batch.num_samples, num_bytes_sent=reduced + sent_on
+        )
+
+    def memory(self) -> Memory:
+        """All parameters; of the optimizer's state this rank's part."""
+        return memory_of(self._replica.model.parameters(), self._optimizer.optim)
+
+    def finish(self) -> nn.Module:
+        """Return the model inside the wrapper."""
+        return self._replica.model
+
+    def close(self) -> None:
+        """Nothing to let go of: the process group belongs to the rank."""
+
+
+def _shared_out(sample: Optimizer) -> Any:
+    """Return the same optimizer with its state shared out; takes part: every rank.
+
+    Hooks before and after a step (warm-up, clipping) go to the whole: on every rank they
+    see all parameters, and the gradients that all ranks have agreed on.
+
+    Args:
+        sample: a plain optimizer of all parameters that has made no step.
+
+    Raises:
+        UserError: the parameters are of several types.
+    """
+    constructor: Any = partial(_same_kind, sample)
+    # Imported when asked for: it takes half a second, and every rank would pay it at start.
+    optim = importlib.import_module("torch.distributed.optim")
+    try:
+        whole = optim.ZeroRedundancyOptimizer(sample.param_groups, optimizer_class=constructor)
+    except ValueError as error:
+        raise UserError(
+            "zero wants all parameters in one floating-point type; "
+            "give the model one, or take another strategy."
+        ) from error
+    for hook in sample._optimizer_step_pre_hooks.values():
+        whole.register_step_pre_hook(hook)
+    for hook in sample._optimizer_step_post_hooks.values():
+        whole.register_step_post_hook(hook)
+    return whole
+
+
+def _same_kind(sample: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Return an optimizer of the sample's class and settings for other parameters.
+
+    Each group names all of its own settings; those given by name are for what the
+    constructor itself checks or requires.
+    """
+    takes = inspect.signature(type(sample)).parameters
+    given = {key: value for key, value in sample.defaults.items() if key in takes}
+    make: Any = type(sample)
+    made: torch.optim.Optimizer = make(groups, **given)
+    return made

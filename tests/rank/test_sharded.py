@@ -1,0 +1,134 @@
+"""Does a rank that keeps a part keep only that, and send what it says?"""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ddpnb.errors import UserError
+from tests.rank import fit
+from tests.rank.fit import Problem, by_hand, by_strategy, distance
+
+WIDE = [(6, 96), *[(96, 96)] * 6, (96, 3)]
+"""Inputs and outputs of the layers of a model that can be cut evenly."""
+
+
+class WideProblem(Problem):
+    def build(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        return nn.Sequential(*(nn.Linear(inputs, outputs) for inputs, outputs in WIDE))
+
+
+class GroupedProblem(Problem):
+    """Weights decay, biases do not and learn faster: two groups of the task's own."""
+
+    def factory(self):
+        def make(parameters):
+            weights = [p for p in parameters if p.ndim > 1]
+            biases = [p for p in parameters if p.ndim == 1]
+            groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0, "lr": 0.02}]
+            return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+
+        return make
+
+
+class TiedProblem(Problem):
+    def build(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        return Tied()
+
+
+class Tied(nn.Module):
+    """One layer used twice, in no ``Sequential``, with a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.same = self.layer
+        self.last = nn.Linear(6, 3)
+        self.register_buffer("scale", torch.tensor(0.5), persistent=False)
+
+    def forward(self, inputs):
+        return self.last(self.same(self.layer(inputs)) * self.scale)
+
+
+WIDE_PROBLEM = WideProblem(optimizer="adam", batch_size=12, num_epochs=1)
+S = 4 * sum(inputs * outputs + outputs for inputs, outputs in WIDE)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_parts_of_the_optimizer_are_an_nth(ranks, num_ranks):
+    ddp, zero, fsdp = (
+        [one.memory for one in ranks(num_ranks).call(by_strategy, word, WIDE_PROBLEM)]
+        for word in ("ddp", "zero", "fsdp")
+    )
+    assert all(memory.parameters == S for memory in (*ddp, *zero))
+    assert all(2 * S <= memory.optimizer < 2.01 * S for memory in ddp)  # Adam's two moments
+    assert sum(memory.optimizer for memory in zero) == pytest.approx(2 * S, rel=0.01)
+    assert max(memory.optimizer for memory in zero) < 2 * S * 1.2 / num_ranks
+    assert sum(memory.parameters for memory in fsdp) == S
+    assert max(memory.parameters for memory in fsdp) < 1.01 * S / num_ranks
+    assert max(memory.optimizer for memory in fsdp) < 1.02 * 2 * S / num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("word", ["zero", "fsdp", "fsdp:reshard=off"])
+@pytest.mark.parametrize("problem", [GroupedProblem(), TiedProblem(), WIDE_PROBLEM])
+def test_groups_tied_layers_and_odd_sizes_train_as_in_one_process(ranks, word, num_ranks, problem):
+    fits = ranks(num_ranks).call(by_strategy, word, problem)
+    reference = by_hand(problem, num_ranks)
+    assert all(distance(one, reference) < 1e-5 for one in fits)
+    for mine, theirs in zip(fits[0].buffers, reference.buffers, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def clipped_and_warmed(parameters):
+    """An optimizer with both hooks of the worker's: the rate grows, gradients are cut."""
+    made = fit.clipped(partial(torch.optim.SGD, lr=0.1, momentum=0.9), 0.3, parameters)
+    made.num_updates = 0
+
+    def warm_up(optimizer, *_):
+        made.num_updates += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * min(1.0, made.num_updates / 10)
+
+    made.register_step_pre_hook(warm_up)
+    return made
+
+
+class TunedProblem(Problem):
+    def factory(self):
+        return clipped_and_warmed
+
+
+@pytest.mark.parametrize("word", ["zero", "fsdp"])
+def test_hooks_of_the_optimizer_see_all_gradients_once_a_step(ranks, word):
+    fits = ranks(2).call(by_strategy, word, TunedProblem())
+    assert all(distance(one, by_hand(TunedProblem(), 2)) < 1e-5 for one in fits)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_zero_sends_gradients_to_all_and_each_part_to_all_others(ranks, num_ranks):
+    fits = ranks(num_ranks).call(by_strategy, "zero", WIDE_PROBLEM)
+    per_step = sum(one.reports[0].num_bytes_sent for one in fits)
+    others = num_ranks - 1
+    assert per_step == num_ranks * (2 * others * S // num_ranks) + others * S
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_fsdp_sends_its_part_for_each_gather_and_scatter(ranks, num_ranks, accumulate):
+    rows = {width: -(-width // num_ranks) for _, width in WIDE}
+    part = 4 * sum(rows[outputs] * (inputs + 1) for inputs, outputs in WIDE)
+    problem = replace(WIDE_PROBLEM, accumulate=accumulate)
+    for word, num_gathers in (("fsdp", 2 * accumulate), ("fsdp:reshard=off", accumulate)):
+        for one in ranks(num_ranks).call(by_strategy, word, problem):
+            assert one.reports[0].num_bytes_sent == (num_ranks - 1) * part * (num_gathers + 1)
+
+
+def test_zero_says_that_it_wants_one_type(ranks):
+    failures = ranks(2).attempt(by_strategy, "zero", Problem(model="mixed"))
+    assert all(isinstance(failure.cause, UserError) for failure in failures)
+    assert "one floating-point type" in str(failures[0].cause)

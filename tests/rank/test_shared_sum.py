@@ -1,0 +1,164 @@
+"""Does the sum in shared memory add up, always, and let go of who waits for the dead?"""
+
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddpnb.rank.failure import is_consequence
+from ddpnb.rank.strategies import ddp_shm
+from ddpnb.rank.transport.shared_sum import PIECE_BYTES, SharedSum
+from tests.rank.fit import Problem, by_hand, by_strategy, distance
+from tests.rank.test_ddp import timed_job
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+def opened(state, folder: Path, timeout_seconds: float = 30.0) -> SharedSum:
+    return SharedSum.open(
+        folder,
+        "test",
+        rank=state.rank,
+        num_ranks=state.world_size,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def whole_numbers(rank: int, number: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers so small that their sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(number * 16 + rank)
+    return torch.randint(-16, 16, (size,), generator=generator).to(dtype)
+
+
+def stress(state, folder, num_rounds, most):
+    """Add tensors of random sizes, at random moments; return how many were wrong."""
+    sizes, pauses = random.Random(7), random.Random(state.rank)
+    num_wrong = 0
+    with closing(opened(state, folder)) as shared:
+        torch.distributed.barrier()
+        assert list(folder.iterdir()) == []
+        for number in range(num_rounds):
+            size, dtype = sizes.choice([1, 2, 3, sizes.randint(1, most)]), sizes.choice(DTYPES)
+            if pauses.random() < 0.02:
+                time.sleep(pauses.random() * 0.002)
+            flat = whole_numbers(state.rank, number, size, dtype)
+            shared.add(flat)
+            ranks = range(state.world_size)
+            expected = sum(whole_numbers(rank, number, size, dtype) for rank in ranks)
+            num_wrong += not torch.equal(flat, expected)
+    return num_wrong
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_thousands_of_small_sums_of_any_size_and_type_are_right(ranks, num_ranks):
+    assert ranks(num_ranks).call(stress, 3000, 5000) == [0] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_tensors_of_many_pieces_are_right(ranks, num_ranks):
+    assert ranks(num_ranks).call(stress, 40, PIECE_BYTES) == [0] * num_ranks
+
+
+def same_bits(state, folder):
+    with closing(opened(state, folder)) as shared:
+        flat = torch.randn(300_001, generator=torch.Generator().manual_seed(state.rank))
+        shared.add(flat)
+        return flat
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_the_sum_has_the_same_bits_on_every_rank(ranks, num_ranks):
+    first, *others = ranks(num_ranks).call(same_bits)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def sum_until_it_fails(state, folder, fault):
+    with closing(opened(state, folder, timeout_seconds=1.0 if fault == "hang" else 30.0)) as shared:
+        for number in range(1000):
+            if state.rank == 1 and number == 20:
+                if fault == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if fault == "raise":
+                    raise ZeroDivisionError
+                time.sleep(3)
+            shared.add(torch.ones(1000))
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_where_a_rank_leaves_the_others_fail_at_once(fresh_ranks, num_ranks, fault):
+    started = time.monotonic()
+    results = fresh_ranks(num_ranks).attempt(sum_until_it_fails, fault)
+    assert time.monotonic() - started < 20
+    for rank, result in enumerate(results):
+        if rank != 1:
+            assert isinstance(result.cause, RuntimeError)
+            assert is_consequence(result.cause)
+
+
+def test_where_a_rank_hangs_the_other_gives_up(fresh_ranks):
+    first, _ = fresh_ranks(2).attempt(sum_until_it_fails, "hang")
+    assert "silent for too long" in str(first.cause)
+
+
+def interrupted_training(state, folder):
+    """Rank 0 is interrupted while it waits for rank 1; say what it raised, and how soon."""
+    began = time.monotonic()
+
+    def interrupt() -> None:
+        time.sleep(0.5)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def before_step(rank: int, step: int) -> None:
+        if rank == 1 and step == 3:
+            time.sleep(3)
+        if rank == 0 and step == 3:
+            threading.Thread(target=interrupt).start()
+
+    try:
+        by_strategy(state, folder, "ddp-shm", Problem(), before_step)
+    except BaseException as error:  # noqa: BLE001  # the test judges it
+        return type(error), time.monotonic() - began
+    return None
+
+
+def test_an_interrupt_reaches_a_rank_that_waits(fresh_ranks):
+    (first, seconds), (second, _) = fresh_ranks(2).call(interrupted_training)
+    assert first is KeyboardInterrupt
+    assert second is RuntimeError
+    assert seconds < 2.5
+
+
+def test_where_ranks_share_no_memory_gloo_takes_over_and_it_is_said(ranks):
+    for fit in ranks(2).call(apart, Problem()):
+        assert distance(fit, by_hand(Problem(), 2)) < 1e-5
+        assert "cannot share memory" in fit.notes[0]
+        assert fit.reports[0].num_bytes_sent == 4 * (6 * 16 + 16 + 16 * 3 + 3)
+
+
+def apart(state, folder, problem):
+    """Train in a folder of this rank's own."""
+    own = folder / f"own-{state.rank}"
+    own.mkdir()
+    try:
+        return by_strategy(state, own, "ddp-shm", problem)
+    finally:
+        own.rmdir()
+
+
+def test_waiting_is_told_from_copying(ranks):
+    for laps in ranks(2).call(timed_job, "ddp-shm", 6):
+        assert all(parts.waiting > 0 and parts.communication > 0 for _, parts in laps)
+        assert all(parts.hidden == 0 for _, parts in laps)
+
+
+def test_close_may_be_called_twice_and_before_setup():
+    strategy = ddp_shm.DdpShm()
+    strategy.close()
+    strategy.close()
