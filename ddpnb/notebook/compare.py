@@ -1,5 +1,6 @@
 """How are strategies trained one after the other and compared?  (Notebook side.)"""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
@@ -13,6 +14,7 @@ from ddpnb.notebook.cluster.watch import Watch
 from ddpnb.notebook.record.recorder import Recorder, new_id
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
+from ddpnb.notebook.resume import with_checkpoints
 from ddpnb.notebook.show.failures import CellInterrupt, RankError
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.result import ComparisonResult
@@ -22,6 +24,8 @@ from ddpnb.wire import OnRank, RunReport, RunSpec
 BASELINE = "single"
 FREE_CHECK_AFTER_SECONDS = 5.0
 """How long ranks may still check after one has refused; to free them costs the group."""
+ORDER_SECONDS = 0.3
+"""How often the ranks are told to stop, until they have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,20 @@ class Training:
     recorder: Recorder
     specs: Sequence[RunSpec]
     live: Live = field(default_factory=live)
+    _is_stopped: bool = False
+    _is_skipped: bool = False
+    _next_order_seconds: float = 0.0
+
+    def stop(self) -> None:
+        """End the run in progress early, and begin no other; from any thread, also twice.
+
+        All its ranks end it after the same step, and what it has learnt is judged.
+        """
+        self._is_stopped = True
+
+    def skip(self) -> None:
+        """End the run in progress early, and go on with the next; from any thread, also twice."""
+        self._is_skipped = True
 
     def run(self) -> ComparisonResult:
         """Train everything; what was trained is shown and kept, however it ends.
@@ -88,7 +106,8 @@ class Training:
         """
         try:
             for spec in self.specs:
-                self._train(spec)
+                if not self._is_stopped:
+                    self._train(spec)
         finally:
             result = ComparisonResult(self.recorder.comparison)
             self.live.finish(result)
@@ -101,8 +120,9 @@ class Training:
             cluster=self.cluster,
             call=self.cluster.submit(OnRank("train"), spec, ranks=self.cluster.ranks),
             handle=self._handle,
-            tick=lambda: self.live.update(self.recorder.comparison),
+            tick=self._tick,
         )
+        self._is_skipped = False
         try:
             watch.run()
         except KeyboardInterrupt:
@@ -111,7 +131,19 @@ class Training:
         if (error := error_of(watch)) is not None:
             self.recorder.end(spec.run_id, Status.FAILED, watch.stuck or str(error))
             raise error
-        self.recorder.end(spec.run_id, Status.FINISHED)
+        reports = watch.returned.values()
+        if any(isinstance(report, RunReport) and report.was_stopped for report in reports):
+            self.recorder.end(spec.run_id, Status.STOPPED, "stopped by the user")
+        else:
+            self.recorder.end(spec.run_id, Status.FINISHED)
+
+    def _tick(self) -> None:
+        self.live.update(self.recorder.comparison)
+        now = time.monotonic()
+        if (self._is_stopped or self._is_skipped) and now >= self._next_order_seconds:
+            self._next_order_seconds = now + ORDER_SECONDS  # one that came too early was lost
+            for rank in self.cluster.living:
+                self.cluster.processes.order(rank, "stop")
 
     def _handle(self, happening: Happening) -> None:
         if isinstance(happening, Events):
@@ -126,7 +158,7 @@ def compare(cluster: Cluster, store: Store, spec: ComparisonSpec) -> ComparisonR
     Raises:
         UserError: where the task or a strategy cannot be trained, before anything is.
     """
-    specs = spec.run_specs()
+    specs = with_checkpoints(spec.run_specs(), spec.strategies, store)
     tell_stale(cluster.ensure_group())
     for run_spec in {run_spec.strategy: run_spec for run_spec in specs}.values():
         check(cluster, run_spec)

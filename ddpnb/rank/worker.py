@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.rank import drag
-from ddpnb.rank.check import check_training
+from ddpnb.rank.check import check_saved, check_training
 from ddpnb.rank.clock import Clock, Lap, clock_of
 from ddpnb.rank.drag import Drag
 from ddpnb.rank.evaluate import evaluate
@@ -63,6 +63,8 @@ def check(
     with untouched(torch.device(state.device)):
         stage = build(spec, state, namespace, filename=filename)
         replica = stage.replica("check", num_steps=1, timer=Untimed(), is_grouped=False)
+        if stage.saved is not None:
+            check_saved(replica, stage.saved)
         check_training(replica, stage.smallest_batch())
 
 
