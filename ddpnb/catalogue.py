@@ -110,7 +110,7 @@ STRATEGIES: Mapping[str, Entry] = {
 TASKS: Mapping[str, Entry] = {
     "digits": Entry(about="scikit-learn's 1797 handwritten digits, 8x8 pixels: real data"),
     "cifar10": Entry(
-        about="ResNet-18 on CIFAR-10; synthetic images where data/cifar-10-batches-bin is not there"
+        about="ResNet-18 on data/cifar-10-batches-bin; on synthetic images where there is none"
     ),
     "text": Entry(about="a small transformer learns Python's own sources, by character: real data"),
     "synthetic": Entry(

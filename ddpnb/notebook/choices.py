@@ -6,7 +6,7 @@ from typing import Any
 
 from IPython.core.magic_arguments import ArgDecorator
 
-from ddpnb.catalogue import CELL_TASK
+from ddpnb.catalogue import CELL_TASK, STRATEGIES, TASKS, Option
 from ddpnb.errors import UserError
 from ddpnb.training import GROUPS, Flag, TrainingSpec, flags
 
@@ -21,6 +21,25 @@ class training_arguments(ArgDecorator):  # noqa: N801  as IPython's own
         headings = {name: parser.add_argument_group(name) for name in GROUPS}
         for _, flag in flags():
             headings[flag.group].add_argument(flag.option, **_settings(flag))
+
+
+def catalogue_text() -> str:
+    """Return the strategies and tasks there are, with their options: the end of a help text."""
+    lines: list[str] = []
+    for heading, entries in (("strategies", STRATEGIES), ("tasks", TASKS)):
+        lines += ["", f"{heading}:"]
+        for name, entry in entries.items():
+            lines.append(f"  {name:<17}  {entry.about}")
+            for key, option in entry.options.items():
+                lines.append(f"    {name}:{key}={_written(option)}  {option.about}")
+    return "\n".join(lines[1:])
+
+
+def _written(option: Option) -> str:
+    """Return what an option may be: its choices, or what it is where nothing is chosen."""
+    if isinstance(option.default, bool):
+        return "on|off"
+    return "|".join(option.choices) or str(option.default)
 
 
 def training_of(chosen: Mapping[str, Any], **others: Any) -> TrainingSpec:

@@ -1,5 +1,7 @@
 """How are strategies trained one after the other and compared?  (Notebook side.)"""
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
@@ -13,6 +15,7 @@ from ddpnb.notebook.cluster.watch import Watch
 from ddpnb.notebook.record.recorder import Recorder, new_id
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
+from ddpnb.notebook.resume import with_checkpoints
 from ddpnb.notebook.show.failures import CellInterrupt, RankError
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.result import ComparisonResult
@@ -22,6 +25,10 @@ from ddpnb.wire import OnRank, RunReport, RunSpec
 BASELINE = "single"
 FREE_CHECK_AFTER_SECONDS = 5.0
 """How long ranks may still check after one has refused; to free them costs the group."""
+ORDER_SECONDS = 0.3
+"""How often the ranks are told to stop, until they have."""
+PATIENCE_SECONDS = 1.2
+"""How long they may take to stop and to judge what was learnt, before they are interrupted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +87,21 @@ class Training:
     live: Live = field(default_factory=live)
     _watch: Watch | None = None
     _is_stopped: bool = False
+    _is_skipped: bool = False
+    _next_order_seconds: float = 0.0
+    _interrupt_seconds: float = math.inf
 
     def stop(self) -> None:
-        """Have the run that trains end soon, and no other begin; from any thread."""
+        """End the run in progress early, and begin no other; from any thread, also twice.
+
+        All its ranks end it after the same step, and what it has learnt is judged; where that
+        takes too long they are interrupted.
+        """
         self._is_stopped = True
-        if self._watch is not None:
-            self._watch.stop_requested = True
+
+    def skip(self) -> None:
+        """End the run in progress early, and go on with the next; from any thread, also twice."""
+        self._is_skipped = True
 
     def run(self) -> ComparisonResult:
         """Train everything; what was trained is shown and kept, however it ends.
@@ -96,24 +112,23 @@ class Training:
         """
         try:
             for spec in self.specs:
-                self._train(spec)
+                if not self._is_stopped:
+                    self._train(spec)
         finally:
             result = ComparisonResult(self.recorder.comparison)
             self.live.finish(result)
         return result
 
     def _train(self, spec: RunSpec) -> None:
-        if self._is_stopped:
-            raise CellInterrupt
         self.recorder.begin(spec.run_id, spec.strategy, spec)
         tell_stale(self.cluster.ensure_group())
         self._watch = watch = Watch(
             cluster=self.cluster,
             call=self.cluster.submit(OnRank("train"), spec, ranks=self.cluster.ranks),
             handle=self._handle,
-            tick=lambda: self.live.update(self.recorder.comparison),
-            stop_requested=self._is_stopped,  # meanwhile
+            tick=self._tick,
         )
+        self._is_skipped, self._interrupt_seconds = False, math.inf
         try:
             watch.run()
             if watch.stop_requested:
@@ -124,7 +139,24 @@ class Training:
         if (error := error_of(watch)) is not None:
             self.recorder.end(spec.run_id, Status.FAILED, watch.stuck or str(error))
             raise error
-        self.recorder.end(spec.run_id, Status.FINISHED)
+        reports = watch.returned.values()
+        if any(isinstance(report, RunReport) and report.was_stopped for report in reports):
+            self.recorder.end(spec.run_id, Status.STOPPED, "stopped by the user")
+        else:
+            self.recorder.end(spec.run_id, Status.FINISHED)
+
+    def _tick(self) -> None:
+        self.live.update(self.recorder.comparison)
+        now = time.monotonic()
+        if not (self._is_stopped or self._is_skipped):
+            return
+        self._interrupt_seconds = min(self._interrupt_seconds, now + PATIENCE_SECONDS)
+        if self._watch is not None and now >= self._interrupt_seconds:
+            self._watch.stop_requested = True
+        if now >= self._next_order_seconds:
+            self._next_order_seconds = now + ORDER_SECONDS  # one that came too early was lost
+            for rank in self.cluster.living:
+                self.cluster.processes.order(rank, "stop")
 
     def _handle(self, happening: Happening) -> None:
         if isinstance(happening, Events):
@@ -147,7 +179,7 @@ def prepare(
     Raises:
         UserError: where the task or a strategy cannot be trained, before anything is.
     """
-    specs = spec.run_specs()
+    specs = with_checkpoints(spec.run_specs(), spec.strategies, store)
     tell_stale(cluster.ensure_group())
     for run_spec in {run_spec.strategy: run_spec for run_spec in specs}.values():
         check(cluster, run_spec)

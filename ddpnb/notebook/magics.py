@@ -17,13 +17,13 @@ from IPython.core.magic import (
     line_magic,
     magics_class,
 )
-from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.core.magic_arguments import argument, kwds, magic_arguments, parse_argstring
 from IPython.display import display
 
 from ddpnb.catalogue import STRATEGIES
 from ddpnb.errors import UserError
 from ddpnb.notebook.auto import AutoCells
-from ddpnb.notebook.choices import training_arguments, training_of
+from ddpnb.notebook.choices import catalogue_text, training_arguments, training_of
 from ddpnb.notebook.cluster.folder import remove_leftovers
 from ddpnb.notebook.cluster.linger import waits
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES, ClusterSpec
@@ -211,6 +211,7 @@ class DdpMagics(Magics):
     @argument("--no-baseline", action="store_true", help="do not train `single` as well")
     @argument("--no-wait", action="store_true", help="go on at once; the figure follows")
     @training_arguments()
+    @kwds(epilog=catalogue_text())
     @line_cell_magic
     def ddp_compare(self, line: str, cell: str = "") -> Any:
         """Train strategies on the same task and compare them, drawn live.

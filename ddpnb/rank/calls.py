@@ -44,7 +44,10 @@ def check(spec: RunSpec) -> Failure | None:
     try:
         cell.interruptible(
             lambda: worker.check(
-                spec, state=engine.group.state(), namespace=engine.kernel.shell.user_ns
+                spec,
+                state=engine.group.state(),
+                namespace=engine.kernel.shell.user_ns,
+                filename=filename_of(spec, engine),
             )
         )
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  told in the notebook
@@ -56,6 +59,7 @@ def train(spec: RunSpec) -> RunReport | Failure:
     """Train as the spec says; report how it went."""
     engine = this_engine()
     group = engine.group
+    engine.stop_wanted.clear()  # a wish that came late was for the run before
     try:
         with Publisher(rank=group.rank, run_id=spec.run_id) as publisher:
             report = cell.interruptible(
@@ -65,7 +69,8 @@ def train(spec: RunSpec) -> RunReport | Failure:
                     folder=group.folder,
                     publish=publisher.publish,
                     namespace=engine.kernel.shell.user_ns,
-                    should_stop=lambda: False,  # a run is stopped from outside: interrupt, cut
+                    should_stop=engine.stop_wanted.is_set,
+                    filename=filename_of(spec, engine),
                 )
             )
         return replace(report, num_batches_sent=publisher.num_batches)
@@ -94,6 +99,14 @@ def pull(expression: str) -> bytes | Failure:
         return pickle.dumps([bytearray(buffer) for buffer in buffers])  # writable on arrival
     except Exception as error:  # noqa: BLE001  told in the notebook
         return failure_of(error, engine)
+
+
+def filename_of(spec: RunSpec, engine: RankEngine) -> str:
+    """Return what to call a comparison's cell so that IPython shows it as ``Cell In[n]``."""
+    if not spec.cell:
+        return worker.UNNAMED
+    name: str = engine.kernel.shell.compile.cache(spec.source, spec.cell, spec.source)
+    return name
 
 
 def this_engine() -> RankEngine:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from ddpnb.errors import UserError
-from ddpnb.rank.strategies.base import Batch, Replica
+from ddpnb.rank.strategies.base import Batch, Replica, State
 
 Result = TypeVar("Result")
 
@@ -42,6 +42,21 @@ def _forward(replica: Replica, batch: Batch) -> Tensor:
     _check_loss(loss)
     _check_mean(loss, replica, outputs, batch)
     return loss
+
+
+def check_saved(replica: Replica, saved: State) -> None:
+    """Refuse a checkpoint of another model.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    theirs = saved["strategy"].get("model", {})
+    mine = replica.model.state_dict()
+    shapes = [{name: tuple(value.shape) for name, value in s.items()} for s in (mine, theirs)]
+    if theirs and shapes[0] != shapes[1]:
+        raise UserError(
+            "The checkpoint to resume from is of another model: let model() return the same one."
+        )
 
 
 def check_model(model: nn.Module) -> None:

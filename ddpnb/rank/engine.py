@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import faulthandler
 import os
+import threading
 from collections.abc import Coroutine, Mapping
 from dataclasses import asdict
 from multiprocessing.connection import Connection
@@ -25,6 +26,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     group = Instance(Group)
     publisher: Any = None
     """The publisher of the cell or run in progress."""
+    stop_wanted = Instance(threading.Event, ())
+    """Set where the run in progress is to end early."""
 
     async def complete_registration(self, *args: Any) -> None:
         """Prepare the shell as soon as the engine has one."""
@@ -96,7 +99,12 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     torch.set_num_threads(settings["num_threads"])
     group = group_of(settings, folder)
     engine = RankEngine.instance(group=group)
-    handlers = {"cut": group.cut, "where": engine.whereabouts, "stack": engine.stack}
+    handlers = {
+        "cut": group.cut,
+        "where": engine.whereabouts,
+        "stack": engine.stack,
+        "stop": engine.stop_wanted.set,
+    }
     ControlThread(group.rank, pipe, handlers).start()
     group.join(settings["generation"])
     engine.initialize(settings["engine_arguments"])

@@ -7,6 +7,7 @@ from types import TracebackType
 
 import IPython
 
+from ddpnb.errors import UserError
 from ddpnb.rank.engine import RankEngine
 from ddpnb.wire import Failure
 
@@ -33,6 +34,8 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
 
 def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     """Return the formatted traceback, from the user's first line on."""
+    if isinstance(error, UserError):
+        return []  # its sentence says it all
     shell, frames = engine.kernel.shell, users_part(error.__traceback__)
     if isinstance(error, SyntaxError) and frames is None:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])

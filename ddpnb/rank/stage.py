@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ddpnb import faults
-from ddpnb.rank import drag
 from ddpnb.rank.checkpoint import Place, read
 from ddpnb.rank.loader import Ahead, Direct, Source
 from ddpnb.rank.order import Order, Share
@@ -20,7 +19,7 @@ from ddpnb.rank.tasks.base import OptimizerFactory, Task
 from ddpnb.rank.tasks.samples import DatasetSamples
 from ddpnb.rank.tuning import tuned
 from ddpnb.rank.untouched import seed_everything
-from ddpnb.wire import RankState, RunHeader, RunSpec
+from ddpnb.wire import RankState, RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,7 @@ class Stage:
         """
         seed_everything(self.spec.seed)
         model = self.task.model()
-        if is_grouped and self._syncs_batchnorm:
+        if is_grouped and self.syncs_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = model.to(self.device).train()
         seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
@@ -102,7 +101,7 @@ class Stage:
 
     def source(self, strategy: Strategy) -> Source:
         """Return where the samples of a strategy that is set up come from."""
-        if not self._fetches_ahead:
+        if not self.fetches_ahead:
             return self.direct()
         assert isinstance(self.task.train, DatasetSamples)
         return Ahead(
@@ -146,46 +145,15 @@ class Stage:
         """Return this rank's place in the checkpoints of a run."""
         return place(self.spec, self.state, self.plan, run_id)
 
-    def header(self, num_parameters: int, found: tuple[str, ...]) -> RunHeader:
-        """Tell what the run turned out to be; ``found``: what the strategy's ``setup`` noted."""
-        return RunHeader(
-            run_id=self.spec.run_id,
-            strategy=self.spec.strategy,
-            synchronous=self.plan.synchronous,
-            num_workers=self.plan.num_workers,
-            num_threads=self.state.num_threads,
-            device=self.state.device,
-            backend=self.state.backend,
-            num_parameters=num_parameters,
-            num_samples=self.order.num_samples - self.order.num_samples_before(self.first_step),
-            notes=self.plan.notes + found + self.task.notes + tuple(self._notes()),
-        )
-
-    def _notes(self) -> list[str]:
-        spec, plan = self.spec, self.plan
-        told = list(drag.notes(spec, plan.num_workers))
-        if self.state.shares_device and plan.num_ranks > 1:
-            told.append("Several ranks share one GPU.")
-        if spec.num_data_workers and not plan.synchronous:
-            told.append("--data-workers has no effect: who trains on what is known too late.")
-        elif spec.num_data_workers and not self._fetches_ahead:
-            told.append("--data-workers has no effect: the data are tensors in memory.")
-        if spec.sync_batchnorm and not self._syncs_batchnorm and plan.num_workers > 1:
-            told.append("--sync-batchnorm has no effect: it needs several ranks, in step, on GPUs.")
-        if spec.save_every:
-            told.append("Checkpoints are written while the clock runs.")
-        if self.saved is not None:
-            about = "" if plan.synchronous else ", about where its server was"
-            told.append(f"Resumed after step {self.first_step} of another run{about}.")
-        return told
-
     @property
-    def _fetches_ahead(self) -> bool:
+    def fetches_ahead(self) -> bool:
+        """Whether processes fetch the samples."""
         wanted = self.spec.num_data_workers > 0 and self.plan.synchronous
         return wanted and isinstance(self.task.train, DatasetSamples)
 
     @property
-    def _syncs_batchnorm(self) -> bool:
+    def syncs_batchnorm(self) -> bool:
+        """Whether BatchNorm takes its statistics over all ranks."""
         is_shared = self.plan.num_ranks == self.state.world_size > 1 and self.plan.synchronous
         return self.spec.sync_batchnorm and is_shared and self.device.type == "cuda"
 

@@ -11,29 +11,27 @@ evaluate  rank 0 judges it, on training and held-out samples
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ddpnb.rank import drag
-from ddpnb.rank.check import check_training
-from ddpnb.rank.clock import Clock, Lap, clock_of
+from ddpnb.rank.check import check_saved, check_training
+from ddpnb.rank.clock import Clock, clock_of
 from ddpnb.rank.drag import Drag
 from ddpnb.rank.evaluate import evaluate
 from ddpnb.rank.keeper import Keeper, set_up
 from ddpnb.rank.loader import Source
 from ddpnb.rank.stage import Stage, build
 from ddpnb.rank.stop import Stop
-from ddpnb.rank.strategies.base import Memory, Strategy, Untimed
+from ddpnb.rank.strategies.base import Strategy, Untimed
+from ddpnb.rank.tally import Publish, Tally, header_of
 from ddpnb.rank.untouched import untouched
-from ddpnb.wire import Mark, RankState, RunHeader, RunReport, RunSpec, StepEvent
-
-Publish = Callable[[RunHeader | StepEvent | Mark], None]
+from ddpnb.wire import RankState, RunReport, RunSpec
 
 UNNAMED = "<comparison>"
 """What a comparison's cell is called in tracebacks where it has no number."""
@@ -63,6 +61,8 @@ def check(
     with untouched(torch.device(state.device)):
         stage = build(spec, state, namespace, filename=filename)
         replica = stage.replica("check", num_steps=1, timer=Untimed(), is_grouped=False)
+        if stage.saved is not None:
+            check_saved(replica, stage.saved)
         check_training(replica, stage.smallest_batch())
 
 
@@ -118,7 +118,7 @@ def _rehearse(stage: Stage) -> None:
 
 
 def _perform(stage: Stage, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
-    tally = _Tally(stage=stage, publish=publish, clock=clock_of(stage.device))
+    tally = Tally(stage=stage, publish=publish, clock=clock_of(stage.device))
     with contextlib.ExitStack() as opened:
         course = _prepare(stage, tally, should_stop, opened)
         _barrier(stage)
@@ -148,12 +148,12 @@ class _Course:
     stop: Stop
     late: Drag
     keeper: Keeper
-    tally: "_Tally"
+    tally: Tally
 
 
 def _prepare(
     stage: Stage,
-    tally: "_Tally",
+    tally: Tally,
     should_stop: Callable[[], bool],
     opened: contextlib.ExitStack,
 ) -> _Course:
@@ -166,7 +166,7 @@ def _prepare(
     num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
     set_up(stage, strategy, replica)
     if stage.state.rank == 0:
-        tally.publish(stage.header(num_parameters, strategy.notes()))
+        tally.publish(header_of(stage, num_parameters, strategy.notes()))
     late = Drag(
         faults,
         compute_seconds=seconds,
@@ -207,61 +207,6 @@ def _barrier(stage: Stage) -> None:
         return
     device_ids = [stage.device.index] if stage.state.backend == "nccl" else None
     dist.barrier(device_ids=device_ids)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Tally:
-    """Counts steps and samples of this rank, and makes events of them."""
-
-    stage: Stage
-    publish: Publish
-    clock: Clock
-    num_steps: int = 0
-    num_samples: int = 0
-    was_stopped: bool = False
-    memory: Memory = field(default_factory=Memory)
-
-    def add(self, laps: list[Lap]) -> None:
-        for lap in laps:
-            self.publish(
-                StepEvent(
-                    step=self.num_steps,
-                    seconds=lap.seconds,
-                    num_samples=lap.report.num_samples,
-                    loss=lap.loss,
-                    staleness=lap.report.staleness,
-                    parts=lap.parts,
-                    num_bytes_sent=lap.report.num_bytes_sent,
-                )
-            )
-            self.num_steps += 1
-            self.num_samples += lap.report.num_samples
-
-    def mark(self, text: str) -> None:
-        """Tell of something that has just happened on this rank."""
-        rank = self.stage.state.rank
-        self.publish(Mark(rank=rank, seconds=self.clock.seconds, text=text))
-
-    def report(
-        self,
-        final_loss: float = math.nan,
-        held_out_loss: float = math.nan,
-        held_out_accuracy: float = math.nan,
-    ) -> RunReport:
-        return RunReport(
-            run_id=self.stage.spec.run_id,
-            rank=self.stage.state.rank,
-            took_part=True,
-            num_steps=self.num_steps,
-            num_samples=self.num_samples,
-            seconds=self.clock.seconds,
-            final_loss=final_loss,
-            held_out_loss=held_out_loss,
-            held_out_accuracy=held_out_accuracy,
-            was_stopped=self.was_stopped,
-            num_parameter_bytes=self.memory.parameters,
-            num_optimizer_bytes=self.memory.optimizer,
-        )
 
 
 def _train(course: _Course) -> None:

@@ -57,6 +57,19 @@ def test_two_ranks_that_share_a_gpu_train_alike():
     assert all(run.header.device.startswith("cuda") for run in result.comparison.runs)
 
 
+def test_choices_that_need_a_gpu():
+    ddpnb.start(2, backend="gloo")
+    source = (
+        "import torch\nfrom torch import nn\n"
+        "def model(): return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))\n"
+        "def data(split):\n    x = torch.randn(128, 4)\n    return x, (x.sum(1) > 0).long()\n"
+    )
+    chosen = {"source": source, "batch_size": 32, "amp": "bf16", "sync_batchnorm": True}
+    result = ddpnb.compare("ddp", slow="1:20ms", jitter=0.1, save_every=1, **chosen)
+    assert not any("--sync-batchnorm" in note for note in headers(result)["ddp"])
+    assert any("20 ms slower" in note for note in headers(result)["ddp"])
+
+
 def test_nccl_is_freed_when_a_cell_is_stopped():
     ddpnb.start(1)
     with pytest.raises(TimeoutError):

@@ -110,12 +110,16 @@ WRONG = {
     "small batch": ("--batch-size 32", "--batch-size 1", "cannot be shared by 2 ranks"),
     "large batch": ("--batch-size 32", "--batch-size 999", "larger than the training split"),
     "loss is no function": ("import torch\n", "import torch\nloss = 3\n", "not a function"),
-    "unknown strategy": ("compare ddp", "compare dpp", "choose one of: single, dp, ddp, async."),
-    "unknown option": ("--epochs", "--epoxs", "the options of ddp_compare are: --task,"),
+    "unknown strategy": ("compare ddp", "compare dpp", "choose one of: single, dp, ddp, async"),
+    "unknown option": ("--epochs", "--epoxs", "the options of ddp_compare are: --repeats,"),
     "no strategy": ("compare ddp", "compare", "Name the strategies to compare"),
     "task and cell": ("compare ddp", "compare ddp --task digits", "leave one of them out"),
     "no epochs": ("--epochs 1", "--epochs 0", "--epochs must be greater than 0"),
     "wrong number": ("--epochs 1", "--epochs one", "invalid float value: 'one'"),
+    "no such rank": ("--epochs 1", "--epochs 1 --slow 7:3x", "there is no rank 7; the ranks are"),
+    "not a fault": ("--epochs 1", "--epochs 1 --kill 1", "Write --kill as 1@5s, rank and"),
+    "nothing to resume": ("--epochs 1", "--epochs 1 --resume none", "There is no run 'none'"),
+    "unknown class": ("compare ddp", "compare Averaging", "There is no strategy 'Averaging'"),
     "a strategy's name": ("--name lines", "--name dp", "'dp' is a strategy"),
 }
 
@@ -140,7 +144,10 @@ def test_what_cannot_be_trained_is_one_sentence_before_anything_trains(
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("ddp --task mnist", "There is no task 'mnist'; choose one of: digits, synthetic."),
+        (
+            "ddp --task mnist",
+            "There is no task 'mnist'; choose one of: digits, cifar10, text, synthetic.",
+        ),
         ("ddp", "Nothing to train: define model() and data(split) in the cell"),
     ],
 )
@@ -164,6 +171,7 @@ def test_an_error_in_the_cell_shows_the_users_lines_only(kernel: Kernel, new: st
     assert told in cell.told
     assert "ddpnb/" not in cell.told
     assert new in cell.told
+    assert f"Cell In[{cell.number}], line 6" in cell.told
 
 
 def test_a_hand_written_loop_is_a_run_too(compared: Cell, kernel: Kernel):
@@ -234,6 +242,7 @@ def test_no_run_lands_in_the_repository(compared: Cell, project: Path):
         ("%ddp_start?", ["--device", "--backend", "--threads", "auto | cpu | cuda"]),
         ("%%ddp?", ["--ranks", "--no-wait", "--name", "--timeout"]),
         ("%%ddp_compare?", ["--task", "--epochs", "--repeats", "single | dp | ddp | async"]),
+        ("%ddp_compare?", ["faults on purpose:", "--slow <1:3x>", "checkpoints:", "[0.05]"]),
         ("%ddp_pull?", ["--ranks", "--as", "expression"]),
         ("%ddp_stop?", ["End every process of the cluster"]),
     ],
@@ -257,6 +266,11 @@ def test_help_shows_what_a_magic_takes(shared_kernel: Kernel, source: str, told:
         ("%%ddp_compare dp a", {"async"}),
         ("%ddp_compare ddp --task ", {"digits", "synthetic"}),
         ("result = %ddp_compare s", {"single"}),
+        ("%ddp_compare ddp --lr", {"--lr", "--lr-scaling", "--lr-warmup"}),
+        ("%ddp_compare ddp --lr-scaling ", {"none", "linear", "sqrt"}),
+        ("%ddp_compare ddp --task synthetic:", {"synthetic:samples=", "synthetic:compute="}),
+        ("%ddp_compare ddp --task synthetic:compute=1,p", {"synthetic:compute=1,parameters="}),
+        ("%ddp_compare ddp --resume sma", {"small", "small/ddp"}),
         ("%ddp_auto ", {"on", "off"}),
         ("%ddp_plot sma", {"small", "small/ddp", "small/async"}),
         ("drawn = %ddp_plot sma", {"small", "small/ddp"}),

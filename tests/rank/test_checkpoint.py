@@ -16,7 +16,6 @@ from tests.rank.ranks import make_state
 from tests.rank.test_options import CELL, train_job
 
 DROPOUT = CELL.replace("nn.ReLU(),", "nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2),")
-SYNCHRONOUS = ["single", "ddp"]  # dp's replicas draw dropout masks in no fixed order
 PER_EPOCH = 7  # steps: 200 samples in batches of 32
 
 
@@ -34,8 +33,17 @@ def notes(result) -> tuple[str, ...]:
     return next(event.notes for event in result[1] if isinstance(event, RunHeader))
 
 
-@pytest.mark.parametrize("source", [CELL, DROPOUT], ids=["plain", "dropout"])
-@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+@pytest.mark.parametrize(
+    ("strategy", "source"),
+    [
+        ("single", CELL),
+        ("single", DROPOUT),
+        ("ddp", CELL),
+        ("ddp", DROPOUT),
+        ("dp", CELL),  # whose replicas draw dropout's masks in no fixed order
+    ],
+    ids=["single", "single-dropout", "ddp", "ddp-dropout", "dp"],
+)
 def test_a_resumed_run_equals_one_that_never_stopped(ranks, tmp_path, strategy, source):
     choices = {"source": source, "lr_scaling": "linear", "num_lr_warmup_epochs": 2, "seed": 3}
     whole = ranks(2).call(train_job, spec_of(strategy, tmp_path, run_id="whole", **choices))

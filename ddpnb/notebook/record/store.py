@@ -46,6 +46,7 @@ class Store:
     """
 
     def __init__(self, folder: Path, *, flush_seconds: float = 1.0) -> None:
+        self.folder = folder
         self._database = Database(folder / FILE_NAME)
         self._flush_seconds = flush_seconds
         self._last_flush = time.monotonic()

@@ -17,6 +17,9 @@ Any class with ``setup(replica)``, ``step(batch)`` and ``finish()`` will do:
 
         def finish(self):
             return self.replica.model
+
+``close()`` is called in the end, where there is one; ``save()`` returns what a checkpoint is
+to hold besides the model and its optimizers, and ``load(state)`` takes it back.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +31,7 @@ from torch import Tensor, nn
 from ddpnb.catalogue import Choice
 from ddpnb.errors import UserError
 from ddpnb.rank.order import Share, every_step
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
 from ddpnb.wire import RankState
 
 _METHODS = ("setup", "step", "finish")
@@ -97,15 +100,36 @@ class OwnStrategy(Strategy):
         if isinstance(told, float):
             loss = torch.tensor(told, device=self._replica.device)
             return StepReport(loss=loss, num_samples=batch.num_samples)
+        shape = f" of shape {tuple(told.shape)}" if isinstance(told, Tensor) else ""
         raise UserError(
-            f"{self._name}.step(batch) returned a {type(told).__name__}; "
-            "return the mean loss over the batch."
+            f"{self._name}.step(batch) returned a {type(told).__name__}{shape}; "
+            "return the mean loss over the batch, a tensor of shape ()."
         )
 
     def finish(self) -> nn.Module:
-        """Return the model that the user's object returns, else the replica's."""
+        """Return the model that the user's object returns; the replica's where that is None."""
         model = self._strategy.finish()
-        return model if isinstance(model, nn.Module) else self._replica.model
+        if model is None:
+            return self._replica.model
+        if not isinstance(model, nn.Module):
+            raise UserError(
+                f"{self._name}.finish() returned a {type(model).__name__}; "
+                "return the trained model."
+            )
+        return model
+
+    def save(self, replica: Replica) -> State:
+        """Add what the user's object saves, where it does."""
+        state = super().save(replica)
+        if callable(save := getattr(self._strategy, "save", None)):
+            state["own"] = save()
+        return state
+
+    def load(self, replica: Replica, state: State) -> None:
+        """Hand the user's object what it saved."""
+        super().load(replica, state)
+        if "own" in state and callable(load := getattr(self._strategy, "load", None)):
+            load(state["own"])
 
     def close(self) -> None:
         """Close the user's object, where it can be."""

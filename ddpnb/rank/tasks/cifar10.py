@@ -43,7 +43,7 @@ def build(spec: RunSpec) -> Task:
     held_out: Samples
     notes: tuple[str, ...] = ()
     if folder is None:
-        train, held_out = make_images(4096, 1024)
+        train, held_out = make_images(1024, 256)
         notes = (f"Synthetic data: there is no {FOLDER}.",)
     else:
         train = Records(sorted(folder.glob("data_batch_*.bin")))

@@ -1,0 +1,105 @@
+"""What does a rank count of a run, and tell of it?  (Every rank.)"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ddpnb.rank import drag
+from ddpnb.rank.clock import Clock, Lap
+from ddpnb.rank.stage import Stage
+from ddpnb.rank.strategies.base import Memory
+from ddpnb.wire import Mark, RunHeader, RunReport, StepEvent
+
+Publish = Callable[[RunHeader | StepEvent | Mark], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Counts steps and samples of this rank, and makes events of them."""
+
+    stage: Stage
+    publish: Publish
+    clock: Clock
+    num_steps: int = 0
+    num_samples: int = 0
+    was_stopped: bool = False
+    memory: Memory = field(default_factory=Memory)
+
+    def add(self, laps: list[Lap]) -> None:
+        """Count finished steps and publish them."""
+        for lap in laps:
+            self.publish(
+                StepEvent(
+                    step=self.num_steps,
+                    seconds=lap.seconds,
+                    num_samples=lap.report.num_samples,
+                    loss=lap.loss,
+                    staleness=lap.report.staleness,
+                    parts=lap.parts,
+                    num_bytes_sent=lap.report.num_bytes_sent,
+                )
+            )
+            self.num_steps += 1
+            self.num_samples += lap.report.num_samples
+
+    def mark(self, text: str) -> None:
+        """Tell of something that has just happened on this rank."""
+        rank = self.stage.state.rank
+        self.publish(Mark(rank=rank, seconds=self.clock.seconds, text=text))
+
+    def report(
+        self,
+        final_loss: float = math.nan,
+        held_out_loss: float = math.nan,
+        held_out_accuracy: float = math.nan,
+    ) -> RunReport:
+        """Return how the run was, with what the judge says of its model."""
+        return RunReport(
+            run_id=self.stage.spec.run_id,
+            rank=self.stage.state.rank,
+            took_part=True,
+            num_steps=self.num_steps,
+            num_samples=self.num_samples,
+            seconds=self.clock.seconds,
+            final_loss=final_loss,
+            held_out_loss=held_out_loss,
+            held_out_accuracy=held_out_accuracy,
+            was_stopped=self.was_stopped,
+            num_parameter_bytes=self.memory.parameters,
+            num_optimizer_bytes=self.memory.optimizer,
+        )
+
+
+def header_of(stage: Stage, num_parameters: int, found: tuple[str, ...]) -> RunHeader:
+    """Tell what a run turned out to be; ``found``: what the strategy noted when set up."""
+    return RunHeader(
+        run_id=stage.spec.run_id,
+        strategy=stage.spec.strategy,
+        synchronous=stage.plan.synchronous,
+        num_workers=stage.plan.num_workers,
+        num_threads=stage.state.num_threads,
+        device=stage.state.device,
+        backend=stage.state.backend,
+        num_parameters=num_parameters,
+        num_samples=stage.order.num_samples - stage.order.num_samples_before(stage.first_step),
+        notes=stage.plan.notes + found + stage.task.notes + tuple(_notes(stage)),
+    )
+
+
+def _notes(stage: Stage) -> list[str]:
+    spec, plan = stage.spec, stage.plan
+    told = list(drag.notes(spec, plan.num_workers))
+    if stage.state.shares_device and plan.num_ranks > 1:
+        told.append("Several ranks share one GPU.")
+    if spec.num_data_workers and not plan.synchronous:
+        told.append("--data-workers has no effect: who trains on what is known too late.")
+    elif spec.num_data_workers and not stage.fetches_ahead:
+        told.append("--data-workers has no effect: the data are tensors in memory.")
+    if spec.sync_batchnorm and not stage.syncs_batchnorm and plan.num_workers > 1:
+        told.append("--sync-batchnorm has no effect: it needs several ranks, in step, on GPUs.")
+    if spec.save_every:
+        told.append("Checkpoints are written while the clock runs.")
+    if stage.saved is not None:
+        about = "" if plan.synchronous else ", about where its server was"
+        told.append(f"Resumed after step {stage.first_step} of another run{about}.")
+    return told

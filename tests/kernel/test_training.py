@@ -1,0 +1,176 @@
+"""Do a training's choices reach the ranks from a notebook, and read well there?"""
+
+import re
+import time
+
+import pytest
+
+from tests.kernel.client import Cell, Kernel, both
+from tests.kernel.test_compare import CELL
+
+AVERAGING = """
+class Averaging:
+    def __init__(self, share=1.0):
+        self.share = share
+
+    def setup(self, replica):
+        self.replica = replica
+        self.optimizer = replica.optimizer(replica.parameters)
+
+    def step(self, batch):
+        loss = self.replica.compute_gradients(batch)
+        for parameter in self.replica.parameters:
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad *= self.share / self.replica.world_size
+        self.replica.update(self.optimizer)
+        return loss
+
+    def finish(self):
+        return self.replica.model
+"""
+OWN = CELL.replace("compare ddp", "compare ddp Averaging").replace("--name lines", "--name own")
+
+
+def drawn(cell: Cell) -> None:
+    assert not cell.error, cell.told
+    assert len(cell.bundles("image/png")) == len(cell.bundles("text/html")) == 1
+
+
+def test_a_strategy_of_the_users_own_is_compared_live(kernel: Kernel):
+    cell = kernel.run(OWN.replace("own", "averaged") + AVERAGING)
+    drawn(cell)
+    assert re.search(r"^Averaging ", cell.text, re.MULTILINE)
+    steps = "_.steps().groupby(['strategy', 'step']).loss.mean().unstack(0)"
+    assert kernel.value(f"({steps}.eval('abs(ddp - Averaging)').max() < 1e-6)") == "True"
+
+
+def test_it_may_stand_in_an_earlier_cell_and_have_options(kernel: Kernel):
+    kernel.run("%%ddp\nimport torch\n" + AVERAGING)
+    source = OWN.replace("compare ddp Averaging", "compare Averaging Averaging:share=0.5")
+    drawn(kernel.run(source.replace("--name own", "--name halves")))
+    names = kernel.value("sorted(_.to_frame().strategy)")
+    assert names == "['Averaging', 'Averaging:share=0.5', 'single']"
+    assert "halves/Averaging:share=0.5" in kernel.run("%ddp_runs").text
+    drawn_again = kernel.run("%ddp_plot halves/Averaging:share=0.5 halves/Averaging")
+    assert not drawn_again.error, drawn_again.told
+    assert len(drawn_again.bundles("image/png")) == 1
+    assert "halves/Averaging:share=0.5" in kernel.complete("%ddp_plot halves/Av")
+    kernel.run("%%ddp\ndel Averaging")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (
+            "return loss",
+            "return None",
+            "Averaging.step(batch) returned a NoneType; return the mean",
+        ),
+        ("return loss", "return batch.inputs", "returned a Tensor of shape (16, 4); return the"),
+        ("return self.replica.model", "return 3", "Averaging.finish() returned a int; return the"),
+        ("def step", "def stepp", "Averaging has no step(); a strategy needs it."),
+    ],
+)
+def test_a_wrong_method_is_one_sentence(kernel: Kernel, old: str, new: str, told: str):
+    cell = kernel.run(OWN + AVERAGING.replace(old, new))
+    assert told in cell.told
+    assert len(cell.told.splitlines()) == 1
+    assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
+
+
+def test_an_error_in_it_is_the_users_own(kernel: Kernel):
+    source = OWN + AVERAGING.replace("parameter.grad *=", "parameter.gradient *=")
+    cell = kernel.run(source)
+    assert "AttributeError: 'Parameter' object has no attribute 'gradient'" in cell.told
+    line = source.splitlines().index(
+        "            parameter.gradient *= self.share / self.replica.world_size"
+    )
+    assert f"Cell In[{cell.number}], line {line + 1}" in cell.told
+    assert "ddpnb/" not in cell.told
+
+
+def test_every_choice_works_from_the_line(kernel: Kernel):
+    cell = kernel.run(
+        "%ddp_compare dp ddp async --task synthetic:samples=256 --epochs 2 --batch-size 32 "
+        "--lr 0.01 --accumulate 2 --amp bf16 --clip 1 --lr-scaling sqrt --lr-warmup 1 "
+        "--data-workers 1 --slow 1:5ms --jitter 10% --save-every 1 --name chosen"
+    )
+    drawn(cell)
+    assert "5 ms slower on purpose" in cell.text
+    assert "--data-workers has no effect" in cell.text
+    kept = kernel.folder / "data" / "runs" / "checkpoints"
+    assert len(list(kept.glob("*/model.pt"))) == 4
+
+
+def test_a_run_is_resumed(kernel: Kernel):
+    first = "%ddp_compare ddp --task digits --batch-size 64 --save-every 1 --name first --epochs "
+    drawn(kernel.run(first + "1"))
+    again = first.replace("--name first", "--name second --resume first") + "3"
+    drawn(kernel.run(again))
+    assert kernel.value("list(_.to_frame().strategy)") == "['single', 'ddp']"
+    whole = kernel.run(first.replace("--name first", "--name whole") + "3")
+    drawn(whole)
+    ends = "[ddpnb.plot(name).to_frame().final_loss[0] for name in ('second/ddp', 'whole/ddp')]"
+    kernel.run("%%local\nimport ddpnb")
+    assert kernel.value(f"(lambda a, b: abs(a - b) < 1e-5)(*{ends})") == "True"
+    assert (
+        "has been trained for 1 epochs already"
+        in kernel.run(first.replace("--name first", "--resume first") + "1").told
+    )
+    assert (
+        "first has no run of dp to resume; it has: ddp, single."
+        in kernel.run(
+            first.replace("compare ddp", "compare dp").replace("--name first", "--resume first")
+            + "3"
+        ).told
+    )
+
+
+STOP = """
+%%local
+import threading
+from ddpnb.notebook.choices import training_of
+from ddpnb.notebook.compare import ComparisonSpec, Training
+from ddpnb.notebook.record.recorder import Recorder
+from ddpnb.notebook.session import this_session
+
+training = training_of({"task": "digits", "epochs": 5000.0, "lr": 0.01})
+specs = ComparisonSpec(strategies=("ddp", "async"), training=training, baseline=False).run_specs()
+recorder = Recorder(
+    this_session().store, name="ended", task="digits", source="", specs=specs
+)
+running = Training(cluster=this_session()._cluster, recorder=recorder, specs=specs)
+"""
+
+
+@pytest.mark.parametrize("how", ["stop", "skip"])
+def test_a_run_ends_early_when_asked_and_is_judged(kernel: Kernel, how: str):
+    cell = kernel.run(
+        STOP.lstrip()
+        + f"threading.Timer(3, running.{how}).start()\nthreading.Timer(7, running.stop).start()\n"
+        "_ = running.run()"
+    )
+    assert not cell.error, cell.told
+    runs = kernel.value("[(r.name, r.status.value, r.detail) for r in recorder.comparison.runs]")
+    ended = [("ddp", "stopped", "stopped by the user"), ("async", "stopped", "stopped by the user")]
+    assert runs == str(ended if how == "skip" else ended[:1])
+    reports = "recorder.comparison.runs[0].reports"
+    assert kernel.value(f"len({{r.num_steps for r in {reports}}})") == "1"
+    assert kernel.value(f"{reports}[0].held_out_accuracy > 0.5") == "True"
+    assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
+
+
+def test_a_rank_killed_on_purpose_ends_the_run_in_a_sentence(kernel: Kernel):
+    kernel.run("%%ddp\nkept = rank + 10")
+    began = time.monotonic()
+    cell = kernel.run("%ddp_compare ddp --task digits --epochs 9999 --kill 1@2s --no-baseline")
+    assert time.monotonic() - began < 30
+    assert cell.error == "RankError"
+    assert "rank 1" in cell.told
+    assert "%ddp_restart --ranks 1 brings it back" in cell.told
+    assert len(cell.bundles("image/png")) == 1
+    marks = "__import__('ddpnb').plot('ddp').comparison.runs[0].marks"
+    assert kernel.value(f"[(m.rank, m.text, m.seconds) for m in {marks}]") == "[(1, 'killed', 2.0)]"
+    assert kernel.run("%%ddp --ranks 0\nkept").by_rank == {0: ["10"]}
+    assert not kernel.run("%ddp_restart --ranks 1").error
+    assert kernel.run("%%ddp\nworld_size").by_rank == both("2")
