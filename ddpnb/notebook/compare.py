@@ -1,5 +1,6 @@
 """How are strategies trained one after the other and compared?  (Notebook side.)"""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,9 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.cells import error_of, failures_of, tell_stale
 from ddpnb.notebook.cluster.call import Events, Happening, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.notebook.cluster.comeback import Comeback
 from ddpnb.notebook.cluster.watch import Watch
+from ddpnb.notebook.ranks import format_ranks
 from ddpnb.notebook.record.recorder import Recorder, new_id
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
@@ -109,21 +112,40 @@ class Training:
     def _train(self, spec: RunSpec) -> None:
         self.recorder.begin(spec.run_id, spec.strategy, spec)
         tell_stale(self.cluster.ensure_group())
+        comeback = Comeback(cluster=self.cluster, spec=spec, handle=self._handle)
         watch = Watch(
             cluster=self.cluster,
             call=self.cluster.submit(OnRank("train"), spec, ranks=self.cluster.ranks),
-            handle=self._handle,
-            tick=lambda: self.live.update(self.recorder.comparison),
+            handle=comeback.take,
+            tick=lambda: self._tick(comeback),
+            survives=comeback.survives,
         )
         try:
             watch.run()
         except KeyboardInterrupt:
             self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
             raise CellInterrupt from None
+        finally:
+            comeback.end()
+        watch.lost = {r: how for r, how in watch.lost.items() if not comeback.survives(r)}
         if (error := error_of(watch)) is not None:
             self.recorder.end(spec.run_id, Status.FAILED, watch.stuck or str(error))
             raise error
         self.recorder.end(spec.run_id, Status.FINISHED)
+        self._tell_lost(comeback, watch.returned.get(0))
+
+    def _tick(self, comeback: Comeback) -> None:
+        comeback.attend()
+        self.live.update(self.recorder.comparison)
+
+    def _tell_lost(self, comeback: Comeback, report: object) -> None:
+        if comeback.came_back and isinstance(report, RunReport):
+            print(
+                f"{comeback.spec.strategy}: rank {format_ranks(sorted(comeback.came_back))} died, "
+                f"which lost {report.num_lost_samples} samples, and is a new process now, without "
+                "the variables it had.",
+                file=sys.stderr,
+            )
 
     def _handle(self, happening: Happening) -> None:
         if isinstance(happening, Events):

@@ -12,9 +12,10 @@ evaluate  rank 0 judges it, on training and held-out samples
 
 import contextlib
 import math
+import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,9 +30,11 @@ from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, Strategy, Timer, Untimed
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
+from ddpnb.rank.transport.meeting import excused
+from ddpnb.rank.transport.message import RunOverError
 from ddpnb.rank.tuning import tuned
 from ddpnb.rank.untouched import seed_everything, untouched
-from ddpnb.wire import Mark, RankState, RunHeader, RunReport, RunSpec, StepEvent
+from ddpnb.wire import Joining, Mark, RankState, RunHeader, RunReport, RunSpec, StepEvent
 
 Publish = Callable[[RunHeader | StepEvent | Mark], None]
 
@@ -63,6 +66,7 @@ def run(
     publish: Publish,
     namespace: Mapping[str, object],
     should_stop: Callable[[], bool],
+    joining: Joining | None = None,
 ) -> RunReport:
     """Train and judge one run; takes part: every rank of the default process group.
 
@@ -76,6 +80,7 @@ def run(
         publish: takes the header (rank 0's, before the first step) and an event for each step.
         namespace: the user's variables on this rank; left as they are.
         should_stop: asked before each step; one rank's yes ends the run on all of them.
+        joining: where this rank comes in, if the others train already; it is in no group then.
 
     Raises:
         UserError: what ``check`` would have refused.
@@ -85,8 +90,12 @@ def run(
         stage = _build(spec, state, namespace, folder)
         if state.rank >= stage.plan.num_ranks:
             return RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
-        _rehearse(stage)
-        return _perform(stage, publish, should_stop)
+        if joining is not None:
+            return _join(replace(stage, joining=joining), publish, should_stop)
+        with _excused(stage, "r"):
+            _rehearse(stage)
+        with _excused(stage, "t"):
+            return _perform(stage, publish, should_stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +110,7 @@ class _Stage:
     folder: Path
     namespace: Mapping[str, object]
     """Where a strategy of the user's own is looked up."""
+    joining: Joining | None = None
 
     def strategy(self) -> Strategy:
         return make_strategy(self.spec.strategy, self.namespace)
@@ -131,6 +141,7 @@ class _Stage:
             accumulate=self.spec.accumulate,
             amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
             transport=self.spec.transport,
+            joins=self.joining is not None,
         )
 
     def fetch(self, share: Share) -> Batch:
@@ -177,6 +188,21 @@ def _build(
     )
 
 
+def _join(stage: _Stage, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
+    # join: nothing that needs the others, who do not wait; there may be none any more
+    try:
+        return _perform(stage, publish, should_stop)
+    except RunOverError:
+        return RunReport(run_id=stage.spec.run_id, rank=stage.state.rank, took_part=False)
+
+
+def _excused(stage: _Stage, phase: str) -> contextlib.AbstractContextManager[None]:
+    """Where a phase fails, tell those who would wait for this rank in vain."""
+    if stage.plan.synchronous or stage.plan.num_ranks == 1:
+        return contextlib.nullcontext()
+    return excused(stage.name(phase), stage.state.rank, stage.folder)
+
+
 def _rehearse(stage: _Stage) -> None:
     # rehearse: with its own replica, optimizer and files, of which nothing is kept
     num_steps = min(stage.spec.num_warmup_steps, stage.order.num_steps)
@@ -193,7 +219,7 @@ def _rehearse(stage: _Stage) -> None:
 
 
 def _perform(stage: _Stage, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
-    tally = _Tally(publish=publish, clock=clock_of(stage.device))
+    tally = _Tally(publish=publish, clock=clock_of(stage.device), joining=stage.joining)
     stop = _stop_of(stage, tally.clock, should_stop)
     with (
         contextlib.closing(stage.strategy()) as strategy,
@@ -208,6 +234,7 @@ def _perform(stage: _Stage, publish: Publish, should_stop: Callable[[], bool]) -
         _train(stage, strategy, stop, tally)
         # finish: waits for all; only then may the file go that tells them to stop
         model = strategy.finish()
+        lost = sum(len(stage.order.indices(share)) for share in strategy.lost_shares())
     # evaluate
     if stage.state.rank != 0:
         return tally.report(stage)
@@ -217,6 +244,7 @@ def _perform(stage: _Stage, publish: Publish, should_stop: Callable[[], bool]) -
         final_loss=verdict.train.loss,
         held_out_loss=verdict.held_out.loss,
         held_out_accuracy=verdict.held_out.accuracy,
+        num_lost_samples=lost,
     )
 
 
@@ -232,7 +260,7 @@ def _stop_of(stage: _Stage, clock: Clock, should_stop: Callable[[], bool]) -> St
 
 def _barrier(stage: _Stage) -> None:
     # barrier: takes part: every rank of the plan, which is one or all
-    if stage.plan.num_ranks == 1:
+    if stage.plan.num_ranks == 1 or stage.joining is not None:
         return
     device_ids = [stage.device.index] if stage.state.backend == "nccl" else None
     dist.barrier(device_ids=device_ids)
@@ -246,13 +274,21 @@ class _Tally:
     clock: Clock
     num_steps: int = 0
     num_samples: int = 0
+    joining: Joining | None = None
+    late_seconds: float = 0.0
+    """How long the others had trained when this rank began."""
+
+    def start(self) -> None:
+        if self.joining is not None:
+            self.late_seconds = time.time() - self.joining.began_at
+        self.clock.start()
 
     def add(self, laps: list[Lap]) -> None:
         for lap in laps:
             self.publish(
                 StepEvent(
-                    step=self.num_steps,
-                    seconds=lap.seconds,
+                    step=self.num_steps + (self.joining.first_step if self.joining else 0),
+                    seconds=self.late_seconds + lap.seconds,
                     num_samples=lap.report.num_samples,
                     loss=lap.loss,
                     staleness=lap.report.staleness,
@@ -269,6 +305,7 @@ class _Tally:
         final_loss: float = math.nan,
         held_out_loss: float = math.nan,
         held_out_accuracy: float = math.nan,
+        num_lost_samples: int = 0,
     ) -> RunReport:
         return RunReport(
             run_id=stage.spec.run_id,
@@ -280,12 +317,13 @@ class _Tally:
             final_loss=final_loss,
             held_out_loss=held_out_loss,
             held_out_accuracy=held_out_accuracy,
+            num_lost_samples=num_lost_samples,
         )
 
 
 def _train(stage: _Stage, strategy: Strategy, stop: Stop, tally: _Tally) -> None:
     # train
-    tally.clock.start()
+    tally.start()
     for step, share in enumerate(strategy.shares()):
         if stop.before(step):
             break
@@ -306,5 +344,6 @@ def _header(stage: _Stage, num_parameters: int) -> RunHeader:
         backend=stage.state.backend,
         num_parameters=num_parameters,
         num_samples=stage.order.num_samples,
+        survives_deaths=stage.plan.survives_deaths and stage.spec.transport in ("auto", "shm"),
         notes=stage.plan.notes + stage.task.notes + shared_note,
     )
