@@ -64,6 +64,8 @@ class RunHeader:
     num_parameters: int
     num_samples: int
     """Training samples the whole run will see, over all workers."""
+    survives_deaths: bool = False
+    """Whether the others train on where a rank other than 0 dies, and it may join again."""
     notes: tuple[str, ...] = ()
     """What is emulated, synthetic or adjusted: one short sentence each, shown with every result."""
 
@@ -129,6 +131,18 @@ class EventBatch:
     header: RunHeader | None = None
     steps: tuple[StepEvent, ...] = ()
     marks: tuple[Mark, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining:
+    """Where a rank comes into a run that the others train already, after its process had died."""
+
+    first_batch: int
+    """How many event batches of this rank there are."""
+    first_step: int
+    """How many steps of it."""
+    began_at: float
+    """``time.time()`` when the training began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """How are strategies trained one after the other and compared?  (Notebook side.)"""
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -11,7 +12,9 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.cells import error_of, failures_of, tell_stale
 from ddpnb.notebook.cluster.call import Events, Happening, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.notebook.cluster.comeback import Comeback
 from ddpnb.notebook.cluster.watch import Watch
+from ddpnb.notebook.ranks import format_ranks
 from ddpnb.notebook.record.recorder import Recorder, new_id
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
@@ -122,11 +125,13 @@ class Training:
     def _train(self, spec: RunSpec) -> None:
         self.recorder.begin(spec.run_id, spec.strategy, spec)
         tell_stale(self.cluster.ensure_group())
+        comeback = Comeback(cluster=self.cluster, spec=spec, handle=self._handle)
         self._watch = watch = Watch(
             cluster=self.cluster,
             call=self.cluster.submit(OnRank("train"), spec, ranks=self.cluster.ranks),
-            handle=self._handle,
-            tick=self._tick,
+            handle=comeback.take,
+            tick=lambda: self._tick(comeback),
+            survives=comeback.survives,
         )
         self._is_skipped, self._interrupt_seconds = False, math.inf
         try:
@@ -136,6 +141,9 @@ class Training:
         except KeyboardInterrupt:
             self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
             raise CellInterrupt from None
+        finally:
+            comeback.end()
+        watch.lost = {r: how for r, how in watch.lost.items() if not comeback.survives(r)}
         if (error := error_of(watch)) is not None:
             self.recorder.end(spec.run_id, Status.FAILED, watch.stuck or str(error))
             raise error
@@ -144,8 +152,10 @@ class Training:
             self.recorder.end(spec.run_id, Status.STOPPED, "stopped by the user")
         else:
             self.recorder.end(spec.run_id, Status.FINISHED)
+        self._tell_lost(comeback, watch.returned.get(0))
 
-    def _tick(self) -> None:
+    def _tick(self, comeback: Comeback) -> None:
+        comeback.attend()
         self.live.update(self.recorder.comparison)
         now = time.monotonic()
         if not (self._is_stopped or self._is_skipped):
@@ -157,6 +167,15 @@ class Training:
             self._next_order_seconds = now + ORDER_SECONDS  # one that came too early was lost
             for rank in self.cluster.living:
                 self.cluster.processes.order(rank, "stop")
+
+    def _tell_lost(self, comeback: Comeback, report: object) -> None:
+        if comeback.came_back and isinstance(report, RunReport):
+            print(
+                f"{comeback.spec.strategy}: rank {format_ranks(sorted(comeback.came_back))} died, "
+                f"which lost {report.num_lost_samples} samples, and is a new process now, without "
+                "the variables it had.",
+                file=sys.stderr,
+            )
 
     def _handle(self, happening: Happening) -> None:
         if isinstance(happening, Events):

@@ -13,7 +13,7 @@ from ddpnb.rank import cell, worker
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.failure import failure_of
 from ddpnb.rank.publish import Publisher
-from ddpnb.wire import CellReport, CellSpec, Failure, RankState, RunReport, RunSpec
+from ddpnb.wire import CellReport, CellSpec, Failure, Joining, RankState, RunReport, RunSpec
 
 
 def state() -> RankState:
@@ -55,13 +55,14 @@ def check(spec: RunSpec) -> Failure | None:
     return None
 
 
-def train(spec: RunSpec) -> RunReport | Failure:
-    """Train as the spec says; report how it went."""
+def train(spec: RunSpec, joining: Joining | None = None) -> RunReport | Failure:
+    """Train as the spec says, or join those who do; report how it went."""
     engine = this_engine()
     group = engine.group
     engine.stop_wanted.clear()  # a wish that came late was for the run before
     try:
-        with Publisher(rank=group.rank, run_id=spec.run_id) as publisher:
+        first_batch = joining.first_batch if joining else 0
+        with Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch) as publisher:
             report = cell.interruptible(
                 lambda: worker.run(
                     spec,
@@ -71,6 +72,7 @@ def train(spec: RunSpec) -> RunReport | Failure:
                     namespace=engine.kernel.shell.user_ns,
                     should_stop=engine.stop_wanted.is_set,
                     filename=filename_of(spec, engine),
+                    joining=joining,
                 )
             )
         return replace(report, num_batches_sent=publisher.num_batches)

@@ -49,12 +49,12 @@ class Faults:
         return self.jitter > 0 or any(fault.factor > 1 for fault in self.slow)
 
 
-def faults_of(spec: RunSpec, workers: Collection[int]) -> Faults:
-    """Return what the spec has in store for some workers."""
+def faults_of(spec: RunSpec, workers: Collection[int], *, is_new: bool = True) -> Faults:
+    """Return what the spec has in store for some workers; those that came back have died."""
     return Faults(
         workers=tuple(workers),
         slow=tuple(fault for fault in map(parse_slow, spec.slow) if fault.rank in workers),
-        kill=tuple(fault for fault in map(parse_kill, spec.kill) if fault.rank in workers),
+        kill=tuple(f for f in map(parse_kill, spec.kill) if f.rank in workers and is_new),
         jitter=spec.jitter,
         seed=spec.seed,
     )

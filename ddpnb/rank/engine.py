@@ -88,7 +88,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
 
     Args:
         settings: ``device``, ``shares_device``, ``backend``, ``num_threads``,
-            ``generation``, ``cells_folder`` (where cells run) and
+            ``generation`` (None: be in no group yet), ``cells_folder`` (where cells run) and
             ``engine_arguments`` (ipyparallel's command line).
         pipe: the pipe to the fork server.
         folder: the cluster's private run folder.
@@ -106,7 +106,10 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         "stop": engine.stop_wanted.set,
     }
     ControlThread(group.rank, pipe, handlers).start()
-    group.join(settings["generation"])
+    if settings["generation"] is None:  # the others train: a group is formed when they are done
+        group.announce()
+    else:
+        group.join(settings["generation"])
     engine.initialize(settings["engine_arguments"])
     os.chdir(settings["cells_folder"])
     engine.start()

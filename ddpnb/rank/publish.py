@@ -29,12 +29,13 @@ class Publisher:
     Args:
         rank: this rank.
         run_id: the run that the events belong to; empty: there is none.
+        first_batch: the number of the first batch.
     """
 
-    def __init__(self, *, rank: int, run_id: str) -> None:
+    def __init__(self, *, rank: int, run_id: str, first_batch: int = 0) -> None:
         self.rank = rank
         self.run_id = run_id
-        self.num_batches = 0
+        self.num_batches = first_batch
         self._header: RunHeader | None = None
         self._steps: deque[StepEvent] = deque()
         self._marks: deque[Mark] = deque()

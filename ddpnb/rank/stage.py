@@ -19,7 +19,7 @@ from ddpnb.rank.tasks.base import OptimizerFactory, Task
 from ddpnb.rank.tasks.samples import DatasetSamples
 from ddpnb.rank.tuning import tuned
 from ddpnb.rank.untouched import seed_everything
-from ddpnb.wire import RankState, RunSpec
+from ddpnb.wire import Joining, RankState, RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,8 @@ class Stage:
     """Global batches that the run to resume was trained on."""
     saved: State | None = None
     """What this rank goes on from."""
+    joining: Joining | None = None
+    """Where this rank comes in, if the others train already."""
 
     def strategy(self) -> Strategy:
         """Make the strategy anew."""
@@ -97,6 +99,7 @@ class Stage:
             amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
             transport=self.spec.transport,
             optimizers=optimizers,
+            joins=self.joining is not None,
         )
 
     def source(self, strategy: Strategy) -> Source:

@@ -1,6 +1,7 @@
 """What does a rank count of a run, and tell of it?  (Every rank.)"""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,18 +21,27 @@ class Tally:
     stage: Stage
     publish: Publish
     clock: Clock
+    late_seconds: float = 0.0
+    """How long the others had trained when this rank began."""
     num_steps: int = 0
     num_samples: int = 0
     was_stopped: bool = False
     memory: Memory = field(default_factory=Memory)
 
+    def start(self) -> None:
+        """Begin to count time."""
+        if self.stage.joining is not None:
+            self.late_seconds = time.time() - self.stage.joining.began_at
+        self.clock.start()
+
     def add(self, laps: list[Lap]) -> None:
         """Count finished steps and publish them."""
+        first_step = self.stage.joining.first_step if self.stage.joining else 0
         for lap in laps:
             self.publish(
                 StepEvent(
-                    step=self.num_steps,
-                    seconds=lap.seconds,
+                    step=first_step + self.num_steps,
+                    seconds=self.late_seconds + lap.seconds,
                     num_samples=lap.report.num_samples,
                     loss=lap.loss,
                     staleness=lap.report.staleness,
@@ -45,13 +55,14 @@ class Tally:
     def mark(self, text: str) -> None:
         """Tell of something that has just happened on this rank."""
         rank = self.stage.state.rank
-        self.publish(Mark(rank=rank, seconds=self.clock.seconds, text=text))
+        self.publish(Mark(rank=rank, seconds=self.late_seconds + self.clock.seconds, text=text))
 
     def report(
         self,
         final_loss: float = math.nan,
         held_out_loss: float = math.nan,
         held_out_accuracy: float = math.nan,
+        num_lost_samples: int = 0,
     ) -> RunReport:
         """Return how the run was, with what the judge says of its model."""
         return RunReport(
@@ -65,6 +76,7 @@ class Tally:
             held_out_loss=held_out_loss,
             held_out_accuracy=held_out_accuracy,
             was_stopped=self.was_stopped,
+            num_lost_samples=num_lost_samples,
             num_parameter_bytes=self.memory.parameters,
             num_optimizer_bytes=self.memory.optimizer,
         )
@@ -82,6 +94,7 @@ def header_of(stage: Stage, num_parameters: int, found: tuple[str, ...]) -> RunH
         backend=stage.state.backend,
         num_parameters=num_parameters,
         num_samples=stage.order.num_samples - stage.order.num_samples_before(stage.first_step),
+        survives_deaths=stage.plan.survives_deaths and stage.spec.transport in ("auto", "shm"),
         notes=stage.plan.notes + found + stage.task.notes + tuple(_notes(stage)),
     )
 

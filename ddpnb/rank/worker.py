@@ -13,7 +13,7 @@ evaluate  rank 0 judges it, on training and held-out samples
 import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,8 +30,10 @@ from ddpnb.rank.stage import Stage, build
 from ddpnb.rank.stop import Stop
 from ddpnb.rank.strategies.base import Strategy, Untimed
 from ddpnb.rank.tally import Publish, Tally, header_of
+from ddpnb.rank.transport.meeting import excused
+from ddpnb.rank.transport.message import RunOverError
 from ddpnb.rank.untouched import untouched
-from ddpnb.wire import RankState, RunReport, RunSpec
+from ddpnb.wire import Joining, RankState, RunReport, RunSpec
 
 UNNAMED = "<comparison>"
 """What a comparison's cell is called in tracebacks where it has no number."""
@@ -75,6 +77,7 @@ def run(
     namespace: Mapping[str, object],
     should_stop: Callable[[], bool],
     filename: str = UNNAMED,
+    joining: Joining | None = None,
 ) -> RunReport:
     """Train and judge one run; takes part: every rank of the default process group.
 
@@ -89,6 +92,7 @@ def run(
         namespace: the user's variables on this rank; left as they are.
         should_stop: asked before each step; one rank's yes ends the run on all of them.
         filename: what tracebacks call the comparison's cell.
+        joining: where this rank comes in, if the others train already; it is in no group then.
 
     Raises:
         UserError: what ``check`` would have refused.
@@ -98,8 +102,27 @@ def run(
         stage = build(spec, state, namespace, folder=folder, filename=filename)
         if state.rank >= stage.plan.num_ranks:
             return RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
-        _rehearse(stage)
+        if joining is not None:
+            return _join(replace(stage, joining=joining), publish, should_stop)
+        with _excused(stage, "r"):
+            _rehearse(stage)
+        with _excused(stage, "t"):
+            return _perform(stage, publish, should_stop)
+
+
+def _join(stage: Stage, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
+    # join: nothing that needs the others, who do not wait; there may be none any more
+    try:
         return _perform(stage, publish, should_stop)
+    except RunOverError:
+        return RunReport(run_id=stage.spec.run_id, rank=stage.state.rank, took_part=False)
+
+
+def _excused(stage: Stage, phase: str) -> contextlib.AbstractContextManager[None]:
+    """Where a phase fails, tell those who would wait for this rank in vain."""
+    if stage.plan.synchronous or stage.plan.num_ranks == 1:
+        return contextlib.nullcontext()
+    return excused(stage.name(phase), stage.state.rank, stage.folder)
 
 
 def _rehearse(stage: Stage) -> None:
@@ -126,6 +149,7 @@ def _perform(stage: Stage, publish: Publish, should_stop: Callable[[], bool]) ->
         tally.memory = course.strategy.memory()
         # finish: waits for all; only then may the file go that tells them to stop
         model = course.strategy.finish()
+        lost = sum(len(stage.indices(share)) for share in course.strategy.lost_shares())
     # evaluate
     if stage.state.rank != 0:
         return tally.report()
@@ -135,6 +159,7 @@ def _perform(stage: Stage, publish: Publish, should_stop: Callable[[], bool]) ->
         final_loss=verdict.train.loss,
         held_out_loss=verdict.held_out.loss,
         held_out_accuracy=verdict.held_out.accuracy,
+        num_lost_samples=lost,
     )
 
 
@@ -158,7 +183,7 @@ def _prepare(
     opened: contextlib.ExitStack,
 ) -> _Course:
     """Set everything up; ``opened`` lets go of it."""
-    faults = drag.faults_of(stage.spec, stage.workers)
+    faults = drag.faults_of(stage.spec, stage.workers, is_new=stage.joining is None)
     seconds = _compute_seconds(stage) if faults.need_compute_seconds else 0.0
     strategy = opened.enter_context(closing(stage.strategy()))
     stop = opened.enter_context(closing(_stop_of(stage, tally.clock, should_stop)))
@@ -203,7 +228,7 @@ def _stop_of(stage: Stage, clock: Clock, should_stop: Callable[[], bool]) -> Sto
 
 def _barrier(stage: Stage) -> None:
     # barrier: takes part: every rank of the plan, which is one or all
-    if stage.plan.num_ranks == 1:
+    if stage.plan.num_ranks == 1 or stage.joining is not None:
         return
     device_ids = [stage.device.index] if stage.state.backend == "nccl" else None
     dist.barrier(device_ids=device_ids)
@@ -212,7 +237,7 @@ def _barrier(stage: Stage) -> None:
 def _train(course: _Course) -> None:
     # train
     tally, stage = course.tally, course.stage
-    tally.clock.start()
+    tally.start()
     course.late.begin()
     for step, share in enumerate(course.strategy.shares()):
         if course.stop.before(step):

@@ -276,6 +276,31 @@ class Cluster:
         self._save()
         return by_name(dict(zip(others, stale, strict=True)))
 
+    def kill(self, ranks: Sequence[int]) -> None:
+        """End ranks at once."""
+        self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGKILL)
+
+    def start_again(self, rank: int) -> None:
+        """Start a dead rank anew, in no group, and return at once; ``has_come`` tells the rest.
+
+        The next ``ensure_group`` forms a group of all.
+        """
+        assert self.plan is not None
+        self._group_is_cut = True
+        del self.exits[str(rank)]
+        self._start_rank(self.plan, rank, is_grouped=False)
+
+    def has_come(self, rank: int) -> bool:
+        """Tell whether a rank that was started again can be called."""
+        assert self._dispatcher is not None
+        new = set(self._dispatcher.client.ids) - self._known_engines
+        if not new:
+            return False
+        self._welcome(new)
+        states = {state.rank: state for state in self.gather(OnRank("state"), ranks=[rank])}
+        self.states = tuple(states.get(state.rank, state) for state in self.states)
+        return True
+
     def _end(self, ranks: Sequence[int]) -> None:
         """Kill those of the ranks that live, and wait until they have ended."""
         self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGKILL)
@@ -371,7 +396,7 @@ class Cluster:
             )
         )
 
-    def _start_rank(self, plan: Plan, rank: int) -> None:
+    def _start_rank(self, plan: Plan, rank: int, *, is_grouped: bool = True) -> None:
         self.processes.start_rank(
             rank,
             environment=torchrun_environment(plan, rank, self._master_port),
@@ -380,7 +405,7 @@ class Cluster:
                 "shares_device": plan.shares_device(rank),
                 "backend": plan.backend,
                 "num_threads": plan.num_threads,
-                "generation": self.generation,
+                "generation": self.generation if is_grouped else None,
                 "cells_folder": str(self.home),
                 "engine_arguments": [
                     f"--profile-dir={self.profile}",
@@ -413,11 +438,17 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"only {len(new)} of {len(ranks)} ranks came")
             time.sleep(0.002)
-        self._known_engines |= new
         if new == ranks:
+            self._known_engines |= new
             self._dispatcher.engine_of.update((rank, rank) for rank in ranks)
             return
-        for engine in new:
+        self._welcome(new)
+
+    def _welcome(self, engines: set[int]) -> None:
+        """Note which engine is whose, by asking."""
+        assert self._dispatcher is not None
+        self._known_engines |= engines
+        for engine in engines:
             self._dispatcher.engine_of[-1] = engine  # no rank's number: ask whose it is
             (state,) = self._dispatcher.gather(
                 OnRank("state"), ranks=[-1], timeout=CALL_TIMEOUT_SECONDS

@@ -48,6 +48,7 @@ class Watch:
         timeout: seconds after which the ranks are interrupted.
         free_after: seconds that ranks may still run after one has failed.
         tell: takes what the user should know before the call ends.
+        survives: tells whether the others can do without a rank that has died just now.
     """
 
     cluster: Cluster
@@ -57,6 +58,7 @@ class Watch:
     timeout: float | None = None
     free_after: float = FREE_AFTER_SECONDS
     tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
+    survives: Callable[[int], bool] = lambda _: False
     timed_out: bool = False
     stuck: str = ""
     """Why the ranks waited for each other without end, if they did."""
@@ -104,7 +106,8 @@ class Watch:
             self.returned[happening.rank] = happening.value
         elif isinstance(happening, Lost):
             self.lost[happening.rank] = happening.cause
-        failed = self.lost or any(map(failure_in, self.returned.values()))
+        is_lost = any(not self.survives(rank) for rank in self.lost)
+        failed = is_lost or any(map(failure_in, self.returned.values()))
         if self._failed_at is None and failed:
             self._failed_at = time.monotonic()
 

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.transport.mailbox import socket_path
 from ddpnb.rank.transport.packed import create_shared
+from ddpnb.rank.transport.shm import socket_path
 
 PIECE_BYTES: Final = 1 << 20
 """Of the sizes from 64 KB to 44 MB this was the fastest, or close to it, with 2 ranks."""

@@ -1,0 +1,90 @@
+"""Does an asynchronous comparison go on when a rank is killed, and does the rank come back?"""
+
+from pathlib import Path
+
+import pytest
+
+from ddpnb.notebook.compare import ComparisonSpec, compare
+from ddpnb.notebook.record.store import Store
+from ddpnb.notebook.show.failures import RankError
+from tests.cluster.rig import ALL_REDUCE, pull, run, started
+
+CELL = """
+import os, signal, time, torch
+from pathlib import Path
+from torch import nn
+
+class Deadly(nn.Linear):
+    num_calls = 0
+
+    def forward(self, x):
+        time.sleep(0.01)
+        Deadly.num_calls += 1
+        marker = Path({marker!r})
+        if rank == {rank} and Deadly.num_calls == {num_calls} and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+def model():
+    return Deadly(4, 2)
+
+def data(split):
+    x = torch.randn(1000, 4)
+    return x, (x.sum(dim=1) > 0).long()
+"""
+
+
+def a_spec(
+    strategy: str, folder: Path, *, rank: int = 1, num_calls: int = 50, num_epochs: float = 8
+) -> ComparisonSpec:
+    """A training in which a rank kills its own process, once."""
+    return ComparisonSpec(
+        strategies=(strategy,),
+        source=CELL.format(marker=str(folder / "marker"), rank=rank, num_calls=num_calls),
+        num_epochs=num_epochs,
+        batch_size=10,
+        baseline=False,
+    )
+
+
+@pytest.mark.parametrize("strategy", ["async", "async:bound=1", "hogwild"])
+def test_a_killed_rank_costs_its_share_and_comes_back(tmp_path, capsys, strategy):
+    store = Store(tmp_path)
+    with started(2, method="fork") as cluster:
+        run(cluster, "kept = rank")
+        result = compare(cluster, store, a_spec(strategy, tmp_path))
+        (snapshot,) = result.comparison.runs
+        assert snapshot.status == "finished"
+        assert [mark.text for mark in snapshot.marks] == ["killed", "came back"]
+        assert {mark.rank for mark in snapshot.marks} == {1}
+        rank_0 = snapshot.reports[0]
+        # what arrived last of the killed rank may not have left its process
+        num_samples = snapshot.events["num_samples"].sum() + rank_0.num_lost_samples
+        assert 8000 - 500 < num_samples <= 8000
+        assert 0 < rank_0.num_lost_samples <= 5
+        assert rank_0.held_out_accuracy > 0.9
+        events = snapshot.events[snapshot.events["rank"] == 1]
+        came_back = snapshot.marks[1].seconds
+        assert (events["seconds"] > came_back - 1).sum() > 10
+        assert len(set(events["step"])) == len(events)
+        assert f"lost {rank_0.num_lost_samples} samples" in capsys.readouterr().err
+        again = compare(cluster, store, a_spec("ddp", tmp_path, num_epochs=0.2))
+        assert again.comparison.runs[0].status == "finished"
+        assert not run(cluster, ALL_REDUCE).failures
+        assert pull(cluster, "total.item()") == [2.0, 2.0]
+        assert pull(cluster, "kept", ranks=[0]) == [0]
+
+
+def test_a_rank_that_comes_when_the_run_is_over_is_there_for_the_next(tmp_path):
+    store = Store(tmp_path)
+    with started(2, method="fork") as cluster:
+        result = compare(cluster, store, a_spec("async", tmp_path, num_epochs=0.6))
+        assert result.comparison.runs[0].status == "finished"
+        assert not run(cluster, ALL_REDUCE).failures
+        assert pull(cluster, "total.item()") == [2.0, 2.0]
+
+
+def test_the_death_of_rank_0_fails_the_run(tmp_path):
+    with started(2, method="fork") as cluster, pytest.raises(RankError):
+        compare(cluster, Store(tmp_path), a_spec("async", tmp_path, rank=0))
