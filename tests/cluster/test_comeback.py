@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.notebook.compare import ComparisonSpec, compare
+from ddpnb.notebook.compare import ComparisonSpec, prepare
 from ddpnb.notebook.record.store import Store
 from ddpnb.notebook.show.failures import RankError
+from ddpnb.training import TrainingSpec
 from tests.cluster.rig import ALL_REDUCE, pull, run, started
 
 CELL = """
@@ -41,9 +42,11 @@ def a_spec(
     """A training in which a rank kills its own process, once."""
     return ComparisonSpec(
         strategies=(strategy,),
-        source=CELL.format(marker=str(folder / "marker"), rank=rank, num_calls=num_calls),
-        num_epochs=num_epochs,
-        batch_size=10,
+        training=TrainingSpec(
+            source=CELL.format(marker=str(folder / "marker"), rank=rank, num_calls=num_calls),
+            num_epochs=num_epochs,
+            batch_size=10,
+        ),
         baseline=False,
     )
 
@@ -53,7 +56,7 @@ def test_a_killed_rank_costs_its_share_and_comes_back(tmp_path, capsys, strategy
     store = Store(tmp_path)
     with started(2, method="fork") as cluster:
         run(cluster, "kept = rank")
-        result = compare(cluster, store, a_spec(strategy, tmp_path))
+        result = prepare(cluster, store, a_spec(strategy, tmp_path)).run()
         (snapshot,) = result.comparison.runs
         assert snapshot.status == "finished"
         assert [mark.text for mark in snapshot.marks] == ["killed", "came back"]
@@ -69,7 +72,7 @@ def test_a_killed_rank_costs_its_share_and_comes_back(tmp_path, capsys, strategy
         assert (events["seconds"] > came_back - 1).sum() > 10
         assert len(set(events["step"])) == len(events)
         assert f"lost {rank_0.num_lost_samples} samples" in capsys.readouterr().err
-        again = compare(cluster, store, a_spec("ddp", tmp_path, num_epochs=0.2))
+        again = prepare(cluster, store, a_spec("ddp", tmp_path, num_epochs=0.2)).run()
         assert again.comparison.runs[0].status == "finished"
         assert not run(cluster, ALL_REDUCE).failures
         assert pull(cluster, "total.item()") == [2.0, 2.0]
@@ -79,7 +82,7 @@ def test_a_killed_rank_costs_its_share_and_comes_back(tmp_path, capsys, strategy
 def test_a_rank_that_comes_when_the_run_is_over_is_there_for_the_next(tmp_path):
     store = Store(tmp_path)
     with started(2, method="fork") as cluster:
-        result = compare(cluster, store, a_spec("async", tmp_path, num_epochs=0.6))
+        result = prepare(cluster, store, a_spec("async", tmp_path, num_epochs=0.6)).run()
         assert result.comparison.runs[0].status == "finished"
         assert not run(cluster, ALL_REDUCE).failures
         assert pull(cluster, "total.item()") == [2.0, 2.0]
