@@ -148,7 +148,7 @@ def test_a_run_ends_early_when_asked_and_is_judged(kernel: Kernel, how: str):
     cell = kernel.run(
         STOP.lstrip()
         + f"threading.Timer(3, running.{how}).start()\nthreading.Timer(7, running.stop).start()\n"
-        "_ = running.run()"
+        "ended = running.run()"
     )
     assert not cell.error, cell.told
     runs = kernel.value("[(r.name, r.status.value, r.detail) for r in recorder.comparison.runs]")
