@@ -34,9 +34,9 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
 
 def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     """Return the formatted traceback, from the user's first line on."""
-    if isinstance(error, UserError):
-        return []  # its sentence says it all
     shell, frames = engine.kernel.shell, users_part(error.__traceback__)
+    if isinstance(error, UserError) and frames is None:
+        return []  # its sentence says it all
     if isinstance(error, SyntaxError) and frames is None:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])
     else:

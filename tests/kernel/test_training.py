@@ -129,6 +129,7 @@ def test_a_run_is_resumed(kernel: Kernel):
 STOP = """
 %%local
 import threading
+import time
 from ddpnb.notebook.choices import training_of
 from ddpnb.notebook.compare import ComparisonSpec, Training
 from ddpnb.notebook.record.recorder import Recorder
@@ -140,23 +141,35 @@ recorder = Recorder(
     this_session().store, name="ended", task="digits", source="", specs=specs
 )
 running = Training(cluster=this_session()._cluster, recorder=recorder, specs=specs)
+
+def call_in_the_midst():
+    for strategy, call in CALLS:
+        while not any(r.name == strategy and len(r.events) > 100 for r in recorder.comparison.runs):
+            time.sleep(0.1)
+        call()
+
+threading.Thread(target=call_in_the_midst, daemon=True).start()
+ended = running.run()
 """
 
 
-@pytest.mark.parametrize("how", ["stop", "skip"])
-def test_a_run_ends_early_when_asked_and_is_judged(kernel: Kernel, how: str):
-    cell = kernel.run(
-        STOP.lstrip()
-        + f"threading.Timer(3, running.{how}).start()\nthreading.Timer(7, running.stop).start()\n"
-        "_ = running.run()"
-    )
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ('[("ddp", running.stop)]', ["ddp"]),
+        ('[("ddp", running.skip), ("async", running.stop)]', ["ddp", "async"]),
+    ],
+    ids=["stop", "skip"],
+)
+def test_a_run_ends_early_when_asked_and_is_judged(kernel: Kernel, calls: str, expected: list[str]):
+    cell = kernel.run(STOP.lstrip().replace("CALLS", calls))
     assert not cell.error, cell.told
     runs = kernel.value("[(r.name, r.status.value, r.detail) for r in recorder.comparison.runs]")
-    ended = [("ddp", "stopped", "stopped by the user"), ("async", "stopped", "stopped by the user")]
-    assert runs == str(ended if how == "skip" else ended[:1])
+    assert runs == str([(name, "stopped", "stopped by the user") for name in expected])
     reports = "recorder.comparison.runs[0].reports"
     assert kernel.value(f"len({{r.num_steps for r in {reports}}})") == "1"
-    assert kernel.value(f"{reports}[0].held_out_accuracy > 0.5") == "True"
+    assert kernel.value(f"max(r.num_steps for r in {reports}) >= 50") == "True"
+    assert kernel.value(f"any(r.held_out_accuracy > 0.2 for r in {reports})") == "True"
     assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
 
 
