@@ -146,6 +146,8 @@ class Training:
         watch.lost = {r: how for r, how in watch.lost.items() if not comeback.survives(r)}
         if (error := error_of(watch)) is not None:
             self.recorder.end(spec.run_id, Status.FAILED, watch.stuck or str(error))
+            if spec.kill and self._bring_back():
+                return
             raise error
         reports = watch.returned.values()
         if any(isinstance(report, RunReport) and report.was_stopped for report in reports):
@@ -153,6 +155,19 @@ class Training:
         else:
             self.recorder.end(spec.run_id, Status.FINISHED)
         self._tell_lost(comeback, watch.returned.get(0))
+
+    def _bring_back(self) -> bool:
+        """Start ranks anew that were killed as wished; tell whether there were any."""
+        dead = sorted(set(self.cluster.ranks) - set(self.cluster.living))
+        if not dead or self.cluster.lost is not None:
+            return False
+        tell_stale(self.cluster.bring_back(dead))
+        print(
+            f"Rank {format_ranks(dead)} was killed as wished, which ended the training; it is a "
+            "new process now, without the variables it had.",
+            file=sys.stderr,
+        )
+        return True
 
     def _tick(self, comeback: Comeback) -> None:
         comeback.attend()

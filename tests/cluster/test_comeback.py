@@ -90,4 +90,4 @@ def test_a_rank_that_comes_when_the_run_is_over_is_there_for_the_next(tmp_path):
 
 def test_the_death_of_rank_0_fails_the_run(tmp_path):
     with started(2, method="fork") as cluster, pytest.raises(RankError):
-        compare(cluster, Store(tmp_path), a_spec("async", tmp_path, rank=0))
+        prepare(cluster, Store(tmp_path), a_spec("async", tmp_path, rank=0)).run()
