@@ -16,6 +16,7 @@ from ddpnb.notebook.record.store import Store
 from ddpnb.notebook.show.failures import CellInterrupt, RankError
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.result import ComparisonResult
+from ddpnb.notebook.show.view import EVERYTHING, View
 from ddpnb.wire import OnRank, RunReport, RunSpec
 
 BASELINE = "single"
@@ -38,6 +39,7 @@ class ComparisonSpec:
     name: str = ""
     baseline: bool = True
     """Whether ``single`` is trained too, so that there is a speed-up to tell."""
+    view: View = EVERYTHING
 
     def __post_init__(self) -> None:
         if not self.strategies:
@@ -84,12 +86,14 @@ class Training:
         recorder: keeps the runs.
         specs: the trainings, in order.
         live: shows them.
+        view: what of them is shown.
     """
 
     cluster: Cluster
     recorder: Recorder
     specs: Sequence[RunSpec]
     live: Live = field(default_factory=live)
+    view: View = EVERYTHING
 
     def run(self) -> ComparisonResult:
         """Train everything; what was trained is shown and kept, however it ends.
@@ -102,7 +106,7 @@ class Training:
             for spec in self.specs:
                 self._train(spec)
         finally:
-            result = ComparisonResult(self.recorder.comparison)
+            result = ComparisonResult(self.recorder.comparison, self.view)
             self.live.finish(result)
         return result
 
@@ -149,7 +153,13 @@ def compare(cluster: Cluster, store: Store, spec: ComparisonSpec) -> ComparisonR
         source=spec.source,
         specs=specs,
     )
-    return Training(cluster=cluster, recorder=recorder, specs=specs).run()
+    return Training(
+        cluster=cluster,
+        recorder=recorder,
+        specs=specs,
+        live=live(spec.view),
+        view=spec.view,
+    ).run()
 
 
 def check(cluster: Cluster, spec: RunSpec) -> None:

@@ -17,7 +17,7 @@ from ddpnb.notebook.record.database import StoreError
 from ddpnb.notebook.record.folder import runs_folder
 from ddpnb.notebook.record.runs import Run, RunSnapshot, Status
 from ddpnb.notebook.record.store import FILE_NAME, Store
-from ddpnb.wire import StepEvent
+from ddpnb.wire import Parts, StepEvent
 from tests.record.fake_runs import batch, fake_run, header, spec, step
 
 
@@ -93,6 +93,8 @@ def as_step(row: np.void) -> StepEvent:
         num_samples=int(row["num_samples"]),
         loss=float(row["loss"]),
         staleness=None if staleness < 0 else staleness,
+        num_bytes_sent=int(row["num_bytes_sent"]),
+        parts=Parts(*(float(row[name]) for name in Parts._fields)),
     )
 
 

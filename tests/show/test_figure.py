@@ -9,7 +9,7 @@ from PIL import Image
 from ddpnb.notebook.record.comparison import Comparison, overlay
 from ddpnb.notebook.record.runs import Run, Status
 from ddpnb.notebook.show.figure import LiveFigure, draw
-from ddpnb.notebook.show.series import prepare, series_of
+from ddpnb.notebook.show.series import Preparer, series_of
 from tests.record.fake_runs import batch, fake_comparison, fake_run, header, spec, step
 
 
@@ -48,7 +48,7 @@ def test_the_size_is_fixed_and_the_corners_are_clear():
         live = LiveFigure()
         live.update(fake_comparison(share=share, num_steps=60))
         drawn = pixels(live.png())
-        assert drawn.shape == (470, 1400, 4)
+        assert drawn.shape == (742, 1400, 4)
         assert drawn[0, 0, 3] == 0
         assert tuple(drawn[235, 10]) == (255, 255, 255, 255)
 
@@ -89,34 +89,36 @@ def test_no_text_is_smaller_than_eleven_points():
 
 def test_what_is_emulated_says_so_at_each_line():
     texts = [text.get_text() for text in shown_texts(fake_comparison())]
-    assert sum("dp (emulated)" in text for text in texts) == 4  # three panels and the note
+    assert sum("dp (emulated)" in text for text in texts) == 5  # panels, row and note
     assert any("emulated on CPU threads" in text for text in texts)
 
 
 def test_nothing_yet_is_drawn_as_waiting():
     empty = compared(Run.of_spec(spec("ddp"), created=1.0))
-    assert sum(text.get_text().startswith("waiting") for text in shown_texts(empty)) == 3
+    assert sum(text.get_text().startswith("waiting for") for text in shown_texts(empty)) == 3
 
 
 def test_nan_losses_leave_a_gap_and_a_note():
     comparison = compared(fake_run("single", num_steps=40, nan_from=30))
     (series,) = series_of(comparison)
-    assert np.isnan(series.by_samples.y[30:]).all()
+    line = series.losses["samples"]
+    assert np.isnan(line.y[30:]).all()
+    assert len(line.bad_x) == 10
     assert any("10 losses were NaN" in text.get_text() for text in shown_texts(comparison))
 
 
 def test_only_nan_losses_still_draw_throughput():
     run = fake_run("single", num_steps=40, nan_from=0)
     texts = [text.get_text() for text in shown_texts(compared(run))]
-    assert sum(text.startswith("waiting") for text in texts) == 2
+    assert sum(text.startswith("waiting for") for text in texts) == 2
 
 
 def test_a_loop_without_samples_is_drawn_against_time_alone():
     run = Run(run_id="m", name="mine")
     run.add(batch("m", [step(i, i + 1.0, 2.0 / (i + 1), samples=0) for i in range(20)]))
     (series,) = series_of(compared(run))
-    assert len(series.by_samples.x) == 0
-    assert len(series.by_seconds.x) == 20
+    assert len(series.losses["samples"].x) == 0
+    assert len(series.losses["seconds"].x) == 20
     assert LiveFigure().update(compared(run)) is None
 
 
@@ -147,13 +149,14 @@ def test_repeats_become_a_median_over_at_least_half():
         run.end(Status.FINISHED)
         runs.append(run)
     (series,) = series_of(compared(*runs))
-    np.testing.assert_allclose(series.by_samples.y, 2.0)
-    assert series.by_samples.x[-1] <= 100
+    np.testing.assert_allclose(series.losses["samples"].y, 2.0)
+    assert series.losses["samples"].x[-1] <= 100
 
 
 def test_a_run_is_prepared_again_only_when_something_came():
-    live, comparison = LiveFigure(), fake_comparison(("single",), num_steps=30)
-    live.update(comparison)
-    kept = live._drawn(comparison.runs[0])
-    assert live._drawn(comparison.runs[0]) is kept
-    assert len(prepare(comparison.runs[0]).curve) == 30
+    preparer, comparison = Preparer(), fake_comparison(("single", "ddp"), num_steps=30, share=0.9)
+    single, ddp = preparer.series_of(comparison)
+    assert (single.is_live, ddp.is_live) == (False, True)
+    later = fake_comparison(("single", "ddp"), num_steps=30)
+    assert preparer.series_of(later)[0] is single
+    assert preparer.series_of(later)[1] is not ddp

@@ -94,7 +94,7 @@ def test_a_table_can_be_heard_and_read():
     html = scores_table(fake_comparison()).html()
     check_html(html)
     assert html.count('scope="row"') == 4
-    assert html.count('scope="col"') == 8
+    assert html.count('scope="col"') == 10
     assert "<caption" in html
     assert html.count('aria-hidden="true"') == 4
 

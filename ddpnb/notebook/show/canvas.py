@@ -1,10 +1,9 @@
-"""How does a figure become a PNG several times a second, cheaply?  (Notebook side.)
+"""How does a figure become a picture several times a second, cheaply?  (Notebook side.)
 
-What stands still (paper, axes, ticks, titles) is drawn once and copied back;
-only what moves is drawn again.
+What stands still (paper, axes, ticks, titles, runs that have ended) is drawn once and copied
+back; only what moves is drawn again.
 """
 
-import io
 from collections.abc import Hashable, Sequence
 from typing import Any, final
 
@@ -12,10 +11,8 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from PIL import Image
 
-COMPRESSION = 3
-"""PNG effort: higher costs the kernel time, lower costs the browser bytes."""
+from ddpnb.notebook.show.png import png_of
 
 
 @final
@@ -46,10 +43,4 @@ class QuickCanvas:
         renderer = self._canvas.get_renderer()
         for artist in moving:
             artist.draw(renderer)
-        return _encoded(np.asarray(self._canvas.buffer_rgba()))
-
-
-def _encoded(pixels: np.ndarray[Any, Any]) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format="png", compress_level=COMPRESSION)
-    return buffer.getvalue()
+        return png_of(np.asarray(self._canvas.buffer_rgba()))

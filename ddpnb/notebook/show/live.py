@@ -11,9 +11,10 @@ from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.show.progress import progress_of
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.slot import Bundle, Slot
+from ddpnb.notebook.show.view import EVERYTHING, View
 
 REDRAW_SECONDS = 0.4
-MAX_SHARE = 0.1
+MAX_SHARE = 0.05
 """The share of this process's time that drawing may take."""
 
 
@@ -27,10 +28,10 @@ class Live(Protocol):
         """Show the result, for good."""
 
 
-def live() -> Live:
+def live(view: View = EVERYTHING) -> Live:
     """Return what shows a comparison here: in a Jupyter kernel a figure, else lines of text."""
     in_kernel = hasattr(get_ipython(), "kernel")
-    return LiveFigureAndTable() if in_kernel else LiveText()
+    return LiveFigureAndTable(view) if in_kernel else LiveText()
 
 
 @final
@@ -41,10 +42,10 @@ class LiveFigureAndTable:
     and one HTML table.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, view: View = EVERYTHING) -> None:
         from ddpnb.notebook.show.figure import LiveFigure  # noqa: PLC0415  matplotlib: 0.3 s
 
-        self._figure = LiveFigure()
+        self._figure = LiveFigure(view)
         self._picture = Slot()
         self._line = Slot()
         self._next_seconds = 0.0
