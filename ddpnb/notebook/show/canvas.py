@@ -12,7 +12,7 @@ from matplotlib.artist import Artist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ddpnb.notebook.show.png import png_of
+from ddpnb.notebook.show.png import PngEncoder
 
 
 @final
@@ -25,6 +25,7 @@ class QuickCanvas:
 
     def __init__(self, figure: Figure) -> None:
         self._canvas: Any = FigureCanvasAgg(figure)  # matplotlib leaves its methods untyped
+        self._encoder = PngEncoder()
         self._still: Any = None
         self._still_state: Hashable = None
 
@@ -43,4 +44,4 @@ class QuickCanvas:
         renderer = self._canvas.get_renderer()
         for artist in moving:
             artist.draw(renderer)
-        return png_of(np.asarray(self._canvas.buffer_rgba()))
+        return self._encoder.encode(np.asarray(self._canvas.buffer_rgba()))

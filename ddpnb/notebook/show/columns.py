@@ -42,6 +42,7 @@ class Column(ABC):
         self._rows: list[Row] = []
         self._right = 0.0
         self._num_rows = 1
+        self._limits = (0, 0.0)
         _prepare(axes, self.head)
 
     def update(self, series: Sequence[Series], num_rows: int) -> None:
@@ -53,9 +54,12 @@ class Column(ABC):
         for index, (row, each) in enumerate(zip(self._rows, series, strict=False)):
             row.place(self._num_rows - index - 0.5)
             row.show_if_new(each, self._right)
-        self.axes.set_ylim(0, self._num_rows)
-        self.axes.set_xlim(0, self._right or 1.0)
-        self.axes.tick_params(labelbottom=self._right > 0)
+        limits = (self._num_rows, self._right or 1.0)
+        if limits != self._limits:
+            self._limits = limits
+            self.axes.set_ylim(0, limits[0])
+            self.axes.set_xlim(0, limits[1])
+            self.axes.tick_params(labelbottom=self._right > 0)
 
     def moving(self) -> list[Artist]:
         """Return what changes at every update, from back to front."""

@@ -12,7 +12,7 @@ from matplotlib.patches import FancyBboxPatch
 from matplotlib.text import Text
 
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.summary import summarise
+from ddpnb.notebook.record.summary import StrategySummary
 from ddpnb.notebook.show import words
 from ddpnb.notebook.show.canvas import QuickCanvas
 from ddpnb.notebook.show.detail import Detail, has_detail
@@ -118,7 +118,7 @@ class _Drawing:
         if self._detail is not None:
             self._detail.update(comparison, series)
         self._title.set_text(words.title(comparison))
-        self._footer.set_text(_footer(comparison))
+        self._footer.set_text(_footer(comparison, tuple(each.summary for each in series)))
 
     def png(self) -> bytes:
         panels = self._panels()
@@ -217,11 +217,11 @@ def _marks(series: Series, x: str) -> tuple[tuple[float, str], ...]:
     )
 
 
-def _footer(comparison: Comparison) -> str:
+def _footer(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> str:
     """Return what the lines mean, and what must be said beside them, in one line."""
     repeats = max((run.repeat for run in comparison.runs), default=0) > 0
     faint, strong = ("each repeat", "median") if repeats else ("every update", "moving average")
-    told = " ".join(words.notes(comparison, summarise(comparison)))
+    told = " ".join(words.notes(comparison, summaries))
     text = f"Faint: {faint}, strong: {strong}. {told}"
     return text if len(text) <= FOOTER_CHARACTERS else text[: FOOTER_CHARACTERS - 2] + " …"
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from ddpnb.notebook.show.axes import draw_target, prepare, round_down, round_up
 from ddpnb.notebook.show.labels import spread_out
 from ddpnb.notebook.show.series import Line
-from ddpnb.notebook.show.strokes import Labelled, Strokes, end_of
+from ddpnb.notebook.show.strokes import Labelled, Strokes
 from ddpnb.notebook.show.theme import SMALL_POINTS
 
 LABEL_GAP_POINTS = SMALL_POINTS * 1.35
@@ -50,23 +50,28 @@ class Panel:
             self._limits[1:] = [round_down(target * 0.9) if log else min(target, 0.0), target]
             draw_target(axes, target)
         self._waiting = prepare(axes, title, x_label, log)
+        self.axes.tick_params(labelbottom=False, labelleft=False)
 
     def update(self, lines: Sequence[Labelled], right: float = 0.0) -> None:
         """Show ``lines``; the x axis reaches at least to ``right``."""
         shown = [labelled for labelled in lines if _can_show(labelled.line, self._is_log)]
         while len(self._strokes) < len(shown):
             self._strokes.append(Strokes(self.axes, self._names_marks))
-        for strokes, labelled in zip(self._strokes, shown, strict=False):
-            strokes.show(labelled, self._is_log)
+        changed = [
+            labelled.line
+            for strokes, labelled in zip(self._strokes, shown, strict=False)
+            if strokes.show(labelled, self._is_log)
+        ]
         for strokes in self._strokes[len(shown) :]:
             strokes.hide()
-        self._grow([labelled.line for labelled in shown], right)
-        self._place_labels(shown)
+        self._grow(changed, right)
+        self._place_labels(len(shown))
         num_told = 0
         for strokes in self._strokes:
             num_told += strokes.place_told(0.985 - 0.09 * num_told, self._limits[0])
-        self._waiting.set_visible(not shown)
-        self.axes.tick_params(labelbottom=bool(shown), labelleft=bool(shown))
+        if self._waiting.get_visible() == bool(shown):
+            self._waiting.set_visible(not shown)
+            self.axes.tick_params(labelbottom=bool(shown), labelleft=bool(shown))
 
     def moving(self) -> list[Artist]:
         """Return what changes at every update, from back to front."""
@@ -98,10 +103,10 @@ class Panel:
         self.axes.set_xlim(0, end or right or 1.0)
         self.axes.set_ylim(bottom, top if top > bottom else bottom + 1.0)
 
-    def _place_labels(self, shown: Sequence[Labelled]) -> None:
-        height = self.axes.transAxes.inverted()
-        points = [(0.0, end_of(labelled.line, self._is_log)[1]) for labelled in shown]
-        wanted = [float(height.transform(self.axes.transData.transform(p))[1]) for p in points]
+    def _place_labels(self, num_shown: int) -> None:
+        to_share = self.axes.transData - self.axes.transAxes
+        ends = [strokes.end for strokes in self._strokes[:num_shown]]
+        wanted = [float(at) for _, at in to_share.transform(ends)] if ends else []
         inches = self.axes.bbox.transformed(self._inches.inverted())
         gap = LABEL_GAP_POINTS / (inches.height * 72)
         inside = [min(max(position, 0.0), 1.0) for position in wanted]

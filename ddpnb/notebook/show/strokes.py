@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 
 from ddpnb.notebook.record.pyramid import Floats
 from ddpnb.notebook.show.series import Line
+from ddpnb.notebook.show.stamp import Stamp
 from ddpnb.notebook.show.theme import SMALL_POINTS, Style
 
 LEADER_INCHES = (0.02, 0.07, 0.16, 0.19)
@@ -52,7 +53,7 @@ class Strokes:
         self.leader.set_transform(axes.transAxes)
         self.leader.set_clip_on(False)
         self.mark.set_clip_on(False)
-        self.label = axes.text(1.075, 0, "", fontsize=SMALL_POINTS, va="center")
+        self.label = Stamp(axes, fontsize=SMALL_POINTS, va="center")
         self.label.set_transform(axes.transAxes)
         self.told = axes.text(0, 0.985, "", fontsize=SMALL_POINTS, va="top")
         self.told.set_transform(axes.get_xaxis_transform())
@@ -60,6 +61,8 @@ class Strokes:
         self._names_marks = names_marks
         self._shown: Labelled | None = None
         self._num_changes = 0
+        self.end = (0.0, 0.0)
+        """Where the line ends."""
         for artist in self.layers():
             artist.set_animated(True)
 
@@ -78,15 +81,15 @@ class Strokes:
         shown = self._shown
         return None if shown is None or shown.is_live else self._num_changes
 
-    def show(self, labelled: Labelled, is_log: bool) -> None:
-        """Show a strategy; costs nothing where it has not changed."""
+    def show(self, labelled: Labelled, is_log: bool) -> bool:
+        """Show a strategy; return whether it has changed, without which it costs nothing."""
         line, style, before = labelled.line, labelled.style, self._shown
         self._shown = labelled
         self.label.set_text(labelled.text)
         if before is not None and before.line is line and before.is_live == labelled.is_live:
-            return
+            return False
         self._num_changes += 1
-        x, y = end_of(line, is_log)
+        x, y = self.end = end_of(line, is_log)
         self.faint.set_data(line.faint_x, line.faint_y)
         self.strong.set_data(line.x, line.y)
         self.strong.set_linestyle(style.dashes)
@@ -114,6 +117,7 @@ class Strokes:
         self.told.set_visible(bool(self.told.get_text()))
         for artist in self._lines():
             artist.set_animated(labelled.is_live)
+        return True
 
     def hide(self) -> None:
         """Show nothing."""
