@@ -106,9 +106,10 @@ def fake_run(
     for rank in range(tellers):
         seconds = 0.0
         events = []
+        pace = random.Random(f"{strategy}{repeat}{rank if strategy == 'async' else 0}")
         for index in range(int(own_steps * share)):
             slow = 1.25 if 0.45 < index / own_steps < 0.6 else 1.0
-            lasted = STEP_SECONDS.get(strategy, 0.018) * slow * random_.uniform(0.9, 1.12)
+            lasted = STEP_SECONDS.get(strategy, 0.018) * slow * pace.uniform(0.9, 1.12)
             if slow_rank is not None and strategy != "async":
                 lasted *= 1.6
             is_slow = slow_rank == rank

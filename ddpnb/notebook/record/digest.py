@@ -14,8 +14,8 @@ from ddpnb.notebook.record.join import Joiner, Updates, joiner_of
 from ddpnb.notebook.record.pyramid import Cells, Floats, Pyramid
 from ddpnb.wire import NO_STALENESS, Parts, RunHeader, RunSpec
 
-MAX_POINTS = 500
-"""No curve has more points than this."""
+MAX_POINTS = 360
+"""No curve has more points than this: at least every other pixel of its panel has one."""
 
 MAX_RANK_POINTS = 120
 """No rank's track has more than this."""

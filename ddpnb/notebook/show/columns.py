@@ -18,6 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpnb.notebook.show.axes import tick
 from ddpnb.notebook.show.series import Series
+from ddpnb.notebook.show.stamp import Stamp
 from ddpnb.notebook.show.theme import FONT_POINTS, INK, MUTED, RULE, SMALL_POINTS
 
 BAR = 0.56
@@ -148,7 +149,7 @@ def line(axes: Axes, **look: object) -> Line2D:
 
 def beside(axes: Axes) -> Text:
     """Return a text at the right of a row."""
-    text = axes.text(1.03, 0, "", fontsize=SMALL_POINTS, color=INK, va="center")
+    text = Stamp(axes, x=1.03, fontsize=SMALL_POINTS, color=INK, va="center")
     text.set_transform(axes.get_yaxis_transform())
     return text
 

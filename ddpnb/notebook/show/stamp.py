@@ -19,7 +19,7 @@ class Stamp(Text):
     """
 
     def __init__(self, axes: Axes, **look: Any) -> None:
-        super().__init__(0.0, 0.0, "", **look)
+        super().__init__(**look)
         axes.add_artist(self)
         self._stamp_of: tuple[object, ...] = ()
         self._stamp: Any = None
