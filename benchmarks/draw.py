@@ -18,7 +18,7 @@ from ddpnb.notebook.record.recorder import Recorder
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
 from ddpnb.notebook.show.figure import LiveFigure
-from ddpnb.notebook.show.live import MAX_SHARE, REDRAW_SECONDS
+from ddpnb.notebook.show.pace import MAX_SHARE, REDRAW_SECONDS
 from ddpnb.wire import NO_STALENESS, EventBatch, RunHeader, RunSpec
 
 STRATEGIES = ("single", "dp", "ddp", "async")

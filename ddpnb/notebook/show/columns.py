@@ -70,9 +70,17 @@ class Column(ABC):
         """Return all that is ever animated."""
         return [artist for row in self._rows for artist in row.artists]
 
-    def state(self) -> tuple[object, ...]:
-        """Return what all depends on that is not moving."""
-        return (self._right, self._num_rows, tuple(row.still() for row in self._rows))
+    def settled(self) -> list[Artist]:
+        """Return what belongs to runs that have ended."""
+        return [artist for row in self._rows if not row.is_live for artist in row.artists]
+
+    def settled_state(self) -> tuple[object, ...]:
+        """Return what tells two states of that apart."""
+        return tuple(row.state() for row in self._rows)
+
+    def limits(self) -> tuple[object, ...]:
+        """Return what the axes and their ticks depend on."""
+        return (*self._limits, self.axes.get_xlabel())
 
     @abstractmethod
     def _new_row(self) -> "Row":
@@ -89,6 +97,8 @@ class Row(ABC):
     def __init__(self, axes: Axes, artists: Sequence[Artist]) -> None:
         self.axes = axes
         self.artists = tuple(artists)
+        for artist in artists:
+            artist.set_animated(True)
         self.middle = 0.5
         self.is_live = False
         self._num_changes = 0
@@ -106,12 +116,10 @@ class Row(ABC):
         self._shown = shown
         self._num_changes += 1
         self.is_live = series.is_live
-        for artist in self.artists:
-            artist.set_animated(self.is_live)
         self.show(series, right)
 
-    def still(self) -> Hashable:
-        """Return what tells two states apart, of a row that stands still."""
+    def state(self) -> Hashable:
+        """Return what tells two states apart, of a row that has settled."""
         return None if self.is_live else self._num_changes
 
     @abstractmethod

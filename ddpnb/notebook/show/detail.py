@@ -90,10 +90,18 @@ class Detail:
         """Return all that is ever animated."""
         return [artist for column in self._columns for artist in column.layers()]
 
-    def state(self) -> tuple[object, ...]:
-        """Return what all depends on that is not moving."""
+    def settled(self) -> list[Artist]:
+        """Return what belongs to runs that have ended."""
+        return [artist for column in self._columns for artist in column.settled()]
+
+    def settled_state(self) -> tuple[object, ...]:
+        """Return what tells two states of that apart."""
+        return tuple(column.settled_state() for column in self._columns)
+
+    def limits(self) -> tuple[object, ...]:
+        """Return what names, axes and ticks depend on."""
         names = tuple(name.state for name in self._names)
-        return (names, *(column.state() for column in self._columns))
+        return (names, *(column.limits() for column in self._columns))
 
     def _add(self, column: Column, place: tuple[float, float]) -> None:
         self._columns.append(column)

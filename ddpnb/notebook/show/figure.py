@@ -121,17 +121,19 @@ class _Drawing:
         self._footer.set_text(_footer(comparison, tuple(each.summary for each in series)))
 
     def png(self) -> bytes:
-        panels = self._panels()
-        still = (
-            self._room,
-            self._title.get_text(),
-            self._footer.get_text(),
-            *(panel.state() for panel in panels),
-            self._detail.state() if self._detail else None,
+        parts: list[Panel | Detail] = [*self._panels()]
+        parts += [self._detail] if self._detail else []
+        return self._canvas.png(
+            moving=[artist for part in parts for artist in part.moving()],
+            settled=[artist for part in parts for artist in part.settled()],
+            settled_state=tuple(part.settled_state() for part in parts),
+            still_state=(
+                self._room,
+                self._title.get_text(),
+                self._footer.get_text(),
+                *(part.limits() for part in parts),
+            ),
         )
-        moving = [artist for panel in panels for artist in panel.moving()]
-        moving += self._detail.moving() if self._detail else []
-        return self._canvas.png(moving, still)
 
     def finish(self) -> Figure:
         animated: list[Artist] = [artist for panel in self._panels() for artist in panel.layers()]

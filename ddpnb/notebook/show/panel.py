@@ -82,10 +82,17 @@ class Panel:
         """Return all that is ever animated."""
         return [self._waiting, *(artist for own in self._strokes for artist in own.layers())]
 
-    def state(self) -> tuple[object, ...]:
-        """Return what all depends on that is not moving."""
-        still = tuple(strokes.still() for strokes in self._strokes)
-        return (*self._limits, self._waiting.get_visible(), still)
+    def settled(self) -> list[Artist]:
+        """Return what belongs to runs that have ended."""
+        return [artist for strokes in self._strokes for artist in strokes.settled()]
+
+    def settled_state(self) -> tuple[object, ...]:
+        """Return what tells two states of that apart."""
+        return tuple(strokes.state() for strokes in self._strokes)
+
+    def limits(self) -> tuple[object, ...]:
+        """Return what the axes and their ticks depend on."""
+        return (*self._limits, self._waiting.get_visible())
 
     def _grow(self, lines: Sequence[Line], right: float) -> None:
         for line in lines:

@@ -47,10 +47,11 @@ class Stamp(Text):
         canvas: Any = RendererAgg(*size, renderer.dpi)  # type: ignore[no-untyped-call]
         context = canvas.new_gc()
         context.set_foreground(self.get_color())
-        _, _, descent = canvas.get_text_width_height_descent(
-            self.get_text(), self.get_fontproperties(), ismath=False
+        below = (  # as matplotlib lays a line out: as deep as "lp" at least
+            canvas.get_text_width_height_descent(text, self.get_fontproperties(), ismath=False)[2]
+            for text in (self.get_text(), "lp")
         )
-        bottom = canvas.height - MARGIN - descent
+        bottom = canvas.height - MARGIN - max(below)
         canvas.draw_text(context, MARGIN, bottom, self.get_text(), self.get_fontproperties(), 0.0)
         context.restore()
         return np.flipud(np.asarray(canvas.buffer_rgba())).copy()

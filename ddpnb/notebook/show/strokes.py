@@ -76,8 +76,12 @@ class Strokes:
             return self.layers()
         return self.leader, self.label  # they make room for what moves
 
-    def still(self) -> Hashable:
-        """Return what tells two states of the still part apart."""
+    def settled(self) -> tuple[Artist, ...]:
+        """Return the line of a run that has ended."""
+        return () if self._shown is None or self._shown.is_live else self._lines()
+
+    def state(self) -> Hashable:
+        """Return what tells two states of what has settled apart."""
         shown = self._shown
         return None if shown is None or shown.is_live else self._num_changes
 
@@ -115,8 +119,6 @@ class Strokes:
         for artist in self.layers():
             artist.set_visible(True)
         self.told.set_visible(bool(self.told.get_text()))
-        for artist in self._lines():
-            artist.set_animated(labelled.is_live)
         return True
 
     def hide(self) -> None:
