@@ -223,7 +223,7 @@ def _footer(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> s
     """Return what the lines mean, and what must be said beside them, in one line."""
     repeats = max((run.repeat for run in comparison.runs), default=0) > 0
     faint, strong = ("each repeat", "median") if repeats else ("every update", "moving average")
-    told = " ".join(words.notes(comparison, summaries))
+    told = "; ".join(words.notes(comparison, summaries))
     text = f"Faint: {faint}, strong: {strong}. {told}"
     return text if len(text) <= FOOTER_CHARACTERS else text[: FOOTER_CHARACTERS - 2] + " …"
 

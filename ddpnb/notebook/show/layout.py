@@ -32,7 +32,7 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The size of a figure.
+    """The size of a figure, and the places in it.
 
     Args:
         num_strategies: how many there will be.

@@ -68,7 +68,7 @@ class Panel:
         self._place_labels(len(shown))
         num_told = 0
         for strokes in self._strokes:
-            num_told += strokes.place_told(0.985 - 0.09 * num_told, self._limits[0])
+            num_told += strokes.place_told(0.94 - 0.09 * num_told, self._limits[0])
         if self._waiting.get_visible() == bool(shown):
             self._waiting.set_visible(not shown)
             self.axes.tick_params(labelbottom=bool(shown), labelleft=bool(shown))
