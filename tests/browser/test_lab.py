@@ -92,6 +92,7 @@ def test_the_figure_changes_while_it_trains_and_the_table_stands_at_the_end(less
     seen: set[str | None] = set()
     sizes = set()
     progress = race.locator("[role=progressbar]")
+    progress.wait_for(timeout=10_000)  # it appears just after the figure
     while progress.count():
         is_new = (source := picture.get_attribute("src")) not in seen
         seen.add(source)
