@@ -290,3 +290,11 @@ def test_a_quick_redraw_is_the_picture_that_matplotlib_draws():
     fresh.finish().savefig(buffer, format="png", dpi=100)
     differs = np.abs(quick - pixels(buffer.getvalue()).astype(int)).max(axis=2) > 60
     assert differs.mean() < 0.01
+
+
+def test_nothing_moves_when_a_strategy_turns_out_to_be_emulated():
+    live = LiveFigure()
+    live.update(fake_comparison(share=0.1, num_steps=40))
+    before = [axes.get_position().bounds for axes in live.finish().axes]
+    live.update(fake_comparison(share=1.0, num_steps=40))
+    assert [axes.get_position().bounds for axes in live.finish().axes] == before

@@ -106,8 +106,9 @@ class _Drawing:
 
     def update(self, comparison: Comparison, series: Sequence[Series]) -> None:
         """Show the comparison as it is now."""
-        named = max((len(each.label) for each in series), default=0)
-        self._make_room(max(named, *map(len, comparison.strategies), 0))
+        begun = {each.summary.name for each in series}
+        to_come = [words.longest_label(name) for name in comparison.strategies if name not in begun]
+        self._make_room(max(map(len, [each.label for each in series] + to_come), default=0))
         planned = max((run.header.num_samples for run in comparison.runs if run.header), default=0)
         for x, panel in self._losses.items():
             lines = [_labelled(each, each.losses[x], _marks(each, x)) for each in series]
@@ -223,7 +224,7 @@ def _footer(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> s
     """Return what the lines mean, and what must be said beside them, in one line."""
     repeats = max((run.repeat for run in comparison.runs), default=0) > 0
     faint, strong = ("each repeat", "median") if repeats else ("every update", "moving average")
-    told = "; ".join(words.notes(comparison, summaries))
+    told = "; ".join(note.rstrip(".") for note in words.notes(comparison, summaries))
     text = f"Faint: {faint}, strong: {strong}. {told}"
     return text if len(text) <= FOOTER_CHARACTERS else text[: FOOTER_CHARACTERS - 2] + " …"
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import Status
-from ddpnb.notebook.record.summary import Spread, StrategySummary, summarise
+from ddpnb.notebook.record.summary import CEILING, Spread, StrategySummary, summarise
 from ddpnb.notebook.show.table import Cell, Column, Table
 from ddpnb.notebook.show.theme import style_of
 from ddpnb.notebook.show.words import NOTHING, labels, notes, number, percent, short, size, title
@@ -93,7 +93,9 @@ def _of(spread: Spread, shown: Callable[[float], str] = number) -> Cell:
 
 
 def _exposed(summary: StrategySummary) -> Cell:
-    is_known = summary.split.is_known and summary.num_workers > 1
+    parts = summary.split.parts
+    is_told = parts.communication + parts.waiting + parts.hidden > 0 or summary.name == CEILING
+    is_known = is_told and summary.num_workers > 1
     return Cell(text=percent(summary.split.exposed_share) if is_known else NOTHING)
 
 

@@ -74,6 +74,11 @@ def labels(comparison: Comparison) -> dict[Key, str]:
     }
 
 
+def longest_label(strategy: str) -> str:
+    """Return what a strategy that has not begun may be called at most."""
+    return f"{strategy} (emulated)" if strategy.partition(":")[0] == "dp" else strategy
+
+
 def is_emulated(run: RunSnapshot) -> bool:
     """Return whether the ranks said that the strategy itself is emulated."""
     return run.header is not None and any("emulated" in note for note in run.header.notes)
