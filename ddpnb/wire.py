@@ -6,6 +6,8 @@ back.  Nothing here imports torch, IPython or matplotlib.
 
 import importlib
 import math
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -121,6 +123,48 @@ class StepEvent:
     """What this worker handed over for others in this step."""
 
 
+NO_STALENESS = -1
+"""Stands for "this step has no staleness" in a row."""
+
+_ROW = struct.Struct("<ddqqiiq7f")
+
+
+def row_of(
+    *,
+    rank: int,
+    step: int,
+    seconds: float,
+    num_samples: int,
+    loss: float,
+    staleness: int | None = None,
+    num_bytes_sent: int = 0,
+    parts: Parts = NO_PARTS,
+) -> bytes:
+    """Return one step as the 76 bytes that cross, lie in the store and are read as numpy rows.
+
+    Packing costs a rank less than pickling would, and the kernel nothing at all.
+    """
+    stale = NO_STALENESS if staleness is None else staleness
+    return _ROW.pack(seconds, loss, num_samples, step, stale, rank, num_bytes_sent, *parts)
+
+
+def pack_steps(rank: int, steps: Iterable[StepEvent]) -> bytes:
+    """Return steps of one rank as rows, one after the other; their metrics are not among them."""
+    return b"".join(
+        row_of(
+            rank=rank,
+            step=step.step,
+            seconds=step.seconds,
+            num_samples=step.num_samples,
+            loss=step.loss,
+            staleness=step.staleness,
+            num_bytes_sent=step.num_bytes_sent,
+            parts=step.parts,
+        )
+        for step in steps
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventBatch:
     """What one rank flushed at once; ``sequence`` counts 0, 1, 2 ... per rank and run."""
@@ -129,8 +173,16 @@ class EventBatch:
     rank: int
     sequence: int
     header: RunHeader | None = None
-    steps: tuple[StepEvent, ...] = ()
+    rows: bytes = b""
+    """What ``row_of`` made of each step."""
+    metrics: tuple[tuple[int, str, float], ...] = ()
+    """Further numbers of the user's own: index of the row, name, value."""
     marks: tuple[Mark, ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        """How many rows there are."""
+        return len(self.rows) // _ROW.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.session import this_session
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.table import Table
+from ddpnb.notebook.show.view import View
 
 
 def start(
@@ -158,6 +159,8 @@ def compare(
     name: str = "",
     baseline: bool = True,
     wait: bool = True,
+    log: bool = False,
+    target: float | None = None,
 ) -> ComparisonResult | RunningComparison:
     """Train strategies on the same task and compare them live; the twin of ``%%ddp_compare``.
 
@@ -187,6 +190,8 @@ def compare(
         name: what the comparison is stored as; by default made from the task.
         baseline: whether to train ``single`` too, so that there is a speed-up to tell.
         wait: whether to return only when all is trained.
+        log: whether losses are drawn on a logarithmic axis.
+        target: a training loss whose reaching is marked and timed.
 
     Returns:
         The result; ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(folder)``.  Where ``wait``
@@ -203,6 +208,7 @@ def compare(
         num_repeats=repeats,
         name=name,
         baseline=baseline,
+        view=View(log=log, target=target),
     )
     return this_session().compare(spec, wait=wait)
 
@@ -212,10 +218,15 @@ def runs() -> Table:
     return this_session().runs()
 
 
-def plot(*names: str) -> ComparisonResult:
+def plot(
+    *names: str, x: str = "", log: bool = False, target: float | None = None
+) -> ComparisonResult:
     """Return stored runs, to be shown as one comparison; the twin of ``%ddp_plot``.
 
     Args:
         *names: as ``runs`` lists them; ``"ddp"`` is the latest run of that strategy.
+        x: draw losses against ``"samples"``, ``"seconds"`` or ``"updates"`` alone.
+        log: whether losses are drawn on a logarithmic axis.
+        target: a training loss whose reaching is marked and timed.
     """
-    return this_session().load(names)
+    return this_session().load(names, View(x=x, log=log, target=target))

@@ -22,6 +22,7 @@ from ddpnb.notebook.resume import with_checkpoints
 from ddpnb.notebook.show.failures import CellInterrupt, RankError
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.result import ComparisonResult
+from ddpnb.notebook.show.view import EVERYTHING, View
 from ddpnb.training import TrainingSpec
 from ddpnb.wire import OnRank, RunReport, RunSpec
 
@@ -45,6 +46,7 @@ class ComparisonSpec:
     name: str = ""
     baseline: bool = True
     """Whether ``single`` is trained too, so that there is a speed-up to tell."""
+    view: View = EVERYTHING
 
     def __post_init__(self) -> None:
         if not self.strategies:
@@ -82,12 +84,14 @@ class Training:
         recorder: keeps the runs.
         specs: the trainings, in order.
         live: shows them.
+        view: what of them is shown.
     """
 
     cluster: Cluster
     recorder: Recorder
     specs: Sequence[RunSpec]
     live: Live = field(default_factory=live)
+    view: View = EVERYTHING
     _watch: Watch | None = None
     _is_stopped: bool = False
     _is_skipped: bool = False
@@ -118,7 +122,7 @@ class Training:
                 if not self._is_stopped:
                     self._train(spec)
         finally:
-            result = ComparisonResult(self.recorder.comparison)
+            result = ComparisonResult(self.recorder.comparison, self.view)
             self.live.finish(result)
         return result
 
@@ -224,7 +228,13 @@ def prepare(
         source=spec.training.source,
         specs=specs,
     )
-    return Training(cluster=cluster, recorder=recorder, specs=specs, live=shown_by or live())
+    return Training(
+        cluster=cluster,
+        recorder=recorder,
+        specs=specs,
+        live=shown_by or live(spec.view),
+        view=spec.view,
+    )
 
 
 def check(cluster: Cluster, spec: RunSpec) -> None:

@@ -32,6 +32,7 @@ from ddpnb.notebook.complete import complete_magics, options
 from ddpnb.notebook.session import this_cell_number, this_session
 from ddpnb.notebook.show.live import show_result
 from ddpnb.notebook.show.slot import Slot
+from ddpnb.notebook.show.view import ACROSS, View
 
 
 @magics_class
@@ -209,6 +210,8 @@ class DdpMagics(Magics):
     @argument("--repeats", type=int, default=1, help="how often each strategy is trained")
     @argument("--name", default="", help="what the comparison is stored as")
     @argument("--no-baseline", action="store_true", help="do not train `single` as well")
+    @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
+    @argument("--target", type=float, default=None, help="mark and time when a loss is reached")
     @argument("--no-wait", action="store_true", help="go on at once; the figure follows")
     @training_arguments()
     @kwds(epilog=catalogue_text())
@@ -226,10 +229,15 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @argument("names", nargs="*", help="runs or comparisons, as %%ddp_runs lists them")
+    @argument("--x", default="", help=f"{' | '.join(ACROSS)}: draw losses against this alone")
+    @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
+    @argument("--target", type=float, default=None, help="mark and time when a loss is reached")
     @line_magic
     def ddp_plot(self, line: str) -> Any:
-        """Draw stored runs together: ``%ddp_plot mine ddp``."""
-        result = this_session().load(arguments(self.ddp_plot, line).names)
+        """Draw stored runs together: ``%ddp_plot mine ddp --log --target 0.3``."""
+        args = arguments(self.ddp_plot, line)
+        view = View(x=args.x, log=args.log, target=args.target)
+        result = this_session().load(args.names, view)
         show_result(result)
         return result
 
@@ -249,6 +257,7 @@ def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
         num_repeats=args.repeats,
         name=args.name,
         baseline=not args.no_baseline,
+        view=View(log=args.log, target=args.target),
     )
 
 

@@ -26,6 +26,7 @@ from ddpnb.notebook.show.listing import ranks_table, runs_table
 from ddpnb.notebook.show.live import Live
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.table import Table
+from ddpnb.notebook.show.view import EVERYTHING, View
 from ddpnb.notebook.status import Running, status_table, tell_where
 from ddpnb.notebook.values import pack, unpack
 from ddpnb.wire import CellSpec, Failure, OnRank
@@ -270,11 +271,11 @@ class Session:
         """Return the table of stored runs."""
         return runs_table(self.store.list())
 
-    def load(self, names: Sequence[str]) -> ComparisonResult:
+    def load(self, names: Sequence[str], view: View = EVERYTHING) -> ComparisonResult:
         """Return stored runs as one comparison."""
         if not names:
             raise UserError("Name the runs to draw, as %ddp_runs lists them.")
-        return ComparisonResult(self.store.load(*names))
+        return ComparisonResult(self.store.load(*names), view)
 
     def names(self) -> tuple[str, ...]:
         """Return every name that ``load`` takes."""

@@ -8,16 +8,19 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ipyparallel.datapub import publish_data
 
 from ddpnb.errors import UserError
 from ddpnb.rank.engine import RankEngine
-from ddpnb.wire import EventBatch, Mark, RunHeader, StepEvent
+from ddpnb.wire import EventBatch, Mark, RunHeader, StepEvent, pack_steps, row_of
 
 FLUSH_SECONDS = 0.1
 """How long an event may wait on the rank."""
+
+Logged = tuple[float, float, int, Mapping[str, float]]
+"""One call of ``ddpnb.log``: seconds, loss, samples, metrics."""
 
 
 class Publisher:
@@ -39,7 +42,7 @@ class Publisher:
         self._header: RunHeader | None = None
         self._steps: deque[StepEvent] = deque()
         self._marks: deque[Mark] = deque()
-        self._logged: deque[tuple[float, float, int, Mapping[str, float]]] = deque()
+        self._logged: deque[Logged] = deque()
         self._num_logged = 0
         self._started_seconds = time.perf_counter()
         self._stop = threading.Event()
@@ -86,31 +89,32 @@ class Publisher:
 
     def _flush(self) -> None:
         steps = [self._steps.popleft() for _ in range(len(self._steps))]
-        steps += [self._next_logged() for _ in range(len(self._logged))]
+        logged = [self._logged.popleft() for _ in range(len(self._logged))]
         marks = [self._marks.popleft() for _ in range(len(self._marks))]
         header, self._header = self._header, None
-        if header is None and not steps and not marks:
+        if header is None and not steps and not logged and not marks:
             return
+        numbers = [step.metrics for step in steps]
+        numbers += [tuple(metrics.items()) for *_, metrics in logged]
         batch = EventBatch(
             run_id=self.run_id,
             rank=self.rank,
             sequence=self.num_batches,
             header=header,
-            steps=tuple(steps),
+            rows=pack_steps(self.rank, steps) + self._rows_of(logged),
+            metrics=tuple(
+                (index, name, value) for index, own in enumerate(numbers) for name, value in own
+            ),
             marks=tuple(marks),
         )
         publish_data({f"{self.run_id}/{self.num_batches}": batch})
         self.num_batches += 1
 
-    def _next_logged(self) -> StepEvent:
-        seconds, loss, samples, metrics = self._logged.popleft()
-        step, self._num_logged = self._num_logged, self._num_logged + 1
-        return StepEvent(
-            step=step,
-            seconds=seconds,
-            num_samples=samples,
-            loss=loss,
-            metrics=tuple(metrics.items()),
+    def _rows_of(self, logged: Sequence[Logged]) -> bytes:
+        first, self._num_logged = self._num_logged, self._num_logged + len(logged)
+        return b"".join(
+            row_of(rank=self.rank, step=step, seconds=seconds, num_samples=samples, loss=loss)
+            for step, (seconds, loss, samples, _) in enumerate(logged, start=first)
         )
 
 
@@ -130,4 +134,5 @@ def log(*, loss: float = math.nan, samples: int = 0, **metrics: float) -> None:
     publisher = RankEngine.instance().publisher
     if publisher is None or not publisher.run_id:
         raise UserError("ddpnb.log needs a run to add to: name one with %%ddp --name NAME.")
-    publisher.log(loss, samples, metrics)
+    numbers = {name: float(value) for name, value in metrics.items()}
+    publisher.log(float(loss), int(samples), numbers)

@@ -1,12 +1,15 @@
 """The first lesson in a real JupyterLab, as a teacher would run it."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Locator, Page, sync_playwright
 
+from ddpnb.notebook.show.figure import DPI
+from ddpnb.notebook.show.theme import SMALL_POINTS
 from tests.browser.lab import CHROMIUM_FLAGS, SCREENSHOTS, find_chromium, lab_server
 
 LESSON = Path(__file__).parents[2] / "notebooks" / "01_first_comparison.ipynb"
@@ -17,22 +20,54 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def lesson(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the lesson."""
+    made = tmp_path_factory.mktemp("lab")
+    (made / "notebooks").mkdir()
+    (made / "data").mkdir()
+    shutil.copy(LESSON, made / "notebooks")
+    return made
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    """Where a JupyterLab serves the folder."""
+    find_chromium()
+    with lab_server(folder) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def lesson(address: str) -> Iterator[Page]:
     """The lesson, open in JupyterLab in a folder of its own."""
-    chromium = find_chromium()
-    folder = tmp_path_factory.mktemp("lab")
-    (folder / "notebooks").mkdir()
-    (folder / "data").mkdir()
-    shutil.copy(LESSON, folder / "notebooks")
-    with lab_server(folder) as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find_chromium(), args=CHROMIUM_FLAGS)
         page = browser.new_page(viewport={"width": 1600, "height": 900})
-        page.goto(address.format(path=f"notebooks/{LESSON.name}"))
-        page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
-        page.wait_for_selector(".jp-NotebookPanel-toolbar")
-        page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's own news
+        open_notebook(page, address, LESSON.name)
         yield page
         browser.close()
+
+
+def open_notebook(page: Page, address: str, name: str) -> None:
+    """Open a notebook of the folder."""
+    page.goto(address.format(path=f"notebooks/{name}"))
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
+    page.wait_for_selector(".jp-NotebookPanel-toolbar")
+    page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's own news
+
+
+def use_theme(page: Page, name: str) -> None:
+    """Switch JupyterLab's theme."""
+    is_light = "true" if name.endswith("Light") else "false"
+    command(page, "apputils:change-theme", theme=name)
+    page.wait_for_function(f"document.body.dataset.jpThemeLight === '{is_light}'", timeout=30_000)
+    page.locator("#jupyterlab-splash").wait_for(state="detached", timeout=30_000)
+
+
+def points_of_smallest_text(picture: Locator) -> float:
+    """Return how large the figure's smallest text appears, in points of the screen."""
+    shown = picture.evaluate("image => image.getBoundingClientRect().width / image.naturalWidth")
+    return float(shown) * SMALL_POINTS * DPI / 72 * 0.75  # 0.75 points are one CSS pixel
 
 
 def command(page: Page, name: str, **arguments: object) -> None:
@@ -54,14 +89,24 @@ def test_the_figure_changes_while_it_trains_and_the_table_stands_at_the_end(less
     picture = race.locator(".jp-RenderedImage img")
     picture.wait_for(timeout=60_000)
     race.scroll_into_view_if_needed()
-    seen = set()
+    seen: set[str | None] = set()
+    sizes = set()
     progress = race.locator("[role=progressbar]")
+    progress.wait_for(timeout=10_000)  # it appears just after the figure
     while progress.count():
-        seen.add(picture.get_attribute("src"))
-        if len(seen) == 5:
+        is_new = (source := picture.get_attribute("src")) not in seen
+        seen.add(source)
+        sizes.add(picture.evaluate("image => image.naturalWidth + 'x' + image.naturalHeight"))
+        if is_new and len(seen) == 5:
             screenshot(lesson, "lesson-while-training")
-        lesson.wait_for_timeout(300)
-    assert len(seen) > 5, "the figure did not change while training"
+            use_theme(lesson, "JupyterLab Dark")
+        if is_new and len(seen) == 8:
+            screenshot(lesson, "lesson-while-training-dark")
+            use_theme(lesson, "JupyterLab Light")
+        lesson.wait_for_timeout(200)
+    assert len(seen) > 8, "the figure did not change while training"
+    assert len(sizes) == 1, "the figure changed its size while training"
+    assert points_of_smallest_text(picture) >= 10
     race.locator("table").wait_for(timeout=10_000)
     race.locator("table").scroll_into_view_if_needed()
     text = race.locator("table").inner_text()
@@ -79,14 +124,33 @@ def test_no_cell_fails_and_the_cluster_stops(lesson: Page) -> None:
 
 
 def test_the_figure_is_readable_in_the_dark_theme(lesson: Page) -> None:
-    command(lesson, "apputils:change-theme", theme="JupyterLab Dark")
-    lesson.wait_for_function("document.body.dataset.jpThemeLight === 'false'", timeout=30_000)
-    lesson.locator("#jupyterlab-splash").wait_for(state="detached", timeout=30_000)
+    use_theme(lesson, "JupyterLab Dark")
     race = lesson.locator(".jp-CodeCell").nth(RACE - 1)
     race.locator("table").scroll_into_view_if_needed()
     colour = race.locator("table").evaluate("element => getComputedStyle(element).color")
     assert brightness(colour) > 150, "the table's text must be light on a dark ground"
     screenshot(lesson, "lesson-dark")
+
+
+def test_a_saved_notebook_shows_figure_and_table_without_a_kernel(
+    lesson: Page, folder: Path, address: str
+) -> None:
+    command(lesson, "docmanager:save")
+    original = folder / "notebooks" / LESSON.name
+    lesson.wait_for_timeout(2000)
+    saved = json.loads(original.read_text())
+    saved["metadata"]["kernelspec"] = {"name": "gone", "display_name": "gone", "language": ""}
+    (folder / "notebooks" / "saved.ipynb").write_text(json.dumps(saved))
+    open_notebook(lesson, address, "saved.ipynb")
+    if (dialog := lesson.locator(".jp-Dialog")).count():  # it asks for a kernel
+        dialog.get_by_role("button", name="No Kernel").click()
+    race = lesson.locator(".jp-CodeCell").nth(RACE - 1)
+    picture = race.locator(".jp-RenderedImage img")
+    picture.wait_for(timeout=30_000)
+    picture.scroll_into_view_if_needed()
+    assert "held-out accuracy" in race.locator("table").inner_text()
+    assert picture.evaluate("image => image.naturalWidth") == 1400
+    screenshot(lesson, "lesson-saved")
 
 
 def brightness(colour: str) -> float:

@@ -3,10 +3,20 @@
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import Run, RunSnapshot, Status
-from ddpnb.wire import EventBatch, RunHeader, RunReport, RunSpec, StepEvent
+from ddpnb.wire import (
+    EventBatch,
+    Mark,
+    Parts,
+    RunHeader,
+    RunReport,
+    RunSpec,
+    StepEvent,
+    pack_steps,
+)
 
 BATCH_SIZE = 256
 NUM_RANKS = 2
@@ -32,7 +42,7 @@ def header(run_spec: RunSpec, num_steps: int, synchronous: bool | None = None) -
         run_id=run_spec.run_id,
         strategy=strategy,
         synchronous=strategy != "async" if synchronous is None else synchronous,
-        num_workers=WORKERS[strategy],
+        num_workers=WORKERS.get(strategy, NUM_RANKS),
         num_threads=1,
         device="cpu",
         backend="gloo",
@@ -49,9 +59,18 @@ def batch(
     rank: int = 0,
     sequence: int = 0,
     header: RunHeader | None = None,
+    marks: Sequence[Mark] = (),
 ) -> EventBatch:
     return EventBatch(
-        run_id=run_id, rank=rank, sequence=sequence, header=header, steps=tuple(steps)
+        run_id=run_id,
+        rank=rank,
+        sequence=sequence,
+        header=header,
+        rows=pack_steps(rank, steps),
+        metrics=tuple(
+            (index, name, value) for index, step in enumerate(steps) for name, value in step.metrics
+        ),
+        marks=tuple(marks),
     )
 
 
@@ -71,32 +90,64 @@ def fake_run(
     share: float = 1.0,
     comparison: str = "digits-1",
     nan_from: int | None = None,
+    slow_rank: int | None = None,
+    marks: Sequence[Mark] = (),
 ) -> Run:
-    """Return a run of ``num_steps`` global batches of which ``share`` has been trained."""
+    """Return a run of ``num_steps`` global batches of which ``share`` has been trained.
+
+    Ranks of synchronous strategies end each step together; one that is slow makes the others
+    wait, which is told as communication, as by real strategies.
+    """
     run_spec = spec(strategy, repeat, comparison)
     run = Run.of_spec(run_spec, comparison=comparison, created=1000.0 + repeat)
     random_ = random.Random(f"{strategy}{repeat}")
-    tellers = TOLD_BY[strategy]
+    tellers = TOLD_BY.get(strategy, NUM_RANKS)
     own_steps = num_steps if strategy != "async" else num_steps * tellers // NUM_RANKS
     for rank in range(tellers):
         seconds = 0.0
         events = []
+        pace = random.Random(f"{strategy}{repeat}{rank if strategy == 'async' else 0}")
         for index in range(int(own_steps * share)):
             slow = 1.25 if 0.45 < index / own_steps < 0.6 else 1.0
-            seconds += STEP_SECONDS[strategy] * slow * random_.uniform(0.9, 1.12)
+            lasted = STEP_SECONDS.get(strategy, 0.018) * slow * pace.uniform(0.9, 1.12)
+            if slow_rank is not None and strategy != "async":
+                lasted *= 1.6
+            is_slow = slow_rank == rank
+            seconds += lasted
             level = 0.12 + 2.2 * math.exp(-6.0 * index / own_steps)
             lag = 1.18 if strategy == "async" else 1.0
             loss = level * lag * math.exp(random_.gauss(0, 0.16))
             if nan_from is not None and index >= nan_from:
                 loss = math.nan
             stale = random_.choice((0, 1, 1, 1, 2, 3)) if strategy == "async" else None
-            events.append(step(index, seconds, loss, BATCH_SIZE // tellers, stale))
-        run.add(batch(run.run_id, events, rank=rank, header=header(run_spec, num_steps)))
+            told = replace(
+                step(index, seconds, loss, BATCH_SIZE // tellers, stale),
+                parts=_parts(strategy, lasted, tellers, is_slow=is_slow),
+                num_bytes_sent=0 if strategy == "single" else 49_380,
+            )
+            events.append(told)
+        own = [mark for mark in marks if mark.rank == rank]
+        head = header(run_spec, num_steps)
+        run.add(batch(run.run_id, events, rank=rank, header=head, marks=own))
         if share == 1.0:
             run.add_report(_report(run.run_id, rank, events, strategy))
     if share == 1.0:
         run.end(Status.FINISHED)
     return run
+
+
+def _parts(strategy: str, lasted: float, tellers: int, *, is_slow: bool) -> Parts:
+    """Divide a step as a strategy of so many ranks would."""
+    others = 0.0 if strategy == "single" else 0.04 if is_slow else 0.24
+    own = lasted * (1 - others)
+    return Parts(
+        data=0.06 * own,
+        forward=0.30 * own,
+        backward=0.54 * own,
+        communication=lasted * others,
+        optimizer=0.10 * own,
+        hidden=0.18 * lasted if strategy == "ddp" else 0.0,
+    )
 
 
 def fake_comparison(

@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 
 from ddpnb.notebook.record.curves import (
-    Steps,
+    first_reached,
     num_diverged,
     smooth,
-    steps_of,
     tenths,
-    thin,
     throughput,
     window_for,
 )
+from ddpnb.notebook.record.digest import MAX_POINTS, Curve
 from ddpnb.notebook.record.runs import Run, Status
 from tests.record.fake_runs import batch, fake_run, header, spec, step
 
@@ -21,14 +20,13 @@ def a_run(strategy: str) -> Run:
     return Run.of_spec(spec(strategy), comparison="digits-1", created=1.0)
 
 
-def even_steps(num: int, samples: float = 10.0, seconds: float = 0.5) -> Steps:
+def curve_of(run: Run) -> Curve:
+    return run.snapshot().digest.curve
+
+
+def even_curve(num: int, samples: float = 10.0, seconds: float = 0.5) -> Curve:
     at = np.arange(1, num + 1)
-    return Steps(
-        samples=at * samples,
-        seconds=at * seconds,
-        loss=np.ones(num),
-        weight=np.full(num, samples),
-    )
+    return Curve(samples=at * samples, seconds=at * seconds, loss=np.ones(num), num_updates=num)
 
 
 def test_synchronous_steps_are_a_weighted_mean_at_the_slowest_worker():
@@ -36,7 +34,7 @@ def test_synchronous_steps_are_a_weighted_mean_at_the_slowest_worker():
     head = header(spec("ddp"), 2)
     run.add(batch(run.run_id, [step(0, 1.0, 4.0, 30), step(1, 2.0, 2.0, 10)], header=head))
     run.add(batch(run.run_id, [step(0, 1.5, 8.0, 10), step(1, 1.9, 4.0, 30)], rank=1))
-    steps = steps_of(run.snapshot())
+    steps = curve_of(run)
     assert steps.loss.tolist() == [5.0, 3.5]
     assert steps.samples.tolist() == [40, 80]
     assert steps.seconds.tolist() == [1.5, 2.0]
@@ -46,68 +44,69 @@ def test_a_step_that_one_worker_has_not_told_is_held_back_until_the_end():
     run = a_run("ddp")
     head = header(spec("ddp"), 2)
     run.add(batch(run.run_id, [step(0, 1.0), step(1, 2.0)], header=head))
-    assert len(steps_of(run.snapshot())) == 0
+    assert len(curve_of(run)) == 0
     run.add(batch(run.run_id, [step(0, 1.0)], rank=1))
-    assert steps_of(run.snapshot()).samples.tolist() == [20]
+    assert curve_of(run).samples.tolist() == [20]
     run.end(Status.STOPPED)
-    assert steps_of(run.snapshot()).samples.tolist() == [20, 30]
+    assert curve_of(run).samples.tolist() == [20, 30]
 
 
 def test_one_process_with_two_replicas_is_not_waited_for_twice():
     run = a_run("dp")
     run.add(batch(run.run_id, [step(0, 1.0, samples=256)], header=header(spec("dp"), 2)))
-    assert steps_of(run.snapshot()).samples.tolist() == [256]
+    assert curve_of(run).samples.tolist() == [256]
 
 
 def test_a_worker_without_samples_does_not_poison_the_mean():
     run = a_run("ddp")
     run.add(batch(run.run_id, [step(0, 1.0, 3.0, 10)], header=header(spec("ddp"), 1)))
     run.add(batch(run.run_id, [step(0, 1.0, math.nan, 0)], rank=1))
-    assert steps_of(run.snapshot()).loss.tolist() == [3.0]
+    assert curve_of(run).loss.tolist() == [3.0]
+    assert num_diverged(run.snapshot()) == 0
 
 
-def test_asynchronous_steps_are_ordered_by_time():
+def test_asynchronous_steps_are_ordered_by_time_as_far_as_all_have_told():
     run = a_run("async")
     head = header(spec("async"), 2)
     run.add(batch(run.run_id, [step(0, 1.0, 4.0), step(1, 3.0, 2.0)], header=head))
+    assert len(curve_of(run)) == 0
     run.add(batch(run.run_id, [step(0, 2.0, 3.0, 20)], rank=1))
-    steps = steps_of(run.snapshot())
-    assert steps.loss.tolist() == [4.0, 3.0, 2.0]
-    assert steps.samples.tolist() == [10, 30, 40]
+    assert curve_of(run).loss.tolist() == [4.0, 3.0]
+    run.end(Status.FINISHED)
+    assert curve_of(run).loss.tolist() == [4.0, 3.0, 2.0]
+    assert curve_of(run).samples.tolist() == [10, 30, 40]
 
 
 def test_an_empty_run_has_empty_curves():
-    steps = steps_of(a_run("ddp").snapshot())
-    assert len(steps) == len(thin(steps)) == len(tenths(steps)) == 0
-    assert throughput(steps, 1.0)[0].tolist() == []
+    curve = curve_of(a_run("ddp"))
+    assert len(curve) == len(tenths(curve)) == 0
+    assert throughput(curve, 1.0)[0].tolist() == []
 
 
-def test_thinning_merges_powers_of_two_and_keeps_extremes():
-    steps = Steps(
-        samples=np.arange(1.0, 11.0),
-        seconds=np.arange(1.0, 11.0),
-        loss=np.array([1, 3, 5, 7, math.nan, math.inf, 2, math.nan, 4, 6.0]),
-        weight=np.ones(10),
-    )
-    curve = thin(steps, 5)
-    assert curve.num_merged == 2
-    assert curve.samples.tolist() == [2, 4, 6, 8, 10]
-    np.testing.assert_equal(curve.loss, [2, 6, math.nan, 2, 5])
-    np.testing.assert_equal(curve.lowest, [1, 5, math.nan, 2, 4])
-    np.testing.assert_equal(curve.highest, [3, 7, math.nan, 2, 6])
-
-
-def test_thinned_points_stay_while_the_run_grows():
-    short, long = thin(even_steps(900), 500), thin(even_steps(990), 500)
-    assert short.num_merged == long.num_merged == 2
-    assert long.samples[: len(short)].tolist() == short.samples.tolist()
+def test_events_before_the_header_wait_for_it():
+    run = a_run("ddp")
+    run.add(batch(run.run_id, [step(0, 1.5, 8.0)], rank=1))
+    assert len(curve_of(run)) == 0
+    run.add(batch(run.run_id, [step(0, 1.0, 4.0)], header=header(spec("ddp"), 1)))
+    assert curve_of(run).loss.tolist() == [6.0]
 
 
 @pytest.mark.parametrize("num", [1, 499, 500, 501, 7_777])
-def test_no_curve_is_longer_than_asked(num: int):
-    curve = thin(even_steps(num), 500)
-    assert 0 < len(curve) <= 500
-    assert curve.samples[-1] == num * 10
+def test_no_curve_is_longer_than_it_may_be(num: int):
+    run = Run(run_id="m", name="mine")
+    for sequence, at in enumerate(range(0, num, 97)):
+        told = [step(i, i + 1.0) for i in range(at, min(at + 97, num))]
+        run.add(batch("m", told, sequence=sequence))
+    curve = curve_of(run)
+    assert 0 < len(curve) <= MAX_POINTS
+    assert (curve.samples[-1], curve.num_updates, curve.updates[-1]) == (num * 10, num, num)
+
+
+def test_the_first_time_a_loss_is_reached_is_between_the_points():
+    x = np.array([1.0, 2.0, 3.0, 4.0])
+    assert first_reached(np.array([4.0, 3.0, math.nan, 1.0]), x, 2.0) == 3.0
+    assert first_reached(np.array([1.0, 2.0, 3.0, 4.0]), x, 2.0) == 1.0
+    assert math.isnan(first_reached(np.array([4.0, 3.0, math.inf, 2.5]), x, 2.0))
 
 
 def test_smoothing_has_no_start_up_bias_and_passes_over_nan():
@@ -123,20 +122,20 @@ def test_a_constant_stays_constant_when_smoothed():
 
 
 def test_throughput_of_even_steps_is_even():
-    at, rate = throughput(even_steps(20), window=2.0)
+    at, rate = throughput(even_curve(20), window=2.0)
     assert at[0] == 2.0
     assert at[-1] == 10.0
     np.testing.assert_allclose(rate, 20.0)
 
 
 def test_throughput_shows_a_pause():
-    steps = Steps(
+    curve = Curve(
         samples=np.array([10.0, 20, 30]),
         seconds=np.array([1.0, 6, 7]),
         loss=np.ones(3),
-        weight=np.full(3, 10.0),
+        num_updates=3,
     )
-    at, rate = throughput(steps, window=1.0, max_points=7)
+    at, rate = throughput(curve, window=1.0, max_points=7)
     np.testing.assert_allclose(np.interp([1.0, 3.0, 7.0], at, rate), [10, 2, 10])
 
 
@@ -146,20 +145,21 @@ def test_windows_are_round(seconds: float, window: float):
 
 
 def test_tenths_of_a_run_that_slows_down():
-    steps = Steps(
+    curve = Curve(
         samples=np.arange(1.0, 11.0),
         seconds=np.array([1, 2, 3, 4, 5, 7, 9, 11, 13, 15.0]),
         loss=np.ones(10),
-        weight=np.ones(10),
+        num_updates=10,
     )
-    np.testing.assert_allclose(tenths(steps), [1.0] * 5 + [0.5] * 5)
-    assert len(tenths(even_steps(9))) == 0
+    np.testing.assert_allclose(tenths(curve), [1.0] * 5 + [0.5] * 5)
+    assert len(tenths(even_curve(9))) == 0
 
 
 def test_diverged_losses_are_counted_and_kept():
     run = fake_run("single", num_steps=20, nan_from=15).snapshot()
     assert num_diverged(run) == 5
-    assert np.isnan(steps_of(run).loss).sum() == 5
+    curve = run.digest.curve
+    assert np.isnan(curve.loss).sum() == curve.num_bad.sum() == 5
 
 
 def test_a_loop_that_never_logs_a_loss_did_not_diverge():

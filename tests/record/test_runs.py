@@ -1,5 +1,6 @@
 import numpy as np
 
+from ddpnb.notebook.record.digest import MAX_POINTS
 from ddpnb.notebook.record.runs import Run, Status
 from ddpnb.wire import RunReport, StepEvent
 from tests.record.fake_runs import batch, header, spec, step
@@ -85,3 +86,36 @@ def test_many_small_batches_stay_in_order():
     for sequence in range(1000):
         run.add(batch(run.run_id, [step(sequence, 1.0)], sequence=sequence))
     assert np.array_equal(run.snapshot().events["step"], np.arange(1000))
+
+
+def test_events_of_a_long_run_leave_memory_and_are_read_when_asked_for():
+    whole = Run(run_id="m", name="mine")
+    run = Run(run_id="m", name="mine", history=whole.snapshot)
+    for sequence in range(30):
+        told = [step(i, i + 1.0) for i in range(1000 * sequence, 1000 * (sequence + 1))]
+        for each in (whole, run):
+            each.add(batch("m", told, sequence=sequence))
+    snapshot = run.snapshot()
+    assert snapshot.kept is None
+    assert snapshot.digest.num_events == 30_000
+    assert snapshot.digest.num_samples == 300_000
+    assert np.array_equal(snapshot.events["step"], np.arange(30_000))
+
+
+def test_a_snapshot_holds_as_much_at_any_length():
+    run = Run(run_id="m", name="mine", history=lambda: run.snapshot())
+    sizes = []
+    for sequence in range(40):
+        told = [step(i, i + 1.0) for i in range(5000 * sequence, 5000 * (sequence + 1))]
+        run.add(batch("m", told, sequence=sequence))
+        curve = run.snapshot().digest.curve
+        sizes.append(curve.loss.nbytes + curve.samples.nbytes + curve.seconds.nbytes)
+    assert max(sizes) <= 3 * 8 * MAX_POINTS
+
+
+def test_staleness_is_counted():
+    run = a_run()
+    told = [step(i, i + 1.0, staleness=stale) for i, stale in enumerate((0, 2, 2, 5000))]
+    run.add(batch(run.run_id, told))
+    counts = run.snapshot().digest.staleness
+    assert (counts[0], counts[2], counts[-1], counts.sum()) == (1, 2, 1, 4)

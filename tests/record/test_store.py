@@ -2,6 +2,7 @@ import os
 import signal
 import sqlite3
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -15,9 +16,10 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.database import StoreError
 from ddpnb.notebook.record.folder import runs_folder
+from ddpnb.notebook.record.recorder import Recorder
 from ddpnb.notebook.record.runs import Run, RunSnapshot, Status
 from ddpnb.notebook.record.store import FILE_NAME, Store
-from ddpnb.wire import StepEvent
+from ddpnb.wire import Parts, StepEvent
 from tests.record.fake_runs import batch, fake_run, header, spec, step
 
 
@@ -93,6 +95,8 @@ def as_step(row: np.void) -> StepEvent:
         num_samples=int(row["num_samples"]),
         loss=float(row["loss"]),
         staleness=None if staleness < 0 else staleness,
+        num_bytes_sent=int(row["num_bytes_sent"]),
+        parts=Parts(*(float(row[name]) for name in Parts._fields)),
     )
 
 
@@ -236,6 +240,76 @@ def test_a_newer_format_is_refused_in_one_sentence(tmp_path: Path):
         connection.execute("PRAGMA user_version = 99")
     with pytest.raises(StoreError, match=r"newer ddpnb.*update ddpnb"):
         Store(tmp_path)
+
+
+FIRST_FORMAT = """
+CREATE TABLE comparisons (
+    id TEXT PRIMARY KEY, name TEXT NOT NULL UNIQUE, created REAL NOT NULL,
+    task TEXT NOT NULL, source TEXT NOT NULL, specs TEXT NOT NULL, environment TEXT NOT NULL
+);
+CREATE TABLE runs (
+    id TEXT PRIMARY KEY, comparison TEXT NOT NULL REFERENCES comparisons ON DELETE CASCADE,
+    name TEXT NOT NULL, repeat INTEGER NOT NULL, created REAL NOT NULL, writer TEXT NOT NULL,
+    status TEXT NOT NULL, detail TEXT NOT NULL DEFAULT '', spec TEXT, header TEXT
+);
+CREATE TABLE batches (
+    run TEXT NOT NULL REFERENCES runs ON DELETE CASCADE, rank INTEGER NOT NULL,
+    sequence INTEGER NOT NULL, num_events INTEGER NOT NULL, events BLOB NOT NULL,
+    metrics TEXT NOT NULL, PRIMARY KEY (run, rank, sequence)
+);
+CREATE TABLE reports (
+    run TEXT NOT NULL REFERENCES runs ON DELETE CASCADE, rank INTEGER NOT NULL,
+    report TEXT NOT NULL, PRIMARY KEY (run, rank)
+);
+INSERT INTO comparisons VALUES ('c1', 'digits-1', 5.0, 'digits', '', '[]', '{"torch": "2.13.0"}');
+INSERT INTO runs VALUES ('r1', 'c1', 'ddp', 0, 5.0, 'lab:1:1', 'finished', '',
+    '{"run_id": "r1", "strategy": "ddp", "task": "digits", "batch_size": 32, "seed": 3}',
+    '{"run_id": "r1", "strategy": "ddp", "synchronous": true, "num_workers": 2,
+      "num_threads": 1, "device": "cpu", "backend": "gloo", "num_parameters": 9,
+      "num_samples": 64, "notes": ["a note"]}');
+INSERT INTO reports VALUES ('r1', 0, '{"run_id": "r1", "rank": 0, "took_part": true,
+    "num_steps": 2, "num_samples": 32, "seconds": 2.0, "final_loss": 0.25,
+    "num_batches_sent": 1}');
+PRAGMA user_version = 1;
+"""
+"""A file as the first version of ddpnb wrote it."""
+
+
+def test_a_file_of_the_first_format_is_read_and_written_on(tmp_path: Path):
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.executescript(FIRST_FORMAT)
+        for rank in (0, 1):  # seconds, loss, samples, step, staleness, rank: 40 bytes a row
+            rows = [struct.pack("<ddqqii", i + 1.0, 2.0 - i, 16, i, -1, rank) for i in range(2)]
+            row = ("r1", rank, 0, 2, b"".join(rows), '[[1, "grad", 0.5]]')
+            connection.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?)", row)
+    connection.close()
+    store = Store(tmp_path)
+    (run,) = store.load("digits-1").runs
+    assert run.events["loss"].tolist() == [2.0, 1.0, 2.0, 1.0]
+    assert run.digest.curve.loss.tolist() == [2.0, 1.0]
+    assert run.digest.curve.samples.tolist() == [32, 64]
+    assert run.metrics["grad"].tolist() == [(1, 0.5), (3, 0.5)]
+    assert not run.events["forward"].any()
+    assert (run.marks, run.reports[0].final_loss, run.spec.batch_size) == ((), 0.25, 32)
+    keep(store, ("ddp",), number=2)
+    store.close()
+    assert len(Store(tmp_path).list()) == 2
+
+
+def test_the_events_of_a_long_run_come_back_from_the_store(store: Store):
+    recorder = Recorder(store, name="long", task="digits", source="", specs=())
+    recorder.begin("r1", "mine")
+    for sequence in range(30):
+        told = [step(i, i + 1.0) for i in range(1000 * sequence, 1000 * (sequence + 1))]
+        recorder.add(batch("r1", told, sequence=sequence))
+    (run,) = recorder.comparison.runs
+    assert run.kept is None
+    assert np.array_equal(run.events["step"], np.arange(30_000))
+    recorder.end("r1", Status.FINISHED)
+    (loaded,) = store.load("long").runs
+    assert loaded.kept is None
+    assert np.array_equal(loaded.events["step"], np.arange(30_000))
+    assert loaded.digest.curve.loss.tolist() == run.digest.curve.loss.tolist()
 
 
 def test_a_file_that_is_no_database_is_told_in_one_sentence(tmp_path: Path):

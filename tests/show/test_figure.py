@@ -1,4 +1,5 @@
 import io
+import math
 from dataclasses import replace
 
 import matplotlib.text
@@ -9,7 +10,9 @@ from PIL import Image
 from ddpnb.notebook.record.comparison import Comparison, overlay
 from ddpnb.notebook.record.runs import Run, Status
 from ddpnb.notebook.show.figure import LiveFigure, draw
-from ddpnb.notebook.show.series import prepare, series_of
+from ddpnb.notebook.show.series import Preparer, series_of
+from ddpnb.notebook.show.view import ACROSS, EVERYTHING, View
+from ddpnb.wire import Mark
 from tests.record.fake_runs import batch, fake_comparison, fake_run, header, spec, step
 
 
@@ -24,8 +27,16 @@ def compared(*runs: Run) -> Comparison:
 def shown_texts(comparison: Comparison) -> list[matplotlib.text.Text]:
     figure = draw(comparison)
     figure.canvas.draw()
+    beyond = [  # tick labels that matplotlib keeps outside the limits, and does not draw
+        label
+        for axes in figure.axes
+        for axis in (axes.xaxis, axes.yaxis)
+        for tick in axis.get_major_ticks()
+        if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
+        for label in (tick.label1, tick.label2)
+    ]
     texts = figure.findobj(matplotlib.text.Text)
-    return [text for text in texts if text.get_visible() and text.get_text()]
+    return [t for t in texts if t.get_visible() and t.get_text() and t not in beyond]
 
 
 def test_the_picture_changes_while_a_comparison_trains():
@@ -48,7 +59,7 @@ def test_the_size_is_fixed_and_the_corners_are_clear():
         live = LiveFigure()
         live.update(fake_comparison(share=share, num_steps=60))
         drawn = pixels(live.png())
-        assert drawn.shape == (470, 1400, 4)
+        assert drawn.shape == (742, 1400, 4)
         assert drawn[0, 0, 3] == 0
         assert tuple(drawn[235, 10]) == (255, 255, 255, 255)
 
@@ -58,7 +69,12 @@ def test_axes_only_grow():
     live.update(fake_comparison(num_steps=200))
     before = [axes.get_position().bounds + axes.axis() for axes in live.finish().axes]
     live.update(fake_comparison(num_steps=20))
-    assert before == [axes.get_position().bounds + axes.axis() for axes in live.finish().axes]
+    for old, axes in zip(before, live.finish().axes, strict=True):
+        assert axes.get_position().bounds == old[:4]
+        left, right, bottom, top = axes.axis()
+        assert (left, right) == old[4:6]
+        assert bottom <= old[6]
+        assert top >= old[7]
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
@@ -89,34 +105,36 @@ def test_no_text_is_smaller_than_eleven_points():
 
 def test_what_is_emulated_says_so_at_each_line():
     texts = [text.get_text() for text in shown_texts(fake_comparison())]
-    assert sum("dp (emulated)" in text for text in texts) == 4  # three panels and the note
+    assert sum("dp (emulated)" in text for text in texts) == 5  # panels, row and note
     assert any("emulated on CPU threads" in text for text in texts)
 
 
 def test_nothing_yet_is_drawn_as_waiting():
     empty = compared(Run.of_spec(spec("ddp"), created=1.0))
-    assert sum(text.get_text().startswith("waiting") for text in shown_texts(empty)) == 3
+    assert sum(text.get_text().startswith("waiting for") for text in shown_texts(empty)) == 3
 
 
 def test_nan_losses_leave_a_gap_and_a_note():
     comparison = compared(fake_run("single", num_steps=40, nan_from=30))
     (series,) = series_of(comparison)
-    assert np.isnan(series.by_samples.y[30:]).all()
+    line = series.losses["samples"]
+    assert np.isnan(line.y[30:]).all()
+    assert len(line.bad_x) == 10
     assert any("10 losses were NaN" in text.get_text() for text in shown_texts(comparison))
 
 
 def test_only_nan_losses_still_draw_throughput():
     run = fake_run("single", num_steps=40, nan_from=0)
     texts = [text.get_text() for text in shown_texts(compared(run))]
-    assert sum(text.startswith("waiting") for text in texts) == 2
+    assert sum(text.startswith("waiting for") for text in texts) == 2
 
 
 def test_a_loop_without_samples_is_drawn_against_time_alone():
     run = Run(run_id="m", name="mine")
     run.add(batch("m", [step(i, i + 1.0, 2.0 / (i + 1), samples=0) for i in range(20)]))
     (series,) = series_of(compared(run))
-    assert len(series.by_samples.x) == 0
-    assert len(series.by_seconds.x) == 20
+    assert len(series.losses["samples"].x) == 0
+    assert len(series.losses["seconds"].x) == 20
     assert LiveFigure().update(compared(run)) is None
 
 
@@ -147,13 +165,136 @@ def test_repeats_become_a_median_over_at_least_half():
         run.end(Status.FINISHED)
         runs.append(run)
     (series,) = series_of(compared(*runs))
-    np.testing.assert_allclose(series.by_samples.y, 2.0)
-    assert series.by_samples.x[-1] <= 100
+    np.testing.assert_allclose(series.losses["samples"].y, 2.0)
+    assert series.losses["samples"].x[-1] <= 100
 
 
 def test_a_run_is_prepared_again_only_when_something_came():
-    live, comparison = LiveFigure(), fake_comparison(("single",), num_steps=30)
+    preparer, comparison = Preparer(), fake_comparison(("single", "ddp"), num_steps=30, share=0.9)
+    single, ddp = preparer.series_of(comparison)
+    assert (single.is_live, ddp.is_live) == (False, True)
+    later = fake_comparison(("single", "ddp"), num_steps=30)
+    assert preparer.series_of(later)[0] is single
+    assert preparer.series_of(later)[1] is not ddp
+
+
+def slowed(*strategies: str) -> Comparison:
+    """Runs of which rank 1 became slow, as they are stored."""
+    mark = Mark(rank=1, seconds=2.0, text="3x slower")
+    runs = [fake_run(name, num_steps=150, slow_rank=1, marks=[mark]) for name in strategies]
+    whole = compared(*runs)
+    return replace(whole, specs=tuple(run.spec for run in whole.runs if run.spec))
+
+
+def titles(comparison: Comparison, view: View = EVERYTHING) -> list[str]:
+    return [axes.get_title(loc="left") for axes in draw(comparison, view).axes]
+
+
+BELOW = ["Samples per second", "Time of one step, ms", "Own work of each rank", "Staleness"]
+
+
+def test_bars_stand_below_where_there_is_something_to_tell():
+    assert titles(slowed("ddp", "async"))[3:] == BELOW
+    assert titles(slowed("ddp"))[3:] == BELOW[:3]
+    assert titles(slowed("single"))[3:] == BELOW[:2]
+    run = Run(run_id="m", name="mine")
+    run.add(batch("m", [step(i, i + 1.0) for i in range(20)]))
+    assert len(titles(compared(run))) == 3
+
+
+def test_all_that_may_come_has_its_place_before_anything_has_begun():
+    for strategies, num_columns in ((("single", "async"), 4), (("single", "ddp"), 3)):
+        early = fake_comparison(strategies, share=0.0)
+        live = LiveFigure()
+        live.update(early)
+        empty = pixels(live.png())
+        live.update(fake_comparison(strategies, num_steps=40))
+        assert pixels(live.png()).shape == empty.shape
+        assert len(live.finish().axes) == 3 + num_columns
+        assert [text.get_text() for text in shown_texts(early)].count(strategies[1]) == 1
+
+
+def test_a_straggler_and_what_struck_it_are_told():
+    texts = [text.get_text() for text in shown_texts(slowed("ddp"))]
+    assert "rank 1: 1.3×" in texts
+    assert " rank 1: 3x slower " in texts
+    assert "rank 1 3x slower at 2.0 s" in " ".join(texts)
+
+
+def test_exposed_communication_is_told():
+    assert any("24 % exposed" in text.get_text() for text in shown_texts(fake_comparison()))
+
+
+@pytest.mark.parametrize("x", ACROSS)
+def test_losses_are_drawn_against_what_was_chosen(x: str):
+    comparison = fake_comparison(("single", "async"), num_steps=50)
+    first = draw(comparison, View(x=x)).axes[0]
+    right = {"samples": 50 * 256, "seconds": 1.0, "updates": 50}[x]
+    assert right <= first.get_xlim()[1] <= 2.6 * right
+    assert len(titles(comparison, View(x=x))) == 2 + 4
+
+
+def test_a_target_is_drawn_and_a_logarithmic_axis_shows_no_zero():
+    comparison = fake_comparison(("single", "ddp"))
+    figure = draw(comparison, View(log=True, target=0.3))
+    texts = [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
+    assert texts.count("target 0.3") == 2
+    bottom, top = figure.axes[0].get_ylim()
+    assert figure.axes[0].get_yscale() == "log"
+    assert 0 < bottom < 0.3 < top
+
+
+def test_losses_that_cannot_stand_on_a_logarithmic_axis_do_no_harm():
+    run = Run(run_id="m", name="mine")
+    run.add(batch("m", [step(i, i + 1.0, -1.0) for i in range(20)]))
+    figure = draw(compared(run), View(log=True))
+    figure.canvas.draw()
+    assert (
+        sum(
+            t.get_text() == "waiting for the first steps" and t.get_visible()
+            for t in figure.findobj(matplotlib.text.Text)
+        )
+        == 2
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_losses_that_are_no_numbers_are_shown_as_such(bad: float):
+    run = Run(run_id="m", name="mine")
+    run.add(batch("m", [step(i, i + 1.0, bad if i > 10 else 1.0) for i in range(20)]))
+    texts = [text.get_text() for text in shown_texts(compared(run))]
+    assert texts.count(" NaN or ∞ ") == 2
+    assert any("9 losses were NaN or infinite" in text for text in texts)
+
+
+@pytest.mark.parametrize("num", [1, 9, 16])
+def test_one_strategy_or_many_no_text_covers_another(num: int):
+    names = ["single", *(f"Own{number}" for number in range(num - 1))]
+    runs = [fake_run(name, num_steps=60) for name in names]
+    texts = shown_texts(compared(*runs))
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
+    for index, (name, box) in enumerate(boxes):
+        for other, other_box in boxes[index + 1 :]:
+            assert not box.padded(-1.5).overlaps(other_box.padded(-1.5)), (name, other)
+
+
+def test_a_quick_redraw_is_the_picture_that_matplotlib_draws():
+    live, comparison = LiveFigure(), fake_comparison(num_steps=60, share=0.9)
+    live.update(fake_comparison(num_steps=60, share=0.7))
+    live.png()
     live.update(comparison)
-    kept = live._drawn(comparison.runs[0])
-    assert live._drawn(comparison.runs[0]) is kept
-    assert len(prepare(comparison.runs[0]).curve) == 30
+    quick = pixels(live.png()).astype(int)
+    fresh = LiveFigure()
+    fresh.update(comparison)
+    buffer = io.BytesIO()
+    fresh.finish().savefig(buffer, format="png", dpi=100)
+    differs = np.abs(quick - pixels(buffer.getvalue()).astype(int)).max(axis=2) > 60
+    assert differs.mean() < 0.01
+
+
+def test_nothing_moves_when_a_strategy_turns_out_to_be_emulated():
+    live = LiveFigure()
+    live.update(fake_comparison(share=0.1, num_steps=40))
+    before = [axes.get_position().bounds for axes in live.finish().axes]
+    live.update(fake_comparison(share=1.0, num_steps=40))
+    assert [axes.get_position().bounds for axes in live.finish().axes] == before

@@ -38,7 +38,7 @@ def test_a_result_is_saved_as_page_picture_and_numbers(result: ComparisonResult,
     assert "def model(): ...  # &lt;script&gt;" in html
     assert "2.13.0" in html
     assert result.sentence() in html
-    assert Image.open(png).size == (2240, 752)
+    assert Image.open(png).size == (2240, 1187)
     rows = list(csv.DictReader(numbers.open()))
     assert [row["strategy"] for row in rows] == ["single", "dp", "ddp", "async"]
 
@@ -51,12 +51,12 @@ def test_a_folder_that_cannot_be_written_is_told(result: ComparisonResult, tmp_p
 
 def test_a_saved_notebook_holds_picture_table_and_text(result: ComparisonResult):
     bundle = result._repr_mimebundle_()
-    assert Image.open(io.BytesIO(bundle["image/png"])).size == (1400, 470)
+    assert Image.open(io.BytesIO(bundle["image/png"])).size == (1400, 742)
     assert bundle["text/html"].count("<table") == 1
     check_html(bundle["text/html"])
     assert "samples/s" in bundle["text/plain"]
     picture = result.plot()
-    assert Image.open(io.BytesIO(picture._repr_png_())).size == (1400, 470)
+    assert Image.open(io.BytesIO(picture._repr_png_())).size == (1400, 742)
     assert repr(picture) == result.sentence()
 
 

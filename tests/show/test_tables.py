@@ -12,7 +12,7 @@ from ddpnb.notebook.show.progress import progress_of
 from ddpnb.notebook.show.scores import scores_table
 from ddpnb.notebook.show.sentence import sentence
 from ddpnb.notebook.show.table import Cell, Column, Table
-from ddpnb.notebook.show.words import duration, number, percent, short
+from ddpnb.notebook.show.words import duration, number, percent, short, size
 from ddpnb.wire import RankState
 from tests.record.fake_runs import fake_comparison, fake_run, header, spec
 from tests.record.test_summary import timed
@@ -94,7 +94,7 @@ def test_a_table_can_be_heard_and_read():
     html = scores_table(fake_comparison()).html()
     check_html(html)
     assert html.count('scope="row"') == 4
-    assert html.count('scope="col"') == 8
+    assert html.count('scope="col"') == 10
     assert "<caption" in html
     assert html.count('aria-hidden="true"') == 4
 
@@ -224,3 +224,71 @@ def test_the_sentence_tells_of_emulation_scores_and_trouble():
     bad = fake_run("async", num_steps=20, nan_from=5)
     told = sentence(Comparison(comparison_id="c", name="c", runs=(bad.snapshot(),)))
     assert "async's loss became NaN or infinite" in told
+
+
+def reported(strategy: str, **changes: int) -> Run:
+    """A run whose first rank reports more than usual."""
+    run = fake_run(strategy, num_steps=30)
+    run.add_report(replace(run.snapshot().reports[0], **changes))
+    return run
+
+
+def of_runs(*runs: Run) -> Comparison:
+    return Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
+
+
+def test_what_communication_cost_is_in_the_table():
+    table = scores_table(fake_comparison())
+    assert {"exposed", "sent a step"} <= {column.title for column in table.columns}
+    assert re.search(r"^ddp .* 24 % +49 kB ", table.text(), re.MULTILINE)
+    assert "exposed: share of a step spent on exchanging tensors" in table.text()
+    alone = scores_table(fake_comparison(("single",)))
+    assert not {"exposed", "sent a step", "samples lost"} & {c.title for c in alone.columns}
+
+
+def test_lost_samples_and_unlike_memory_have_columns():
+    text = scores_table(
+        of_runs(
+            reported("ddp", num_parameter_bytes=4_000_000, num_optimizer_bytes=4_000_000),
+            reported(
+                "async",
+                num_lost_samples=640,
+                num_parameter_bytes=4_000_000,
+                num_optimizer_bytes=2_000_000,
+            ),
+        )
+    ).text()
+    assert re.search(r"ddp .* 8\.0 MB \(4\.0 MB optimizer\)", text)
+    assert re.search(r"async .* 640 +6\.0 MB \(2\.0 MB optimizer\)", text)
+    same = scores_table(of_runs(reported("ddp", num_parameter_bytes=9), reported("dp")))
+    assert "held a rank" in {column.title for column in same.columns}
+    equal = [reported(name, num_parameter_bytes=9) for name in ("ddp", "dp")]
+    assert "held a rank" not in {column.title for column in scores_table(of_runs(*equal)).columns}
+
+
+def test_when_a_target_was_reached_is_in_table_and_sentence():
+    comparison = fake_comparison(("single", "ddp"))
+    table = scores_table(comparison, 0.5)
+    assert table.columns[-1].title == "to loss 0.5"
+    assert re.search(r"ddp .* \d\.\d\d s \(\d\d\.\dk samples\)", table.text())
+    told = sentence(comparison, 0.5)
+    assert re.search(r"a training loss of 0.5 is reached after \d.\d\d s by ddp and ", told)
+    assert "more samples" not in told, "one repeat allows no claim"
+    assert "never" in scores_table(comparison, 0.001).text()
+    assert "single and ddp never reached a training loss of 0.001" in sentence(
+        comparison, 0.001
+    ) or "Single and ddp never reached" in sentence(comparison, 0.001)
+
+
+def test_more_samples_are_claimed_only_where_the_ranges_allow_it():
+    told = sentence(fake_comparison(("single", "async"), repeats=3), 0.5)
+    assert re.search(r"async needs \d+ % more samples than single to get there", told)
+
+
+def test_bytes_in_words():
+    assert [size(value) for value in (12, 49_380, 4.6e6, 2.5e9)] == [
+        "12 B",
+        "49 kB",
+        "4.6 MB",
+        "2.5 GB",
+    ]

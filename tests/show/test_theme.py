@@ -3,11 +3,39 @@ import pytest
 from ddpnb.catalogue import STRATEGIES
 from ddpnb.notebook.show.theme import SPARE_STYLES, STYLES, contrast_on_white, style_of
 
+PLANNED = (
+    *("single", "dp", "ddp", "ddp-shm", "ddp-by-hand", "ring-by-hand", "central", "async"),
+    *("hogwild", "local-sgd", "diloco", "zero", "fsdp", "gossip", "no-comm"),
+)
+
 
 def test_every_strategy_has_a_look_of_its_own():
     assert set(STRATEGIES) <= set(STYLES)
-    assert len({style.colour for style in (*STYLES.values(), *SPARE_STYLES)}) == 10
+    assert set(PLANNED) == set(STYLES)
+    assert len({style.colour for style in STYLES.values()}) == 10
+    assert not {style.colour for style in SPARE_STYLES} & {s.colour for s in STYLES.values()}
+
+
+def test_line_and_marker_alone_tell_strategies_apart():
+    looks = [(style.dashes, style.marker) for style in STYLES.values()]
+    assert len(set(looks)) == len(looks)
     assert len({style.marker for style in STYLES.values()}) == len(STYLES)
+
+
+def test_a_variant_is_told_from_its_strategy_and_from_its_sisters():
+    names = ["ddp", "ddp:hook=fp16", "ddp:hook=powersgd", "ddp:bucket_cap_mb=1"]
+    styles = [style_of(name, names) for name in names]
+    assert [style.is_hollow for style in styles] == [False, True, True, True]
+    assert len({(style.colour, style.dashes) for style in styles}) == 4
+    assert len({style.marker for style in styles}) == 1
+    assert styles[1] == style_of("ddp:hook=fp16", list(reversed(names)))
+
+
+def test_a_class_of_ones_own_and_its_variant_are_one_family():
+    own, variant = (style_of(name, ["ddp"]) for name in ("Averaging", "Averaging:every=4"))
+    assert own.marker == variant.marker
+    assert own.colour not in {style.colour for style in STYLES.values()}
+    assert variant.is_hollow
 
 
 def test_a_loop_keeps_its_look_and_is_told_from_others():
@@ -23,7 +51,7 @@ def test_more_loops_than_styles_still_have_one():
 
 @pytest.mark.parametrize("shade", [0, 1, 2])
 def test_text_in_a_strategys_colour_can_be_read(shade: int):
-    inks = [style_of(name, (), shade).ink for name in (*STYLES, "mine", "other")]
+    inks = [style_of(name, (), shade).ink for name in (*STYLES, "mine", "other", "ddp:hook=fp16")]
     assert min(map(contrast_on_white, inks)) >= 4.5
 
 

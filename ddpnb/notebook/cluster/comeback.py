@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.call import Call, Events, Happening, Lost, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.notebook.record.events import rows_of
 from ddpnb.wire import EventBatch, Failure, Joining, Mark, OnRank, RunSpec
 
 NOTEBOOK = -1
@@ -95,9 +96,10 @@ class Comeback:
             self.survives_deaths = batch.header.survives_deaths
         if any(mark.rank == rank and mark.text == "killed" for mark in batch.marks):
             self._is_marked.add(rank)  # it said so itself
-        if batch.steps:
-            self._began_at = min(self._began_at, time.time() - batch.steps[-1].seconds)
-            self._num_steps[rank] = batch.steps[-1].step + 1
+        if batch.num_steps:
+            last = rows_of(batch)[-1]
+            self._began_at = min(self._began_at, time.time() - float(last["seconds"]))
+            self._num_steps[rank] = int(last["step"]) + 1
         self._num_batches[rank] = batch.sequence + 1
 
     def _start(self, rank: int) -> None:
@@ -129,7 +131,7 @@ class Comeback:
             self._dead.add(rank)
         elif isinstance(happening, Returned) and isinstance(happening.value, Failure) and is_first:
             self._mark(rank, f"did not come back: {happening.value.name}")
-        elif isinstance(happening, Events) and happening.batch.steps and is_first:
+        elif isinstance(happening, Events) and happening.batch.num_steps and is_first:
             self._is_back.add(rank)
             self._mark(rank, "came back")
         self._note(happening)

@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from ddpnb.notebook.record.events import PackedBatch, unpack_rows
-from ddpnb.wire import Mark, RunHeader, RunReport, RunSpec
+from ddpnb.notebook.record.events import of_any_format
+from ddpnb.wire import EventBatch, Mark, RunHeader, RunReport, RunSpec
 
 Wire = TypeVar("Wire", RunSpec, RunHeader, RunReport)
 
@@ -37,17 +37,16 @@ def specs_from_text(text: str) -> tuple[RunSpec, ...]:
     return tuple(from_text(RunSpec, json.dumps(given)) for given in json.loads(text))
 
 
-def batch_row(batch: PackedBatch) -> tuple[str, int, int, int, bytes, str, str]:
+def batch_row(batch: EventBatch) -> tuple[str, int, int, int, bytes, str, str]:
     """Return run id, rank, sequence, number of events, their bytes, metrics and marks as JSON."""
     metrics = json.dumps(batch.metrics) if batch.metrics else ""
     marks = json.dumps([dataclasses.astuple(mark) for mark in batch.marks]) if batch.marks else ""
-    events = batch.events
     return (
         batch.run_id,
         batch.rank,
         batch.sequence,
-        len(events),
-        events.tobytes(),
+        batch.num_steps,
+        batch.rows,
         metrics,
         marks,
     )
@@ -55,15 +54,15 @@ def batch_row(batch: PackedBatch) -> tuple[str, int, int, int, bytes, str, str]:
 
 def batch_of(
     row: tuple[str, int, int, int, bytes, str, str], header: RunHeader | None
-) -> PackedBatch:
+) -> EventBatch:
     """Return the batch that ``batch_row`` wrote, and give it ``header``."""
     run_id, rank, sequence, num_events, events, metrics, marks = row
-    return PackedBatch(
+    return EventBatch(
         run_id=run_id,
         rank=rank,
         sequence=sequence,
         header=header,
-        events=unpack_rows(events, num_events),
+        rows=of_any_format(events, num_events),
         metrics=tuple((index, name, value) for index, name, value in json.loads(metrics or "[]")),
         marks=tuple(
             Mark(rank=rank, seconds=seconds, text=text)

@@ -55,7 +55,13 @@ class Recorder:
 
     def begin(self, run_id: str, name: str, spec: RunSpec | None = None) -> None:
         """Note that a run is about to train."""
-        run = Run(run_id=run_id, name=name, comparison=self._comparison.name, spec=spec)
+        run = Run(
+            run_id=run_id,
+            name=name,
+            comparison=self._comparison.name,
+            spec=spec,
+            history=lambda: self._store.load(run_id).runs[0],
+        )
         self._runs.append(run)
         self._keep(self._store.begin_run, self._comparison.comparison_id, run.snapshot())
 

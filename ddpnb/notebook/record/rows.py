@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ddpnb.notebook.record import codec
@@ -42,18 +43,19 @@ def read_comparison(database: Database, comparison_id: str) -> Comparison:
     return _comparison(database.read(COMPARISON, (comparison_id,))[0])
 
 
-def read_run(database: Database, stored: StoredRun) -> RunSnapshot:
-    """Return a run with its events and reports."""
+def read_run(database: Database, stored: StoredRun, *, keeps_events: bool = False) -> RunSnapshot:
+    """Return a run; the events of a long one are read once more when they are asked for."""
     run = Run(
         run_id=stored.run_id,
         name=stored.name,
         comparison=stored.comparison,
         spec=stored.spec,
         created=stored.created,
+        history=None if keeps_events else partial(read_run, database, stored, keeps_events=True),
     )
     for row in database.read(BATCHES, (stored.run_id,)):
         is_first = row[2] == 0
-        run.add_packed(codec.batch_of(row, stored.header if is_first else None))
+        run.add(codec.batch_of(row, stored.header if is_first else None))
     for (text,) in database.read(REPORTS, (stored.run_id,)):
         run.add_report(codec.from_text(RunReport, text))
     run.end(stored.status, stored.detail)

@@ -1,15 +1,19 @@
 """What has arrived of one training so far?  (Notebook side.)"""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import final
 
 import numpy as np
 
-from ddpnb.notebook.record.events import EVENT, METRIC, PackedBatch, Records, Rows, pack
+from ddpnb.notebook.record.digest import Digest, DigestBuilder
+from ddpnb.notebook.record.events import EVENT, METRIC, Records, Rows, rows_of
 from ddpnb.wire import EventBatch, Mark, RunHeader, RunReport, RunSpec
+
+MAX_KEPT_EVENTS = 20_000
+"""Events of a run that stay in memory; those of a longer run lie in the store alone."""
 
 
 class Status(StrEnum):
@@ -38,10 +42,12 @@ class RunSnapshot:
     status: Status = Status.RUNNING
     detail: str = ""
     """Why it failed or stopped, in one sentence."""
-    events: Records = field(default_factory=lambda: np.empty(0, dtype=EVENT))
-    """Rows of ``EVENT`` in order of arrival."""
-    metrics: Mapping[str, Records] = field(default_factory=dict)
-    """Rows of ``METRIC`` for each of the user's own numbers."""
+    digest: Digest = field(default_factory=Digest)
+    """What is drawn and counted; its size does not grow with the run."""
+    kept: "Kept | None" = None
+    """The events, where they are few enough to stay in memory."""
+    history: "Callable[[], RunSnapshot] | None" = None
+    """Reads this run with its events, where they do not."""
     reports: tuple[RunReport, ...] = ()
     marks: tuple[Mark, ...] = ()
     """What happened during the run, in order of arrival."""
@@ -57,6 +63,29 @@ class RunSnapshot:
         """Whether more events may come."""
         return self.status is Status.RUNNING
 
+    @property
+    def events(self) -> Records:
+        """Rows of ``EVENT`` in order of arrival; of a long run, read anew at every access."""
+        return self._whole().rows
+
+    @property
+    def metrics(self) -> Mapping[str, Records]:
+        """Rows of ``METRIC`` for each of the user's own numbers; read anew likewise."""
+        return self._whole().metrics
+
+    def _whole(self) -> "Kept":
+        if self.kept is None and self.history is not None:
+            return self.history()._whole()
+        return self.kept or Kept()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Kept:
+    """Every event of a run."""
+
+    rows: Records = field(default_factory=lambda: np.empty(0, dtype=EVENT))
+    metrics: Mapping[str, Records] = field(default_factory=dict)
+
 
 @final
 class Run:
@@ -70,6 +99,8 @@ class Run:
         comparison: name of the comparison that it belongs to.
         spec: what is trained; None for a hand-written loop.
         created: seconds since 1970; now if not given.
+        history: reads the run with all its events, once they no longer stay in memory;
+            without it, they stay.
     """
 
     def __init__(
@@ -80,7 +111,9 @@ class Run:
         comparison: str = "",
         spec: RunSpec | None = None,
         created: float | None = None,
+        history: Callable[[], RunSnapshot] | None = None,
     ) -> None:
+        self._history = history
         self._start = RunSnapshot(
             run_id=run_id,
             name=name,
@@ -90,7 +123,8 @@ class Run:
         )
         self._header: RunHeader | None = None
         self._ending = (Status.RUNNING, "")
-        self._events = Rows(EVENT)
+        self._digest = DigestBuilder(spec)
+        self._events: Rows | None = Rows(EVENT)
         self._metrics: dict[str, Rows] = {}
         self._marks: list[Mark] = []
         self._reports: dict[int, RunReport] = {}
@@ -115,20 +149,14 @@ class Run:
 
     def add(self, batch: EventBatch) -> bool:
         """Take in what a rank flushed; return False if that batch was already here."""
-        return self.add_packed(pack(batch))
-
-    def add_packed(self, batch: PackedBatch) -> bool:
-        """Take in a batch that is packed already, as the store keeps it."""
         assert batch.run_id == self.run_id, (batch.run_id, self.run_id)
         if not self._is_new(batch.rank, batch.sequence):
             return False
         if batch.header is not None:
             self._header = batch.header
-        offset = len(self._events)
-        for index, name, value in batch.metrics:
-            rows = self._metrics.setdefault(name, Rows(METRIC))
-            rows.extend(np.array([(offset + index, value)], dtype=METRIC))
-        self._events.extend(batch.events)
+        rows = rows_of(batch)
+        self._digest.add(rows, batch.header)
+        self._keep(rows, batch.metrics)
         self._marks.extend(batch.marks)
         return True
 
@@ -140,10 +168,11 @@ class Run:
 
     def end(self, status: Status, detail: str = "") -> None:
         """Say how the run ended; the last word counts."""
+        self._digest.end()
         self._ending = (Status(status), detail)
 
     def snapshot(self) -> RunSnapshot:
-        """Return the run as it is now; no event is copied."""
+        """Return the run as it is now; costs the same however long it is."""
         status, detail = self._ending
         return RunSnapshot(
             run_id=self._start.run_id,
@@ -154,11 +183,34 @@ class Run:
             header=self._header,
             status=status,
             detail=detail,
-            metrics={name: rows.view() for name, rows in tuple(self._metrics.items())},
-            events=self._events.view(),
+            digest=self._digest.view(),
+            kept=self._kept(),
+            history=self._history,
             reports=tuple(report for _, report in sorted(self._reports.items())),
             marks=tuple(self._marks),
             num_lost_batches=len(self._missing),
+        )
+
+    def _keep(self, rows: Records, metrics: tuple[tuple[int, str, float], ...]) -> None:
+        """Keep the events, until there are too many for memory."""
+        if self._events is None:
+            return
+        offset = len(self._events)
+        if self._history is not None and offset + len(rows) > MAX_KEPT_EVENTS:
+            self._events = None
+            self._metrics.clear()
+            return
+        for index, name, value in metrics:
+            numbers = self._metrics.setdefault(name, Rows(METRIC))
+            numbers.extend(np.array([(offset + index, value)], dtype=METRIC))
+        self._events.extend(rows)
+
+    def _kept(self) -> Kept | None:
+        events, metrics = self._events, dict(self._metrics)
+        if events is None:
+            return None
+        return Kept(
+            rows=events.view(), metrics={name: rows.view() for name, rows in metrics.items()}
         )
 
     def _is_new(self, rank: int, sequence: int) -> bool:

@@ -15,7 +15,6 @@ from typing import final
 from ddpnb.notebook.record import codec, names, rows
 from ddpnb.notebook.record.comparison import Comparison, overlay
 from ddpnb.notebook.record.database import Database
-from ddpnb.notebook.record.events import PackedBatch, pack
 from ddpnb.notebook.record.names import StoredRun
 from ddpnb.notebook.record.runs import RunSnapshot, Status
 from ddpnb.notebook.record.writer import this_process
@@ -50,7 +49,7 @@ class Store:
         self._database = Database(folder / FILE_NAME)
         self._flush_seconds = flush_seconds
         self._last_flush = time.monotonic()
-        self._pending: list[PackedBatch] = []
+        self._pending: list[EventBatch] = []
         self._lock = threading.RLock()
 
     def begin_comparison(self, comparison: Comparison, *, wanted_name: str = "") -> Comparison:
@@ -103,7 +102,7 @@ class Store:
         """Keep what a rank flushed; it reaches the disk within ``flush_seconds``."""
         with self._lock:
             if len(self._pending) < MAX_PENDING_BATCHES:
-                self._pending.append(pack(batch))
+                self._pending.append(batch)
         if time.monotonic() - self._last_flush >= self._flush_seconds:
             self.flush()
 
@@ -190,7 +189,7 @@ class Store:
             parts.append(whole.with_runs([rows.read_run(self._database, run) for run in own]))
         return overlay(parts)
 
-    def _write(self, batches: Sequence[PackedBatch]) -> None:
+    def _write(self, batches: Sequence[EventBatch]) -> None:
         headers = [(codec.to_text(b.header), b.run_id) for b in batches if b.header is not None]
         with self._database.write() as connection:
             connection.executemany("UPDATE runs SET header = ? WHERE id = ?", headers)

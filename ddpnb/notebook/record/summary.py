@@ -8,15 +8,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.curves import Floats, num_diverged, steps_of, tenths
-from ddpnb.notebook.record.events import NO_STALENESS
+from ddpnb.notebook.record.curves import first_reached, num_diverged, smoothed_loss, tenths
+from ddpnb.notebook.record.parts import StepSplit, step_split
 from ddpnb.notebook.record.runs import RunSnapshot, Status
 from ddpnb.wire import RunReport
 
+Counts = NDArray[np.int64]
+
+Key = tuple[str, str]
+"""Comparison and name: what the repeats of one strategy have in common."""
+
 BASELINE = "single"
 """Speed-up is measured against this strategy, run in the same comparison."""
+
+CEILING = "no-comm"
+"""The same work without any communication: no strategy can be expected to be faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,29 +61,55 @@ class StrategySummary:
     """Median samples/s over the median of ``single`` in the same comparison."""
     efficiency: float = math.nan
     """Speed-up over number of workers: 1 is ideal."""
+    share_of_ceiling: float = math.nan
+    """Median samples/s over the median of ``no-comm`` in the same comparison."""
+    split: StepSplit = field(default_factory=StepSplit)
     final_loss: Spread = field(default_factory=Spread)
     held_out_loss: Spread = field(default_factory=Spread)
     held_out_accuracy: Spread = field(default_factory=Spread)
     staleness_median: float = math.nan
     staleness_max: float = math.nan
+    num_lost_samples: float = math.nan
+    """Samples handed out whose gradient never arrived; NaN where none was."""
+    parameter_bytes: float = math.nan
+    """The most that a rank holds of the parameters."""
+    optimizer_bytes: float = math.nan
+    """The most that a rank holds of the optimizer's state."""
+    seconds_to_target: Spread = field(default_factory=Spread)
+    """When the smoothed training loss first was as low as the target."""
+    samples_to_target: Spread = field(default_factory=Spread)
+    num_missed_target: int = 0
+    """Repeats that never reached it."""
     num_diverged: int = 0
     """Losses that were NaN or infinite."""
     notes: tuple[str, ...] = ()
 
 
-def summarise(comparison: Comparison) -> tuple[StrategySummary, ...]:
-    """Return one summary per strategy, and per comparison that the runs come from."""
+def summarise(comparison: Comparison, target: float | None = None) -> tuple[StrategySummary, ...]:
+    """Return one summary per strategy, and per comparison that the runs come from.
+
+    Args:
+        comparison: the runs.
+        target: the training loss whose reaching is timed; None: no such loss.
+    """
     groups = group_runs(comparison.runs)
     speeds = {key: _speed_of(_counted(runs)) for key, runs in groups.items()}
     return tuple(
-        _summary(key, runs, speeds[key], speeds.get((key[0], BASELINE), Spread()).middle)
+        _summary(
+            key,
+            runs,
+            speeds[key],
+            speeds.get((key[0], BASELINE), Spread()).middle,
+            speeds.get((key[0], CEILING), Spread()).middle,
+            target,
+        )
         for key, runs in groups.items()
     )
 
 
-def group_runs(runs: Sequence[RunSnapshot]) -> dict[tuple[str, str], list[RunSnapshot]]:
+def group_runs(runs: Sequence[RunSnapshot]) -> dict[Key, list[RunSnapshot]]:
     """Return the repeats of each (comparison, name), in the order of their first run."""
-    groups: dict[tuple[str, str], list[RunSnapshot]] = {}
+    groups: dict[Key, list[RunSnapshot]] = {}
     for run in runs:
         groups.setdefault((run.comparison, run.name), []).append(run)
     return groups
@@ -87,16 +122,27 @@ def samples_per_second(run: RunSnapshot) -> float:
         samples = float(sum(report.num_samples for report in workers))
         seconds = max(report.seconds for report in workers)
     else:
-        samples = float(run.events["num_samples"].sum())
-        seconds = float(run.events["seconds"].max(initial=0.0))
+        samples = float(run.digest.num_samples)
+        seconds = run.digest.seconds
     return samples / seconds if seconds > 0 and samples > 0 else math.nan
 
 
-def staleness_of(run: RunSnapshot) -> Floats:
-    """Return the staleness of every update that has one."""
-    staleness = run.events["staleness"]
-    known: Floats = staleness[staleness != NO_STALENESS].astype(np.float64)
-    return known
+def staleness_counts(runs: Sequence[RunSnapshot]) -> Counts:
+    """Return how many updates had staleness 0, 1, 2 ..., over all runs."""
+    counts = np.zeros(max((len(run.digest.staleness) for run in runs), default=0), dtype=np.int64)
+    for run in runs:
+        counts[: len(run.digest.staleness)] += run.digest.staleness
+    return counts
+
+
+def staleness_median(counts: Counts) -> float:
+    """Return the middle staleness; NaN where no update has one."""
+    total = int(counts.sum())
+    if total == 0:
+        return math.nan
+    upto = np.cumsum(counts)
+    middle = np.searchsorted(upto, [(total - 1) // 2, total // 2], side="right")
+    return float(middle.mean())
 
 
 def reported(run: RunSnapshot, what: Callable[[RunReport], float]) -> float:
@@ -116,13 +162,25 @@ def spread(values: Sequence[float], over: str = "repeats") -> Spread:
     return Spread(middle=middle, low=min(known), high=max(known), over=over)
 
 
+def time_to_target(run: RunSnapshot, target: float) -> tuple[float, float]:
+    """Return at which second and sample the smoothed loss first was as low as ``target``."""
+    curve, loss = run.digest.curve, smoothed_loss(run)
+    return first_reached(loss, curve.seconds, target), first_reached(loss, curve.samples, target)
+
+
 def _summary(
-    key: tuple[str, str], runs: Sequence[RunSnapshot], speed: Spread, baseline: float
+    key: Key,
+    runs: Sequence[RunSnapshot],
+    speed: Spread,
+    baseline: float,
+    ceiling: float,
+    target: float | None,
 ) -> StrategySummary:
     counted = _counted(runs)
-    stale = np.concatenate([staleness_of(run) for run in counted])
+    stale = staleness_counts(counted)
     num_workers = max((run.header.num_workers for run in counted if run.header), default=0)
     speed_up = speed.middle / baseline
+    reached = [] if target is None else [time_to_target(run, target) for run in counted]
     return StrategySummary(
         name=key[1],
         comparison=key[0],
@@ -132,13 +190,28 @@ def _summary(
         samples_per_second=speed,
         speed_up=speed_up,
         efficiency=speed_up / num_workers if num_workers else math.nan,
+        share_of_ceiling=speed.middle / ceiling,
+        split=step_split(counted),
         final_loss=spread([reported(run, lambda r: r.final_loss) for run in counted]),
         held_out_loss=spread([reported(run, lambda r: r.held_out_loss) for run in counted]),
         held_out_accuracy=spread([reported(run, lambda r: r.held_out_accuracy) for run in counted]),
-        staleness_median=float(np.median(stale)) if len(stale) else math.nan,
-        staleness_max=float(stale.max()) if len(stale) else math.nan,
+        staleness_median=staleness_median(stale),
+        staleness_max=float(len(stale) - 1) if len(stale) else math.nan,
+        num_lost_samples=_most(counted, lambda report: report.num_lost_samples),
+        parameter_bytes=_most(counted, lambda report: report.num_parameter_bytes),
+        optimizer_bytes=_most(counted, lambda report: report.num_optimizer_bytes),
+        seconds_to_target=spread([seconds for seconds, _ in reached]),
+        samples_to_target=spread([samples for _, samples in reached]),
+        num_missed_target=sum(math.isnan(seconds) for seconds, _ in reached),
         num_diverged=sum(num_diverged(run) for run in runs),
         notes=_notes(runs),
+    )
+
+
+def _most(runs: Sequence[RunSnapshot], what: Callable[[RunReport], int]) -> float:
+    """Return the greatest number that any rank's report gives; NaN where all are 0."""
+    return float(max((what(report) for run in runs for report in run.reports), default=0)) or (
+        math.nan
     )
 
 
@@ -151,7 +224,7 @@ def _speed_of(runs: Sequence[RunSnapshot]) -> Spread:
     """Return samples/s over repeats; of one run, its range over the tenths of the run."""
     if len(runs) > 1:
         return spread([samples_per_second(run) for run in runs])
-    parts = tenths(steps_of(runs[0]))
+    parts = tenths(runs[0].digest.curve)
     whole = samples_per_second(runs[0])
     if len(parts) == 0 or math.isnan(whole):
         return Spread(middle=whole)
@@ -166,6 +239,8 @@ def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
             notes.append(f"{run.status} {run.detail}".strip())
     diverged = sum(num_diverged(run) for run in runs)
     lost = sum(run.num_lost_batches for run in runs)
+    for mark in dict.fromkeys(mark for run in runs for mark in run.marks):
+        notes.append(f"rank {mark.rank} {mark.text} at {mark.seconds:.1f} s")
     if diverged:
         notes.append(f"{diverged} {'loss was' if diverged == 1 else 'losses were'} NaN or infinite")
     if lost:

@@ -3,172 +3,238 @@
 One kept figure, redrawn in place from a snapshot; no pyplot, so none leaks.
 """
 
+from collections.abc import Sequence
 from typing import final
 
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.text import Text
 
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.runs import RunSnapshot
-from ddpnb.notebook.record.summary import summarise
+from ddpnb.notebook.record.summary import StrategySummary
 from ddpnb.notebook.show import words
 from ddpnb.notebook.show.canvas import QuickCanvas
-from ddpnb.notebook.show.panel import Labelled, Panel
-from ddpnb.notebook.show.series import Drawn, Line, Series, prepare, series_of
+from ddpnb.notebook.show.detail import Detail, has_detail
+from ddpnb.notebook.show.layout import LABEL_CHARACTERS, WIDTH, Layout
+from ddpnb.notebook.show.panel import Panel
+from ddpnb.notebook.show.series import Line, Preparer, Series
+from ddpnb.notebook.show.strokes import Labelled
 from ddpnb.notebook.show.theme import INK, MUTED, PAPER, RULE, SMALL_POINTS, TITLE_POINTS
+from ddpnb.notebook.show.view import EVERYTHING, View
 
-WIDTH, HEIGHT = 14.0, 4.7
-"""Inches; at 100 dots an inch wide enough for a projector."""
-PANEL_BOTTOM, PANEL_HEIGHT = 1.12, 2.54
-TICKS_WIDTH = 0.56
-"""Inches left of each panel, for the numbers on its y axis."""
-CHARACTER_WIDTH = 0.087
-"""Inches of one character of a label, generously."""
-LABEL_CHARACTERS = (13, 26)
-"""Least and greatest length of a label that there is room for."""
-FOOTER_CHARACTERS = 150
+DPI = 100
+FOOTER_CHARACTERS = 144
+X_LABELS = {
+    "samples": "samples seen",
+    "seconds": "training seconds",
+    "updates": "updates",
+}
 
 
-def draw(comparison: Comparison) -> Figure:
+def draw(comparison: Comparison, view: View = EVERYTHING) -> Figure:
     """Return the figure of a comparison, to be saved by matplotlib's own means."""
-    live = LiveFigure()
+    live = LiveFigure(view)
     live.update(comparison)
     return live.finish()
 
 
 @final
 class LiveFigure:
-    """Loss against samples, loss against seconds and throughput, redrawn in place.
+    """Curves above, bars below, redrawn in place; its size is that of the first update.
 
     One thread at a time.
+
+    Args:
+        view: what of a comparison to show.
     """
 
-    def __init__(self) -> None:
-        self._figure = Figure(figsize=(WIDTH, HEIGHT), dpi=100, facecolor="none")
-        self._canvas = QuickCanvas(self._figure)
-        self._figure.add_artist(_paper(self._figure))
-        self._title = _text(self._figure, HEIGHT - 0.4, TITLE_POINTS, INK)
-        self._footer = _text(self._figure, 0.3, SMALL_POINTS, MUTED)
-        self._samples = self._panel("Training loss by samples", "samples seen")
-        self._seconds = self._panel("Training loss by time", "training seconds")
-        self._rate = self._panel("Samples per second", "training seconds")
-        self._room = 0
-        self._kept: dict[str, tuple[tuple[int, str], Drawn]] = {}
+    def __init__(self, view: View = EVERYTHING) -> None:
+        self._view = view
+        self._preparer = Preparer()
+        self._drawing: _Drawing | None = None
 
     def update(self, comparison: Comparison) -> None:
         """Show the comparison as it is now."""
-        series = series_of(comparison, self._drawn)
-        self._make_room(max((len(each.label) for each in series), default=0))
-        planned = max((run.header.num_samples for run in comparison.runs if run.header), default=0)
-        self._samples.update([_labelled(each, each.by_samples) for each in series], planned)
-        self._seconds.update([_labelled(each, each.by_seconds) for each in series])
-        self._rate.update([_rate_labelled(each) for each in series])
-        self._title.set_text(words.title(comparison))
-        self._footer.set_text(_footer(comparison))
+        if self._drawing is None:
+            self._drawing = _Drawing(comparison, self._view)
+        self._drawing.update(comparison, self._preparer.series_of(comparison))
 
     def png(self) -> bytes:
         """Return the figure as it is now, with round corners on nothing."""
-        panels = self._panels()
-        still = (
-            self._room,
-            self._title.get_text(),
-            self._footer.get_text(),
-            *(p.limits() for p in panels),
-        )
-        return self._canvas.png([artist for p in panels for artist in p.moving()], still)
+        return self._drawn().png()
 
     def finish(self) -> Figure:
         """Return the figure for saving by matplotlib's own means; it is live no more."""
-        for panel in self._panels():
-            for artist in panel.moving():
-                artist.set_animated(False)
-        return self._figure
+        return self._drawn().finish()
 
     def __repr__(self) -> str:
-        return self._title.get_text() or "a figure that waits for its first run"
+        return repr(self._drawing) if self._drawing else "a figure that waits for its first run"
 
     def _repr_png_(self) -> bytes:
         return self.png()
 
-    def _panel(self, title: str, x_label: str) -> Panel:
-        return Panel(self._figure.add_axes((0, 0, 1, 1)), title=title, x_label=x_label)
+    def _drawn(self) -> "_Drawing":
+        if self._drawing is None:
+            self.update(Comparison(comparison_id="", name=""))
+        assert self._drawing is not None
+        return self._drawing
+
+
+@final
+class _Drawing:
+    """The figure itself, of a size that fits a comparison."""
+
+    def __init__(self, comparison: Comparison, view: View) -> None:
+        num_strategies = len(
+            {(r.comparison, r.name) for r in comparison.runs} | _planned(comparison)
+        )
+        self._layout = Layout(num_strategies=num_strategies, has_rows=has_detail(comparison))
+        self._view = view
+        self._figure = Figure(figsize=(WIDTH, self._layout.height), dpi=DPI, facecolor="none")
+        self._canvas = QuickCanvas(self._figure)
+        self._figure.add_artist(_paper(self._figure, self._layout.height))
+        self._title = self._text(self._layout.height - 0.38, TITLE_POINTS, INK)
+        self._footer = self._text(0.3, SMALL_POINTS, MUTED)
+        across = (view.x,) if view.x else ("samples", "seconds")
+        self._losses = {x: self._loss_panel(x) for x in across}
+        self._rate = self._panel("Samples per second", X_LABELS["seconds"], names_marks=True)
+        self._detail = (
+            Detail(self._figure, self._layout, comparison) if self._layout.has_rows else None
+        )
+        self._room = 0
+
+    def update(self, comparison: Comparison, series: Sequence[Series]) -> None:
+        """Show the comparison as it is now."""
+        begun = {each.summary.name for each in series}
+        to_come = [words.longest_label(name) for name in comparison.strategies if name not in begun]
+        self._make_room(max(map(len, [each.label for each in series] + to_come), default=0))
+        planned = max((run.header.num_samples for run in comparison.runs if run.header), default=0)
+        for x, panel in self._losses.items():
+            lines = [_labelled(each, each.losses[x], _marks(each, x)) for each in series]
+            panel.update(lines, planned if x == "samples" else 0.0)
+        self._rate.update(
+            [_labelled(each, each.throughput, _marks(each, "seconds")) for each in series]
+        )
+        if self._detail is not None:
+            self._detail.update(comparison, series)
+        self._title.set_text(words.title(comparison))
+        self._footer.set_text(_footer(comparison, tuple(each.summary for each in series)))
+
+    def png(self) -> bytes:
+        parts: list[Panel | Detail] = [*self._panels()]
+        parts += [self._detail] if self._detail else []
+        return self._canvas.png(
+            moving=[artist for part in parts for artist in part.moving()],
+            settled=[artist for part in parts for artist in part.settled()],
+            settled_state=tuple(part.settled_state() for part in parts),
+            still_state=(
+                self._room,
+                self._title.get_text(),
+                self._footer.get_text(),
+                *(part.limits() for part in parts),
+            ),
+        )
+
+    def finish(self) -> Figure:
+        animated: list[Artist] = [artist for panel in self._panels() for artist in panel.layers()]
+        animated += self._detail.layers() if self._detail else []
+        for artist in animated:
+            artist.set_animated(False)
+        return self._figure
+
+    def __repr__(self) -> str:
+        return self._title.get_text()
+
+    def _loss_panel(self, x: str) -> Panel:
+        by = {"samples": "samples", "seconds": "time", "updates": "updates"}[x]
+        return self._panel(
+            f"Training loss by {by}", X_LABELS[x], log=self._view.log, target=self._view.target
+        )
+
+    def _panel(
+        self,
+        title: str,
+        x_label: str,
+        *,
+        log: bool = False,
+        target: float | None = None,
+        names_marks: bool = False,
+    ) -> Panel:
+        axes = self._figure.add_axes((0, 0, 1, 1))
+        return Panel(
+            axes, title=title, x_label=x_label, log=log, target=target, names_marks=names_marks
+        )
 
     def _make_room(self, num_characters: int) -> None:
         """Place the panels so that the longest label fits; they never grow back."""
         least, most = LABEL_CHARACTERS
         room = max(self._room, min(max(num_characters, least), most))
-        if room != self._room:
-            self._room = room
-            for panel, where in zip(self._panels(), _places(room), strict=True):
-                panel.axes.set_position(where)
+        if room == self._room:
+            return
+        self._room = room
+        widths = (2.0, 1.0) if len(self._losses) == 1 else (1.0, 1.0, 1.0)
+        for panel, box in zip(self._panels(), self._layout.panels(room, widths), strict=True):
+            panel.axes.set_position(box)
+        if self._detail is not None:
+            self._detail.make_room(room)
 
-    def _panels(self) -> tuple[Panel, Panel, Panel]:
-        return self._samples, self._seconds, self._rate
+    def _panels(self) -> tuple[Panel, ...]:
+        return (*self._losses.values(), self._rate)
 
-    def _drawn(self, run: RunSnapshot) -> Drawn:
-        """Prepare a run only if something has come since the last time."""
-        state = (len(run.events), run.status)
-        known = self._kept.get(run.run_id)
-        if known is None or known[0] != state:
-            known = (state, prepare(run))
-            self._kept[run.run_id] = known
-        return known[1]
-
-
-def _places(num_characters: int) -> list[tuple[float, float, float, float]]:
-    """Return where the three panels go, as shares of the figure."""
-    label = 0.24 + CHARACTER_WIDTH * num_characters
-    rate = CHARACTER_WIDTH * 6
-    width = (WIDTH - 0.3 - rate) / 3 - TICKS_WIDTH - label
-    lefts = [0.14 + TICKS_WIDTH + index * (TICKS_WIDTH + width + label) for index in range(3)]
-    return [
-        (left / WIDTH, PANEL_BOTTOM / HEIGHT, width / WIDTH, PANEL_HEIGHT / HEIGHT)
-        for left in lefts
-    ]
+    def _text(self, inches_up: float, points: float, colour: str) -> Text:
+        return self._figure.text(
+            0.3 / WIDTH,
+            inches_up / self._layout.height,
+            "",
+            fontsize=points,
+            color=colour,
+            weight="bold" if points == TITLE_POINTS else "normal",
+            va="center",
+        )
 
 
-def _labelled(series: Series, line: Line, before: str = "") -> Labelled:
-    return Labelled(text=before + _cut(series.label), style=series.style, line=line)
-
-
-def _rate_labelled(series: Series) -> Labelled:
-    return _labelled(series, series.throughput, f"{words.short(series.samples_per_second)} ")
-
-
-def _cut(label: str) -> str:
+def cut(label: str) -> str:
+    """Return a label that fits the room there is."""
     most = LABEL_CHARACTERS[1]
     return label if len(label) <= most else f"{label[: most - 1]}…"
 
 
-def _footer(comparison: Comparison) -> str:
+def _planned(comparison: Comparison) -> set[tuple[str, str]]:
+    return {(comparison.name, spec.strategy) for spec in comparison.specs}
+
+
+def _labelled(series: Series, line: Line, marks: tuple[tuple[float, str], ...]) -> Labelled:
+    return Labelled(
+        text=cut(series.label), style=series.style, line=line, is_live=series.is_live, marks=marks
+    )
+
+
+def _marks(series: Series, x: str) -> tuple[tuple[float, str], ...]:
+    """Return where the marks of a series stand on an axis."""
+    if x == "updates":
+        return ()
+    return tuple(
+        (mark.samples if x == "samples" else mark.seconds, f"rank {mark.rank}: {mark.text}")
+        for mark in series.marks
+    )
+
+
+def _footer(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> str:
     """Return what the lines mean, and what must be said beside them, in one line."""
     repeats = max((run.repeat for run in comparison.runs), default=0) > 0
     faint, strong = ("each repeat", "median") if repeats else ("every update", "moving average")
-    told = " ".join(words.notes(comparison, summarise(comparison)))
+    told = "; ".join(note.rstrip(".") for note in words.notes(comparison, summaries))
     text = f"Faint: {faint}, strong: {strong}. {told}"
     return text if len(text) <= FOOTER_CHARACTERS else text[: FOOTER_CHARACTERS - 2] + " …"
 
 
-def _text(figure: Figure, inches_up: float, points: float, colour: str) -> Text:
-    weight = "bold" if points == TITLE_POINTS else "normal"
-    return figure.text(
-        0.3 / WIDTH,
-        inches_up / HEIGHT,
-        "",
-        fontsize=points,
-        color=colour,
-        weight=weight,
-        va="center",
-    )
-
-
-def _paper(figure: Figure) -> FancyBboxPatch:
+def _paper(figure: Figure, height: float) -> FancyBboxPatch:
     """Return the white ground, which looks the same in a light and in a dark notebook."""
     return FancyBboxPatch(
         (0.17, 0.17),
         WIDTH - 0.34,
-        HEIGHT - 0.34,
+        height - 0.34,
         boxstyle="round,pad=0.15,rounding_size=0.18",
         facecolor=PAPER,
         edgecolor=RULE,

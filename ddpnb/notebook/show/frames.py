@@ -7,9 +7,15 @@ import numpy as np
 import pandas as pd
 
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.events import NO_STALENESS
+from ddpnb.notebook.record.parts import step_split
 from ddpnb.notebook.record.runs import RunSnapshot
-from ddpnb.notebook.record.summary import reported, samples_per_second, staleness_of
+from ddpnb.notebook.record.summary import (
+    reported,
+    samples_per_second,
+    staleness_counts,
+    staleness_median,
+)
+from ddpnb.wire import NO_STALENESS, Parts
 
 SETTINGS = ("task", "num_epochs", "batch_size", "learning_rate", "seed")
 CIRCUMSTANCES = ("num_workers", "num_threads", "device", "backend", "num_parameters")
@@ -27,7 +33,7 @@ def steps_frame(comparison: Comparison) -> pd.DataFrame:
 
 
 def _run_row(run: RunSnapshot) -> dict[str, object]:
-    stale = staleness_of(run)
+    stale, split = staleness_counts([run]), step_split([run])
     return {
         "comparison": run.comparison,
         "strategy": run.name,
@@ -35,28 +41,33 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         "status": run.status.value,
         **{name: getattr(run.spec, name, None) for name in SETTINGS},
         **{name: getattr(run.header, name, None) for name in CIRCUMSTANCES},
-        "num_steps": len(run.events),
-        "num_samples": int(run.events["num_samples"].sum()),
-        "seconds": float(run.events["seconds"].max(initial=0.0)),
+        "num_steps": run.digest.num_events,
+        "num_samples": run.digest.num_samples,
+        "seconds": run.digest.seconds,
         "samples_per_second": samples_per_second(run),
         "final_loss": reported(run, lambda report: report.final_loss),
         "held_out_loss": reported(run, lambda report: report.held_out_loss),
         "held_out_accuracy": reported(run, lambda report: report.held_out_accuracy),
-        "staleness_median": float(np.median(stale)) if len(stale) else np.nan,
-        "staleness_max": float(stale.max()) if len(stale) else np.nan,
+        "staleness_median": staleness_median(stale),
+        "staleness_max": float(len(stale) - 1) if len(stale) else np.nan,
+        **{f"{name}_seconds": getattr(split.parts, name) for name in Parts._fields},
+        "bytes_sent_per_step": split.num_bytes_sent,
         "notes": "; ".join(run.header.notes) if run.header else "",
     }
 
 
 def _steps_of(run: RunSnapshot) -> pd.DataFrame:
-    names = ("rank", "step", "seconds", "num_samples", "loss", "staleness")
-    frame = pd.DataFrame({name: run.events[name] for name in names})
+    names = ("rank", "step", "seconds", "num_samples", "loss", "staleness", "num_bytes_sent")
+    events = run.events
+    frame = pd.DataFrame({name: events[name] for name in names})
+    for part in Parts._fields:
+        frame[f"{part}_seconds"] = events[part]
     staleness = frame["staleness"].astype("Int64")
     frame["staleness"] = staleness.mask(staleness == NO_STALENESS)
     for name, rows in run.metrics.items():
         values = np.full(len(frame), np.nan)
         values[rows["event"]] = rows["value"]
-        frame[f"metric_{name}" if name in names else name] = values
+        frame[f"metric_{name}" if name in frame else name] = values
     frame.insert(0, "repeat", run.repeat + 1)
     frame.insert(0, "strategy", run.name)
     frame.insert(0, "comparison", run.comparison)

@@ -8,13 +8,11 @@ from typing import Protocol, final
 from IPython.core.getipython import get_ipython
 
 from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.show.pace import REDRAW_SECONDS, Pace
 from ddpnb.notebook.show.progress import progress_of
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.slot import Bundle, Slot
-
-REDRAW_SECONDS = 0.4
-MAX_SHARE = 0.1
-"""The share of this process's time that drawing may take."""
+from ddpnb.notebook.show.view import EVERYTHING, View
 
 
 class Live(Protocol):
@@ -27,10 +25,10 @@ class Live(Protocol):
         """Show the result, for good."""
 
 
-def live() -> Live:
+def live(view: View = EVERYTHING) -> Live:
     """Return what shows a comparison here: in a Jupyter kernel a figure, else lines of text."""
     in_kernel = hasattr(get_ipython(), "kernel")
-    return LiveFigureAndTable() if in_kernel else LiveText()
+    return LiveFigureAndTable(view) if in_kernel else LiveText()
 
 
 @final
@@ -41,30 +39,29 @@ class LiveFigureAndTable:
     and one HTML table.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, view: View = EVERYTHING) -> None:
         from ddpnb.notebook.show.figure import LiveFigure  # noqa: PLC0415  matplotlib: 0.3 s
 
-        self._figure = LiveFigure()
+        self._figure = LiveFigure(view)
         self._picture = Slot()
         self._line = Slot()
-        self._next_seconds = 0.0
+        self._pace = Pace()
 
     def update(self, comparison: Comparison) -> None:
         """Show the comparison as it is now, if it is time to."""
-        began = time.monotonic()
-        if began < self._next_seconds:
-            return
-        self._draw(comparison)
-        progress = progress_of(comparison)
-        self._line.show({"text/html": progress.html(), "text/plain": repr(progress)})
-        now = time.monotonic()
-        self._next_seconds = now + max(REDRAW_SECONDS, (now - began) / MAX_SHARE)
+        if self._pace.is_due():
+            self._pace.draw(lambda: self._show(comparison))
 
     def finish(self, result: ComparisonResult) -> None:
         """Show the figure for the last time, and the table in place of the progress."""
         self._draw(result.comparison)
         self._line.show(table_bundle(result))
         mark_shown(result)
+
+    def _show(self, comparison: Comparison) -> None:
+        self._draw(comparison)
+        progress = progress_of(comparison)
+        self._line.show({"text/html": progress.html(), "text/plain": repr(progress)})
 
     def _draw(self, comparison: Comparison) -> None:
         self._figure.update(comparison)

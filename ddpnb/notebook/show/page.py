@@ -24,14 +24,14 @@ h2 { font-size: 1.15rem; margin-top: 2rem; }
 """
 
 
-def page(comparison: Comparison, png: bytes) -> str:
+def page(comparison: Comparison, png: bytes, target: float | None = None) -> str:
     """Return the whole page as HTML; ``png`` is the figure."""
     heading = escape(title(comparison))
     parts = [
         f"<h1>{heading}</h1>",
-        f"<p>{escape(sentence(comparison))}</p>",
+        f"<p>{escape(sentence(comparison, target))}</p>",
         picture(png, title(comparison)),
-        f'<div class="wide">{scores_table(comparison).html()}</div>',
+        f'<div class="wide">{scores_table(comparison, target).html()}</div>',
         _settings(comparison),
         _code(comparison.source),
         _pairs("Environment", comparison.environment),

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from html import escape
 from typing import final
 
-import numpy as np
-
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import RunSnapshot
 from ddpnb.notebook.record.summary import samples_per_second
@@ -68,7 +66,7 @@ def _share(run: RunSnapshot) -> float:
     if not run.is_running:
         return 1.0
     planned = run.header.num_samples if run.header else 0
-    return min(float(run.events["num_samples"].sum()) / planned, 1.0) if planned else 0.0
+    return min(run.digest.num_samples / planned, 1.0) if planned else 0.0
 
 
 def _what(run: RunSnapshot, comparison: Comparison) -> str:
@@ -80,20 +78,19 @@ def _what(run: RunSnapshot, comparison: Comparison) -> str:
 def _state(run: RunSnapshot, share: float) -> str:
     if not run.is_running:
         return run.status.value
-    if len(run.events) == 0:
+    if run.digest.num_events == 0:
         return "warming up" if run.header else "starting"
     return "evaluating" if share >= 1 else percent(share)
 
 
 def _numbers(run: RunSnapshot, share: float) -> list[str]:
     """Return speed, loss and time left, as far as they are known."""
-    if len(run.events) == 0:
+    if run.digest.num_events == 0:
         return []
     speed = samples_per_second(run)
     parts = [f"{number(speed)} samples/s"] if math.isfinite(speed) else []
-    recent = run.events["loss"][-20:]
-    parts.append(f"loss {number(float(np.mean(recent)))}")
+    parts.append(f"loss {number(run.digest.recent_loss)}")
     if run.is_running and 0 < share < 1:
-        seconds = float(run.events["seconds"].max())
+        seconds = run.digest.seconds
         parts.append(f"{duration(seconds * (1 - share) / share)} left")
     return parts

@@ -13,6 +13,7 @@ from ddpnb.notebook.show.page import page, picture
 from ddpnb.notebook.show.scores import scores_table
 from ddpnb.notebook.show.sentence import sentence
 from ddpnb.notebook.show.table import Table
+from ddpnb.notebook.show.view import EVERYTHING, View
 from ddpnb.notebook.show.words import title
 
 if TYPE_CHECKING:
@@ -48,24 +49,39 @@ class Picture:
 class ComparisonResult:
     """What a comparison showed, as the store also gives it back to a later kernel."""
 
-    def __init__(self, comparison: Comparison) -> None:
+    def __init__(self, comparison: Comparison, view: View = EVERYTHING) -> None:
         self.comparison = comparison
+        self.view = view
         self.shown_in_cell: int | None = None
         """Number of the cell that shows the result already, so that it is not shown twice."""
 
     def table(self) -> Table:
-        """Return one row per strategy: speed, scores, staleness, notes."""
-        return scores_table(self.comparison)
+        """Return one row per strategy: speed, scores, what communication cost, notes."""
+        return scores_table(self.comparison, self.view.target)
 
-    def plot(self) -> Picture:
-        """Return loss against samples, loss against seconds, and throughput."""
+    def plot(
+        self, *, x: str | None = None, log: bool | None = None, target: float | None = None
+    ) -> Picture:
+        """Return the figure, as it was asked for or with some of it chosen anew.
+
+        Args:
+            x: draw losses against ``"samples"``, ``"seconds"`` or ``"updates"`` alone; ``""``
+                for samples and seconds side by side.
+            log: whether losses stand on a logarithmic axis.
+            target: a training loss whose reaching is marked.
+        """
         from ddpnb.notebook.show.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
 
-        return Picture(draw(self.comparison), self.sentence())
+        view = View(
+            x=self.view.x if x is None else x,
+            log=self.view.log if log is None else log,
+            target=self.view.target if target is None else target,
+        )
+        return Picture(draw(self.comparison, view), self.sentence())
 
     def sentence(self) -> str:
         """Return in one computed sentence what the comparison shows."""
-        return sentence(self.comparison)
+        return sentence(self.comparison, self.view.target)
 
     def summary_html(self) -> str:
         """Return the table and the sentence as HTML, to stand under a figure."""
@@ -100,7 +116,7 @@ class ComparisonResult:
         paths = tuple(target / f"comparison.{kind}" for kind in ("html", "png", "csv"))
         try:
             target.mkdir(parents=True, exist_ok=True)
-            paths[0].write_text(page(self.comparison, png), encoding="utf-8")
+            paths[0].write_text(page(self.comparison, png, self.view.target), encoding="utf-8")
             paths[1].write_bytes(png)
             self.to_frame().to_csv(paths[2], index=False)
         except OSError as error:

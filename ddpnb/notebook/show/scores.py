@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import Status
-from ddpnb.notebook.record.summary import Spread, StrategySummary, summarise
+from ddpnb.notebook.record.summary import CEILING, Spread, StrategySummary, summarise
 from ddpnb.notebook.show.table import Cell, Column, Table
 from ddpnb.notebook.show.theme import style_of
-from ddpnb.notebook.show.words import NOTHING, labels, notes, number, percent, title
+from ddpnb.notebook.show.words import NOTHING, labels, notes, number, percent, short, size, title
 
 RANGES = {
     "repeats": "samples/s: median and range over the repeats",
@@ -17,9 +17,14 @@ RANGES = {
 """What the range in the table is over."""
 
 
-def scores_table(comparison: Comparison) -> Table:
-    """Return one row per strategy; columns that nobody fills are left out."""
-    summaries = summarise(comparison)
+def scores_table(comparison: Comparison, target: float | None = None) -> Table:
+    """Return one row per strategy; columns that tell nothing are left out.
+
+    Args:
+        comparison: the runs.
+        target: a training loss whose reaching is timed; None: no such loss.
+    """
+    summaries = summarise(comparison, target)
     named = labels(comparison)
     heads = tuple(
         Cell(text=named[s.comparison, s.name], quiet=_state(s), dot=_dot(s, comparison))
@@ -30,8 +35,12 @@ def scores_table(comparison: Comparison) -> Table:
     for name, cell_of in COLUMNS.items():
         cells = tuple(map(cell_of, summaries))
         is_needless = is_classified and name == "held-out loss"  # in to_frame() all the same
+        is_needless |= name in ONLY_DIFFERENCES and len({cell.text for cell in cells}) == 1
         if not is_needless and any(cell.text != NOTHING for cell in cells):
             columns.append((Column(title=name, is_number=True), cells))
+    if target is not None:
+        reached = tuple(_reached(summary) for summary in summaries)
+        columns.append((Column(title=f"to loss {target:g}", is_number=True), reached))
     return Table(
         caption=title(comparison),
         columns=tuple(column for column, _ in columns),
@@ -43,8 +52,14 @@ def scores_table(comparison: Comparison) -> Table:
 def _explained(summaries: Sequence[StrategySummary]) -> tuple[str, ...]:
     overs = dict.fromkeys(s.samples_per_second.over for s in summaries)
     is_stale = any(math.isfinite(s.staleness_max) for s in summaries)
-    ranges = tuple(RANGES[over] for over in overs if over)
-    return ranges + (("staleness: median / greatest",) if is_stale else ())
+    told = [RANGES[over] for over in overs if over]
+    told += ["staleness: median / greatest"] if is_stale else []
+    if any(s.split.exposed_share > 0 for s in summaries):
+        told.append(
+            "exposed: share of a step spent on exchanging tensors or waiting for other ranks, "
+            "with nothing computed meanwhile"
+        )
+    return tuple(told)
 
 
 def _state(summary: StrategySummary) -> str:
@@ -77,6 +92,34 @@ def _of(spread: Spread, shown: Callable[[float], str] = number) -> Cell:
     return Cell(text=shown(spread.middle), quiet=f"({shown(spread.low)} to {shown(spread.high)})")
 
 
+def _exposed(summary: StrategySummary) -> Cell:
+    parts = summary.split.parts
+    is_told = parts.communication + parts.waiting + parts.hidden > 0 or summary.name == CEILING
+    is_known = is_told and summary.num_workers > 1
+    return Cell(text=percent(summary.split.exposed_share) if is_known else NOTHING)
+
+
+def _memory(summary: StrategySummary) -> Cell:
+    parameters, state = summary.parameter_bytes, summary.optimizer_bytes
+    if math.isnan(parameters) and math.isnan(state):
+        return Cell(text=NOTHING)
+    held = sum(part for part in (parameters, state) if math.isfinite(part))
+    return Cell(text=size(held), quiet=f"({size(state)} optimizer)" if state > 0 else "")
+
+
+def _lost(summary: StrategySummary) -> Cell:
+    return Cell(text=number(summary.num_lost_samples))
+
+
+def _reached(summary: StrategySummary) -> Cell:
+    """Return after how many seconds and samples the target was reached."""
+    seconds, samples = summary.seconds_to_target.middle, summary.samples_to_target.middle
+    if math.isnan(seconds):
+        return Cell(text="never" if summary.status is Status.FINISHED else NOTHING)
+    missed = f", {summary.num_missed_target} never" if summary.num_missed_target else ""
+    return Cell(text=f"{number(seconds)} s", quiet=f"({short(samples)} samples{missed})")
+
+
 def _staleness(summary: StrategySummary) -> Cell:
     if math.isnan(summary.staleness_max):
         return Cell(text=NOTHING)
@@ -88,11 +131,19 @@ COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
     "samples/s": _speed,
     "speed-up": _speed_up,
     "efficiency": lambda summary: Cell(text=percent(summary.efficiency)),
+    "of no-comm": lambda summary: Cell(text=percent(summary.share_of_ceiling)),
+    "exposed": _exposed,
+    "sent a step": lambda summary: Cell(text=size(summary.split.num_bytes_sent)),
     "final loss": lambda summary: _of(summary.final_loss),
     "held-out loss": lambda summary: _of(summary.held_out_loss),
     "held-out accuracy": lambda summary: _of(
         summary.held_out_accuracy, lambda share: percent(share, 1)
     ),
     "staleness": _staleness,
+    "samples lost": _lost,
+    "held a rank": _memory,
 }
 """The columns after the first, each with what fills it."""
+
+ONLY_DIFFERENCES = ("held a rank",)
+"""Columns that tell nothing where all rows are the same."""

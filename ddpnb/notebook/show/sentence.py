@@ -12,14 +12,20 @@ from ddpnb.notebook.record.summary import BASELINE, StrategySummary, summarise
 from ddpnb.notebook.show.words import labels, number, percent
 
 
-def sentence(comparison: Comparison) -> str:
-    """Return one sentence on speed, score and what went wrong, as far as it is known."""
-    summaries = summarise(comparison)
+def sentence(comparison: Comparison, target: float | None = None) -> str:
+    """Return one sentence on speed, score and what went wrong, as far as it is known.
+
+    Args:
+        comparison: the runs.
+        target: a training loss whose reaching is told of; None: no such loss.
+    """
+    summaries = summarise(comparison, target)
     names = labels(comparison)
     called = {id(summary): names[summary.comparison, summary.name] for summary in summaries}
     done = [summary for summary in summaries if summary.status is Status.FINISHED]
     parts = [
         _speeds([s for s in done if not _is_emulated(s, called)], called),
+        "" if target is None else _reached(done, called, target),
         _scores(done, called),
         *(_trouble(summary, called[id(summary)]) for summary in summaries),
         *(
@@ -56,6 +62,32 @@ def _speeds(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
     ratios = [f"{called[id(s)]} {_speed(s) / _speed(base):.2f}×" for s in clear]
     ratios[0] = ratios[0].replace(called[id(clear[0])], f"{called[id(clear[0])]} is", 1)
     return f"in samples/s, {_listed(ratios)} {called[id(base)]}"
+
+
+def _reached(done: Sequence[StrategySummary], called: dict[int, str], target: float) -> str:
+    """Return when each got to the target, and who needs clearly more samples than the first."""
+    got = sorted(
+        (s for s in done if math.isfinite(s.seconds_to_target.middle)),
+        key=lambda s: s.seconds_to_target.middle,
+    )
+    never = [called[id(s)] for s in done if s not in got]
+    goal = f"a training loss of {target:g}"
+    if not got:
+        return f"{_listed(never)} never reached {goal}" if never else ""
+    times = [f"{number(s.seconds_to_target.middle)} s by {called[id(s)]}" for s in got]
+    parts = [f"{goal} is reached after {_listed(times)}"]
+    if never:
+        parts.append(f"never by {_listed(never)}")
+    base = next((s for s in got if s.name == BASELINE), got[0])
+    parts += [
+        f"{called[id(s)]} needs {percent(abs(more))} {'more' if more > 0 else 'fewer'} samples "
+        f"than {called[id(base)]} to get there"
+        for s in got
+        if not s.samples_to_target.overlaps(base.samples_to_target)
+        and s.comparison == base.comparison
+        for more in [s.samples_to_target.middle / base.samples_to_target.middle - 1]
+    ]
+    return ", ".join(parts)
 
 
 def _scores(done: Sequence[StrategySummary], called: dict[int, str]) -> str:

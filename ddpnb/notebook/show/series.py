@@ -1,32 +1,29 @@
-"""Which lines does a comparison draw?  (Notebook side.)
+"""Which lines and bars does a comparison draw?  (Notebook side.)
 
 Pure: from a snapshot to arrays.  Strong is the moving average of one run, or the
 median of several repeats; faint is every update of the one run, or each repeat.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.curves import (
-    Curve,
-    Floats,
-    Steps,
-    smooth,
-    steps_of,
-    thin,
-    throughput,
-    window_for,
-)
+from ddpnb.notebook.record.curves import samples_at, smoothed_loss, throughput, window_for
+from ddpnb.notebook.record.digest import Curve, RankDigest
+from ddpnb.notebook.record.pyramid import Floats
 from ddpnb.notebook.record.runs import RunSnapshot
-from ddpnb.notebook.record.summary import group_runs, samples_per_second, spread
+from ddpnb.notebook.record.summary import (
+    Counts,
+    Key,
+    StrategySummary,
+    group_runs,
+    staleness_counts,
+    summarise,
+)
 from ddpnb.notebook.show.theme import Style, style_of
 from ddpnb.notebook.show.words import labels
-
-SMOOTHED_SHARE = 0.025
-"""The moving average spans this share of the run's samples."""
 
 UPDATES_IN_WINDOW = 10
 """About the fewest updates that throughput is taken over."""
@@ -43,6 +40,18 @@ class Line:
     y: Floats
     faint_x: Floats
     faint_y: Floats
+    bad_x: Floats = field(default_factory=lambda: np.empty(0))
+    """Where losses were NaN or infinite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happened:
+    """A mark of a run: where it stands in each panel."""
+
+    rank: int
+    text: str
+    seconds: float
+    samples: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,11 +60,16 @@ class Series:
 
     label: str
     style: Style
-    by_samples: Line
-    by_seconds: Line
+    is_live: bool
+    """Whether it is training now."""
+    losses: Mapping[str, Line]
+    """By what they are drawn against, one of ``view.ACROSS``."""
     throughput: Line
-    samples_per_second: float
-    """Median over the repeats."""
+    summary: StrategySummary
+    ranks: tuple[RankDigest, ...] = ()
+    """Of the latest run."""
+    staleness: Counts
+    marks: tuple[Happened, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,84 +80,133 @@ class Drawn:
     smoothed: Floats
     rate_seconds: Floats
     rate: Floats
-    samples_per_second: float
 
 
-def series_of(
-    comparison: Comparison, drawn: Callable[[RunSnapshot], Drawn] | None = None
-) -> tuple[Series, ...]:
-    """Return what to draw, one per strategy and comparison.
+@dataclass(slots=True)
+class Preparer:
+    """Prepares runs, and keeps what it has prepared while nothing new comes of a run."""
 
-    Args:
-        comparison: the snapshot to draw.
-        drawn: how to prepare one run; ``prepare`` unless a figure keeps what it has.
-    """
-    names = labels(comparison)
-    several = list(dict.fromkeys(key[0] for key in names))
-    return tuple(
-        _series(
-            names[key],
-            style_of(key[1], comparison.strategies, several.index(key[0])),
-            list(map(drawn or prepare, runs)),
+    _runs: dict[str, tuple[Hashable, Drawn]] = field(default_factory=dict)
+    _series: dict[Key, tuple[Hashable, Series]] = field(default_factory=dict)
+
+    def series_of(self, comparison: Comparison) -> tuple[Series, ...]:
+        """Return what to draw, one per strategy and comparison."""
+        names = labels(comparison)
+        several = list(dict.fromkeys(key[0] for key in names))
+        told = {(s.comparison, s.name): s for s in summarise(comparison)}
+        return tuple(
+            self._same(
+                key,
+                runs,
+                told[key],
+                names[key],
+                style_of(key[1], comparison.strategies, several.index(key[0])),
+            )
+            for key, runs in group_runs(comparison.runs).items()
         )
-        for key, runs in group_runs(comparison.runs).items()
-    )
+
+    def run(self, run: RunSnapshot) -> Drawn:
+        """Return one run, prepared."""
+        state = (run.digest.num_events, run.status)
+        known = self._runs.get(run.run_id)
+        if known is None or known[0] != state:
+            known = (state, prepare(run))
+            self._runs[run.run_id] = known
+        return known[1]
+
+    def _same(
+        self,
+        key: Key,
+        runs: Sequence[RunSnapshot],
+        summary: StrategySummary,
+        label: str,
+        style: Style,
+    ) -> Series:
+        """Return the series of last time where nothing of it has changed."""
+        progress = tuple((run.run_id, run.digest.num_events, run.status) for run in runs)
+        compared_with = (str(summary.speed_up), str(summary.share_of_ceiling))
+        num_marks = sum(len(run.marks) for run in runs)
+        state = (progress, compared_with, num_marks, label, style)
+        known = self._series.get(key)
+        if known is None or known[0] != state:
+            made = _series(label, style, runs, list(map(self.run, runs)), summary)
+            known = (state, made)
+            self._series[key] = known
+        return known[1]
+
+
+def series_of(comparison: Comparison) -> tuple[Series, ...]:
+    """Return what to draw, one per strategy and comparison."""
+    return Preparer().series_of(comparison)
 
 
 def prepare(run: RunSnapshot) -> Drawn:
-    """Return the thinned and smoothed curves of one run."""
-    steps = steps_of(run)
-    curve = thin(steps)
-    seconds, rate = _throughput(steps, _planned(run))
-    return Drawn(
-        curve=curve,
-        smoothed=_smoothed(curve, run),
-        rate_seconds=seconds,
-        rate=rate,
-        samples_per_second=samples_per_second(run),
-    )
+    """Return the smoothed curves of one run."""
+    curve = run.digest.curve
+    seconds, rate = _throughput(curve, run.header.num_samples if run.header else 0)
+    return Drawn(curve=curve, smoothed=smoothed_loss(run), rate_seconds=seconds, rate=rate)
 
 
-def _throughput(steps: Steps, planned: float) -> tuple[Floats, Floats]:
+def _throughput(curve: Curve, planned: float) -> tuple[Floats, Floats]:
     """Take the window from how long the run will last, so that no line wavers.
 
     It spans several updates: two workers' updates can come at almost the same time.
     """
-    if len(steps) == 0 or steps.samples[-1] == 0:
+    if len(curve) == 0 or curve.samples[-1] == 0:
         return np.empty(0), np.empty(0)
-    seconds = float(steps.seconds[-1]) * max(planned / float(steps.samples[-1]), 1.0)
-    gap = float(steps.seconds[-1]) / len(steps)
-    return throughput(steps, max(window_for(seconds), window_for(12 * UPDATES_IN_WINDOW * gap)))
+    seconds = float(curve.seconds[-1]) * max(planned / float(curve.samples[-1]), 1.0)
+    gap = float(curve.seconds[-1]) / curve.num_updates
+    return throughput(curve, max(window_for(seconds), window_for(12 * UPDATES_IN_WINDOW * gap)))
 
 
-def _smoothed(curve: Curve, run: RunSnapshot) -> Floats:
-    """Average over a share of the whole run, known beforehand, so that no line wavers."""
-    if len(curve) == 0:
-        return curve.loss
-    if curve.samples[-1] == 0:  # a hand-written loop that logs no samples
-        index = np.arange(1.0, len(curve) + 1)
-        return smooth(curve.loss, index, SMOOTHED_SHARE * len(curve))
-    span = SMOOTHED_SHARE * max(_planned(run), float(curve.samples[-1]))
-    return smooth(curve.loss, curve.samples, span)
-
-
-def _planned(run: RunSnapshot) -> int:
-    return run.header.num_samples if run.header else 0
-
-
-def _series(label: str, style: Style, runs: Sequence[Drawn]) -> Series:
-    sampled = [run for run in runs if len(run.curve) and run.curve.samples[-1] > 0]
-    timed = [run for run in runs if len(run.curve)]
-    by_samples = [(run.curve.samples, run.smoothed) for run in sampled]
-    by_seconds = [(run.curve.seconds, run.smoothed) for run in timed]
-    rates = [(run.rate_seconds, run.rate) for run in runs if len(run.rate)]
+def _series(
+    label: str,
+    style: Style,
+    runs: Sequence[RunSnapshot],
+    drawn: Sequence[Drawn],
+    summary: StrategySummary,
+) -> Series:
+    timed = [run for run in drawn if len(run.curve)]
+    sampled = [run for run in timed if run.curve.samples[-1] > 0]
+    rates = [(run.rate_seconds, run.rate) for run in drawn if len(run.rate)]
     return Series(
         label=label,
         style=style,
-        by_samples=_line(by_samples, [_raw(r.curve.samples, r.curve) for r in sampled]),
-        by_seconds=_line(by_seconds, [_raw(r.curve.seconds, r.curve) for r in timed]),
+        is_live=any(run.is_running for run in runs),
+        losses={
+            "samples": _loss(sampled, lambda curve: curve.samples),
+            "seconds": _loss(timed, lambda curve: curve.seconds),
+            "updates": _loss(timed, lambda curve: curve.updates),
+        },
         throughput=_line(rates, []),
-        samples_per_second=spread([run.samples_per_second for run in runs]).middle,
+        summary=summary,
+        ranks=runs[-1].digest.ranks,
+        staleness=staleness_counts(runs),
+        marks=tuple(
+            Happened(
+                rank=mark.rank,
+                text=mark.text,
+                seconds=mark.seconds,
+                samples=float(samples_at(run.digest.curve, np.array([mark.seconds]))[0]),
+            )
+            for run in runs
+            for mark in run.marks
+        ),
+    )
+
+
+def _loss(runs: Sequence[Drawn], across: Callable[[Curve], Floats]) -> Line:
+    line = _line(
+        [(across(run.curve), run.smoothed) for run in runs],
+        [_raw(across(run.curve), run.curve) for run in runs],
+    )
+    bad = [across(run.curve)[run.curve.num_bad > 0] for run in runs]
+    return Line(
+        x=line.x,
+        y=line.y,
+        faint_x=line.faint_x,
+        faint_y=line.faint_y,
+        bad_x=np.concatenate(bad) if bad else np.empty(0),
     )
 
 
@@ -180,4 +243,5 @@ def _median(lines: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
     grid = np.linspace(first, last, GRID_POINTS)
     values = np.array([np.interp(grid, x, y, left=np.nan, right=np.nan) for x, y in lines])
     known = 2 * np.count_nonzero(~np.isnan(values), axis=0) >= len(lines)
+    known &= ~np.isnan(values).all(axis=0)
     return grid[known], np.nanmedian(values[:, known], axis=0)

@@ -1,11 +1,12 @@
 """What does each strategy look like, everywhere?  (Notebook side.)
 
 Colours are matplotlib's ``petroff10`` (M. Petroff, arXiv:2107.02270), chosen to be told
-apart with any colour vision; line style and marker say the same once more.
+apart with any colour vision.  A family of strategies shares a colour; line style and marker
+together name each of them once more, without any colour.
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,12 +19,32 @@ RULE = "#e3e6ea"
 PAPER = "#ffffff"
 """The plots' own ground: they look the same in a light and in a dark notebook."""
 
+PART_COLOURS = {
+    "data": "#d9c7b8",
+    "forward": "#9fb4c7",
+    "backward": "#5f7f9c",
+    "optimizer": "#c3c9a8",
+    "communication": "#d1495b",
+    "waiting": "#edae49",
+    "hidden": "#d1495b",
+}
+"""The parts of a step: cool for computing, warm for what other ranks cost."""
+
 FONT_POINTS = 13.0
-SMALL_POINTS = 11.5
+SMALL_POINTS = 12.0
 TITLE_POINTS = 15.0
 
 
-Dashes = Literal["-", "--", "-."]
+Dashes = Literal["-", "--", "-."] | tuple[float, tuple[float, ...]]
+"""A matplotlib line style."""
+
+SOLID: Dashes = "-"
+DASHED: Dashes = "--"
+DASH_DOT: Dashes = "-."
+DOTTED: Dashes = (0, (1.0, 1.1))
+LONG: Dashes = (0, (7.0, 2.0))
+DASH_DOT_DOT: Dashes = (0, (5.0, 1.4, 1.0, 1.4, 1.0, 1.4))
+LONG_SHORT: Dashes = (0, (6.0, 1.6, 2.6, 1.6))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +55,9 @@ class Style:
     ink: str
     """The colour darkened, so that text in it has enough contrast on white."""
     dashes: Dashes
-    """A matplotlib line style."""
     marker: str
+    is_hollow: bool = False
+    """Whether the marker is but an outline: a variant of a strategy."""
 
 
 def _style(colour: str, dashes: Dashes, marker: str) -> Style:
@@ -62,52 +84,80 @@ def contrast_on_white(colour: str) -> float:
     return 1.05 / (luminance + 0.05)
 
 
+GREY, PALE, ORANGE, BLUE, BROWN = "#717581", "#94a4a2", "#e76300", "#3f90da", "#a96b59"
+SAND, PURPLE, RED, YELLOW, CYAN = "#b9ac70", "#832db6", "#bd1f01", "#ffa90e", "#92dadd"
+
 STYLES: Mapping[str, Style] = {
-    "single": _style("#717581", "-", "s"),
-    "dp": _style("#e76300", "--", "^"),
-    "ddp": _style("#3f90da", "-", "o"),
-    "ddp-shm": _style("#3f90da", "--", "h"),
-    "ddp-by-hand": _style("#92dadd", "-", "<"),
-    "ring-by-hand": _style("#92dadd", "--", ">"),
-    "central": _style("#b9ac70", "-", "p"),
-    "async": _style("#832db6", "-.", "D"),
-    "local-sgd": _style("#a96b59", "-", "X"),
-    "diloco": _style("#a96b59", "--", "P"),
-    "zero": _style("#ffa90e", "-", "d"),
-    "fsdp": _style("#ffa90e", "--", "8"),
-    "gossip": _style("#bd1f01", "-.", "v"),
-    "no-comm": _style("#94a4a2", "-.", "*"),
-    "hogwild": _style("#bd1f01", "-.", "v"),
+    "single": _style(GREY, SOLID, "s"),
+    "no-comm": _style(PALE, DOTTED, "*"),
+    "dp": _style(ORANGE, DASHED, "^"),
+    "ddp": _style(BLUE, SOLID, "o"),
+    "ddp-shm": _style(BLUE, DASHED, "h"),
+    "ddp-by-hand": _style(BLUE, DASH_DOT, "8"),
+    "ring-by-hand": _style(BROWN, LONG, "X"),
+    "central": _style(SAND, DASH_DOT_DOT, "P"),
+    "async": _style(PURPLE, DASH_DOT, "D"),
+    "hogwild": _style(PURPLE, DOTTED, "d"),
+    "local-sgd": _style(RED, SOLID, "v"),
+    "diloco": _style(RED, DASHED, "<"),
+    "zero": _style(YELLOW, SOLID, "p"),
+    "fsdp": _style(YELLOW, LONG_SHORT, "H"),
+    "gossip": _style(CYAN, LONG, ">"),
 }
 """The strategies that everybody compares; a strategy added later gets its line here."""
 
 SPARE_STYLES: Sequence[Style] = (
-    _style("#ffa90e", "--", "P"),
-    _style("#a96b59", "-.", "X"),
-    _style("#92dadd", "-", "<"),
-    _style("#b9ac70", "--", ">"),
-    _style("#94a4a2", "-.", "*"),
+    _style("#2b7a3d", SOLID, "P"),
+    _style("#c2528b", DASHED, "X"),
+    _style("#1f3a93", DASH_DOT, "v"),
+    _style("#7a8b00", LONG, "^"),
+    _style("#6b3410", DASH_DOT_DOT, "<"),
+    _style("#128a8a", LONG_SHORT, ">"),
 )
-"""For the names of hand-written loops."""
+"""For the names of hand-written loops and for classes of the user's own."""
+
+VARIANT_DASHES: Sequence[Dashes] = (DASHED, DASH_DOT, LONG, DOTTED, DASH_DOT_DOT, LONG_SHORT)
+VARIANT_SHADES = (0.72, 1.22, 0.52)
+"""How much darker or lighter than its strategy a variant's colour is."""
 
 
 def style_of(name: str, among: Sequence[str] = (), shade: int = 0) -> Style:
-    """Return the style of a strategy or of a hand-written loop.
+    """Return the style of a strategy, of a variant of one, or of a hand-written loop.
 
     Args:
-        name: the strategy's or the loop's name.
-        among: all names drawn together, so that no two loops look alike while there are
-            spare styles; alone, a loop's name always gives the same style.
+        name: the strategy's or the loop's name; with options, ``"ddp:hook=fp16"``, a variant.
+        among: all names drawn together, so that no two loops or variants look alike while
+            there are styles to spare; alone, a name always gives the same style.
         shade: 0 for the first comparison drawn; each further one is darker.
     """
-    style = STYLES.get(name) or _spare_style(name, among)
+    base, _, options = name.partition(":")
+    style = STYLES.get(base) or _spare_style(base, among)
+    if options:
+        style = _variant(style, name, among)
     darker = _scaled(style.colour, 0.6**shade)
     return replace(style, colour=darker, ink=_readable(darker))
 
 
 def _spare_style(name: str, among: Sequence[str]) -> Style:
-    taken: dict[str, Style] = {}
-    for other in sorted({name, *among} - STYLES.keys()):
-        free = [style for style in SPARE_STYLES if style not in taken.values()] or SPARE_STYLES
-        taken[other] = free[zlib.crc32(other.encode()) % len(free)]
-    return taken[name]
+    bases = {other.partition(":")[0] for other in (name, *among)}
+    return SPARE_STYLES[_dealt(bases - STYLES.keys(), len(SPARE_STYLES))[name]]
+
+
+def _variant(style: Style, name: str, among: Sequence[str]) -> Style:
+    """Return a strategy's style, altered for one of its variants."""
+    family = f"{name.partition(':')[0]}:"
+    number = _dealt(
+        {other for other in (name, *among) if other.startswith(family)}, len(VARIANT_DASHES)
+    )[name]
+    free = [dashes for dashes in VARIANT_DASHES if dashes != style.dashes]
+    colour = _scaled(style.colour, VARIANT_SHADES[number % len(VARIANT_SHADES)])
+    return replace(style, colour=colour, dashes=free[number % len(free)], is_hollow=True)
+
+
+def _dealt(names: Collection[str], num_places: int) -> dict[str, int]:
+    """Give each name a place of its own while there are any: one that its letters ask for."""
+    places: dict[str, int] = {}
+    for name in sorted(names):
+        free = [p for p in range(num_places) if p not in places.values()] or range(num_places)
+        places[name] = free[zlib.crc32(name.encode()) % len(free)]
+    return places

@@ -4,13 +4,10 @@ import math
 
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import RunSnapshot
-from ddpnb.notebook.record.summary import StrategySummary, group_runs
+from ddpnb.notebook.record.summary import Key, StrategySummary, group_runs
 
 NOTHING = "–"
 """Stands in a table where there is no number."""
-
-Key = tuple[str, str]
-"""Comparison and name: what the repeats of one strategy have in common."""
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -34,6 +31,16 @@ def short(value: float) -> str:
         if abs(value) >= 0.9995 * unit:
             return f"{number(value / unit)}{letter}"
     return number(value)
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes, e.g. ``4.6 MB``."""
+    if not math.isfinite(num_bytes):
+        return NOTHING
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= 0.9995 * unit:
+            return f"{number(num_bytes / unit, 2)} {name}"
+    return f"{num_bytes:.0f} B"
 
 
 def percent(share: float, decimals: int = 0) -> str:
@@ -65,6 +72,11 @@ def labels(comparison: Comparison) -> dict[Key, str]:
         + (" (emulated)" if any(is_emulated(run) for run in runs) else "")
         for key, runs in groups.items()
     }
+
+
+def longest_label(strategy: str) -> str:
+    """Return what a strategy that has not begun may be called at most."""
+    return f"{strategy} (emulated)" if strategy.partition(":")[0] == "dp" else strategy
 
 
 def is_emulated(run: RunSnapshot) -> bool:

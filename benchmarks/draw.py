@@ -1,0 +1,158 @@
+"""What does drawing cost the kernel, and does its memory stay flat while runs grow?
+
+Four strategies, 250,000 events each, arrive as fast as they are taken in; the figure is
+redrawn at the pace that the live display keeps.
+"""
+
+import gc
+import time
+import tracemalloc
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from benchmarks.measure import Figure
+from ddpnb.notebook.record.events import EVENT
+from ddpnb.notebook.record.recorder import Recorder
+from ddpnb.notebook.record.runs import Status
+from ddpnb.notebook.record.store import Store
+from ddpnb.notebook.show.figure import LiveFigure
+from ddpnb.notebook.show.pace import MAX_SHARE, REDRAW_SECONDS
+from ddpnb.wire import NO_STALENESS, EventBatch, RunHeader, RunSpec
+
+STRATEGIES = ("single", "dp", "ddp", "async")
+TELLERS = {"single": 1, "dp": 1, "ddp": 2, "async": 2}
+NUM_EVENTS = 1_000_000
+EVENTS_IN_BATCH = 500
+NUM_SAMPLED = 40
+"""How often memory is read and a redraw timed, in each run."""
+
+
+def rows(rank: int, first: int, strategy: str, rng: np.random.Generator) -> bytes:
+    made = np.zeros(EVENTS_IN_BATCH, dtype=EVENT)
+    made["step"] = np.arange(first, first + EVENTS_IN_BATCH)
+    made["seconds"] = (made["step"] + 1) * 1e-3 + rng.uniform(0, 2e-4, EVENTS_IN_BATCH)
+    made["loss"] = 0.1 + 2 * np.exp(-made["step"] / 30_000) * rng.uniform(0.8, 1.2, EVENTS_IN_BATCH)
+    made["num_samples"] = 256 // TELLERS[strategy]
+    made["staleness"] = rng.integers(0, 4, EVENTS_IN_BATCH) if strategy == "async" else NO_STALENESS
+    made["rank"] = rank
+    for part, share in (("forward", 2e-4), ("backward", 4e-4), ("communication", 2e-4)):
+        made[part] = share
+    return made.tobytes()
+
+
+class Fed:
+    """A comparison that is fed with events; times what taking in and drawing cost."""
+
+    def __init__(self, folder: Path) -> None:
+        self.specs = [
+            RunSpec(run_id=f"bench-{name}", strategy=name, task="digits") for name in STRATEGIES
+        ]
+        self.store = Store(folder)
+        self.recorder = Recorder(
+            self.store, name="bench", task="digits", source="", specs=self.specs
+        )
+        self.figure = LiveFigure()
+        self.draw_seconds: list[float] = []
+        self.first_seconds: list[float] = []
+        """Those in which a run had just begun or ended: all is drawn anew."""
+        self.memory: list[float] = []
+        self.take_seconds = 0.0
+
+    def train(self, spec: RunSpec, rng: np.random.Generator) -> None:
+        self.recorder.begin(spec.run_id, spec.strategy, spec)
+        tellers, per_run = TELLERS[spec.strategy], NUM_EVENTS // len(STRATEGIES)
+        num_batches = per_run // EVENTS_IN_BATCH // tellers
+        for sequence in range(num_batches):
+            for rank in range(tellers):
+                made = rows(rank, sequence * EVENTS_IN_BATCH, spec.strategy, rng)
+                began = time.process_time()
+                header = self.header(spec) if sequence == 0 else None
+                self.recorder.add(
+                    EventBatch(
+                        run_id=spec.run_id, rank=rank, sequence=sequence, header=header, rows=made
+                    )
+                )
+                self.take_seconds += time.process_time() - began
+            if sequence % max(num_batches // NUM_SAMPLED, 1) == 0:
+                self.draw(is_first=sequence == 0)
+        self.recorder.end(spec.run_id, Status.FINISHED)
+
+    def draw(self, *, is_first: bool) -> None:
+        began = time.process_time()
+        self.figure.update(self.recorder.comparison)
+        self.figure.png()
+        (self.first_seconds if is_first else self.draw_seconds).append(time.process_time() - began)
+        gc.collect()
+        self.memory.append(tracemalloc.get_traced_memory()[0] / 1e6)
+
+    def header(self, spec: RunSpec) -> RunHeader:
+        return RunHeader(
+            run_id=spec.run_id,
+            strategy=spec.strategy,
+            synchronous=spec.strategy != "async",
+            num_workers=1 if spec.strategy == "single" else 2,
+            num_threads=1,
+            device="cpu",
+            backend="gloo",
+            num_parameters=1,
+            num_samples=256 * NUM_EVENTS // len(STRATEGIES) // TELLERS[spec.strategy],
+        )
+
+
+def run_once(*, traced: bool) -> Fed:
+    rng = np.random.default_rng(0)
+    with TemporaryDirectory() as folder:
+        fed = Fed(Path(folder))
+        if traced:
+            tracemalloc.start()
+        try:
+            for spec in fed.specs:
+                fed.train(spec, rng)
+        finally:
+            tracemalloc.stop()
+            fed.store.close()
+    return fed
+
+
+def measure() -> list[Figure]:
+    timed = run_once(traced=False)
+    memory = run_once(traced=True).memory
+    grown = memory[-NUM_SAMPLED // 2 :]  # while the last run grows from 125,000 to 250,000 events
+    late = timed.draw_seconds[len(timed.draw_seconds) // 2 :]
+    interval = [max(REDRAW_SECONDS, cost / MAX_SHARE) for cost in late]
+    return [
+        Figure(
+            name="one redraw at up to 1,000,000 events of 4 strategies, second half",
+            unit="ms of CPU",
+            ours=[1000 * cost for cost in late],
+            limit="<= 20.0",
+            note=f"all drawn anew: {[round(1000 * cost) for cost in timed.first_seconds]} ms",
+        ),
+        Figure(
+            name="redraws: share of the kernel's time",
+            unit="",
+            ours=[cost / pause for cost, pause in zip(late, interval, strict=True)],
+            limit="<= 0.05",
+        ),
+        Figure(
+            name="redraws a second",
+            unit="1/s",
+            ours=[1 / pause for pause in interval],
+            limit=">= 2.0",
+        ),
+        Figure(
+            name="taking events in, memory and store",
+            unit="us of CPU an event",
+            ours=[1e6 * timed.take_seconds / NUM_EVENTS],
+            limit="<= 5.0",
+        ),
+        Figure(
+            name="memory held while the last run doubles, against before (tracemalloc)",
+            unit="MB",
+            ours=grown,
+            theirs=grown[:1],
+            limit="<= 1.05",
+        ),
+    ]

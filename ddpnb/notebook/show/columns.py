@@ -1,0 +1,176 @@
+"""How are strategies drawn one below the other?  (Notebook side.)
+
+Every column has the same rows, so a strategy is named but once, at the left.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from ddpnb.notebook.show.axes import tick
+from ddpnb.notebook.show.series import Series
+from ddpnb.notebook.show.stamp import Stamp
+from ddpnb.notebook.show.theme import FONT_POINTS, INK, MUTED, RULE, SMALL_POINTS
+
+BAR = 0.56
+"""Height of a bar, of its row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What stands above and below a column."""
+
+    title: str
+    below: str = ""
+
+
+class Column(ABC):
+    """One quantity of all strategies; its limits only ever grow."""
+
+    head: ClassVar[Head]
+
+    def __init__(self, axes: Axes) -> None:
+        self.axes = axes
+        self._rows: list[Row] = []
+        self._right = 0.0
+        self._num_rows = 1
+        self._limits = (0, 0.0)
+        _prepare(axes, self.head)
+
+    def update(self, series: Sequence[Series], num_rows: int) -> None:
+        """Show one row per series, of ``num_rows`` that there will be."""
+        self._num_rows = max(num_rows, len(series), 1)
+        while len(self._rows) < len(series):
+            self._rows.append(self._new_row())
+        self._right = max(self._right, *map(self._reach, series), 0.0)
+        for index, (row, each) in enumerate(zip(self._rows, series, strict=False)):
+            row.place(self._num_rows - index - 0.5)
+            row.show_if_new(each, self._right)
+        limits = (self._num_rows, self._right or 1.0)
+        if limits != self._limits:
+            self._limits = limits
+            self.axes.set_ylim(0, limits[0])
+            self.axes.set_xlim(0, limits[1])
+            self.axes.tick_params(labelbottom=self._right > 0)
+
+    def moving(self) -> list[Artist]:
+        """Return what changes at every update, from back to front."""
+        return [artist for row in self._rows if row.is_live for artist in row.artists]
+
+    def layers(self) -> list[Artist]:
+        """Return all that is ever animated."""
+        return [artist for row in self._rows for artist in row.artists]
+
+    def settled(self) -> list[Artist]:
+        """Return what belongs to runs that have ended."""
+        return [artist for row in self._rows if not row.is_live for artist in row.artists]
+
+    def settled_state(self) -> tuple[object, ...]:
+        """Return what tells two states of that apart."""
+        return tuple(row.state() for row in self._rows)
+
+    def limits(self) -> tuple[object, ...]:
+        """Return what the axes and their ticks depend on."""
+        return (*self._limits, self.axes.get_xlabel())
+
+    @abstractmethod
+    def _new_row(self) -> "Row":
+        """Make the artists of one more row."""
+
+    @abstractmethod
+    def _reach(self, series: Series) -> float:
+        """Return how far to the right a row goes, rounded up."""
+
+
+class Row(ABC):
+    """The artists of one strategy in one column; row 0 ends at the bottom."""
+
+    def __init__(self, axes: Axes, artists: Sequence[Artist]) -> None:
+        self.axes = axes
+        self.artists = tuple(artists)
+        for artist in artists:
+            artist.set_animated(True)
+        self.middle = 0.5
+        self.is_live = False
+        self._num_changes = 0
+        self._shown: tuple[Series, float, float] | None = None
+
+    def place(self, middle: float) -> None:
+        """Put the row at this height."""
+        self.middle = middle
+
+    def show_if_new(self, series: Series, right: float) -> None:
+        """Set the artists, where anything has changed."""
+        shown = (series, self.middle, right)
+        if self._shown == shown:
+            return
+        self._shown = shown
+        self._num_changes += 1
+        self.is_live = series.is_live
+        self.show(series, right)
+
+    def state(self) -> Hashable:
+        """Return what tells two states apart, of a row that has settled."""
+        return None if self.is_live else self._num_changes
+
+    @abstractmethod
+    def show(self, series: Series, right: float) -> None:
+        """Set the artists."""
+
+
+def _prepare(axes: Axes, head: Head) -> None:
+    axes.set_facecolor("none")
+    axes.set_title(
+        head.title, loc="left", fontsize=FONT_POINTS, fontweight="bold", color=INK, pad=8
+    )
+    axes.set_xlabel(head.below, fontsize=SMALL_POINTS, color=MUTED, labelpad=4, loc="left")
+    for side in ("left", "right", "top", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.grid(axis="x", color=RULE, linewidth=1.0)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=SMALL_POINTS, labelcolor=MUTED, length=0)
+    axes.set_yticks([])
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=3, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+
+
+def rectangle(axes: Axes, **look: object) -> Rectangle:
+    """Return a bar, yet to be placed."""
+    made = Rectangle((0, 0), 0, 0, zorder=2, **look)  # type: ignore[arg-type]
+    axes.add_patch(made)
+    return made
+
+
+def line(axes: Axes, **look: object) -> Line2D:
+    """Return a line, or markers, yet without data."""
+    return axes.add_line(Line2D([], [], zorder=3, clip_on=False, **look))  # type: ignore[arg-type]
+
+
+def beside(axes: Axes) -> Text:
+    """Return a text at the right of a row."""
+    text = Stamp(axes, x=1.03, fontsize=SMALL_POINTS, color=INK, va="center")
+    text.set_transform(axes.get_yaxis_transform())
+    return text
+
+
+def tell(text: Text, told: str, middle: float) -> None:
+    """Set what stands at the right of a row."""
+    text.set_text(told)
+    text.set_y(middle - 0.02)
+
+
+def place(bar: Rectangle, left: float, low: float, width: float, height: float) -> None:
+    """Put a bar where it belongs; of no width, nowhere."""
+    is_shown = math.isfinite(width) and width > 0
+    bar.set_visible(is_shown)
+    if is_shown:
+        bar.set_bounds(left, low, width, height)

@@ -1,0 +1,138 @@
+"""Which columns stand below the curves, and how are their rows named?  (Notebook side.)"""
+
+from collections.abc import Sequence
+from typing import final
+
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
+
+from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.record.runs import RunSnapshot
+from ddpnb.notebook.show.columns import Column
+from ddpnb.notebook.show.layout import LABEL_CHARACTERS, WIDTH, Layout
+from ddpnb.notebook.show.rank_column import RankColumn
+from ddpnb.notebook.show.rate_column import RateColumn
+from ddpnb.notebook.show.series import Series
+from ddpnb.notebook.show.split_column import SplitColumn
+from ddpnb.notebook.show.stale_column import StaleColumn, centre_staleness_ticks
+from ddpnb.notebook.show.theme import MUTED, SMALL_POINTS, Style, style_of
+
+ASYNCHRONOUS = ("async", "hogwild", "gossip")
+"""Strategies whose updates have a staleness."""
+
+RATE, SPLIT, RANKS, STALE = (1.0, 1.66), (1.4, 1.9), (0.95, 1.12), (0.62, 0.84)
+"""Width of each column, as a share, and inches of text at its right."""
+
+
+def has_detail(comparison: Comparison) -> bool:
+    """Return whether there is, or will be, more to tell than curves."""
+    return bool(comparison.specs) or any(map(_is_split, comparison.runs))
+
+
+@final
+class Detail:
+    """One row per strategy: its name, its speed, its step, its ranks, its staleness.
+
+    Args:
+        figure: where.
+        layout: the places in it.
+        comparison: decides which columns there are: all of those that may be filled while
+            it trains, those that are filled when it has ended.
+    """
+
+    def __init__(self, figure: Figure, layout: Layout, comparison: Comparison) -> None:
+        self._figure = figure
+        self._layout = layout
+        self._names: list[_Name] = []
+        self._places: list[tuple[float, float]] = [RATE]
+        self._columns: list[Column] = [RateColumn(figure.add_axes((0, 0, 1, 1)))]
+        may_come = len(comparison.specs) > sum(not run.is_running for run in comparison.runs)
+        if may_come or any(map(_is_split, comparison.runs)):
+            self._add(SplitColumn(figure.add_axes((0, 0, 1, 1))), SPLIT)
+        if may_come or any(len(run.digest.ranks) > 1 for run in comparison.runs):
+            self._add(RankColumn(figure.add_axes((0, 0, 1, 1))), RANKS)
+        planned = {spec.strategy.partition(":")[0] for spec in comparison.specs if may_come}
+        if planned & set(ASYNCHRONOUS) or any(len(r.digest.staleness) for r in comparison.runs):
+            self._add(StaleColumn(figure.add_axes((0, 0, 1, 1))), STALE)
+            centre_staleness_ticks(self._columns[-1].axes)
+
+    def update(self, comparison: Comparison, series: Sequence[Series]) -> None:
+        """Show the comparison as it is now; strategies to come are named already."""
+        rows = [(each.label, each.style) for each in series]
+        begun = {each.summary.name for each in series}
+        rows += [
+            (name, style_of(name, comparison.strategies))
+            for name in comparison.strategies
+            if name not in begun
+        ]
+        num_rows = max(len(rows), self._layout.num_strategies)
+        while len(self._names) < len(rows):
+            self._names.append(_Name(self._figure, self._layout))
+        for index, (name, (label, style)) in enumerate(zip(self._names, rows, strict=True)):
+            middle = self._layout.row_middle(index, num_rows)
+            name.show(label, style, middle, is_begun=index < len(series))
+        for column in self._columns:
+            column.update(series, num_rows)
+
+    def make_room(self, num_characters: int) -> None:
+        """Place the columns so that names of so many characters fit."""
+        boxes = self._layout.rows(num_characters, self._places)
+        for column, box in zip(self._columns, boxes, strict=True):
+            column.axes.set_position(box)
+
+    def moving(self) -> list[Artist]:
+        """Return what changes at every update, from back to front."""
+        return [artist for column in self._columns for artist in column.moving()]
+
+    def layers(self) -> list[Artist]:
+        """Return all that is ever animated."""
+        return [artist for column in self._columns for artist in column.layers()]
+
+    def settled(self) -> list[Artist]:
+        """Return what belongs to runs that have ended."""
+        return [artist for column in self._columns for artist in column.settled()]
+
+    def settled_state(self) -> tuple[object, ...]:
+        """Return what tells two states of that apart."""
+        return tuple(column.settled_state() for column in self._columns)
+
+    def limits(self) -> tuple[object, ...]:
+        """Return what names, axes and ticks depend on."""
+        names = tuple(name.state for name in self._names)
+        return (names, *(column.limits() for column in self._columns))
+
+    def _add(self, column: Column, place: tuple[float, float]) -> None:
+        self._columns.append(column)
+        self._places.append(place)
+
+
+@final
+class _Name:
+    """A strategy's marker, line and name at the left of its row."""
+
+    def __init__(self, figure: Figure, layout: Layout) -> None:
+        self._left = layout.names_left / WIDTH
+        self._line = Line2D([], [], linewidth=2.6, markersize=9, transform=figure.transFigure)
+        figure.add_artist(self._line)
+        self._text: Text = figure.text(0, 0, "", fontsize=SMALL_POINTS, va="center")
+        self.state: tuple[object, ...] = ()
+
+    def show(self, label: str, style: Style, middle: float, *, is_begun: bool) -> None:
+        self.state = (label, style, middle, is_begun)
+        most = LABEL_CHARACTERS[1]
+        self._line.set_data([self._left], [middle])
+        self._line.set_marker(style.marker)
+        self._line.set_markerfacecolor("white" if style.is_hollow else style.colour)
+        self._line.set_markeredgecolor(style.colour)
+        self._line.set_markeredgewidth(2.0 if style.is_hollow else 1.0)
+        self._line.set_alpha(1.0 if is_begun else 0.45)
+        self._text.set_position((self._left + 0.2 / WIDTH, middle))
+        self._text.set_text(label if len(label) <= most else f"{label[: most - 1]}…")
+        self._text.set_color(style.ink if is_begun else MUTED)
+        self._text.set_fontweight("bold" if is_begun else "normal")
+
+
+def _is_split(run: RunSnapshot) -> bool:
+    return any(any(rank.parts) for rank in run.digest.ranks)

@@ -1,0 +1,111 @@
+"""Where does each part of the figure go?  (Notebook side.)
+
+Everything is in inches from the lower left; at 100 dots an inch the figure is wide enough
+for a projector.  The size is chosen once, before anything is drawn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WIDTH = 14.0
+TOP, BOTTOM = 0.92, 1.06
+"""What the title and the panels' heads take; what the ticks, their label and the footer take."""
+PANEL_HEIGHT = 2.6
+LABEL_HEIGHT = 0.225
+"""Inches of one label at the end of a line."""
+TICKS_WIDTH = 0.56
+"""Inches left of each panel, for the numbers on its y axis."""
+CHARACTER_WIDTH = 0.092
+"""Inches of one character of a label, generously."""
+BOLD_WIDTH = 0.108
+LABEL_CHARACTERS = (8, 26)
+"""Least and greatest length of a label that there is room for."""
+
+ROWS_TOP, ROWS_BOTTOM = 1.06, 1.24
+"""What the ticks of the panels above and the heads take; what ticks, legend and footer take."""
+ROW_HEIGHT, LEAST_ROW_HEIGHT = 0.4, 0.26
+MANY_ROWS = 5
+
+Box = tuple[float, float, float, float]
+"""Left, bottom, width and height as shares of the figure, as matplotlib takes them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The size of a figure, and the places in it.
+
+    Args:
+        num_strategies: how many there will be.
+        has_rows: whether bars stand below the curves.
+    """
+
+    num_strategies: int
+    has_rows: bool
+
+    @property
+    def panel_height(self) -> float:
+        """As high as all labels at the lines' ends need."""
+        return max(PANEL_HEIGHT, LABEL_HEIGHT * (self.num_strategies + 1))
+
+    @property
+    def rows_height(self) -> float:
+        """Of all rows together."""
+        each = ROW_HEIGHT if self.num_strategies <= MANY_ROWS else LEAST_ROW_HEIGHT
+        return max(self.num_strategies * each, 2 * ROW_HEIGHT)
+
+    @property
+    def panels_bottom(self) -> float:
+        """Where the curves begin."""
+        return ROWS_BOTTOM + self.rows_height + ROWS_TOP if self.has_rows else BOTTOM
+
+    @property
+    def height(self) -> float:
+        """Of the whole figure."""
+        return self.panels_bottom + self.panel_height + TOP
+
+    def panels(self, num_characters: int, widths: Sequence[float]) -> list[Box]:
+        """Return where the curves go, with room at the right of each for its labels.
+
+        Args:
+            num_characters: of the longest label.
+            widths: how wide each panel is, as shares of what there is.
+        """
+        label = 0.26 + CHARACTER_WIDTH * num_characters
+        free = WIDTH - 0.34 - len(widths) * (TICKS_WIDTH + label)
+        boxes, left = [], 0.14
+        for share in widths:
+            left += TICKS_WIDTH
+            width = free * share / sum(widths)
+            boxes.append(self._box(left, self.panels_bottom, width, self.panel_height))
+            left += width + label
+        return boxes
+
+    def rows(self, num_characters: int, columns: Sequence[tuple[float, float]]) -> list[Box]:
+        """Return where the columns go; names stand at the left of the first.
+
+        Args:
+            num_characters: of the longest name.
+            columns: how wide each is, as a share of what there is, and how many inches of
+                text stand at its right.
+        """
+        left = self.names_left + 0.36 + BOLD_WIDTH * num_characters
+        gap = 0.3
+        free = WIDTH - 0.3 - left - sum(text + gap for _, text in columns) + gap
+        boxes = []
+        for share, text in columns:
+            width = free * share / sum(share for share, _ in columns)
+            boxes.append(self._box(left, ROWS_BOTTOM, width, self.rows_height))
+            left += width + text + gap
+        return boxes
+
+    @property
+    def names_left(self) -> float:
+        """Where the strategies' markers stand."""
+        return 0.4
+
+    def row_middle(self, index: int, num_rows: int) -> float:
+        """Return how high the middle of a row is, as a share of the figure."""
+        return (ROWS_BOTTOM + self.rows_height * (1 - (index + 0.5) / num_rows)) / self.height
+
+    def _box(self, left: float, bottom: float, width: float, height: float) -> Box:
+        return (left / WIDTH, bottom / self.height, width / WIDTH, height / self.height)

@@ -1,0 +1,32 @@
+import math
+
+import pytest
+
+from ddpnb.notebook.record.parts import slowness, step_split
+from ddpnb.notebook.record.runs import Run
+from tests.record.fake_runs import fake_run
+
+
+def test_the_mean_step_adds_up_and_hidden_time_is_not_in_it():
+    run = fake_run("ddp", num_steps=50).snapshot()
+    split = step_split([run, run])
+    assert split.seconds == pytest.approx(float(run.events["seconds"].max()) / 50, rel=0.05)
+    assert split.parts.hidden > 0
+    assert split.exposed_share == pytest.approx(0.24, abs=0.01)
+    assert split.num_bytes_sent == 49_380
+
+
+def test_a_slow_rank_makes_the_other_wait():
+    run = fake_run("ddp", num_steps=50, slow_rank=1).snapshot()
+    first, second = run.digest.ranks
+    assert first.parts.waiting > 10 * second.parts.waiting
+    times = slowness(run.digest.ranks)
+    assert times[0] == 1.0
+    assert times[1] > 1.15
+
+
+def test_nothing_is_known_of_a_run_without_parts():
+    split = step_split([Run(run_id="m", name="mine").snapshot()])
+    assert not split.is_known
+    assert math.isnan(split.exposed_share)
+    assert slowness([]) == {}
