@@ -5,7 +5,7 @@ Every magic parses its line, builds a spec and makes one call of the session.
 
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
@@ -30,6 +30,9 @@ from ddpnb.notebook.session import this_session
 from ddpnb.notebook.show.live import show_result
 from ddpnb.notebook.show.slot import Slot
 
+if TYPE_CHECKING:
+    from ddpnb.notebook.panel.panel import Panel
+
 
 @magics_class
 class DdpMagics(Magics):
@@ -40,6 +43,8 @@ class DdpMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self.auto = AutoCells(shell)
+        self.panel: Panel | None = None
+        self._own_cell = ""
 
     @magic_arguments()
     @argument("-n", type=int, default=None, help="number of ranks")
@@ -209,7 +214,28 @@ class DdpMagics(Magics):
         cell, ``--task`` names a built-in task.
         """
         args = arguments(self.ddp_compare, line)
+        if cell.strip():
+            self._own_cell = cell
         return this_session().compare(comparison_of(args, line, cell), wait=not args.no_wait)
+
+    @line_magic
+    def ddp_panel(self, line: str) -> None:
+        """Show controls that do what ``%ddp_compare`` does, while other cells run.
+
+        Its task may be the last ``%%ddp_compare`` cell's.  Shown again, it is the same panel.
+        """
+        no_arguments("%ddp_panel", line)
+        if self.panel is None:
+            from ddpnb.notebook.panel.panel import Panel  # noqa: PLC0415  matplotlib: 0.3 s
+
+            self.panel = Panel(
+                self.shell,
+                parse=lambda line, cell: comparison_of(
+                    arguments(self.ddp_compare, line), line, cell
+                ),
+                own_cell=lambda: self._own_cell,
+            )
+        self.panel.show()
 
     @magic_arguments()
     @argument("names", nargs="*", help="runs or comparisons, as %%ddp_runs lists them")
@@ -278,4 +304,6 @@ def unload(shell: InteractiveShell) -> None:
     """End the cluster; cells run in the notebook again."""
     magics = shell.magics_manager.registry["DdpMagics"]
     magics.auto.remove()
+    if magics.panel is not None:
+        magics.panel.close()
     this_session().stop()

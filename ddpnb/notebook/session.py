@@ -236,6 +236,11 @@ class Session:
         """Return every name that ``load`` takes."""
         return all_names(self.store.list())
 
+    def pairs(self) -> tuple[str, ...]:
+        """Return the name of every strategy of every stored comparison, newest first."""
+        newest_first = sorted(self.store.list(), key=lambda run: -run.created)
+        return tuple(dict.fromkeys(f"{run.comparison}/{run.name}" for run in newest_first))
+
     @property
     def store(self) -> Store:
         """The runs of the project that the notebook lies in."""

@@ -1,0 +1,81 @@
+"""Where do the panel's figure and table stand, to be saved with the notebook?  (Notebook side.)
+
+They are plain outputs of the panel's cell, not widgets: a PNG, and below it the
+line of progress that becomes the table.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import final
+
+from ddpnb.notebook.record.comparison import Comparison, overlay
+from ddpnb.notebook.show.figure import LiveFigure
+from ddpnb.notebook.show.live import MAX_SHARE, REDRAW_SECONDS, picture_bundle, table_bundle
+from ddpnb.notebook.show.progress import progress_of
+from ddpnb.notebook.show.result import ComparisonResult
+from ddpnb.notebook.show.slot import Slot
+
+NOTHING_YET = "Run trains the chosen strategies; their figure and table appear here."
+
+
+@final
+class Stage:
+    """Shows what the panel trains, with stored runs beside it; one comparison after the other."""
+
+    def __init__(self) -> None:
+        self._picture = Slot()
+        self._line = Slot()
+        self._lock = threading.Lock()  # the training draws, and so does who chooses runs
+        self._figure = LiveFigure()
+        self._current: Comparison | None = None
+        self._beside: tuple[Comparison, ...] = ()
+        self._is_training = False
+        self._next_seconds = 0.0
+
+    def show(self) -> None:
+        """Appear under the current cell; where it stands already, in both places."""
+        self._picture.appear({"text/plain": "", "text/html": ""})
+        self._line.appear({"text/plain": NOTHING_YET, "text/html": f"<p>{NOTHING_YET}</p>"})
+
+    def put_beside(self, comparisons: Sequence[Comparison]) -> None:
+        """Draw stored runs with what is trained."""
+        with self._lock:
+            self._beside = tuple(comparisons)
+            self._figure = LiveFigure()  # makes room for their labels, and no more
+            if not self._is_training:
+                self._show_result()
+
+    def update(self, comparison: Comparison) -> None:
+        """Show the comparison as it is now, if it is time to."""
+        began = time.monotonic()
+        if began < self._next_seconds:
+            return
+        with self._lock:
+            if self._current is None or self._current.comparison_id != comparison.comparison_id:
+                self._figure = LiveFigure()
+            self._current, self._is_training = comparison, True
+            self._draw()
+            progress = progress_of(comparison)
+            self._line.show({"text/html": progress.html(), "text/plain": repr(progress)})
+        now = time.monotonic()
+        self._next_seconds = now + max(REDRAW_SECONDS, (now - began) / MAX_SHARE)
+
+    def finish(self, result: ComparisonResult) -> None:
+        """Show the figure for the last time, and the table in place of the progress."""
+        with self._lock:
+            self._current, self._is_training = result.comparison, False
+            self._show_result()
+        self._next_seconds = 0.0
+
+    def _parts(self) -> list[Comparison]:
+        return [*([] if self._current is None else [self._current]), *self._beside]
+
+    def _draw(self) -> None:
+        self._figure.update(overlay(self._parts()))
+        self._picture.show(picture_bundle(self._figure.png(), repr(self._figure)))
+
+    def _show_result(self) -> None:
+        if self._parts():
+            self._draw()
+            self._line.show(table_bundle(ComparisonResult(overlay(self._parts()))))
