@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
     from ddpnb.notebook.api import (
         compare,
+        delete,
+        details,
         interrupt,
         plot,
         pull,
         push,
+        rename,
         restart,
         run_cell,
         runs,
@@ -33,11 +36,14 @@ if TYPE_CHECKING:
 __all__ = [
     "UserError",
     "compare",
+    "delete",
+    "details",
     "interrupt",
     "log",
     "plot",
     "pull",
     "push",
+    "rename",
     "restart",
     "run_cell",
     "runs",

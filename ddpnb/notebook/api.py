@@ -7,7 +7,9 @@ from ddpnb.notebook.background import RunningComparison
 from ddpnb.notebook.cells import RunningCell
 from ddpnb.notebook.cluster.plan import ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
+from ddpnb.notebook.record.search import Search
 from ddpnb.notebook.session import this_session
+from ddpnb.notebook.show.details import Details
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.table import Table
 
@@ -174,9 +176,35 @@ def compare(
     return this_session().compare(spec, wait=wait)
 
 
-def runs() -> Table:
-    """Return the table of stored runs; the twin of ``%ddp_runs``."""
-    return this_session().runs()
+def runs(
+    text: str = "", *, task: str = "", strategy: str = "", since: str = "", last: int | None = None
+) -> Table:
+    """Return the table of stored runs; the twin of ``%ddp_runs``.
+
+    Args:
+        text: stands in the name, the task or the state.
+        task: only runs of this task.
+        strategy: only runs of this strategy.
+        since: only runs begun within ``"90m"``, ``"12h"``, ``"2d"`` or ``"1w"``.
+        last: only so many lines, the newest.
+    """
+    search = Search(text=text, task=task, strategy=strategy, since=since, last=last)
+    return this_session().runs(search)
+
+
+def details(name: str) -> Details:
+    """Return what is needed to repeat a stored comparison; the twin of ``%ddp_runs --show``."""
+    return Details(this_session().store.load(name))
+
+
+def rename(name: str, new_name: str) -> str:
+    """Give a stored comparison another name; return it.  As ``%ddp_runs --rename``."""
+    return this_session().store.rename(name, new_name)
+
+
+def delete(name: str) -> tuple[str, ...]:
+    """Forget stored runs, for good; return their names.  As ``%ddp_runs --delete``."""
+    return this_session().store.delete(name)
 
 
 def plot(*names: str) -> ComparisonResult:

@@ -169,6 +169,7 @@ def prepare(
         task=spec.task,
         source=spec.source,
         specs=specs,
+        ranks=cluster.states,
     )
     return Training(cluster=cluster, recorder=recorder, specs=specs, live=shown_by or live())
 

@@ -26,7 +26,9 @@ from ddpnb.notebook.cluster.folder import remove_leftovers
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES, ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.complete import complete_magics, options
+from ddpnb.notebook.record.search import Search
 from ddpnb.notebook.session import this_session
+from ddpnb.notebook.show.details import Details
 from ddpnb.notebook.show.live import show_result
 from ddpnb.notebook.show.slot import Slot
 
@@ -246,11 +248,39 @@ class DdpMagics(Magics):
         show_result(result)
         return result
 
+    @magic_arguments()
+    @argument("text", nargs="*", help="stands in the name, the task or the state")
+    @argument("--task", default="", help="only runs of this task")
+    @argument("--strategy", default="", help="only runs of this strategy")
+    @argument("--since", default="", help="only runs begun within 90m, 12h, 2d or 1w")
+    @argument("--last", type=int, default=None, help="only so many lines, the newest")
+    @argument("--show", metavar="NAME", default="", help="what is needed to repeat it")
+    @argument("--rename", metavar=("OLD", "NEW"), nargs=2, help="give a comparison another name")
+    @argument("--delete", metavar="NAME", default="", help="forget these runs, for good")
     @line_magic
     def ddp_runs(self, line: str) -> None:
-        """List the stored runs."""
-        no_arguments("%ddp_runs", line)
-        display(this_session().runs())
+        """List the stored runs, tell all of one, rename or delete some.
+
+        ``%ddp_runs --strategy ddp --since 2d``, ``%ddp_runs --show race``,
+        ``%ddp_runs --rename race old-race``, ``%ddp_runs --delete race/async``.
+        """
+        args, session = arguments(self.ddp_runs, line), this_session()
+        if args.rename:
+            old, new = args.rename
+            print(f"{old} is now called {session.store.rename(old, new)}.")
+        elif args.delete:
+            print(f"Deleted {', '.join(session.store.delete(args.delete))}.")
+        elif args.show:
+            display(Details(session.store.load(args.show)))
+        else:
+            search = Search(
+                text=" ".join(args.text),
+                task=args.task,
+                strategy=args.strategy,
+                since=args.since,
+                last=args.last,
+            )
+            display(session.runs(search))
 
 
 def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:

@@ -144,9 +144,9 @@ def test_renaming_and_deleting(store: Store):
     keep(store, ("ddp",), 2)
     assert store.rename("digits-1", "lesson") == "lesson"
     assert store.rename("digits-2", "lesson") == "lesson-2"
-    assert store.delete("lesson/ddp") == 1
+    assert len(store.delete("lesson/ddp")) == 1
     assert [r.name for r in store.load("lesson").runs] == ["single"]
-    assert store.delete("lesson") == 1
+    assert len(store.delete("lesson")) == 1
     assert [r.comparison for r in store.list()] == ["lesson-2"]
 
 
