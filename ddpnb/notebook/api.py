@@ -1,12 +1,15 @@
 """What does each magic read like in plain Python?  (Notebook side.)"""
 
+from pathlib import Path
 from typing import Any
 
 from ddpnb.catalogue import CELL_TASK
+from ddpnb.errors import UserError
 from ddpnb.notebook.background import RunningComparison
 from ddpnb.notebook.cells import RunningCell
 from ddpnb.notebook.cluster.plan import ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
+from ddpnb.notebook.export.export import export as write_export
 from ddpnb.notebook.record.search import Search
 from ddpnb.notebook.session import this_session
 from ddpnb.notebook.show.details import Details
@@ -214,3 +217,44 @@ def plot(*names: str) -> ComparisonResult:
         *names: as ``runs`` lists them; ``"ddp"`` is the latest run of that strategy.
     """
     return this_session().load(names)
+
+
+def load(*names: str) -> ComparisonResult:
+    """Return stored runs as one comparison: ``load("race").steps()`` is a DataFrame.
+
+    Args:
+        *names: as ``runs`` lists them.
+    """
+    return this_session().load(names)
+
+
+def export(name: str, path: Path | str) -> str:
+    """Write stored runs to a file, by its ending; the twin of ``%ddp_export``.
+
+    Args:
+        name: runs or a comparison, as ``runs`` lists them.
+        path: ``.csv`` one row per step of each worker, ``.runs.csv`` one per run, ``.json`` all
+            of it, ``.html`` the report, ``.png`` the figure, ``.py`` the comparison's cell as a
+            torchrun script; a name without an ending is a folder for TensorBoard.
+
+    Returns:
+        What was written, in one sentence.
+    """
+    return write_export(this_session().load([name]), path)
+
+
+def report(name: str, path: Path | str) -> Path:
+    """Write one page that needs no other file: figure, table, code, environment.
+
+    Args:
+        name: runs or a comparison, as ``runs`` lists them.
+        path: ends with ``.html``.
+
+    Returns:
+        The path.
+    """
+    target = Path(path)
+    if target.suffix != ".html":
+        raise UserError(f"A report ends with .html, unlike {target.name}.")
+    export(name, target)
+    return target

@@ -26,6 +26,7 @@ from ddpnb.notebook.cluster.folder import remove_leftovers
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES, ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.complete import complete_magics, options
+from ddpnb.notebook.export.export import export
 from ddpnb.notebook.record.search import Search
 from ddpnb.notebook.session import this_session
 from ddpnb.notebook.show.details import Details
@@ -247,6 +248,19 @@ class DdpMagics(Magics):
         result = this_session().load(arguments(self.ddp_plot, line).names)
         show_result(result)
         return result
+
+    @magic_arguments()
+    @argument("name", help="runs or a comparison, as %%ddp_runs lists them")
+    @argument("path", help="ends with .csv .runs.csv .json .html .png or .py; a folder else")
+    @line_magic
+    def ddp_export(self, line: str) -> None:
+        """Write stored runs to a file, by its ending.
+
+        ``.csv`` steps, ``.runs.csv`` runs, ``.json`` all of it, ``.html`` the report, ``.png``
+        the figure, ``.py`` the comparison's cell as a torchrun script; a folder for TensorBoard.
+        """
+        args = arguments(self.ddp_export, line)
+        print(export(this_session().load([args.name]), args.path))
 
     @magic_arguments()
     @argument("text", nargs="*", help="stands in the name, the task or the state")

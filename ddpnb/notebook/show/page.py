@@ -21,6 +21,13 @@ pre { padding: 1rem; overflow: auto; border-radius: .5rem; background: rgba(128,
 .wide { overflow-x: auto; }
 h1 { font-size: 1.5rem; }
 h2 { font-size: 1.15rem; margin-top: 2rem; }
+@media print {
+  body { max-width: none; margin: 0; font-size: 11pt; }
+  pre { white-space: pre-wrap; overflow: visible; }
+  img, tr, pre { break-inside: avoid; }
+  h2 { break-after: avoid; }
+  .wide { overflow-x: visible; }
+}
 """
 
 
