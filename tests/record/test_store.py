@@ -250,7 +250,8 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path):
         Store(tmp_path / "file" / "runs")
 
 
-def test_a_full_disk_is_told_and_what_is_pending_kept(store: Store):
+def test_a_full_disk_is_told_and_what_is_pending_kept(tmp_path: Path):
+    store = Store(tmp_path / "runs", flush_seconds=600)  # append must not flush by itself
     started = store.begin_comparison(a_comparison())
     run = Run.of_spec(spec("ddp"), created=1.0)
     store.begin_run(started.comparison_id, run.snapshot())
@@ -261,6 +262,7 @@ def test_a_full_disk_is_told_and_what_is_pending_kept(store: Store):
     fill_the_disk(store, num_pages=1_000_000)
     store.finish(run.run_id, Status.FINISHED)
     assert store.list()[0].num_events == 50_000
+    store.close()
 
 
 def fill_the_disk(store: Store, num_pages: int = 30) -> None:

@@ -34,8 +34,11 @@ BASELINE = "single"
 
 
 def magic_of(comparison: Comparison) -> str:
-    """Return the notebook cell that trains a comparison again; empty for hand-written loops."""
-    specs = comparison.specs or tuple(run.spec for run in comparison.runs if run.spec)
+    """Return the notebook cell that trains a comparison again.
+
+    Empty for hand-written loops, and where several comparisons were put together.
+    """
+    specs = comparison.specs
     if not specs:
         return ""
     strategies = tuple(dict.fromkeys(spec.strategy for spec in specs))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from html import escape
 
 from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.record.repeat import magic_of
 from ddpnb.notebook.show.scores import scores_table
 from ddpnb.notebook.show.sentence import sentence
 from ddpnb.notebook.show.table import Cell, Column, Table
@@ -40,7 +41,7 @@ def page(comparison: Comparison, png: bytes) -> str:
         picture(png, title(comparison)),
         f'<div class="wide">{scores_table(comparison).html()}</div>',
         _settings(comparison),
-        _code(comparison.source),
+        _code(comparison.source or magic_of(comparison)),
         _pairs("Environment", comparison.environment),
     ]
     return (
