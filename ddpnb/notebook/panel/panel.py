@@ -18,7 +18,7 @@ from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.panel.form import Form
 from ddpnb.notebook.panel.stage import Stage
 from ddpnb.notebook.session import this_session
-from ddpnb.notebook.show.failures import ANSI, CellInterrupt, told
+from ddpnb.notebook.show.failures import ANSI, told
 
 MAX_STORED = 200
 """How many stored runs are offered, the newest."""
@@ -117,11 +117,11 @@ class Panel:
         """Say how a comparison ended; called in its thread."""
         self._form.is_training = False
         error = running.error
-        if error is None:
+        if running.was_stopped:
+            self._form.tell("Stopped; what was trained is kept.")
+        elif error is None:
             name = running.result.comparison.name
             self._form.tell(f"Finished, and stored as {name}: %ddp_plot {name} draws it again.")
-        elif isinstance(error, CellInterrupt):
-            self._form.tell("Stopped; what was trained is kept.")
         else:
             text = str(error) if isinstance(error, UserError) else ANSI.sub("", told(error))
             self._form.tell(text, is_error=True)
