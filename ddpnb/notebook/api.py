@@ -1,15 +1,20 @@
 """What does each magic read like in plain Python?  (Notebook side.)"""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ddpnb.catalogue import CELL_TASK
+from ddpnb.errors import UserError
 from ddpnb.notebook.background import RunningComparison
 from ddpnb.notebook.cells import RunningCell
 from ddpnb.notebook.choices import training_of
 from ddpnb.notebook.cluster.plan import ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
+from ddpnb.notebook.export.export import export as write_export
+from ddpnb.notebook.record.search import Search
 from ddpnb.notebook.session import this_session
+from ddpnb.notebook.show.details import Details
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.table import Table
 from ddpnb.notebook.show.view import View
@@ -213,9 +218,35 @@ def compare(
     return this_session().compare(spec, wait=wait)
 
 
-def runs() -> Table:
-    """Return the table of stored runs; the twin of ``%ddp_runs``."""
-    return this_session().runs()
+def runs(
+    text: str = "", *, task: str = "", strategy: str = "", since: str = "", last: int | None = None
+) -> Table:
+    """Return the table of stored runs; the twin of ``%ddp_runs``.
+
+    Args:
+        text: stands in the name, the task or the state.
+        task: only runs of this task.
+        strategy: only runs of this strategy.
+        since: only runs begun within ``"90m"``, ``"12h"``, ``"2d"`` or ``"1w"``.
+        last: only so many lines, the newest.
+    """
+    search = Search(text=text, task=task, strategy=strategy, since=since, last=last)
+    return this_session().runs(search)
+
+
+def details(name: str) -> Details:
+    """Return what is needed to repeat a stored comparison; the twin of ``%ddp_runs --show``."""
+    return Details(this_session().store.load(name))
+
+
+def rename(name: str, new_name: str) -> str:
+    """Give a stored comparison another name; return it.  As ``%ddp_runs --rename``."""
+    return this_session().store.rename(name, new_name)
+
+
+def delete(name: str) -> tuple[str, ...]:
+    """Forget stored runs, for good; return their names.  As ``%ddp_runs --delete``."""
+    return this_session().store.delete(name)
 
 
 def plot(
@@ -230,3 +261,44 @@ def plot(
         target: a training loss whose reaching is marked and timed.
     """
     return this_session().load(names, View(x=x, log=log, target=target))
+
+
+def load(*names: str) -> ComparisonResult:
+    """Return stored runs as one comparison: ``load("race").steps()`` is a DataFrame.
+
+    Args:
+        *names: as ``runs`` lists them.
+    """
+    return this_session().load(names)
+
+
+def export(name: str, path: Path | str) -> str:
+    """Write stored runs to a file, by its ending; the twin of ``%ddp_export``.
+
+    Args:
+        name: runs or a comparison, as ``runs`` lists them.
+        path: ``.csv`` one row per step of each worker, ``.runs.csv`` one per run, ``.json`` all
+            of it, ``.html`` the report, ``.png`` the figure, ``.py`` the comparison's cell as a
+            torchrun script; a name without an ending is a folder for TensorBoard.
+
+    Returns:
+        What was written, in one sentence.
+    """
+    return write_export(this_session().load([name]), path)
+
+
+def report(name: str, path: Path | str) -> Path:
+    """Write one page that needs no other file: figure, table, code, environment.
+
+    Args:
+        name: runs or a comparison, as ``runs`` lists them.
+        path: ends with ``.html``.
+
+    Returns:
+        The path.
+    """
+    target = Path(path)
+    if target.suffix != ".html":
+        raise UserError(f"A report ends with .html, unlike {target.name}.")
+    export(name, target)
+    return target

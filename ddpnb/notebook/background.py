@@ -44,6 +44,7 @@ class RunningComparison:
         self._training: Training | None = None
         self._result: ComparisonResult | None = None
         self._is_stopped = threading.Event()
+        self._is_over = threading.Event()
         self._thread = threading.Thread(
             target=contextvars.copy_context().run, args=(self._run,), name="ddpnb-compare"
         )
@@ -56,12 +57,17 @@ class RunningComparison:
     @property
     def done(self) -> bool:
         """Whether it has ended, one way or another."""
-        return self._thread.ident is not None and not self._thread.is_alive()
+        return self._is_over.is_set()
 
     @property
     def is_stopped(self) -> bool:
         """Whether it was told to stop."""
         return self._is_stopped.is_set()
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it has ended because it was told to, and not for a fault."""
+        return self.is_stopped and (self.error is None or isinstance(self.error, CellInterrupt))
 
     def interrupt(self) -> None:
         """Stop it: the run that trains ends, those to come are left out; again is no harm."""
@@ -107,7 +113,7 @@ class RunningComparison:
 
     def __repr__(self) -> str:
         if self.done:
-            ending = "stopped" if self.is_stopped else "failed" if self.error else "finished"
+            ending = "stopped" if self.was_stopped else "failed" if self.error else "finished"
             return f"<comparison: {ending}>"
         return f"<comparison: {self.progress() or 'starting'}>"
 
@@ -119,6 +125,7 @@ class RunningComparison:
             self._result = self._training.run()
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  for wait(), told now
             self.error = error
+        self._is_over.set()  # first, so that who is told may begin the next at once
         self._ended(self)
 
 

@@ -227,6 +227,7 @@ def prepare(
         task=spec.training.task,
         source=spec.training.source,
         specs=specs,
+        ranks=cluster.states,
     )
     return Training(
         cluster=cluster,

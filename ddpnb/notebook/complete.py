@@ -108,7 +108,7 @@ def names(magic: str, namespace: dict[str, object], begun: str) -> Iterable[str]
             return ("on", "off")
         case "ddp_push":
             return [name for name in namespace if not name.startswith("_")]
-        case "ddp_plot":
+        case "ddp_plot" | "ddp_runs" | "ddp_export":
             try:
                 return this_session().names()
             except UserError:  # a store that cannot be read completes nothing

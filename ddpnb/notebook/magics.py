@@ -6,7 +6,7 @@ Every magic parses its line, builds a spec and makes one call of the session.
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
@@ -29,10 +29,16 @@ from ddpnb.notebook.cluster.linger import waits
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES, ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.complete import complete_magics, options
+from ddpnb.notebook.export.export import export
+from ddpnb.notebook.record.search import Search
 from ddpnb.notebook.session import this_cell_number, this_session
+from ddpnb.notebook.show.details import Details
 from ddpnb.notebook.show.live import show_result
 from ddpnb.notebook.show.slot import Slot
 from ddpnb.notebook.show.view import ACROSS, View
+
+if TYPE_CHECKING:
+    from ddpnb.notebook.panel.panel import Panel
 
 
 @magics_class
@@ -44,6 +50,8 @@ class DdpMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self.auto = AutoCells(shell)
+        self.panel: Panel | None = None
+        self._own_cell = ""
 
     @magic_arguments()
     @argument("-n", type=int, default=None, help="number of ranks")
@@ -225,7 +233,28 @@ class DdpMagics(Magics):
         ``ddp:hook=fp16``, and may be a class of your own, ``Averaging:every=2``.
         """
         args = arguments(self.ddp_compare, line)
+        if cell.strip():
+            self._own_cell = cell
         return this_session().compare(comparison_of(args, line, cell), wait=not args.no_wait)
+
+    @line_magic
+    def ddp_panel(self, line: str) -> None:
+        """Show controls that do what ``%ddp_compare`` does, while other cells run.
+
+        Its task may be the last ``%%ddp_compare`` cell's.  Shown again, it is the same panel.
+        """
+        no_arguments("%ddp_panel", line)
+        if self.panel is None:
+            from ddpnb.notebook.panel.panel import Panel  # noqa: PLC0415  matplotlib: 0.3 s
+
+            self.panel = Panel(
+                self.shell,
+                parse=lambda line, cell: comparison_of(
+                    arguments(self.ddp_compare, line), line, cell
+                ),
+                own_cell=lambda: self._own_cell,
+            )
+        self.panel.show()
 
     @magic_arguments()
     @argument("names", nargs="*", help="runs or comparisons, as %%ddp_runs lists them")
@@ -241,11 +270,52 @@ class DdpMagics(Magics):
         show_result(result)
         return result
 
+    @magic_arguments()
+    @argument("name", help="runs or a comparison, as %%ddp_runs lists them")
+    @argument("path", help="ends with .csv .runs.csv .json .html .png or .py; a folder else")
+    @line_magic
+    def ddp_export(self, line: str) -> None:
+        """Write stored runs to a file, by its ending.
+
+        ``.csv`` steps, ``.runs.csv`` runs, ``.json`` all of it, ``.html`` the report, ``.png``
+        the figure, ``.py`` the comparison's cell as a torchrun script; a folder for TensorBoard.
+        """
+        args = arguments(self.ddp_export, line)
+        print(export(this_session().load([args.name]), args.path))
+
+    @magic_arguments()
+    @argument("text", nargs="*", help="stands in the name, the task or the state")
+    @argument("--task", default="", help="only runs of this task")
+    @argument("--strategy", default="", help="only runs of this strategy")
+    @argument("--since", default="", help="only runs begun within 90m, 12h, 2d or 1w")
+    @argument("--last", type=int, default=None, help="only so many lines, the newest")
+    @argument("--show", metavar="NAME", default="", help="what is needed to repeat it")
+    @argument("--rename", metavar=("OLD", "NEW"), nargs=2, help="give a comparison another name")
+    @argument("--delete", metavar="NAME", default="", help="forget these runs, for good")
     @line_magic
     def ddp_runs(self, line: str) -> None:
-        """List the stored runs."""
-        no_arguments("%ddp_runs", line)
-        display(this_session().runs())
+        """List the stored runs, tell all of one, rename or delete some.
+
+        ``%ddp_runs --strategy ddp --since 2d``, ``%ddp_runs --show race``,
+        ``%ddp_runs --rename race old-race``, ``%ddp_runs --delete race/async``.
+        """
+        args, session = arguments(self.ddp_runs, line), this_session()
+        if args.rename:
+            old, new = args.rename
+            print(f"{old} is now called {session.store.rename(old, new)}.")
+        elif args.delete:
+            print(f"Deleted {', '.join(session.store.delete(args.delete))}.")
+        elif args.show:
+            display(Details(session.store.load(args.show)))
+        else:
+            search = Search(
+                text=" ".join(args.text),
+                task=args.task,
+                strategy=args.strategy,
+                since=args.since,
+                last=args.last,
+            )
+            display(session.runs(search))
 
 
 def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
@@ -300,4 +370,6 @@ def unload(shell: InteractiveShell) -> None:
     """End the cluster; cells run in the notebook again."""
     magics = shell.magics_manager.registry["DdpMagics"]
     magics.auto.remove()
+    if magics.panel is not None:
+        magics.panel.close()
     this_session().stop()

@@ -21,6 +21,7 @@ from ddpnb.notebook.ranks import format_ranks, parse_ranks
 from ddpnb.notebook.record.folder import runs_folder
 from ddpnb.notebook.record.names import all_names
 from ddpnb.notebook.record.recorder import Recorder, new_id
+from ddpnb.notebook.record.search import Search
 from ddpnb.notebook.record.store import Store
 from ddpnb.notebook.show.listing import ranks_table, runs_table
 from ddpnb.notebook.show.live import Live
@@ -267,9 +268,9 @@ class Session:
         cluster = self._cluster
         return None if cluster is None or cluster.lost else len(cluster.ranks)
 
-    def runs(self) -> Table:
-        """Return the table of stored runs."""
-        return runs_table(self.store.list())
+    def runs(self, search: Search) -> Table:
+        """Return the table of those stored runs that are asked for."""
+        return runs_table(search.among(self.store.list()))
 
     def load(self, names: Sequence[str], view: View = EVERYTHING) -> ComparisonResult:
         """Return stored runs as one comparison."""
@@ -280,6 +281,11 @@ class Session:
     def names(self) -> tuple[str, ...]:
         """Return every name that ``load`` takes."""
         return all_names(self.store.list())
+
+    def pairs(self) -> tuple[str, ...]:
+        """Return the name of every strategy of every stored comparison, newest first."""
+        newest_first = sorted(self.store.list(), key=lambda run: -run.created)
+        return tuple(dict.fromkeys(f"{run.comparison}/{run.name}" for run in newest_first))
 
     @property
     def store(self) -> Store:
@@ -344,7 +350,14 @@ class Session:
             ) from error
 
     def _record_cell(self, name: str, spec: CellSpec) -> Recorder:
-        recorder = Recorder(self.store, name=name, task="cell", source=spec.source, specs=())
+        recorder = Recorder(
+            self.store,
+            name=name,
+            task="cell",
+            source=spec.source,
+            specs=(),
+            ranks=self._require().states,
+        )
         recorder.begin(spec.run_id, name)
         return recorder
 

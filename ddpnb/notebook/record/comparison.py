@@ -1,13 +1,16 @@
 """What belongs together, and how was it made?  (Notebook side.)"""
 
+import contextlib
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from ddpnb.notebook.record.runs import RunSnapshot
-from ddpnb.wire import RunSpec
+from ddpnb.wire import RankState, RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,8 +70,33 @@ def environment(versions: Mapping[str, str]) -> dict[str, str]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "host": platform.node(),
+        "CPU": cpu_model(),
         "CPU cores": str(os.cpu_count() or "unknown"),
     }
+
+
+def cpu_model() -> str:
+    """Return the name of the processor, as far as the system tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def circumstances(states: Sequence[RankState]) -> dict[str, str]:
+    """Return with how many ranks a comparison runs, on what, and how they talk."""
+    devices = Counter(state.device_name for state in states if state.device != "cpu")
+    return {
+        "ranks": str(len(states)),
+        "GPUs": ", ".join(f"{number} {name}" for name, number in devices.items()) or "none",
+        "threads of each rank": _each(str(state.num_threads) for state in states),
+        "backend": _each(state.backend for state in states),
+    }
+
+
+def _each(values: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(values))
 
 
 def _the_same(values: Sequence[str]) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import final
 
-from ddpnb.notebook.record.comparison import Comparison, environment
+from ddpnb.notebook.record.comparison import Comparison, circumstances, environment
 from ddpnb.notebook.record.database import StoreError
 from ddpnb.notebook.record.runs import Run, Status
 from ddpnb.notebook.record.store import Store
-from ddpnb.wire import EventBatch, RunReport, RunSpec
+from ddpnb.wire import EventBatch, RankState, RunReport, RunSpec
 
 LIBRARIES = ("torch", "ipyparallel", "numpy")
 
@@ -29,10 +29,18 @@ class Recorder:
         task: what is trained, in a word.
         source: the cell that defines it.
         specs: every training that will come, in order.
+        ranks: where they train.
     """
 
     def __init__(
-        self, store: Store, *, name: str, task: str, source: str, specs: Sequence[RunSpec]
+        self,
+        store: Store,
+        *,
+        name: str,
+        task: str,
+        source: str,
+        specs: Sequence[RunSpec],
+        ranks: Sequence[RankState] = (),
     ) -> None:
         self._store = store
         self._runs: list[Run] = []
@@ -44,7 +52,8 @@ class Recorder:
             task=task,
             source=source,
             specs=tuple(specs),
-            environment=environment(versions_of(LIBRARIES)),
+            environment=environment(versions_of(LIBRARIES))
+            | (circumstances(ranks) if ranks else {}),
         )
         self._keep(self._begin, name)
 

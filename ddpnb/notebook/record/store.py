@@ -159,8 +159,8 @@ class Store:
             )
         return free
 
-    def delete(self, address: str) -> int:
-        """Forget the runs that ``address`` stands for; return how many they were."""
+    def delete(self, address: str) -> tuple[str, ...]:
+        """Forget the runs that ``address`` stands for; return the names of those runs."""
         found = names.resolve(address, self.list())
         with self._database.write() as connection:
             connection.executemany("DELETE FROM runs WHERE id = ?", [(r.run_id,) for r in found])
@@ -169,7 +169,7 @@ class Store:
                 " AND id IN (SELECT value FROM json_each(?))",
                 (json.dumps([run.comparison_id for run in found]),),
             )
-        return len(found)
+        return tuple(run.address for run in found)
 
     def close(self) -> None:
         """Write what is pending and close; again is no harm."""

@@ -17,6 +17,8 @@ def is_alive(writer: str) -> bool:
     if host != platform.node():
         return True
     try:
-        return f"{psutil.Process(int(pid)).create_time():.2f}" == started
+        process = psutil.Process(int(pid))
+        has_ended = process.status() == psutil.STATUS_ZOMBIE  # its parent has not looked yet
+        return not has_ended and f"{process.create_time():.2f}" == started
     except psutil.NoSuchProcess:
         return False

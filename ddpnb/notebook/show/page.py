@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from html import escape
 
 from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.record.repeat import magic_of
 from ddpnb.notebook.show.scores import scores_table
 from ddpnb.notebook.show.sentence import sentence
 from ddpnb.notebook.show.table import Cell, Column, Table
@@ -21,6 +22,13 @@ pre { padding: 1rem; overflow: auto; border-radius: .5rem; background: rgba(128,
 .wide { overflow-x: auto; }
 h1 { font-size: 1.5rem; }
 h2 { font-size: 1.15rem; margin-top: 2rem; }
+@media print {
+  body { max-width: none; margin: 0; font-size: 11pt; }
+  pre { white-space: pre-wrap; overflow: visible; }
+  img, tr, pre { break-inside: avoid; }
+  h2 { break-after: avoid; }
+  .wide { overflow-x: visible; }
+}
 """
 
 
@@ -33,7 +41,7 @@ def page(comparison: Comparison, png: bytes, target: float | None = None) -> str
         picture(png, title(comparison)),
         f'<div class="wide">{scores_table(comparison, target).html()}</div>',
         _settings(comparison),
-        _code(comparison.source),
+        _code(comparison.source or magic_of(comparison)),
         _pairs("Environment", comparison.environment),
     ]
     return (

@@ -13,11 +13,24 @@ class Slot:
 
     def __init__(self) -> None:
         self._handle: DisplayHandle | None = None
+        self._content: Bundle = {}
+
+    def appear(self, bundle: Bundle) -> None:
+        """Appear under the current cell too, with the same content in every place.
+
+        Args:
+            bundle: the content where there is none yet.
+        """
+        if self._handle is None:
+            self.show(bundle)
+        else:
+            self._handle.display(self._content, raw=True)
 
     def show(self, bundle: Bundle) -> None:
         """Show a MIME bundle in this place; outside IPython nothing is replaced, nor shown."""
         if get_ipython() is None:
             return
+        self._content = bundle
         if self._handle is None:
             self._handle = display(bundle, raw=True, display_id=True)
         else:

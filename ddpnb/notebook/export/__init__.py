@@ -1,0 +1,1 @@
+"""How does a comparison leave the notebook, for other tools to read?  (Notebook side.)"""

@@ -1,0 +1,206 @@
+"""Which controls are there, and what do they say?  (Notebook side.)
+
+Each has a label, and works with the keyboard alone.
+"""
+
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any, final
+
+import ipywidgets as widgets
+
+from ddpnb.catalogue import CELL_TASK, STRATEGIES, TASKS
+from ddpnb.notebook.cluster.plan import MAX_RANKS
+from ddpnb.notebook.panel.wish import Wish
+
+CHOSEN_AT_FIRST = ("single", "ddp", "async")
+NUM_RANKS_AT_FIRST = 2
+FIELD = {"width": "21em"}
+LABEL = {"description_width": "8.5em"}
+OWN_CELL = "own cell"
+
+
+@final
+class Form:
+    """The controls; holds no results.
+
+    Args:
+        changed: called after each change of a control.
+        run: called when Run is pressed.
+        stop: called when Stop is pressed.
+        chose: called with the names of the stored runs that are chosen.
+    """
+
+    def __init__(
+        self,
+        *,
+        changed: Callable[[], None],
+        run: Callable[[], None],
+        stop: Callable[[], None],
+        chose: Callable[[tuple[str, ...]], None],
+    ) -> None:
+        self._task = widgets.Dropdown(
+            options=list(TASKS),
+            **_told("task", "what is trained; a %%ddp_compare cell adds one"),
+        )
+        self._strategies = {
+            name: widgets.Checkbox(
+                value=name in CHOSEN_AT_FIRST,
+                description=name,
+                indent=False,
+                layout={"width": "auto", "margin": "0 1.2em 0 0"},
+            )
+            for name in STRATEGIES
+        }
+        self._more = widgets.Text(
+            placeholder="ddp:option=value", **_told("with options", "strategies with their options")
+        )
+        self._ranks = widgets.BoundedIntText(
+            value=NUM_RANKS_AT_FIRST,
+            min=1,
+            max=MAX_RANKS,
+            **_told("ranks", "how many are started where no cluster runs"),
+        )
+        self._batch = widgets.IntText(
+            value=256, **_told("global batch", "samples a step, over all workers together")
+        )
+        self._epochs = widgets.FloatText(
+            value=6.0, **_told("epochs", "passes over the training data")
+        )
+        self._rate = widgets.FloatText(
+            value=0.02, **_told("learning rate", "of the default optimizer, SGD with momentum 0.9")
+        )
+        self._slow = widgets.Text(
+            placeholder="1:3x", **_told("straggler", "1:3x makes rank 1 three times as slow")
+        )
+        self._repeats = widgets.BoundedIntText(
+            value=1, min=1, max=1000, **_told("repeats", "how often each strategy is trained")
+        )
+        self._name = widgets.Text(
+            placeholder="made from the task", **_told("name", "what the comparison is stored as")
+        )
+        self._stored = widgets.SelectMultiple(
+            rows=8,
+            description="stored runs",
+            tooltip="those chosen are drawn beside what is trained",
+            style=LABEL,
+            layout={"width": "26em"},
+        )
+        self._magic = widgets.Textarea(
+            rows=3,
+            description="as a magic",
+            tooltip="a cell that does the same, to copy",
+            style=LABEL,
+            layout={"width": "60em", "max_width": "99%"},
+        )
+        self._run = widgets.Button(description="Run", tooltip="train the chosen strategies")
+        self._stop = widgets.Button(
+            description="Stop", tooltip="end what trains; keep what was trained"
+        )
+        self._status = widgets.HTML(layout={"margin": "0 0 0 1em"})
+        self.root = self._placed()
+        for control in self._settings():
+            control.observe(lambda _: changed(), names="value")
+        self._stored.observe(lambda change: chose(change["new"]), names="value")
+        self._run.on_click(lambda _: run())
+        self._stop.on_click(lambda _: stop())
+        self.is_training = False
+
+    def wish(self) -> Wish:
+        """Return what the controls say."""
+        chosen = [name for name, box in self._strategies.items() if box.value]
+        task = self._task.value
+        return Wish(
+            strategies=(*chosen, *self._more.value.split()),
+            task=CELL_TASK if task == OWN_CELL else task,
+            num_ranks=self._ranks.value,
+            batch_size=self._batch.value,
+            num_epochs=self._epochs.value,
+            learning_rate=self._rate.value,
+            num_repeats=self._repeats.value,
+            slow=self._slow.value.strip(),
+            name=self._name.value.strip(),
+        )
+
+    @property
+    def is_training(self) -> bool:
+        """Whether Stop is the button to press next; both can be pressed at any time."""
+        return bool(self._stop.button_style)
+
+    @is_training.setter
+    def is_training(self, is_training: bool) -> None:
+        # A button that is disabled while it has the focus would leave the keyboard nowhere.
+        self._run.button_style = "" if is_training else "primary"
+        self._stop.button_style = "danger" if is_training else ""
+
+    def show_magic(self, text: str) -> None:
+        """Show the cell that does the same."""
+        self._magic.value = text
+
+    def tell(self, text: str, *, is_error: bool = False) -> None:
+        """Say how it stands; a screen reader says it too."""
+        role, style = ("alert", "font-weight:600") if is_error else ("status", "")
+        self._status.value = (
+            f'<div role="{role}" style="white-space:pre-wrap;{style}">{escape(text)}</div>'
+        )
+
+    def offer(self, *, num_ranks: int | None, has_cell: bool, stored: Sequence[str]) -> None:
+        """Offer what there is now: the ranks that run, the user's cell, the stored runs."""
+        self._ranks.disabled = num_ranks is not None
+        if num_ranks is not None:
+            self._ranks.value = num_ranks
+        tasks = (*TASKS, *([OWN_CELL] if has_cell else []))
+        if self._task.options != tasks:
+            is_new = has_cell and OWN_CELL not in self._task.options
+            value = OWN_CELL if is_new else self._task.value
+            self._task.options = tasks
+            self._task.value = value if value in tasks else tasks[0]
+        if self._stored.options != tuple(stored):
+            kept = tuple(name for name in self._stored.value if name in stored)
+            self._stored.options = tuple(stored)
+            self._stored.value = kept
+
+    def _settings(self) -> list[Any]:
+        """Return the controls that the magic's line is made of."""
+        numbers = [self._ranks, self._batch, self._epochs, self._rate, self._repeats]
+        return [
+            self._task,
+            *self._strategies.values(),
+            self._more,
+            *numbers,
+            self._slow,
+            self._name,
+        ]
+
+    def _placed(self) -> Any:
+        boxes = widgets.HBox(
+            [widgets.HTML("<b>strategies</b>&emsp;"), *self._strategies.values(), _explained()],
+            layout={"flex_flow": "row wrap", "align_items": "center", "max_width": "99%"},
+        )
+        columns = [
+            widgets.VBox([self._task, self._ranks, self._more, self._slow]),
+            widgets.VBox([self._epochs, self._batch, self._rate, self._repeats, self._name]),
+            widgets.VBox([self._stored]),
+        ]
+        wrapped = {"flex_flow": "row wrap", "max_width": "99%"}
+        buttons = [self._run, self._stop, self._status]
+        return widgets.VBox(
+            [
+                boxes,
+                widgets.HBox(columns, layout=wrapped),
+                self._magic,
+                widgets.HBox(buttons, layout=wrapped | {"align_items": "center"}),
+            ]
+        )
+
+
+def _told(description: str, tip: str) -> dict[str, Any]:
+    return {"description": description, "tooltip": tip, "layout": FIELD, "style": LABEL}
+
+
+def _explained() -> Any:
+    """Return what each strategy is, folded away."""
+    lines = "<br>".join(f"{name}: {escape(entry.about)}" for name, entry in STRATEGIES.items())
+    return widgets.HTML(
+        f'<details style="line-height:1.5"><summary>what they are</summary>{lines}</details>'
+    )

@@ -1,0 +1,208 @@
+"""The panel in a real JupyterLab, with the keyboard alone."""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+from playwright.sync_api import Locator, Page, expect, sync_playwright
+
+from tests.browser.lab import CHROMIUM_FLAGS, find_chromium, lab_server
+from tests.browser.test_lab import command, screenshot
+
+PANEL, AFTER = 1, 2
+"""Which cells show the panel, and run while it trains, from 0."""
+MARK = "answered"
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, Path, str]]:
+    """A notebook with the panel, open in JupyterLab; its file; its address."""
+    chromium = find_chromium()
+    folder = tmp_path_factory.mktemp("panel")
+    (folder / "data").mkdir()
+    path = folder / "panel.ipynb"
+    sources = ["%load_ext ddpnb", "%ddp_panel", f"print('{MARK}')", "%ddp_stop"]
+    notebook = new_notebook(cells=[new_code_cell(source) for source in sources])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
+    nbformat.write(notebook, path)
+    with lab_server(folder) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS)
+        page = browser.new_page(viewport={"width": 1600, "height": 1250})
+        page.goto(address.format(path=path.name))
+        page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
+        page.get_by_text("| Idle").wait_for(timeout=90_000)  # the kernel is there
+        page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's own news
+        for index in (0, PANEL):
+            run_cell(page, index)
+        page.get_by_role("button", name="Run", exact=True).wait_for(timeout=60_000)
+        yield page, path, address.format(path=path.name)
+        browser.close()
+
+
+@pytest.fixture
+def page(lab: tuple[Page, Path, str]) -> Page:
+    return lab[0]
+
+
+def cell(page: Page, index: int) -> Locator:
+    return page.locator(".jp-CodeCell").nth(index)
+
+
+def run_cell(page: Page, index: int) -> None:
+    cell(page, index).locator(".jp-InputArea-editor").click()
+    command(page, "notebook:run-cell")
+    expect(cell(page, index).locator(".jp-InputPrompt")).to_have_text(
+        re.compile(r"\[\d+\]"), timeout=60_000
+    )
+
+
+def status(page: Page) -> Locator:
+    return cell(page, PANEL).locator("[role=status], [role=alert]")
+
+
+def focused(page: Page) -> str:
+    """What a screen reader would name what has the focus."""
+    return str(
+        page.evaluate(
+            """() => {
+            const at = document.activeElement;
+            const label = at.labels && at.labels[0];
+            return (label ? label.innerText : at.innerText || at.title).trim();
+        }"""
+        )
+    )
+
+
+def tab_to(page: Page, name: str) -> None:
+    for _ in range(30):
+        if focused(page) == name:
+            return
+        page.keyboard.press("Tab")
+    raise AssertionError(f"no Tab leads to {name}; the focus is at {focused(page)}")
+
+
+def test_every_control_has_a_label(page: Page) -> None:
+    controls = cell(page, PANEL).locator("input, select, textarea, button.jupyter-button")
+    unlabelled = controls.evaluate_all(
+        """all => all.filter(e => !(e.labels && e.labels.length && e.labels[0].innerText.trim())
+            && !e.innerText.trim()).map(e => e.outerHTML)"""
+    )
+    assert unlabelled == []
+    assert controls.count() >= 14
+
+
+def test_it_trains_by_keyboard_alone_and_the_figure_changes(page: Page) -> None:
+    cell(page, PANEL).locator("input[type=checkbox]").first.focus()
+    tab_to(page, "async")
+    page.keyboard.press("Space")
+    tab_to(page, "ranks")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("2")
+    tab_to(page, "epochs")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("500")
+    tab_to(page, "name")
+    page.keyboard.type("mine")
+    tab_to(page, "as a magic")
+    magic = page.get_by_label("as a magic")
+    expect(magic).to_have_value(
+        "%ddp_start -n 2\n"
+        "%ddp_compare ddp --task digits --epochs 500 --batch-size 256 --lr 0.02 --name mine"
+    )
+    tab_to(page, "Run")
+    page.keyboard.press("Space")
+    picture = cell(page, PANEL).locator(".jp-RenderedImage img")
+    picture.wait_for(timeout=60_000)
+    assert focused(page) == "Run"
+    seen = set()
+    deadline = time.monotonic() + 60
+    while len(seen) < 5 and time.monotonic() < deadline:
+        seen.add(picture.get_attribute("src"))
+        page.wait_for_timeout(200)
+    assert len(seen) >= 5, "the figure did not change while training"
+    screenshot(page, "panel-while-training")
+
+
+def test_a_cell_is_answered_while_it_trains(page: Page) -> None:
+    cell(page, AFTER).locator(".jp-InputArea-editor").click()
+    seconds = []
+    for _ in range(5):
+        command(page, "notebook:clear-cell-output")
+        output = cell(page, AFTER).locator(".jp-OutputArea-output")
+        expect(output).to_have_count(0)
+        began = time.monotonic()
+        command(page, "notebook:run-cell")
+        output.get_by_text(MARK).wait_for(timeout=20_000)
+        seconds.append(time.monotonic() - began)
+        page.wait_for_timeout(300)
+    print(f"cells were answered after {', '.join(f'{s:.3f}' for s in seconds)} s")
+    expect(status(page)).to_have_text("It trains; cells run meanwhile.")
+    assert max(seconds) < 10
+
+
+def test_stop_ends_it_and_the_table_stands(page: Page) -> None:
+    page.get_by_role("button", name="Run", exact=True).focus()
+    tab_to(page, "Stop")
+    began = time.monotonic()
+    page.keyboard.press("Space")
+    expect(status(page)).to_have_text("Stopped; what was trained is kept.", timeout=20_000)
+    print(f"stopped after {time.monotonic() - began:.2f} s")
+    table = cell(page, PANEL).locator("table")
+    expect(table).to_contain_text("stopped")
+    assert focused(page) == "Stop"
+
+
+def test_a_second_run_ends_and_stored_runs_stand_beside_it(page: Page) -> None:
+    for label, value in (("epochs", "3"), ("name", "second")):
+        page.get_by_label(label, exact=True).fill(value)
+        page.keyboard.press("Tab")
+    page.get_by_role("button", name="Run", exact=True).press("Space")
+    expect(status(page)).to_contain_text("stored as second", timeout=120_000)
+    table = cell(page, PANEL).locator("table")
+    expect(table).not_to_contain_text("mine")
+    page.get_by_label("stored runs").select_option(["mine/single"])
+    expect(table).to_contain_text("mine/single", timeout=20_000)
+    expect(table).to_contain_text("second/ddp")
+    screenshot(page, "panel-finished")
+
+
+def test_a_mistake_is_one_sentence_in_the_panel(page: Page) -> None:
+    page.get_by_label("global batch").fill("1")
+    page.keyboard.press("Tab")
+    page.get_by_role("button", name="Run", exact=True).press("Space")
+    expect(status(page)).to_contain_text("cannot be shared by 2 ranks")
+    assert status(page).get_attribute("role") == "alert"
+    assert len(status(page).inner_text().splitlines()) == 1
+    screenshot(page, "panel-mistake")
+
+
+def test_the_saved_notebook_shows_figure_and_table_without_a_kernel(
+    lab: tuple[Page, Path, str],
+) -> None:
+    page, path, address = lab
+    run_cell(page, 3)
+    command(page, "docmanager:save")
+    deadline = time.monotonic() + 30
+    while "The cluster has stopped" not in path.read_text():
+        assert time.monotonic() < deadline, "the notebook was not saved"
+        page.wait_for_timeout(200)
+    saved = json.loads(path.read_text())["cells"][PANEL]["outputs"]
+    kinds = [set(output["data"]) for output in saved]
+    assert ["image/png" in kind for kind in kinds] == [False, True, False]
+    assert "second/ddp" in "".join(saved[2]["data"]["text/html"])
+    notebook = nbformat.read(path, as_version=4)
+    notebook.metadata.kernelspec = {"name": "gone", "display_name": "gone", "language": "python"}
+    alone = path.with_name("alone.ipynb")
+    nbformat.write(notebook, alone)
+    page.goto(address.replace("panel.ipynb", "alone.ipynb"))
+    panel = cell(page, PANEL)
+    panel.locator(".jp-RenderedImage img").wait_for(timeout=60_000)
+    expect(panel.locator("table")).to_contain_text("second/ddp")
+    screenshot(page, "panel-without-kernel")

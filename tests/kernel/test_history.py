@@ -1,0 +1,53 @@
+"""Stored runs: found, told in full, renamed, deleted."""
+
+import pytest
+
+from tests.kernel.client import Cell, Kernel
+
+
+@pytest.fixture(scope="module")
+def stored(shared_kernel: Kernel) -> Cell:
+    """Two comparisons that lie in the store."""
+    shared_kernel.run("%ddp_auto off\n%ddp_start -n 2 --device cpu")
+    cell = shared_kernel.run(
+        "%ddp_compare ddp --task digits --epochs 0.5 --repeats 2 --name past\n"
+        "%ddp_compare async --task synthetic --epochs 0.1 --no-baseline --name gone",
+        timeout=120,
+    )
+    assert not cell.error, cell.told
+    return cell
+
+
+def test_runs_are_listed_by_what_they_are(stored: Cell, kernel: Kernel):
+    text = kernel.run("%ddp_runs --strategy ddp --since 1h past").text
+    assert "past/ddp" in text
+    assert "past/single" not in text
+    assert "gone/async" in kernel.run("%ddp_runs --task synthetic --last 1").text
+    assert kernel.run("%ddp_runs --last 1").text.count("gone/async") == 1
+    assert "past/" not in kernel.run("%ddp_runs --last 1").text
+    wrong = kernel.run("%ddp_runs --since today")
+    assert "Write --since as 90m, 12h, 2d or 1w, not today." in wrong.told
+
+
+def test_all_that_is_needed_to_repeat_one_is_told(stored: Cell, kernel: Kernel):
+    cell = kernel.run("%ddp_runs --show past")
+    assert not cell.error, cell.told
+    magic = (
+        "%ddp_compare ddp --task digits --epochs 0.5 --batch-size 256 --lr 0.05 --seed 0 "
+        "--repeats 2"
+    )
+    assert magic in cell.text
+    assert magic in cell.bundles("text/html")[0]
+    for what in ("torch ", "python ", "CPU ", "GPUs ", "threads of each rank ", "backend "):
+        assert f"\n{what}" in cell.text
+    assert "gloo" in cell.text
+
+
+def test_renaming_and_deleting_are_said(stored: Cell, kernel: Kernel):
+    assert kernel.run("%ddp_runs --rename gone better").lines == ["gone is now called better."]
+    assert "better/async" in kernel.run("%ddp_runs").text
+    assert kernel.run("%ddp_runs --delete better").lines == ["Deleted better/async#1."]
+    assert "better/async" not in kernel.run("%ddp_runs").text
+    unknown = kernel.run("%ddp_runs --delete better")
+    assert unknown.error == "UserError"
+    assert "There is no run 'better'" in unknown.told

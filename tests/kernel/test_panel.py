@@ -1,0 +1,51 @@
+"""The panel as a kernel sees it; what a person sees is in tests/browser."""
+
+import time
+
+from tests.kernel.client import Kernel
+from tests.kernel.test_compare import CELL
+
+FORM = "get_ipython().magics_manager.registry['DdpMagics'].panel._form"
+
+
+def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel):
+    first = kernel.run("%ddp_panel")
+    assert not first.error, first.told
+    assert len(first.outputs) == 3
+    compared = kernel.run(CELL.replace("--name lines", "--name before"))
+    assert not compared.error, compared.told
+    assert kernel.value(f"{FORM}._task.value") == "own cell"
+    assert kernel.value(f"{FORM}._stored.options[:2]") == "('before/ddp', 'before/single')"
+    again = kernel.run("%ddp_panel")
+    assert not again.error, again.told
+    setting = (
+        f"form = {FORM}\nform._epochs.value, form._batch.value = 1, 32\n"
+        "form._strategies['async'].value = False\nform._name.value = 'paneled'\nform._run.click()"
+    )
+    assert not kernel.run(setting).error
+    assert kernel.value("form._magic.value.splitlines()[0]") == (
+        "%%ddp_compare ddp --epochs 1 --batch-size 32 --lr 0.02 --name paneled"
+    )
+    deadline = time.monotonic() + 60
+    while "Finished" not in kernel.value("form._status.value"):
+        assert time.monotonic() < deadline, kernel.value("form._status.value")
+        time.sleep(0.1)
+    for cell in (first, again):
+        assert len(cell.bundles("image/png")) == 1
+        assert "paneled" in cell.bundles("text/html")[-1]
+    assert kernel.value("sorted(__import__('ddpnb').plot('paneled').to_frame().strategy)") == (
+        "['ddp', 'single']"
+    )
+
+
+def test_run_and_stop_at_the_wrong_moment_are_told(kernel: Kernel):
+    kernel.run(f"%ddp_panel\nform = {FORM}\nform._stop.click()")
+    assert "Nothing trains." in kernel.value("form._status.value")
+    kernel.run("form._epochs.value, form._task.value = 500, 'digits'\nform._run.click()")
+    kernel.run("form._run.click()")
+    assert "A comparison trains on the ranks" in kernel.value("form._status.value")
+    kernel.run("form._stop.click()")
+    deadline = time.monotonic() + 30
+    while "Stopped" not in kernel.value("form._status.value"):
+        assert time.monotonic() < deadline, kernel.value("form._status.value")
+        time.sleep(0.1)

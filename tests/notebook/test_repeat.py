@@ -1,0 +1,55 @@
+from dataclasses import replace
+
+import pytest
+
+from ddpnb.notebook.compare import ComparisonSpec
+from ddpnb.notebook.magics import DdpMagics, arguments, comparison_of
+from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.record.repeat import magic_of
+from ddpnb.wire import RunSpec
+
+CELL = "def model(): ...\ndef data(split): ...\n"
+
+
+def comparison(specs: tuple[RunSpec, ...]) -> Comparison:
+    return Comparison(comparison_id="1", name="race", specs=specs)
+
+
+def same(specs: tuple[RunSpec, ...]) -> list[RunSpec]:
+    return [replace(spec, run_id="") for spec in specs]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ddp --task digits",
+        "dp async --task digits --epochs 0.25 --batch-size 64 --lr 0.001 --seed 7 --repeats 3",
+        "async --task digits --no-baseline",
+        "single --task synthetic",
+    ],
+)
+def test_the_magic_asks_for_the_same_runs(line: str):
+    asked = comparison_of(arguments(DdpMagics.ddp_compare, line), line, "").run_specs()
+    again = magic_of(comparison(asked)).removeprefix("%ddp_compare ")
+    spec = comparison_of(arguments(DdpMagics.ddp_compare, again), again, "")
+    assert same(spec.run_specs()) == same(asked)
+
+
+def test_an_own_cell_is_there_with_its_magic_in_place_of_the_comment():
+    source = f"# %%ddp_compare ddp --name x\n{CELL}"
+    specs = ComparisonSpec(strategies=("ddp",), source=source, seed=3).run_specs()
+    first, rest = magic_of(comparison(specs)).split("\n", 1)
+    assert first == "%%ddp_compare ddp --epochs 2 --batch-size 256 --lr 0.05 --seed 3"
+    assert rest == CELL
+
+
+def test_what_was_emulated_on_purpose_is_asked_for_again():
+    (spec,) = ComparisonSpec(strategies=("ddp",), task="digits", baseline=False).run_specs()
+    harder = replace(spec, slow=("1:3x", "0:50ms"), jitter=0.2, clip=1.0, sync_batchnorm=True)
+    magic = magic_of(comparison((harder,)))
+    for words in ("--slow 1:3x,0:50ms", "--jitter 0.2", "--clip 1", "--sync-batchnorm"):
+        assert words in magic
+
+
+def test_a_hand_written_loop_has_none():
+    assert magic_of(comparison(())) == ""
