@@ -6,6 +6,7 @@ from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.magics import DdpMagics, arguments, comparison_of
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.repeat import magic_of
+from ddpnb.training import TrainingSpec
 from ddpnb.wire import RunSpec
 
 CELL = "def model(): ...\ndef data(split): ...\n"
@@ -25,7 +26,9 @@ def same(specs: tuple[RunSpec, ...]) -> list[RunSpec]:
         "ddp --task digits",
         "dp async --task digits --epochs 0.25 --batch-size 64 --lr 0.001 --seed 7 --repeats 3",
         "async --task digits --no-baseline",
-        "single --task synthetic",
+        "single --task synthetic:samples=64",
+        "ddp:hook=fp16 async:bound=2 --task text --slow 1:3x,0:50ms --jitter 20% --kill 1@2s",
+        "ddp --task digits --amp bf16 --clip 0.5 --accumulate 2 --lr-scaling linear --resume abc",
     ],
 )
 def test_the_magic_asks_for_the_same_runs(line: str):
@@ -37,14 +40,17 @@ def test_the_magic_asks_for_the_same_runs(line: str):
 
 def test_an_own_cell_is_there_with_its_magic_in_place_of_the_comment():
     source = f"# %%ddp_compare ddp --name x\n{CELL}"
-    specs = ComparisonSpec(strategies=("ddp",), source=source, seed=3).run_specs()
+    specs = ComparisonSpec(
+        strategies=("ddp",), training=TrainingSpec(source=source, seed=3)
+    ).run_specs()
     first, rest = magic_of(comparison(specs)).split("\n", 1)
     assert first == "%%ddp_compare ddp --epochs 2 --batch-size 256 --lr 0.05 --seed 3"
     assert rest == CELL
 
 
 def test_what_was_emulated_on_purpose_is_asked_for_again():
-    (spec,) = ComparisonSpec(strategies=("ddp",), task="digits", baseline=False).run_specs()
+    training = TrainingSpec(task="digits")
+    (spec,) = ComparisonSpec(strategies=("ddp",), training=training, baseline=False).run_specs()
     harder = replace(spec, slow=("1:3x", "0:50ms"), jitter=0.2, clip=1.0, sync_batchnorm=True)
     magic = magic_of(comparison((harder,)))
     for words in ("--slow 1:3x,0:50ms", "--jitter 0.2", "--clip 1", "--sync-batchnorm"):

@@ -5,14 +5,13 @@ samples in the same order, the same steps.
 """
 
 import ast
-import dataclasses
 from pathlib import Path
 from string import Template
 
 from ddpnb.catalogue import CELL_TASK
 from ddpnb.errors import UserError
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.repeat import OPTIONS, body_of
+from ddpnb.notebook.record.repeat import body_of, chosen
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.wire import RunSpec
 
@@ -181,11 +180,5 @@ def _num_ranks(comparison: Comparison) -> int:
 
 
 def _missing(spec: RunSpec) -> str:
-    used = [
-        OPTIONS[entry.name]
-        for entry in dataclasses.fields(spec)
-        if entry.name in OPTIONS
-        and entry.name not in CARRIED
-        and getattr(spec, entry.name) != entry.default
-    ]
+    used = [flag.option for name, flag in chosen(spec) if name not in (*CARRIED, "task")]
     return f"\nThe comparison also used {', '.join(used)}: this script does not.\n" if used else ""

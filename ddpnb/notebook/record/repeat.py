@@ -2,30 +2,12 @@
 
 import dataclasses
 import shlex
+from collections.abc import Iterator
 
 from ddpnb.catalogue import CELL_TASK
 from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.training import Flag, flags
 from ddpnb.wire import RunSpec
-
-OPTIONS = {
-    "num_epochs": "--epochs",
-    "batch_size": "--batch-size",
-    "learning_rate": "--lr",
-    "seed": "--seed",
-    "accumulate": "--accumulate",
-    "amp": "--amp",
-    "clip": "--clip",
-    "lr_scaling": "--lr-scaling",
-    "num_lr_warmup_epochs": "--lr-warmup",
-    "num_data_workers": "--data-workers",
-    "sync_batchnorm": "--sync-batchnorm",
-    "transport": "--transport",
-    "slow": "--slow",
-    "kill": "--kill",
-    "jitter": "--jitter",
-    "save_every": "--save-every",
-}
-"""The option of ``%ddp_compare`` that each field of a spec comes from."""
 
 ALWAYS = ("num_epochs", "batch_size", "learning_rate", "seed")
 """Fields that are written out even where they are the default, which may change."""
@@ -63,17 +45,25 @@ def body_of(source: str) -> str:
     return rest if first.startswith("# %%ddp_compare") else source
 
 
+def chosen(spec: RunSpec) -> Iterator[tuple[str, Flag]]:
+    """Yield the fields of a spec that are other than where nothing is chosen."""
+    defaults = {entry.name: entry.default for entry in dataclasses.fields(spec)}
+    for name, flag in flags():
+        if getattr(spec, name) != defaults[name]:
+            yield name, flag
+
+
 def _given(spec: RunSpec) -> list[str]:
     words = []
-    for entry in dataclasses.fields(spec):
-        value = getattr(spec, entry.name)
-        if entry.name not in OPTIONS or (entry.name not in ALWAYS and value == entry.default):
+    told = {name: flag for name, flag in flags() if name in ALWAYS} | dict(chosen(spec))
+    for name, flag in told.items():
+        value = getattr(spec, name)
+        if name == "task":
             continue
-        option = OPTIONS[entry.name]
         if value is True:
-            words += [option]
+            words += [flag.option]
         elif isinstance(value, tuple):
-            words += [option, ",".join(value)]
+            words += [flag.option, ",".join(value)]
         else:
-            words += [option, f"{value:.12g}" if isinstance(value, float) else str(value)]
+            words += [flag.option, f"{value:.12g}" if isinstance(value, float) else str(value)]
     return words

@@ -55,7 +55,7 @@ class Details:
         specs = comparison.specs or tuple(run.spec for run in comparison.runs if run.spec)
         begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(comparison.created))
         told = {"begun": begun, "strategies": " ".join(comparison.strategies)}
-        hidden = ("run_id", "strategy", "repeat", "source")
+        hidden = ("run_id", "strategy", "repeat", "source", "cell", "checkpoints")
         for entry in dataclasses.fields(specs[0]) if specs else ():
             values = dict.fromkeys(_spoken(getattr(spec, entry.name)) for spec in specs)
             if entry.name not in hidden:
