@@ -54,7 +54,8 @@ CASES = (
         name="ddp-shm against ddp (gloo), one linear layer of 11 M floats, global batch 16",
         ours="ddp-shm",
         theirs="ddp",
-        num_steps=4,
+        num_turns=15,
+        num_steps=3,
         limit=">= 1.3",
     ),
     SMALL(
