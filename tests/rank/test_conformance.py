@@ -80,6 +80,14 @@ def test_on_several_ranks_it_is_one_process_with_the_whole_batch(
     assert num_samples(fits) == num_samples([reference])
 
 
+@pytest.mark.parametrize("model", ["frozen", "mixed"])
+@pytest.mark.parametrize("name", [name for name in SYNCHRONOUS if name != "zero"])
+def test_on_several_ranks_frozen_layers_and_mixed_types_are_no_trouble(ranks, name, model):
+    problem = Problem(model=model)
+    fits = took_part(ranks(3).call(by_strategy, name, problem))
+    assert all(distance(fit, by_hand(problem, 3)) < 1e-5 for fit in fits)
+
+
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_gradients_are_clipped_as_in_one_process(ranks, name):
     problem = Problem(optimizer="adam", clip=0.3)
@@ -89,9 +97,10 @@ def test_gradients_are_clipped_as_in_one_process(ranks, name):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("model", ["mlp", "frozen"])
 @pytest.mark.parametrize("name", ALL)
-def test_all_ranks_agree_in_the_end_and_leave_nothing(ranks, name, num_ranks):
-    fits = took_part(ranks(num_ranks).call(by_strategy, name, Problem()))
+def test_all_ranks_agree_in_the_end_and_leave_nothing(ranks, name, model, num_ranks):
+    fits = took_part(ranks(num_ranks).call(by_strategy, name, Problem(model=model)))
     assert all(distance(fit, fits[0]) == 0 for fit in fits)
     assert list(ranks(2).folder.iterdir()) == []
 

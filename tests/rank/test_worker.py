@@ -119,16 +119,24 @@ def test_every_strategy_starts_from_the_same_weights_and_batch(ranks):
 
 
 @pytest.mark.parametrize("stop_rank", [0, 1])
-@pytest.mark.parametrize("strategy", ["ddp", "async"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp-shm", "async", "local-sgd", "gossip"])
 def test_one_ranks_wish_to_stop_ends_the_run_on_all(ranks, strategy, stop_rank):
     spec = spec_of(strategy, num_epochs=300)
     reports, events = unzip(ranks(2).call(run_job, spec, 20, stop_rank))
     planned = next(e.num_samples for e in events[0] if isinstance(e, RunHeader))
     assert sum(report.num_samples for report in reports) < planned
     assert reports[stop_rank].num_steps >= 20
-    if strategy == "ddp":
-        assert reports[0].num_steps == reports[1].num_steps <= 25
+    if strategy != "async":
+        most = {"local-sgd": 50}.get(strategy, 30)  # with 8 steps from one average to the next
+        assert reports[0].num_steps == reports[1].num_steps <= most
     assert reports[0].held_out_accuracy > 0.7
+
+
+def test_a_report_says_what_each_rank_holds(ranks):
+    size = 4 * (16 * 5 + 2 * 17)
+    for word, parameters, state in (("ddp", size, size), ("fsdp", size // 2, size // 2)):
+        for report, _ in ranks(2).call(run_job, spec_of(word, num_epochs=1)):
+            assert (report.num_parameter_bytes, report.num_optimizer_bytes) == (parameters, state)
 
 
 def test_regression_has_no_accuracy(ranks):

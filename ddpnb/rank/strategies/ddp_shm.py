@@ -66,7 +66,9 @@ class DdpShm(Strategy):
         self._replica = replica
         on_cpu = replica.device.type == "cpu"
         self._ddp = DistributedDataParallel(
-            replica.model, device_ids=None if on_cpu else [replica.device]
+            replica.model,
+            device_ids=None if on_cpu else [replica.device],
+            gradient_as_bucket_view=True,  # what is summed need not be copied in and out once more
         )
         self._num_bytes = num_bytes(replica.parameters)
         self._is_shared = not on_cpu or _is_one_place(replica.folder, replica.world_size)

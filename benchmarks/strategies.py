@@ -1,0 +1,179 @@
+"""What do the all-reduce in shared memory save, and what does measuring cost, in a step?"""
+
+import contextlib
+import multiprocessing
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.measure import Figure
+from ddpnb.rank.clock import CpuClock
+from ddpnb.rank.strategies import make_strategy
+from ddpnb.rank.strategies.base import Batch, Replica, Strategy, Untimed
+from ddpnb.rank.tasks import digits
+
+NUM_RANKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Two strategies that train the same model, in turns of so many steps."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    input_shape: tuple[int, ...]
+    num_global: int
+    """Samples of a global batch."""
+    ours: str
+    theirs: str
+    is_timed: bool = True
+    """Whether theirs tells a clock, too, where its time goes."""
+    num_turns: int = 25
+    num_steps: int = 10
+    limit: str
+
+
+def wide_linear() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3300, 3300))
+
+
+LARGE = partial(Case, model=wide_linear, input_shape=(3300,), num_global=16)
+SMALL = partial(Case, model=digits.make_model, input_shape=(1, 8, 8))
+CASES = (
+    LARGE(
+        name="ddp-shm against ddp (gloo), one linear layer of 11 M floats, global batch 16",
+        ours="ddp-shm",
+        theirs="ddp",
+        num_turns=15,
+        num_steps=3,
+        limit=">= 1.3",
+    ),
+    SMALL(
+        name="ddp-shm against ddp (gloo), digits CNN of 0.3 M floats, global batch 256",
+        num_global=256,
+        ours="ddp-shm",
+        theirs="ddp",
+        limit=">= 0.97",
+    ),
+    SMALL(
+        name="ddp that tells where its time goes against ddp that does not, digits CNN, batch 64",
+        num_global=64,
+        ours="ddp",
+        theirs="ddp",
+        is_timed=False,
+        num_turns=60,
+        limit=">= 0.99",
+    ),
+)
+
+
+class Trainer:
+    """One strategy on one rank, which trains on one batch again and again."""
+
+    def __init__(self, case: Case, word: str, rank: int, folder: Path, is_timed: bool) -> None:
+        self.clock = CpuClock() if is_timed else None
+        self.strategy: Strategy = make_strategy(word, {})
+        torch.manual_seed(0)
+        model = case.model()
+        num_samples = case.num_global // NUM_RANKS
+        inputs = torch.randn(num_samples, *case.input_shape)
+        self.batch = Batch(
+            inputs=inputs,
+            targets=torch.randint(0, 10, (num_samples,)),
+            num_samples=num_samples,
+            num_global=case.num_global,
+        )
+        self.strategy.setup(
+            Replica(
+                model=model,
+                loss=nn.functional.cross_entropy,
+                optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+                device=torch.device("cpu"),
+                rank=rank,
+                world_size=NUM_RANKS,
+                num_steps=1,
+                folder=folder,
+                name="bench",
+                timer=self.clock or Untimed(),
+            )
+        )
+
+    def rate(self, num_steps: int) -> float:
+        """Train; return samples per second over all ranks."""
+        dist.barrier()
+        began = time.perf_counter()
+        if self.clock is not None:
+            self.clock.start()
+        for _ in range(num_steps):
+            report = self.strategy.step(self.batch)
+            if self.clock is not None:
+                self.clock.lap(report)
+            else:
+                report.loss.item()
+        dist.barrier()
+        return num_steps * self.batch.num_global / (time.perf_counter() - began)
+
+
+def serve(rank: int, folder: Path, case: Case, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    ours = Trainer(case, case.ours, rank, folder, is_timed=True)
+    theirs = Trainer(case, case.theirs, rank, folder, is_timed=case.is_timed)
+    with contextlib.closing(ours.strategy), contextlib.closing(theirs.strategy):
+        rates: list[tuple[float, float]] = []
+        for turn in range(case.num_turns + 2):
+            # who is first changes: neither always meets what the other has left in the caches
+            order = (ours, theirs) if turn % 2 else (theirs, ours)
+            found = {trainer: trainer.rate(case.num_steps) for trainer in order}
+            rates.append((found[ours], found[theirs]))
+        dist.barrier()
+    pipe.send(rates[2:])
+
+
+def rates_of(case: Case) -> list[tuple[float, float]]:
+    folder = Path(tempfile.mkdtemp(prefix="ddpnb-bench-", dir="/dev/shm"))
+    context = multiprocessing.get_context("spawn")
+    ends = [context.Pipe() for _ in range(NUM_RANKS)]
+    ranks = [
+        context.Process(target=serve, args=(rank, folder, case, theirs))
+        for rank, (_, theirs) in enumerate(ends)
+    ]
+    try:
+        for rank in ranks:
+            rank.start()
+        rates: list[tuple[float, float]] = ends[0][0].recv()
+        for rank in ranks:
+            rank.join()
+    finally:
+        for rank in ranks:
+            rank.kill()
+        shutil.rmtree(folder)
+    return rates
+
+
+def measure() -> list[Figure]:
+    return [_figure(case) for case in CASES]
+
+
+def _figure(case: Case) -> Figure:
+    rates = rates_of(case)
+    in_pairs = statistics.median(ours / theirs for ours, theirs in rates)
+    return Figure(
+        name=case.name,
+        unit="samples/s",
+        ours=[ours for ours, _ in rates],
+        theirs=[theirs for _, theirs in rates],
+        limit=case.limit,
+        note=f"median of the ratios of the {len(rates)} pairs: {in_pairs:.3f}",
+    )
