@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.measure import HEAD, Figure
 
-ALL = ("start", "memory", "cells", "loop", "log")
+ALL = ("start", "memory", "cells", "loop", "log", "asynchronous")
 RESULTS = Path(__file__).parent / "results"
 
 

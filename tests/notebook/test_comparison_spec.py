@@ -62,7 +62,7 @@ NAN = float("nan")
     [
         (
             {"strategies": ("dpp",), "task": "digits"},
-            "There is no strategy 'dpp'; choose one of: single, dp, ddp, async.",
+            "There is no strategy 'dpp'; choose one of: single, dp, ddp, async, hogwild.",
         ),
         ({"strategies": (), "task": "digits"}, "Name the strategies to compare, one or more of:"),
         (
