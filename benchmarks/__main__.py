@@ -12,7 +12,18 @@ from pathlib import Path
 
 from benchmarks.measure import HEAD, Figure
 
-ALL = ("start", "memory", "cells", "loop", "log", "strategies", "draw", "wire", "monitor")
+ALL = (
+    "start",
+    "memory",
+    "cells",
+    "loop",
+    "log",
+    "strategies",
+    "asynchronous",
+    "draw",
+    "wire",
+    "monitor",
+)
 RESULTS = Path(__file__).parent / "results"
 
 

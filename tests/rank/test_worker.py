@@ -26,6 +26,9 @@ def data(split):
 """
 
 
+ASYNCHRONOUS = ("async", "hogwild")
+
+
 def spec_of(strategy: str, **changes) -> RunSpec:
     values = {"run_id": "run-1", "source": CELL, "num_epochs": 3, "batch_size": 32}
     return RunSpec(strategy=strategy, **values | changes)
@@ -66,13 +69,13 @@ def test_header_events_and_reports_tell_the_same(ranks, strategy, num_ranks):
     assert sum(e.num_samples for rank in steps for e in rank) == header.num_samples == 600
     assert header.num_parameters == 16 * 5 + 2 * 17
     assert header.num_workers == (1 if strategy == "single" else num_ranks)
-    assert header.synchronous == (strategy != "async")
+    assert header.synchronous == (strategy not in ASYNCHRONOUS)
     for report, mine in zip(reports, steps, strict=True):
         assert report.took_part == bool(mine)
         assert [e.step for e in mine] == list(range(report.num_steps))
         assert report.num_samples == sum(e.num_samples for e in mine)
         assert [e.seconds for e in mine] == sorted(e.seconds for e in mine)
-        assert all((e.staleness is None) == (strategy != "async") for e in mine)
+        assert all((e.staleness is None) == (strategy not in ASYNCHRONOUS) for e in mine)
         if mine:
             assert report.seconds == mine[-1].seconds
     assert_judged(*reports)
@@ -119,7 +122,7 @@ def test_every_strategy_starts_from_the_same_weights_and_batch(ranks):
 
 
 @pytest.mark.parametrize("stop_rank", [0, 1])
-@pytest.mark.parametrize("strategy", ["ddp", "ddp-shm", "async", "local-sgd", "gossip"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp-shm", "async", "hogwild", "local-sgd", "gossip"])
 def test_one_ranks_wish_to_stop_ends_the_run_on_all(ranks, strategy, stop_rank):
     spec = spec_of(strategy, num_epochs=300)
     reports, events = unzip(ranks(2).call(run_job, spec, 20, stop_rank))

@@ -62,7 +62,7 @@ class Master:
         self._parameters = [nn.Parameter(tensor) for tensor in self._packed.tensors]
         self._optimizer = optimizer(self._parameters)
         self._period = period
-        self._log = log
+        self._log = None if log is no_log else log
         self._version = 0
         self._version_read: dict[int, int] = {}
         self._staleness: list[int] = []
@@ -78,7 +78,7 @@ class Master:
         """Copy the parameters as they are now, for a worker."""
         into.raw.copy_(self._packed.raw)
         self._version_read[rank] = self._version
-        self._log(Access(rank=rank, is_write=False, version=self._version))
+        self._note(rank, is_write=False)
 
     def write(self, rank: int, gradients: Sequence[Tensor | None]) -> int:
         """Take a worker's gradients; make an update when there are enough.
@@ -96,7 +96,7 @@ class Master:
             self._gather(gradients)
         if len(self._staleness) == self._period:
             self.apply()
-        self._log(Access(rank=rank, is_write=True, version=self._version))
+        self._note(rank, is_write=True)
         return staleness
 
     def apply(self) -> None:
@@ -108,6 +108,10 @@ class Master:
         self._staleness.clear()
         for parameter in self._parameters:
             parameter.grad = None
+
+    def _note(self, rank: int, *, is_write: bool) -> None:
+        if self._log is not None:
+            self._log(Access(rank=rank, is_write=is_write, version=self._version))
 
     @torch.no_grad()
     def _gather(self, gradients: Sequence[Tensor | None]) -> None:

@@ -5,7 +5,7 @@ Besides tensors, a few numbers of fixed size, never a pickle.
 
 import socket
 import struct
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 
 KEY_BYTES = 32
@@ -61,7 +61,7 @@ class Reply:
 
     def pack(self) -> bytes:
         """Return this as bytes."""
-        return _REPLY.pack(*astuple(self))
+        return _REPLY.pack(self.staleness, self.share, self.waited_seconds, self.lost_rank)
 
     @classmethod
     def unpack(cls, data: bytes) -> "Reply":

@@ -4,10 +4,9 @@ Each worker's calls block until it may go on.  Rank 0's own worker calls directl
 the other ranks are called for by the threads of a transport.
 """
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -87,7 +86,8 @@ class Server:
             RankLostError: by this and the following: the run is over, or goes on without
                 this worker.
         """
-        with self._entered():
+        with self._changed:
+            self._check()
             if rank in self._workers:  # its death has not been noticed yet
                 self._lose(rank)
             self._workers[rank] = _Worker(clock=self._slowest())
@@ -98,7 +98,10 @@ class Server:
 
     def push(self, rank: int, gradients: Sequence[Tensor | None], into: Packed) -> Reply:
         """Take gradients; give parameters and the next share as soon as the bound allows."""
-        with self._entered() as waited_seconds:
+        asked = time.perf_counter()
+        with self._changed:
+            waited_seconds = time.perf_counter() - asked
+            self._check()
             worker = self._living(rank)
             staleness = self.master.write(rank, gradients)
             worker.clock += 1
@@ -113,11 +116,12 @@ class Server:
 
     def finish(self, rank: int, into: Packed) -> Reply:
         """Wait until all workers are done; give the final parameters."""
-        with self._entered() as waited_seconds:
+        with self._changed:
+            self._check()
             worker = self._living(rank)
             worker.is_done, worker.share = True, NO_SHARE
             self._note_progress()
-            waited_seconds += self._wait(self._all_are_done)
+            waited_seconds = self._wait(self._all_are_done)
             self.master.apply()
             self.master.read(rank, into)
             return Reply(waited_seconds=waited_seconds)
@@ -155,14 +159,6 @@ class Server:
         return rank if self._failed_rank == NOBODY else self._failed_rank
 
     # From here on: under the lock.
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[float]:
-        """Take the lock; yield how many seconds that took."""
-        began = time.perf_counter()
-        with self._changed:
-            self._check()
-            yield time.perf_counter() - began
 
     def _check(self) -> None:
         if self._failed_rank != NOBODY:

@@ -1,0 +1,201 @@
+"""What does an asynchronous exchange cost, against torch's RPC and against no exchange at all?"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.measure import Figure
+from benchmarks.ranks import rank_calls
+from ddpnb.rank.order import Order, Share, every_step
+from ddpnb.rank.strategies import make_strategy
+from ddpnb.rank.strategies.base import Batch, Replica
+from ddpnb.rank.tasks import load_task
+from ddpnb.rank.transport import connect
+from ddpnb.rank.transport.master import Master
+from ddpnb.rank.transport.server import Server
+from ddpnb.wire import RankState, RunSpec
+
+_numbers = itertools.count()
+BATCH_SIZE = 128
+SECONDS = 3.0
+"""How long each loop trains in each round; who is asynchronous may stop at any step."""
+NUM_SYNCHRONOUS_STEPS = 100
+
+
+def exchange_ms(
+    state: RankState, folder: Path, transport: str, num_floats: int, rounds: int
+) -> list[float]:
+    """Milliseconds of each push and pull of rank 1, to a server that makes an SGD step."""
+    parameters = [nn.Parameter(torch.zeros(num_floats))]
+    place = connect.Place(
+        rank=state.rank,
+        world_size=2,
+        folder=folder,
+        name=f"bench-{next(_numbers)}",
+        transport=transport,
+        parameters=parameters,
+        timeout_seconds=60,
+    )
+
+    def make_server(absent: Callable[[], int]) -> Server:
+        master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1))
+        return Server(
+            master=master, num_workers=2, num_shares=10**9, timeout_seconds=60, absent=absent
+        )
+
+    with ExitStack() as opened:
+        if state.rank == 0:
+            _, host, link = connect.serve(place, make_server, opened)
+            link.begin()
+            link.finish()
+            host.settle()
+            return []
+        link, taken = connect.connect(place, opened), []
+        link.begin()
+        parameters[0].grad = torch.ones(num_floats)
+        for _ in range(rounds):
+            began = time.perf_counter()
+            link.push()
+            taken.append(1e3 * (time.perf_counter() - began))
+        link.finish()
+        return taken
+
+
+def rate(state: RankState, folder: Path, strategy: str, sleeps: float) -> tuple[int, float]:
+    """Samples that this rank has trained on, and the seconds it took, on the digits' network.
+
+    Args:
+        state: this rank.
+        folder: where ranks meet.
+        strategy: its name, or ``""``: plain steps, with no exchange.
+        sleeps: by how many of its own steps rank 1 is late in each step.
+    """
+    torch.manual_seed(0)
+    spec = RunSpec(run_id="bench", strategy="single", task="digits", batch_size=BATCH_SIZE)
+    task = load_task(spec, {})
+    order = Order(len(task.train), batch_size=BATCH_SIZE, num_epochs=10_000, num_ranks=2, seed=0)
+    replica = Replica(
+        model=task.model(),
+        loss=task.loss,
+        optimizer=task.optimizer,
+        device=torch.device("cpu"),
+        rank=state.rank,
+        world_size=2,
+        num_steps=NUM_SYNCHRONOUS_STEPS if strategy == "ddp" else order.num_steps,
+        folder=folder,
+        name=f"bench-{next(_numbers)}",
+    )
+    if not strategy:
+        return timed(
+            plain(replica),
+            every_step(10**9, part=state.rank, num_parts=2),
+            task,
+            order,
+            sleeps * state.rank,
+        )
+    with closing(make_strategy(strategy, {})) as made:
+        made.setup(replica)
+        counted = timed(
+            made.step, made.shares(), task, order, sleeps * state.rank, strategy == "ddp"
+        )
+        made.finish()
+        return counted
+
+
+def plain(replica: Replica) -> Callable[[Batch], object]:
+    optimizer = replica.optimizer(replica.parameters)
+
+    def step(batch: Batch) -> None:
+        replica.compute_gradients(batch, weight=batch.weight)
+        replica.update(optimizer)
+
+    return step
+
+
+def timed(
+    step: Callable[[Batch], object],
+    shares: Iterator[Share],
+    task: Any,
+    order: Order,
+    late: float,
+    is_synchronous: bool = False,
+) -> tuple[int, float]:
+    dist.barrier()
+    num_samples, began = 0, time.perf_counter()
+    for share in shares:
+        pair = task.train.fetch(order.indices(share))
+        size = len(pair.targets)
+        batch = Batch(
+            inputs=pair.inputs, targets=pair.targets, num_samples=size, num_global=2 * size
+        )
+        step_began = time.perf_counter()
+        step(batch)
+        if late:
+            time.sleep(late * (time.perf_counter() - step_began))
+        num_samples += size
+        if not is_synchronous and time.perf_counter() - began > SECONDS:
+            break
+    return num_samples, time.perf_counter() - began
+
+
+def total(results: list[tuple[int, float]]) -> float:
+    return sum(num / seconds for num, seconds in results)
+
+
+def measure() -> list[Figure]:
+    figures = []
+    with rank_calls(2) as call:
+        for num_floats, rounds, limit in ((1_000, 300, "<= 0.1"), (11_000_000, 9, "<= 0.2")):
+            taken: dict[str, list[float]] = {"shm": [], "gloo": [], "rpc": []}
+            for turn in range(6):
+                for transport, found in taken.items():
+                    times = call(exchange_ms, transport, num_floats, rounds)[1]
+                    found += [statistics.median(times)] if turn else []
+            for transport in ("shm", "gloo"):
+                figures.append(
+                    Figure(
+                        name=f"push and pull of {num_floats} floats by {transport} against RPC",
+                        unit="ms",
+                        ours=taken[transport],
+                        theirs=taken["rpc"],
+                        limit=limit if transport == "shm" else "<= 1.0",
+                    )
+                )
+        rates: dict[tuple[str, float], list[float]] = {
+            (name, late): [] for late in (0.0, 3.0) for name in ("", "async", "hogwild", "ddp")
+        }
+        for turn in range(6):
+            for (name, late), found in rates.items():
+                found += [total(call(rate, name, late))] if turn else []
+        for late, limit, words in (
+            (0.0, ">= 0.95", "digits, 2 ranks"),
+            (3.0, ">= 0.9", "rank 1 4 times as slow"),
+        ):
+            for name in ("async", "hogwild"):
+                figures.append(
+                    Figure(
+                        name=f"{name} against no exchange, {words}",
+                        unit="samples/s",
+                        ours=rates[name, late],
+                        theirs=rates["", late],
+                        limit=limit,
+                    )
+                )
+        figures.append(
+            Figure(
+                name="async against ddp, rank 1 4 times as slow",
+                unit="samples/s",
+                ours=rates["async", 3.0],
+                theirs=rates["ddp", 3.0],
+                limit=">= 1.3",
+            )
+        )
+    return figures
