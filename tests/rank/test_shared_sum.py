@@ -102,6 +102,20 @@ def test_where_a_rank_leaves_the_others_fail_at_once(fresh_ranks, num_ranks, fau
             assert is_consequence(result.cause)
 
 
+def kill_rank_1(rank: int, step: int) -> None:
+    if rank == 1 and step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_where_a_rank_dies_in_training_the_others_fail_at_once(fresh_ranks):
+    started, group = time.monotonic(), fresh_ranks(3)
+    first, _, third = group.attempt(by_strategy, "ddp-shm", Problem(num_epochs=50), kill_rank_1)
+    assert time.monotonic() - started < 20
+    assert is_consequence(first.cause)
+    assert is_consequence(third.cause)
+    assert list(group.folder.iterdir()) == []
+
+
 def test_where_a_rank_hangs_the_other_gives_up(fresh_ranks):
     first, _ = fresh_ranks(2).attempt(sum_until_it_fails, "hang")
     assert "silent for too long" in str(first.cause)
