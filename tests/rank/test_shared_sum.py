@@ -122,7 +122,7 @@ def test_where_a_rank_hangs_the_other_gives_up(fresh_ranks):
 
 
 def interrupted_training(state, folder):
-    """Rank 0 is interrupted while it waits for rank 1, which waits for that; say what they raised."""
+    """Rank 0 is interrupted while it waits for rank 1, which waits for that."""
     freed = folder / "freed"
 
     def interrupt() -> None:
