@@ -25,9 +25,9 @@ from ddpnb.wire import RankState, RunSpec
 
 _numbers = itertools.count()
 BATCH_SIZE = 128
-SECONDS = 3.0
+SECONDS = 2.0
 """How long each loop trains in each round; who is asynchronous may stop at any step."""
-NUM_SYNCHRONOUS_STEPS = 100
+NUM_SYNCHRONOUS_STEPS = 30
 
 
 def exchange_ms(

@@ -296,8 +296,11 @@ class Cluster:
         new = set(self._dispatcher.client.ids) - self._known_engines
         if not new:
             return False
-        self._welcome(new)
-        states = {state.rank: state for state in self.gather(OnRank("state"), ranks=[rank])}
+        try:
+            self._welcome(new)
+            states = {state.rank: state for state in self.gather(OnRank("state"), ranks=[rank])}
+        except (RuntimeError, UserError):  # it has died again, which is told as its exit
+            return False
         self.states = tuple(states.get(state.rank, state) for state in self.states)
         return True
 

@@ -17,6 +17,7 @@ from torch.distributed import rpc
 
 from ddpnb.rank.transport.host import Host
 from ddpnb.rank.transport.link import Landing, Link
+from ddpnb.rank.transport.meeting import Meeting
 from ddpnb.rank.transport.message import RankLostError, Reply
 from ddpnb.rank.transport.packed import Packed, pack
 from ddpnb.rank.transport.server import SERVER_RANK, Server
@@ -44,6 +45,9 @@ class RpcAgent:
     ) -> None:
         self._path = folder / f"{name}.rpc"
         self._timeout = timeout_seconds
+        self._rank = rank
+        self._world_size = world_size
+        self._meeting = Meeting(f"{name}.rpc", rank, folder, timeout_seconds)
         with _on_loopback(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own way
             rpc.init_rpc(
@@ -64,13 +68,26 @@ class RpcAgent:
             with contextlib.suppress(RuntimeError):  # one has died just now
                 rpc.shutdown(graceful=True, timeout=self._timeout)
                 self._is_open = False
+                self._remove_file()
+
+    def _remove_file(self) -> None:
+        """Have rank 0 remove the file in which all have met, when nobody needs it any more."""
+        if self._rank != SERVER_RANK:
+            self._meeting.tell(f"gone-{self._rank}", "")
+            return
+        gone = [f"gone-{rank}" for rank in range(1, self._world_size)]
+        with contextlib.suppress(RankLostError):
+            for rank, what in enumerate(gone, start=1):
+                self._meeting.read(what, of_rank=rank)
+        self._path.unlink(missing_ok=True)
+        self._meeting.forget(*gone)
 
     def close(self) -> None:
         """End the agent, whatever the other ranks do; may be called twice."""
         if self._is_open:
             self._is_open = False
             rpc.shutdown(graceful=False)
-            self._path.unlink(missing_ok=True)  # else the last to leave does it
+            self._path.unlink(missing_ok=True)
 
 
 @final
