@@ -16,6 +16,15 @@ CLOSED_CONNECTION = re.compile(
 )
 """What gloo and NCCL say on a rank whose peer has gone, or that was itself cut off."""
 
+FINGERPRINT = re.compile(
+    r"[Rr]ank (\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=\d+, "
+    r"OpType=(\w+)(?:, TensorShape=(\[[\d, ]*\]), TensorDtypes=(\w+))?"
+)
+"""What torch says of each rank where the calls of a checked group do not match."""
+
+CALLS = {"ALLREDUCE": "all_reduce", "ALLGATHER": "all_gather", "ALLTOALL": "all_to_all"}
+"""Calls that torch spells in another way there."""
+
 NOT_THE_USERS = (str(Path(__file__).parents[1]), IPython.__path__[0])
 """Where the code lies that stands between the engine and what the user wrote."""
 
@@ -25,11 +34,26 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
     return Failure(
         rank=engine.group.rank,
         name=type(error).__name__,
-        text=str(error.msg if isinstance(error, SyntaxError) else error),
+        text=text_of(error),
         traceback=tuple(traceback_of(error, engine)),
         failed_at=time.time(),
         is_consequence=is_consequence(error),
     )
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an exception says; where calls of ranks do not match, in one short sentence."""
+    text = str(error.msg if isinstance(error, SyntaxError) else error)
+    ranks = FINGERPRINT.findall(text)
+    if len(ranks) < 2:
+        return text
+    told = [f"rank {rank} calls {_call(*call)}" for rank, *call in ranks]
+    return f"the calls of the ranks do not match: {', but '.join(told)}"
+
+
+def _call(name: str, shape: str, dtype: str) -> str:
+    told = CALLS.get(name, name.lower())
+    return f"{told} with {dtype} {shape}" if shape else told
 
 
 def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:

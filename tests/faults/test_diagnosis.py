@@ -238,14 +238,17 @@ def test_a_rank_that_cannot_be_freed_is_ended_and_brought_back(three: Cluster) -
 
 
 MISMATCHED = {
-    "shape": ("dist.all_reduce(torch.ones(3 + rank))", r"TensorShape=\[3\].*TensorShape=\[4\]"),
+    "shape": (
+        "dist.all_reduce(torch.ones(3 + rank))",
+        r"rank \d calls all_reduce with Float \[3\], but rank \d calls all_reduce with Float \[4\]",
+    ),
     "type": (
         "dist.all_reduce(torch.ones(3, dtype=torch.float64 if rank else torch.float32))",
-        r"TensorDtypes=(Float|Double).*TensorDtypes=(Double|Float)",
+        r"with (Float|Double) \[3\], but rank \d calls all_reduce with (Double|Float) \[3\]",
     ),
     "order": (
         "dist.broadcast(x, 0) if rank else dist.all_reduce(x)",
-        r"OpType=(ALLREDUCE|BROADCAST).*OpType=(BROADCAST|ALLREDUCE)",
+        r"calls (all_reduce|broadcast) .*, but rank \d calls (broadcast|all_reduce) ",
     ),
 }
 

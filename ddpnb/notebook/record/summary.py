@@ -239,7 +239,8 @@ def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
             notes.append(f"{run.status} {run.detail}".strip())
     diverged = sum(num_diverged(run) for run in runs)
     lost = sum(run.num_lost_batches for run in runs)
-    for mark in dict.fromkeys(mark for run in runs for mark in run.marks):
+    later = (mark for run in runs for mark in run.marks if mark.seconds > 0)
+    for mark in dict.fromkeys(later):  # what held from the start is told by the header
         notes.append(f"rank {mark.rank} {mark.text} at {mark.seconds:.1f} s")
     if diverged:
         notes.append(f"{diverged} {'loss was' if diverged == 1 else 'losses were'} NaN or infinite")

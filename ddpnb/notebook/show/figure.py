@@ -211,12 +211,13 @@ def _labelled(series: Series, line: Line, marks: tuple[tuple[float, str], ...]) 
 
 
 def _marks(series: Series, x: str) -> tuple[tuple[float, str], ...]:
-    """Return where the marks of a series stand on an axis."""
+    """Return where the marks of a series stand on an axis; what holds from the start has none."""
     if x == "updates":
         return ()
     return tuple(
         (mark.samples if x == "samples" else mark.seconds, f"rank {mark.rank}: {mark.text}")
         for mark in series.marks
+        if mark.seconds > 0
     )
 
 

@@ -100,7 +100,8 @@ def _scores(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
         share = percent(each.held_out_accuracy.middle, 1)
         by_share.setdefault(share, []).append(called[id(each)])
     shares = [f"{share} for {_listed(names)}" for share, names in by_share.items()]
-    return f"held-out accuracy is {', and '.join(shares)}"
+    told = ", and ".join([", ".join(shares[:-1]), shares[-1]] if len(shares) > 1 else shares)
+    return f"held-out accuracy is {told}"
 
 
 def _trouble(summary: StrategySummary, name: str) -> str:

@@ -87,8 +87,8 @@ def _legend(axes: Axes) -> None:
             labelcolor=MUTED,
             handlelength=0.8,
             handleheight=0.8,
-            handletextpad=0.35,
-            columnspacing=0.75,
+            handletextpad=0.3,
+            columnspacing=0.5,
             borderpad=0,
         )
         axes.add_artist(legend)

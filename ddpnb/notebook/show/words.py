@@ -103,10 +103,14 @@ def title(comparison: Comparison) -> str:
 def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tuple[str, ...]:
     """Return what must be said beside a plot: emulations, failures, unlike runs."""
     named = labels(comparison)
+    whose: dict[str, list[str]] = {}
+    for summary in summaries:
+        for note in summary.notes:
+            whose.setdefault(note, []).append(named[summary.comparison, summary.name])
+    is_alone = len(summaries) == 1
     told = [
-        f"{named[summary.comparison, summary.name]}: {note}"
-        for summary in summaries
-        for note in summary.notes
+        note if len(names) == len(summaries) and not is_alone else f"{', '.join(names)}: {note}"
+        for note, names in whose.items()
     ]
     specs = [run.spec for run in comparison.runs if run.spec]
     for what in ("task", "batch_size", "num_epochs", "learning_rate", "seed"):
