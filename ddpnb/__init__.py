@@ -64,7 +64,8 @@ def __getattr__(name: str) -> Any:
     """Find a public name on the side where it lives (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module 'ddpnb' has no attribute {name!r}")
-    on_rank = "ddpnb.rank.engine" in sys.modules
+    engine = sys.modules.get("ddpnb.rank.engine")
+    on_rank = engine is not None and engine.RankEngine.initialized()
     if name == "log" and not on_rank:
         raise UserError("ddpnb.log works on the ranks: call it in a %%ddp --name NAME cell.")
     if name != "log" and on_rank:

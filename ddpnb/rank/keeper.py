@@ -61,6 +61,12 @@ class Keeper:
             num_steps = self._stage.first_step + share.step + 1
             self._checkpoints.after(num_steps, lambda: self._state(num_steps))
 
+    def end(self) -> None:
+        """Keep a last checkpoint of asynchronous workers: rank 0 may have had no late share."""
+        if self._checkpoints is not None and not self._stage.plan.synchronous:
+            num_steps = self._stage.order.num_steps
+            self._checkpoints.after(num_steps, lambda: self._state(num_steps))
+
     def finish(self, model: torch.nn.Module) -> None:
         """Keep the trained model."""
         if self._checkpoints is not None:

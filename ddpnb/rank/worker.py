@@ -149,6 +149,8 @@ def _perform(stage: Stage, publish: Publish, should_stop: Callable[[], bool]) ->
         tally.memory = course.strategy.memory()
         # finish: waits for all; only then may the file go that tells them to stop
         model = course.strategy.finish()
+        if not tally.was_stopped:
+            course.keeper.end()
         lost = sum(len(stage.indices(share)) for share in course.strategy.lost_shares())
     # evaluate
     if stage.state.rank != 0:

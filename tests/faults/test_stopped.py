@@ -66,6 +66,7 @@ def test_the_status_shows_a_stopped_rank_and_the_ways_out(
     three: Cluster, stopped: psutil.Process
 ) -> None:
     stopped.suspend()
+    wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, "the signal to arrive")
     table = status_table(three, ())
     assert [row[-1].text for row in table.rows] == ["idle", "stopped", "idle"]
     ways_out = (

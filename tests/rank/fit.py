@@ -163,9 +163,8 @@ def drive(
             world_size=state.world_size,
             num_steps=order.num_steps,
             folder=folder,
-            name="fit",
             accumulate=problem.accumulate,
-            **place,
+            **({"name": "fit"} | place),
         )
     )
     reports = []

@@ -23,12 +23,12 @@ OPTIONS = [
 
 
 def fit_async(
-    state, folder, problem, options=None, transport="auto", before_step=None, joins=False
+    state, folder, problem, options=None, transport="auto", before_step=None, **place
 ) -> Fit:
     log: list[Access] = []
     strategy = AsyncParameterServer(**options or {}, log=log.append)
     try:
-        fit = drive(strategy, state, folder, problem, before_step, transport=transport, joins=joins)
+        fit = drive(strategy, state, folder, problem, before_step, transport=transport, **place)
     finally:
         strategy.close()
         strategy.close()

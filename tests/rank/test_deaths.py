@@ -123,10 +123,10 @@ def come_late(state, folder):
 
 
 def fail_early(state, folder, problem):
-    with excused("fit", state.rank, folder):
+    with excused("early", state.rank, folder):
         if state.rank == 1:
             raise ZeroDivisionError
-        return fit_async(state, folder, problem)
+        return fit_async(state, folder, problem, name="early")
 
 
 def kill_rank_1(rank: int, step: int) -> None:

@@ -129,7 +129,7 @@ def test_one_ranks_wish_to_stop_ends_the_run_on_all(ranks, strategy, stop_rank):
     planned = next(e.num_samples for e in events[0] if isinstance(e, RunHeader))
     assert sum(report.num_samples for report in reports) < planned
     assert reports[stop_rank].num_steps >= 20
-    if strategy != "async":
+    if strategy not in ("async", "hogwild"):
         most = {"local-sgd": 50}.get(strategy, 30)  # with 8 steps from one average to the next
         assert reports[0].num_steps == reports[1].num_steps <= most
     assert reports[0].held_out_accuracy > 0.7

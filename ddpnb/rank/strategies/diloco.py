@@ -26,7 +26,7 @@ from torch import nn
 
 from ddpnb.rank.order import Share, every_step
 from ddpnb.rank.strategies.average import Mean
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
 from ddpnb.rank.strategies.flat import memory_of
 from ddpnb.wire import RankState
 
@@ -101,6 +101,22 @@ class DiLoCo(Strategy):
         if self._num_inner > 0:
             self._agree()
         return self._replica.model
+
+    def save(self, replica: Replica) -> State:
+        """Return what every strategy needs, what was agreed on last, and the outer momentum."""
+        return super().save(replica) | {
+            "agreed": [parameter.detach().clone() for parameter in self._agreed],
+            "outer": self._outer.state_dict(),
+            "num_inner": self._num_inner,
+        }
+
+    def load(self, replica: Replica, state: State) -> None:
+        """Go on from there."""
+        super().load(replica, state)
+        for mine, theirs in zip(self._agreed, state["agreed"], strict=True):
+            mine.data.copy_(theirs)
+        self._outer.load_state_dict(state["outer"])
+        self._num_inner = state["num_inner"]
 
     def close(self) -> None:
         """Nothing to let go of."""

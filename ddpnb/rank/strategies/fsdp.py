@@ -27,12 +27,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddpnb.rank.order import Share, every_step
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.base import (
+    Batch,
+    Memory,
+    Plan,
+    Replica,
+    State,
+    StepReport,
+    Strategy,
+)
 from ddpnb.rank.strategies.flat import memory_of
 from ddpnb.wire import RankState
 
@@ -108,6 +117,22 @@ class Fsdp(Strategy):
             mine.copy_(theirs)
         return plain
 
+    def save(self, replica: Replica) -> State:
+        """Return the whole model, and this rank's part of the optimizer's state.
+
+        Takes part: every rank.
+        """
+        whole = {name: _whole(value) for name, value in replica.model.state_dict().items()}
+        return {"model": whole, "optimizers": [_parts(each) for each in replica.optimizers]}
+
+    def load(self, replica: Replica, state: State) -> None:
+        """Take this rank's part of the optimizer's state; the model was loaded before."""
+        for mine, theirs in zip(replica.optimizers, state["optimizers"], strict=True):
+            mine.load_state_dict(theirs)
+            for parameter, held in mine.state.items():
+                for name, value in held.items():
+                    held[name] = _like(parameter, value)
+
     def close(self) -> None:
         """Nothing to let go of: the process group belongs to the rank."""
 
@@ -146,6 +171,40 @@ def _gathered(parameter: nn.Parameter) -> nn.Parameter:
     """Return the whole of a parameter that is spread over the ranks; takes part: every rank."""
     held: Any = parameter.detach()  # a DTensor since setup
     return nn.Parameter(held.full_tensor(), parameter.requires_grad)
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Return the whole of a tensor that may be spread over the ranks; takes part: every rank."""
+    held: Any = value
+    whole: Tensor = held.full_tensor() if hasattr(held, "full_tensor") else held
+    return whole
+
+
+def _parts(optimizer: torch.optim.Optimizer) -> State:
+    """Return an optimizer's state with plain tensors: this rank's parts."""
+    state = optimizer.state_dict()
+    held = {
+        number: {name: _local(value) for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": held}
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _like(parameter: Any, value: Any) -> Any:
+    """Return a part of something as a tensor that is spread as ``parameter`` is."""
+    if not isinstance(value, Tensor) or value.shape != parameter.to_local().shape:
+        return value
+    return type(parameter.data).from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _part_bytes(parameter: Tensor, num_parts: int) -> int:

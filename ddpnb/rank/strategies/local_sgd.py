@@ -23,7 +23,7 @@ from torch import nn
 
 from ddpnb.rank.order import Share, every_step
 from ddpnb.rank.strategies.average import Mean
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
 from ddpnb.rank.strategies.flat import memory_of
 from ddpnb.wire import RankState
 
@@ -89,6 +89,15 @@ class LocalSgd(Strategy):
         """Average once more; takes part: every rank."""
         self._mean.of_parameters()
         return self._replica.model
+
+    def save(self, replica: Replica) -> State:
+        """Return what every strategy needs, and how many steps have been made."""
+        return super().save(replica) | {"num_steps": self._num_steps}
+
+    def load(self, replica: Replica, state: State) -> None:
+        """Go on from there."""
+        super().load(replica, state)
+        self._num_steps = state["num_steps"]
 
     def close(self) -> None:
         """Nothing to let go of."""

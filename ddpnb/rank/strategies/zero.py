@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from ddpnb.errors import UserError
 from ddpnb.rank.order import Share, every_step
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
 from ddpnb.rank.strategies.compression import compression
 from ddpnb.rank.strategies.flat import all_reduce_bytes, memory_of, num_bytes
 from ddpnb.rank.strategies.overlap import observe
@@ -90,6 +90,21 @@ class Zero(Strategy):
         """Return the model inside the wrapper."""
         return self._replica.model
 
+    def save(self, replica: Replica) -> State:
+        """Return the model, this rank's part of the optimizer, and the settings of the whole."""
+        groups = [_settings(group) for group in self._optimizer.param_groups]
+        return {
+            "model": replica.model.state_dict(),
+            "part": self._optimizer.optim.state_dict(),
+            "groups": groups,
+        }
+
+    def load(self, replica: Replica, state: State) -> None:
+        """Go on from there; the model was loaded before it was wrapped."""
+        self._optimizer.optim.load_state_dict(state["part"])
+        for mine, theirs in zip(self._optimizer.param_groups, state["groups"], strict=True):
+            mine.update(theirs)
+
     def close(self) -> None:
         """Nothing to let go of: the process group belongs to the rank."""
 
@@ -121,6 +136,10 @@ def _shared_out(sample: Optimizer) -> Any:
     for hook in sample._optimizer_step_post_hooks.values():
         whole.register_step_post_hook(hook)
     return whole
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _same_kind(sample: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

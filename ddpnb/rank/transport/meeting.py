@@ -66,8 +66,8 @@ class Meeting:
         return next(dead, NOBODY)
 
     def forget(self, *what: str) -> None:
-        """Remove texts that nobody will read any more."""
-        for key in ("absent", *what):
+        """Remove texts that nobody will read any more; that somebody failed may be read yet."""
+        for key in what:
             with contextlib.suppress(RuntimeError):  # the store went with its rank
                 self._store.delete_key(key)
 
