@@ -74,6 +74,11 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
+def asks_for_gpus(spec: ClusterSpec) -> bool:
+    """Tell whether the fork server must say which GPUs there are before there is a plan."""
+    return spec.device == "cuda" or (spec.device == "auto" and may_have_gpus())
+
+
 def make_plan(spec: ClusterSpec, num_gpus: int) -> Plan:
     """Place the ranks: one per GPU where there are GPUs, else on the CPU's cores.
 

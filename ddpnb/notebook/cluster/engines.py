@@ -1,0 +1,174 @@
+"""How are ranks started, called and ended, and who of them lives?  (Notebook side.)
+
+Each rank is a process that runs an ipyparallel engine.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpnb.errors import UserError
+from ddpnb.notebook.cluster.call import Call
+from ddpnb.notebook.cluster.exits import Exit, describe_exit, spoken
+from ddpnb.notebook.cluster.launch import rank_settings
+from ddpnb.notebook.cluster.logs import log_tail
+from ddpnb.notebook.cluster.plan import Plan, free_port, torchrun_environment
+from ddpnb.notebook.cluster.processes import Processes
+from ddpnb.notebook.cluster.roster import CALL_TIMEOUT_SECONDS, Roster
+from ddpnb.notebook.ranks import format_ranks
+from ddpnb.wire import OnRank, RankState
+
+
+class Engines:
+    """Ranks that can be called, whatever process group they are in.
+
+    Args:
+        folder: the cluster's run folder.
+    """
+
+    processes: Processes
+
+    def __init__(self, folder: Path) -> None:
+        self.plan: Plan | None = None
+        self.folder = folder
+        self.profile = folder / "profile"
+        self.home = Path.cwd()
+        """Where cells run at first, on every rank."""
+        self.states: tuple[RankState, ...] = ()
+        self.exits: dict[str, Exit] = {}
+        """How processes ended that nobody asked to end: by rank number or name."""
+        self.is_over = False
+        """Whether this kernel has done with it: ended it, or left it to another."""
+        self._master_port = free_port()
+        self._roster: Roster | None = None
+        self._exit_lock = threading.Lock()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All rank numbers."""
+        return tuple(range(len(self.states)))
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The ranks whose process runs; they end with the fork server."""
+        if "fork server" in self.exits:
+            return ()
+        return tuple(rank for rank in self.ranks if str(rank) not in self.exits)
+
+    @property
+    def lost(self) -> str | None:
+        """Why the cluster as a whole cannot be used any more, if so."""
+        for name in ("fork server", "controller"):
+            if (exit_ := self.exits.get(name)) is not None:
+                return f"the {name} {describe_exit(exit_)}"
+        return None
+
+    def submit(self, function: OnRank, *arguments: object, ranks: Sequence[int]) -> Call:
+        """Start a call on some ranks and return at once.
+
+        Raises:
+            UserError: where one of the ranks has died, or the cluster has.
+        """
+        self.require(ranks)
+        return self.roster.dispatcher.submit(function, *arguments, ranks=ranks)
+
+    def gather(
+        self,
+        function: OnRank,
+        *arguments: object,
+        ranks: Sequence[int] | None = None,
+        timeout: float = CALL_TIMEOUT_SECONDS,
+    ) -> list[Any]:
+        """Call a function on some ranks, or all, and return the results in order of ranks."""
+        chosen = self.ranks if ranks is None else ranks
+        self.require(chosen)
+        return self.roster.dispatcher.gather(function, *arguments, ranks=chosen, timeout=timeout)
+
+    def require(self, ranks: Sequence[int]) -> None:
+        """Raise a UserError unless all of ``ranks`` live."""
+        if (lost := self.lost) is not None:
+            raise UserError(f"The cluster is gone: {lost}. Start anew with %ddp_restart.")
+        for rank in ranks:
+            if (exit_ := self.exits.get(str(rank))) is not None:
+                raise UserError(
+                    f"Rank {rank} {describe_exit(exit_)}: %ddp_restart --ranks {rank} brings it "
+                    "back, the other ranks keep their variables."
+                )
+
+    def interrupt(self, ranks: Sequence[int]) -> None:
+        """Send ranks the signal that raises ``KeyboardInterrupt`` in a running cell."""
+        self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGINT)
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """End ranks at once."""
+        self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGKILL)
+
+    def log_tail(self, name: str, num_lines: int = 15) -> str:
+        """Return the last lines that a process wrote to its log, a crash from its beginning."""
+        return log_tail(self.folder, name, num_lines)
+
+    # -- for the cluster -------------------------------------------------------------
+
+    @property
+    def roster(self) -> Roster:
+        """The engines that have come; there are some from the start's middle to the end."""
+        assert self._roster is not None
+        return self._roster
+
+    def start_rank(self, rank: int, *, generation: int | None) -> None:
+        """Start a rank's process and return at once.
+
+        Args:
+            rank: which one; its end, if it has ended, is forgotten.
+            generation: of the process group that it joins; None for none.
+        """
+        assert self.plan is not None
+        self.exits.pop(str(rank), None)
+        self.processes.start_rank(
+            rank,
+            environment=torchrun_environment(self.plan, rank, self._master_port),
+            settings=rank_settings(
+                self.plan, rank, profile=self.profile, home=self.home, generation=generation
+            ),
+        )
+
+    def end_ranks(self, ranks: Sequence[int]) -> None:
+        """Kill those of the ranks that live, and wait until they have ended."""
+        self.kill(ranks)
+        deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
+        while set(ranks) & set(self.living):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {format_ranks(ranks)} did not end")
+            time.sleep(0.002)
+
+    def note_exit(self, exit_: Exit) -> None:
+        """Remember, from the listening thread, that a process ended."""
+        with self._exit_lock:
+            self.exits[exit_.name] = exit_
+        if (roster := self._roster) is None:
+            return
+        lost = [int(exit_.name)] if exit_.name.isdigit() else list(self.ranks)
+        for rank in lost:
+            roster.dispatcher.lose(rank, describe_exit(exit_))
+
+    def raise_if_dead(self) -> None:
+        """Raise a RuntimeError with the end of its log where a process ended while starting."""
+        with self._exit_lock:
+            exits = list(self.exits.values())
+        if self.processes.ready.done() and (cause := self.processes.ready.exception()):
+            raise RuntimeError(f"The ranks could not be prepared: {cause}")
+        for exit_ in exits:
+            raise RuntimeError(
+                f"{spoken(exit_.name)} {describe_exit(exit_)} while starting.\n"
+                f"{self.log_tail(exit_.name)}"
+            )
+
+    def disconnect(self, why: str) -> None:
+        """Reach no rank any more; calls in progress are told ``why``."""
+        self.is_over = True
+        roster, self._roster = self._roster, None
+        if roster is not None:
+            roster.close(self.ranks, why)
