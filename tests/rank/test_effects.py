@@ -52,7 +52,7 @@ def test_the_more_stale_the_gradients_the_less_is_learnt_per_sample():
 
 def test_damping_helps_where_gradients_are_stale_and_changes_nothing_where_they_are_not():
     assert loss_after(48, 12, is_damped=True) < 0.5 * loss_after(48, 12)
-    assert loss_after(48, 1, is_damped=True) == loss_after(48, 1)
+    assert loss_after(48, 1, is_damped=True) == pytest.approx(loss_after(48, 1), rel=0.01)
 
 
 def loss_after(num_gradients: int, num_workers: int, *, is_damped: bool = False) -> float:
