@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.diagnosis import describe
 from ddpnb.notebook.cluster.exits import describe_exit
+from ddpnb.notebook.cluster.linger import name_of
 from ddpnb.notebook.cluster.stopped import stopped_ranks, tell_stopped
+from ddpnb.notebook.ranks import format_ranks
 from ddpnb.notebook.show.table import Cell, Column, Table
 from ddpnb.notebook.show.words import counted
 from ddpnb.wire import Whereabouts
@@ -99,3 +102,35 @@ def tell_where(cluster: Cluster) -> str:
 def no_answer(rank: int) -> str:
     """Say that a rank lives and does not tell where it is."""
     return f"rank {rank} does not answer: it may be deep in code that lets no other thread run"
+
+
+def tell_running(cluster: Cluster, num_ranks: int | None) -> str:
+    """Say what becomes of the wish to start ranks where some run already.
+
+    Args:
+        cluster: that runs.
+        num_ranks: as many were wished for; None for no wish.
+    """
+    if dead := sorted(set(cluster.ranks) - set(cluster.living)):
+        return (
+            f"A cluster is running already, but rank {format_ranks(dead)} of it is dead: "
+            "%ddp_restart brings the ranks back."
+        )
+    if num_ranks not in (None, len(cluster.ranks)):
+        return (
+            f"A cluster of {len(cluster.ranks)} ranks is running already: "
+            f"%ddp_restart -n {num_ranks} changes that."
+        )
+    ranks = format_ranks(cluster.ranks)
+    return f"The cluster is running already, with ranks {ranks}: it is used as it is."
+
+
+def with_linger(table: Table, cluster: Cluster) -> Table:
+    """Return a table that tells, too, where the cluster outlives the kernel."""
+    if not cluster.spec.linger_seconds or cluster.lost is not None:
+        return table
+    note = (
+        f"outlives the kernel by {cluster.spec.linger_seconds:g} s: "
+        f"%ddp_start --attach finds it again ({name_of(cluster.folder)})"
+    )
+    return replace(table, notes=(*table.notes, note))

@@ -6,8 +6,59 @@ would stop ipyparallel's client.  ``ddpnb.rank.calls`` is the other end.
 """
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from ddpnb.errors import UserError
+from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.wire import Failure, OnRank
+
+
+def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]) -> None:
+    """Put variables into the namespaces of ranks.
+
+    Raises:
+        UserError: where they cannot be sent, or not be read there.
+    """
+    names = ", ".join(variables)
+    try:
+        packed = pack(variables)
+    except Exception as error:
+        raise UserError(f"{names} cannot be sent to the ranks: {error}.") from error
+    for failure in gather(cluster, OnRank("push"), packed, ranks=ranks):
+        if failure is not None:
+            told = f"{failure.name}: {failure.text}"
+            raise UserError(f"{names} cannot be read on rank {failure.rank}: {told}.")
+
+
+def pull(cluster: Cluster, expression: str, ranks: Sequence[int]) -> list[Any]:
+    """Return the value of an expression on each of some ranks.
+
+    Raises:
+        UserError: where a rank cannot give it, or it cannot be read here.
+    """
+    found = gather(cluster, OnRank("pull"), expression, ranks=ranks)
+    for value in found:
+        if isinstance(value, Failure):
+            told = f"{value.name}: {value.text}"
+            raise UserError(f"Rank {value.rank} cannot give {expression}: {told}.")
+    try:
+        return [unpack(value) for value in found]
+    except Exception as error:
+        raise UserError(f"{expression} cannot be read in the notebook: {error}.") from error
+
+
+def gather(
+    cluster: Cluster, function: OnRank, *arguments: object, ranks: Sequence[int]
+) -> list[Any]:
+    """Call a function on some ranks; say what to do where one does not answer."""
+    try:
+        return cluster.gather(function, *arguments, ranks=ranks)
+    except TimeoutError as error:
+        raise UserError(
+            f"There was {error}: a cell may still run there; %ddp_why tells where it is, "
+            "%ddp_interrupt stops it."
+        ) from error
 
 
 def pack(variables: Mapping[str, object]) -> bytes:
