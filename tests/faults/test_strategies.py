@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
 from ddpnb.notebook.show.failures import RankError
 from ddpnb.training import TrainingSpec
-from ddpnb.wire import OnRank
+from ddpnb.wire import OnRank, RunSpec
 from tests.cluster.rig import pull, run, started, wait_until
 
 ONE_PROCESS = {"single", "dp"}
@@ -164,6 +164,27 @@ def interrupt(training: Training, marker: Path) -> None:
 def test_to_cut_the_group_frees_whoever_waits(cluster, tmp_path, strategy):
     marker = tmp_path / "marker"
     (spec,) = a_spec(strategy, marker, SLEEPS, SHORT).run_specs()
+    freed_by_a_cut(cluster, spec, marker)
+
+
+@pytest.mark.parametrize("strategy", WAIT_ELSEWHERE)
+def test_to_cut_the_group_frees_whoever_waits_for_the_run_to_begin(cluster, tmp_path, strategy):
+    marker = tmp_path / "marker"
+    (spec,) = a_spec(strategy, marker, "pass", SHORT).run_specs()
+    is_late = f"    if rank == 1: Path({str(marker)!r}).touch(); {SLEEPS}\n"
+    source = spec.source.replace("def model():\n", f"def model():\n{is_late}")
+    freed_by_a_cut(cluster, replace(spec, source=source), marker)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "rpc"])
+def test_to_cut_the_group_frees_whoever_waits_by_another_transport(cluster, tmp_path, transport):
+    marker = tmp_path / "marker"
+    (spec,) = a_spec("async", marker, SLEEPS, SHORT).run_specs()
+    freed_by_a_cut(cluster, replace(spec, transport=transport), marker)
+
+
+def freed_by_a_cut(cluster: Cluster, spec: RunSpec, marker: Path) -> None:
+    """Train until rank 1 sleeps, cut the group under rank 0, and see it go."""
     cluster.ensure_group()
     freed: list[float] = []
 
