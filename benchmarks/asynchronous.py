@@ -14,6 +14,7 @@ from torch import nn
 
 from benchmarks.measure import Figure
 from benchmarks.ranks import rank_calls
+from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.order import Order, Share, every_step
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Replica
@@ -43,6 +44,7 @@ def exchange_ms(
         transport=transport,
         parameters=parameters,
         timeout_seconds=60,
+        lifeline=Lifeline(),
     )
 
     def make_server(absent: Callable[[], int]) -> Server:

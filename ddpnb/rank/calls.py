@@ -73,6 +73,7 @@ def train(spec: RunSpec, joining: Joining | None = None) -> RunReport | Failure:
                     should_stop=engine.stop_wanted.is_set,
                     filename=filename_of(spec, engine),
                     joining=joining,
+                    lifeline=group.lifeline,
                 )
             )
         return replace(report, num_batches_sent=publisher.num_batches)

@@ -9,6 +9,7 @@ import IPython
 
 from ddpnb.errors import UserError
 from ddpnb.rank.engine import RankEngine
+from ddpnb.rank.transport.message import RankLostError
 from ddpnb.wire import Failure
 
 CLOSED_CONNECTION = re.compile(
@@ -79,4 +80,6 @@ def users_part(frames: TracebackType | None) -> TracebackType | None:
 
 def is_consequence(error: BaseException) -> bool:
     """Tell whether an exception says only that the connection to another rank is gone."""
+    if isinstance(error, RankLostError):
+        return True
     return isinstance(error, RuntimeError) and CLOSED_CONNECTION.search(str(error)) is not None

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, FileStore, set_debug_level
 
+from ddpnb.rank.lifeline import Lifeline
 from ddpnb.wire import RankState
 
 JOIN_TIMEOUT = timedelta(seconds=60)
@@ -39,6 +40,8 @@ class Group:
     generation: int = field(default=-1)
     joined_ns: int = 0
     """``time.time_ns()`` when this generation's group had been formed."""
+    lifeline: Lifeline = field(default_factory=Lifeline)
+    """Frees this rank from waits that are not the group's own; a new one with each group."""
 
     def join(self, generation: int, *, is_checked: bool = False) -> None:
         """Form the group; takes part: every rank.  Returns after a finished all-reduce.
@@ -61,6 +64,7 @@ class Group:
             self.backend, store=store, rank=self.rank, world_size=self.world_size
         )
         self.generation = generation
+        self.lifeline = Lifeline()
         self.joined_ns = time.time_ns()
         self.announce()
         total = torch.ones(1, device=self.device)
@@ -87,21 +91,22 @@ class Group:
         return found
 
     def cut(self) -> int:
-        """Free this rank from every collective it waits in; return the connections cut.
+        """Free this rank from every wait for another rank; return how many waits were cut.
 
         Shuts down the TCP connections between this process and its peers, in
         whatever group they were opened; the waiting call then raises
         ``RuntimeError``.  Gloo itself offers no way to end a wait.  Called from
         another thread than the one that waits.  The group is dead afterwards:
-        ``join`` forms the next.  NCCL's own way is to abort its communicators.
+        ``join`` forms the next.  NCCL's own way is to abort its communicators.  What
+        waits without the group holds the ``lifeline``.
         """
         if self.backend == "nccl" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
+        num_cut = self.lifeline.cut()
         theirs = set()
         for peer in self.peers():
             with contextlib.suppress(psutil.Error):
                 theirs |= {(c.laddr, c.raddr) for c in peer.net_connections("tcp") if c.raddr}
-        num_cut = 0
         for mine in psutil.Process().net_connections("tcp"):
             if mine.raddr and (mine.raddr, mine.laddr) in theirs:
                 num_cut += shut_down(mine.fd)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ddpnb import faults
 from ddpnb.rank.checkpoint import Place, read
+from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.loader import Ahead, Direct, Source
 from ddpnb.rank.order import Order, Share
 from ddpnb.rank.strategies import make_strategy
@@ -32,6 +33,8 @@ class Stage:
     task: Task
     order: Order
     folder: Path
+    lifeline: Lifeline
+    """Ends the run on this rank where the group is cut."""
     namespace: Mapping[str, object]
     """Where a strategy of the user's own is looked up."""
     first_step: int = 0
@@ -100,6 +103,7 @@ class Stage:
             transport=self.spec.transport,
             optimizers=optimizers,
             joins=self.joining is not None,
+            lifeline=self.lifeline,
         )
 
     def source(self, strategy: Strategy) -> Source:
@@ -176,6 +180,7 @@ def build(
     namespace: Mapping[str, object],
     *,
     folder: Path = Path(),
+    lifeline: Lifeline | None = None,
     filename: str,
 ) -> Stage:
     """Load the task and find out who takes part.
@@ -207,6 +212,7 @@ def build(
         task=task,
         order=order,
         folder=folder,
+        lifeline=lifeline or Lifeline(),
         namespace=known,
         first_step=saved["step"] if saved else 0,
         saved=saved,

@@ -25,6 +25,7 @@ from ddpnb.rank.clock import Clock, clock_of
 from ddpnb.rank.drag import Drag
 from ddpnb.rank.evaluate import evaluate
 from ddpnb.rank.keeper import Keeper, set_up
+from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.loader import Source
 from ddpnb.rank.stage import Stage, build
 from ddpnb.rank.stop import Stop
@@ -78,6 +79,7 @@ def run(
     should_stop: Callable[[], bool],
     filename: str = UNNAMED,
     joining: Joining | None = None,
+    lifeline: Lifeline | None = None,
 ) -> RunReport:
     """Train and judge one run; takes part: every rank of the default process group.
 
@@ -93,13 +95,14 @@ def run(
         should_stop: asked before each step; one rank's yes ends the run on all of them.
         filename: what tracebacks call the comparison's cell.
         joining: where this rank comes in, if the others train already; it is in no group then.
+        lifeline: frees this rank from waits that are not its group's.
 
     Raises:
         UserError: what ``check`` would have refused.
         RuntimeError: another rank left in the middle of the run.
     """
     with untouched(torch.device(state.device)):
-        stage = build(spec, state, namespace, folder=folder, filename=filename)
+        stage = build(spec, state, namespace, folder=folder, filename=filename, lifeline=lifeline)
         if state.rank >= stage.plan.num_ranks:
             return RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
         if joining is not None:
@@ -245,6 +248,7 @@ def _train(course: _Course) -> None:
         if course.stop.before(step):
             tally.was_stopped = True
             break
+        stage.lifeline.check()  # who waits for nobody, or seldom, ends with the others too
         batch = stage.fetch(share, course.source)
         course.late.before_step()
         tally.add(tally.clock.lap(course.strategy.step(batch)))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ddpnb.rank.failure import is_consequence
+from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.strategies import ddp_shm
 from ddpnb.rank.transport.shared_sum import PIECE_BYTES, SharedSum
 from tests.rank.fit import Problem, by_hand, by_strategy, distance
@@ -27,6 +28,7 @@ def opened(state, folder: Path, timeout_seconds: float = 30.0) -> SharedSum:
         rank=state.rank,
         num_ranks=state.world_size,
         timeout_seconds=timeout_seconds,
+        lifeline=Lifeline(),
     )
 
 

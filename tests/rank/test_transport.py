@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ddpnb.errors import UserError
+from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport import packed
 from ddpnb.rank.transport.link import DirectLink
 from ddpnb.rank.transport.mailbox import Mailbox
@@ -79,6 +80,7 @@ def connect(tmp_path, key=None) -> ShmLink:
         rank=1,
         parameters=[nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))],
         timeout_seconds=5,
+        lifeline=Lifeline(),
     )
 
 

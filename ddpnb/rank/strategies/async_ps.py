@@ -168,6 +168,7 @@ class AsyncParameterServer(Strategy):
             parameters=replica.parameters,
             # the server's word on who is lost comes first
             timeout_seconds=self._timeout if replica.rank == 0 else 1.5 * self._timeout,
+            lifeline=replica.lifeline,
         )
         if replica.joins:
             return connect.join(place, self._opened)

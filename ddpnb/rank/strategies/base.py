@@ -15,6 +15,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
+from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.order import Share
 from ddpnb.rank.tasks.base import LossFunction, OptimizerFactory
 from ddpnb.wire import RankState
@@ -105,6 +106,8 @@ class Replica:
     """Those that the factory has made, in order."""
     joins: bool = False
     """Whether the others train already: this rank is in no group with them."""
+    lifeline: Lifeline = field(default_factory=Lifeline)
+    """Frees whoever holds it from waiting for other ranks."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -121,6 +121,7 @@ class DdpShm(Strategy):
             rank=replica.rank,
             num_ranks=replica.world_size,
             timeout_seconds=self._timeout.total_seconds(),
+            lifeline=replica.lifeline,
         )
         self._sum.tell(
             lambda is_waiting: replica.timer.begin("waiting" if is_waiting else "communication")

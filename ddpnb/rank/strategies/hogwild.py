@@ -155,7 +155,9 @@ class Hogwild(Strategy):
 
     def _meet(self, replica: Replica) -> Meeting:
         """Make the files, or wait until rank 0 has."""
-        meeting = Meeting(replica.name, replica.rank, replica.folder, self._timeout)
+        meeting = Meeting(
+            replica.name, replica.rank, replica.folder, self._timeout, replica.lifeline
+        )
         if replica.rank != 0:
             if meeting.read(_MEMORY, of_rank=0) != this_host(replica.folder):
                 raise UserError("hogwild needs all ranks on one host; compare async.")
@@ -214,6 +216,7 @@ class Hogwild(Strategy):
         """Raise where the run is over, or goes on without this worker."""
         if (failed := self._here.failed_rank) != NOBODY:
             raise RankLostError(failed)
+        self._replica.lifeline.check()
         if time.monotonic() - self._looked_at > _LOOK_SECONDS:
             self._looked_at = time.monotonic()
             self._check_needed()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport.gloo import GlooGroup, GlooHost, GlooLink
 from ddpnb.rank.transport.host import Host
 from ddpnb.rank.transport.link import DirectLink, Link
@@ -35,6 +36,8 @@ class Place:
     """What is trained, on this worker's device."""
     timeout_seconds: float
     """How long the server may take to answer."""
+    lifeline: Lifeline
+    """Frees this rank from waiting for another."""
 
     @property
     def others(self) -> range:
@@ -52,10 +55,11 @@ def serve(
         make_server: makes the server, given what tells it who has failed before it came.
         opened: closes all that is opened.
     """
-    meeting = Meeting(place.name, place.rank, place.folder, place.timeout_seconds)
+    meeting = _meeting(place)
     hosts = [f"host-{rank}" for rank in place.others]
     opened.callback(meeting.forget, _TRANSPORT, *hosts)
     server = make_server(meeting.absent)
+    opened.enter_context(place.lifeline.held(lambda: server.fail(SERVER_RANK)))
     transport = _chosen(place, meeting) if place.transport == "auto" else place.transport
     if transport != "shm":  # the others are needed to open it
         meeting.tell(_TRANSPORT, transport)
@@ -73,7 +77,7 @@ def connect(place: Place, opened: ExitStack) -> Link:
     Raises:
         RankLostError: there is no server.
     """
-    meeting = Meeting(place.name, place.rank, place.folder, place.timeout_seconds)
+    meeting = _meeting(place)
     if place.transport == "auto":
         meeting.tell(f"host-{place.rank}", this_host(place.folder))
     transport = meeting.read(_TRANSPORT, of_rank=SERVER_RANK)
@@ -124,6 +128,7 @@ def _link(place: Place, transport: str) -> Link:
                 rank=place.rank,
                 parameters=place.parameters,
                 timeout_seconds=place.timeout_seconds,
+                lifeline=place.lifeline,
             )
 
 
@@ -134,4 +139,9 @@ def _agent(place: Place) -> RpcAgent:
         folder=place.folder,
         name=place.name,
         timeout_seconds=place.timeout_seconds,
+        lifeline=place.lifeline,
     )
+
+
+def _meeting(place: Place) -> Meeting:
+    return Meeting(place.name, place.rank, place.folder, place.timeout_seconds, place.lifeline)

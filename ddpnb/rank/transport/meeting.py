@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport.message import NOBODY, RankLostError
 
 _LOOK_SECONDS = 0.005
@@ -31,12 +32,16 @@ class Meeting:
         rank: this rank.
         folder: where the ranks of this host say which process they are.
         timeout_seconds: how long a text may take to come.
+        lifeline: frees this rank from waiting.
     """
 
-    def __init__(self, name: str, rank: int, folder: Path, timeout_seconds: float) -> None:
+    def __init__(
+        self, name: str, rank: int, folder: Path, timeout_seconds: float, lifeline: Lifeline
+    ) -> None:
         self._store = PrefixStore(f"ddpnb/{name}", _get_default_store())
         self._rank = rank
         self._timeout = timeout_seconds
+        self._lifeline = lifeline
         self._peers = [(process, other) for process, other in _peers(folder) if other != rank]
 
     def tell(self, what: str, text: str) -> None:
@@ -59,7 +64,12 @@ class Meeting:
         return str(self._store.get(what).decode())
 
     def absent(self) -> int:
-        """Return who has failed, or died, before it could tell the server, or ``NOBODY``."""
+        """Return who has failed, or died, before it could tell the server, or ``NOBODY``.
+
+        Raises:
+            RuntimeError: this rank should wait for nobody any more.
+        """
+        self._lifeline.check()
         if self._store.check(["absent"]) and (rank := int(self._store.get("absent"))) != self._rank:
             return rank
         dead = (rank for process, rank in self._peers if not _is_alive(process))
@@ -82,7 +92,7 @@ def excused(name: str, rank: int, folder: Path) -> Iterator[None]:
     except BaseException:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
-                Meeting(name, rank, folder, 0.0).tell("absent", str(rank))
+                Meeting(name, rank, folder, 0.0, Lifeline()).tell("absent", str(rank))
         raise
 
 

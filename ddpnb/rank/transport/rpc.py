@@ -15,6 +15,7 @@ from typing import Any, TypeVar, final
 from torch import Tensor, nn
 from torch.distributed import rpc
 
+from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport.host import Host
 from ddpnb.rank.transport.link import Landing, Link
 from ddpnb.rank.transport.meeting import Meeting
@@ -38,16 +39,24 @@ class RpcAgent:
         folder: where the ranks of this host meet.
         name: of the run.
         timeout_seconds: how long one call may take.
+        lifeline: frees this rank from waiting for the others to leave.
     """
 
     def __init__(
-        self, *, rank: int, world_size: int, folder: Path, name: str, timeout_seconds: float
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        folder: Path,
+        name: str,
+        timeout_seconds: float,
+        lifeline: Lifeline,
     ) -> None:
         self._path = folder / f"{name}.rpc"
         self._timeout = timeout_seconds
         self._rank = rank
         self._world_size = world_size
-        self._meeting = Meeting(f"{name}.rpc", rank, folder, timeout_seconds)
+        self._meeting = Meeting(f"{name}.rpc", rank, folder, timeout_seconds, lifeline)
         with _on_loopback(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own way
             rpc.init_rpc(

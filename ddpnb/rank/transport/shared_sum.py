@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport.packed import create_shared
 from ddpnb.rank.transport.shm import socket_path
 
@@ -46,10 +47,17 @@ class SharedSum:
         rank: this rank.
         peers: a connection to each other rank, by rank.
         timeout_seconds: how long to wait for a rank that is alive.
+        lifeline: frees this rank from waiting for another.
     """
 
     def __init__(
-        self, raw: Tensor, *, rank: int, peers: dict[int, socket.socket], timeout_seconds: float
+        self,
+        raw: Tensor,
+        *,
+        rank: int,
+        peers: dict[int, socket.socket],
+        timeout_seconds: float,
+        lifeline: Lifeline,
     ) -> None:
         self._raw = raw
         self._rank = rank
@@ -62,10 +70,19 @@ class SharedSum:
         for peer in peers.values():
             peer.settimeout(None)  # one system call a wait: the limit is the kernel's to watch
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(lifeline.held(self._hang_up))
 
     @classmethod
     def open(
-        cls, folder: Path, name: str, *, rank: int, num_ranks: int, timeout_seconds: float
+        cls,
+        folder: Path,
+        name: str,
+        *,
+        rank: int,
+        num_ranks: int,
+        timeout_seconds: float,
+        lifeline: Lifeline,
     ) -> Self:
         """Meet the other ranks; takes part: every rank of the default group, in one folder.
 
@@ -85,11 +102,15 @@ class SharedSum:
             listener.bind(address)
             made.callback(Path(address).unlink)
             listener.listen(num_ranks)
+            made.enter_context(lifeline.held(lambda: listener.shutdown(socket.SHUT_RDWR)))
             dist.barrier()  # takes part: every rank; all listen
-            peers = _connect(listener, folder, name, rank, num_ranks)
+            try:
+                peers = _connect(listener, folder, name, rank, num_ranks)
+            except OSError as error:
+                raise RuntimeError("Connection closed by peer: a rank did not come.") from error
             raw = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
             dist.barrier()  # takes part: every rank; all are connected and have mapped the file
-        return cls(raw, rank=rank, peers=peers, timeout_seconds=timeout_seconds)
+        return cls(raw, rank=rank, peers=peers, timeout_seconds=timeout_seconds, lifeline=lifeline)
 
     def tell(self, on_wait: Callable[[bool], None]) -> None:
         """Have ``on_wait`` called with True before each wait for others, with False after it."""
@@ -112,10 +133,16 @@ class SharedSum:
 
     def close(self) -> None:
         """Hang up; may be called twice."""
+        self._held.close()
+        self._hang_up()
+        for peer in self._peers.values():
+            peer.close()
+
+    def _hang_up(self) -> None:
+        """End every wait, on both ends, also where a child process holds a copy of a socket."""
         for peer in self._peers.values():
             with contextlib.suppress(OSError):  # the other end may be gone
-                peer.shutdown(socket.SHUT_RDWR)  # also where a child process holds a copy
-            peer.close()
+                peer.shutdown(socket.SHUT_RDWR)
 
     def _add_both(self, piece: Tensor, slots: list[Tensor]) -> None:
         slots[self._rank].copy_(piece)

@@ -18,6 +18,7 @@ from typing import final
 
 from torch import nn
 
+from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport.host import Caller, Host, serve
 from ddpnb.rank.transport.link import Landing, Link, write_gradients
 from ddpnb.rank.transport.mailbox import Mailbox
@@ -167,6 +168,7 @@ class ShmLink(Link):
         rank: this worker.
         parameters: the parameters to train, on this worker's device.
         timeout_seconds: how long the server may take to answer.
+        lifeline: frees this worker from waiting for the server.
         key: the server's secret; read from its file if not given.
 
     Raises:
@@ -181,6 +183,7 @@ class ShmLink(Link):
         rank: int,
         parameters: Sequence[nn.Parameter],
         timeout_seconds: float,
+        lifeline: Lifeline,
         key: bytes | None = None,
     ) -> None:
         self._parameters = parameters
@@ -188,6 +191,8 @@ class ShmLink(Link):
         self._landing: Landing | None = None
         self._connection = socket.socket(socket.AF_UNIX)
         set_timeout(self._connection, timeout_seconds)
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(lifeline.held(self._hang_up))
         try:
             secret = key or key_path(folder, name).read_bytes()
             self._connection.connect(str(socket_path(folder, name)))
@@ -196,6 +201,7 @@ class ShmLink(Link):
             mailbox = Mailbox.map(mailbox_path(folder, name, rank), parameters)
             send(self._connection, _READY)
         except (OSError, PeerGoneError) as error:
+            self._held.close()
             self._connection.close()
             raise RunOverError from error
         self._gradients = mailbox.gradients
@@ -223,9 +229,14 @@ class ShmLink(Link):
         if not self._is_over:
             self._is_over = True
             self._ask(Request.LEAVE)
+        self._held.close()
         self._connection.close()
         if self._landing is not None:
             self._landing.leave()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # not connected yet, or not any more
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def _ask(self, request: Request) -> None:
         # Where the server has hung up, its last word, read next, says why.

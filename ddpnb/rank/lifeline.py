@@ -1,0 +1,54 @@
+"""How is a rank freed from a wait that is not the process group's?  (Rank side.)
+
+What waits for other ranks by a socket or a condition of its own says here how that wait is
+ended; what looks again and again asks whether it still may.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import final
+
+
+@final
+class Lifeline:
+    """One group's: cut once, with the group, from another thread than the one that waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ways_out: list[Callable[[], None]] = []
+        self._is_cut = False
+
+    def cut(self) -> int:
+        """End all waits, now and from now on; return how many were held.  May be called twice."""
+        with self._lock:
+            self._is_cut = True
+            for let_go in self._ways_out:
+                let_go()
+            return len(self._ways_out)
+
+    @contextlib.contextmanager
+    def held(self, let_go: Callable[[], None]) -> Iterator[None]:
+        """Have ``let_go`` called at a cut, never after this has ended.
+
+        Args:
+            let_go: ends a wait; called from another thread, at once where all is cut already.
+        """
+        with self._lock:
+            self._ways_out.append(let_go)
+            if self._is_cut:
+                let_go()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._ways_out.remove(let_go)
+
+    def check(self) -> None:
+        """Raise where nobody should wait any more.
+
+        Raises:
+            RuntimeError: all has been cut.
+        """
+        if self._is_cut:
+            raise RuntimeError("Connection closed by peer: this rank was freed from its wait.")

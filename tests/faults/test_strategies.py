@@ -1,0 +1,218 @@
+"""Whatever the strategy: no rank waits for ever for one that has failed, or sleeps on."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from ddpnb.catalogue import STRATEGIES
+from ddpnb.notebook.cluster.call import Happening, Returned
+from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.notebook.cluster.watch import Watch, failure_in
+from ddpnb.notebook.compare import ComparisonSpec, Training, prepare
+from ddpnb.notebook.record.runs import Status
+from ddpnb.notebook.record.store import Store
+from ddpnb.notebook.show.failures import RankError
+from ddpnb.training import TrainingSpec
+from ddpnb.wire import OnRank, RunSpec
+from tests.cluster.rig import pull, run, started, wait_until
+
+ONE_PROCESS = {"single", "dp"}
+SEVERAL_RANKS = [name for name in STRATEGIES if name not in ONE_PROCESS]
+ALL = [*SEVERAL_RANKS, "async:bound=1"]
+WAIT_ELSEWHERE = ["ddp-shm", "async", "async:bound=1", "hogwild"]
+"""Those whose ranks wait by sockets or memory, not in the process group."""
+GENEROUS_SECONDS = 6.0
+"""For a busy machine; about one is usual."""
+
+CELL = """
+import time, torch
+from pathlib import Path
+from torch import nn
+
+class Moody(nn.Linear):
+    num_calls = 0
+
+    def forward(self, x):
+        Moody.num_calls += 1
+        if rank == 1 and Moody.num_calls == 20:
+            Path({marker!r}).touch()
+            {mood}
+        time.sleep(0.002)
+        return super().forward(x)
+
+def model():
+    return nn.Sequential(Moody(4, 4), nn.Linear(4, 2))
+
+def data(split):
+    x = torch.randn(400, 4)
+    return x, (x.sum(dim=1) > 0).long()
+"""
+RAISES = "raise ZeroDivisionError('on purpose')"
+SLEEPS = "time.sleep(1000)"
+SLEEPS_A_WHILE = "time.sleep(3)"
+OF_A_RUN = (".s", ".k", ".sum", ".w", ".b", ".stop")
+"""How the names of files end that a run makes in the cluster's folder."""
+LONG = 500.0
+SHORT = 1.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with started(2, method="fork") as cluster:
+        run(cluster, "kept = [rank]")
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def kept(cluster: Cluster) -> Iterator[None]:
+    """After each test the same processes live, and all have their variables."""
+    pids = pull(cluster, "__import__('os').getpid()")
+    yield
+    assert not cluster.exits
+    cluster.ensure_group()
+    assert pull(cluster, "__import__('os').getpid()") == pids
+    assert pull(cluster, "kept") == [[0], [1]]
+    assert not [path.name for path in cluster.folder.iterdir() if path.suffix in OF_A_RUN]
+
+
+def a_spec(strategy: str, marker: Path, mood: str, num_epochs: float = LONG) -> ComparisonSpec:
+    training = TrainingSpec(
+        source=CELL.format(marker=str(marker), mood=mood), num_epochs=num_epochs, batch_size=10
+    )
+    return ComparisonSpec(strategies=(strategy,), training=training, baseline=False)
+
+
+@dataclass(kw_only=True, slots=True)
+class Called:
+    """Calls a function in a thread once a file is there."""
+
+    marker: Path
+    at: float = 0.0
+    thread: threading.Thread = field(default_factory=threading.Thread)
+
+    def begin(self, function: Callable[[], object]) -> None:
+        def call() -> None:
+            wait_until(self.marker.exists, "a rank is at its 20th step", timeout=30)
+            time.sleep(0.1)  # the others come to wait
+            self.at = time.monotonic()
+            function()
+
+        self.thread = threading.Thread(target=call)
+        self.thread.start()
+
+    def seconds_since(self) -> float:
+        self.thread.join()
+        return time.monotonic() - self.at
+
+
+def prepared(cluster: Cluster, folder: Path, strategy: str, mood: str) -> tuple[Training, Path]:
+    marker = folder / "marker"
+    return prepare(cluster, Store(folder), a_spec(strategy, marker, mood)), marker
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_a_model_that_raises_on_one_rank_ends_the_run_for_all(cluster, tmp_path, strategy):
+    training, _ = prepared(cluster, tmp_path, strategy, RAISES)
+    with pytest.raises(RankError) as caught:
+        training.run()
+    ended = time.time()
+    first, *others = caught.value.failures
+    assert (first.rank, first.name) == (1, "ZeroDivisionError")
+    assert all(failure.is_consequence for failure in others), others
+    assert ended - first.failed_at < GENEROUS_SECONDS
+    (snapshot,) = training.recorder.comparison.runs
+    assert snapshot.status is Status.FAILED
+    assert "on purpose" in snapshot.detail
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_a_run_is_stopped_in_its_midst(cluster, tmp_path, strategy):
+    training, marker = prepared(cluster, tmp_path, strategy, "pass")
+    called = Called(marker=marker)
+    called.begin(training.stop)
+    result = training.run()
+    assert called.seconds_since() < GENEROUS_SECONDS
+    (snapshot,) = result.comparison.runs
+    assert (snapshot.status, snapshot.detail) == (Status.STOPPED, "stopped by the user")
+
+
+@pytest.mark.parametrize("strategy", WAIT_ELSEWHERE)
+def test_an_interrupt_ends_a_run(cluster, tmp_path, strategy):
+    interrupt(*prepared(cluster, tmp_path, strategy, "pass"))
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_an_interrupt_ends_a_run_in_which_one_rank_waits(cluster, tmp_path, strategy):
+    interrupt(*prepared(cluster, tmp_path, strategy, SLEEPS))
+
+
+def interrupt(training: Training, marker: Path) -> None:
+    called = Called(marker=marker)
+    called.begin(lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        training.run()
+    assert called.seconds_since() < GENEROUS_SECONDS
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_to_cut_the_group_frees_whoever_waits(cluster, tmp_path, strategy):
+    marker = tmp_path / "marker"
+    (spec,) = a_spec(strategy, marker, SLEEPS, SHORT).run_specs()
+    freed_by_a_cut(cluster, spec, marker)
+
+
+@pytest.mark.parametrize("strategy", WAIT_ELSEWHERE)
+def test_to_cut_the_group_frees_whoever_waits_for_the_run_to_begin(cluster, tmp_path, strategy):
+    marker = tmp_path / "marker"
+    (spec,) = a_spec(strategy, marker, "pass", SHORT).run_specs()
+    is_late = f"    if rank == 1: Path({str(marker)!r}).touch(); {SLEEPS}\n"
+    source = spec.source.replace("def model():\n", f"def model():\n{is_late}")
+    freed_by_a_cut(cluster, replace(spec, source=source), marker)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "rpc"])
+def test_to_cut_the_group_frees_whoever_waits_by_another_transport(cluster, tmp_path, transport):
+    marker = tmp_path / "marker"
+    (spec,) = a_spec("async", marker, SLEEPS, SHORT).run_specs()
+    freed_by_a_cut(cluster, replace(spec, transport=transport), marker)
+
+
+def freed_by_a_cut(cluster: Cluster, spec: RunSpec, marker: Path) -> None:
+    """Train until rank 1 sleeps, cut the group under rank 0, and see it go."""
+    cluster.ensure_group()
+    freed: list[float] = []
+
+    def handle(happening: Happening) -> None:
+        if isinstance(happening, Returned) and happening.rank == 0:
+            freed.append(time.monotonic())
+            watch.stop_requested = True  # wakes rank 1
+
+    watch = Watch(
+        cluster=cluster,
+        call=cluster.submit(OnRank("train"), spec, ranks=cluster.ranks),
+        handle=handle,
+        tick=lambda: None,
+        timeout=30,
+    )
+    called = Called(marker=marker)
+    called.begin(lambda: cluster.cut([0]))
+    watch.run()
+    called.thread.join()
+    assert not watch.timed_out
+    failure = failure_in(watch.returned[0])
+    assert failure is not None
+    assert failure.is_consequence, failure
+    assert freed[0] - called.at < GENEROUS_SECONDS
+
+
+@pytest.mark.parametrize("strategy", ["ddp-shm", "async"])
+def test_a_rank_that_is_slow_for_once_is_waited_for(cluster, tmp_path, strategy):
+    spec = a_spec(strategy, tmp_path / "marker", SLEEPS_A_WHILE, SHORT)
+    result = prepare(cluster, Store(tmp_path), spec).run()
+    assert result.comparison.runs[0].status is Status.FINISHED
