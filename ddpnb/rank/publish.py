@@ -46,6 +46,7 @@ class Publisher:
         self._num_logged = 0
         self._started_seconds = time.perf_counter()
         self._stop = threading.Event()
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "Publisher":
@@ -80,8 +81,11 @@ class Publisher:
             self._flush()
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="ddpnb-publish", daemon=True)
-        self._thread.start()
+        with self._starting:
+            if self._thread is None:  # another thread's first event may have come meanwhile
+                thread = threading.Thread(target=self._run, name="ddpnb-publish", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def _run(self) -> None:
         while not self._stop.wait(FLUSH_SECONDS):

@@ -41,7 +41,7 @@ def test_a_run_is_readable_up_to_its_last_flush_after_a_sigkill(project: Path):
         second.run("%load_ext ddpnb")
         listed = second.run("%ddp_runs").text
         assert "cut/ddp" in listed
-        assert "stopped when its kernel ended; kept up to the last flush" in listed
+        assert "stopped: its kernel ended; kept up to the last flush" in listed
         kept = int(second.run("import ddpnb\nprint(len(ddpnb.load('cut').steps()))").stdout)
         assert kept >= seen
         drawn = second.run("%ddp_plot cut")

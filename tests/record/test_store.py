@@ -1,3 +1,5 @@
+import dataclasses
+import json
 import os
 import signal
 import sqlite3
@@ -7,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +21,12 @@ from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.database import StoreError
 from ddpnb.notebook.record.folder import runs_folder
 from ddpnb.notebook.record.recorder import Recorder
+from ddpnb.notebook.record.repeat import magic_of
 from ddpnb.notebook.record.runs import Run, RunSnapshot, Status
 from ddpnb.notebook.record.store import FILE_NAME, Store
+from ddpnb.notebook.show.details import Details
+from ddpnb.notebook.show.listing import runs_table
+from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.wire import Parts, StepEvent
 from tests.record.fake_runs import batch, fake_run, header, spec, step
 
@@ -363,3 +371,51 @@ def test_runs_lie_in_the_project(tmp_path: Path):
 
 def test_outside_a_project_runs_lie_beside_the_notebook(tmp_path: Path):
     assert runs_folder(tmp_path) == tmp_path / "data" / "runs"
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        {"strategy": "carrier-pigeon"},
+        {"strategy": "ddp:hook=smoke"},
+        {"strategy": "Averaging:=="},
+        {"task": "poetry"},
+        {"lr_scaling": "cubic"},
+        {"slow": ["often"]},
+    ],
+    ids=str,
+)
+def test_what_is_no_longer_in_the_catalogue_is_still_listed_and_drawn(
+    tmp_path: Path, gone: dict[str, Any]
+):
+    run = fake_run("ddp", num_steps=5)
+    own = replace(a_comparison(), specs=(spec("ddp"),))
+    store = Store(tmp_path, flush_seconds=0)
+    begun = store.begin_comparison(own)
+    store.begin_run(begun.comparison_id, run.snapshot())
+    store.finish(run.run_id, Status.FINISHED)
+    store.close()
+    written = dataclasses.asdict(spec("ddp")) | gone
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute("UPDATE runs SET spec = ?", (json.dumps(written),))
+        connection.execute("UPDATE comparisons SET specs = ?", (json.dumps([written]),))
+        if "strategy" in gone:
+            connection.execute("UPDATE runs SET name = ?", (gone["strategy"],))
+    connection.close()
+    store = Store(tmp_path)
+    (listed,) = store.list()
+    assert listed.spec is not None
+    assert listed.spec.batch_size == spec("ddp").batch_size
+    comparison = store.load(begun.name)
+    name, value = next(iter(gone.items()))
+    (kept,) = comparison.runs
+    assert kept.spec is not None
+    assert getattr(kept.spec, name) == (tuple(value) if isinstance(value, list) else value)
+    result = ComparisonResult(comparison)
+    assert listed.name in runs_table((listed,)).text()
+    assert listed.name in result.table().text()
+    assert result.plot().png().startswith(b"\x89PNG")
+    assert "ddp_compare" in magic_of(comparison)
+    assert listed.name in repr(Details(comparison))
+    result.save(tmp_path / "saved")
+    store.close()

@@ -94,10 +94,10 @@ def test_one_repeat_gives_the_range_over_tenths():
 
 def test_a_failed_repeat_does_not_bend_the_median_but_is_told():
     good, bad = timed("single", (1.0,)), timed("single", (50.0,), 1)
-    bad.end(Status.FAILED, "because rank 0 was killed")
+    bad.end(Status.FAILED, "rank 0 was killed")
     (single,) = summarise(compared(good, bad))
     assert single.samples_per_second.middle == 100.0
-    assert single.notes == ("failed because rank 0 was killed",)
+    assert single.notes == ("failed: rank 0 was killed",)
 
 
 def test_staleness_median_and_maximum():

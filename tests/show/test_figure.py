@@ -1,6 +1,7 @@
 import io
 import math
 from dataclasses import replace
+from typing import Any
 
 import matplotlib.text
 import numpy as np
@@ -8,10 +9,11 @@ import pytest
 from PIL import Image
 
 from ddpnb.notebook.record.comparison import Comparison, overlay
-from ddpnb.notebook.record.runs import Run, Status
+from ddpnb.notebook.record.runs import Run, RunSnapshot, Status
 from ddpnb.notebook.show.figure import LiveFigure, draw
 from ddpnb.notebook.show.series import Preparer, series_of
 from ddpnb.notebook.show.view import ACROSS, EVERYTHING, View
+from ddpnb.notebook.show.words import notes
 from ddpnb.wire import Mark
 from tests.record.fake_runs import batch, fake_comparison, fake_run, header, spec, step
 
@@ -153,6 +155,40 @@ def test_runs_that_differ_are_told():
     comparison = Comparison(comparison_id="c", name="c", runs=(one.snapshot(), changed))
     texts = " ".join(text.get_text() for text in shown_texts(comparison))
     assert "these runs differ in batch size" in texts
+
+
+@pytest.mark.parametrize(
+    ("choices", "told"),
+    [
+        ({"amp": "bf16", "clip": 1.0}, "these runs differ in amp and clip;"),
+        ({"learning_rate": 0.1, "accumulate": 2, "slow": ("1:3x",)}, "differ in lr, accumulate an"),
+        ({"task": "synthetic"}, "these runs differ in task;"),
+        ({"resume": "a-run", "num_epochs": 1.0}, "these runs differ in epochs and resume;"),
+        ({"task": "cell", "source": "def model(): ..."}, "these runs differ in task;"),
+        ({"repeat": 3}, ""),
+    ],
+)
+def test_other_choices_are_said_beside_the_plot(choices: dict[str, Any], told: str):
+    one, other = fake_run("ddp", num_steps=20).snapshot(), fake_run("dp", num_steps=20).snapshot()
+    assert other.spec is not None
+    other = replace(other, spec=replace(other.spec, **choices))
+    comparison = Comparison(comparison_id="c", name="c", runs=(one, other))
+    texts = " ".join(text.get_text() for text in shown_texts(comparison))
+    assert (told or "Faint") in texts
+    assert ("these runs differ" in texts) == bool(told)
+
+
+def test_other_cells_are_told():
+    def of_cell(name: str, source: str) -> RunSnapshot:
+        run = fake_run(name, num_steps=20).snapshot()
+        assert run.spec is not None
+        return replace(run, spec=replace(run.spec, task="cell", source=source))
+
+    head = "# %%ddp_compare ddp\n"
+    runs = [of_cell("ddp", f"{head}wide = 8"), of_cell("dp", "wide = 8"), of_cell("async", "a = 1")]
+    same = Comparison(comparison_id="c", name="c", runs=tuple(runs[:2]))
+    assert not any(note.startswith("these runs") for note in notes(same, ()))
+    assert notes(same.with_runs(runs), ()) == ("these runs differ in the cell's code",)
 
 
 def test_repeats_become_a_median_over_at_least_half():

@@ -118,11 +118,27 @@ def test_repeats_are_told_and_columns_nobody_fills_are_left_out():
 
 def test_a_run_that_failed_is_in_the_table():
     run = fake_run("ddp", num_steps=30, share=0.5)
-    run.end(Status.FAILED, "because rank 1 was killed")
+    run.end(Status.FAILED, "rank 1 was killed")
     comparison = Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
     text = scores_table(comparison).text()
     assert "ddp failed" in text
-    assert "ddp: failed because rank 1 was killed" in text
+    assert "ddp: failed: rank 1 was killed" in text
+
+
+@pytest.mark.parametrize(
+    ("status", "detail", "told"),
+    [
+        (Status.STOPPED, "interrupted", "stopped: interrupted"),
+        (Status.STOPPED, "stopped by the user", "stopped by the user"),
+        (Status.STOPPED, "", "stopped"),
+        (Status.FAILED, "rank 0 was killed", "failed: rank 0 was killed"),
+    ],
+)
+def test_how_a_run_ended_is_told_in_words(status: Status, detail: str, told: str):
+    run = fake_run("ddp", num_steps=30, share=0.5)
+    run.end(status, detail)
+    comparison = Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
+    assert f"\n  ddp: {told}\n" in scores_table(comparison).text() + "\n"
 
 
 def test_an_empty_comparison_has_an_empty_table():

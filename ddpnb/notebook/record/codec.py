@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from ddpnb.errors import UserError
 from ddpnb.notebook.record.events import of_any_format
 from ddpnb.wire import EventBatch, Mark, RunHeader, RunReport, RunSpec
 
@@ -21,10 +22,18 @@ def to_text(value: RunSpec | RunHeader | RunReport) -> str:
 
 
 def from_text(kind: type[Wire], text: str) -> Wire:
-    """Return the ``kind`` that ``to_text`` wrote; fields it does not know are dropped."""
+    """Return the ``kind`` that ``to_text`` wrote; fields it does not know are dropped.
+
+    What was trained once stays readable: a spec whose strategy, task or option is no longer in
+    the catalogue is returned as it was written.
+    """
     known = {entry.name for entry in dataclasses.fields(kind)}
     given: Mapping[str, Any] = json.loads(text)
-    return kind(**{name: _as_tuple(value) for name, value in given.items() if name in known})
+    values = {name: _as_tuple(value) for name, value in given.items() if name in known}
+    try:
+        return kind(**values)
+    except UserError:
+        return _unchecked(kind, values)
 
 
 def specs_to_text(specs: tuple[RunSpec, ...]) -> str:
@@ -69,6 +78,14 @@ def batch_of(
             for rank, seconds, text in json.loads(marks or "[]")
         ),
     )
+
+
+def _unchecked(kind: type[Wire], values: Mapping[str, Any]) -> Wire:
+    """Return a ``kind`` made without its ``__post_init__``."""
+    made = object.__new__(kind)
+    for entry in dataclasses.fields(kind):
+        object.__setattr__(made, entry.name, values.get(entry.name, entry.default))
+    return made
 
 
 def _as_tuple(value: Any) -> Any:

@@ -66,7 +66,7 @@ def _stored_run(row: tuple[Any, ...]) -> StoredRun:
     (run_id, comparison_id, comparison, name, repeat, created, task) = row[:7]
     (status, detail, writer, spec, header, num_events) = row[7:]
     if status == Status.RUNNING and not is_alive(writer):
-        status, detail = Status.STOPPED, "when its kernel ended; kept up to the last flush"
+        status, detail = Status.STOPPED, "its kernel ended; kept up to the last flush"
     return StoredRun(
         run_id=run_id,
         comparison_id=comparison_id,

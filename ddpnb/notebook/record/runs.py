@@ -25,6 +25,13 @@ class Status(StrEnum):
     STOPPED = "stopped"
 
 
+def ending(status: Status, detail: str) -> str:
+    """Return how a run ended and why, e.g. ``"stopped: interrupted"``."""
+    if detail.startswith(status.value):
+        return detail  # "stopped by the user"
+    return f"{status.value}: {detail}" if detail else status.value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunSnapshot:
     """A run at one moment: what plots, tables and the store read."""
@@ -41,7 +48,7 @@ class RunSnapshot:
     header: RunHeader | None = None
     status: Status = Status.RUNNING
     detail: str = ""
-    """Why it failed or stopped, in one sentence."""
+    """Why it failed or stopped, in one clause; ``ending`` puts it into words."""
     digest: Digest = field(default_factory=Digest)
     """What is drawn and counted; its size does not grow with the run."""
     kept: "Kept | None" = None

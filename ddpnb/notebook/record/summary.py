@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.curves import first_reached, num_diverged, smoothed_loss, tenths
 from ddpnb.notebook.record.parts import StepSplit, step_split
-from ddpnb.notebook.record.runs import RunSnapshot, Status
+from ddpnb.notebook.record.runs import RunSnapshot, Status, ending
 from ddpnb.wire import RunReport
 
 Counts = NDArray[np.int64]
@@ -236,7 +236,7 @@ def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
     notes = [note for run in runs if run.header for note in run.header.notes]
     for run in runs:
         if run.status in (Status.FAILED, Status.STOPPED):
-            notes.append(f"{run.status} {run.detail}".strip())
+            notes.append(ending(run.status, run.detail))
     diverged = sum(num_diverged(run) for run in runs)
     lost = sum(run.num_lost_batches for run in runs)
     later = (mark for run in runs for mark in run.marks if mark.seconds > 0)

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Sequence
-from itertools import groupby
 
 from ddpnb.notebook.record.names import StoredRun
+from ddpnb.notebook.record.runs import ending
 from ddpnb.notebook.show.table import Cell, Column, Table
 from ddpnb.notebook.show.theme import style_of
 from ddpnb.notebook.show.words import NOTHING, counted
@@ -77,8 +77,7 @@ def _shared(state: RankState, states: Sequence[RankState]) -> str:
 
 def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
     run = repeats[0]
-    states = [state for state, _ in groupby(sorted(repeat.status.value for repeat in repeats))]
-    details = dict.fromkeys(repeat.detail for repeat in repeats if repeat.detail)
+    endings = sorted({ending(repeat.status, repeat.detail) for repeat in repeats})
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created))
     return (
         Cell(text=f"{run.comparison}/{run.name}", dot=style_of(run.name).colour),
@@ -88,5 +87,5 @@ def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
         Cell(text=str(run.header.num_workers) if run.header else NOTHING),
         Cell(text=f"{sum(repeat.num_events for repeat in repeats):,}"),
         Cell(text=begun),
-        Cell(text=", ".join(states), quiet="; ".join(details)),
+        Cell(text="; ".join(endings)),
     )

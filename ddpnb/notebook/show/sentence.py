@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.summary import BASELINE, StrategySummary, summarise
-from ddpnb.notebook.show.words import labels, number, percent
+from ddpnb.notebook.show.words import labels, listed, number, percent
 
 
 def sentence(comparison: Comparison, target: float | None = None) -> str:
@@ -42,7 +42,7 @@ def sentence(comparison: Comparison, target: float | None = None) -> str:
 def _alone(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
     """Return the speeds of runs that have nothing to be compared with."""
     known = [s for s in done if math.isfinite(_speed(s))]
-    return _listed([f"{called[id(s)]} ran at {number(_speed(s))} samples/s" for s in known])
+    return listed([f"{called[id(s)]} ran at {number(_speed(s))} samples/s" for s in known])
 
 
 def _is_emulated(summary: StrategySummary, called: dict[int, str]) -> bool:
@@ -61,7 +61,7 @@ def _speeds(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
         return "the ranges of samples/s overlap, so no strategy is shown to be faster"
     ratios = [f"{called[id(s)]} {_speed(s) / _speed(base):.2f}×" for s in clear]
     ratios[0] = ratios[0].replace(called[id(clear[0])], f"{called[id(clear[0])]} is", 1)
-    return f"in samples/s, {_listed(ratios)} {called[id(base)]}"
+    return f"in samples/s, {listed(ratios)} {called[id(base)]}"
 
 
 def _reached(done: Sequence[StrategySummary], called: dict[int, str], target: float) -> str:
@@ -73,11 +73,11 @@ def _reached(done: Sequence[StrategySummary], called: dict[int, str], target: fl
     never = [called[id(s)] for s in done if s not in got]
     goal = f"a training loss of {target:g}"
     if not got:
-        return f"{_listed(never)} never reached {goal}" if never else ""
+        return f"{listed(never)} never reached {goal}" if never else ""
     times = [f"{number(s.seconds_to_target.middle)} s by {called[id(s)]}" for s in got]
-    parts = [f"{goal} is reached after {_listed(times)}"]
+    parts = [f"{goal} is reached after {listed(times)}"]
     if never:
-        parts.append(f"never by {_listed(never)}")
+        parts.append(f"never by {listed(never)}")
     base = next((s for s in got if s.name == BASELINE), got[0])
     parts += [
         f"{called[id(s)]} needs {percent(abs(more))} {'more' if more > 0 else 'fewer'} samples "
@@ -99,7 +99,7 @@ def _scores(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
     for each in known:
         share = percent(each.held_out_accuracy.middle, 1)
         by_share.setdefault(share, []).append(called[id(each)])
-    shares = [f"{share} for {_listed(names)}" for share, names in by_share.items()]
+    shares = [f"{share} for {listed(names)}" for share, names in by_share.items()]
     told = ", and ".join([", ".join(shares[:-1]), shares[-1]] if len(shares) > 1 else shares)
     return f"held-out accuracy is {told}"
 
@@ -115,7 +115,3 @@ def _trouble(summary: StrategySummary, name: str) -> str:
 
 def _speed(summary: StrategySummary) -> float:
     return summary.samples_per_second.middle
-
-
-def _listed(parts: Sequence[str]) -> str:
-    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

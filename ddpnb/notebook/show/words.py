@@ -1,10 +1,15 @@
 """How are runs and numbers put into words?  (Notebook side.)"""
 
 import math
+from collections.abc import Sequence
 
+from ddpnb.catalogue import CELL_TASK
 from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.record.repeat import body_of
 from ddpnb.notebook.record.runs import RunSnapshot
 from ddpnb.notebook.record.summary import Key, StrategySummary, group_runs
+from ddpnb.training import flags
+from ddpnb.wire import RunSpec
 
 NOTHING = "–"
 """Stands in a table where there is no number."""
@@ -108,12 +113,32 @@ def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tup
         for note in summary.notes:
             whose.setdefault(note, []).append(named[summary.comparison, summary.name])
     is_alone = len(summaries) == 1
-    told = [
+    specs = [run.spec for run in comparison.runs if run.spec]
+    differing = differences(specs)
+    told = [f"these runs differ in {listed(differing)}"] if differing else []
+    told += [
         note if len(names) == len(summaries) and not is_alone else f"{', '.join(names)}: {note}"
         for note, names in whose.items()
     ]
-    specs = [run.spec for run in comparison.runs if run.spec]
-    for what in ("task", "batch_size", "num_epochs", "learning_rate", "seed"):
-        if len({getattr(spec, what) for spec in specs}) > 1:
-            told.append(f"these runs differ in {what.removeprefix('num_').replace('_', ' ')}")
     return tuple(told)
+
+
+def differences(specs: Sequence[RunSpec]) -> list[str]:
+    """Return which choices, as they are called in a magic's line, are not the same for all."""
+    told = [
+        flag.keyword.replace("_", " ")
+        for name, flag in flags()
+        if len({_choice(spec, name) for spec in specs}) > 1
+    ]
+    cells = {body_of(spec.source).strip() for spec in specs if spec.task == CELL_TASK}
+    return told + (["the cell's code"] if len(cells) > 1 else [])
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Return ``"a, b and c"``."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def _choice(spec: RunSpec, name: str) -> object:
+    value = getattr(spec, name)
+    return bool(value) if name == "resume" else value  # each run goes on from one of its own
