@@ -17,7 +17,6 @@ pipe to it close.
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -35,18 +34,21 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
 
 gc.disable()  # imports make much that lives and little that dies; frozen before the ranks' fork
 
-from ddpnb import controller  # noqa: E402
+from ddpnb.child import (  # noqa: E402
+    Frame,
+    redirect_output,
+    run_child,
+    run_controller,
+    run_rank,
+    spawn_rank,
+    spawned_rank,
+)
 
 STOP_TIMEOUT_SECONDS = 3.0
 """How long children may take to end by SIGTERM before they are killed."""
-
-PR_SET_PDEATHSIG = 1
-
-Frame = dict[str, Any]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -267,90 +269,6 @@ def sigchld_wakeup() -> Iterator[int]:
         yield reader
     finally:
         signal.set_wakeup_fd(-1)
-
-
-def run_child(main: Callable[[], None]) -> NoReturn:
-    """Run ``main`` in a forked child as if it were a fresh process, then exit."""
-    code = 1
-    try:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        die_with_parent()
-        main()
-        code = 0
-    except SystemExit as exit_request:
-        code = exit_request.code if isinstance(exit_request.code, int) else 1
-    except BaseException:  # noqa: BLE001  the edge of the process: the cause goes to its log
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends (prctl(2))."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def redirect_output(path: Path) -> None:
-    """Send the process's stdout and stderr to a log file and its stdin to nothing."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    for source in (log, null):
-        if source > 2:
-            os.close(source)
-
-
-def run_controller(arguments: list[str], folder: Path) -> None:
-    """Be ipyparallel's controller."""
-    redirect_output(folder / "controller.log")
-    controller.run(arguments, folder, in_each_child=die_with_parent)
-
-
-def run_rank(
-    rank: int, environment: dict[str, str], settings: Frame, pipe: Connection, folder: Path
-) -> None:
-    """Be one rank: an ipyparallel engine that has joined the process group."""
-    redirect_output(folder / f"rank-{rank}.log")
-    os.environ.update(environment)
-    from ddpnb.rank import engine  # noqa: PLC0415  torch is imported here, after the controller's fork
-
-    engine.run(settings, pipe=pipe, folder=folder)
-
-
-def spawn_rank(
-    rank: int, environment: dict[str, str], settings: Frame, pipe: Connection, folder: Path
-) -> int:
-    """Start a rank in a fresh interpreter, where forking is not safe; return its pid."""
-    description = json.dumps(
-        {
-            "rank": rank,
-            "environment": environment,
-            "settings": settings,
-            "folder": str(folder),
-            "pipe": pipe.fileno(),
-        }
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ddpnb.forkserver", "--rank", description],
-        pass_fds=[pipe.fileno()],
-        env=os.environ | environment,
-    )
-    process.returncode = 0  # reaped by on_sigchld: keeps Popen from warning or waiting
-    return process.pid
-
-
-def spawned_rank(description: str) -> NoReturn:
-    """Be the process that ``spawn_rank`` started."""
-    request = json.loads(description)
-    pipe = Connection(request.pop("pipe"))
-    folder = Path(request.pop("folder"))
-    run_child(lambda: run_rank(**request, pipe=pipe, folder=folder))
 
 
 def preload() -> None:
