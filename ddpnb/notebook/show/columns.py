@@ -139,6 +139,7 @@ def _prepare(axes: Axes, head: Head) -> None:
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=SMALL_POINTS, labelcolor=MUTED, length=0)
     axes.set_yticks([])
+    axes.set_navigate(False)  # there is nothing to zoom into, and what stands beside would stay
     axes.xaxis.set_major_locator(MaxNLocator(nbins=3, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
 

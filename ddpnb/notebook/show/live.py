@@ -8,6 +8,7 @@ from typing import Protocol, final
 from IPython.core.getipython import get_ipython
 
 from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.show.interactive import is_chosen, show_canvas
 from ddpnb.notebook.show.pace import REDRAW_SECONDS, Pace
 from ddpnb.notebook.show.progress import progress_of
 from ddpnb.notebook.show.result import ComparisonResult
@@ -56,6 +57,7 @@ class LiveFigureAndTable:
         """Show the figure for the last time, and the table in place of the progress."""
         self._draw(result.comparison)
         self._line.show(table_bundle(result))
+        show_canvas_if_chosen(result)
         mark_shown(result)
 
     def _show(self, comparison: Comparison) -> None:
@@ -100,7 +102,14 @@ def show_result(result: ComparisonResult) -> None:
     """Show a result's figure and table under the current cell."""
     Slot().show(picture_bundle(result.plot().png(), result.sentence()))
     Slot().show(table_bundle(result))
+    show_canvas_if_chosen(result)
     mark_shown(result)
+
+
+def show_canvas_if_chosen(result: ComparisonResult) -> None:
+    """Show the figure once more, interactive, after ``%matplotlib widget``."""
+    if is_chosen():
+        show_canvas(result.plot().figure, result.comparison.name)
 
 
 def picture_bundle(png: bytes, described: str) -> Bundle:
