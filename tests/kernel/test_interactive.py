@@ -83,3 +83,15 @@ print((new[1] - new[0]) < 0.5 * (old[1] - old[0]))
     )
     assert not zoomed.error, zoomed.told
     assert zoomed.stdout.strip() == "True"
+
+
+def test_a_comparison_in_the_background_adds_one_too(widget_kernel: Kernel):
+    request = widget_kernel.begin(
+        f"running = {LINE.replace('--name', '--no-wait --name')} behind\n"
+        "while not running.done:\n    __import__('time').sleep(0.05)"
+    )
+    cell = widget_kernel.wait(request, timeout=120)
+    assert not cell.error, cell.told
+    assert widget_kernel.value("running.error") == "None"
+    assert len(cell.bundles("image/png")) == 1
+    assert len(cell.bundles(VIEW)) == 1

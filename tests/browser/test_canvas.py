@@ -1,0 +1,97 @@
+"""The interactive canvas of ``%matplotlib widget`` in a real JupyterLab."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+from playwright.sync_api import Page, expect, sync_playwright
+
+from tests.browser.lab import CHROMIUM_FLAGS, find_chromium, lab_server
+from tests.browser.test_lab import command, screenshot
+from tests.browser.test_panel import cell, run_cell
+
+RACE = 1
+"""Which cell compares, from 0."""
+SOURCES = [
+    "%load_ext ddpnb\n%matplotlib widget\n%ddp_auto off\n%ddp_start -n 2 --device cpu",
+    "%ddp_compare ddp --task digits --epochs 0.5 --name seen",
+    "%ddp_stop",
+]
+INK = """canvas => {
+    const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+    return Array.from(data);
+}"""
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """A comparison that has ended, open in JupyterLab; the cluster is stopped at the end."""
+    folder = tmp_path_factory.mktemp("canvas")
+    (folder / "data").mkdir()
+    path: Path = folder / "canvas.ipynb"
+    notebook = new_notebook(cells=[new_code_cell(source) for source in SOURCES])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
+    nbformat.write(notebook, path)
+    with lab_server(folder) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find_chromium(), args=CHROMIUM_FLAGS)
+        opened = browser.new_page(viewport={"width": 1400, "height": 1900})
+        opened.goto(address.format(path=path.name))
+        opened.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
+        opened.get_by_text("| Idle").wait_for(timeout=90_000)
+        run_cell(opened, 0)
+        run_cell(opened, RACE)
+        yield opened
+        run_cell(opened, 2)
+        browser.close()
+
+
+def test_the_canvas_is_drawn_below_picture_and_table_and_zooms(page: Page) -> None:
+    race = cell(page, RACE)
+    expect(race.locator(".jp-RenderedImage img")).to_have_count(1)
+    expect(race.locator("table")).to_have_count(1)
+    canvas = race.locator(".jupyter-matplotlib canvas").first
+    canvas.wait_for(timeout=30_000)
+    canvas.scroll_into_view_if_needed()
+    page.wait_for_timeout(1500)
+    fits = "canvas => canvas.getBoundingClientRect().right <= innerWidth"
+    assert canvas.evaluate(fits)
+    before = np.array(canvas.evaluate(INK))
+    screenshot(page, "canvas")
+    assert len(np.unique(before.reshape(-1, 4), axis=0)) > 50  # a figure, not an empty sheet
+    race.locator(".jupyter-matplotlib").hover()
+    race.locator(".jupyter-matplotlib button[title*='Zoom']").first.click()
+    box = canvas.bounding_box()
+    assert box is not None
+    left, top = box["x"] + 0.10 * box["width"], box["y"] + 0.20 * box["height"]
+    page.wait_for_timeout(500)  # the canvas leaves out moves that follow too soon on another
+    page.mouse.move(left, top)
+    page.wait_for_timeout(500)
+    page.mouse.down()
+    for share in (0.02, 0.04, 0.06):
+        page.mouse.move(left + share * box["width"], top + 2 * share * box["height"])
+        page.wait_for_timeout(200)
+    page.mouse.up()
+    after = before
+    for _ in range(60):
+        page.wait_for_timeout(500)
+        after = np.array(canvas.evaluate(INK))
+        if (after != before).mean() > 0.001:
+            break
+    screenshot(page, "canvas-zoomed")
+    assert (after != before).mean() > 0.001
+
+
+def test_a_saved_notebook_keeps_picture_and_table(page: Page) -> None:
+    command(page, "docmanager:save")
+    page.wait_for_timeout(1500)
+    page.reload()
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
+    race = cell(page, RACE)
+    expect(race.locator(".jp-RenderedImage img")).to_have_count(1, timeout=30_000)
+    expect(race.locator("table")).to_have_count(1)
+    page.get_by_text("| Idle").wait_for(timeout=90_000)
