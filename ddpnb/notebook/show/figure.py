@@ -109,7 +109,7 @@ class _Drawing:
         begun = {each.summary.name for each in series}
         to_come = [words.longest_label(name) for name in comparison.strategies if name not in begun]
         self._make_room(max(map(len, [each.label for each in series] + to_come), default=0))
-        planned = max((run.header.num_samples for run in comparison.runs if run.header), default=0)
+        planned = _num_samples(comparison)
         for x, panel in self._losses.items():
             lines = [_labelled(each, each.losses[x], _marks(each, x)) for each in series]
             panel.update(lines, planned if x == "samples" else 0.0)
@@ -198,6 +198,14 @@ def cut(label: str) -> str:
     """Return a label that fits the room there is."""
     most = LABEL_CHARACTERS[1]
     return label if len(label) <= most else f"{label[: most - 1]}…"
+
+
+def _num_samples(comparison: Comparison) -> int:
+    """Return how many samples the longest run will see; of runs that are over, has seen."""
+    runs = [run for run in comparison.runs if run.header is not None]
+    if any(run.is_running for run in runs):
+        return max(run.header.num_samples for run in runs if run.header is not None)
+    return max((run.digest.num_samples for run in runs), default=0)
 
 
 def _planned(comparison: Comparison) -> set[tuple[str, str]]:
