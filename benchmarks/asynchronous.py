@@ -82,7 +82,7 @@ def rate(state: RankState, folder: Path, strategy: str, sleeps: float) -> tuple[
     """
     torch.manual_seed(0)
     spec = RunSpec(run_id="bench", strategy="single", task="digits", batch_size=BATCH_SIZE)
-    task = load_task(spec, {})
+    task = load_task(spec, {}, "digits")
     order = Order(len(task.train), batch_size=BATCH_SIZE, num_epochs=10_000, num_ranks=2, seed=0)
     replica = Replica(
         model=task.model(),
