@@ -108,7 +108,7 @@ class ClusterSession:
         """Start some ranks anew in their places; the other ranks keep their variables."""
         cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
-        dead = set(cluster.ranks) - set(cluster.living) - set(chosen)
+        dead = set(cluster.dead) - set(chosen)
         if dead:
             everyone = format_ranks(dead | set(chosen))
             raise UserError(f"Rank {format_ranks(dead)} is dead too: use --ranks {everyone}.")

@@ -162,7 +162,7 @@ class Training:
 
     def _bring_back(self) -> bool:
         """Start ranks anew that were killed as wished; tell whether there were any."""
-        dead = sorted(set(self.cluster.ranks) - set(self.cluster.living))
+        dead = self.cluster.dead
         if not dead or self.cluster.lost is not None:
             return False
         tell_stale(self.cluster.bring_back(dead))

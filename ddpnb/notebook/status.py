@@ -111,7 +111,7 @@ def tell_running(cluster: Cluster, num_ranks: int | None) -> str:
         cluster: that runs.
         num_ranks: as many were wished for; None for no wish.
     """
-    if dead := sorted(set(cluster.ranks) - set(cluster.living)):
+    if dead := cluster.dead:
         return (
             f"A cluster is running already, but rank {format_ranks(dead)} of it is dead: "
             "%ddp_restart brings the ranks back."

@@ -59,6 +59,11 @@ class Engines:
         return tuple(rank for rank in self.ranks if str(rank) not in self.exits)
 
     @property
+    def dead(self) -> tuple[int, ...]:
+        """The ranks whose process has ended."""
+        return tuple(rank for rank in self.ranks if rank not in self.living)
+
+    @property
     def lost(self) -> str | None:
         """Why the cluster as a whole cannot be used any more, if so."""
         for name in ("fork server", "controller"):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.rank.lifeline import Lifeline
-from ddpnb.rank.order import Share
+from ddpnb.rank.order import Share, every_step
 from ddpnb.rank.tasks.base import LossFunction, OptimizerFactory
 from ddpnb.wire import RankState
 
@@ -113,6 +113,14 @@ class Replica:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that are trained, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def shares(self) -> Iterator[Share]:
+        """Yield this rank's part of every global batch."""
+        return every_step(self.num_steps, part=self.rank, num_parts=self.world_size)
+
+    def whole_batches(self) -> Iterator[Share]:
+        """Yield every global batch, for one rank that trains on all of it."""
+        return every_step(self.num_steps, part=0, num_parts=1)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which the model and the loss are computed."""

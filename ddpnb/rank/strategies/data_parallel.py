@@ -22,7 +22,7 @@ from typing import final
 import torch
 from torch import nn
 
-from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
 from ddpnb.rank.strategies.flat import memory_of, num_bytes
 from ddpnb.rank.strategies.replicas import GpuReplicas, Replicas, ThreadReplicas
@@ -60,7 +60,7 @@ class DataParallel(Strategy):
 
     def shares(self) -> Iterator[Share]:
         """Every global batch, whole."""
-        return every_step(self._replica.num_steps, part=0, num_parts=1)
+        return self._replica.whole_batches()
 
     def step(self, batch: Batch) -> StepReport:
         """Train on one global batch."""

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.errors import UserError
-from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
 from ddpnb.rank.strategies.compression import compression
 from ddpnb.rank.strategies.flat import all_reduce_bytes, memory_of
@@ -86,8 +86,7 @@ class Ddp(Strategy):
 
     def shares(self) -> Iterator[Share]:
         """This rank's part of every global batch."""
-        replica = self._replica
-        return every_step(replica.num_steps, part=replica.rank, num_parts=replica.world_size)
+        return self._replica.shares()
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""

@@ -19,7 +19,7 @@ from typing import final
 import torch.distributed as dist
 from torch import nn
 
-from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
 from ddpnb.rank.strategies.flat import (
     Flat,
@@ -47,8 +47,7 @@ class DdpByHand(Strategy):
 
     def shares(self) -> Iterator[Share]:
         """This rank's part of every global batch."""
-        replica = self._replica
-        return every_step(replica.num_steps, part=replica.rank, num_parts=replica.world_size)
+        return self._replica.shares()
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""

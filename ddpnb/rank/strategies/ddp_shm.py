@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy, Timer
 from ddpnb.rank.strategies.compression import Compression
 from ddpnb.rank.strategies.flat import all_reduce_bytes, memory_of, num_bytes
@@ -80,8 +80,7 @@ class DdpShm(Strategy):
 
     def shares(self) -> Iterator[Share]:
         """This rank's part of every global batch."""
-        replica = self._replica
-        return every_step(replica.num_steps, part=replica.rank, num_parts=replica.world_size)
+        return self._replica.shares()
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""

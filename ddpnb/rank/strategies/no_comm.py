@@ -20,7 +20,7 @@ from typing import final
 import torch.distributed as dist
 from torch import nn
 
-from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
 from ddpnb.rank.strategies.flat import Flat, meeting_place, memory_of
 from ddpnb.wire import RankState
@@ -45,8 +45,7 @@ class NoComm(Strategy):
 
     def shares(self) -> Iterator[Share]:
         """This rank's part of every global batch."""
-        replica = self._replica
-        return every_step(replica.num_steps, part=replica.rank, num_parts=replica.world_size)
+        return self._replica.shares()
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch, alone."""

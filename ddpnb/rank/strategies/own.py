@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ddpnb.catalogue import Choice
 from ddpnb.errors import UserError
-from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
 from ddpnb.wire import RankState
 
@@ -87,8 +87,7 @@ class OwnStrategy(Strategy):
 
     def shares(self) -> Iterator[Share]:
         """This rank's part of every global batch."""
-        replica = self._replica
-        return every_step(replica.num_steps, part=replica.rank, num_parts=replica.world_size)
+        return self._replica.shares()
 
     def step(self, batch: Batch) -> StepReport:
         """Have the user's object train on a batch; it returns the loss, or a ``StepReport``."""

@@ -13,7 +13,7 @@ from typing import final
 
 from torch import nn
 
-from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
 from ddpnb.rank.strategies.flat import memory_of
 from ddpnb.wire import RankState
@@ -34,7 +34,7 @@ class Single(Strategy):
 
     def shares(self) -> Iterator[Share]:
         """Every global batch, whole."""
-        return every_step(self._replica.num_steps, part=0, num_parts=1)
+        return self._replica.whole_batches()
 
     def step(self, batch: Batch) -> StepReport:
         """Train on one global batch."""

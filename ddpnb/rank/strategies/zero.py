@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddpnb.errors import UserError
-from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
 from ddpnb.rank.strategies.compression import compression
 from ddpnb.rank.strategies.flat import all_reduce_bytes, memory_of, num_bytes
@@ -60,8 +60,7 @@ class Zero(Strategy):
 
     def shares(self) -> Iterator[Share]:
         """This rank's part of every global batch."""
-        replica = self._replica
-        return every_step(replica.num_steps, part=replica.rank, num_parts=replica.world_size)
+        return self._replica.shares()
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""

@@ -4,6 +4,7 @@ All ranks form a gloo group of the run's own.  Besides tensors go messages of fi
 bytes.  Only members of the process group can take part: nobody joins later.
 """
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from enum import IntEnum
@@ -175,11 +176,9 @@ class GlooLink(Link):
     def close(self) -> None:
         """Say that this worker failed, if it has not finished; leave the group."""
         if not self._is_over:
-            try:
-                self._ask(Request.LEAVE)
-            except RankLostError:
-                self._is_over = True
             self._is_over = True
+            with contextlib.suppress(RankLostError):
+                self._ask(Request.LEAVE)
         self._landing.leave()
         self._group.close()
 
