@@ -264,6 +264,15 @@ class CellReport:
     """Collectives of the default group that had begun here when the cell ended."""
 
 
+class Tied(NamedTuple):
+    """A variable on a rank that keeps the process group it was made with."""
+
+    name: str
+    """The variable, or the expression that leads to the object: ``"trainer.model"``."""
+    kind: str
+    """Torch's class of it: ``"DistributedDataParallel"``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whereabouts:
     """Where one rank stands at one moment."""

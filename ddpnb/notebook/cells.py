@@ -23,7 +23,7 @@ from ddpnb.notebook.show.failures import (
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.output import CellOutput
 from ddpnb.notebook.show.result import ComparisonResult
-from ddpnb.wire import CellSpec, EventBatch, Failure, OnRank
+from ddpnb.wire import CellSpec, EventBatch, Failure, OnRank, Tied
 
 
 class RunningCell:
@@ -161,12 +161,25 @@ class RunningCell:
             raise error
 
 
-def tell_stale(names: Mapping[str, Sequence[int]]) -> None:
+MAKE_AGAIN = {
+    "DistributedDataParallel": "wrap it again, DistributedDataParallel({name}.module)",
+    "FullyShardedDataParallel": "build the model again, and wrap it",
+    "FSDPModule": "build the model again, and shard it",
+    "ZeroRedundancyOptimizer": "make it again",
+    "DeviceMesh": "make it again, with init_device_mesh",
+    "ProcessGroup": "form it again, with dist.new_group",
+}
+"""What to do about an object that is tied to a group that was cut."""
+
+
+def tell_stale(stale: Mapping[Tied, Sequence[int]]) -> None:
     """Say which of the ranks' variables are tied to a process group that is no more."""
-    for name, ranks in names.items():
+    for tied, ranks in stale.items():
+        what = MAKE_AGAIN[tied.kind].format(name=tied.name)
+        article = "an" if tied.kind.startswith("FSDP") else "a"
         print(
-            f"`{name}` on rank {format_ranks(ranks)} is a DistributedDataParallel of the process "
-            f"group that was cut: wrap it again, DistributedDataParallel({name}.module).",
+            f"`{tied.name}` on rank {format_ranks(ranks)} is {article} {tied.kind} of the process "
+            f"group that was cut: {what}.",
             file=sys.stderr,
         )
 

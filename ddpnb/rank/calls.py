@@ -7,13 +7,13 @@ import pickle
 from dataclasses import replace
 
 from ipyparallel.serialize import deserialize_object, serialize_object
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.rank import cell, worker
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.failure import failure_of
 from ddpnb.rank.publish import Publisher
-from ddpnb.wire import CellReport, CellSpec, Failure, Joining, RankState, RunReport, RunSpec
+from ddpnb.rank.tied import tied_variables
+from ddpnb.wire import CellReport, CellSpec, Failure, Joining, RankState, RunReport, RunSpec, Tied
 
 
 def state() -> RankState:
@@ -21,16 +21,15 @@ def state() -> RankState:
     return this_engine().group.state()
 
 
-def rejoin(generation: int, is_checked: bool) -> list[str]:
+def rejoin(generation: int, is_checked: bool) -> list[Tied]:
     """Form a new process group; takes part: every rank.
 
     Returns:
-        The names of this rank's variables that are tied to the old group.
+        This rank's variables that are tied to the old group.
     """
     engine = this_engine()
     engine.group.join(generation, is_checked=is_checked)
-    variables = engine.kernel.shell.user_ns.items()
-    return [name for name, value in variables if isinstance(value, DistributedDataParallel)]
+    return tied_variables(engine.kernel.shell.user_ns)
 
 
 def run_cell(spec: CellSpec) -> CellReport:

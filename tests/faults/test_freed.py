@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.wire import Tied
 from tests.cluster.rig import run, started
 from tests.faults.cases import SETUP, WAITS, one_raises
 
@@ -29,3 +30,45 @@ def test_ranks_that_wait_for_one_that_raised_are_freed(cluster: Cluster, wait: s
         assert done.is_kept
         assert done.named_after < 3
         assert done.freed_after < 6
+
+
+TIED = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Trainer:
+    def __init__(self):
+        self.rate, self.model = 0.1, DDP(nn.Linear(2, 2))
+
+plain = nn.Linear(2, 2)
+trainer, nets = Trainer(), [DDP(nn.Linear(2, 2)), plain]
+sharded = nn.Sequential(nn.Linear(2, 2), fully_shard(nn.Sequential(nn.Linear(2, 2))))
+zero = ZeroRedundancyOptimizer(plain.parameters(), torch.optim.SGD, lr=0.1)
+mesh = init_device_mesh("cpu", (world_size,))
+everyone = dist.new_group(list(range(world_size)))
+if rank == 0: net = DDP(plain)
+else: DDP(nn.Linear(2, 2))
+"""
+
+
+def test_what_is_tied_to_a_group_that_was_cut_is_named(cluster: Cluster):
+    assert not run(cluster, TIED).failures
+    cluster.cut(cluster.ranks)
+    everywhere = {
+        ("trainer.model", "DistributedDataParallel"),
+        ("nets[0]", "DistributedDataParallel"),
+        ("sharded.1", "FSDPModule"),
+        ("zero", "ZeroRedundancyOptimizer"),
+        ("mesh", "DeviceMesh"),
+        ("everyone", "ProcessGroup"),
+    }
+    found = cluster.ensure_group()
+    assert {tied for tied, ranks in found.items() if ranks == list(cluster.ranks)} == everywhere
+    assert found.pop(Tied("net", "DistributedDataParallel")) == [0]
+    assert set(found) == everywhere
+    run(cluster, "del trainer, nets, sharded, zero, mesh, everyone, plain")
+    assert not run(cluster, "if rank == 0: del net").failures

@@ -15,13 +15,13 @@ import psutil
 from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.engines import Engines
 from ddpnb.notebook.cluster.folder import private_folder, write_owners
-from ddpnb.notebook.cluster.group import GroupState, by_name
+from ddpnb.notebook.cluster.group import GroupState, ranks_of
 from ddpnb.notebook.cluster.launch import controller_arguments
 from ddpnb.notebook.cluster.linger import DOOR, Saved, is_held, read
 from ddpnb.notebook.cluster.plan import ClusterSpec, asks_for_gpus, make_plan, num_cores
 from ddpnb.notebook.cluster.processes import HeldError, Processes
 from ddpnb.notebook.cluster.roster import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Roster
-from ddpnb.wire import OnRank
+from ddpnb.wire import OnRank, Tied
 
 
 class Cluster(Engines):
@@ -129,7 +129,7 @@ class Cluster(Engines):
         for rank in set(ranks) & set(self.living):
             self.processes.order(rank, "cut")
 
-    def ensure_group(self, *, is_checked: bool = False) -> dict[str, list[int]]:
+    def ensure_group(self, *, is_checked: bool = False) -> dict[Tied, list[int]]:
         """Have all ranks form a new process group if the old one was cut, or is of another kind.
 
         Where a rank is dead there is none to form, and the living do without one.
@@ -146,9 +146,9 @@ class Cluster(Engines):
         stale = self.gather(OnRank("rejoin"), self.generation, is_checked)
         self._group.note_formed(is_checked=is_checked)
         self._save()
-        return by_name(dict(zip(self.ranks, stale, strict=True)))
+        return ranks_of(dict(zip(self.ranks, stale, strict=True)))
 
-    def bring_back(self, ranks: Sequence[int]) -> dict[str, list[int]]:
+    def bring_back(self, ranks: Sequence[int]) -> dict[Tied, list[int]]:
         """Start ranks anew, in their places in the group; the others keep their variables.
 
         Returns:
@@ -165,7 +165,7 @@ class Cluster(Engines):
         self.states = tuple(self.gather(OnRank("state")))
         self._group.note_formed(is_checked=False)
         self._save()
-        return by_name(dict(zip(others, stale, strict=True)))
+        return ranks_of(dict(zip(others, stale, strict=True)))
 
     def start_again(self, rank: int) -> None:
         """Start a dead rank anew, in no group, and return at once; ``has_come`` tells the rest.

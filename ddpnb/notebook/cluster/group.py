@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ddpnb.wire import Tied
+
 
 @dataclass(kw_only=True, slots=True)
 class GroupState:
@@ -29,10 +31,10 @@ class GroupState:
         self.is_cut, self.is_checked = False, is_checked
 
 
-def by_name(names: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
-    """Turn the names on each rank into the ranks of each name."""
-    ranks: dict[str, list[int]] = {}
-    for rank, found in names.items():
-        for name in found:
-            ranks.setdefault(name, []).append(rank)
+def ranks_of(tied: Mapping[int, Sequence[Tied]]) -> dict[Tied, list[int]]:
+    """Turn what is tied to the old group on each rank into the ranks of each."""
+    ranks: dict[Tied, list[int]] = {}
+    for rank, found in tied.items():
+        for each in found:
+            ranks.setdefault(each, []).append(rank)
     return ranks
