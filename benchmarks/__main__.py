@@ -17,6 +17,7 @@ ALL = (
     "memory",
     "cells",
     "loop",
+    "comparison",
     "log",
     "strategies",
     "asynchronous",
