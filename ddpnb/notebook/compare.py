@@ -118,6 +118,7 @@ class Training:
             KeyboardInterrupt: where it was interrupted; the ranks have stopped.
         """
         try:
+            self.live.begin(self.recorder.comparison)
             for spec in self.specs:
                 if not self._is_stopped:
                     self._train(spec)

@@ -46,14 +46,19 @@ class Stage:
             if not self._is_training:
                 self._show_result()
 
+    def begin(self, comparison: Comparison) -> None:
+        """Draw for the first time, which costs most, while no training pays for it."""
+        with self._lock:
+            self._figure = LiveFigure()
+            self._current, self._is_training = comparison, True
+            self._show_progress(comparison)
+
     def update(self, comparison: Comparison) -> None:
         """Show the comparison as it is now, if it is time to."""
         if not self._pace.is_due():
             return
         with self._lock:
-            if self._current is None or self._current.comparison_id != comparison.comparison_id:
-                self._figure = LiveFigure()
-            self._current, self._is_training = comparison, True
+            self._current = comparison
             self._pace.draw(lambda: self._show_progress(comparison))
 
     def finish(self, result: ComparisonResult) -> None:

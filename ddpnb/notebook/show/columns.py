@@ -34,9 +34,11 @@ class Head:
 
 
 class Column(ABC):
-    """One quantity of all strategies; its limits only ever grow."""
+    """One quantity of all strategies; its limits only ever grow, unless they are of time."""
 
     head: ClassVar[Head]
+    is_of_time: ClassVar[bool] = False
+    """Whether it reaches as far as the training will last."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
@@ -46,12 +48,16 @@ class Column(ABC):
         self._limits = (0, 0.0)
         _prepare(axes, self.head)
 
-    def update(self, series: Sequence[Series], num_rows: int) -> None:
-        """Show one row per series, of ``num_rows`` that there will be."""
+    def update(self, series: Sequence[Series], num_rows: int, seconds: float) -> None:
+        """Show one row per series, of ``num_rows`` that there will be, in so many seconds."""
         self._num_rows = max(num_rows, len(series), 1)
         while len(self._rows) < len(series):
             self._rows.append(self._new_row())
-        self._right = max(self._right, *map(self._reach, series), 0.0)
+        reach = max(map(self._reach, series), default=0.0)
+        if self.is_of_time:
+            self._right = max(reach, seconds if reach else 0.0)
+        else:
+            self._right = max(self._right, reach)
         for index, (row, each) in enumerate(zip(self._rows, series, strict=False)):
             row.place(self._num_rows - index - 0.5)
             row.show_if_new(each, self._right)
@@ -130,7 +136,7 @@ class Row(ABC):
 def _prepare(axes: Axes, head: Head) -> None:
     axes.set_facecolor("none")
     axes.set_title(
-        head.title, loc="left", fontsize=FONT_POINTS, fontweight="bold", color=INK, pad=8
+        head.title, loc="left", fontsize=FONT_POINTS, fontweight="bold", color=INK, pad=8, y=1.0
     )
     axes.set_xlabel(head.below, fontsize=SMALL_POINTS, color=MUTED, labelpad=4, loc="left")
     for side in ("left", "right", "top", "bottom"):

@@ -1,6 +1,6 @@
 """Which columns stand below the curves, and how are their rows named?  (Notebook side.)"""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import final
 
 from matplotlib.artist import Artist
@@ -10,6 +10,7 @@ from matplotlib.text import Text
 
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import RunSnapshot
+from ddpnb.notebook.show.canvas import Piece
 from ddpnb.notebook.show.columns import Column
 from ddpnb.notebook.show.layout import LABEL_CHARACTERS, WIDTH, Layout
 from ddpnb.notebook.show.rank_column import RankColumn
@@ -58,8 +59,14 @@ class Detail:
             self._add(StaleColumn(figure.add_axes((0, 0, 1, 1))), STALE)
             centre_staleness_ticks(self._columns[-1].axes)
 
-    def update(self, comparison: Comparison, series: Sequence[Series]) -> None:
-        """Show the comparison as it is now; strategies to come are named already."""
+    def update(self, comparison: Comparison, series: Sequence[Series], seconds: float) -> None:
+        """Show the comparison as it is now, and what there is to come.
+
+        Args:
+            comparison: its strategies are named, also those to come.
+            series: those that have begun.
+            seconds: how long the longest run will last.
+        """
         rows = [(each.label, each.style) for each in series]
         begun = {each.summary.name for each in series}
         rows += [
@@ -74,7 +81,7 @@ class Detail:
             middle = self._layout.row_middle(index, num_rows)
             name.show(label, style, middle, is_begun=index < len(series))
         for column in self._columns:
-            column.update(series, num_rows)
+            column.update(series, num_rows, seconds)
 
     def make_room(self, num_characters: int) -> None:
         """Place the columns so that names of so many characters fit."""
@@ -98,10 +105,13 @@ class Detail:
         """Return what tells two states of that apart."""
         return tuple(column.settled_state() for column in self._columns)
 
-    def limits(self) -> tuple[object, ...]:
-        """Return what names, axes and ticks depend on."""
-        names = tuple(name.state for name in self._names)
-        return (names, *(column.limits() for column in self._columns))
+    def names(self) -> Hashable:
+        """Return what the names at the left depend on."""
+        return tuple(name.state for name in self._names)
+
+    def pieces(self, room: int) -> list[Piece]:
+        """Return the columns' axes, which depend on their limits and on the room for labels."""
+        return [Piece(axes=each.axes, state=(room, *each.limits())) for each in self._columns]
 
     def _add(self, column: Column, place: tuple[float, float]) -> None:
         self._columns.append(column)

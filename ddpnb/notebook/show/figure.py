@@ -16,6 +16,7 @@ from ddpnb.notebook.record.summary import StrategySummary
 from ddpnb.notebook.show import words
 from ddpnb.notebook.show.canvas import QuickCanvas
 from ddpnb.notebook.show.detail import Detail, has_detail
+from ddpnb.notebook.show.horizon import planned_samples, planned_seconds
 from ddpnb.notebook.show.layout import LABEL_CHARACTERS, WIDTH, Layout
 from ddpnb.notebook.show.panel import Panel
 from ddpnb.notebook.show.series import Line, Preparer, Series
@@ -103,21 +104,24 @@ class _Drawing:
             Detail(self._figure, self._layout, comparison) if self._layout.has_rows else None
         )
         self._room = 0
+        self._seconds = 0.0
 
     def update(self, comparison: Comparison, series: Sequence[Series]) -> None:
         """Show the comparison as it is now."""
         begun = {each.summary.name for each in series}
         to_come = [words.longest_label(name) for name in comparison.strategies if name not in begun]
         self._make_room(max(map(len, [each.label for each in series] + to_come), default=0))
-        planned = _num_samples(comparison)
+        self._seconds = planned_seconds(comparison, self._seconds)
+        ends = {"samples": planned_samples(comparison), "seconds": self._seconds}
         for x, panel in self._losses.items():
             lines = [_labelled(each, each.losses[x], _marks(each, x)) for each in series]
-            panel.update(lines, planned if x == "samples" else 0.0)
+            panel.update(lines, ends.get(x, 0.0))
         self._rate.update(
-            [_labelled(each, each.throughput, _marks(each, "seconds")) for each in series]
+            [_labelled(each, each.throughput, _marks(each, "seconds")) for each in series],
+            self._seconds,
         )
         if self._detail is not None:
-            self._detail.update(comparison, series)
+            self._detail.update(comparison, series, self._seconds)
         self._title.set_text(words.title(comparison))
         self._footer.set_text(_footer(comparison, tuple(each.summary for each in series)))
 
@@ -125,15 +129,15 @@ class _Drawing:
         parts: list[Panel | Detail] = [*self._panels()]
         parts += [self._detail] if self._detail else []
         return self._canvas.png(
-            moving=[artist for part in parts for artist in part.moving()],
-            settled=[artist for part in parts for artist in part.settled()],
-            settled_state=tuple(part.settled_state() for part in parts),
-            still_state=(
-                self._room,
+            ground_state=(
                 self._title.get_text(),
                 self._footer.get_text(),
-                *(part.limits() for part in parts),
+                self._detail.names() if self._detail else (),
             ),
+            pieces=[piece for part in parts for piece in part.pieces(self._room)],
+            settled=[artist for part in parts for artist in part.settled()],
+            settled_state=tuple(part.settled_state() for part in parts),
+            moving=[artist for part in parts for artist in part.moving()],
         )
 
     def finish(self) -> Figure:
@@ -198,14 +202,6 @@ def cut(label: str) -> str:
     """Return a label that fits the room there is."""
     most = LABEL_CHARACTERS[1]
     return label if len(label) <= most else f"{label[: most - 1]}…"
-
-
-def _num_samples(comparison: Comparison) -> int:
-    """Return how many samples the longest run will see; of runs that are over, has seen."""
-    runs = [run for run in comparison.runs if run.header is not None]
-    if any(run.is_running for run in runs):
-        return max(run.header.num_samples for run in runs if run.header is not None)
-    return max((run.digest.num_samples for run in runs), default=0)
 
 
 def _planned(comparison: Comparison) -> set[tuple[str, str]]:

@@ -19,6 +19,9 @@ from ddpnb.notebook.show.view import EVERYTHING, View
 class Live(Protocol):
     """Shows a comparison while it trains."""
 
+    def begin(self, comparison: Comparison) -> None:
+        """Show what is to come, before anything trains."""
+
     def update(self, comparison: Comparison) -> None:
         """Show the comparison as it is now, if it is time to."""
 
@@ -47,6 +50,10 @@ class LiveFigureAndTable:
         self._picture = Slot()
         self._line = Slot()
         self._pace = Pace()
+
+    def begin(self, comparison: Comparison) -> None:
+        """Draw for the first time, which costs most, while no training pays for it."""
+        self._show(comparison)
 
     def update(self, comparison: Comparison) -> None:
         """Show the comparison as it is now, if it is time to."""
@@ -77,6 +84,9 @@ class LiveText:
     def __init__(self) -> None:
         self._said = ""
         self._next_seconds = 0.0
+
+    def begin(self, comparison: Comparison) -> None:
+        """Say nothing: what begins is said when it does."""
 
     def update(self, comparison: Comparison) -> None:
         """Rewrite the line, if it is time to; into a file, write one line per run."""

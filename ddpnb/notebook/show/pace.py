@@ -10,8 +10,8 @@ REDRAW_SECONDS = 0.3
 MAX_SHARE = 0.05
 """The share of this process's time that drawing may take."""
 
-CREDIT_SECONDS = 0.6
-"""Drawing that may be done at once, before its share counts: the first pictures cost most."""
+CREDIT_SECONDS = 0.3
+"""Drawing that may be done at once, before its share counts: the first curves cost most."""
 
 
 @final

@@ -9,6 +9,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 from ddpnb.notebook.show.axes import draw_target, prepare, round_down, round_up
+from ddpnb.notebook.show.canvas import Piece
 from ddpnb.notebook.show.labels import spread_out
 from ddpnb.notebook.show.series import Line
 from ddpnb.notebook.show.strokes import Labelled, Strokes
@@ -19,7 +20,7 @@ LABEL_GAP_POINTS = SMALL_POINTS * 1.35
 
 @final
 class Panel:
-    """One pair of axes, redrawn in place; its limits only ever grow.
+    """One pair of axes, redrawn in place; its y limits only ever grow.
 
     Args:
         axes: where to draw; the panel adds its own lines and labels.
@@ -46,6 +47,7 @@ class Panel:
         self._inches = axes.figure.dpi_scale_trans
         self._strokes: list[Strokes] = []
         self._limits = [0.0, math.inf if log else 0.0, 0.0]  # right, bottom, top
+        self._longest = 0.0
         if target is not None:
             self._limits[1:] = [round_down(target * 0.9) if log else min(target, 0.0), target]
             draw_target(axes, target)
@@ -53,7 +55,7 @@ class Panel:
         self.axes.tick_params(labelbottom=False, labelleft=False)
 
     def update(self, lines: Sequence[Labelled], right: float = 0.0) -> None:
-        """Show ``lines``; the x axis reaches at least to ``right``."""
+        """Show ``lines``; the x axis ends at ``right``, or where a line is longer, after it."""
         shown = [labelled for labelled in lines if _can_show(labelled.line, self._is_log)]
         while len(self._strokes) < len(shown):
             self._strokes.append(Strokes(self.axes, self._names_marks))
@@ -90,24 +92,24 @@ class Panel:
         """Return what tells two states of that apart."""
         return tuple(strokes.state() for strokes in self._strokes)
 
-    def limits(self) -> tuple[object, ...]:
-        """Return what the axes and their ticks depend on."""
-        return (*self._limits, self._waiting.get_visible())
+    def pieces(self, room: int) -> list[Piece]:
+        """Return the axes, which depend on their limits and on the room for labels."""
+        return [Piece(axes=self.axes, state=(room, *self._limits, self._waiting.get_visible()))]
 
     def _grow(self, lines: Sequence[Line], right: float) -> None:
         for line in lines:
-            end = float(np.nanmax(line.x))
-            self._limits[0] = max(self._limits[0], right if end <= right * 1.001 else round_up(end))
+            self._longest = max(self._longest, float(np.nanmax(line.x)))
             lowest, highest = _extent(line, self._is_log)
             if self._is_log:
                 self._limits[1] = min(self._limits[1], round_down(lowest))
             else:
                 self._limits[1] = min(self._limits[1], -round_up(-lowest) if lowest < 0 else 0.0)
             self._limits[2] = max(self._limits[2], round_up(highest * 1.04))
+        self._limits[0] = right if self._longest <= right * 1.001 else round_up(self._longest)
         end, bottom, top = self._limits
         if not math.isfinite(bottom):
             bottom, top = 0.1, 1.0
-        self.axes.set_xlim(0, end or right or 1.0)
+        self.axes.set_xlim(0, end or 1.0)
         self.axes.set_ylim(bottom, top if top > bottom else bottom + 1.0)
 
     def _place_labels(self, num_shown: int) -> None:

@@ -9,7 +9,6 @@ from matplotlib.image import AxesImage
 
 from ddpnb.notebook.record.parts import slowness
 from ddpnb.notebook.record.pyramid import Floats
-from ddpnb.notebook.show.axes import round_up
 from ddpnb.notebook.show.columns import Column, Head, Row, beside, line, tell
 from ddpnb.notebook.show.series import Series
 from ddpnb.notebook.show.theme import INK
@@ -26,6 +25,7 @@ class RankColumn(Column):
     """One lane per rank, the darker the slower its own part of a step."""
 
     head = Head(title="Own work of each rank", below="seconds; darker: slower")
+    is_of_time = True
 
     def _new_row(self) -> Row:
         return _Lanes(self.axes)
@@ -33,7 +33,7 @@ class RankColumn(Column):
     def _reach(self, series: Series) -> float:
         if len(series.ranks) < 2:
             return 0.0
-        return round_up(max(rank.seconds for rank in series.ranks))
+        return max(rank.seconds for rank in series.ranks)
 
 
 @final

@@ -19,9 +19,9 @@ class RateColumn(Column):
 
     head = Head(title="Samples per second", below="outline: workers × single")
 
-    def update(self, series: Sequence[Series], num_rows: int) -> None:
+    def update(self, series: Sequence[Series], num_rows: int, seconds: float) -> None:
         """Show one row per series; where there is a ceiling, say what its mark is."""
-        super().update(series, num_rows)
+        super().update(series, num_rows, seconds)
         if any(math.isfinite(each.summary.share_of_ceiling) for each in series):
             self.axes.set_xlabel("outline: ideal  ┃ no-comm", loc="left")
 
