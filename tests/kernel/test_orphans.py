@@ -39,7 +39,6 @@ def kill(kernel: Kernel, server: int) -> None:
 
 def kill_fork_server_first(kernel: Kernel, server: int) -> None:
     os.kill(server, signal.SIGKILL)
-    time.sleep(0.5)  # the kernel ends what programs the cells have started; nobody else could
     kill(kernel, server)
 
 
