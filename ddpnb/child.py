@@ -3,12 +3,14 @@
 Nothing here imports torch before a rank's own time: the controller is forked first.
 """
 
+import contextlib
 import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -30,7 +32,6 @@ def run_child(main: Callable[[], None]) -> NoReturn:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        die_with_parent()
         main()
         code = 0
     except SystemExit as exit_request:
@@ -60,16 +61,28 @@ def redirect_output(path: Path) -> None:
             os.close(source)
 
 
-def run_controller(arguments: list[str], folder: Path) -> None:
-    """Be ipyparallel's controller."""
+def run_controller(arguments: list[str], tether: Connection, folder: Path) -> None:
+    """Be ipyparallel's controller, and see to it that nothing outlives the fork server.
+
+    Ranks die with it at once, wherever they are; this process lives a moment longer.
+    """
     redirect_output(folder / "controller.log")
+    threading.Thread(target=end_all_after, args=(tether,), daemon=True).start()
     controller.run(arguments, folder, in_each_child=die_with_parent)
+
+
+def end_all_after(tether: Connection) -> None:
+    """Wait for the fork server's end; then kill its process group, what cells started included."""
+    with contextlib.suppress(EOFError, OSError):
+        tether.recv_bytes()
+    os.killpg(0, signal.SIGKILL)
 
 
 def run_rank(
     rank: int, environment: dict[str, str], settings: Frame, pipe: Connection, folder: Path
 ) -> None:
     """Be one rank: an ipyparallel engine that has joined the process group."""
+    die_with_parent()
     redirect_output(folder / f"rank-{rank}.log")
     os.environ.update(environment)
     from ddpnb.rank import engine  # noqa: PLC0415  torch is imported here, after the controller's fork

@@ -12,8 +12,8 @@ It is the parent of every process of the cluster.  When the kernel's end of the
 socket closes, however the kernel ended, it ends them all and removes the run
 folder.  Where it was asked to linger, it first waits that long for another kernel,
 at a Unix socket in the run folder.  When it is killed itself, the kernel of the
-operating system ends its children (``PR_SET_PDEATHSIG``), or they see their own
-pipe to it close.
+operating system ends the ranks (``PR_SET_PDEATHSIG``), or they see their own pipe to
+it close; the controller, which sees the same, ends what cells have started.
 """
 
 import contextlib
@@ -76,6 +76,8 @@ class Forkserver:
     """How long the ranks outlive a kernel."""
     door: socket.socket | None = None
     """Where another kernel knocks."""
+    tether: Connection | None = None
+    """Nothing is sent here: it is closed by this process's end, which the controller sees."""
     is_stopped: bool = False
     _deadline: float = 0.0
     """``time.monotonic()`` until which another kernel is waited for."""
@@ -164,14 +166,16 @@ class Forkserver:
 
     def start_controller(self, arguments: list[str]) -> None:
         """Fork ipyparallel's controller."""
-        pid = self.fork(lambda: run_controller(arguments, self.folder))
+        theirs, self.tether = Pipe(duplex=False)
+        pid = self.fork(lambda: run_controller(arguments, theirs, self.folder))
+        theirs.close()
         self.children[pid] = Child(name="controller", pid=pid)
 
     def fork(self, main: Callable[[], None]) -> int:
         """Fork a child that runs ``main`` and never returns here; return its pid."""
         pid = os.fork()
         if pid == 0:
-            for end in (self.kernel, self.door):
+            for end in (self.kernel, self.door, self.tether):
                 if end is not None:
                     end.close()
             for child in self.children.values():

@@ -107,7 +107,10 @@ class Training:
         self._is_stopped = True
 
     def skip(self) -> None:
-        """End the run in progress early, and go on with the next; from any thread, also twice."""
+        """End the run in progress early, and go on with the next; from any thread, also twice.
+
+        It ends as with ``stop``; where it is interrupted, the next trains in a new group.
+        """
         self._is_skipped = True
 
     def run(self) -> ComparisonResult:
@@ -141,13 +144,17 @@ class Training:
         self._is_skipped, self._interrupt_seconds = False, math.inf
         try:
             watch.run()
-            if watch.stop_requested:
+            if watch.stop_requested and self._is_stopped:
                 raise CellInterrupt
         except KeyboardInterrupt:
             self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
             raise CellInterrupt from None
         finally:
             comeback.end()
+        if watch.stop_requested:
+            self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
+            self.cluster.cut(self.cluster.living)  # what was begun in it may never end
+            return
         watch.lost = {r: how for r, how in watch.lost.items() if not comeback.survives(r)}
         if (error := error_of(watch)) is not None:
             self.recorder.end(spec.run_id, Status.FAILED, watch.stuck or str(error))

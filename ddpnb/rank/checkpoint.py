@@ -75,11 +75,15 @@ class Checkpoints:
             num_steps: global batches trained on so far.
             take: returns what to keep.
         """
-        if num_steps // self._every <= self._num_made:
+        if not self.is_due(num_steps):
             return
         self._num_made = num_steps // self._every
         if self._write(self._place.path(num_steps), take()):
             self._remove_old()
+
+    def is_due(self, num_steps: int) -> bool:
+        """Tell whether it is time for a checkpoint, after so many global batches."""
+        return num_steps // self._every > self._num_made
 
     def begin_at(self, num_steps: int) -> None:
         """Count from a step on: what lies before is another run's."""

@@ -5,9 +5,11 @@ behind the Python thread: there each moment is a CUDA event, and each step leave
 of its loss; both are read when the GPU has come by, a few steps later.
 """
 
+import contextlib
 import time
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Iterator
 from typing import ClassVar, NamedTuple, final
 
 import torch
@@ -47,6 +49,10 @@ class Clock(Timer):
     @abstractmethod
     def stop(self) -> list[Lap]:
         """Wait for the device; return the steps not yet returned."""
+
+    @abstractmethod
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context, to be entered between two steps, in which no time is counted."""
 
     @property
     @abstractmethod
@@ -101,6 +107,18 @@ class CpuClock(Clock):
         """Return nothing: every step has been returned."""
         return []
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Put all that was read off by as long as the context takes."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - begun
+            self._start += seconds
+            self._end += seconds
+            self._since += seconds
+
     @property
     def seconds(self) -> float:
         """From the start to the end of the last step."""
@@ -113,6 +131,8 @@ class _Pending(NamedTuple):
     """What began, and when; the last is the end of the step."""
     hidden: list[tuple[torch.cuda.Event, torch.cuda.Event]]
     loss: Tensor
+    paused_seconds: float
+    """How long the clock had been paused before."""
 
 
 @final
@@ -127,6 +147,7 @@ class CudaClock(Clock):
         self._hidden: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._pending: deque[_Pending] = deque()
         self._seconds = 0.0
+        self._paused_seconds = 0.0
 
     def begin(self, part: Part, at: Moment = None) -> None:
         """Record an event behind what the GPU has been given so far."""
@@ -147,6 +168,7 @@ class CudaClock(Clock):
         """Let the GPU finish what it has, then record the first event."""
         torch.cuda.synchronize(self._device)
         self._marks, self._hidden = [], []
+        self._paused_seconds = 0.0
         self.begin("data")
         self._start = self._marks[0][1]
 
@@ -155,7 +177,9 @@ class CudaClock(Clock):
         loss = torch.empty((), dtype=report.loss.dtype, pin_memory=True)
         loss.copy_(report.loss, non_blocking=True)
         self.begin("data")
-        self._pending.append(_Pending(report, self._marks, self._hidden, loss))
+        self._pending.append(
+            _Pending(report, self._marks, self._hidden, loss, self._paused_seconds)
+        )
         self._marks, self._hidden = [self._marks[-1]], []
         if len(self._pending) > MAX_PENDING:
             self._pending[0].marks[-1][1].synchronize()
@@ -166,6 +190,19 @@ class CudaClock(Clock):
         torch.cuda.synchronize(self._device)
         return self._finished()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the GPU finish before and after; count from then on what the next step takes."""
+        torch.cuda.synchronize(self._device)
+        begun = self.moment()
+        try:
+            yield
+        finally:
+            self._marks = []
+            self.begin("data")
+            torch.cuda.synchronize(self._device)
+            self._paused_seconds += begun.elapsed_time(self._marks[0][1]) / 1000
+
     @property
     def seconds(self) -> float:
         """From the start to the end of the last step, on the GPU's own clock."""
@@ -175,7 +212,8 @@ class CudaClock(Clock):
         laps = []
         while self._pending and self._pending[0].marks[-1][1].query():
             done = self._pending.popleft()
-            self._seconds = self._start.elapsed_time(done.marks[-1][1]) / 1000
+            passed = self._start.elapsed_time(done.marks[-1][1]) / 1000
+            self._seconds = passed - done.paused_seconds
             laps.append(Lap(done.report, self._seconds, done.loss.item(), _parts_of(done)))
         return laps
 

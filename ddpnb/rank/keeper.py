@@ -1,6 +1,7 @@
 """What of a run goes into its checkpoints, and when?  (Every rank.)"""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import final
 
 import torch
@@ -11,6 +12,7 @@ from ddpnb.rank.checkpoint import (
     random_numbers,
     set_random_numbers,
 )
+from ddpnb.rank.clock import Clock
 from ddpnb.rank.order import Share
 from ddpnb.rank.stage import Stage
 from ddpnb.rank.strategies.base import Replica, State, Strategy
@@ -39,13 +41,26 @@ class Keeper:
         stage: the run.
         strategy: whose state is kept; set up.
         replica: what it was set up with.
+        clock: the run's; stands still while synchronous workers write.
+        meet: returns when all ranks have called it, where each step waits for all.
         tell: takes a few words, the first time that the disk refuses.
     """
 
-    def __init__(self, *, stage: Stage, strategy: Strategy, replica: Replica, tell: Tell) -> None:
+    def __init__(
+        self,
+        *,
+        stage: Stage,
+        strategy: Strategy,
+        replica: Replica,
+        clock: Clock,
+        meet: Callable[[], None],
+        tell: Tell,
+    ) -> None:
         self._stage = stage
         self._strategy = strategy
         self._replica = replica
+        self._clock = clock
+        self._meet = meet
         self._checkpoints: Checkpoints | None = None
         spec, rank = stage.spec, stage.state.rank
         if not (spec.save_every and spec.checkpoints) or (rank and not stage.plan.synchronous):
@@ -57,9 +72,10 @@ class Keeper:
 
     def after(self, share: Share) -> None:
         """Keep a checkpoint of the run after its step on a share, if it is time to."""
-        if self._checkpoints is not None:
-            num_steps = self._stage.first_step + share.step + 1
-            self._checkpoints.after(num_steps, lambda: self._state(num_steps))
+        num_steps = self._stage.first_step + share.step + 1
+        if self._checkpoints is not None and self._checkpoints.is_due(num_steps):
+            with self._untimed():
+                self._checkpoints.after(num_steps, lambda: self._state(num_steps))
 
     def end(self) -> None:
         """Keep a last checkpoint of asynchronous workers: rank 0 may have had no late share."""
@@ -71,6 +87,20 @@ class Keeper:
         """Keep the trained model."""
         if self._checkpoints is not None:
             self._checkpoints.finish(model)
+
+    @contextlib.contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """Stop the clock, until the slowest has written where the next step would wait for it.
+
+        Of asynchronous workers the others train on: there it runs.
+        """
+        if not self._stage.plan.synchronous:
+            yield
+            return
+        with self._clock.paused():
+            yield
+            if self._stage.plan.num_ahead == 0:
+                self._meet()
 
     def _state(self, num_steps: int) -> State:
         return {

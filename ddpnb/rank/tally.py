@@ -11,6 +11,11 @@ from ddpnb.rank.stage import Stage
 from ddpnb.rank.strategies.base import Memory
 from ddpnb.wire import Mark, RunHeader, RunReport, StepEvent
 
+_WRITING = {
+    True: "The clock stands still while checkpoints are written.",
+    False: "Rank 0 trains on nothing while it writes checkpoints; the others go on.",
+}
+
 Publish = Callable[[RunHeader | StepEvent | Mark], None]
 
 
@@ -111,7 +116,7 @@ def _notes(stage: Stage) -> list[str]:
     if spec.sync_batchnorm and not stage.syncs_batchnorm and plan.num_workers > 1:
         told.append("--sync-batchnorm has no effect: it needs several ranks, in step, on GPUs.")
     if spec.save_every:
-        told.append("Checkpoints are written while the clock runs.")
+        told.append(_WRITING[plan.synchronous])
     if stage.saved is not None:
         about = "" if plan.synchronous else ", about where its server was"
         told.append(f"Resumed after step {stage.first_step} of another run{about}.")

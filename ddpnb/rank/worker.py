@@ -210,7 +210,14 @@ def _prepare(
         source=opened.enter_context(closing(stage.source(strategy))),
         stop=stop,
         late=opened.enter_context(closing(late)),
-        keeper=Keeper(stage=stage, strategy=strategy, replica=replica, tell=tally.mark),
+        keeper=Keeper(
+            stage=stage,
+            strategy=strategy,
+            replica=replica,
+            clock=tally.clock,
+            meet=lambda: _barrier(stage),
+            tell=tally.mark,
+        ),
         tally=tally,
     )
 

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from tests.cluster.rig import ALL_REDUCE, begin, processes_of, run, started
 with started(2) as cluster:
     run(cluster, "import subprocess; child = subprocess.Popen(['sleep', '1000'])")
     begin(cluster, "dist.all_reduce(total) if rank else __import__('time').sleep(1000)")
-    print(json.dumps([str(cluster.folder), [p.pid for p in processes_of(cluster)]]), flush=True)
+    pids = [process.pid for process in processes_of(cluster)]
+    print(json.dumps([str(cluster.folder), pids]), flush=True)
     sys.stdin.read()
 """
 
@@ -41,6 +43,27 @@ def test_nothing_outlives_the_process_that_started_it(number: signal.Signals):
         os.kill(owner.pid, number)
         wait_until_gone(processes, timeout=10)
         wait_until(lambda: not Path(folder).exists(), "the end of the run folder")
+
+
+def test_nothing_outlives_both_at_once():
+    """Not even what cells have started, although no process but the ranks knows of it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        folder, pids = json.loads(owner.stdout.readline())
+        processes = [psutil.Process(pid) for pid in pids]
+        try:
+            server, *others = processes
+            for number in (signal.SIGSTOP, signal.SIGKILL):  # neither can do anything between
+                os.kill(owner.pid, number)
+                server.send_signal(number)
+            wait_until_gone(others, timeout=10)
+        finally:
+            for process in processes:
+                if is_alive(process):
+                    process.kill()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_nothing_outlives_the_fork_server():

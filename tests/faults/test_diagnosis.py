@@ -237,6 +237,26 @@ def test_a_rank_that_cannot_be_freed_is_ended_and_brought_back(three: Cluster) -
     assert not finish(begin(three, USABLE)).failures
 
 
+SLOW_TO_LEAVE = """
+import sys
+def linger(frame, event, _):
+    if event == "return" and frame.f_code.co_name == "all_reduce":
+        sys.setprofile(None)
+        time.sleep(5)
+sys.setprofile(linger if rank else None)
+if rank: dist.all_reduce(x)
+"""
+
+
+def test_a_freed_rank_that_is_slow_to_leave_its_call_lives_on(three: Cluster) -> None:
+    """As on a busy machine, where it does not get the processor."""
+    ended = finish(begin(three, SLOW_TO_LEAVE))
+    assert not ended.lost
+    assert sorted(ended.failures) == [1, 2]
+    assert ended.seconds > 5
+    assert not finish(begin(three, USABLE)).failures
+
+
 MISMATCHED = {
     "shape": (
         "dist.all_reduce(torch.ones(3 + rank))",

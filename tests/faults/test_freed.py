@@ -72,3 +72,23 @@ def test_what_is_tied_to_a_group_that_was_cut_is_named(cluster: Cluster):
     assert set(found) == everywhere
     run(cluster, "del trainer, nets, sharded, zero, mesh, everyone, plain")
     assert not run(cluster, "if rank == 0: del net").failures
+
+
+SLOW_CUT = """
+import psutil
+see = psutil.Process.net_connections
+def look(process, kind):
+    if rank == slow: time.sleep(0.7)
+    return see(process, kind)
+psutil.Process.net_connections = look
+"""
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_rank_that_is_slow_to_cut_does_not_cut_the_next_group(slow: int):
+    """As on a busy machine: another rank's cut may have freed it before its own is done."""
+    with started(3) as cluster:
+        run(cluster, SETUP + f"slow = {slow}" + SLOW_CUT)
+        ended = run(cluster, "if rank == 1: 1/0\ndist.recv(torch.ones(1), 2 - rank)")
+        assert sorted(ended.failures) == [0, 1, 2]
+        assert not run(cluster, "time.sleep(3)\ndist.all_reduce(torch.ones(1))").failures

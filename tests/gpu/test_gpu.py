@@ -1,5 +1,6 @@
 """The cluster and the strategies on real GPUs."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -68,6 +69,28 @@ def test_choices_that_need_a_gpu():
     result = ddpnb.compare("ddp", slow="1:20ms", jitter=0.1, save_every=1, **chosen)
     assert not any("--sync-batchnorm" in note for note in headers(result)["ddp"])
     assert any("20 ms slower" in note for note in headers(result)["ddp"])
+
+
+def test_a_gpus_clock_stands_still_while_it_is_paused():
+    """Written without a GPU at hand."""
+    import torch
+
+    from ddpnb.rank.clock import clock_of
+    from ddpnb.rank.strategies.base import StepReport
+
+    clock = clock_of(torch.device("cuda", 0))
+    clock.start()
+    laps = []
+    for _ in range(3):
+        loss = torch.ones(200, 200, device="cuda").square().mean()
+        laps += clock.lap(StepReport(loss=loss, num_samples=1))
+        with clock.paused():
+            time.sleep(1)
+    laps += clock.stop()
+    assert len(laps) == 3
+    assert [lap.seconds for lap in laps] == sorted(lap.seconds for lap in laps)
+    assert clock.seconds == laps[-1].seconds < 1.5
+    assert sum(lap.parts.data for lap in laps) < 1.5
 
 
 def test_nccl_is_freed_when_a_cell_is_stopped():

@@ -39,7 +39,6 @@ def kill(kernel: Kernel, server: int) -> None:
 
 def kill_fork_server_first(kernel: Kernel, server: int) -> None:
     os.kill(server, signal.SIGKILL)
-    time.sleep(0.5)  # the kernel ends what programs the cells have started; nobody else could
     kill(kernel, server)
 
 
@@ -119,10 +118,10 @@ def test_nothing_outlives_a_jupyter_server_that_is_told_to_end(tmp_path: Path) -
     ) as server:
         try:
             runtime = tmp_path / "runtime"
-            wait_until(lambda: bool(list(runtime.glob("jpserver-*.json"))), "the server", 60)
+            wait_until(lambda: is_written(runtime, "jpserver-*.json"), "the server", 60)
             url = json.loads(next(runtime.glob("jpserver-*.json")).read_text())["url"]
             start_a_kernel(url)
-            wait_until(lambda: bool(list(runtime.glob("kernel-*.json"))), "the kernel", 30)
+            wait_until(lambda: is_written(runtime, "kernel-*.json"), "the kernel", 30)
             client = BlockingKernelClient(connection_file=str(next(runtime.glob("kernel-*.json"))))
             client.load_connection_file()
             client.start_channels()
@@ -138,6 +137,10 @@ def test_nothing_outlives_a_jupyter_server_that_is_told_to_end(tmp_path: Path) -
             wait_until(lambda: not Path(folder).exists(), "the end of the run folder")
         finally:
             server.kill()
+
+
+def is_written(folder: Path, pattern: str) -> bool:
+    return any(path.stat().st_size for path in folder.glob(pattern))
 
 
 def start_a_kernel(url: str) -> None:

@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import time
 
 import pytest
 import torch
@@ -144,6 +145,78 @@ def test_a_full_disk_is_said_once_and_does_not_stop_the_training(ranks, tmp_path
         (mark,) = [event for event in events if isinstance(event, Mark)]
         assert mark.text == "no checkpoint: File too large"
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def slow_job(state, folder, spec):
+    """Train where one rank's disk takes 2 s for each file."""
+    write = checkpoint.write
+
+    def write_slowly(path, content):
+        time.sleep(2.0 * (state.rank == 1))
+        write(path, content)
+
+    checkpoint.write = write_slowly
+    try:
+        return train_job(state, folder, spec)
+    finally:
+        checkpoint.write = write
+
+
+def test_what_writing_takes_is_not_training_time(ranks, tmp_path):
+    for report, events in ranks(2).call(slow_job, spec_of("ddp", tmp_path)):
+        steps = [event for event in events if isinstance(event, StepEvent)]
+        seconds = [event.seconds for event in steps]
+        assert seconds == sorted(seconds)
+        assert 0 < report.seconds == seconds[-1] < 3.0, "6 s were spent on writing"
+        parts = [event.parts for event in steps]
+        assert sum(sum(part) - part.hidden for part in parts) == pytest.approx(report.seconds)
+
+
+def test_notes_tell_whether_the_clock_runs_meanwhile(ranks, tmp_path):
+    stands = ranks(2).call(train_job, spec_of("ddp", tmp_path, num_epochs=1))
+    assert "The clock stands still while checkpoints are written." in notes(stands[0])
+    runs = ranks(2).call(train_job, spec_of("async", tmp_path, num_epochs=1))
+    assert "Rank 0 trains on nothing while it writes checkpoints; the others go on." in notes(
+        runs[0]
+    )
+
+
+COUNTING = f"""
+import time
+{CELL}
+class Counting(torch.optim.Optimizer):
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            count = self.state[parameter].setdefault("count", torch.zeros(()))
+            count += 1
+            parameter.data.fill_(float(count))
+            time.sleep(0.005)
+
+def optimizer(parameters):
+    return Counting(parameters, {{"lr": 0.1}})
+"""
+
+
+def keep_all_job(state, folder, spec):
+    """Train, and let every checkpoint stay."""
+    before, checkpoint.NUM_KEPT = checkpoint.NUM_KEPT, 100
+    try:
+        return train_job(state, folder, spec)
+    finally:
+        checkpoint.NUM_KEPT = before
+
+
+def test_an_asynchronous_server_is_copied_between_two_updates(ranks, tmp_path):
+    spec = spec_of("async", tmp_path, source=COUNTING, save_every=0.1, num_warmup_steps=0)
+    ranks(2).call(keep_all_job, spec)
+    paths = sorted(tmp_path.glob("old/step-*/rank-0-of-*.pt"))
+    assert len(paths) > 3
+    for path in paths:
+        state = torch.load(path, weights_only=True)["strategy"]
+        held = {float(value) for tensor in state["model"].values() for value in tensor.flatten()}
+        (optimizer,) = state["optimizers"]
+        assert held == {float(each["count"]) for each in optimizer["state"].values()}
+        assert len(held) == 1
 
 
 def refused(tmp_path, match: str, *, num_ranks=2, **changes):

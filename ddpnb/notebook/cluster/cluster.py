@@ -127,7 +127,7 @@ class Cluster(Engines):
         self._group.is_cut = True
         self._save()
         for rank in set(ranks) & set(self.living):
-            self.processes.order(rank, "cut")
+            self._group.cuts[rank] = self.processes.order(rank, "cut")
 
     def ensure_group(self, *, is_checked: bool = False) -> dict[Tied, list[int]]:
         """Have all ranks form a new process group if the old one was cut, or is of another kind.
@@ -173,6 +173,7 @@ class Cluster(Engines):
         The next ``ensure_group`` forms a group of all.
         """
         self._group.is_cut = True
+        self._group.cuts.pop(rank, None)
         self.start_rank(rank, generation=None)
 
     def has_come(self, rank: int) -> bool:
@@ -214,6 +215,7 @@ class Cluster(Engines):
 
     def _begin_generation(self) -> None:
         """Count up the process groups; the new one is no better than cut until it is formed."""
+        self._group.wait_for_cuts(lambda: self.living, CALL_TIMEOUT_SECONDS)
         self._group.begin()
         self._save()
 

@@ -57,6 +57,10 @@ class StallDetector:
             self._asked = {rank: self.cluster.processes.order(rank, "where") for rank in ranks}
         return ""
 
+    def begin_anew(self) -> None:
+        """Forget what was seen: the ranks were freed just now, and need time to notice."""
+        self._asked, self._first = {}, ()
+
     def _hear(self, now: float, finished: Mapping[int, int]) -> str:
         """Judge once all have answered; a rank that is stopped answers when it goes on."""
         answers = {rank: a for rank, a in self._asked.items() if rank in self.call.running}

@@ -34,6 +34,11 @@ It may have had another cell before this one, or have caught the first interrupt
 """
 KILL_AFTER_SECONDS = 10.0
 """How long an interrupted and freed rank may take before it is killed."""
+MAX_CUTS = 5
+"""How often ranks are freed that are found stuck, 2 s each time, before they are killed.
+
+On a busy machine a freed rank may need seconds to leave its call.
+"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,9 +72,13 @@ class Watch:
     """What each rank returned."""
     lost: dict[int, str] = field(default_factory=dict)
     """Ranks that died during the call, with how."""
+    _detector: StallDetector = field(init=False)
     _failed_at: float | None = None
-    _is_cut: bool = False
+    _num_cuts: int = 0
     _is_named: bool = False
+
+    def __post_init__(self) -> None:
+        self._detector = StallDetector(cluster=self.cluster, call=self.call)
 
     def run(self) -> None:
         """Return when every rank has ended the call.
@@ -78,13 +87,12 @@ class Watch:
             KeyboardInterrupt: after an interrupt, once the ranks have stopped.
         """
         deadline = time.monotonic() + self.timeout if self.timeout else None
-        detector = StallDetector(cluster=self.cluster, call=self.call)
         stopped = StoppedProcesses(cluster=self.cluster)
         try:
             while not self.call.done:
                 self._attend(TICK_SECONDS)
                 self._free_waiting()
-                self._free_stuck(detector)
+                self._free_stuck()
                 self._name_failed()
                 if told := stopped.check(self.call.running):
                     self.tell(told)
@@ -113,23 +121,24 @@ class Watch:
 
     def _free_waiting(self) -> None:
         """Cut the group under ranks that still run a while after one has failed."""
-        if self._failed_at is None or self._is_cut or not self.call.running:
+        if self._failed_at is None or self._num_cuts or not self.call.running:
             return
         if time.monotonic() - self._failed_at > self.free_after:
             self._cut()
 
-    def _free_stuck(self, detector: StallDetector) -> None:
+    def _free_stuck(self) -> None:
         """Free ranks that wait for each other without end; kill those that cannot be freed."""
         if not self.call.running:
             return
         reports = self.returned.items()
         finished = {rank: r.num_collectives for rank, r in reports if isinstance(r, CellReport)}
-        if why := detector.check(finished):
-            if self._is_cut:
-                self.cluster.processes.signal(sorted(self.call.running), signal.SIGKILL)
-            else:
+        if why := self._detector.check(finished):
+            if not self._num_cuts:
                 self.stuck = why
+            if self._num_cuts < MAX_CUTS:
                 self._cut()
+            else:
+                self._kill()
 
     def _name_failed(self) -> None:
         """Tell at once what failed where other ranks compute on, for who knows how long."""
@@ -146,8 +155,14 @@ class Watch:
             self.tell(f"{'; '.join(causes)} (rank {who} {goes_on}; an interrupt ends the cell)")
 
     def _cut(self) -> None:
-        self._is_cut = True
+        self._num_cuts += 1
         self.cluster.cut(tuple(self.call.running))
+        self._detector.begin_anew()
+
+    def _kill(self) -> None:
+        who = format_ranks(self.call.running)
+        self.tell(f"rank {who} could not be freed and is killed: its variables are lost")
+        self.cluster.processes.signal(sorted(self.call.running), signal.SIGKILL)
 
     def _stop_ranks(self) -> None:
         """Interrupt the ranks until they stop; free, then kill, those that do not."""
@@ -156,7 +171,7 @@ class Watch:
             with contextlib.suppress(KeyboardInterrupt):  # a second one changes nothing
                 self._urge()
         if self.call.running:
-            self.cluster.processes.signal(sorted(self.call.running), signal.SIGKILL)
+            self._kill()
         with contextlib.suppress(KeyboardInterrupt):  # now it means: do not wait any longer
             self._attend_until_done(KILL_AFTER_SECONDS)
 

@@ -39,7 +39,7 @@ from torch import nn
 
 from ddpnb.errors import UserError
 from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
 from ddpnb.rank.transport import connect
 from ddpnb.rank.transport.host import Host
 from ddpnb.rank.transport.link import Link
@@ -134,6 +134,16 @@ class AsyncParameterServer(Strategy):
         if self._host is not None:
             self._host.settle()
         return self._replica.model
+
+    def save(self, replica: Replica) -> State:
+        """Return what the server holds, of one moment: other workers' updates go on meanwhile."""
+        assert self._server is not None, "rank 0 alone is asked"
+        parameters, optimizer = self._server.snapshot()
+        model = replica.model.state_dict()
+        of = {id(p): held for p, held in zip(replica.parameters, parameters, strict=True)}
+        for name, parameter in replica.model.named_parameters(remove_duplicate=False):
+            model[name] = of.get(id(parameter), model[name])
+        return {"model": model, "optimizers": [optimizer]}
 
     def lost_shares(self) -> Sequence[Share]:
         """Return, on rank 0, what was handed out to workers that died."""

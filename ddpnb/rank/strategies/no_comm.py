@@ -36,7 +36,8 @@ class NoComm(Strategy):
         """Every rank."""
         num = state.world_size
         notes = (_NOTE,) if num > 1 else ()
-        return Plan(num_ranks=num, num_workers=num, synchronous=True, notes=notes)
+        # Nobody waits for anybody: num_ahead is what a stop allows for.
+        return Plan(num_ranks=num, num_workers=num, synchronous=True, num_ahead=1, notes=notes)
 
     def setup(self, replica: Replica) -> None:
         """Make the optimizer."""

@@ -78,7 +78,8 @@ class OwnStrategy(Strategy):
         """Every rank."""
         num = state.world_size
         synchronous = bool(getattr(self._strategy, "synchronous", True))
-        return Plan(num_ranks=num, num_workers=num, synchronous=synchronous)
+        # Whether its ranks wait for each other is not known: num_ahead is what a stop allows for.
+        return Plan(num_ranks=num, num_workers=num, synchronous=synchronous, num_ahead=1)
 
     def setup(self, replica: Replica) -> None:
         """Hand the replica over."""

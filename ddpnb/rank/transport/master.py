@@ -1,5 +1,6 @@
 """What happens to the shared parameters when a gradient arrives?  (Rank 0.)"""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -108,6 +109,11 @@ class Master:
         self._staleness.clear()
         for parameter in self._parameters:
             parameter.grad = None
+
+    def snapshot(self) -> tuple[list[Tensor], dict[str, Any]]:
+        """Return copies of the parameters and of the optimizer's state."""
+        parameters = [tensor.clone() for tensor in self._packed.tensors]
+        return parameters, copy.deepcopy(self._optimizer.state_dict())
 
     def _note(self, rank: int, *, is_write: bool) -> None:
         if self._log is not None:

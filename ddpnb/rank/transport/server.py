@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -125,6 +126,11 @@ class Server:
             self.master.apply()
             self.master.read(rank, into)
             return Reply(waited_seconds=waited_seconds)
+
+    def snapshot(self) -> tuple[list[Tensor], dict[str, Any]]:
+        """Return copies of the parameters and of the optimizer's state, between two updates."""
+        with self._changed:
+            return self.master.snapshot()
 
     def thank(self, rank: int) -> bool:
         """Note that a worker has the final parameters, where its transport cannot tell.
