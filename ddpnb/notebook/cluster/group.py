@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpnb.notebook.ranks import format_ranks
-
 from ddpnb.wire import Tied
 
 
