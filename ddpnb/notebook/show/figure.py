@@ -201,11 +201,11 @@ def cut(label: str) -> str:
 
 
 def _num_samples(comparison: Comparison) -> int:
-    """Return how many samples the longest run will see; of runs that are over, has seen."""
-    runs = [run for run in comparison.runs if run.header is not None]
-    if any(run.is_running for run in runs):
-        return max(run.header.num_samples for run in runs if run.header is not None)
-    return max((run.digest.num_samples for run in runs), default=0)
+    """Return up to which sample the longest run will see; of runs that are over, has seen."""
+    known = [(run, run.header) for run in comparison.runs if run.header is not None]
+    if any(run.is_running for run, _ in known):
+        return max(header.num_samples_before + header.num_samples for _, header in known)
+    return max((run.num_samples_before + run.digest.num_samples for run, _ in known), default=0)
 
 
 def _planned(comparison: Comparison) -> set[tuple[str, str]]:
