@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
 from ddpnb.rank import group as group_module
+from ddpnb.rank.cell import aborted
 from ddpnb.rank.failure import is_consequence
 from ddpnb.rank.group import Group, abort_groups, ends_in_time
 
@@ -170,6 +172,15 @@ def test_an_abort_that_hangs_holds_up_nothing(groups, tmp_path, monkeypatch, cap
     assert "standin did not abort in 0.2 s" in capfd.readouterr().err
     with pytest.raises(RuntimeError, match="standin did not abort: start this rank anew"):
         group.leave()
+
+
+def test_a_cell_that_went_on_after_an_abort_has_failed(tmp_path: Path):
+    engine = SimpleNamespace(group=member(0, tmp_path))
+    assert aborted(engine) is None
+    engine.group.lifeline.cut()
+    assert is_consequence(aborted(engine))
+    engine.group.backend = "gloo"  # whose waits end with an error of their own
+    assert aborted(engine) is None
 
 
 def test_calls_that_end_in_time_are_told_from_those_that_do_not():
