@@ -1,4 +1,4 @@
-"""Does what the fork server imports leave CUDA alone?  A fork of a process that asked cannot use it."""
+"""Does what the fork server imports leave CUDA alone?  Forks of who asked cannot use it."""
 
 import subprocess
 import sys
