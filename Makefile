@@ -7,7 +7,7 @@ ALLOW_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help lab demo test check bench soak clean
+.PHONY: help lab demo test check bench soak gpu clean
 
 help:  ## Say what the targets do
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -38,6 +38,10 @@ bench: $(STAMP)  ## Measure what benchmarks/README.md tells
 
 soak: $(STAMP)  ## Raise, kill and restart for ten minutes; see benchmarks/README.md
 	$(BIN)/python -m benchmarks soak
+
+gpu: $(STAMP)  ## Test and measure on GPUs; see benchmarks/README.md
+	$(BIN)/pytest -m gpu
+	$(BIN)/python -m benchmarks gpu
 
 clean:  ## Remove what the targets made
 	rm -rf $(VENV) build

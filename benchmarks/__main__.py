@@ -10,6 +10,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from benchmarks.measure import HEAD, Figure
 
 ALL = (
@@ -25,6 +27,7 @@ ALL = (
     "wire",
     "monitor",
 )
+"""Those that need no GPU and end soon; ``gpu`` and ``soak`` are asked for by name."""
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -40,7 +43,16 @@ def machine() -> dict[str, str]:
         "cores": str(len(os.sched_getaffinity(0))),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "ipyparallel", "ipykernel")},
+        **gpus(),
     }
+
+
+def gpus() -> dict[str, str]:
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if not names:
+        return {}
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"gpus": ", ".join(names), "cuda": str(torch.version.cuda), "nccl": nccl}
 
 
 def main(names: list[str]) -> None:
@@ -50,6 +62,8 @@ def main(names: list[str]) -> None:
         for figure in importlib.import_module(f"benchmarks.{name}").measure():
             print(figure.row(), flush=True)
             figures.append(figure)
+    if not figures:
+        return
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{time.strftime('%Y-%m-%d')}-{'-'.join(names) or 'all'}.json"
     content = {"machine": machine(), "figures": [figure.to_json() for figure in figures]}

@@ -16,8 +16,9 @@ class Figure:
     unit: str
     ours: list[float]
     theirs: list[float] = field(default_factory=list)
-    limit: str
-    """E.g. ``"<= 0.65"`` or ``">= 0.98"``; of the ratio, or of ours where there are no theirs."""
+    limit: str = ""
+    """E.g. ``"<= 0.65"`` or ``">= 0.98"``; of the ratio, or of ours where there are no theirs;
+    empty: nothing is promised."""
     note: str = ""
 
     @property
@@ -27,6 +28,8 @@ class Figure:
 
     @property
     def kept(self) -> bool:
+        if not self.limit:
+            return True
         sign, bound = self.limit.split()
         return self.value <= float(bound) if sign == "<=" else self.value >= float(bound)
 
@@ -37,10 +40,10 @@ class Figure:
             middle, low, high = statistics.median(values), min(values), max(values)
             return f"{middle:.4g} ({low:.4g} to {high:.4g})"
 
-        kept = "kept" if self.kept else "MISSED"
+        kept = ("kept" if self.kept else "MISSED") if self.limit else "-"
         return (
             f"| {self.name} | {told(self.ours)} | {told(self.theirs)} | {self.unit} "
-            f"| {self.value:.3f} | {self.limit} | {kept} |"
+            f"| {self.value:.3f} | {self.limit or '-'} | {kept} |"
         )
 
     def to_json(self) -> dict[str, object]:

@@ -43,6 +43,8 @@ class RunSpec(TrainingSpec):
     repeat: int = 0
     checkpoints: str = ""
     """The folder that holds one of each run's checkpoints; empty: none are kept."""
+    resumed: str = ""
+    """What the user calls the run that is resumed, whose id ``resume`` is: ``"first/ddp#1"``."""
 
     def __post_init__(self) -> None:
         TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
@@ -66,6 +68,8 @@ class RunHeader:
     num_parameters: int
     num_samples: int
     """Training samples the whole run will see, over all workers."""
+    num_samples_before: int = 0
+    """Those that the run it resumes had seen when the checkpoint was made."""
     survives_deaths: bool = False
     """Whether the others train on where a rank other than 0 dies, and it may join again."""
     notes: tuple[str, ...] = ()

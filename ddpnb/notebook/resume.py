@@ -35,9 +35,8 @@ def with_checkpoints(
         raise UserError(
             f"{address} has no run of {missing[0]} to resume; it has: {', '.join(sorted(names))}."
         )
-    return tuple(
-        replace(spec, resume=_of(spec, runs).run_id) for spec in placed if spec.strategy in names
-    )
+    found = [(spec, _of(spec, runs)) for spec in placed if spec.strategy in names]
+    return tuple(replace(spec, resume=run.run_id, resumed=run.address) for spec, run in found)
 
 
 def _of(spec: RunSpec, runs: Sequence[StoredRun]) -> StoredRun:

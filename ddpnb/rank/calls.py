@@ -7,6 +7,8 @@ import pickle
 from dataclasses import replace
 
 from ipyparallel.serialize import deserialize_object, serialize_object
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ddpnb.rank import cell, worker
 from ddpnb.rank.engine import RankEngine
@@ -93,10 +95,16 @@ def push(variables: bytes) -> Failure | None:
 
 
 def pull(expression: str) -> bytes | Failure:
-    """Return the packed value of an expression in this rank's namespace, or how it failed."""
+    """Return the packed value of an expression in this rank's namespace, or how it failed.
+
+    Tensors, also those in lists, tuples and dicts, are fetched from the GPU: the notebook's
+    kernel would have to start CUDA to take them there.
+    """
     engine = this_engine()
     try:
         value = eval(expression, engine.kernel.shell.user_ns)
+        if engine.group.device.type == "cuda":
+            value = tree_map_only(Tensor, Tensor.cpu, value)
         buffers = serialize_object([value], buffer_threshold=0)
         return pickle.dumps([bytearray(buffer) for buffer in buffers])  # writable on arrival
     except Exception as error:  # noqa: BLE001  told in the notebook

@@ -46,7 +46,17 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     except KeyboardInterrupt as interrupt:  # it came when the cell had just ended
         return interrupt
     error: BaseException | None = result.error_before_exec or result.error_in_exec
-    return error
+    return error or aborted(engine)
+
+
+def aborted(engine: RankEngine) -> BaseException | None:
+    """Return an error where NCCL was aborted under a cell: it went on with meaningless tensors."""
+    if engine.group.is_aborted_to_end:
+        try:
+            engine.group.lifeline.check()
+        except RuntimeError as error:
+            return error
+    return None
 
 
 def let_go(error: BaseException) -> None:

@@ -14,6 +14,7 @@ from ddpnb.wire import Failure
 
 CLOSED_CONNECTION = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Socket closed|NCCL communicator was aborted"
+    r"|remote process exiting prematurely"
 )
 """What gloo and NCCL say on a rank whose peer has gone, or that was itself cut off."""
 

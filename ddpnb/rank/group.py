@@ -3,7 +3,10 @@
 import contextlib
 import os
 import socket
+import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +21,19 @@ from ddpnb.wire import RankState
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """How long the ranks wait for each other when they form a group."""
+
+ABORT_SECONDS = 10.0
+"""How long NCCL may take to abort before what else frees a rank goes on without it."""
+
+SETTLE_SECONDS = 2.0
+"""How long a GPU may still be at what it was given before a group is left."""
+
+NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""NCCL's watchdog ends a process whose group was aborted or waits for ten minutes, unless told."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,8 +73,8 @@ class Group:
         self.leave()
         store = FileStore(str(self.folder / f"group-{generation}"), self.world_size)
         store.set_timeout(JOIN_TIMEOUT)
-        # A group that `cut` aborts must not end the process, as NCCL's watchdog does by default.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        for name, value in NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
         set_debug_level(DebugLevel.DETAIL if is_checked else DebugLevel.OFF)
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size
@@ -72,10 +88,25 @@ class Group:
         assert total.item() == self.world_size
 
     def leave(self) -> None:
-        """Leave the group, if there is one."""
-        if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):  # a cut group cannot say good-bye
-                dist.destroy_process_group()
+        """Leave the group, if there is one.
+
+        Raises:
+            RuntimeError: it can neither be left nor aborted.
+        """
+        if not dist.is_initialized():
+            return
+        if self.is_aborted_to_end:  # its own good-bye would wait for ranks that may be gone
+            if self.device.type == "cuda" and not self.lifeline.is_cut:
+                ends_in_time([lambda: torch.cuda.synchronize(self.device)], SETTLE_SECONDS)
+            if not abort_groups(ABORT_SECONDS):
+                raise RuntimeError(f"{self.backend} did not abort: start this rank anew.")
+        with contextlib.suppress(RuntimeError):  # a cut group cannot say good-bye
+            dist.destroy_process_group()
+
+    @property
+    def is_aborted_to_end(self) -> bool:
+        """Whether waits in this backend end by an abort: in all but gloo, which has none."""
+        return self.backend != "gloo"
 
     def announce(self) -> None:
         """Tell the other ranks of this host which process this rank is."""
@@ -97,11 +128,11 @@ class Group:
         whatever group they were opened; the waiting call then raises
         ``RuntimeError``.  Gloo itself offers no way to end a wait.  Called from
         another thread than the one that waits.  The group is dead afterwards:
-        ``join`` forms the next.  NCCL's own way is to abort its communicators.  What
-        waits without the group holds the ``lifeline``.
+        ``join`` forms the next.  NCCL's communicators are aborted first, before its own
+        sockets are among those shut down.  What waits without the group holds the ``lifeline``.
         """
-        if self.backend == "nccl" and dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()
+        if self.is_aborted_to_end and dist.is_initialized() and not abort_groups(ABORT_SECONDS):
+            print(f"{self.backend} did not abort in {ABORT_SECONDS:g} s.", file=sys.stderr)
         num_cut = self.lifeline.cut()
         theirs = set()
         for peer in self.peers():
@@ -127,6 +158,30 @@ class Group:
             backend=self.backend,
             shares_device=self.shares_device,
         )
+
+
+def abort_groups(seconds: float) -> bool:
+    """Abort all process groups of this rank, sub-groups too; tell whether that was done in time.
+
+    What waits in them ends: on the CPU with an error, on a GPU with a tensor that means
+    nothing.  The groups stay known, so that the next call says that they were aborted;
+    torch's ``_abort_process_group`` forgets them, in the midst of what another thread does with
+    them.  Each abort may take as long as its group's timeout and wait for another's, so each
+    has a thread of its own.
+    """
+    groups = list(dist.distributed_c10d._world.pg_names)
+    return ends_in_time([group.abort for group in groups], seconds)
+
+
+def ends_in_time(calls: Sequence[Callable[[], object]], seconds: float) -> bool:
+    """Make all calls at once; tell whether they have ended when so many seconds are over."""
+    threads = [threading.Thread(target=call, name="ddpnb-bounded", daemon=True) for call in calls]
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 def shut_down(descriptor: int) -> bool:

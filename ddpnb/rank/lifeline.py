@@ -19,6 +19,11 @@ class Lifeline:
         self._ways_out: list[Callable[[], None]] = []
         self._is_cut = False
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether nobody should wait any more."""
+        return self._is_cut
+
     def cut(self) -> int:
         """End all waits, now and from now on; return how many were held.  May be called twice."""
         with self._lock:

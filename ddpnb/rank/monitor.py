@@ -3,7 +3,8 @@
 Three sources: the main thread's Python stack (``sys._current_frames``) tells which line
 of which cell it is at, and a call of ``torch.distributed`` that it is in; torch's flight
 recorder tells which collectives have begun and not ended, DDP's own among them; and the
-operating system tells whether the thread sleeps on a lock, as it does in a collective.
+operating system tells whether the thread sleeps on a lock, as it does in a collective of
+gloo's.  A thread that waits for a GPU is busy asking: it is not known to wait.
 """
 
 import contextlib
@@ -14,15 +15,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # not in the stubs
-    _dump_fr_trace_json,
-)
+from torch._C import _distributed_c10d
 
 from ddpnb.rank.group import Group
 from ddpnb.wire import Whereabouts
@@ -113,9 +112,16 @@ def pending_collective(since_ns: int) -> dict[str, Any] | None:
     """Return the oldest collective that has begun on this rank since then, and not ended."""
     if not dist.is_initialized():
         return None
-    entries = json.loads(_dump_fr_trace_json()).get("entries", ())
+    entries = json.loads(recorder()()).get("entries", ())
     pending = (e for e in entries if not e["retired"] and e["time_created_ns"] > since_ns)
     return next(pending, None)
+
+
+def recorder() -> Callable[[], bytes]:
+    """Return what tells the flight recorder's entries: NCCL, where it was built in, has its own."""
+    name = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
+    dump: Callable[[], bytes] = getattr(_distributed_c10d, name)
+    return dump
 
 
 def described(entry: dict[str, Any]) -> str:

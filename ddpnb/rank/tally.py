@@ -89,6 +89,7 @@ class Tally:
 
 def header_of(stage: Stage, num_parameters: int, found: tuple[str, ...]) -> RunHeader:
     """Tell what a run turned out to be; ``found``: what the strategy noted when set up."""
+    num_before = stage.order.num_samples_before(stage.first_step)
     return RunHeader(
         run_id=stage.spec.run_id,
         strategy=stage.spec.strategy,
@@ -98,7 +99,8 @@ def header_of(stage: Stage, num_parameters: int, found: tuple[str, ...]) -> RunH
         device=stage.state.device,
         backend=stage.state.backend,
         num_parameters=num_parameters,
-        num_samples=stage.order.num_samples - stage.order.num_samples_before(stage.first_step),
+        num_samples=stage.order.num_samples - num_before,
+        num_samples_before=num_before,
         survives_deaths=stage.plan.survives_deaths and stage.spec.transport in ("auto", "shm"),
         notes=stage.plan.notes + found + stage.task.notes + tuple(_notes(stage)),
     )
@@ -118,6 +120,12 @@ def _notes(stage: Stage) -> list[str]:
     if spec.save_every:
         told.append(_WRITING[plan.synchronous])
     if stage.saved is not None:
-        about = "" if plan.synchronous else ", about where its server was"
-        told.append(f"Resumed after step {stage.first_step} of another run{about}.")
+        told.append(_where_resumed(stage))
     return told
+
+
+def _where_resumed(stage: Stage) -> str:
+    name = stage.spec.resumed or "another run"
+    num_samples = stage.order.num_samples_before(stage.first_step)
+    about = "" if stage.plan.synchronous else ", about where its server was"
+    return f"Resumed from {name} at {num_samples} samples{about}; time begins anew."

@@ -105,8 +105,17 @@ def test_a_run_is_resumed(kernel: Kernel):
     first = "%ddp_compare ddp --task digits --batch-size 64 --save-every 1 --name first --epochs "
     drawn(kernel.run(first + "1"))
     again = first.replace("--name first", "--name second --resume first") + "3"
-    drawn(kernel.run(again))
+    resumed = kernel.run(again)
+    drawn(resumed)
     assert kernel.value("list(_.to_frame().strategy)") == "['single', 'ddp']"
+    kernel.run(
+        "%%local\nimport ddpnb\nbegun, on = (ddpnb.plot(f'{n}/ddp').to_frame().iloc[0] "
+        "for n in ('first', 'second'))"
+    )
+    before = int(kernel.value("int(begun.num_samples)"))
+    assert kernel.value("int(on.num_samples_before)") == str(before)
+    assert kernel.value("int(on.num_samples)") == str(2 * before)
+    assert f"Resumed from first/ddp#1 at {before} samples; time begins anew." in resumed.text
     whole = kernel.run(first.replace("--name first", "--name whole") + "3")
     drawn(whole)
     ends = "[ddpnb.plot(name).to_frame().final_loss[0] for name in ('second/ddp', 'whole/ddp')]"

@@ -67,6 +67,8 @@ def test_each_strategy_and_repeat_resumes_its_own(store: Store):
         own[1],
     ]
     assert {spec.checkpoints for spec in found} == {str(store.folder / "checkpoints")}
+    assert found[0].resumed == "first/single#1"
+    assert found[-1].resumed == f"first/{LABEL}#2"
 
 
 def test_a_baseline_that_was_not_trained_is_left_out(store: Store):

@@ -58,9 +58,10 @@ def test_a_resumed_run_equals_one_that_never_stopped(ranks, tmp_path, strategy, 
     for mine, theirs in zip(resumed, whole, strict=True):
         assert losses(mine) == pytest.approx(losses(theirs)[PER_EPOCH:], abs=1e-6)
     assert resumed[0][0].held_out_loss == pytest.approx(whole[0][0].held_out_loss, abs=1e-6)
-    assert "Resumed after step 7 of another run." in notes(resumed[0])
     header = next(event for event in resumed[0][1] if isinstance(event, RunHeader))
-    assert header.num_samples == 400
+    before = header.num_samples_before
+    assert f"Resumed from another run at {before} samples; time begins anew." in notes(resumed[0])
+    assert (before, header.num_samples) == (200, 400)
     model, other = (model_of(tmp_path / name) for name in ("new", "whole"))
     for name, value in model.items():
         torch.testing.assert_close(value, other[name], atol=1e-6, rtol=0)

@@ -1,13 +1,19 @@
 """Does a rank that keeps a part keep only that, and send what it says?"""
 
+import json
+import math
+import time
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import _dump_fr_trace_json
 
 from ddpnb.errors import UserError
+from ddpnb.rank.strategies.layers import layers_of
+from ddpnb.rank.tasks import text
 from tests.rank import fit
 from tests.rank.fit import Problem, by_hand, by_strategy, distance
 
@@ -54,7 +60,41 @@ class Tied(nn.Module):
         return self.last(self.same(self.layer(inputs)) * self.scale)
 
 
+class BlocksProblem(Problem):
+    def build(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        return Blocks()
+
+
+class Blocks(nn.Module):
+    """Blocks in lists, of which one is used twice, and weights tied in and across them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.symbol = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.often = nn.ModuleList([self.blocks[0], nn.Linear(6, 6), nn.Identity()])
+        self.tied = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Sequential(nn.Linear(6, 3)))
+        self.tied[0].weight = self.symbol.weight
+
+    def forward(self, inputs):
+        features = self.symbol(inputs)
+        for block in (*self.blocks, *self.often):
+            features = features + 0.3 * block(features)
+        return self.tied(features.tanh())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
+
+    def forward(self, inputs):
+        return self.inner(inputs)
+
+
 WIDE_PROBLEM = WideProblem(optimizer="adam", batch_size=12, num_epochs=1)
+PROBLEMS = [GroupedProblem(), TiedProblem(), BlocksProblem(accumulate=2), WIDE_PROBLEM]
 S = 4 * sum(inputs * outputs + outputs for inputs, outputs in WIDE)
 
 
@@ -75,7 +115,7 @@ def test_parts_of_the_optimizer_are_an_nth(ranks, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("word", ["zero", "fsdp", "fsdp:reshard=off"])
-@pytest.mark.parametrize("problem", [GroupedProblem(), TiedProblem(), WIDE_PROBLEM])
+@pytest.mark.parametrize("problem", PROBLEMS)
 def test_groups_tied_layers_and_odd_sizes_train_as_in_one_process(ranks, word, num_ranks, problem):
     fits = ranks(num_ranks).call(by_strategy, word, problem)
     reference = by_hand(problem, num_ranks)
@@ -126,6 +166,56 @@ def test_fsdp_sends_its_part_for_each_gather_and_scatter(ranks, num_ranks, accum
     for word, num_gathers in (("fsdp", 2 * accumulate), ("fsdp:reshard=off", accumulate)):
         for one in ranks(num_ranks).call(by_strategy, word, problem):
             assert one.reports[0].num_bytes_sent == (num_ranks - 1) * part * (num_gathers + 1)
+
+
+def test_layers_are_what_is_called_by_itself_and_shares_nothing():
+    model = Blocks()
+    assert set(layers_of(model)) == {*model.blocks[1:], model.often[1], model.tied[2][0]}
+    assert layers_of(Tied()) == []
+    transformer = text.Transformer()
+    assert set(layers_of(transformer)) == {*transformer.layers, *transformer.last}
+
+
+def test_a_list_inside_a_layer_stays_with_it():
+    inner = nn.Linear(3, 3)
+    outer = nn.Sequential(inner)
+    outer.add_module("holder", Holder(held := nn.ModuleList([nn.Linear(3, 3)])))
+    found = layers_of(outer)
+    assert set(found) == {inner, outer.holder}
+    assert held[0] not in found
+
+
+class Holder(nn.Module):
+    def __init__(self, held: nn.ModuleList) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, inputs):
+        return self.held[0](inputs)
+
+
+@pytest.mark.parametrize("word", ["fsdp", "fsdp:reshard=off"])
+@pytest.mark.parametrize("problem", [BlocksProblem(num_epochs=1), BlocksProblem(accumulate=2)])
+def test_fsdp_tells_what_torch_has_sent(ranks, word, problem):
+    for told, recorded in ranks(2).call(told_and_recorded, word, problem):
+        assert told == recorded > 0
+
+
+def told_and_recorded(state, folder, word, problem) -> tuple[int, int]:
+    """What a strategy says that it sent, and what the gathers and scatters of torch take."""
+    since = time.time_ns()
+    fit = by_strategy(state, folder, word, replace(problem, num_epochs=0.5))
+    entries = json.loads(_dump_fr_trace_json())["entries"]
+    parts = [values_of_a_part(e, state.world_size) for e in entries if e["time_created_ns"] > since]
+    for_the_end = [-(-len(p) // state.world_size) * p[0].numel() for p in fit.parameters]
+    recorded = (state.world_size - 1) * 4 * (sum(parts) - sum(for_the_end))
+    return sum(report.num_bytes_sent for report in fit.reports), recorded
+
+
+def values_of_a_part(entry, num_parts: int) -> int:
+    """Gloo makes a reduce-scatter of an all-reduce, of all parts."""
+    num_values = math.prod(entry["input_sizes"][0])
+    return num_values // num_parts if "reduce" in entry["profiling_name"] else num_values
 
 
 def test_zero_says_that_it_wants_one_type(ranks):

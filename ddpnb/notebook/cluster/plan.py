@@ -125,6 +125,7 @@ def torchrun_environment(plan: Plan, rank: int, master_port: int) -> dict[str, s
         "MASTER_PORT": str(master_port),
         "OMP_NUM_THREADS": str(plan.num_threads),
         "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "TP_SOCKET_IFNAME": "lo",
     }
 

@@ -64,7 +64,7 @@ def _write(folder: Path, run: RunSnapshot) -> None:
 
 
 def _points(run: RunSnapshot) -> Iterator[Point]:
-    events, samples = run.events, 0
+    events, samples = run.events, run.num_samples_before
     joiner = joiner_of(run.header, run.spec)
     told = [joiner.add(events[events["rank"] == rank]) for rank in np.unique(events["rank"])]
     for updates in (*told, joiner.end()):
@@ -72,7 +72,7 @@ def _points(run: RunSnapshot) -> Iterator[Point]:
         for weight, seconds, loss in zip(*columns, strict=True):
             samples += int(weight)
             yield "loss", samples, seconds, loss
-    seen = events["num_samples"].cumsum()
+    seen = run.num_samples_before + events["num_samples"].cumsum()
     for name, rows in run.metrics.items():
         for index, value in zip(rows["event"].tolist(), rows["value"].tolist(), strict=True):
             yield name, int(seen[index]), float(events["seconds"][index]), value
@@ -80,7 +80,7 @@ def _points(run: RunSnapshot) -> Iterator[Point]:
 
 def _scores(run: RunSnapshot) -> Iterator[Point]:
     events = run.events
-    samples = int(events["num_samples"].sum())
+    samples = run.num_samples_before + int(events["num_samples"].sum())
     seconds = float(events["seconds"].max(initial=0.0))
     yield "samples per second", samples, seconds, samples_per_second(run)
     yield "final loss", samples, seconds, reported(run, lambda report: report.final_loss)

@@ -163,9 +163,13 @@ def spread(values: Sequence[float], over: str = "repeats") -> Spread:
 
 
 def time_to_target(run: RunSnapshot, target: float) -> tuple[float, float]:
-    """Return at which second and sample the smoothed loss first was as low as ``target``."""
+    """Return at which second and sample the smoothed loss first was as low as ``target``.
+
+    Of a run that resumes another the samples count on, the seconds are its own.
+    """
     curve, loss = run.digest.curve, smoothed_loss(run)
-    return first_reached(loss, curve.seconds, target), first_reached(loss, curve.samples, target)
+    samples = curve.samples + run.num_samples_before
+    return first_reached(loss, curve.seconds, target), first_reached(loss, samples, target)
 
 
 def _summary(

@@ -43,6 +43,7 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         **{name: getattr(run.header, name, None) for name in CIRCUMSTANCES},
         "num_steps": run.digest.num_events,
         "num_samples": run.digest.num_samples,
+        "num_samples_before": run.num_samples_before,
         "seconds": run.digest.seconds,
         "samples_per_second": samples_per_second(run),
         "final_loss": reported(run, lambda report: report.final_loss),

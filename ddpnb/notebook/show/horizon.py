@@ -14,12 +14,12 @@ LONGEST = 1.7
 """How many times too long it may be before it is cut."""
 
 
-def planned_samples(comparison: Comparison) -> float:
-    """Return how many samples the longest run will see; of runs that are over, has seen."""
-    runs = [run for run in comparison.runs if run.header is not None]
-    if any(run.is_running for run in runs):
-        return max(run.header.num_samples for run in runs if run.header is not None)
-    return max((run.digest.num_samples for run in runs), default=0)
+def planned_samples(comparison: Comparison) -> int:
+    """Return up to which sample the longest run will see; of runs that are over, has seen."""
+    known = [(run, run.header) for run in comparison.runs if run.header is not None]
+    if any(run.is_running for run, _ in known):
+        return max(header.num_samples_before + header.num_samples for _, header in known)
+    return max((run.num_samples_before + run.digest.num_samples for run, _ in known), default=0)
 
 
 def planned_seconds(comparison: Comparison, shown: float) -> float:

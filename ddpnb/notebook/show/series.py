@@ -77,6 +77,8 @@ class Drawn:
     """One run, ready to be drawn; costly, so kept while nothing new has come."""
 
     curve: Curve
+    samples: Floats
+    """Seen up to each point, by the run that it resumes too."""
     smoothed: Floats
     rate_seconds: Floats
     rate: Floats
@@ -144,7 +146,13 @@ def prepare(run: RunSnapshot) -> Drawn:
     """Return the smoothed curves of one run."""
     curve = run.digest.curve
     seconds, rate = _throughput(curve, run.header.num_samples if run.header else 0)
-    return Drawn(curve=curve, smoothed=smoothed_loss(run), rate_seconds=seconds, rate=rate)
+    return Drawn(
+        curve=curve,
+        samples=curve.samples + run.num_samples_before,
+        smoothed=smoothed_loss(run),
+        rate_seconds=seconds,
+        rate=rate,
+    )
 
 
 def _throughput(curve: Curve, planned: float) -> tuple[Floats, Floats]:
@@ -174,9 +182,9 @@ def _series(
         style=style,
         is_live=any(run.is_running for run in runs),
         losses={
-            "samples": _loss(sampled, lambda curve: curve.samples),
-            "seconds": _loss(timed, lambda curve: curve.seconds),
-            "updates": _loss(timed, lambda curve: curve.updates),
+            "samples": _loss(sampled, lambda run: run.samples),
+            "seconds": _loss(timed, lambda run: run.curve.seconds),
+            "updates": _loss(timed, lambda run: run.curve.updates),
         },
         throughput=_line(rates, []),
         summary=summary,
@@ -187,7 +195,8 @@ def _series(
                 rank=mark.rank,
                 text=mark.text,
                 seconds=mark.seconds,
-                samples=float(samples_at(run.digest.curve, np.array([mark.seconds]))[0]),
+                samples=run.num_samples_before
+                + float(samples_at(run.digest.curve, np.array([mark.seconds]))[0]),
             )
             for run in runs
             for mark in run.marks
@@ -195,12 +204,12 @@ def _series(
     )
 
 
-def _loss(runs: Sequence[Drawn], across: Callable[[Curve], Floats]) -> Line:
+def _loss(runs: Sequence[Drawn], across: Callable[[Drawn], Floats]) -> Line:
     line = _line(
-        [(across(run.curve), run.smoothed) for run in runs],
-        [_raw(across(run.curve), run.curve) for run in runs],
+        [(across(run), run.smoothed) for run in runs],
+        [_raw(across(run), run.curve) for run in runs],
     )
-    bad = [across(run.curve)[run.curve.num_bad > 0] for run in runs]
+    bad = [across(run)[run.curve.num_bad > 0] for run in runs]
     return Line(
         x=line.x,
         y=line.y,

@@ -10,15 +10,17 @@ gathered before it is used and let go of afterwards.
 Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 PVLDB 16(12), 2023; code: ``torch.distributed.fsdp.fully_shard`` (FSDP2).
 
-A layer is each module of a ``Sequential``, also of one inside another; what is in none is
-gathered at once, with the model.
+A layer is each module of a ``Sequential`` or ``ModuleList``, wherever the model holds one, and
+of one inside another.  What is in none is gathered at once, with the model; so is a layer that
+is registered twice or has a parameter that another part of the model uses, too.
 
 Messages per step: one all-gather of each layer's parameters before its forward pass and,
 with ``reshard``, one more before its backward pass; for each part that the batch is cut
 into.  One reduce-scatter of each layer's gradients.
 Bytes sent per step and rank, in A parts: (N - 1) * P * (2 A + 1), or without ``reshard``
 (N - 1) * P * (A + 1), with P the bytes of a rank's part, in which rows are filled up to a
-multiple of N: about S / N.
+multiple of N: about S / N.  Gloo makes each reduce-scatter of an all-reduce; what that sends
+more is not counted.
 """
 
 import copy
@@ -43,6 +45,7 @@ from ddpnb.rank.strategies.base import (
     Strategy,
 )
 from ddpnb.rank.strategies.flat import memory_of
+from ddpnb.rank.strategies.layers import layers_of
 from ddpnb.wire import RankState
 
 
@@ -72,8 +75,10 @@ class Fsdp(Strategy):
         # Imported when asked for: it takes a second, and every rank would pay it at start.
         fsdp = importlib.import_module("torch.distributed.fsdp")
         mesh = DeviceMesh.from_group(dist.group.WORLD, replica.device.type)
-        for layer in (*_layers(replica.model), replica.model):
+        for layer in (*layers_of(replica.model), replica.model):
             fsdp.fully_shard(layer, mesh=mesh, reshard_after_forward=self._reshard)
+            # Gloo adds on the GPU, but takes no mean there.
+            layer.set_force_sum_reduction_for_comms(dist.get_backend() == "gloo")
         self._optimizer = replica.optimizer(replica.parameters)
 
     def shares(self) -> Iterator[Share]:
@@ -144,17 +149,6 @@ class Fsdp(Strategy):
             yield
         finally:
             model.set_requires_gradient_sync(True)
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a ``Sequential`` that have parameters, each once."""
-    if not isinstance(model, nn.Sequential):
-        return []
-    found: dict[nn.Module, None] = {}
-    for module in model:
-        inner = _layers(module) if isinstance(module, nn.Sequential) else [module]
-        found |= dict.fromkeys(m for m in inner if next(m.parameters(), None) is not None)
-    return list(found)
 
 
 def _without_parameters(model: nn.Module) -> nn.Module:

@@ -61,7 +61,7 @@ class DatasetSamples(Samples):
     def fetch(self, indices: Tensor) -> Pair:
         """Fetch the items one by one and stack them."""
         inputs, targets = default_collate([self.dataset[index] for index in indices.tolist()])
-        return Pair(inputs, targets)
+        return Pair(inputs.cpu(), targets.cpu())
 
 
 def as_samples(data: object, split: str) -> Samples:

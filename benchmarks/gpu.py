@@ -1,0 +1,266 @@
+"""What do the strategies cost on a GPU, and what do several GPUs bring?
+
+Every row but one is a comparison as a user makes it; the cost of timing, which the product
+has no switch for, is measured on one rank alone.
+"""
+
+import contextlib
+import io
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddpnb
+from benchmarks.measure import Figure
+from benchmarks.ranks import rank_calls
+from ddpnb.errors import UserError
+from ddpnb.notebook.session import this_session
+from ddpnb.rank.clock import Clock, clock_of
+from ddpnb.rank.strategies import make_strategy
+from ddpnb.rank.strategies.base import Batch, Replica, Strategy, Untimed
+from ddpnb.rank.tasks import digits
+from ddpnb.wire import RankState
+
+PARTS = ("data", "forward", "backward", "communication", "optimizer", "waiting")
+SHARING = ("ddp", "async", "hogwild", "no-comm")
+NEEDS_GPU = "These rows need a GPU, and there is none here: nothing was measured."
+NEEDS_TWO = "ddp over NCCL against dp and single needs 2 GPUs, and there is one: left out."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A task, large enough that starting up is not seen."""
+
+    task: str
+    batch_size: int
+    epochs: float
+
+
+WORKS = (
+    Work(task="digits", batch_size=256, epochs=60),
+    Work(task="cifar10", batch_size=256, epochs=10),  # synthetic images where no files are
+)
+
+
+def measure(
+    device: str = "cuda", works: Sequence[Work] = WORKS, num_repeats: int = 5
+) -> list[Figure]:
+    num_gpus = torch.cuda.device_count()
+    if device == "cuda" and num_gpus == 0:
+        print(NEEDS_GPU)
+        return []
+    figures = []
+    with _elsewhere():
+        with _started(2, device, "gloo"):
+            figures += [row for work in works for row in _sharing(work, num_repeats)]
+        with _started(1, device):
+            for work in works:
+                figures += [_against_single("ddp", work, num_repeats, ">= 0.97")]
+                figures += [_against_single("dp", work, num_repeats)]
+            figures.append(_bf16(works[-1], num_repeats))
+        if num_gpus < 2:
+            print(NEEDS_TWO)
+        else:
+            with _started(num_gpus, device):
+                figures += [row for work in works for row in _several(work, num_repeats)]
+    return [*figures, _timing(device, num_repeats)]
+
+
+@contextlib.contextmanager
+def _elsewhere() -> Iterator[None]:
+    """Keep what is measured out of the user's stored runs."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="ddpnb-bench-") as folder:
+        (Path(folder) / "data").mkdir()
+        os.chdir(folder)
+        this_session.cache_clear()
+        try:
+            yield
+        finally:
+            this_session.cache_clear()
+            os.chdir(before)
+
+
+@contextlib.contextmanager
+def _started(num_ranks: int, device: str, backend: str = "auto") -> Iterator[None]:
+    ddpnb.start(num_ranks, device=device, backend=backend)
+    try:
+        yield
+    finally:
+        ddpnb.stop()
+
+
+def _compared(work: Work, num_repeats: int, *strategies: str, **choices: Any) -> pd.DataFrame:
+    """Train in turns; one row for each run."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        result = ddpnb.compare(
+            *strategies,
+            task=work.task,
+            batch_size=work.batch_size,
+            epochs=work.epochs,
+            lr=0.01,
+            repeats=num_repeats,
+            **choices,
+        )
+    return result.to_frame()
+
+
+def _sharing(work: Work, num_repeats: int) -> list[Figure]:
+    """Two ranks that share a device, over gloo, each strategy against ``single``."""
+    found = _compared(work, num_repeats, *filter(_is_allowed, SHARING))
+    where = f"2 ranks, gloo, {work.task}"
+    rows = [_figure(found, name, "single", f"{name} against single, {where}") for name in SHARING]
+    return [row for row in rows if row is not None]
+
+
+def _is_allowed(strategy: str) -> bool:
+    """Whether a strategy trains on these ranks; hogwild does not on GPUs, and says so."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            ddpnb.compare(strategy, task="digits", epochs=0.1, baseline=False)
+    except UserError as error:
+        print(f"{strategy} is left out: {error}")
+        return False
+    return True
+
+
+def _against_single(strategy: str, work: Work, num_repeats: int, limit: str = "") -> Figure:
+    """One rank: what the wrapper costs by itself."""
+    found = _compared(work, num_repeats, strategy)
+    row = _figure(found, strategy, "single", f"{strategy} against single, 1 rank, {work.task}")
+    assert row is not None
+    return replace(row, limit=limit)
+
+
+def _bf16(work: Work, num_repeats: int) -> Figure:
+    plain, half = (_compared(work, num_repeats, "single", amp=amp) for amp in ("none", "bf16"))
+    return Figure(
+        name=f"single in bf16 autocast against fp32, {work.task}",
+        unit="samples/s",
+        ours=list(half.samples_per_second),
+        theirs=list(plain.samples_per_second),
+        note=f"bf16: {_parts(half)}; fp32: {_parts(plain)}",
+    )
+
+
+def _several(work: Work, num_repeats: int) -> list[Figure]:
+    found = _compared(work, num_repeats, "ddp", "dp")
+    num = int(found.num_workers.max())
+    pairs = [("ddp", "single"), ("ddp", "dp")]
+    rows = [
+        _figure(found, ours, theirs, f"{ours} against {theirs}, {num} GPUs, NCCL, {work.task}")
+        for ours, theirs in pairs
+    ]
+    return [row for row in rows if row is not None]
+
+
+def _figure(found: pd.DataFrame, ours: str, theirs: str, name: str) -> Figure | None:
+    """Return a row; None where a strategy was not trained."""
+    mine, other = (found[found.strategy == strategy] for strategy in (ours, theirs))
+    if mine.empty or other.empty:
+        return None
+    said = "; ".join(sorted(set(mine.notes) - {""}))
+    return Figure(
+        name=name,
+        unit="samples/s",
+        ours=list(mine.samples_per_second),
+        theirs=list(other.samples_per_second),
+        note=f"{ours}: {_parts(mine)}; {theirs}: {_parts(other)}" + (f" ({said})" if said else ""),
+    )
+
+
+def _parts(runs: pd.DataFrame) -> str:
+    """Return where the time of a step goes: medians over the runs."""
+    medians = {part: 1000 * runs[f"{part}_seconds"].median() for part in PARTS}
+    return ", ".join(f"{part} {value:.3g} ms" for part, value in medians.items() if value > 0)
+
+
+def _timing(device: str, num_repeats: int) -> Figure:
+    """One rank of its own group: DDP that tells where its time goes against DDP that does not."""
+    with rank_calls(1) as call:
+        [rates] = call(_rates, device, 4 * num_repeats)
+    return Figure(
+        name=f"ddp that tells where its time goes against ddp that does not, 1 rank on {device}",
+        unit="samples/s",
+        ours=[timed for timed, _ in rates],
+        theirs=[untimed for _, untimed in rates],
+        limit=">= 0.99",
+    )
+
+
+def _rates(
+    state: RankState, folder: Path, device: str, num_turns: int
+) -> list[tuple[float, float]]:
+    """Train with and without a clock in turns; return samples/s of both, the first turns not."""
+    on = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    if on.type == "cuda":
+        torch.cuda.set_device(on)
+        dist.destroy_process_group()
+        store = dist.FileStore(str(folder / "nccl"), 1)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    batch = Batch(
+        inputs=torch.randn(256, 1, 8, 8, device=on),
+        targets=torch.randint(0, 10, (256,), device=on),
+        num_samples=256,
+        num_global=256,
+    )
+    clock = clock_of(on)
+    timed, untimed = (_strategy(on, folder, timer) for timer in (clock, Untimed()))
+    ways: list[Callable[[], float]] = [
+        partial(_rate, timed, batch, on, clock),
+        partial(_rate, untimed, batch, on, None),
+    ]
+    rates = []
+    for turn in range(num_turns + 2):
+        order = ways if turn % 2 else ways[::-1]
+        found = {way: way() for way in order}
+        rates.append((found[ways[0]], found[ways[1]]))
+    return rates[2:]
+
+
+def _strategy(device: torch.device, folder: Path, timer: Clock | Untimed) -> Strategy:
+    strategy = make_strategy("ddp", {})
+    strategy.setup(
+        Replica(
+            model=digits.make_model().to(device),
+            loss=nn.functional.cross_entropy,
+            optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+            device=device,
+            rank=0,
+            world_size=1,
+            num_steps=1,
+            folder=folder,
+            name="bench",
+            timer=timer,
+        )
+    )
+    return strategy
+
+
+def _rate(
+    strategy: Strategy, batch: Batch, device: torch.device, clock: Clock | None, num_steps: int = 50
+) -> float:
+    began = time.perf_counter()
+    if clock is not None:
+        clock.start()
+    for _ in range(num_steps):
+        report = strategy.step(batch)
+        if clock is not None:
+            clock.lap(report)
+        elif device.type == "cpu":
+            report.loss.item()
+    if clock is not None:
+        clock.stop()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return num_steps * batch.num_samples / (time.perf_counter() - began)

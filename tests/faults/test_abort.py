@@ -1,0 +1,189 @@
+"""A backend that ends its waits by an abort, as NCCL does, frees a rank from another thread.
+
+NCCL needs GPUs; in its place stands a backend in Python whose collectives wait until they
+are aborted, unless all ranks have come.
+"""
+
+import multiprocessing
+import threading
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
+
+from ddpnb.rank import group as group_module
+from ddpnb.rank.cell import aborted
+from ddpnb.rank.failure import is_consequence
+from ddpnb.rank.group import Group, abort_groups, ends_in_time
+
+ABORTED = "NCCL communicator was aborted on rank"
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["ddpnb.rank.group"])
+
+
+class StandIn(dist.ProcessGroup):
+    """Sums one number over the ranks through the store, or waits to be aborted."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.store, self.this, self.num = store, rank, size
+        self.calls: list[str] = []
+        self.num_sums = 0
+        self.aborted = threading.Event()
+
+    def allreduce(self, tensors, options=None):
+        if self.aborted.is_set():
+            raise dist.DistBackendError(f"{ABORTED} {self.this}.")
+        self.num_sums += 1
+        key = f"sum-{self.num_sums}"
+        self.store.add(key, int(tensors[0].item()))
+        self.store.add(f"{key}-here", 1)
+        while self.store.add(f"{key}-here", 0) < self.num:
+            if self.aborted.wait(0.01):
+                raise dist.DistBackendError(f"{ABORTED} {self.this}.")
+        tensors[0].fill_(self.store.add(key, 0))
+        done = torch.futures.Future()
+        done.set_result(tensors)
+        return _create_work_from_future(done)
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+        self.aborted.set()
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    def getBackendName(self) -> str:  # noqa: N802  torch's own
+        return "standin"
+
+
+def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StandIn:
+    return StandIn(store, rank, size)
+
+
+def member(rank: int, folder: Path) -> Group:
+    if not hasattr(dist.Backend, "STANDIN"):
+        dist.Backend.register_backend("standin", make, devices=["cpu"])
+    return Group(
+        rank=rank,
+        local_rank=rank,
+        world_size=2,
+        backend="standin",
+        device=torch.device("cpu"),
+        shares_device=False,
+        folder=folder,
+    )
+
+
+def one_that_waits(folder: Path, pipe: Connection) -> None:
+    """Rank 0: all-reduce without rank 1 until another thread cuts; join again."""
+    group = member(0, folder)
+    group.join(0)
+    sub_group = dist.new_group([0, 1])
+    parts = [dist.group.WORLD, sub_group]
+    threading.Timer(0.5, group.cut).start()
+    began = time.monotonic()
+    errors = []
+    for part in parts:
+        try:
+            dist.all_reduce(torch.ones(1), group=part)
+        except RuntimeError as error:
+            errors.append((str(error), is_consequence(error)))
+    seconds = time.monotonic() - began
+    is_known = dist.is_initialized()
+    group.join(1)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    pipe.send((errors, seconds, is_known, [part.calls for part in parts], total.item()))
+
+
+def one_that_is_late(folder: Path, pipe: Connection) -> None:
+    """Rank 1: never comes to the first all-reduce, and is in good time for the next group."""
+    group = member(1, folder)
+    group.join(0)
+    dist.new_group([0, 1])
+    time.sleep(2)
+    group.join(1)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    pipe.send(total.item())
+
+
+def test_a_wait_ends_by_an_abort_and_the_next_group_works(tmp_path: Path):
+    pipes = []
+    for job in (one_that_waits, one_that_is_late):
+        ours, theirs = CONTEXT.Pipe()
+        CONTEXT.Process(target=job, args=(tmp_path, theirs), daemon=True).start()
+        theirs.close()
+        pipes.append(ours)
+    assert all(pipe.poll(60) for pipe in pipes), "hangs"
+    errors, seconds, is_known, calls, total = pipes[0].recv()
+    assert errors == [(f"{ABORTED} 0.", True)] * 2
+    assert 0.4 < seconds < 10
+    assert is_known, "the next call must tell of the abort, not that there is no group"
+    assert calls == [["abort", "abort", "shutdown"]] * 2  # cut, and again before it is left
+    assert total == pipes[1].recv() == 2
+
+
+class Slow:
+    def __init__(self, order: list[str]) -> None:
+        self.order, self.go_on = order, threading.Event()
+
+    def abort(self) -> None:
+        self.order.append("abort")
+        self.go_on.wait(30)
+
+
+class Quick(Slow):
+    def abort(self) -> None:
+        self.order.append("abort")
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    """One group that aborts at once and one that hangs, and what happens in which order."""
+    order: list[str] = []
+    slow = Slow(order)
+    known = {slow: "0", Quick(order): "1"}
+    monkeypatch.setattr(dist.distributed_c10d, "_pg_names", known)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(group_module, "ABORT_SECONDS", 0.2)
+    yield order
+    slow.go_on.set()
+
+
+def test_an_abort_that_hangs_holds_up_nothing(groups, tmp_path, monkeypatch, capfd):
+    began = time.monotonic()
+    assert not abort_groups(0.2)
+    assert groups == ["abort", "abort"]
+    assert time.monotonic() - began < 10
+
+    group = member(0, tmp_path)
+    monkeypatch.setattr(Group, "peers", lambda self: groups.append("sockets") or [])
+    assert group.cut() == 0
+    assert groups == ["abort"] * 4 + ["sockets"]  # the abort first, while its sockets stand
+    assert group.lifeline.is_cut
+    assert "standin did not abort in 0.2 s" in capfd.readouterr().err
+    with pytest.raises(RuntimeError, match="standin did not abort: start this rank anew"):
+        group.leave()
+
+
+def test_a_cell_that_went_on_after_an_abort_has_failed(tmp_path: Path):
+    engine = SimpleNamespace(group=member(0, tmp_path))
+    assert aborted(engine) is None
+    engine.group.lifeline.cut()
+    assert is_consequence(aborted(engine))
+    engine.group.backend = "gloo"  # whose waits end with an error of their own
+    assert aborted(engine) is None
+
+
+def test_calls_that_end_in_time_are_told_from_those_that_do_not():
+    assert ends_in_time([], 0.1)
+    assert ends_in_time([lambda: None, lambda: time.sleep(0.01)], 10)
+    assert not ends_in_time([lambda: None, lambda: time.sleep(1)], 0.05)
