@@ -15,12 +15,12 @@ import functools
 import hashlib
 import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, final
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ class Agreement:
     def __init__(self) -> None:
         self._folder = Path()
         self._generation = -1
-        self._ledgers: WeakKeyDictionary[ProcessGroup, Ledger | None] = WeakKeyDictionary()
+        self._ledgers: dict[int, tuple[weakref.ref[ProcessGroup], Ledger | None]] = {}
         self._num_opened: Counter[str] = Counter()
         self._library: Any = None
 
@@ -126,18 +126,17 @@ class Agreement:
         Raises:
             CollectiveMismatchError: another rank has made another call.
         """
-        ledger = self._ledgers[group] if group in self._ledgers else self._open(group)
+        known = self._ledgers.get(id(group))
+        ledger = known[1] if known and known[0]() is group else self._open(group)
         if ledger is None:
             return None
-        text = collective.text(arguments, root)
         line, in_backward = _users_place(sys._getframe(2))
-        number = ledger.write(text, line, in_backward)
-        others = ledger.others(number)
-        for other in others:
-            if not is_match(text, other.text) and ledger.is_there(other, number):
+        if not ledger.write(*collective.text(arguments, root), line, in_backward):
+            entries = ledger.entries()
+            (mine,) = (entry for entry in entries if entry.place == ledger.place)
+            if not all(is_match(mine.text, entry.text) for entry in entries):
                 ledger.take_back()
-                mine = Entry(place=group.rank(), text=text, line=line, in_backward=in_backward)
-                raise CollectiveMismatchError(_told([mine, *others], ledger.ranks))
+                raise CollectiveMismatchError(_told(entries, ledger.ranks))
         return ledger
 
     def _open(self, group: ProcessGroup) -> Ledger | None:
@@ -155,7 +154,7 @@ class Agreement:
             in_order = sorted(ranks, key=lambda rank: ranks[rank])
             with contextlib.suppress(OSError):
                 ledger = Ledger.open(path, place=group.rank(), ranks=in_order)
-        self._ledgers[group] = ledger
+        self._ledgers[id(group)] = (weakref.ref(group), ledger)
         return ledger
 
 

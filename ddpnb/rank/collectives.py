@@ -1,5 +1,6 @@
 """Which calls of ``torch.distributed`` have to be alike on all ranks, and in what?  (Rank side.)"""
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,26 +33,28 @@ class Collective:
     sizes: Literal["equal", "equal on CPUs", "equal without splits", "free"] = "equal"
     """NCCL takes parts of different sizes where gloo does not."""
 
-    def text(self, arguments: Sequence[Any], root: int) -> bytes:
-        """Return what is compared of a call.
+    def text(self, arguments: Sequence[Any], root: int) -> tuple[bytes, int]:
+        """Return what is compared of a call, and its checksum.
 
         Args:
             arguments: of the method, or of the operation without its group.
             root: in the group's numbers; ``NO_ROOT`` where there is none.
         """
-        part = () if self.tensor is None else arguments[self.tensor]
-        tensors = (part,) if isinstance(part, Tensor) else tuple(part)
-        if not tensors:
+        if self.tensor is None:
             return _text(self.name, None, root, NOT_COMPARED, ())
-        first = tensors[0]
-        size = NOT_COMPARED
-        if self._is_sized(first, arguments):
-            size = first.numel() if len(tensors) == 1 else sum(each.numel() for each in tensors)
+        part = arguments[self.tensor]
+        first = part if isinstance(part, Tensor) else part[0] if part else None
+        if first is None:
+            return _text(self.name, None, root, NOT_COMPARED, ())
+        if self.sizes != "equal" and not self._is_sized(first, arguments):
+            size = NOT_COMPARED
+        elif part is first or len(part) == 1:
+            size = first.numel()
+        else:
+            size = sum(each.numel() for each in part)
         return _text(self.name, first.dtype, root, size, first.shape)
 
     def _is_sized(self, tensor: Tensor, arguments: Sequence[Any]) -> bool:
-        if self.sizes == "equal":
-            return True
         if self.sizes == "equal on CPUs":
             return tensor.device.type == "cpu"
         return self.sizes == "equal without splits" and not any(arguments[2:4])
@@ -159,7 +162,7 @@ def spelled(text: bytes, ranks: Sequence[int], *, in_backward: bool = False) -> 
         ranks: the group's ranks, as the default group numbers them.
         in_backward: whether DDP calls it.
     """
-    name, kind, root, _, shape = text.rstrip(b"\0").decode().split("\t")
+    name, kind, root, _, shape = text.decode().split("\t")
     words = [f"{name} of DDP's backward" if in_backward else name]
     if int(root) != NO_ROOT:
         words.append(f"{ROOT_WORDS[name]} rank {ranks[int(root)]}")
@@ -171,10 +174,10 @@ def spelled(text: bytes, ranks: Sequence[int], *, in_backward: bool = False) -> 
 @lru_cache(maxsize=1024)
 def _text(
     name: str, dtype: torch.dtype | None, root: int, size: int, shape: tuple[int, ...]
-) -> bytes:
+) -> tuple[bytes, int]:
     kind = "" if dtype is None else _kind(dtype)
-    text = f"{name}\t{kind}\t{root}\t{size}\t{list(shape)}"
-    return text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    text = f"{name}\t{kind}\t{root}\t{size}\t{list(shape)}".encode()[:TEXT_BYTES]
+    return text, zlib.crc32(text)
 
 
 def _kind(dtype: torch.dtype) -> str:

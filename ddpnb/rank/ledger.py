@@ -2,13 +2,14 @@
 
 Every rank has a ring of its last calls in one file that all have mapped, and writes there
 only.  Of two ranks that write their call of the same number and then look for the other's,
-one at least finds it: between the two each holds a lock, which orders memory.
+one at least finds it: a lock that is held for each, twice in all, orders memory.
 """
 
 import mmap
 import os
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,13 @@ from typing import Final, Self, final
 
 NUM_KEPT: Final = 64
 """Calls of a rank that can be compared; who is further behind finds nothing to compare with."""
-TEXT_BYTES: Final = 112
-_NUMBER: Final = struct.Struct("<Q")
-_CALL: Final = struct.Struct(f"<I?3x{TEXT_BYTES}s")
-_ENTRY_BYTES: Final = _NUMBER.size + _CALL.size
+TEXT_BYTES: Final = 111
+SETTLE_SECONDS: Final = 0.001
+"""After this what looked different is read again: it may have been half written."""
+_ENTRY: Final = struct.Struct(f"<{TEXT_BYTES}s?IIQ")
+_KEY: Final = struct.Struct("<IQ")
+_KEY_OFFSET: Final = _ENTRY.size - _KEY.size
+_RING_BYTES: Final = NUM_KEPT * _ENTRY.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +33,7 @@ class Entry:
     place: int
     """The rank in the group."""
     text: bytes
-    """What is compared: ``TEXT_BYTES`` long."""
+    """What is compared, up to ``TEXT_BYTES``."""
     line: int
     """Where the user's cell called; 0 where that is not known."""
     in_backward: bool
@@ -46,10 +50,11 @@ class Ledger:
     """
 
     def __init__(self, shared: mmap.mmap, *, place: int, ranks: Sequence[int]) -> None:
+        self.place = place
         self.ranks = tuple(ranks)
         self._shared = shared
-        self._place = place
-        self._others = [other for other in range(len(ranks)) if other != place]
+        self._own = place * _RING_BYTES
+        self._others = [n * _RING_BYTES for n in range(len(ranks)) if n != place]
         self._num_calls = 0
         self._lock = threading.Lock()
 
@@ -60,7 +65,7 @@ class Ledger:
         Raises:
             OSError: there is no room for it.
         """
-        size = len(ranks) * NUM_KEPT * _ENTRY_BYTES
+        size = len(ranks) * _RING_BYTES
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size)  # else a full disk would end the process
@@ -68,43 +73,43 @@ class Ledger:
         finally:
             os.close(descriptor)
 
-    def write(self, text: bytes, line: int, in_backward: bool) -> int:
-        """Write this rank's next call; return its number, which counts from 1."""
+    def write(self, text: bytes, checksum: int, line: int, in_backward: bool) -> bool:
+        """Write this rank's next call; tell whether all others' that are there look the same.
+
+        Args:
+            text: what is compared, up to ``TEXT_BYTES``.
+            checksum: of the text, 32 bits.
+            line: where the user's cell called; 0 where that is not known.
+            in_backward: whether DDP calls.
+        """
+        shared = self._shared
         with self._lock:
             self._num_calls = number = self._num_calls + 1
-            start = self._start(self._place, number)
-            _NUMBER.pack_into(self._shared, start, 0)
+            start = number % NUM_KEPT * _ENTRY.size
+            _ENTRY.pack_into(shared, self._own + start, text, in_backward, line, checksum, number)
         with self._lock:
-            _CALL.pack_into(self._shared, start + _NUMBER.size, line, in_backward, text)
+            for other in self._others:
+                seen = _KEY.unpack_from(shared, other + start + _KEY_OFFSET)
+                if seen[1] == number and seen[0] != checksum:
+                    return False
+        return True
+
+    def entries(self) -> list[Entry]:
+        """Return the last call here, and of the others those of the same number that are there."""
+        time.sleep(SETTLE_SECONDS)
+        found = []
         with self._lock:
-            _NUMBER.pack_into(self._shared, start, number)
-        return number
+            for place in range(len(self.ranks)):
+                start = place * _RING_BYTES + self._num_calls % NUM_KEPT * _ENTRY.size
+                text, in_backward, line, _, number = _ENTRY.unpack_from(self._shared, start)
+                if number == self._num_calls:
+                    text = text.rstrip(b"\0")
+                    found.append(Entry(place=place, text=text, line=line, in_backward=in_backward))
+        return found
 
     def take_back(self) -> None:
         """Undo the last ``write``: the call was refused."""
         with self._lock:
-            _NUMBER.pack_into(self._shared, self._start(self._place, self._num_calls), 0)
+            start = self._own + self._num_calls % NUM_KEPT * _ENTRY.size
+            _KEY.pack_into(self._shared, start + _KEY_OFFSET, 0, 0)
             self._num_calls -= 1
-
-    def others(self, number: int) -> list[Entry]:
-        """Return the other ranks' calls of that number, of those that have come so far."""
-        with self._lock:
-            starts = [(place, self._start(place, number)) for place in self._others]
-            return [
-                self._entry(place, start)
-                for place, start in starts
-                if _NUMBER.unpack_from(self._shared, start)[0] == number
-            ]
-
-    def is_there(self, entry: Entry, number: int) -> bool:
-        """Tell whether a call is still written as it was read, or was being written over."""
-        with self._lock:
-            start = self._start(entry.place, number)
-            return bool(_NUMBER.unpack_from(self._shared, start)[0] == number)
-
-    def _entry(self, place: int, start: int) -> Entry:
-        line, in_backward, text = _CALL.unpack_from(self._shared, start + _NUMBER.size)
-        return Entry(place=place, text=text, line=line, in_backward=in_backward)
-
-    def _start(self, place: int, number: int) -> int:
-        return (place * NUM_KEPT + number % NUM_KEPT) * _ENTRY_BYTES
