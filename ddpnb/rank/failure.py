@@ -11,6 +11,7 @@ import IPython
 from ddpnb.errors import UserError
 from ddpnb.rank.agreement import CollectiveMismatchError
 from ddpnb.rank.engine import RankEngine
+from ddpnb.rank.lifeline import EndedWithOthersError
 from ddpnb.rank.monitor import is_users
 from ddpnb.rank.transport.message import RankLostError
 from ddpnb.wire import Failure
@@ -42,6 +43,7 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
         traceback=tuple(traceback_of(error, engine)),
         failed_at=time.time(),
         is_consequence=is_consequence(error),
+        was_waiting=not isinstance(error, EndedWithOthersError),
         breaks_group=isinstance(error, CollectiveMismatchError),
     )
 
@@ -96,7 +98,7 @@ def end_at_users(frames: TracebackType, shell: Any) -> None:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Tell whether an exception says only that the connection to another rank is gone."""
-    if isinstance(error, RankLostError):
+    """Tell whether an exception says only that another rank is gone, or has failed."""
+    if isinstance(error, RankLostError | EndedWithOthersError):
         return True
     return isinstance(error, RuntimeError) and CLOSED_CONNECTION.search(str(error)) is not None
