@@ -32,6 +32,8 @@ from ddpnb.rank.ledger import Entry, Ledger
 FILES = "calls-{generation}-"
 CELLS = f"{os.sep}ipykernel_"
 """What is in the file name of every cell's code."""
+USUAL_DEPTH = 5
+"""How far up the user's line is where a cell calls a function of ``torch.distributed``."""
 MAX_FRAMES = 24
 """How far up the stack the user's line is looked for."""
 
@@ -130,7 +132,7 @@ class Agreement:
         ledger = known[1] if known and known[0]() is group else self._open(group)
         if ledger is None:
             return None
-        line, in_backward = _users_place(sys._getframe(2))
+        line, in_backward = _users_place()
         if not ledger.write(*collective.text(arguments, root), line, in_backward):
             entries = ledger.entries()
             (mine,) = (entry for entry in entries if entry.place == ledger.place)
@@ -168,8 +170,18 @@ def _root_of(collective: Collective, arguments: Sequence[Any]) -> int | None:
     return root
 
 
-def _users_place(frame: FrameType | None) -> tuple[int, bool]:
+def _users_place() -> tuple[int, bool]:
     """Return the user's innermost line, 0 if there is none near, and whether DDP calls."""
+    try:
+        frame = sys._getframe(USUAL_DEPTH)
+    except ValueError:  # C++ called, in a thread of its own
+        return 0, False
+    if CELLS in frame.f_code.co_filename:
+        return frame.f_lineno, False
+    return _nearest_place(sys._getframe(3))
+
+
+def _nearest_place(frame: FrameType | None) -> tuple[int, bool]:
     in_backward = False
     for _ in range(MAX_FRAMES):
         if frame is None:

@@ -18,8 +18,8 @@ from typing import Final, Self, final
 NUM_KEPT: Final = 64
 """Calls of a rank that can be compared; who is further behind finds nothing to compare with."""
 TEXT_BYTES: Final = 111
-SETTLE_SECONDS: Final = 0.001
-"""After this what looked different is read again: it may have been half written."""
+SETTLE_SECONDS: Final = 0.05
+"""After this what looked different is read again: half written, or refused by its backend."""
 _ENTRY: Final = struct.Struct(f"<{TEXT_BYTES}s?IIQ")
 _KEY: Final = struct.Struct("<IQ")
 _KEY_OFFSET: Final = _ENTRY.size - _KEY.size
