@@ -254,6 +254,10 @@ class Failure:
     """``time.time()`` on the rank when the exception arrived."""
     is_consequence: bool = False
     """Whether it failed only because another rank did: its connection was closed."""
+    was_waiting: bool = True
+    """Of a consequence: whether the rank was waiting for others, or was ended in the midst."""
+    breaks_group: bool = False
+    """Whether the ranks' next collectives would not meet either: the group is to be formed anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

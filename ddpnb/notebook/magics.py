@@ -138,7 +138,7 @@ class DdpMagics(Magics):
     @argument("--no-wait", action="store_true", help="go on at once; output follows as it comes")
     @argument("--name", default="", help="the run that ddpnb.log in the cell adds to")
     @argument("--timeout", type=float, default=None, help="seconds before the ranks are stopped")
-    @argument("--check", action="store_true", help="name collectives that do not match; slow")
+    @argument("--check", action="store_true", help="compare exact shapes too, and over hosts; slow")
     @cell_magic
     def ddp(self, line: str, cell: str) -> Any:
         """Run the cell on the ranks.

@@ -4,11 +4,15 @@ import re
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import IPython
 
 from ddpnb.errors import UserError
+from ddpnb.rank.agreement import CollectiveMismatchError
 from ddpnb.rank.engine import RankEngine
+from ddpnb.rank.lifeline import EndedWithOthersError
+from ddpnb.rank.monitor import is_users
 from ddpnb.rank.transport.message import RankLostError
 from ddpnb.wire import Failure
 
@@ -40,6 +44,8 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
         traceback=tuple(traceback_of(error, engine)),
         failed_at=time.time(),
         is_consequence=is_consequence(error),
+        was_waiting=not isinstance(error, EndedWithOthersError),
+        breaks_group=isinstance(error, CollectiveMismatchError),
     )
 
 
@@ -61,6 +67,8 @@ def _call(name: str, shape: str, dtype: str) -> str:
 def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     """Return the formatted traceback, from the user's first line on."""
     shell, frames = engine.kernel.shell, users_part(error.__traceback__)
+    if isinstance(error, CollectiveMismatchError) and frames is not None:
+        end_at_users(frames, shell)
     if isinstance(error, UserError) and frames is None:
         return []  # its sentence says it all
     if isinstance(error, SyntaxError) and frames is None:
@@ -79,8 +87,19 @@ def users_part(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
+def end_at_users(frames: TracebackType, shell: Any) -> None:
+    """Cut off what the user's innermost line has called, where one is in a cell."""
+    frame: TracebackType | None = frames
+    last = None
+    while frame is not None:
+        last = frame if is_users(frame.tb_frame, shell) else last
+        frame = frame.tb_next
+    if last is not None:
+        last.tb_next = None
+
+
 def is_consequence(error: BaseException) -> bool:
-    """Tell whether an exception says only that the connection to another rank is gone."""
-    if isinstance(error, RankLostError):
+    """Tell whether an exception says only that another rank is gone, or has failed."""
+    if isinstance(error, RankLostError | EndedWithOthersError):
         return True
     return isinstance(error, RuntimeError) and CLOSED_CONNECTION.search(str(error)) is not None

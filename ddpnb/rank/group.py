@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, FileStore, set_debug_level
 
+from ddpnb.rank.agreement import Agreement
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.wire import RankState
 
@@ -58,6 +59,8 @@ class Group:
     """``time.time_ns()`` when this generation's group had been formed."""
     lifeline: Lifeline = field(default_factory=Lifeline)
     """Frees this rank from waits that are not the group's own; a new one with each group."""
+    agreement: Agreement = field(default_factory=Agreement)
+    """Refuses collectives that do not match the other ranks'."""
 
     def join(self, generation: int, *, is_checked: bool = False) -> None:
         """Form the group; takes part: every rank.  Returns after a finished all-reduce.
@@ -76,6 +79,7 @@ class Group:
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
         set_debug_level(DebugLevel.DETAIL if is_checked else DebugLevel.OFF)
+        self.agreement.begin(self.folder, generation)
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size
         )

@@ -10,6 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import final
 
 
+class EndedWithOthersError(RuntimeError):
+    """This rank waited for nobody, and was ended because another had failed."""
+
+
 @final
 class Lifeline:
     """One group's: cut once, with the group, from another thread than the one that waits."""
@@ -49,11 +53,17 @@ class Lifeline:
             with self._lock:
                 self._ways_out.remove(let_go)
 
-    def check(self) -> None:
+    def check(self, *, is_waiting: bool = True) -> None:
         """Raise where nobody should wait any more.
 
+        Args:
+            is_waiting: whether who asks is in a wait.
+
         Raises:
-            RuntimeError: all has been cut.
+            EndedWithOthersError: all has been cut, outside a wait.
+            RuntimeError: all has been cut, in one.
         """
+        if self._is_cut and not is_waiting:
+            raise EndedWithOthersError("This rank was ended with the others.")
         if self._is_cut:
             raise RuntimeError("Connection closed by peer: this rank was freed from its wait.")

@@ -1,7 +1,8 @@
 """Where does this rank stand right now?  (Rank side, in the control thread.)
 
 Three sources: the main thread's Python stack (``sys._current_frames``) tells which line
-of which cell it is at, and a call of ``torch.distributed`` that it is in; torch's flight
+of which cell it is at, and a call of ``torch.distributed``, or a sum in shared memory, that
+it is in (DDP's hooks run there too, where it trains on the CPU); torch's flight
 recorder tells which collectives have begun and not ended, DDP's own among them; and the
 operating system tells whether the thread sleeps on a lock, as it does in a collective of
 gloo's.  A thread that waits for a GPU is busy asking: it is not known to wait.
@@ -30,6 +31,7 @@ FUTEX = {"x86_64": "202", "aarch64": "98"}
 """Linux's number of the system call in which a thread waits for a lock."""
 
 DISTRIBUTED = os.path.join("torch", "distributed", "distributed_c10d.py")
+SHARED_SUM = os.path.join("ddpnb", "rank", "transport", "shared_sum.py")
 BACKWARD = os.path.join("torch", "autograd", "graph.py")
 
 POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
@@ -98,10 +100,11 @@ def is_backward(frame: FrameType) -> bool:
 
 
 def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
-    """Return the call of ``torch.distributed`` that is in progress, and its peer if it has one."""
+    """Return the call that is in progress and takes several ranks, and its peer if it has one."""
     inside = [frame for frame in frames if frame.f_code.co_filename.endswith(DISTRIBUTED)]
     if not inside:
-        return "", None
+        adds = any(frame.f_code.co_filename.endswith(SHARED_SUM) for frame in frames)
+        return "all_reduce" if adds else "", None
     outermost = inside[-1]
     name = outermost.f_code.co_name
     peer = outermost.f_locals.get(POINT_TO_POINT.get(name, ""))

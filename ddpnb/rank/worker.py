@@ -255,7 +255,7 @@ def _train(course: _Course) -> None:
         if course.stop.before(step):
             tally.was_stopped = True
             break
-        stage.lifeline.check()  # who waits for nobody, or seldom, ends with the others too
+        stage.lifeline.check(is_waiting=False)  # who seldom waits, or never, ends with the others
         batch = stage.fetch(share, course.source)
         course.late.before_step()
         tally.add(tally.clock.lap(course.strategy.step(batch)))

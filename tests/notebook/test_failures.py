@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from ddpnb.notebook.show.failures import (
     CellInterrupt,
     CellTimeoutError,
@@ -64,6 +66,12 @@ def test_consequences_are_folded_into_one_line():
         "(ranks 0,2 were waiting in a collective for it and stopped: connection closed by peer)"
     )
     assert "(rank 0 was waiting" in render([failure(1), closed(0, 2)])[-1]
+
+
+def test_ranks_that_waited_for_nobody_are_told_apart():
+    lines = render([failure(1), closed(0, 2), replace(closed(2, 3), was_waiting=False)])
+    assert "(rank 0 was waiting in a collective" in lines[-2]
+    assert lines[-1] == "(rank 2 was stopped with it)"
 
 
 def test_where_there_are_only_consequences_one_is_told_in_full():

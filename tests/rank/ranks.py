@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpnb.rank.agreement import Agreement
 from ddpnb.wire import RankState
 
 TIMEOUT_SECONDS = 60.0
@@ -141,6 +142,7 @@ def make_state(rank: int, world_size: int) -> RankState:
 def serve(state: RankState, folder: Path, meeting: Path, pipe: Connection) -> None:
     """Carry out jobs until the test's end of the pipe is closed."""
     torch.set_num_threads(1)
+    Agreement().begin(meeting, 0)  # as in a cluster: no strategy may be refused
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(meeting / "store"), state.world_size),

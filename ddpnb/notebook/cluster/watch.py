@@ -99,6 +99,7 @@ class Watch:
                 if self.stop_requested or (deadline and time.monotonic() > deadline):
                     self.timed_out = not self.stop_requested
                     return self._stop_ranks()
+            self._leave_broken_group()
         except KeyboardInterrupt:
             self._stop_ranks()
             raise
@@ -153,6 +154,12 @@ class Watch:
             who = format_ranks(self.call.running)
             goes_on = "goes on" if len(self.call.running) == 1 else "go on"
             self.tell(f"{'; '.join(causes)} (rank {who} {goes_on}; an interrupt ends the cell)")
+
+    def _leave_broken_group(self) -> None:
+        """Have the next call form a new group where the ranks' calls are out of step in this."""
+        failures = map(failure_in, self.returned.values())
+        if any(failure and failure.breaks_group for failure in failures) and not self._num_cuts:
+            self._cut()
 
     def _cut(self) -> None:
         self._num_cuts += 1

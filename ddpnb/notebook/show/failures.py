@@ -109,15 +109,22 @@ def render(failures: Sequence[Failure]) -> list[str]:
             lines.append("")
         lines.append(f"RankError: {sentence([failure, *same[1:]])}")
         lines += failure.traceback
-    if consequences := [f.rank for f in failures if f.is_consequence and f not in roots]:
-        lines += ["", told_consequences(consequences)]
+    if consequences := [f for f in failures if f.is_consequence and f not in roots]:
+        lines += ["", *told_consequences(consequences)]
     return lines
 
 
-def told_consequences(ranks: Sequence[int]) -> str:
-    """Say which ranks failed only because another one did."""
-    who = f"rank {ranks[0]} was" if len(ranks) == 1 else f"ranks {format_ranks(ranks)} were"
-    return f"({who} waiting in a collective for it and stopped: connection closed by peer)"
+def told_consequences(failures: Sequence[Failure]) -> list[str]:
+    """Say which ranks failed only because another one did: who waited, and who did not."""
+    waited = [failure.rank for failure in failures if failure.was_waiting]
+    others = [failure.rank for failure in failures if not failure.was_waiting]
+    how = "waiting in a collective for it and stopped: connection closed by peer"
+    told = [f"({_who_was(waited)} {how})"] if waited else []
+    return told + ([f"({_who_was(others)} stopped with it)"] if others else [])
+
+
+def _who_was(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} was" if len(ranks) == 1 else f"ranks {format_ranks(ranks)} were"
 
 
 def alike(failure: Failure, failures: Sequence[Failure]) -> list[Failure]:
