@@ -46,7 +46,7 @@ class RunSpec(TrainingSpec):
 
     def __post_init__(self) -> None:
         TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
-        catalogue.strategy(self.strategy)
+        catalogue.check_transport(self.strategy, self.transport)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

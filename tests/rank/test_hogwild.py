@@ -11,6 +11,7 @@ from ddpnb.rank.strategies.hogwild import Hogwild
 from ddpnb.rank.transport.board import Board, Fate
 from ddpnb.rank.transport.master import Access
 from ddpnb.rank.transport.message import NO_SHARE, RankLostError, RunOverError
+from ddpnb.wire import RunSpec
 from tests.rank.fit import Fit, Problem, distance, drive
 from tests.rank.ranks import make_state
 from tests.rank.test_async import slow_down
@@ -113,6 +114,12 @@ def test_gpus_are_refused_with_a_sentence():
     state = replace(make_state(0, 2), device="cuda:0")
     with pytest.raises(UserError, match="needs ranks on CPUs"):
         Hogwild().plan(state)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "rpc"])
+def test_another_transport_is_refused_before_anything_trains(transport):
+    with pytest.raises(UserError, match=f"hogwild trains in shared memory, not by {transport}"):
+        RunSpec(run_id="r", strategy="hogwild", task="digits", transport=transport)
 
 
 def test_the_board_hands_out_each_share_once_and_knows_the_lost(tmp_path):

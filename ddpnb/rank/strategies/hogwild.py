@@ -81,8 +81,6 @@ class Hogwild(Strategy):
             UserError: the ranks share no memory.
             RunOverError: there is nothing to join.
         """
-        if replica.transport not in ("auto", "shm"):
-            raise UserError("hogwild trains in shared memory: leave --transport out.")
         self._replica = replica
         self._num_bytes = sum(p.numel() * p.element_size() for p in replica.parameters)
         meeting = None if replica.joins else self._meet(replica)
