@@ -67,7 +67,7 @@ class RunHeader:
     num_samples: int
     """Training samples the whole run will see, over all workers."""
     survives_deaths: bool = False
-    """Whether the others train on where a rank other than 0 dies, and it may join again."""
+    """Whether the others train on where a rank other than 0 dies."""
     notes: tuple[str, ...] = ()
     """What is emulated, synthetic or adjusted: one short sentence each, shown with every result."""
 

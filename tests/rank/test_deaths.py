@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddpnb.rank.strategies import STRATEGIES
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
@@ -39,6 +40,20 @@ def test_a_death_costs_one_share_and_the_others_train_the_rest(fresh_ranks, tran
     assert num_trained + len(lost) == LONG.order(3).num_steps * 3
     assert distance(fit, other) == 0
     assert list(group.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"bound": 0}, {"bound": 1}], ids=str)
+def test_over_rpc_a_death_is_noticed_by_the_process(fresh_ranks, options):
+    group = fresh_ranks(3)
+    started = time.monotonic()
+    first, dead, third = group.attempt(fit_announced, LONG, options)
+    assert time.monotonic() - started < 30  # by its silence: only after 60
+    assert dead.cause is None
+    (fit, lost), (other, _) = first, third
+    assert len(lost) == 1
+    assert len(fit.reports) + len(other.reports) + 5 + 1 == LONG.order(3).num_steps * 3
+    assert distance(fit, other) == 0
+    assert {path.suffix for path in group.folder.iterdir()} == {".pid"}
 
 
 @pytest.mark.parametrize("options", [{}, {"bound": 1}], ids=str)
@@ -113,6 +128,12 @@ def fit_and_lost(state, folder, problem, options, transport, before_step, joins=
         return fit, strategy.lost_shares()
     finally:
         strategy.close()
+
+
+def fit_announced(state, folder, problem, options):
+    (folder / f"rank-{state.rank}.pid").write_text(str(os.getpid()))
+    dist.barrier()
+    return fit_and_lost(state, folder, problem, options, "rpc", kill_rank_1)
 
 
 def come_late(state, folder):
