@@ -1,4 +1,4 @@
-"""How is an optimizer's step made without what torch wraps around it?  (Rank 0.)
+"""How is an optimizer's step made without what torch wraps around it?  (Every rank.)
 
 Torch wraps every step in a range for its profiler and in two lists of hooks: for a thousand
 floats that is 18 of 29 microseconds.
