@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.measure import Figure
 from benchmarks.ranks import rank_calls
@@ -69,6 +69,50 @@ def exchange_ms(
             taken.append(1e3 * (time.perf_counter() - began))
         link.finish()
         return taken
+
+
+class Ready(Replica):
+    """A replica whose gradients lie ready: nothing is computed."""
+
+    __slots__ = ()
+
+    def compute_gradients(self, *_: object, **__: object) -> Tensor:
+        return torch.zeros(())
+
+
+def in_place_ms(state: RankState, folder: Path, num_floats: int, rounds: int) -> list[float]:
+    """Milliseconds of each of rank 1's steps of hogwild, from its gradient to its next share.
+
+    That is the same as a push and a pull, without a server: the parameters are updated in the
+    memory of all, the update is counted, the next share taken.
+    """
+    model = nn.Linear(num_floats, 1, bias=False)
+    replica = Ready(
+        model=model,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        device=torch.device("cpu"),
+        rank=state.rank,
+        world_size=2,
+        num_steps=rounds,
+        folder=folder,
+        name=f"bench-{next(_numbers)}",
+    )
+    nothing = torch.zeros(1)
+    batch, taken = Batch(inputs=nothing, targets=nothing, num_samples=1, num_global=2), []
+    with closing(make_strategy("hogwild", {})) as strategy:
+        strategy.setup(replica)
+        shares = strategy.shares()
+        if state.rank == 1:
+            next(shares)
+            model.weight.grad = torch.ones_like(model.weight)
+            for _ in range(rounds):
+                began = time.perf_counter()
+                strategy.step(batch)
+                next(shares)
+                taken.append(1e3 * (time.perf_counter() - began))
+        strategy.finish()
+    return taken
 
 
 def rate(state: RankState, folder: Path, strategy: str, sleeps: float) -> tuple[int, float]:
@@ -161,6 +205,19 @@ def measure() -> list[Figure]:
                 for transport, found in taken.items():
                     times = call(exchange_ms, transport, num_floats, rounds)[1]
                     found += [statistics.median(times)] if turn else []
+            in_place = []
+            for turn in range(6):
+                times = call(in_place_ms, num_floats, rounds)[1]
+                in_place += [statistics.median(times)] if turn else []
+            figures.append(
+                Figure(
+                    name=f"hogwild's update of {num_floats} floats in place against RPC",
+                    unit="ms",
+                    ours=in_place,
+                    theirs=taken["rpc"],
+                    limit=limit,
+                )
+            )
             for transport in ("shm", "gloo"):
                 figures.append(
                     Figure(

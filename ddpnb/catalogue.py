@@ -32,6 +32,8 @@ class Entry:
 
     about: str
     options: Mapping[str, Option] = field(default_factory=dict)
+    transports: tuple[str, ...] = ()
+    """The only ones of ``training.TRANSPORTS`` that a strategy can train by; empty: any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,10 @@ STRATEGIES: Mapping[str, Entry] = {
             ),
         },
     ),
-    "hogwild": Entry(about="lock-free updates of parameters in shared memory; CPU ranks only"),
+    "hogwild": Entry(
+        about="lock-free updates of parameters in shared memory; CPU ranks only",
+        transports=("auto", "shm"),
+    ),
     "local-sgd": Entry(
         about="each rank alone, weights averaged every few steps",
         options={
@@ -142,6 +147,25 @@ def strategy(word: str) -> Choice:
         name, given = _split(word)
         return Choice(name=name, options={key: _guess(value) for key, value in given.items()})
     return _choice("strategy", word, STRATEGIES)
+
+
+def check_transport(word: str, transport: str) -> None:
+    """Refuse a strategy that cannot exchange tensors in the way that was chosen.
+
+    Args:
+        word: the strategy, as ``strategy`` reads it.
+        transport: one of ``training.TRANSPORTS``.
+
+    Raises:
+        UserError: it cannot.
+    """
+    name = strategy(word).name
+    allowed = STRATEGIES[name].transports if name in STRATEGIES else ()
+    if allowed and transport not in allowed:
+        raise UserError(
+            f"{name} trains in shared memory, not by {transport}: "
+            f"leave --transport out, or {name} out of the comparison."
+        )
 
 
 def task(word: str) -> Choice:

@@ -48,7 +48,7 @@ class RunSpec(TrainingSpec):
 
     def __post_init__(self) -> None:
         TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
-        catalogue.strategy(self.strategy)
+        catalogue.check_transport(self.strategy, self.transport)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class RunHeader:
     num_samples_before: int = 0
     """Those that the run it resumes had seen when the checkpoint was made."""
     survives_deaths: bool = False
-    """Whether the others train on where a rank other than 0 dies, and it may join again."""
+    """Whether the others train on where a rank other than 0 dies."""
     notes: tuple[str, ...] = ()
     """What is emulated, synthetic or adjusted: one short sentence each, shown with every result."""
 

@@ -53,7 +53,7 @@ class ComparisonSpec:
             names = ", ".join(STRATEGIES)
             raise UserError(f"Name the strategies to compare, one or more of: {names}.")
         for strategy in self.strategies:
-            catalogue.strategy(strategy)
+            catalogue.check_transport(strategy, self.training.transport)
         task = self.training.task
         if task != CELL_TASK and self.training.source.strip():
             raise UserError(

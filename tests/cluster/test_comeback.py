@@ -37,7 +37,13 @@ def data(split):
 
 
 def a_spec(
-    strategy: str, folder: Path, *, rank: int = 1, num_calls: int = 50, num_epochs: float = 8
+    strategy: str,
+    folder: Path,
+    *,
+    rank: int = 1,
+    num_calls: int = 50,
+    num_epochs: float = 8,
+    transport: str = "auto",
 ) -> ComparisonSpec:
     """A training in which a rank kills its own process, once."""
     return ComparisonSpec(
@@ -46,6 +52,7 @@ def a_spec(
             source=CELL.format(marker=str(folder / "marker"), rank=rank, num_calls=num_calls),
             num_epochs=num_epochs,
             batch_size=10,
+            transport=transport,
         ),
         baseline=False,
     )
@@ -77,6 +84,22 @@ def test_a_killed_rank_costs_its_share_and_comes_back(tmp_path, capsys, strategy
         assert not run(cluster, ALL_REDUCE).failures
         assert pull(cluster, "total.item()") == [2.0, 2.0]
         assert pull(cluster, "kept", ranks=[0]) == [0]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "rpc"])
+def test_where_nobody_can_join_the_others_train_on_without_the_killed(tmp_path, transport):
+    store = Store(tmp_path)
+    with started(3, method="fork") as cluster:
+        spec = a_spec("async", tmp_path, num_epochs=5, transport=transport)
+        result = prepare(cluster, store, spec).run()
+        (snapshot,) = result.comparison.runs
+        assert snapshot.status == "finished"
+        late = f"came back too late to join over {transport}"
+        assert [mark.text for mark in snapshot.marks] == ["killed", late]
+        assert 0 < snapshot.reports[0].num_lost_samples <= 4
+        assert {report.rank for report in snapshot.reports if report.num_samples} == {0, 2}
+        assert not run(cluster, ALL_REDUCE).failures
+        assert pull(cluster, "total.item()") == [3.0, 3.0, 3.0]
 
 
 def test_a_rank_that_comes_when_the_run_is_over_is_there_for_the_next(tmp_path):

@@ -78,6 +78,11 @@ NAMED = {"strategies": ("ddp",)}
         ({"task": "digits", "source": CELL}, {}, "--task digits and a cell that defines the task:"),
         ({"task": "mnist"}, {}, "There is no task 'mnist'; choose one of: digits, "),
         ({"task": "digits:size=3"}, {}, "digits has no options, but was given size."),
+        (
+            {"task": "digits", "transport": "gloo"},
+            {"strategies": ("async", "hogwild")},
+            "hogwild trains in shared memory, not by gloo: leave --transport out, or hogwild",
+        ),
         ({}, {}, "Nothing to train: define model() and data(split) in the cell"),
         ({"source": "  \n"}, {}, "Nothing to train"),
     ],

@@ -4,9 +4,11 @@ import os
 import signal
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddpnb.rank.strategies import STRATEGIES
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
@@ -41,12 +43,27 @@ def test_a_death_costs_one_share_and_the_others_train_the_rest(fresh_ranks, tran
     assert list(group.folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("options", [{}, {"bound": 0}, {"bound": 1}], ids=str)
+def test_over_rpc_a_death_is_noticed_by_the_process(fresh_ranks, options):
+    group = fresh_ranks(3)
+    started = time.monotonic()
+    first, dead, third = group.attempt(fit_announced, LONG, options)
+    assert time.monotonic() - started < 30  # by its silence: only after 60
+    assert dead.cause is None
+    (fit, lost), (other, _) = first, third
+    assert len(lost) == 1
+    assert len(fit.reports) + len(other.reports) + 5 + 1 == LONG.order(3).num_steps * 3
+    assert distance(fit, other) == 0
+    assert {path.suffix for path in group.folder.iterdir()} == {".pid"}
+
+
 @pytest.mark.parametrize("options", [{}, {"bound": 1}], ids=str)
-def test_a_new_process_takes_a_dead_ones_place(fresh_ranks, options):
-    group = fresh_ranks(2)
-    group.begin(fit_and_lost, LONG, options, "auto", kill_rank_1)
+def test_a_new_process_takes_a_dead_ones_place(fresh_ranks, tmp_path, options):
+    group, came = fresh_ranks(2), tmp_path / "came"
+    group.begin(fit_and_lost, LONG, options, "auto", partial(wait_for_another, came))
     group.processes[1].join(30)
-    outside = group.start_outside(fit_and_lost, 1, LONG, options, "auto", unhurried, True)
+    before_step = partial(say_i_came, came)
+    outside = group.start_outside(fit_and_lost, 1, LONG, options, "auto", before_step, True)
     (fit, lost), dead = group.end()
     joined, _ = outside.result()
     assert dead.cause is None
@@ -115,6 +132,12 @@ def fit_and_lost(state, folder, problem, options, transport, before_step, joins=
         strategy.close()
 
 
+def fit_announced(state, folder, problem, options):
+    (folder / f"rank-{state.rank}.pid").write_text(str(os.getpid()))
+    dist.barrier()
+    return fit_and_lost(state, folder, problem, options, "rpc", kill_rank_1)
+
+
 def come_late(state, folder):
     try:
         fit_async(state, folder, LONG, joins=True)
@@ -132,6 +155,19 @@ def fail_early(state, folder, problem):
 def kill_rank_1(rank: int, step: int) -> None:
     if rank == 1 and step == 5:
         os.kill(os.getpid(), signal.SIGKILL)
+    unhurried(rank, step)
+
+
+def wait_for_another(came: Path, rank: int, step: int) -> None:
+    """Kill rank 1; hold rank 0 up until another process has taken its place."""
+    deadline = time.monotonic() + 30
+    while step == 20 and not came.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    kill_rank_1(rank, step)
+
+
+def say_i_came(came: Path, rank: int, step: int) -> None:
+    came.touch()
     unhurried(rank, step)
 
 

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +12,19 @@ from ddpnb.rank.strategies.hogwild import Hogwild
 from ddpnb.rank.transport.board import Board, Fate
 from ddpnb.rank.transport.master import Access
 from ddpnb.rank.transport.message import NO_SHARE, RankLostError, RunOverError
+from ddpnb.wire import RunSpec
 from tests.rank.fit import Fit, Problem, distance, drive
 from tests.rank.ranks import make_state
 from tests.rank.test_async import slow_down
-from tests.rank.test_deaths import LONG, kill_rank_0, kill_rank_1, raise_on_rank_1, unhurried
+from tests.rank.test_deaths import (
+    LONG,
+    kill_rank_0,
+    kill_rank_1,
+    raise_on_rank_1,
+    say_i_came,
+    unhurried,
+    wait_for_another,
+)
 
 CALM = Problem(num_epochs=10, learning_rate=0.02)
 
@@ -72,11 +82,11 @@ def test_a_death_costs_one_share_and_the_others_train_the_rest(fresh_ranks):
     assert list(group.folder.iterdir()) == []
 
 
-def test_a_new_process_takes_a_dead_ones_place(fresh_ranks):
-    group = fresh_ranks(2)
-    group.begin(fit_hogwild, LONG, kill_rank_1)
+def test_a_new_process_takes_a_dead_ones_place(fresh_ranks, tmp_path):
+    group, came = fresh_ranks(2), tmp_path / "came"
+    group.begin(fit_hogwild, LONG, partial(wait_for_another, came))
     group.processes[1].join(30)
-    outside = group.start_outside(fit_hogwild, 1, LONG, unhurried, 60.0, True)
+    outside = group.start_outside(fit_hogwild, 1, LONG, partial(say_i_came, came), 60.0, True)
     (fit, lost), _ = group.end()
     joined, _ = outside.result()
     assert len(joined.reports) > 5
@@ -113,6 +123,12 @@ def test_gpus_are_refused_with_a_sentence():
     state = replace(make_state(0, 2), device="cuda:0")
     with pytest.raises(UserError, match="needs ranks on CPUs"):
         Hogwild().plan(state)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "rpc"])
+def test_another_transport_is_refused_before_anything_trains(transport):
+    with pytest.raises(UserError, match=f"hogwild trains in shared memory, not by {transport}"):
+        RunSpec(run_id="r", strategy="hogwild", task="digits", transport=transport)
 
 
 def test_the_board_hands_out_each_share_once_and_knows_the_lost(tmp_path):

@@ -1,7 +1,7 @@
 """How does a rank that has died come back while the others train on?  (Notebook side.)
 
-Its process is started anew, in no process group, and joins the run where it is.  When the run is
-over, all ranks form the next group.
+Its process is started anew, in no process group, and joins the run where it is; over gloo or RPC
+it cannot, and waits for the end.  When the run is over, all ranks form the next group.
 """
 
 import contextlib
@@ -19,6 +19,8 @@ NOTEBOOK = -1
 """The rank that the notebook's own marks go by."""
 MAX_STARTS = 3
 """How often one rank is started anew in one run."""
+CLOSED_TRANSPORTS = ("gloo", "rpc")
+"""Those by which nobody can join a run that has begun."""
 TIMEOUT_SECONDS = 60.0
 """How long, after the run, a rank on its way may take to arrive and to notice that it is over."""
 
@@ -115,6 +117,9 @@ class Comeback:
             self._on_their_way.add(rank)
 
     def _join(self, rank: int) -> None:
+        if self.spec.transport in CLOSED_TRANSPORTS:
+            self._mark(rank, f"came back too late to join over {self.spec.transport}")
+            return
         joining = Joining(
             first_batch=self._num_batches.get(rank, 0),
             first_step=self._num_steps.get(rank, 0),

@@ -43,7 +43,7 @@ class Plan:
     num_ahead: int = 0
     """Steps that one synchronous worker may be ahead of another: 0 where each waits for all."""
     survives_deaths: bool = False
-    """Whether the others train on where a rank other than 0 dies, and it may join again."""
+    """Whether the others train on where a rank other than 0 dies; it may join where it can."""
     notes: tuple[str, ...] = ()
 
 

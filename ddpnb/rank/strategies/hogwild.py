@@ -34,6 +34,7 @@ from ddpnb.rank.transport.master import Access, Log, no_log
 from ddpnb.rank.transport.meeting import Meeting, this_host
 from ddpnb.rank.transport.message import NO_SHARE, NOBODY, RankLostError, RunOverError
 from ddpnb.rank.transport.packed import create_shared, map_shared, num_bytes
+from ddpnb.rank.transport.quick_step import make_step
 from ddpnb.wire import RankState
 
 _MEMORY = "memory"
@@ -81,8 +82,6 @@ class Hogwild(Strategy):
             UserError: the ranks share no memory.
             RunOverError: there is nothing to join.
         """
-        if replica.transport not in ("auto", "shm"):
-            raise UserError("hogwild trains in shared memory: leave --transport out.")
         self._replica = replica
         self._num_bytes = sum(p.numel() * p.element_size() for p in replica.parameters)
         meeting = None if replica.joins else self._meet(replica)
@@ -110,7 +109,8 @@ class Hogwild(Strategy):
         loss = self._replica.compute_gradients(batch, weight=batch.weight)
         # agree: with nobody
         # update: in the memory of all, while others do the same
-        self._replica.update(self._optimizer)
+        self._replica.timer.begin("optimizer")
+        make_step(self._optimizer)
         version = self._here.count_update()
         self._here.settle(self._share, Fate.TRAINED)
         self._share = NO_SHARE

@@ -63,7 +63,7 @@ def serve(
     transport = _chosen(place, meeting) if place.transport == "auto" else place.transport
     if transport != "shm":  # the others are needed to open it
         meeting.tell(_TRANSPORT, transport)
-    host = opened.enter_context(closing(_host(place, server, transport)))
+    host = opened.enter_context(closing(_host(place, server, transport, meeting)))
     host.start()
     if transport == "shm":
         meeting.tell(_TRANSPORT, transport)
@@ -102,13 +102,13 @@ def _chosen(place: Place, meeting: Meeting) -> str:
     return "shm" if all(host == this_host(place.folder) for host in told) else "gloo"
 
 
-def _host(place: Place, server: Server, transport: str) -> Host:
+def _host(place: Place, server: Server, transport: str, meeting: Meeting) -> Host:
     seconds = place.timeout_seconds
     match transport:
         case "gloo":
             return GlooHost(server, GlooGroup(seconds), ranks=place.others, timeout_seconds=seconds)
         case "rpc":
-            return RpcHost(server, place.name, lambda: _agent(place))
+            return RpcHost(server, place.name, lambda: _agent(place), meeting.dead)
         case _:
             return ShmHost(server, folder=place.folder, name=place.name, timeout_seconds=seconds)
 

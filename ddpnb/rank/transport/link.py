@@ -53,17 +53,21 @@ class Landing:
             slot.copy_(parameter.detach())
             parameter.data = slot
 
-    @torch.no_grad()
     def take(self) -> None:
         """Bring in what has been written."""
-        for parameter, slot in self._copied:
-            parameter.copy_(slot)
+        if self._copied:
+            self._copy()
 
     def leave(self) -> None:
         """Give the parameters memory of their own; may be called twice."""
         for parameter, slot in self._in_place:
             parameter.data = slot.clone()
         self._in_place = []
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        for parameter, slot in self._copied:
+            parameter.copy_(slot)
 
 
 @final

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ddpnb.rank.tasks.base import OptimizerFactory
 from ddpnb.rank.transport.packed import Packed, pack
+from ddpnb.rank.transport.quick_step import make_step
 
 WHOLE_ROUND = 0
 """The period of a server that waits to be told: it makes its update in ``Master.apply``."""
@@ -104,7 +105,7 @@ class Master:
         """Make an update with what has been gathered, if anything has."""
         if not self._staleness:
             return
-        self._optimizer.step()
+        make_step(self._optimizer)
         self._version += 1
         self._staleness.clear()
         for parameter in self._parameters:

@@ -72,8 +72,11 @@ class Meeting:
         self._lifeline.check()
         if self._store.check(["absent"]) and (rank := int(self._store.get("absent"))) != self._rank:
             return rank
-        dead = (rank for process, rank in self._peers if not _is_alive(process))
-        return next(dead, NOBODY)
+        return next(iter(self.dead()), NOBODY)
+
+    def dead(self) -> list[int]:
+        """Return the ranks of this host whose processes have died."""
+        return [rank for process, rank in self._peers if not _is_alive(process)]
 
     def forget(self, *what: str) -> None:
         """Remove texts that nobody will read any more; that somebody failed may be read yet."""

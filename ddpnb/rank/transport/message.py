@@ -5,8 +5,8 @@ Besides tensors, a few numbers of fixed size, never a pickle.
 
 import socket
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 KEY_BYTES = 32
 """Length of the secret that a worker shows when it connects."""
@@ -46,8 +46,7 @@ class Request(IntEnum):
     """I have failed; no answer is wanted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class Reply(NamedTuple):
     """What the server answers, with the parameters."""
 
     staleness: int = 0
@@ -61,7 +60,7 @@ class Reply:
 
     def pack(self) -> bytes:
         """Return this as bytes."""
-        return _REPLY.pack(self.staleness, self.share, self.waited_seconds, self.lost_rank)
+        return _REPLY.pack(*self)
 
     @classmethod
     def unpack(cls, data: bytes) -> "Reply":
@@ -70,10 +69,10 @@ class Reply:
         Raises:
             RankLostError: where it says that somebody is lost.
         """
-        staleness, share, waited_seconds, lost_rank = _REPLY.unpack(data)
-        if lost_rank != NOBODY:
-            raise RankLostError(lost_rank)
-        return cls(staleness=staleness, share=share, waited_seconds=waited_seconds)
+        reply = cls(*_REPLY.unpack(data))
+        if reply.lost_rank != NOBODY:
+            raise RankLostError(reply.lost_rank)
+        return reply
 
 
 def send_hello(connection: socket.socket, key: bytes, rank: int) -> None:

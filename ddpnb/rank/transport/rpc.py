@@ -1,8 +1,9 @@
 """How do workers push and pull by ``torch.distributed.rpc``, for reference?  (Rank side.)
 
 Each call of a worker is one remote call to rank 0 with the gradients as argument and the
-parameters as result.  TensorPipe serves it in a thread of its own, which may block.  A
-worker that dies is noticed by its silence only, and nobody joins later.
+parameters as result.  TensorPipe serves it in a thread of its own, which may block.  It
+does not say who has died: the processes of this host are looked at, those of another are
+noticed by their silence.  Nobody joins later.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from torch.distributed import rpc
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport.host import Host
 from ddpnb.rank.transport.link import Landing, Link
+from ddpnb.rank.transport.lookout import Lookout
 from ddpnb.rank.transport.meeting import Meeting
 from ddpnb.rank.transport.message import RankLostError, Reply
 from ddpnb.rank.transport.packed import Packed, pack
@@ -107,11 +109,19 @@ class RpcHost(Host):
         server: what the workers call.
         name: of the run.
         make_agent: makes this rank's agent, when calls can be answered.
+        dead: returns the ranks whose processes have died.
     """
 
-    def __init__(self, server: Server, name: str, make_agent: Callable[[], RpcAgent]) -> None:
+    def __init__(
+        self,
+        server: Server,
+        name: str,
+        make_agent: Callable[[], RpcAgent],
+        dead: Callable[[], Sequence[int]],
+    ) -> None:
         self._server = server
         self._name = name
+        self._lookout = Lookout(server, dead)
         _served[name] = (server, {})
         try:
             self._agent = make_agent()
@@ -120,7 +130,8 @@ class RpcHost(Host):
             raise
 
     def start(self) -> None:
-        """Do nothing: TensorPipe's threads run."""
+        """Look out for deaths; TensorPipe's threads run already."""
+        self._lookout.start()
 
     def settle(self) -> None:
         """Wait until all workers have said that they have the final parameters."""
@@ -129,6 +140,7 @@ class RpcHost(Host):
 
     def close(self) -> None:
         """Be found no more; end the agent."""
+        self._lookout.close()
         _served.pop(self._name, None)
         self._agent.close()
 
@@ -167,8 +179,9 @@ class RpcLink(Link):
         """Have ``Server.finish`` called."""
         self._take(_finish)
         self._is_over = True
-        if self._ask(_thank):
-            self._agent.say_good_bye()
+        with contextlib.suppress(RankLostError):  # where one has died, rank 0 may not answer it
+            if self._ask(_thank):
+                self._agent.say_good_bye()
         self.close()
 
     def close(self) -> None:

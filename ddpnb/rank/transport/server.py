@@ -72,7 +72,8 @@ class Server:
         self._bound = bound
         self._timeout = timeout_seconds
         self._absent = absent
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._workers: dict[int, _Worker] = {}
         self._has_begun = False
         self._failed_rank = NOBODY
@@ -87,7 +88,7 @@ class Server:
             RankLostError: by this and the following: the run is over, or goes on without
                 this worker.
         """
-        with self._changed:
+        with self._lock:
             self._check()
             if rank in self._workers:  # its death has not been noticed yet
                 self._lose(rank)
@@ -100,16 +101,16 @@ class Server:
     def push(self, rank: int, gradients: Sequence[Tensor | None], into: Packed) -> Reply:
         """Take gradients; give parameters and the next share as soon as the bound allows."""
         asked = time.perf_counter()
-        with self._changed:
+        with self._lock:
             waited_seconds = time.perf_counter() - asked
             self._check()
             worker = self._living(rank)
             staleness = self.master.write(rank, gradients)
             worker.clock += 1
             worker.share = NO_SHARE
-            worker.heard_at = time.monotonic()
-            self._note_progress()
-            if self._bound != NO_BOUND:
+            worker.heard_at = self._progress_at = time.monotonic()
+            if self._bound != NO_BOUND:  # else nobody waits for this
+                self._note_progress()
                 waited_seconds += self._wait(
                     lambda: worker.clock - self._slowest() <= self._bound or worker.is_done
                 )
@@ -117,7 +118,7 @@ class Server:
 
     def finish(self, rank: int, into: Packed) -> Reply:
         """Wait until all workers are done; give the final parameters."""
-        with self._changed:
+        with self._lock:
             self._check()
             worker = self._living(rank)
             worker.is_done, worker.share = True, NO_SHARE
@@ -138,25 +139,25 @@ class Server:
         Returns:
             Whether all workers have lived to the end.
         """
-        with self._changed:
+        with self._lock:
             self._living(rank).is_thankful = True
             self._changed.notify_all()
             return len(self._workers) == self._num_workers
 
     def wait_for_thanks(self) -> bool:
         """Wait until every living worker of another rank has thanked; return as ``thank``."""
-        with self._changed:
+        with self._lock:
             are_thankful = self._changed.wait_for(self._all_are_thankful, self._timeout)
             return are_thankful and len(self._workers) == self._num_workers
 
     def lose(self, rank: int) -> None:
         """Note that a worker's process has died: the others go on without it."""
-        with self._changed:
+        with self._lock:
             self._lose(rank)
 
     def fail(self, rank: int, error: Exception | None = None) -> None:
         """End the run for all: a worker has failed, or the server itself has."""
-        with self._changed:
+        with self._lock:
             self._fail(rank)
             self.error = self.error or error
 
