@@ -1,37 +1,65 @@
 import pytest
 
-from ddpnb.notebook.show.pace import CREDIT_SECONDS, MAX_SHARE, REDRAW_SECONDS, Pace
+from ddpnb.notebook.show.pace import (
+    BUSY_SHARE,
+    CREDIT_SECONDS,
+    MAX_SHARE,
+    REDRAW_SECONDS,
+    Pace,
+    idle_seconds,
+)
 
 
 class Clock:
-    """A time that goes on only when told to."""
+    """A time that goes on only when told to; so many cores are idle."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_idle: float) -> None:
         self.now = self.spent = 0.0
+        self.num_idle = num_idle
 
     def draws(self, cost: float) -> None:
         self.now += cost
         self.spent += cost
 
+    def pace(self) -> Pace:
+        return Pace(lambda: self.now, lambda: self.spent, lambda: self.num_idle * self.now)
 
+
+@pytest.mark.parametrize(("num_idle", "share"), [(1.0, MAX_SHARE), (0.2, BUSY_SHARE)])
 @pytest.mark.parametrize("cost", [0.001, 0.03, 0.2, 3.0])
-def test_drawing_takes_its_share_and_no_more(cost: float):
-    clock = Clock()
-    pace = Pace(lambda: clock.now, lambda: clock.spent)
+def test_drawing_takes_its_share_and_no_more(cost: float, num_idle: float, share: float):
+    clock = Clock(num_idle)
+    pace = clock.pace()
     num = 0
     while clock.now < 300:
         if pace.is_due():
             pace.draw(lambda: clock.draws(cost))
             num += 1
         clock.now += 0.05
-    assert clock.spent <= MAX_SHARE * clock.now + CREDIT_SECONDS + cost
-    assert num >= min(clock.now / (REDRAW_SECONDS + 0.05 + cost), MAX_SHARE * clock.now / cost) - 1
+    assert clock.spent <= share * clock.now + CREDIT_SECONDS + cost
+    assert num >= min(clock.now / (REDRAW_SECONDS + 0.05 + cost), share * clock.now / cost) - 1
+
+
+def test_a_core_that_becomes_free_is_used():
+    clock = Clock(0.0)
+    pace = clock.pace()
+    pace.draw(lambda: clock.draws(0.2))
+    clock.now += 0.15 / MAX_SHARE + 0.05
+    assert not pace.is_due()
+    clock.num_idle = 2.0
+    clock.now += 0.15 / MAX_SHARE
+    assert pace.is_due()
 
 
 def test_one_dear_picture_does_not_stop_the_next_ones():
-    clock = Clock()
-    pace = Pace(lambda: clock.now, lambda: clock.spent)
+    clock = Clock(1.0)
+    pace = clock.pace()
     pace.draw(lambda: clock.draws(0.2))
     assert not pace.is_due()
-    clock.now += REDRAW_SECONDS
+    clock.now += 0.2 / MAX_SHARE
     assert pace.is_due()
+
+
+def test_idle_time_only_grows():
+    before = idle_seconds()
+    assert idle_seconds() >= before > 0

@@ -4,14 +4,28 @@ import time
 from collections.abc import Callable
 from typing import final
 
+import psutil
+
 REDRAW_SECONDS = 0.3
 """Between two redraws at least."""
 
 MAX_SHARE = 0.05
 """The share of this process's time that drawing may take."""
 
-CREDIT_SECONDS = 0.3
-"""Drawing that may be done at once, before its share counts: the first curves cost most."""
+BUSY_SHARE = 0.02
+"""The same while training keeps all cores busy: what is drawn then is taken from it."""
+
+FREE_CORES = 0.5
+"""As many must be idle for drawing to be at nobody's cost."""
+
+CREDIT_SECONDS = 0.05
+"""Drawing that may be done at once, before its share counts."""
+
+
+def idle_seconds() -> float:
+    """Return for how long this machine's cores have been idle, added up."""
+    idle: float = psutil.cpu_times().idle
+    return idle
 
 
 @final
@@ -21,28 +35,41 @@ class Pace:
     Args:
         now: a clock.
         spent: a clock of what the drawing thread computes.
+        idle: a clock that runs by as many seconds a second as cores are idle.
     """
 
     def __init__(
         self,
         now: Callable[[], float] = time.monotonic,
         spent: Callable[[], float] = time.thread_time,
+        idle: Callable[[], float] = idle_seconds,
     ) -> None:
         self._now = now
         self._spent = spent
+        self._idle = idle
         self._credit = CREDIT_SECONDS
         self._counted = now()
+        self._counted_idle = idle()
         self._last = self._counted - REDRAW_SECONDS
 
     def is_due(self) -> bool:
         """Return whether it is time to draw."""
         now = self._now()
-        self._credit = min(self._credit + MAX_SHARE * (now - self._counted), CREDIT_SECONDS)
-        self._counted = now
-        return self._credit > 0 and now - self._last >= REDRAW_SECONDS
+        if now - self._last < REDRAW_SECONDS:
+            return False
+        self._gain(now)
+        return self._credit > 0
 
     def draw(self, drawing: Callable[[], None]) -> None:
         """Draw, and count what it costs."""
         self._last, began = self._now(), self._spent()
         drawing()
         self._credit -= self._spent() - began
+
+    def _gain(self, now: float) -> None:
+        """Add what drawing may take of the time that has passed."""
+        passed, idle = now - self._counted, self._idle()
+        is_free = idle - self._counted_idle >= FREE_CORES * passed
+        share = MAX_SHARE if is_free else BUSY_SHARE
+        self._credit = min(self._credit + share * passed, CREDIT_SECONDS)
+        self._counted, self._counted_idle = now, idle
