@@ -12,7 +12,7 @@ from benchmarks.kernel import kernel
 from benchmarks.loop import rate_in, torchrun_rate
 from benchmarks.measure import Figure, in_turns
 
-NUM_EPOCHS = 12
+NUM_EPOCHS = 30
 ROUNDS = 9
 
 TASK = textwrap.dedent(

@@ -133,13 +133,14 @@ class RunningCell:
     def _record(self, batch: EventBatch) -> None:
         if self._recorder is None:
             return
+        self._recorder.add(batch)
         if self._live is None:
             self._live = live()
-        self._recorder.add(batch)
+            self._live.begin(self._recorder.comparison)
 
     def _draw(self) -> None:
         self._output.show()
-        if self._live is not None and self._recorder is not None:
+        if self._live is not None and self._recorder is not None and self._live.is_due():
             self._live.update(self._recorder.comparison)
 
     def _end_run(self) -> None:

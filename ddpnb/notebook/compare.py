@@ -121,7 +121,6 @@ class Training:
             KeyboardInterrupt: where it was interrupted; the ranks have stopped.
         """
         try:
-            self.live.begin(self.recorder.comparison)
             for spec in self.specs:
                 if not self._is_stopped:
                     self._train(spec)
@@ -183,7 +182,8 @@ class Training:
 
     def _tick(self, comeback: Comeback) -> None:
         comeback.attend()
-        self.live.update(self.recorder.comparison)
+        if self.live.is_due():
+            self.live.update(self.recorder.comparison)
         now = time.monotonic()
         if not (self._is_stopped or self._is_skipped):
             return
@@ -237,13 +237,9 @@ def prepare(
         specs=specs,
         ranks=cluster.states,
     )
-    return Training(
-        cluster=cluster,
-        recorder=recorder,
-        specs=specs,
-        live=shown_by or live(spec.view),
-        view=spec.view,
-    )
+    shown = shown_by or live(spec.view)
+    shown.begin(recorder.comparison)
+    return Training(cluster=cluster, recorder=recorder, specs=specs, live=shown, view=spec.view)
 
 
 def check(cluster: Cluster, spec: RunSpec) -> None:

@@ -95,7 +95,6 @@ class Session(ClusterSession):
         training = prepare(self._require_idle(), self.store, spec)
         if wait:
             return training.run()
-        training.live.update(training.recorder.comparison)  # here and now: under this cell
         return self._begin(RunningComparison(lambda: training, training.cluster.ranks))
 
     def compare_in_background(

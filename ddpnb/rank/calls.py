@@ -4,15 +4,18 @@ Each function here is called by its name, through ``ddpnb.wire.OnRank``.
 """
 
 import pickle
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from ipyparallel.serialize import deserialize_object, serialize_object
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ddpnb import catalogue
 from ddpnb.rank import cell, worker
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.failure import failure_of
+from ddpnb.rank.group import Group
 from ddpnb.rank.publish import Publisher
 from ddpnb.rank.tied import tied_variables
 from ddpnb.wire import CellReport, CellSpec, Failure, Joining, RankState, RunReport, RunSpec, Tied
@@ -63,7 +66,10 @@ def train(spec: RunSpec, joining: Joining | None = None) -> RunReport | Failure:
     engine.stop_wanted.clear()  # a wish that came late was for the run before
     try:
         first_batch = joining.first_batch if joining else 0
-        with Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch) as publisher:
+        with (
+            Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch) as publisher,
+            trusted(spec, group),
+        ):
             report = cell.interruptible(
                 lambda: worker.run(
                     spec,
@@ -109,6 +115,13 @@ def pull(expression: str) -> bytes | Failure:
         return pickle.dumps([bytearray(buffer) for buffer in buffers])  # writable on arrival
     except Exception as error:  # noqa: BLE001  told in the notebook
         return failure_of(error, engine)
+
+
+def trusted(spec: RunSpec, group: Group) -> AbstractContextManager[None]:
+    """Return the context for a training: strategies of ddpnb's own need not be watched closely."""
+    if catalogue.strategy(spec.strategy).name in catalogue.STRATEGIES:
+        return group.agreement.trusting_torch()
+    return nullcontext()
 
 
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:

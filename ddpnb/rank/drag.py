@@ -26,7 +26,7 @@ from ddpnb.faults import Kill, Slow, parse_kill, parse_slow
 from ddpnb.rank.strategies.base import Batch, Replica, Timer
 from ddpnb.wire import Mark, RunSpec
 
-FLUSH_SECONDS = 0.3
+FLUSH_SECONDS = 0.6
 """How long before a rank's death its mark is published, so that it has left by then."""
 
 _NUM_TRIALS = 3

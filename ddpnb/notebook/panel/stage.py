@@ -53,10 +53,12 @@ class Stage:
             self._current, self._is_training = comparison, True
             self._show_progress(comparison)
 
+    def is_due(self) -> bool:
+        """Tell whether it is time to draw."""
+        return self._pace.is_due()
+
     def update(self, comparison: Comparison) -> None:
-        """Show the comparison as it is now, if it is time to."""
-        if not self._pace.is_due():
-            return
+        """Show the comparison as it is now."""
         with self._lock:
             self._current = comparison
             self._pace.draw(lambda: self._show_progress(comparison))

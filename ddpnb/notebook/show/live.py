@@ -22,8 +22,11 @@ class Live(Protocol):
     def begin(self, comparison: Comparison) -> None:
         """Show what is to come, before anything trains."""
 
+    def is_due(self) -> bool:
+        """Tell whether it is time to show it anew."""
+
     def update(self, comparison: Comparison) -> None:
-        """Show the comparison as it is now, if it is time to."""
+        """Show the comparison as it is now."""
 
     def finish(self, result: ComparisonResult) -> None:
         """Show the result, for good."""
@@ -55,10 +58,13 @@ class LiveFigureAndTable:
         """Draw for the first time, which costs most, while no training pays for it."""
         self._show(comparison)
 
+    def is_due(self) -> bool:
+        """Tell whether it is time to draw."""
+        return self._pace.is_due()
+
     def update(self, comparison: Comparison) -> None:
-        """Show the comparison as it is now, if it is time to."""
-        if self._pace.is_due():
-            self._pace.draw(lambda: self._show(comparison))
+        """Show the comparison as it is now."""
+        self._pace.draw(lambda: self._show(comparison))
 
     def finish(self, result: ComparisonResult) -> None:
         """Show the figure for the last time, and the table in place of the progress."""
@@ -88,12 +94,13 @@ class LiveText:
     def begin(self, comparison: Comparison) -> None:
         """Say nothing: what begins is said when it does."""
 
+    def is_due(self) -> bool:
+        """Tell whether it is time to rewrite the line."""
+        return time.monotonic() >= self._next_seconds
+
     def update(self, comparison: Comparison) -> None:
-        """Rewrite the line, if it is time to; into a file, write one line per run."""
-        began = time.monotonic()
-        if began < self._next_seconds:
-            return
-        self._next_seconds = began + REDRAW_SECONDS
+        """Rewrite the line; into a file, write one line per run."""
+        self._next_seconds = time.monotonic() + REDRAW_SECONDS
         if sys.stderr.isatty():
             sys.stderr.write(f"\r\x1b[K{progress_of(comparison)!r}")
         elif comparison.runs and comparison.runs[-1].run_id != self._said:

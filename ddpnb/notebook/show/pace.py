@@ -18,8 +18,14 @@ BUSY_SHARE = 0.02
 FREE_CORES = 0.5
 """As many must be idle for drawing to be at nobody's cost."""
 
+LOOK_SECONDS = 1.0
+"""Over how long it is counted how many are."""
+
 CREDIT_SECONDS = 0.05
 """Drawing that may be done at once, before its share counts."""
+
+DEBT_SECONDS = 0.04
+"""As much is made up for at most: a dear picture, as the first of a run, is rare."""
 
 
 def idle_seconds() -> float:
@@ -48,8 +54,9 @@ class Pace:
         self._spent = spent
         self._idle = idle
         self._credit = CREDIT_SECONDS
-        self._counted = now()
-        self._counted_idle = idle()
+        self._counted = self._looked = now()
+        self._looked_idle = idle()
+        self._share = BUSY_SHARE
         self._last = self._counted - REDRAW_SECONDS
 
     def is_due(self) -> bool:
@@ -62,14 +69,17 @@ class Pace:
 
     def draw(self, drawing: Callable[[], None]) -> None:
         """Draw, and count what it costs."""
-        self._last, began = self._now(), self._spent()
+        began = self._spent()
         drawing()
-        self._credit -= self._spent() - began
+        self._credit = max(self._credit - (self._spent() - began), -DEBT_SECONDS)
+        self._last = self._counted = self._now()
 
     def _gain(self, now: float) -> None:
         """Add what drawing may take of the time that has passed."""
-        passed, idle = now - self._counted, self._idle()
-        is_free = idle - self._counted_idle >= FREE_CORES * passed
-        share = MAX_SHARE if is_free else BUSY_SHARE
-        self._credit = min(self._credit + share * passed, CREDIT_SECONDS)
-        self._counted, self._counted_idle = now, idle
+        if (passed := now - self._looked) >= LOOK_SECONDS:
+            idle = self._idle()
+            is_free = idle - self._looked_idle >= FREE_CORES * passed
+            self._share = MAX_SHARE if is_free else BUSY_SHARE
+            self._looked, self._looked_idle = now, idle
+        self._credit = min(self._credit + self._share * (now - self._counted), CREDIT_SECONDS)
+        self._counted = now
