@@ -50,10 +50,10 @@ def test_a_core_that_becomes_free_is_used(num_idle: float):
     clock = Clock(0.0)
     pace = clock.pace()
     pace.draw(lambda: clock.draws(0.2))
-    clock.now += 0.75 * DEBT_SECONDS / BUSY_SHARE
+    clock.now += 0.25 * DEBT_SECONDS / BUSY_SHARE
     assert not pace.is_due()
     clock.num_idle = num_idle
-    clock.now += 0.3 * DEBT_SECONDS / MAX_SHARE + 0.1
+    clock.now += 0.9 * DEBT_SECONDS / MAX_SHARE
     assert pace.is_due() == (num_idle > 0)
 
 
