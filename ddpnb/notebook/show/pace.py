@@ -12,7 +12,7 @@ REDRAW_SECONDS = 0.3
 MAX_SHARE = 0.05
 """The share of this process's time that drawing may take."""
 
-BUSY_SHARE = 0.02
+BUSY_SHARE = 0.01
 """The same while training keeps all cores busy: what is drawn then is taken from it."""
 
 FREE_CORES = 0.5
@@ -24,7 +24,7 @@ LOOK_SECONDS = 1.0
 CREDIT_SECONDS = 0.05
 """Drawing that may be done at once, before its share counts."""
 
-DEBT_SECONDS = 0.04
+DEBT_SECONDS = 0.03
 """As much is made up for at most: a dear picture, as the first of a run, is rare."""
 
 
