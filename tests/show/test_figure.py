@@ -57,10 +57,11 @@ def test_the_same_snapshot_gives_the_same_picture():
     assert live.png() == live.png()
 
 
-def test_what_is_drawn_piece_by_piece_is_what_is_drawn_at_once():
+@pytest.mark.parametrize("strategies", [("ddp",), ("single", "dp", "ddp", "async")])
+def test_what_is_drawn_piece_by_piece_is_what_is_drawn_at_once(strategies: tuple[str, ...]):
     by_piece, at_once = LiveFigure(), LiveFigure()
     for share in (0.0, 0.05, 0.2, 0.5, 0.8, 1.0):
-        comparison = fake_comparison(share=share, num_steps=100)
+        comparison = fake_comparison(strategies, share=share, num_steps=100)
         for live in (by_piece, at_once):
             live.update(comparison)
         drawn = pixels(by_piece.png())

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ddpnb.notebook.show.png import PngEncoder
 
 Pixels = NDArray[np.uint8]
+Place = tuple[slice, slice]
 
 
 @final
@@ -44,7 +45,7 @@ class QuickCanvas:
         self._encoder = PngEncoder()
         self._ground: Pixels | None = None
         self._ground_state: Hashable = None
-        self._places: dict[Axes, tuple[slice, slice]] = {}
+        self._places: dict[Axes, Place] = {}
         """Rows and columns of the picture that each pair of axes has drawn on."""
         self._states: dict[Axes, Hashable] = {}
         self._still: Pixels = np.empty(0, dtype=np.uint8)
@@ -81,7 +82,8 @@ class QuickCanvas:
 
     def _draw_still(self, ground_state: Hashable, pieces: Sequence[Piece]) -> bool:
         """Bring ``_still`` up to date; tell whether it had to be."""
-        changed = [piece for piece in pieces if self._states.get(piece.axes) != piece.state]
+        changed = [p for p in pieces if self._states.get(p.axes) != p.state]
+        changed += [p for p in pieces if p not in changed and self._lies_on(p.axes, changed)]
         is_new = self._ground is None or ground_state != self._ground_state
         if not (changed or is_new):
             return False
@@ -94,6 +96,12 @@ class QuickCanvas:
             self._draw_piece(piece.axes)
             self._states[piece.axes] = piece.state
         return True
+
+    def _lies_on(self, axes: Axes, others: Sequence[Piece]) -> bool:
+        """Tell whether axes have drawn where others have: who erases these, erases those."""
+        places = [self._places.get(other.axes) for other in others]
+        place = self._places.get(axes)
+        return place is not None and any(_overlap(place, o) for o in places if o is not None)
 
     def _erase(self, axes: Axes) -> None:
         if self._ground is not None and (place := self._places.pop(axes, None)) is not None:
@@ -133,6 +141,11 @@ class QuickCanvas:
         renderer = self._canvas.get_renderer()
         for artist in artists:
             artist.draw(renderer)
+
+
+def _overlap(one: Place, other: Place) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(a.start < b.stop and b.start < a.stop for a, b in pairs)
 
 
 def _whole(pixels: Pixels) -> NDArray[np.uint32]:
