@@ -12,7 +12,7 @@ from ddpnb.notebook.cluster.diagnosis import diagnose, is_stuck
 from ddpnb.wire import Whereabouts
 
 ASK_SECONDS = 0.8
-"""How often the ranks are asked where they are: twice a second cost a training of 10 ms a step 1 %."""
+"""How often the ranks are asked where they are; twice a second cost a training 1 %."""
 STUCK_SECONDS = 2.0
 """How long ranks must have waited for each other, with nothing going on, to be stuck."""
 LONGEST_GAP_SECONDS = 1.0
