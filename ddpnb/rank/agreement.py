@@ -105,13 +105,8 @@ class Agreement:
             if root is None:  # not called as torch.distributed does: the kernel sees it
                 return original(group, *arguments, **options)
             ledger = self._enter(group, collective, arguments, root)
-            try:
-                with torch._C._AutoDispatchBelowAutograd():
-                    return original(group, *arguments, **options)
-            except BaseException:
-                if ledger is not None:
-                    ledger.take_back()
-                raise
+            with _taken_back_if_refused(ledger), torch._C._AutoDispatchBelowAutograd():
+                return original(group, *arguments, **options)
 
         return method
 
@@ -124,12 +119,8 @@ class Agreement:
             group, rest = ProcessGroup.unbox(arguments[num]), arguments[num + 1 :]
             root = NO_ROOT if collective.root is None else rest[collective.root]
             ledger = self._enter(group, collective, arguments[:num] + rest, root)
-            try:
+            with _taken_back_if_refused(ledger):
                 return operation.redispatch(keys & _BELOW_AUTOGRAD, *arguments)
-            except BaseException:
-                if ledger is not None:
-                    ledger.take_back()
-                raise
 
         return kernel
 
@@ -174,6 +165,17 @@ class Agreement:
                 ledger = Ledger.open(path, place=group.rank(), ranks=in_order)
         self._ledgers[id(group)] = (weakref.ref(group), ledger)
         return ledger
+
+
+@contextlib.contextmanager
+def _taken_back_if_refused(ledger: Ledger | None) -> Iterator[None]:
+    """Return a context for the call itself: what raises was not made, and not written down."""
+    try:
+        yield
+    except BaseException:
+        if ledger is not None:
+            ledger.take_back()
+        raise
 
 
 def _root_of(collective: Collective, arguments: Sequence[Any]) -> int | None:
