@@ -67,6 +67,31 @@ def test_tensors_of_many_pieces_are_right(ranks, num_ranks):
     assert ranks(num_ranks).call(stress, 40, PIECE_BYTES) == [0] * num_ranks
 
 
+def late_readers(state, folder, num_rounds):
+    """Add tensors of many pieces; each rank now and then reads late what others have written."""
+    pauses = random.Random(state.rank)
+    num_wrong = 0
+    with closing(opened(state, folder)) as shared:
+        shared.tell(
+            lambda is_waiting: (
+                time.sleep(0.01) if not is_waiting and pauses.random() < 0.3 else None
+            )
+        )
+        for number in range(num_rounds):
+            size = 3 * PIECE_BYTES
+            flat = whole_numbers(state.rank, number, size, torch.float32)
+            shared.add(flat)
+            ranks = range(state.world_size)
+            expected = sum(whole_numbers(rank, number, size, torch.float32) for rank in ranks)
+            num_wrong += not torch.equal(flat, expected)
+    return num_wrong
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_nobody_overwrites_what_another_has_yet_to_read(ranks, num_ranks):
+    assert ranks(num_ranks).call(late_readers, 8) == [0] * num_ranks
+
+
 def same_bits(state, folder):
     with closing(opened(state, folder)) as shared:
         flat = torch.randn(300_001, generator=torch.Generator().manual_seed(state.rank))

@@ -3,13 +3,15 @@
 Each rank has slots in one file that all have mapped.  A tensor goes through them piece by
 piece, each small enough to stay in the processor's cache:
 
-two ranks    each copies its piece into its slot; both wait for each other; each adds both
+two ranks    each copies its piece into its slot, and the next piece too before it waits for
+             the other's; each adds the other's slot to its own piece
 more ranks   each copies into its slot what others will sum, all wait for all; rank r adds up
              part r of all slots and puts the sum into its own; all wait for all; each copies
              the other sums out
 
-Pieces take turns in two sets of slots, so that nobody overwrites what another still reads:
-who writes a set again has heard from all others that they are past the turn in between.
+Pieces take turns in four sets of slots, so that nobody overwrites what another still reads.
+Who writes turn t has heard from all others that they have written turn t - 2, which they do
+after they have read turn t - 4, the last one in the same set.
 
 Ranks wait for each other by a byte through a local socket each: the kernel's locks order
 what is written before and read after, on any processor; and where a rank dies or lets go,
@@ -20,6 +22,7 @@ import contextlib
 import socket
 import struct
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Final, Self, final
 
@@ -33,9 +36,11 @@ from ddpnb.rank.transport.shm import socket_path
 
 PIECE_BYTES: Final = 1 << 20
 """Of the sizes from 64 KB to 44 MB this was the fastest, or close to it, with 2 ranks."""
-_NUM_SETS: Final = 2
+_NUM_SETS: Final = 4
 _MEETING_SECONDS: Final = 60.0
 _HANDSHAKE: Final = struct.Struct("!i")
+Turn = tuple[Tensor, list[Tensor]]
+"""A piece, and the slots that it goes through: one for each rank, as long as it is."""
 
 
 @final
@@ -125,11 +130,9 @@ class SharedSum:
         Raises:
             RuntimeError: a rank has left, or was silent for too long.
         """
-        slots_of = self._slots_for(flat.dtype)
-        one_turn = self._add_both if self._num_ranks == 2 else self._add_in_parts
-        for piece in flat.split(PIECE_BYTES // flat.element_size()):
-            one_turn(piece, [slot[: len(piece)] for slot in slots_of[self._turn % _NUM_SETS]])
-            self._turn += 1
+        pieces = flat.split(PIECE_BYTES // flat.element_size())
+        add = self._add_both if self._num_ranks == 2 else self._add_in_parts
+        add([(piece, self._next_slots(piece)) for piece in pieces])
 
     def close(self) -> None:
         """Hang up; may be called twice."""
@@ -144,45 +147,75 @@ class SharedSum:
             with contextlib.suppress(OSError):  # the other end may be gone
                 peer.shutdown(socket.SHUT_RDWR)
 
-    def _add_both(self, piece: Tensor, slots: list[Tensor]) -> None:
+    def _add_both(self, turns: list[Turn]) -> None:
+        (peer,) = self._peers
+        self._put(*turns[0])
+        for (piece, slots), following in zip_longest(turns, turns[1:]):
+            if following is not None:
+                self._put(*following)
+            self._await_others()
+            piece.add_(slots[peer])
+
+    def _put(self, piece: Tensor, slots: list[Tensor]) -> None:
         slots[self._rank].copy_(piece)
-        self._wait()
-        torch.add(slots[0], slots[1], out=piece)
+        self._tell_others()
 
-    def _add_in_parts(self, piece: Tensor, slots: list[Tensor]) -> None:
-        parts = [slot.tensor_split(self._num_ranks) for slot in slots]
-        mine, own = piece.tensor_split(self._num_ranks), self._rank
-        for rank in self._peers:
-            parts[own][rank].copy_(mine[rank])
-        self._wait()
-        for rank in self._peers:
-            mine[own].add_(parts[rank][own])
-        parts[own][own].copy_(mine[own])
-        self._wait()
-        for rank in self._peers:
-            mine[rank].copy_(parts[rank][rank])
+    def _add_in_parts(self, turns: list[Turn]) -> None:
+        for piece, slots in turns:
+            parts = [slot.tensor_split(self._num_ranks) for slot in slots]
+            mine, own = piece.tensor_split(self._num_ranks), self._rank
+            for rank in self._peers:
+                parts[own][rank].copy_(mine[rank])
+            self._meet()
+            for rank in self._peers:
+                mine[own].add_(parts[rank][own])
+            parts[own][own].copy_(mine[own])
+            self._meet()
+            for rank in self._peers:
+                mine[rank].copy_(parts[rank][rank])
 
-    def _wait(self) -> None:
+    def _meet(self) -> None:
         """Wait until every rank is here; takes part: every rank."""
-        self._on_wait(True)
+        self._tell_others()
+        self._await_others()
+
+    def _tell_others(self) -> None:
+        """Say that this rank has written what others read next."""
         try:
             for peer in self._peers.values():
                 peer.send(b".")
+        except OSError as error:
+            raise _left() from error
+
+    def _await_others(self) -> None:
+        """Wait until every other rank has said the same."""
+        self._on_wait(True)
+        try:
             for peer in self._peers.values():
                 if not peer.recv(1):
-                    raise ConnectionResetError
+                    raise _left()
         except BlockingIOError as error:
             raise RuntimeError("A rank was silent for too long in a shared sum.") from error
         except OSError as error:
-            raise RuntimeError("Connection closed by peer: a rank left a shared sum.") from error
+            raise _left() from error
         self._on_wait(False)
+
+    def _next_slots(self, piece: Tensor) -> list[Tensor]:
+        """Return the slots of the next turn, one for each rank, as long as its piece."""
+        slots = self._slots_for(piece.dtype)[self._turn % _NUM_SETS]
+        self._turn += 1
+        return [slot[: len(piece)] for slot in slots]
 
     def _slots_for(self, dtype: torch.dtype) -> list[list[Tensor]]:
         """Return the slots as tensors of a dtype: one list for each set, one slot for each rank."""
         if dtype not in self._slots:
-            slots = list(self._raw.view(dtype).chunk(_NUM_SETS * self._num_ranks))
-            self._slots[dtype] = [slots[: self._num_ranks], slots[self._num_ranks :]]
+            slots, num = self._raw.view(dtype).chunk(_NUM_SETS * self._num_ranks), self._num_ranks
+            self._slots[dtype] = [list(slots[at : at + num]) for at in range(0, len(slots), num)]
         return self._slots[dtype]
+
+
+def _left() -> RuntimeError:
+    return RuntimeError("Connection closed by peer: a rank left a shared sum.")
 
 
 def _nobody_listens(is_waiting: bool) -> None:
