@@ -32,6 +32,33 @@ def test_a_profiler_sees_no_step_where_nothing_hangs_on_it():
     assert not [event for event in profile.events() if "Optimizer.step" in event.name]
 
 
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_the_gradient_mode_is_left_as_it_was(is_enabled):
+    with torch.set_grad_enabled(is_enabled):
+        made(OPTIMIZERS["sgd"], make_step)
+        assert torch.is_grad_enabled() is is_enabled
+
+
+def test_a_step_that_fails_leaves_the_gradient_mode_as_it_was():
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.grad = torch.ones(2)
+    optimizer.param_groups[0]["lr"] = "wrong"
+    with pytest.raises(TypeError):
+        make_step(optimizer)
+    assert torch.is_grad_enabled()
+
+
+def test_a_step_that_is_differentiable_stays_so():
+    initial = nn.Parameter(torch.ones(1))
+    parameter = initial.clone()
+    optimizer = torch.optim.SGD([parameter], lr=0.1, differentiable=True)
+    parameter.grad = torch.ones(1)
+    parameter.retain_grad()
+    make_step(optimizer)
+    assert parameter.grad_fn is not None
+
+
 def count(calls: list) -> object:
     return lambda *_: calls.append(1)
 
