@@ -126,6 +126,9 @@ class Trainer:
 
 def serve(rank: int, folder: Path, case: Case, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    # One batch is learned by heart within a few turns; its gradients then become so small that
+    # each operation on them takes several times as long, whichever strategy it is.
+    torch.set_flush_denormal(True)
     store = dist.FileStore(str(folder / "store"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     ours = Trainer(case, case.ours, rank, folder, is_timed=True)
