@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.transport import connect
 from ddpnb.rank.transport.master import Master
+from ddpnb.rank.transport.packed import Packed
 from ddpnb.rank.transport.server import Server
 from ddpnb.wire import RankState, RunSpec
 
@@ -47,8 +48,8 @@ def exchange_ms(
         lifeline=Lifeline(),
     )
 
-    def make_server(absent: Callable[[], int]) -> Server:
-        master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1))
+    def make_server(absent: Callable[[], int], copies: Sequence[Packed]) -> Server:
+        master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies)
         return Server(
             master=master, num_workers=2, num_shares=10**9, timeout_seconds=60, absent=absent
         )

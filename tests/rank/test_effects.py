@@ -62,15 +62,17 @@ def loss_after(num_gradients: int, num_workers: int, *, is_damped: bool = False)
     """
     inputs, targets = Problem().data()
     weight = torch.zeros(6, 3)
-    master = Master([weight], lambda p: torch.optim.SGD(p, lr=RATE), is_damped=is_damped)
-    memories = [pack([weight]) for _ in range(num_workers)]
-    for rank, memory in enumerate(memories):
-        master.read(rank, memory)
+    copies = [pack([weight]) for _ in range(num_workers)]
+    master = Master(
+        [weight], lambda p: torch.optim.SGD(p, lr=RATE), copies=copies, is_damped=is_damped
+    )
+    trains_on = [master.read(rank) for rank in range(num_workers)]
     for number in range(num_gradients):
         rank = number % num_workers
-        staleness = master.write(rank, [gradient(memories[rank].tensors[0], inputs, targets)])
+        pulled = copies[trains_on[rank]].tensors[0]
+        staleness = master.write(rank, [gradient(pulled, inputs, targets)])
         assert staleness == min(number, num_workers - 1)
-        master.read(rank, memories[rank])
+        trains_on[rank] = master.read(rank)
     return loss(master.tensors[0], inputs, targets).item() - floor(inputs, targets)
 
 

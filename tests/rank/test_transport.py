@@ -1,19 +1,28 @@
 """Do tensors of any kind cross shared memory unharmed, and only for those who know the key?"""
 
+import random
+import socket
 import stat
+from contextlib import closing
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddpnb.errors import UserError
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport import packed
 from ddpnb.rank.transport.link import DirectLink
-from ddpnb.rank.transport.mailbox import Mailbox
 from ddpnb.rank.transport.master import Master
-from ddpnb.rank.transport.message import KEY_BYTES, RankLostError, Reply, RunOverError
+from ddpnb.rank.transport.message import (
+    KEY_BYTES,
+    PeerGoneError,
+    RankLostError,
+    Reply,
+    RunOverError,
+)
 from ddpnb.rank.transport.server import Server
+from ddpnb.rank.transport.shared_memory import SharedMemory
 from ddpnb.rank.transport.shm import ShmHost, ShmLink
 
 KINDS = [
@@ -35,15 +44,37 @@ def test_any_mix_of_tensors_is_packed_and_copied_at_once():
         assert slot.dtype == value.dtype
 
 
-def test_two_maps_of_a_mailbox_are_the_same_memory(tmp_path):
-    path = tmp_path / "box"
-    mine, theirs = Mailbox.create(path, KINDS), Mailbox.map(path, KINDS)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    path.unlink()
-    mine.gradients.tensors[0].fill_(1)
-    mine.parameters.tensors[0].fill_(2)
-    assert theirs.gradients.tensors[0].unique().tolist() == [1]
-    assert theirs.parameters.tensors[0].unique().tolist() == [2]
+def test_memory_that_was_handed_over_is_the_same_and_has_no_name(tmp_path):
+    mine = SharedMemory.create(tmp_path / "memory", KINDS, 3)
+    assert list(tmp_path.iterdir()) == []
+    one_end, other_end = socket.socketpair()
+    with one_end, other_end, closing(mine):
+        mine.hand_over(one_end)
+        theirs = SharedMemory.receive(other_end, KINDS, 3)
+    pieces = [
+        (
+            memory.copies[0],
+            memory.copies[1],
+            memory.copies[2],
+            memory.gradients(1),
+            memory.gradients(2),
+        )
+        for memory in (mine, theirs)
+    ]
+    for number, piece in enumerate(pieces[0]):
+        for tensor in piece.tensors:
+            tensor.fill_(number)
+    for number, piece in enumerate(pieces[1]):
+        for tensor, kind in zip(piece.tensors, KINDS, strict=True):
+            assert torch.equal(tensor, torch.full_like(kind, number))
+
+
+def test_memory_that_nobody_hands_over_is_waited_for_no_longer():
+    one_end, other_end = socket.socketpair()
+    with other_end:
+        one_end.close()
+        with pytest.raises(PeerGoneError):
+            SharedMemory.receive(other_end, KINDS, 2)
 
 
 def test_where_there_is_no_room_it_is_said(tmp_path):
@@ -57,18 +88,26 @@ def parameters():
     return [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
 
 
-def make_server(parameters, **options) -> Server:
-    master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1), **options)
-    return Server(master=master, num_workers=1, num_shares=3, timeout_seconds=0.5)
+def make_master(parameters, num_workers=1, **options) -> Master:
+    copies = [packed.pack(parameters) for _ in range(num_workers)]
+    return Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1, **options), copies=copies)
+
+
+def make_server(master, num_workers=1) -> Server:
+    return Server(master=master, num_workers=num_workers, num_shares=3, timeout_seconds=0.5)
 
 
 @pytest.fixture
 def served(tmp_path, parameters):
-    server = make_server(parameters)
-    host = ShmHost(server, folder=tmp_path, name="test", timeout_seconds=5)
+    memory = SharedMemory.create(tmp_path / "memory", parameters, 2)
+    master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=memory.copies)
+    server = make_server(master)
+    host = ShmHost(server, memory, folder=tmp_path, name="test", timeout_seconds=5)
     yield server, host
     host.close()
     host.close()
+    memory.close()
+    memory.close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -78,6 +117,7 @@ def connect(tmp_path, key=None) -> ShmLink:
         name="test",
         key=key,
         rank=1,
+        num_workers=2,
         parameters=[nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))],
         timeout_seconds=5,
         lifeline=Lifeline(),
@@ -103,10 +143,9 @@ def test_the_key_lies_in_a_file_that_nobody_else_can_read(tmp_path, served):
 
 
 def test_a_worker_that_nobody_joins_gives_up(parameters):
-    master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1))
-    server = Server(master=master, num_workers=2, num_shares=3, timeout_seconds=0.2)
+    server = make_server(make_master(parameters, 2), 2)
     with pytest.raises(RankLostError, match="Rank 1 left"):
-        server.begin(0, packed.pack(parameters))
+        server.begin(0)
 
 
 def test_a_server_that_never_started_closes(tmp_path, served):
@@ -114,11 +153,11 @@ def test_a_server_that_never_started_closes(tmp_path, served):
 
 
 def test_parameters_are_the_models_own_memory_again_in_the_end(tmp_path, parameters):
-    server = make_server(parameters)
+    server = make_server(make_master(parameters))
     link = DirectLink(server, 0, parameters)
-    addresses = [parameter.data_ptr() for parameter in parameters]
     link.begin()
-    assert [parameter.data_ptr() for parameter in parameters] == addresses
+    addresses = [parameter.data_ptr() for parameter in parameters]
+    assert [tensor.data_ptr() for tensor in server.master.tensors] == addresses
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     link.push()
@@ -128,41 +167,76 @@ def test_parameters_are_the_models_own_memory_again_in_the_end(tmp_path, paramet
 
 
 def test_a_damped_update_is_divided_by_one_plus_staleness(parameters):
-    master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1), is_damped=True)
-    memory = packed.pack(parameters)
+    copies = [packed.pack(parameters) for _ in range(3)]
+    master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies, is_damped=True)
     ones = [torch.ones_like(parameter) for parameter in parameters]
-    master.read(0, memory), master.read(1, memory), master.read(2, memory)
+    master.read(0), master.read(1), master.read(2)
     found = []
     for rank in range(3):
         assert master.write(rank, ones) == rank
-        master.read(rank, memory)
-        found.append(memory.tensors[0][0].item())
+        found.append(copies[master.read(rank)].tensors[0][0].item())
     assert found == pytest.approx([1 - 0.1, 1 - 0.1 - 0.05, 1 - 0.1 - 0.05 - 0.1 / 3])
 
 
 def test_gradients_that_are_gathered_are_summed(parameters):
-    master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1), period=2)
-    memory = packed.pack(parameters)
+    copies = [packed.pack(parameters)]
+    master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies, period=2)
     gradient = [torch.ones_like(parameter) for parameter in parameters]
-    master.read(0, memory)
+    master.read(0)
     for expected in (1.0, 0.8, 0.8):
         master.write(0, gradient)
-        master.read(0, memory)
-        assert memory.tensors[0][0].item() == pytest.approx(expected)
+        assert copies[master.read(0)].tensors[0][0].item() == pytest.approx(expected)
+    master.leave(0)
     master.apply()
     assert master.tensors[0][0].item() == pytest.approx(0.7)
 
 
 def test_a_parameter_without_a_gradient_is_left_alone(parameters):
-    master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5))
-    master.read(0, packed.pack(parameters))
+    master = make_master(parameters, weight_decay=0.5)
+    master.read(0)
     master.write(0, [torch.ones(3), None])
     assert master.tensors[0][0].item() == pytest.approx(1 - 0.1 * 1.5)
     assert master.tensors[1].unique().tolist() == [1]
 
 
+def test_nobodys_parameters_change_while_it_trains_on_them(parameters):
+    """Workers push in random order; some leave, and come back."""
+    num_workers, chance = 4, random.Random(3)
+    master = make_master(parameters, num_workers)
+    ones = [torch.ones_like(parameter) for parameter in parameters]
+    held: dict[int, tuple[int, list[Tensor]]] = {}
+    for _ in range(500):
+        rank = chance.randrange(num_workers)
+        if rank not in held:
+            number = master.read(rank)
+        elif chance.random() < 0.1:
+            master.leave(rank)
+            del held[rank]
+            continue
+        else:
+            master.write(rank, ones)
+            number = master.read(rank)
+        held[rank] = number, [tensor.clone() for tensor in master.copies[number].tensors]
+        for number, expected in held.values():
+            assert all(map(torch.equal, master.copies[number].tensors, expected))
+
+
+def test_an_update_is_made_in_place_where_nobody_else_trains_on_the_parameters(parameters):
+    master = make_master(parameters, 2)
+    ones = [torch.ones_like(parameter) for parameter in parameters]
+    assert (master.read(0), master.read(1)) == (0, 0)
+    master.write(1, ones)
+    assert master.read(1) == 1
+    master.write(1, ones)
+    assert master.read(1) == 1, "rank 1 alone trains on it"
+    master.leave(1)
+    master.write(0, ones)
+    assert master.read(0) == 1, "rank 1 has left it"
+    assert master.tensors[0].tolist() == pytest.approx([0.7] * 3)
+
+
 def test_a_reply_survives_the_wire():
-    reply = Reply(staleness=3, share=7, waited_seconds=0.25)
+    reply = Reply(staleness=3, share=7, waited_seconds=0.25, copy=1)
     assert Reply.unpack(reply.pack()) == reply
     with pytest.raises(RankLostError, match="Rank 2"):
         Reply.unpack(Reply(lost_rank=2).pack())

@@ -45,6 +45,7 @@ from ddpnb.rank.transport.host import Host
 from ddpnb.rank.transport.link import Link
 from ddpnb.rank.transport.master import WHOLE_ROUND, Log, Master, no_log
 from ddpnb.rank.transport.message import NO_SHARE, RankLostError
+from ddpnb.rank.transport.packed import Packed
 from ddpnb.rank.transport.server import NO_BOUND, Server
 from ddpnb.wire import RankState
 
@@ -187,11 +188,12 @@ class AsyncParameterServer(Strategy):
         self._server, self._host, link = connect.serve(place, self._make_server, self._opened)
         return link
 
-    def _make_server(self, absent: Callable[[], int]) -> Server:
+    def _make_server(self, absent: Callable[[], int], copies: Sequence[Packed]) -> Server:
         master = Master(
             self._replica.parameters,
             self._replica.optimizer,
             self._log,
+            copies=copies,
             period=self._period,
             is_damped=self._is_damped,
         )

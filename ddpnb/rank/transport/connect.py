@@ -13,9 +13,13 @@ from ddpnb.rank.transport.host import Host
 from ddpnb.rank.transport.link import DirectLink, Link
 from ddpnb.rank.transport.meeting import Meeting, this_host
 from ddpnb.rank.transport.message import RankLostError, RunOverError
+from ddpnb.rank.transport.packed import Packed, pack
 from ddpnb.rank.transport.rpc import RpcAgent, RpcHost, RpcLink
 from ddpnb.rank.transport.server import SERVER_RANK, Server
+from ddpnb.rank.transport.shared_memory import SharedMemory
 from ddpnb.rank.transport.shm import ShmHost, ShmLink
+
+ServerFactory = Callable[[Callable[[], int], Sequence[Packed]], Server]
 
 _TRANSPORT = "transport"
 
@@ -45,25 +49,26 @@ class Place:
         return range(1, self.world_size)
 
 
-def serve(
-    place: Place, make_server: Callable[[Callable[[], int]], Server], opened: ExitStack
-) -> tuple[Server, Host, Link]:
+def serve(place: Place, make_server: ServerFactory, opened: ExitStack) -> tuple[Server, Host, Link]:
     """Open the server and connect rank 0's own worker to it.
 
     Args:
         place: rank 0's.
-        make_server: makes the server, given what tells it who has failed before it came.
+        make_server: makes the server, given what tells it who has failed before it came, and
+            memory for as many copies of the parameters as there are workers.
         opened: closes all that is opened.
     """
     meeting = _meeting(place)
     hosts = [f"host-{rank}" for rank in place.others]
     opened.callback(meeting.forget, _TRANSPORT, *hosts)
-    server = make_server(meeting.absent)
-    opened.enter_context(place.lifeline.held(lambda: server.fail(SERVER_RANK)))
     transport = _chosen(place, meeting) if place.transport == "auto" else place.transport
+    memory = opened.enter_context(closing(_memory(place))) if transport == "shm" else None
+    copies = memory.copies if memory else [pack(place.parameters) for _ in range(place.world_size)]
+    server = make_server(meeting.absent, copies)
+    opened.enter_context(place.lifeline.held(lambda: server.fail(SERVER_RANK)))
     if transport != "shm":  # the others are needed to open it
         meeting.tell(_TRANSPORT, transport)
-    host = opened.enter_context(closing(_host(place, server, transport, meeting)))
+    host = opened.enter_context(closing(_host(place, server, memory, transport, meeting)))
     host.start()
     if transport == "shm":
         meeting.tell(_TRANSPORT, transport)
@@ -102,7 +107,14 @@ def _chosen(place: Place, meeting: Meeting) -> str:
     return "shm" if all(host == this_host(place.folder) for host in told) else "gloo"
 
 
-def _host(place: Place, server: Server, transport: str, meeting: Meeting) -> Host:
+def _memory(place: Place) -> SharedMemory:
+    path = place.folder / f"{place.name}.m"
+    return SharedMemory.create(path, place.parameters, place.world_size)
+
+
+def _host(
+    place: Place, server: Server, memory: SharedMemory | None, transport: str, meeting: Meeting
+) -> Host:
     seconds = place.timeout_seconds
     match transport:
         case "gloo":
@@ -110,7 +122,10 @@ def _host(place: Place, server: Server, transport: str, meeting: Meeting) -> Hos
         case "rpc":
             return RpcHost(server, place.name, lambda: _agent(place), meeting.dead)
         case _:
-            return ShmHost(server, folder=place.folder, name=place.name, timeout_seconds=seconds)
+            assert memory is not None
+            return ShmHost(
+                server, memory, folder=place.folder, name=place.name, timeout_seconds=seconds
+            )
 
 
 def _link(place: Place, transport: str) -> Link:
@@ -126,6 +141,7 @@ def _link(place: Place, transport: str) -> Link:
                 folder=place.folder,
                 name=place.name,
                 rank=place.rank,
+                num_workers=place.world_size,
                 parameters=place.parameters,
                 timeout_seconds=place.timeout_seconds,
                 lifeline=place.lifeline,

@@ -93,7 +93,7 @@ class GlooHost(Host):
         self._timeout = timeout_seconds
         self._threads = [
             threading.Thread(
-                target=partial(serve, server, _GlooCaller(group, rank, server.master.tensors)),
+                target=partial(serve, server, _GlooCaller(group, rank, server)),
                 name="ddpnb-server",
                 daemon=True,
             )
@@ -119,9 +119,10 @@ class GlooHost(Host):
 
 @final
 class _GlooCaller(Caller):
-    def __init__(self, group: GlooGroup, rank: int, like: Sequence[Tensor]) -> None:
+    def __init__(self, group: GlooGroup, rank: int, server: Server) -> None:
         self.rank = rank
-        self.gradients, self.parameters = pack(like), pack(like)
+        self.gradients = pack(server.master.tensors)
+        self._parameters = server.parameters
         self._group = group
 
     def receive(self) -> Request:
@@ -136,7 +137,7 @@ class _GlooCaller(Caller):
         data = torch.frombuffer(bytearray(reply.pack()), dtype=torch.uint8)
         self._group.send(data, self.rank, _Tag.REPLY)
         if reply.lost_rank == NOBODY:
-            self._group.send(self.parameters.raw, self.rank, _Tag.PARAMETERS)
+            self._group.send(self._parameters(reply), self.rank, _Tag.PARAMETERS)
 
 
 @final
@@ -152,7 +153,8 @@ class GlooLink(Link):
         self._group = group
         self._parameters = parameters
         self._gradients = pack(parameters)
-        self._landing = Landing(parameters, pack(parameters))
+        self._received = pack(parameters)
+        self._landing = Landing(parameters, [self._received])
         self._is_over = False
 
     def begin(self) -> Reply:
@@ -197,7 +199,7 @@ class GlooLink(Link):
         try:
             self._group.receive(data, SERVER_RANK, _Tag.REPLY)
             reply = Reply.unpack(bytes(data.tolist()))
-            self._group.receive(self._landing.memory.raw, SERVER_RANK, _Tag.PARAMETERS)
+            self._group.receive(self._received.raw, SERVER_RANK, _Tag.PARAMETERS)
         except PeerGoneError as error:
             self._is_over = True
             raise RankLostError(SERVER_RANK) from error

@@ -29,7 +29,6 @@ class Caller(ABC):
 
     rank: int
     gradients: Packed
-    parameters: Packed
 
     @abstractmethod
     def receive(self) -> Request:
@@ -37,18 +36,18 @@ class Caller(ABC):
 
     @abstractmethod
     def answer(self, reply: Reply) -> None:
-        """Send the answer and, unless somebody is lost, ``parameters``."""
+        """Send the answer and, unless somebody is lost, have the worker get its parameters."""
 
 
 def serve(server: Server, caller: Caller) -> None:
     """Carry one worker's calls to the server until it is done, is lost or has failed."""
     rank = caller.rank
     ask: dict[Request, Callable[[], Reply]] = {
-        Request.PUSH: lambda: server.push(rank, caller.gradients.tensors, caller.parameters),
-        Request.DONE: lambda: server.finish(rank, caller.parameters),
+        Request.PUSH: lambda: server.push(rank, caller.gradients.tensors),
+        Request.DONE: lambda: server.finish(rank),
     }
     try:
-        caller.answer(server.begin(rank, caller.parameters))
+        caller.answer(server.begin(rank))
         request = Request.PUSH
         while request is not Request.DONE:
             request = caller.receive()

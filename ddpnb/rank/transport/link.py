@@ -1,14 +1,14 @@
 """How does a worker send its gradient, and get parameters and work?  (Every rank.)"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from ddpnb.rank.transport.message import Reply
-from ddpnb.rank.transport.packed import Packed, pack
+from ddpnb.rank.transport.packed import Packed
 from ddpnb.rank.transport.server import Server
 
 
@@ -41,33 +41,46 @@ class Landing:
 
     Args:
         parameters: the parameters to train, on this worker's device.
-        memory: where the parameters are written to, for this worker.
+        copies: where they may be written to.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], memory: Packed) -> None:
-        self.memory = memory
-        pairs = list(zip(parameters, memory.tensors, strict=True))
-        self._in_place = [(p, slot) for p, slot in pairs if _fits(p)]
-        self._copied = [(p, slot) for p, slot in pairs if not _fits(p)]
-        for parameter, slot in self._in_place:
-            slot.copy_(parameter.detach())
-            parameter.data = slot
+    def __init__(self, parameters: Sequence[nn.Parameter], copies: Sequence[Packed]) -> None:
+        self._parameters = parameters
+        self._copies = copies
+        self._are_in_place = [_fits(parameter) for parameter in parameters]
+        self._all_are_in_place = all(self._are_in_place)
+        self._number: int | None = None
+        """Of the copy that holds the parameters that are in place."""
 
-    def take(self) -> None:
-        """Bring in what has been written."""
-        if self._copied:
+    def take(self, number: int = 0) -> None:
+        """Train on a copy from now on; bring in from it what is not in place."""
+        if number != self._number:
+            self._number = number
+            for parameter, tensor in self._pairs(in_place=True):
+                parameter.data = tensor
+        if not self._all_are_in_place:
             self._copy()
 
     def leave(self) -> None:
         """Give the parameters memory of their own; may be called twice."""
-        for parameter, slot in self._in_place:
-            parameter.data = slot.clone()
-        self._in_place = []
+        if self._number is not None:
+            for parameter, tensor in self._pairs(in_place=True):
+                parameter.data = tensor.clone()
+            self._number = None
 
     @torch.no_grad()
     def _copy(self) -> None:
-        for parameter, slot in self._copied:
-            parameter.copy_(slot)
+        for parameter, tensor in self._pairs(in_place=False):
+            parameter.copy_(tensor)
+
+    def _pairs(self, *, in_place: bool) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        assert self._number is not None
+        tensors = self._copies[self._number].tensors
+        for parameter, tensor, is_so in zip(
+            self._parameters, tensors, self._are_in_place, strict=True
+        ):
+            if is_so is in_place:
+                yield parameter, tensor
 
 
 @final
@@ -84,21 +97,21 @@ class DirectLink(Link):
         self._server = server
         self._rank = rank
         self._parameters = parameters
-        self._landing = Landing(parameters, pack(server.master.tensors))
+        self._landing = Landing(parameters, server.master.copies)
         self._is_over = False
 
     def begin(self) -> Reply:
         """Call the server."""
-        return self._taken(self._server.begin(self._rank, self._landing.memory))
+        return self._taken(self._server.begin(self._rank))
 
     def push(self) -> Reply:
         """Call the server, with the gradients as they are or, from a GPU, copied."""
         gradients = [None if p.grad is None else p.grad.cpu() for p in self._parameters]
-        return self._taken(self._server.push(self._rank, gradients, self._landing.memory))
+        return self._taken(self._server.push(self._rank, gradients))
 
     def finish(self) -> None:
         """Call the server."""
-        self._taken(self._server.finish(self._rank, self._landing.memory))
+        self._taken(self._server.finish(self._rank))
         self._landing.leave()
         self._is_over = True
 
@@ -110,7 +123,7 @@ class DirectLink(Link):
             self._landing.leave()
 
     def _taken(self, reply: Reply) -> Reply:
-        self._landing.take()
+        self._landing.take(reply.copy)
         return reply
 
 

@@ -1,4 +1,10 @@
-"""What happens to the shared parameters when a gradient arrives?  (Rank 0.)"""
+"""What happens to the shared parameters when a gradient arrives?  (Rank 0.)
+
+There are as many copies of them as workers.  Each worker trains on one, as old as its last
+read; the latest is the one with the last update.  Where another worker than the one whose
+gradient has come trains on that, the update is made in a copy of it that nobody trains on;
+else in place.  So no parameters change while a gradient of them is computed.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -10,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.rank.tasks.base import OptimizerFactory
-from ddpnb.rank.transport.packed import Packed, pack
+from ddpnb.rank.transport.packed import Packed
 from ddpnb.rank.transport.quick_step import make_step
 
 WHOLE_ROUND = 0
@@ -41,7 +47,8 @@ class Master:
     Not thread-safe: the server calls it under its lock.
 
     Args:
-        initial: the parameters to begin with, on any device; copied.
+        initial: the parameters to begin with, on any device.
+        copies: memory for parameters like these: one for each worker, all on the CPU.
         optimizer: makes the optimizer.
         log: is told of every access.
         period: gradients whose sum makes one update, or ``WHOLE_ROUND``.
@@ -55,13 +62,17 @@ class Master:
         optimizer: OptimizerFactory,
         log: Log = no_log,
         *,
+        copies: Sequence[Packed],
         period: int = 1,
         is_damped: bool = False,
     ) -> None:
-        self._packed = pack(initial)
-        for mine, theirs in zip(self._packed.tensors, initial, strict=True):
+        self.copies = copies
+        self._latest = 0
+        self._trained_on: dict[int, int] = {}
+        """The number of the copy that each worker trains on, by rank."""
+        for mine, theirs in zip(self.tensors, initial, strict=True):
             mine.copy_(theirs.detach())
-        self._parameters = [nn.Parameter(tensor) for tensor in self._packed.tensors]
+        self._parameters = [nn.Parameter(tensor) for tensor in self.tensors]
         self._optimizer = optimizer(self._parameters)
         self._period = period
         self._log = None if log is no_log else log
@@ -73,14 +84,23 @@ class Master:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The parameters themselves, on the CPU."""
-        return self._packed.tensors
+        """The parameters as they are now."""
+        return self.copies[self._latest].tensors
 
-    def read(self, rank: int, into: Packed) -> None:
-        """Copy the parameters as they are now, for a worker."""
-        into.raw.copy_(self._packed.raw)
+    def read(self, rank: int) -> int:
+        """Give a worker the parameters as they are now.
+
+        Returns:
+            The number of the copy that it may train on, until ``leave`` or its next gradients.
+        """
+        self._trained_on[rank] = self._latest
         self._version_read[rank] = self._version
         self._note(rank, is_write=False)
+        return self._latest
+
+    def leave(self, rank: int) -> None:
+        """Note that a worker trains on no copy any more; may be called twice."""
+        self._trained_on.pop(rank, None)
 
     def write(self, rank: int, gradients: Sequence[Tensor | None]) -> int:
         """Take a worker's gradients; make an update when there are enough.
@@ -89,6 +109,7 @@ class Master:
             Their staleness: updates since the worker's last read.  It does not grow while
             they wait for the next update, for they are part of it.
         """
+        self.leave(rank)
         staleness = self._version - self._version_read[rank]
         self._staleness.append(staleness)
         if self._period == 1:
@@ -105,6 +126,8 @@ class Master:
         """Make an update with what has been gathered, if anything has."""
         if not self._staleness:
             return
+        if self._latest in self._trained_on.values():
+            self._go_on_in_another()
         make_step(self._optimizer)
         self._version += 1
         self._staleness.clear()
@@ -113,12 +136,21 @@ class Master:
 
     def snapshot(self) -> tuple[list[Tensor], dict[str, Any]]:
         """Return copies of the parameters and of the optimizer's state."""
-        parameters = [tensor.clone() for tensor in self._packed.tensors]
+        parameters = [tensor.clone() for tensor in self.tensors]
         return parameters, copy.deepcopy(self._optimizer.state_dict())
 
     def _note(self, rank: int, *, is_write: bool) -> None:
         if self._log is not None:
             self._log(Access(rank=rank, is_write=is_write, version=self._version))
+
+    def _go_on_in_another(self) -> None:
+        """Leave the latest copy to those who train on it."""
+        copied, used = self.copies[self._latest], set(self._trained_on.values())
+        # there is one: of as many copies as workers, that of the one who writes is not used
+        self._latest = next(number for number in range(len(self.copies)) if number not in used)
+        self.copies[self._latest].raw.copy_(copied.raw)
+        for parameter, tensor in zip(self._parameters, self.tensors, strict=True):
+            parameter.data = tensor
 
     @torch.no_grad()
     def _gather(self, gradients: Sequence[Tensor | None]) -> None:

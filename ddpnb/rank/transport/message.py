@@ -15,7 +15,7 @@ NOBODY = -1
 
 _HELLO = struct.Struct(f"<{KEY_BYTES}sq")
 _REQUEST = struct.Struct("<q")
-_REPLY = struct.Struct("<qqdq")
+_REPLY = struct.Struct("<qqdqq")
 REPLY_BYTES = _REPLY.size
 
 
@@ -57,6 +57,8 @@ class Reply(NamedTuple):
     """How long the answer had to wait for other workers."""
     lost_rank: int = NOBODY
     """Why there are no parameters: who left in the middle of the run."""
+    copy: int = 0
+    """Which copy of the parameters to train on, for who shares their memory with the server."""
 
     def pack(self) -> bytes:
         """Return this as bytes."""

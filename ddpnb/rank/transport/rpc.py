@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, final
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
 
@@ -22,12 +23,12 @@ from ddpnb.rank.transport.link import Landing, Link
 from ddpnb.rank.transport.lookout import Lookout
 from ddpnb.rank.transport.meeting import Meeting
 from ddpnb.rank.transport.message import RankLostError, Reply
-from ddpnb.rank.transport.packed import Packed, pack
+from ddpnb.rank.transport.packed import pack
 from ddpnb.rank.transport.server import SERVER_RANK, Server
 
 Answer = TypeVar("Answer")
 
-_served: dict[str, tuple[Server, dict[int, Packed]]] = {}
+_served: dict[str, Server] = {}
 """The one server of this process, by the run's name: a remote call names a function, and has
 no other way to an object.  Empty between runs."""
 
@@ -122,7 +123,7 @@ class RpcHost(Host):
         self._server = server
         self._name = name
         self._lookout = Lookout(server, dead)
-        _served[name] = (server, {})
+        _served[name] = server
         try:
             self._agent = make_agent()
         except BaseException:
@@ -163,7 +164,8 @@ class RpcLink(Link):
         self._name = name
         self._rank = rank
         self._parameters = parameters
-        self._landing = Landing(parameters, pack(parameters))
+        self._received = pack(parameters)
+        self._landing = Landing(parameters, [self._received])
         self._is_over = False
 
     def begin(self) -> Reply:
@@ -200,7 +202,7 @@ class RpcLink(Link):
         except RankLostError:
             self._is_over = True
             raise
-        self._landing.memory.raw.copy_(parameters)
+        self._received.raw.copy_(parameters)
         self._landing.take()
         return reply
 
@@ -219,37 +221,38 @@ class RpcLink(Link):
 
 
 def _begin(name: str, rank: int) -> tuple[bytes, Tensor]:
-    server, memories = _served[name]
-    memories[rank] = pack(server.master.tensors)
-    return _told(server, memories[rank], lambda: server.begin(rank, memories[rank]))
+    server = _served[name]
+    return _told(server, lambda: server.begin(rank))
 
 
 def _push(name: str, rank: int, gradients: list[Tensor | None]) -> tuple[bytes, Tensor]:
-    server, memories = _served[name]
-    return _told(server, memories[rank], lambda: server.push(rank, gradients, memories[rank]))
+    server = _served[name]
+    return _told(server, lambda: server.push(rank, gradients))
 
 
 def _finish(name: str, rank: int) -> tuple[bytes, Tensor]:
-    server, memories = _served[name]
-    return _told(server, memories[rank], lambda: server.finish(rank, memories[rank]))
+    server = _served[name]
+    return _told(server, lambda: server.finish(rank))
 
 
 def _thank(name: str, rank: int) -> bool:
-    return _served[name][0].thank(rank)
+    return _served[name].thank(rank)
 
 
 def _fail(name: str, rank: int) -> None:
-    _served[name][0].fail(rank)
+    _served[name].fail(rank)
 
 
-def _told(server: Server, memory: Packed, call: Callable[[], Reply]) -> tuple[bytes, Tensor]:
+def _told(server: Server, call: Callable[[], Reply]) -> tuple[bytes, Tensor]:
+    nothing = torch.empty(0, dtype=torch.uint8)
     try:
-        return call().pack(), memory.raw
+        reply = call()
+        return reply.pack(), server.parameters(reply)
     except RankLostError as lost:
-        return Reply(lost_rank=lost.rank).pack(), memory.raw[:0]
+        return Reply(lost_rank=lost.rank).pack(), nothing
     except Exception as error:  # noqa: BLE001  # the thread's edge: rank 0 raises it
         server.fail(SERVER_RANK, error)
-        return Reply(lost_rank=SERVER_RANK).pack(), memory.raw[:0]
+        return Reply(lost_rank=SERVER_RANK).pack(), nothing
 
 
 def _worker_name(rank: int) -> str:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ddpnb.rank.transport.master import Master
 from ddpnb.rank.transport.message import NO_SHARE, NOBODY, RankLostError, Reply
-from ddpnb.rank.transport.packed import Packed
 
 SERVER_RANK = 0
 NO_BOUND = -1
@@ -79,7 +78,7 @@ class Server:
         self._failed_rank = NOBODY
         self._progress_at = time.monotonic()
 
-    def begin(self, rank: int, into: Packed) -> Reply:
+    def begin(self, rank: int) -> Reply:
         """Wait until all workers are there; give the first parameters and share.
 
         Who comes later joins, at the clock of the slowest.
@@ -96,9 +95,9 @@ class Server:
             self._has_begun |= len(self._workers) == self._num_workers
             self._note_progress()
             self._wait(lambda: self._has_begun)
-            return self._hand_out(rank, into)
+            return self._hand_out(rank)
 
-    def push(self, rank: int, gradients: Sequence[Tensor | None], into: Packed) -> Reply:
+    def push(self, rank: int, gradients: Sequence[Tensor | None]) -> Reply:
         """Take gradients; give parameters and the next share as soon as the bound allows."""
         asked = time.perf_counter()
         with self._lock:
@@ -114,19 +113,23 @@ class Server:
                 waited_seconds += self._wait(
                     lambda: worker.clock - self._slowest() <= self._bound or worker.is_done
                 )
-            return self._hand_out(rank, into, staleness, waited_seconds)
+            return self._hand_out(rank, staleness, waited_seconds)
 
-    def finish(self, rank: int, into: Packed) -> Reply:
+    def finish(self, rank: int) -> Reply:
         """Wait until all workers are done; give the final parameters."""
         with self._lock:
             self._check()
             worker = self._living(rank)
+            self.master.leave(rank)
             worker.is_done, worker.share = True, NO_SHARE
             self._note_progress()
             waited_seconds = self._wait(self._all_are_done)
             self.master.apply()
-            self.master.read(rank, into)
-            return Reply(waited_seconds=waited_seconds)
+            return Reply(waited_seconds=waited_seconds, copy=self.master.read(rank))
+
+    def parameters(self, reply: Reply) -> Tensor:
+        """Return the parameters of an answer, packed; they stay until that worker asks again."""
+        return self.master.copies[reply.copy].raw
 
     def snapshot(self) -> tuple[list[Tensor], dict[str, Any]]:
         """Return copies of the parameters and of the optimizer's state, between two updates."""
@@ -176,13 +179,15 @@ class Server:
             raise RankLostError(rank)  # given up, but alive after all
         return self._workers[rank]
 
-    def _hand_out(
-        self, rank: int, into: Packed, staleness: int = 0, waited_seconds: float = 0.0
-    ) -> Reply:
+    def _hand_out(self, rank: int, staleness: int = 0, waited_seconds: float = 0.0) -> Reply:
         worker = self._living(rank)
-        self.master.read(rank, into)
         worker.share = next(self._shares, NO_SHARE)
-        return Reply(staleness=staleness, share=worker.share, waited_seconds=waited_seconds)
+        return Reply(
+            staleness=staleness,
+            share=worker.share,
+            waited_seconds=waited_seconds,
+            copy=self.master.read(rank),
+        )
 
     def _slowest(self) -> int:
         """Return the clock of the slowest worker that still trains."""
@@ -231,6 +236,7 @@ class Server:
         if not self._has_begun or rank == SERVER_RANK:
             self._fail(rank)
         elif (worker := self._workers.pop(rank, None)) is not None:
+            self.master.leave(rank)
             if worker.share != NO_SHARE:
                 self.lost_shares.append(worker.share)
             self._note_progress()

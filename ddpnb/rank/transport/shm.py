@@ -1,9 +1,9 @@
 """How do ranks of one host exchange tensors?  Through shared memory, in turns.  (Rank side.)
 
-Each worker of another rank has a mailbox, two halves of one file: it writes gradients, the
-server writes parameters.  The turns go by Unix sockets: a dead process is seen at once.  The
-address and the secret lie in a file of mode 0600 in the run's folder, so that a process
-that comes later finds the server without any collective.
+Each worker of another rank writes its gradients into its part of the shared memory, and
+trains on one of the copies of the parameters there.  The turns go by Unix sockets: a dead
+process is seen at once.  Address and secret lie in the run's folder, the secret in a file of
+mode 0600, so that a process that comes later finds the server without any collective.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from torch import nn
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport.host import Caller, Host, serve
 from ddpnb.rank.transport.link import Landing, Link, write_gradients
-from ddpnb.rank.transport.mailbox import Mailbox
 from ddpnb.rank.transport.message import (
     KEY_BYTES,
     REPLY_BYTES,
@@ -38,9 +37,10 @@ from ddpnb.rank.transport.message import (
     send_request,
     set_timeout,
 )
+from ddpnb.rank.transport.packed import Packed
 from ddpnb.rank.transport.server import SERVER_RANK, Server
+from ddpnb.rank.transport.shared_memory import SharedMemory
 
-_READY = b"!"
 _MAX_SOCKET_PATH_BYTES = 107
 """What Linux allows for the address of a local socket."""
 
@@ -51,20 +51,25 @@ class ShmHost(Host):
 
     Args:
         server: what the workers call.
-        folder: private directory for the socket, the secret and the shared memory.
+        memory: what the server shares with them.
+        folder: private directory for the socket and the secret.
         name: what the files there begin with.
         timeout_seconds: how long a worker may take to say hello, and a thread to end.
-
-    Raises:
-        UserError: there is no room for the shared memory of one worker.
     """
 
-    def __init__(self, server: Server, *, folder: Path, name: str, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        server: Server,
+        memory: SharedMemory,
+        *,
+        folder: Path,
+        name: str,
+        timeout_seconds: float,
+    ) -> None:
         self.key = os.urandom(KEY_BYTES)
         """What a worker must show when it connects."""
         self._server = server
-        self._folder = folder
-        self._name = name
+        self._memory = memory
         self._timeout = timeout_seconds
         self._threads: list[threading.Thread] = []
         self._connections: list[socket.socket] = []
@@ -123,32 +128,18 @@ class ShmHost(Host):
                 key, rank = receive_hello(connection)
                 if not hmac.compare_digest(key, self.key):
                     return
-                mailbox = self._make_mailbox(connection, rank)
+                self._memory.hand_over(connection)
             except PeerGoneError:
                 return
-            except Exception as error:  # noqa: BLE001  # the thread's edge: rank 0 raises it
-                return self._server.fail(SERVER_RANK, error)
             set_timeout(connection, 0)  # a thread is ended by ``close``; the server watches times
-            serve(self._server, _ShmCaller(rank, connection, mailbox))
-
-    def _make_mailbox(self, connection: socket.socket, rank: int) -> Mailbox:
-        """Share memory with a worker; afterwards there is no file of it any more."""
-        path = mailbox_path(self._folder, self._name, rank)
-        path.unlink(missing_ok=True)  # of one that died before it had mapped it
-        try:
-            mailbox = Mailbox.create(path, self._server.master.tensors)
-            send(connection, _READY)
-            receive(connection, len(_READY))
-            return mailbox
-        finally:
-            path.unlink(missing_ok=True)
+            serve(self._server, _ShmCaller(rank, connection, self._memory.gradients(rank)))
 
 
 @final
 class _ShmCaller(Caller):
-    def __init__(self, rank: int, connection: socket.socket, mailbox: Mailbox) -> None:
+    def __init__(self, rank: int, connection: socket.socket, gradients: Packed) -> None:
         self.rank = rank
-        self.gradients, self.parameters = mailbox.gradients, mailbox.parameters
+        self.gradients = gradients
         self._connection = connection
 
     def receive(self) -> Request:
@@ -160,12 +151,13 @@ class _ShmCaller(Caller):
 
 @final
 class ShmLink(Link):
-    """A worker's connection: it trains on the mailbox itself.
+    """A worker's connection: it trains on the shared memory itself.
 
     Args:
         folder: the server's directory.
         name: what the server's files begin with.
         rank: this worker.
+        num_workers: of all ranks.
         parameters: the parameters to train, on this worker's device.
         timeout_seconds: how long the server may take to answer.
         lifeline: frees this worker from waiting for the server.
@@ -181,6 +173,7 @@ class ShmLink(Link):
         folder: Path,
         name: str,
         rank: int,
+        num_workers: int,
         parameters: Sequence[nn.Parameter],
         timeout_seconds: float,
         lifeline: Lifeline,
@@ -197,22 +190,20 @@ class ShmLink(Link):
             secret = key or key_path(folder, name).read_bytes()
             self._connection.connect(str(socket_path(folder, name)))
             send_hello(self._connection, secret, rank)
-            receive(self._connection, len(_READY))
-            mailbox = Mailbox.map(mailbox_path(folder, name, rank), parameters)
-            send(self._connection, _READY)
+            memory = SharedMemory.receive(self._connection, parameters, num_workers)
         except (OSError, PeerGoneError) as error:
             self._held.close()
             self._connection.close()
             raise RunOverError from error
-        self._gradients = mailbox.gradients
-        self._landing = Landing(parameters, mailbox.parameters)
+        self._gradients = memory.gradients(rank)
+        self._landing = Landing(parameters, memory.copies)
 
     def begin(self) -> Reply:
         """Wait for the first answer."""
         return self._take()
 
     def push(self) -> Reply:
-        """Copy the gradients to the mailbox, and wait for the answer."""
+        """Copy the gradients to where the server reads them, and wait for the answer."""
         write_gradients(self._gradients.tensors, self._parameters)
         self._ask(Request.PUSH)
         return self._take()
@@ -253,13 +244,8 @@ class ShmLink(Link):
         except RankLostError:
             self._is_over = True
             raise
-        self._landing.take()
+        self._landing.take(reply.copy)
         return reply
-
-
-def mailbox_path(folder: Path, name: str, rank: int) -> Path:
-    """Return the file of one worker's mailbox."""
-    return folder / f"{name}.{rank}"
 
 
 def key_path(folder: Path, name: str) -> Path:
