@@ -1,6 +1,7 @@
 """Run benchmarks and keep their figures: ``python -m benchmarks [start memory cells ...]``."""
 
 import importlib
+import itertools
 import json
 import os
 import platform
@@ -64,11 +65,17 @@ def main(names: list[str]) -> None:
             figures.append(figure)
     if not figures:
         return
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{time.strftime('%Y-%m-%d')}-{'-'.join(names) or 'all'}.json"
     content = {"machine": machine(), "figures": [figure.to_json() for figure in figures]}
+    path = free_path(f"{time.strftime('%Y-%m-%d')}-{'-'.join(names) or 'all'}")
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"\n{path}")
+
+
+def free_path(stem: str) -> Path:
+    """Return where no earlier figures lie: those of another machine may be of the same day."""
+    RESULTS.mkdir(exist_ok=True)
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    return next(path for name in names if not (path := RESULTS / f"{name}.json").exists())
 
 
 main(sys.argv[1:])

@@ -1,9 +1,11 @@
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -31,32 +33,33 @@ with started(2) as cluster:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_the_process_that_started_it(number: signal.Signals):
+@contextlib.contextmanager
+def owned() -> Iterator[tuple[int, Path, list[psutil.Process]]]:
+    """A process that has started a cluster, which is busy; the run folder; all its processes."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
         assert owner.stdout is not None
         folder, pids = json.loads(owner.stdout.readline())
-        processes = [psutil.Process(pid) for pid in pids]
+        yield owner.pid, Path(folder), [psutil.Process(pid) for pid in pids]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_the_process_that_started_it(number: signal.Signals):
+    with owned() as (owner, folder, processes):
         assert len(processes) >= 6  # fork server, controller with its thread, ranks, two sleeps
-        os.kill(owner.pid, number)
+        os.kill(owner, number)
         wait_until_gone(processes, timeout=10)
-        wait_until(lambda: not Path(folder).exists(), "the end of the run folder")
+        wait_until(lambda: not folder.exists(), "the end of the run folder")
 
 
 def test_nothing_outlives_both_at_once():
     """Not even what cells have started, although no process but the ranks knows of it."""
-    with subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as owner:
-        assert owner.stdout is not None
-        folder, pids = json.loads(owner.stdout.readline())
-        processes = [psutil.Process(pid) for pid in pids]
+    with owned() as (owner, folder, processes):
         try:
             server, *others = processes
             for number in (signal.SIGSTOP, signal.SIGKILL):  # neither can do anything between
-                os.kill(owner.pid, number)
+                os.kill(owner, number)
                 server.send_signal(number)
             wait_until_gone(others, timeout=10)
         finally:
