@@ -1,13 +1,15 @@
 """Who fetches the samples: the training thread, or processes ahead of it?  (Every rank.)
 
 Ahead: torch's ``DataLoader`` over exactly the shares that this worker will train on, in
-their order; its processes live as long as the run.
+their order; its processes live as long as the run.  Where shares go to whoever asks next,
+it asks early: ``NUM_AHEAD`` shares for each of its processes are this worker's already.
 """
 
 import ctypes
 import signal
 import sys
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
@@ -18,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from ddpnb.rank.order import Share
 from ddpnb.rank.tasks.samples import Pair, Samples
 
+NUM_AHEAD = 2
+"""Shares that each process has in work, or ready, while this worker trains on one."""
 _PR_SET_PDEATHSIG = 1
 
 Indices = Callable[[Share], Tensor]
@@ -27,8 +31,8 @@ class Source(ABC):
     """Where the samples of each share come from."""
 
     @abstractmethod
-    def fetch(self, share: Share) -> Pair:
-        """Return the samples of a share."""
+    def pairs(self) -> Iterator[tuple[Share, Pair]]:
+        """Yield each share to train on, in order, with its samples."""
 
     @abstractmethod
     def close(self) -> None:
@@ -41,16 +45,19 @@ class Direct(Source):
 
     Args:
         samples: where from.
+        shares: all that will be trained on, in order.
         indices: which samples a share holds.
     """
 
-    def __init__(self, samples: Samples, indices: Indices) -> None:
+    def __init__(self, samples: Samples, shares: Iterable[Share], indices: Indices) -> None:
         self._samples = samples
+        self._shares = shares
         self._indices = indices
 
-    def fetch(self, share: Share) -> Pair:
-        """Fetch now."""
-        return self._samples.fetch(self._indices(share))
+    def pairs(self) -> Iterator[tuple[Share, Pair]]:
+        """Fetch each share when it is its turn."""
+        for share in self._shares:
+            yield share, self._samples.fetch(self._indices(share))
 
     def close(self) -> None:
         """Nothing to end."""
@@ -62,7 +69,7 @@ class Ahead(Source):
 
     Args:
         dataset: a map-style data set of (input, target) items.
-        shares: all that will be asked for, in order.
+        shares: all that will be trained on, in order; asked for ahead.
         indices: which samples a share holds.
         num_processes: how many fetch.
     """
@@ -74,11 +81,13 @@ class Ahead(Source):
         indices: Indices,
         num_processes: int,
     ) -> None:
+        self._asked: deque[Share] = deque()
         self._batches: Iterator[Any] | None = iter(
             DataLoader(
                 dataset,
-                batch_sampler=(indices(share).tolist() for share in shares),
+                batch_sampler=(indices(share).tolist() for share in self._noted(shares)),
                 num_workers=num_processes,
+                prefetch_factor=NUM_AHEAD,
                 worker_init_fn=_end_with_parent,
                 # A class from a notebook cell cannot be pickled, which other ways need.
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
@@ -86,17 +95,22 @@ class Ahead(Source):
             )
         )
 
-    def fetch(self, share: Share) -> Pair:
-        """Wait for the next share, which is this one."""
+    def pairs(self) -> Iterator[tuple[Share, Pair]]:
+        """Wait for the samples of each share in turn."""
         assert self._batches is not None, "closed"
-        inputs, targets = next(self._batches)
-        return Pair(inputs, targets)
+        for inputs, targets in self._batches:
+            yield self._asked.popleft(), Pair(inputs, targets)
 
     def close(self) -> None:
         """End the processes now: an exception's traceback may keep the iterator alive."""
         batches, self._batches = self._batches, None
         if batches is not None:
             batches._shutdown_workers()  # type: ignore[attr-defined]
+
+    def _noted(self, shares: Iterable[Share]) -> Iterator[Share]:
+        for share in shares:
+            self._asked.append(share)
+            yield share
 
 
 def _end_with_parent(_: int) -> None:

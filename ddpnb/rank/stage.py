@@ -11,13 +11,13 @@ from torch import nn
 from ddpnb import faults
 from ddpnb.rank.checkpoint import Place, read
 from ddpnb.rank.lifeline import Lifeline
-from ddpnb.rank.loader import Ahead, Direct, Source
+from ddpnb.rank.loader import NUM_AHEAD, Ahead, Direct, Source
 from ddpnb.rank.order import Order, Share
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, Timer
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import OptimizerFactory, Task
-from ddpnb.rank.tasks.samples import DatasetSamples
+from ddpnb.rank.tasks.samples import DatasetSamples, Pair
 from ddpnb.rank.tuning import tuned
 from ddpnb.rank.untouched import seed_everything
 from ddpnb.wire import Joining, RankState, RunSpec
@@ -103,29 +103,29 @@ class Stage:
             transport=self.spec.transport,
             optimizers=optimizers,
             joins=self.joining is not None,
+            num_ahead=NUM_AHEAD * self.spec.num_data_workers if self.fetches_ahead else 0,
             lifeline=self.lifeline,
         )
 
     def source(self, strategy: Strategy) -> Source:
         """Return where the samples of a strategy that is set up come from."""
         if not self.fetches_ahead:
-            return self.direct()
+            return self.direct(strategy)
         assert isinstance(self.task.train, DatasetSamples)
         return Ahead(
             self.task.train.dataset, strategy.shares(), self.indices, self.spec.num_data_workers
         )
 
-    def direct(self) -> Source:
+    def direct(self, strategy: Strategy) -> Source:
         """Return a source that fetches each share when it is asked for."""
-        return Direct(self.task.train, self.indices)
+        return Direct(self.task.train, strategy.shares(), self.indices)
 
     def indices(self, share: Share) -> torch.Tensor:
         """Return which samples a share of this run holds."""
         return self.order.indices(self._within_training(share))
 
-    def fetch(self, share: Share, source: Source) -> Batch:
-        """Fetch the samples of a share and send them to the device."""
-        pair = source.fetch(share)
+    def batch(self, share: Share, pair: Pair) -> Batch:
+        """Send the samples of a share to the device."""
         on_gpu = self.device.type == "cuda"
         # Only from pinned memory does a copy to a GPU not make this thread wait.
         inputs, targets = (part.pin_memory() if on_gpu else part for part in pair)
@@ -155,8 +155,7 @@ class Stage:
     @property
     def fetches_ahead(self) -> bool:
         """Whether processes fetch the samples."""
-        wanted = self.spec.num_data_workers > 0 and self.plan.synchronous
-        return wanted and isinstance(self.task.train, DatasetSamples)
+        return self.spec.num_data_workers > 0 and isinstance(self.task.train, DatasetSamples)
 
     @property
     def syncs_batchnorm(self) -> bool:

@@ -111,9 +111,7 @@ def _notes(stage: Stage) -> list[str]:
     told = list(drag.notes(spec, plan.num_workers))
     if stage.state.shares_device and plan.num_ranks > 1:
         told.append("Several ranks share one GPU.")
-    if spec.num_data_workers and not plan.synchronous:
-        told.append("--data-workers has no effect: who trains on what is known too late.")
-    elif spec.num_data_workers and not stage.fetches_ahead:
+    if spec.num_data_workers and not stage.fetches_ahead:
         told.append("--data-workers has no effect: the data are tensors in memory.")
     if spec.sync_batchnorm and not stage.syncs_batchnorm and plan.num_workers > 1:
         told.append("--sync-batchnorm has no effect: it needs several ranks, in step, on GPUs.")

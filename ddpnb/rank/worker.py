@@ -133,12 +133,12 @@ def _rehearse(stage: Stage) -> None:
     num_steps = min(stage.spec.num_warmup_steps, stage.num_steps)
     if num_steps == 0:
         return
-    clock, source = clock_of(stage.device), stage.direct()
+    clock = clock_of(stage.device)
     with closing(stage.strategy()) as strategy:
         strategy.setup(stage.replica("r", num_steps=num_steps, timer=clock))
         clock.start()
-        for share in strategy.shares():
-            clock.lap(strategy.step(stage.fetch(share, source)))
+        for share, pair in stage.direct(strategy).pairs():
+            clock.lap(strategy.step(stage.batch(share, pair)))
         clock.stop()
         strategy.finish()
 
@@ -251,12 +251,12 @@ def _train(course: _Course) -> None:
     tally, stage = course.tally, course.stage
     tally.start()
     course.late.begin()
-    for step, share in enumerate(course.strategy.shares()):
+    for step, (share, pair) in enumerate(course.source.pairs()):
         if course.stop.before(step):
             tally.was_stopped = True
             break
         stage.lifeline.check(is_waiting=False)  # who seldom waits, or never, ends with the others
-        batch = stage.fetch(share, course.source)
+        batch = stage.batch(share, pair)
         course.late.before_step()
         tally.add(tally.clock.lap(course.strategy.step(batch)))
         course.keeper.after(share)

@@ -1,6 +1,8 @@
 """How is a small problem fitted: by a strategy on this rank, or by plain torch?"""
 
-from collections.abc import Callable
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -168,7 +170,8 @@ def drive(
         )
     )
     reports = []
-    for number, share in enumerate(strategy.shares()):
+    shares = asked_ahead(strategy.shares(), place.get("num_ahead", 0))
+    for number, share in enumerate(shares):
         if before_step is not None:
             before_step(state.rank, number)
         reports.append(strategy.step(batch_of(order, share, inputs, targets)))
@@ -179,6 +182,15 @@ def drive(
         memory=memory,
         notes=strategy.notes(),
     )
+
+
+def asked_ahead(shares: Iterator[Share], num_ahead: int) -> Iterator[Share]:
+    """Ask for so many more shares than are trained on, as who fetches ahead does."""
+    held = deque(itertools.islice(shares, num_ahead))
+    for share in shares:
+        held.append(share)
+        yield held.popleft()
+    yield from held
 
 
 def batch_of(order: Order, share: Share, inputs: Tensor, targets: Tensor) -> Batch:

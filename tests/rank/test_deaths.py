@@ -43,6 +43,16 @@ def test_a_death_costs_one_share_and_the_others_train_the_rest(fresh_ranks, tran
     assert list(group.folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("options", [{}, {"bound": 1}], ids=str)
+def test_a_death_costs_also_what_is_fetched_ahead(fresh_ranks, options):
+    group = fresh_ranks(3)
+    results = group.attempt(fit_and_lost, LONG, options, "shm", kill_rank_1, False, 3)
+    (fit, lost), (other, _) = results[0], results[2]
+    assert len(lost) == 1 + 3
+    assert len(fit.reports) + len(other.reports) + 5 + len(lost) == LONG.order(3).num_steps * 3
+    assert distance(fit, other) == 0
+
+
 @pytest.mark.parametrize("options", [{}, {"bound": 0}, {"bound": 1}], ids=str)
 def test_over_rpc_a_death_is_noticed_by_the_process(fresh_ranks, options):
     group = fresh_ranks(3)
@@ -123,10 +133,11 @@ def test_where_the_server_fails_rank_0_says_of_what(ranks, transport):
     assert "Rank 0 left" in str(second.cause)
 
 
-def fit_and_lost(state, folder, problem, options, transport, before_step, joins=False):
+def fit_and_lost(state, folder, problem, options, transport, before_step, joins=False, num_ahead=0):
     strategy = AsyncParameterServer(**options)
     try:
-        fit = drive(strategy, state, folder, problem, before_step, transport=transport, joins=joins)
+        place = {"transport": transport, "joins": joins, "num_ahead": num_ahead}
+        fit = drive(strategy, state, folder, problem, before_step, **place)
         return fit, strategy.lost_shares()
     finally:
         strategy.close()

@@ -9,9 +9,9 @@ import torch
 
 from ddpnb.errors import UserError
 from ddpnb.rank.strategies.hogwild import Hogwild
-from ddpnb.rank.transport.board import Board, Fate
+from ddpnb.rank.transport.board import NO_SHARE, Board, Fate
 from ddpnb.rank.transport.master import Access
-from ddpnb.rank.transport.message import NO_SHARE, RankLostError, RunOverError
+from ddpnb.rank.transport.message import RankLostError, RunOverError
 from ddpnb.wire import RunSpec
 from tests.rank.fit import Fit, Problem, distance, drive
 from tests.rank.ranks import make_state
@@ -29,11 +29,14 @@ from tests.rank.test_deaths import (
 CALM = Problem(num_epochs=10, learning_rate=0.02)
 
 
-def fit_hogwild(state, folder, problem, before_step=None, timeout_seconds=60.0, joins=False):
+def fit_hogwild(
+    state, folder, problem, before_step=None, timeout_seconds=60.0, joins=False, num_ahead=0
+):
     log: list[Access] = []
     strategy = Hogwild(timeout_seconds=timeout_seconds, log=log.append)
     try:
-        fit: Fit = drive(strategy, state, folder, problem, before_step, joins=joins)
+        place = {"joins": joins, "num_ahead": num_ahead}
+        fit: Fit = drive(strategy, state, folder, problem, before_step, **place)
         return replace(fit, log=log), strategy.lost_shares()
     finally:
         strategy.close()
@@ -72,12 +75,17 @@ def test_a_slow_worker_holds_nobody_up(ranks):
     assert len(fast.reports) > 3 * len(slow.reports)
 
 
-def test_a_death_costs_one_share_and_the_others_train_the_rest(fresh_ranks):
+@pytest.mark.parametrize("num_ahead", [0, 3])
+def test_a_death_costs_one_share_and_those_ahead_and_the_others_train_the_rest(
+    fresh_ranks, num_ahead
+):
     group = fresh_ranks(3)
-    (fit, lost), dead, (other, _) = group.attempt(fit_hogwild, LONG, kill_rank_1)
+    (fit, lost), dead, (other, _) = group.attempt(
+        fit_hogwild, LONG, kill_rank_1, 60.0, False, num_ahead
+    )
     assert dead.cause is None
-    assert len(lost) == 1
-    assert len(fit.reports) + len(other.reports) + 5 + 1 == LONG.order(3).num_steps * 3
+    assert len(lost) == 1 + num_ahead
+    assert len(fit.reports) + len(other.reports) + 5 + len(lost) == LONG.order(3).num_steps * 3
     assert distance(fit, other) == 0
     assert list(group.folder.iterdir()) == []
 

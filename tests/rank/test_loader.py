@@ -85,20 +85,24 @@ def test_samples_and_their_order_are_the_same(ranks, strategy):
         assert (most, left, failed) == (2, 0, "")
 
 
+@pytest.mark.parametrize("strategy", ["async", "hogwild"])
+def test_who_asks_for_shares_asks_ahead(ranks, strategy):
+    """On one rank every sample comes in its turn; on two, once in each epoch."""
+    direct = ranks(1).call(loading_job, spec_of(strategy, num_data_workers=0))
+    assert losses(ranks(1).call(loading_job, spec_of(strategy))[0]) == losses(direct[0])
+    results = ranks(2).call(loading_job, spec_of(strategy))
+    events = [event for result in results for event in result[0] if isinstance(event, StepEvent)]
+    assert sum(event.num_samples for event in events) == 3 * 100
+    assert [result[1:] for result in results] == [(2, 0, "")] * 2
+
+
 def test_where_it_cannot_help_that_is_said(ranks):
-    for strategy, source, told in (
-        ("async", CELL, "who trains on what is known too late"),
-        ("ddp", CELL.replace("return Own(", "return torch.randn(100, 4), Own("), ""),
-    ):
-        if not told:
-            source = CELL.split("def data")[0] + (
-                "def data(split): return torch.randn(100, 4), torch.zeros(100).long()"
-            )
-            told = "the data are tensors in memory"
-        events, most, *_ = ranks(2).call(loading_job, spec_of(strategy, source=source))[0]
-        notes = next(event.notes for event in events if isinstance(event, RunHeader))
-        assert most == 0
-        assert any(told in note for note in notes)
+    in_memory = "def data(split): return torch.randn(100, 4), torch.zeros(100).long()"
+    source = CELL.split("def data")[0] + in_memory
+    events, most, *_ = ranks(2).call(loading_job, spec_of("ddp", source=source))[0]
+    notes = next(event.notes for event in events if isinstance(event, RunHeader))
+    assert most == 0
+    assert any("the data are tensors in memory" in note for note in notes)
 
 
 def test_a_failure_in_a_process_is_the_users_own_and_leaves_none(ranks):

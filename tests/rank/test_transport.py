@@ -130,7 +130,7 @@ def test_a_caller_without_the_key_is_turned_away(tmp_path, served):
     with pytest.raises(RunOverError):
         connect(tmp_path, bytes(KEY_BYTES))
     friend = connect(tmp_path)
-    assert friend.begin().share == 0
+    assert list(friend.begin().shares) == [0]
     friend.finish()
     host.settle()
 
@@ -236,7 +236,8 @@ def test_an_update_is_made_in_place_where_nobody_else_trains_on_the_parameters(p
 
 
 def test_a_reply_survives_the_wire():
-    reply = Reply(staleness=3, share=7, waited_seconds=0.25, copy=1)
+    reply = Reply(staleness=3, first_share=7, num_shares=2, waited_seconds=0.25, copy=1)
     assert Reply.unpack(reply.pack()) == reply
+    assert list(reply.shares) == [7, 8]
     with pytest.raises(RankLostError, match="Rank 2"):
         Reply.unpack(Reply(lost_rank=2).pack())

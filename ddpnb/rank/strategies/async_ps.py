@@ -27,11 +27,12 @@ some 30 bytes.  The answer also names the next share to train on: a faster worke
 more of them.  Bytes sent: those of the gradients, P for parameters of P bytes.  (As many come
 back; rank 0 hands over its own without a copy.)
 
-A worker that dies costs the share it was at.  A rank whose process is started anew may
-join.  Where rank 0, the server, dies, the run is over.
+A worker that dies costs the share it was at, and those being fetched ahead for it.  A rank
+whose process is started anew may join.  Where rank 0, the server, dies, the run is over.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, final
 
@@ -44,7 +45,7 @@ from ddpnb.rank.transport import connect
 from ddpnb.rank.transport.host import Host
 from ddpnb.rank.transport.link import Link
 from ddpnb.rank.transport.master import WHOLE_ROUND, Log, Master, no_log
-from ddpnb.rank.transport.message import NO_SHARE, RankLostError
+from ddpnb.rank.transport.message import RankLostError
 from ddpnb.rank.transport.packed import Packed
 from ddpnb.rank.transport.server import NO_BOUND, Server
 from ddpnb.wire import RankState
@@ -109,11 +110,12 @@ class AsyncParameterServer(Strategy):
         self._num_bytes = sum(p.numel() * p.element_size() for p in replica.parameters)
         self._link = self._make_link(replica)
         self._reply = self._ask(self._link.begin)
+        self._handed_out = deque(self._reply.shares)
 
     def shares(self) -> Iterator[Share]:
-        """Whatever share the server names next, until all are handed out."""
-        while self._reply.share != NO_SHARE:
-            yield self._share(self._reply.share)
+        """Whatever shares the server names next, until all are handed out."""
+        while self._handed_out:
+            yield self._share(self._handed_out.popleft())
 
     def step(self, batch: Batch) -> StepReport:
         """Train on one share, with parameters as old as the last pull."""
@@ -160,6 +162,7 @@ class AsyncParameterServer(Strategy):
         timer.begin("communication")
         pushed = timer.moment()
         self._reply = self._ask(self._link.push)
+        self._handed_out.extend(self._reply.shares)
         if isinstance(pushed, float) and self._reply.waited_seconds > 0:
             timer.begin("waiting", at=pushed)
             timer.begin("communication", at=pushed + self._reply.waited_seconds)
@@ -201,6 +204,7 @@ class AsyncParameterServer(Strategy):
             master=master,
             num_workers=self._replica.world_size,
             num_shares=self._replica.num_steps * self._replica.world_size,
+            num_ahead=self._replica.num_ahead,
             bound=self._bound,
             timeout_seconds=self._timeout,
             absent=absent,

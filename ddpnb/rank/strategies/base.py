@@ -104,6 +104,8 @@ class Replica:
     """One of ``training.TRANSPORTS``."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     """Those that the factory has made, in order."""
+    num_ahead: int = 0
+    """Shares that are asked for, to be fetched, before the first of them is trained on."""
     joins: bool = False
     """Whether the others train already: this rank is in no group with them."""
     lifeline: Lifeline = field(default_factory=Lifeline)

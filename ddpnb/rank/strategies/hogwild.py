@@ -14,12 +14,13 @@ Messages per step: none.  The next share, and the counter, are taken from shared
 file lock: a faster worker takes more shares.  Bytes sent: P for parameters of P bytes, written
 to the memory of all.
 
-A worker that dies costs the share it was at, and may join anew.  GPUs cannot share
-such memory: hogwild needs ranks on CPUs.
+A worker that dies costs the share it was at, and those being fetched ahead for it; it may
+join anew.  GPUs cannot share such memory: hogwild needs ranks on CPUs.
 """
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import final
@@ -29,10 +30,10 @@ from torch import nn
 from ddpnb.errors import UserError
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, Strategy
-from ddpnb.rank.transport.board import Board, Fate, Standing
+from ddpnb.rank.transport.board import NO_SHARE, Board, Fate, Standing
 from ddpnb.rank.transport.master import Access, Log, no_log
 from ddpnb.rank.transport.meeting import Meeting, this_host
-from ddpnb.rank.transport.message import NO_SHARE, NOBODY, RankLostError, RunOverError
+from ddpnb.rank.transport.message import NOBODY, RankLostError, RunOverError
 from ddpnb.rank.transport.packed import create_shared, map_shared, num_bytes
 from ddpnb.rank.transport.quick_step import make_step
 from ddpnb.wire import RankState
@@ -87,7 +88,8 @@ class Hogwild(Strategy):
         meeting = None if replica.joins else self._meet(replica)
         self._map(replica)
         self._optimizer = replica.optimizer(replica.parameters)
-        self._share = NO_SHARE
+        self._taken: deque[int] = deque()
+        """Shares that are this worker's, the one it trains on first."""
         self._is_over = False
         self._here.enter(replica.rank)
         self._looked_at = time.monotonic()
@@ -97,7 +99,7 @@ class Hogwild(Strategy):
     def shares(self) -> Iterator[Share]:
         """Whatever share is next, until all are handed out."""
         while (number := self._here.take()) != NO_SHARE:
-            self._share = number
+            self._taken.append(number)
             yield self._share_of(number)
 
     def step(self, batch: Batch) -> StepReport:
@@ -112,8 +114,7 @@ class Hogwild(Strategy):
         self._replica.timer.begin("optimizer")
         make_step(self._optimizer)
         version = self._here.count_update()
-        self._here.settle(self._share, Fate.TRAINED)
-        self._share = NO_SHARE
+        self._here.settle(self._taken.popleft(), Fate.TRAINED)
         self._log(Access(rank=self._replica.rank, is_write=True, version=version))
         return StepReport(
             loss=loss,
@@ -124,8 +125,8 @@ class Hogwild(Strategy):
 
     def finish(self) -> nn.Module:
         """Wait until all are done, and copy the parameters; takes part: every living rank."""
-        if self._share != NO_SHARE:  # stopped: nobody trained on it, nobody died
-            self._here.settle(self._share, Fate.RETURNED)
+        for number in self._taken:  # stopped: nobody trained on it, nobody died
+            self._here.settle(number, Fate.RETURNED)
         self._here.stand(self._replica.rank, Standing.DONE)
         self._wait(self._all_are_done, lambda: NOBODY)
         self._check_needed()

@@ -15,9 +15,10 @@ from typing import final
 
 import psutil
 
-from ddpnb.rank.transport.message import NO_SHARE, NOBODY
+from ddpnb.rank.transport.message import NOBODY
 from ddpnb.rank.transport.packed import create_shared
 
+NO_SHARE = -1
 _NEXT_SHARE, _NUM_UPDATES, _FAILED_RANK, _FIRST_RANK = range(4)
 _PER_RANK = 3
 _WORD_BYTES = 8

@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 KEY_BYTES = 32
 """Length of the secret that a worker shows when it connects."""
-NO_SHARE = -1
 NOBODY = -1
 
 _HELLO = struct.Struct(f"<{KEY_BYTES}sq")
 _REQUEST = struct.Struct("<q")
-_REPLY = struct.Struct("<qqdqq")
+_REPLY = struct.Struct("<qqqdqq")
 REPLY_BYTES = _REPLY.size
 
 
@@ -51,14 +50,20 @@ class Reply(NamedTuple):
 
     staleness: int = 0
     """Updates by others between this worker's pull and the use of its gradient."""
-    share: int = NO_SHARE
-    """Number of the share to train on next; ``NO_SHARE`` at the end."""
+    first_share: int = 0
+    num_shares: int = 0
+    """Numbers of the shares to train on next, one after the other; none at the end."""
     waited_seconds: float = 0.0
     """How long the answer had to wait for other workers."""
     lost_rank: int = NOBODY
     """Why there are no parameters: who left in the middle of the run."""
     copy: int = 0
     """Which copy of the parameters to train on, for who shares their memory with the server."""
+
+    @property
+    def shares(self) -> range:
+        """Numbers of the shares to train on, after those handed out before."""
+        return range(self.first_share, self.first_share + self.num_shares)
 
     def pack(self) -> bytes:
         """Return this as bytes."""

@@ -6,6 +6,7 @@ the other ranks are called for by the threads of a transport.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ddpnb.rank.transport.master import Master
-from ddpnb.rank.transport.message import NO_SHARE, NOBODY, RankLostError, Reply
+from ddpnb.rank.transport.message import NOBODY, RankLostError, Reply
 
 SERVER_RANK = 0
 NO_BOUND = -1
@@ -27,8 +28,8 @@ class _Worker:
 
     clock: int
     """Shares whose gradients have arrived."""
-    share: int = NO_SHARE
-    """What it trains on."""
+    shares: deque[int] = field(default_factory=deque)
+    """What it has been handed out and not trained on, in order."""
     heard_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
     is_thankful: bool = False
@@ -45,6 +46,7 @@ class Server:
         master: the parameters.
         num_workers: ranks 0, 1, 2 ... that begin together.
         num_shares: shares to hand out, in order, to whoever asks next.
+        num_ahead: how many more a worker has in hand than the one that it trains on.
         bound: steps that a worker may be ahead of the slowest; ``NO_BOUND``: any number.
             At 0 the updates are made for whole rounds.
         timeout_seconds: how long it may be that no worker at all makes progress.
@@ -58,6 +60,7 @@ class Server:
         num_workers: int,
         num_shares: int,
         timeout_seconds: float,
+        num_ahead: int = 0,
         bound: int = NO_BOUND,
         absent: Callable[[], int] = lambda: NOBODY,
     ) -> None:
@@ -67,7 +70,9 @@ class Server:
         self.lost_shares: list[int] = []
         """What was handed out to workers that are lost."""
         self._num_workers = num_workers
-        self._shares = iter(range(num_shares))
+        self._shares = range(num_shares)
+        """What has not been handed out."""
+        self._num_ahead = num_ahead
         self._bound = bound
         self._timeout = timeout_seconds
         self._absent = absent
@@ -95,7 +100,7 @@ class Server:
             self._has_begun |= len(self._workers) == self._num_workers
             self._note_progress()
             self._wait(lambda: self._has_begun)
-            return self._hand_out(rank)
+            return self._hand_out(rank, 1 + self._num_ahead)
 
     def push(self, rank: int, gradients: Sequence[Tensor | None]) -> Reply:
         """Take gradients; give parameters and the next share as soon as the bound allows."""
@@ -106,14 +111,14 @@ class Server:
             worker = self._living(rank)
             staleness = self.master.write(rank, gradients)
             worker.clock += 1
-            worker.share = NO_SHARE
+            worker.shares.popleft()
             worker.heard_at = self._progress_at = time.monotonic()
             if self._bound != NO_BOUND:  # else nobody waits for this
                 self._note_progress()
                 waited_seconds += self._wait(
                     lambda: worker.clock - self._slowest() <= self._bound or worker.is_done
                 )
-            return self._hand_out(rank, staleness, waited_seconds)
+            return self._hand_out(rank, 1, staleness, waited_seconds)
 
     def finish(self, rank: int) -> Reply:
         """Wait until all workers are done; give the final parameters."""
@@ -121,7 +126,8 @@ class Server:
             self._check()
             worker = self._living(rank)
             self.master.leave(rank)
-            worker.is_done, worker.share = True, NO_SHARE
+            worker.is_done = True
+            worker.shares.clear()
             self._note_progress()
             waited_seconds = self._wait(self._all_are_done)
             self.master.apply()
@@ -179,12 +185,16 @@ class Server:
             raise RankLostError(rank)  # given up, but alive after all
         return self._workers[rank]
 
-    def _hand_out(self, rank: int, staleness: int = 0, waited_seconds: float = 0.0) -> Reply:
+    def _hand_out(
+        self, rank: int, most: int, staleness: int = 0, waited_seconds: float = 0.0
+    ) -> Reply:
         worker = self._living(rank)
-        worker.share = next(self._shares, NO_SHARE)
+        shares, self._shares = self._shares[:most], self._shares[most:]
+        worker.shares.extend(shares)
         return Reply(
             staleness=staleness,
-            share=worker.share,
+            first_share=shares.start,
+            num_shares=len(shares),
             waited_seconds=waited_seconds,
             copy=self.master.read(rank),
         )
@@ -237,8 +247,7 @@ class Server:
             self._fail(rank)
         elif (worker := self._workers.pop(rank, None)) is not None:
             self.master.leave(rank)
-            if worker.share != NO_SHARE:
-                self.lost_shares.append(worker.share)
+            self.lost_shares.extend(worker.shares)
             self._note_progress()
 
     def _fail(self, rank: int) -> None:
