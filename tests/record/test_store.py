@@ -351,13 +351,16 @@ def fill_the_disk(store: Store, num_pages: int = 30) -> None:
     store._database.read(f"PRAGMA max_page_count = {num_pages}")
 
 
-def test_a_run_deleted_by_another_notebook_harms_nobody(store: Store, tmp_path: Path):
+def test_a_run_that_is_trained_is_not_deleted_by_another_notebook(store: Store, tmp_path: Path):
     started = store.begin_comparison(a_comparison())
     run = Run.of_spec(spec("ddp"), created=1.0)
     store.begin_run(started.comparison_id, run.snapshot())
-    Store(tmp_path / "runs").delete("ddp")
+    other = Store(tmp_path / "runs")
+    with pytest.raises(UserError, match="is being trained; %ddp_interrupt ends that"):
+        other.delete("ddp")
     store.append(batch(run.run_id, [step(0, 1.0)]))
     store.finish(run.run_id, Status.FINISHED)
+    assert len(other.delete("ddp")) == 1
     assert store.list() == ()
 
 
