@@ -77,6 +77,35 @@ def test_asynchronous_steps_are_ordered_by_time_as_far_as_all_have_told():
     assert curve_of(run).samples.tolist() == [10, 30, 40]
 
 
+def test_hand_written_steps_of_several_ranks_are_ordered_by_time():
+    run = Run(run_id="m", name="mine", num_ranks=2)
+    run.add(batch("m", [step(0, 1.0, 4.0), step(1, 3.0, 2.0)]))
+    assert len(curve_of(run)) == 0
+    run.add(batch("m", [step(0, 0.9, 5.0), step(1, 2.0, 3.0)], rank=1))
+    assert curve_of(run).loss.tolist() == [5.0, 4.0, 3.0]
+    run.end(Status.FINISHED)
+    assert curve_of(run).loss.tolist() == [5.0, 4.0, 3.0, 2.0]
+
+
+def test_a_rank_that_never_logs_is_not_waited_for_in_the_end():
+    run = Run(run_id="m", name="mine", num_ranks=2)
+    run.add(batch("m", [step(0, 1.0, 4.0), step(1, 3.0, 2.0)]))
+    run.end(Status.FINISHED)
+    assert curve_of(run).loss.tolist() == [4.0, 2.0]
+
+
+def test_what_was_told_too_late_has_its_place_in_the_end():
+    run = Run(run_id="m", name="mine")  # two ranks log, although one is known of
+    run.add(batch("m", [step(i, i + 1.0, 4.0 - i) for i in range(4)]))
+    run.add(batch("m", [step(i, i + 1.5, 3.5 - i) for i in range(4)], rank=1))
+    assert curve_of(run).seconds.tolist() == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0, 4.0]
+    run.end(Status.FINISHED)
+    assert curve_of(run).loss.tolist() == [4.0, 3.5, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5]
+    assert curve_of(run).seconds.tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
+    digest = run.snapshot().digest
+    assert (digest.num_events, [rank.num_steps for rank in digest.ranks]) == (8, [4, 4])
+
+
 def test_an_empty_run_has_empty_curves():
     curve = curve_of(a_run("ddp"))
     assert len(curve) == len(tenths(curve)) == 0
