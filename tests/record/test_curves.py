@@ -7,6 +7,7 @@ from ddpnb.notebook.record.curves import (
     first_reached,
     num_diverged,
     smooth,
+    smoothed_loss,
     tenths,
     throughput,
     window_for,
@@ -139,15 +140,43 @@ def test_the_first_time_a_loss_is_reached_is_between_the_points():
 
 
 def test_smoothing_has_no_start_up_bias_and_passes_over_nan():
-    span = 10 / math.log(2)  # so that ten samples weigh one half
-    smoothed = smooth(np.array([4.0, 1.0, math.nan, 1.0]), np.array([10.0, 20, 30, 40]), span)
+    spans = np.full(4, 10 / math.log(2))  # so that ten samples weigh one half
+    smoothed = smooth(np.array([4.0, 1.0, math.nan, 1.0]), np.array([10.0, 20, 30, 40]), spans)
     # (4/4 + 1/2) / (3/4) = 2; then (0.75 * 2 / 2 + 1/2) / (7/8)
     np.testing.assert_allclose(smoothed, [4.0, 2.0, math.nan, 1.25 / 0.875])
 
 
 def test_a_constant_stays_constant_when_smoothed():
     at = np.arange(1.0, 50.0)
-    np.testing.assert_allclose(smooth(np.full(49, 3.0), at, 7.0), 3.0)
+    np.testing.assert_allclose(smooth(np.full(49, 3.0), at, np.full(49, 7.0)), 3.0)
+
+
+def falling(num_planned: int, num_done: int) -> Run:
+    """A run whose loss falls to a tenth in 20 updates, and then stays."""
+    run = a_run("single")
+    told = [step(i, i + 1.0, 0.1 + 2.4 * math.exp(-i / 8), 256) for i in range(num_done)]
+    run.add(batch(run.run_id, told, header=header(spec("single"), num_planned)))
+    return run
+
+
+@pytest.mark.parametrize("num_done", [40, 300, 2000])
+def test_the_smoothed_line_goes_through_its_points_also_of_a_run_that_is_planned_long(
+    num_done: int,
+):
+    run = falling(10_000, num_done).snapshot()
+    ratio = smoothed_loss(run) / run.digest.curve.loss
+    assert 0.99 < ratio.min() <= ratio.max() < 1.4
+
+
+def test_the_smoothed_line_stays_whatever_is_planned_and_whatever_comes():
+    short, long = falling(40, 40).snapshot(), falling(10_000, 300).snapshot()
+    np.testing.assert_allclose(smoothed_loss(short), smoothed_loss(long)[:40])
+
+
+def test_late_in_a_run_noise_is_averaged():
+    run = Run(run_id="m", name="mine")
+    run.add(batch("m", [step(i, i + 1.0, 1.0 + 0.5 * (-1) ** i, samples=0) for i in range(300)]))
+    assert np.abs(smoothed_loss(run.snapshot())[200:] - 1.0).max() < 0.05
 
 
 def test_throughput_of_even_steps_is_even():
