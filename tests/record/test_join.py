@@ -69,6 +69,15 @@ def test_a_worker_that_fell_silent_is_not_waited_for():
     assert joiner.add(told(0, timed(2, 3.0))).seconds.tolist() == [1.0, 2.0, 3.0]
 
 
+def test_a_worker_that_never_tells_is_not_waited_for():
+    now = [0.0]
+    joiner = InTurns(2, now=lambda: now[0])
+    assert len(joiner.add(told(0, timed(0, 1.0))).loss) == 0
+    now[0] = 10.0
+    assert joiner.add(told(0, timed(1, 2.0))).seconds.tolist() == [1.0, 2.0]
+    assert joiner.is_in_order
+
+
 def test_what_a_silent_worker_tells_after_all_is_no_longer_in_order():
     now = [0.0]
     joiner = InTurns(2, now=lambda: now[0])
