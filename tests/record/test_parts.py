@@ -33,11 +33,13 @@ def test_nothing_is_known_of_a_run_without_parts():
     assert slowness([]) == {}
 
 
-def test_a_rank_that_died_is_away_from_its_last_step_until_it_is_back():
+@pytest.mark.parametrize("told_at", [7.0, 7.5])
+def test_a_rank_that_died_is_away_from_its_last_step_until_its_next(told_at: float):
     run = Run(run_id="m", name="mine", num_ranks=2)
     run.add(batch("m", [step(i, i + 1.0) for i in range(9)]))
     told = [
-        Mark(rank=1, seconds=at, text=text) for at, text in ((3.4, "killed"), (7.0, "came back"))
+        Mark(rank=1, seconds=at, text=text)
+        for at, text in ((3.4, "killed"), (told_at, "came back"))
     ]
     run.add(
         batch("m", [step(i, at) for i, at in enumerate((1.0, 3.0, 7.0, 8.0))], rank=1, marks=told)

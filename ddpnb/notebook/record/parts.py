@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpnb.notebook.record.digest import RankDigest
+from ddpnb.notebook.record.pyramid import Floats
 from ddpnb.notebook.record.runs import RunSnapshot
 from ddpnb.wire import CAME_BACK, DIED, KILLED, NO_PARTS, Parts
 
@@ -76,5 +77,13 @@ def absences(run: RunSnapshot) -> Absences:
             before = [at for at in steps.get(mark.rank, ()) if at <= mark.seconds]
             away[mark.rank] = [*own, (max(before, default=0.0), math.inf)]
         elif mark.text == CAME_BACK and is_away:
-            own[-1] = (own[-1][0], mark.seconds)
+            own[-1] = _longest_pause(steps.get(mark.rank, np.empty(0)), own[-1][0], mark.seconds)
     return away
+
+
+def _longest_pause(at_seconds: Floats, begin: float, end: float) -> tuple[float, float]:
+    """Return between which steps of a rank most time passed: marks may be told a little late."""
+    within = at_seconds[(begin < at_seconds) & (at_seconds < end)]
+    at = np.concatenate([[begin], within, [end]])
+    longest = int(np.argmax(np.diff(at)))
+    return float(at[longest]), float(at[longest + 1])
