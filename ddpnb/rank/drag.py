@@ -24,7 +24,7 @@ import torch
 
 from ddpnb.faults import Kill, Slow, parse_kill, parse_slow
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, Timer
-from ddpnb.wire import Mark, RunSpec
+from ddpnb.wire import KILLED, Mark, RunSpec
 
 FLUSH_SECONDS = 0.6
 """How long before a rank's death its mark is published, so that it has left by then."""
@@ -152,7 +152,7 @@ class Drag:
         """Be the thread that kills this process."""
         if self._cancelled.wait(max(0.0, fault.seconds - FLUSH_SECONDS)):
             return
-        self._publish(Mark(rank=fault.rank, seconds=fault.seconds, text="killed"))
+        self._publish(Mark(rank=fault.rank, seconds=fault.seconds, text=KILLED))
         left = max(FLUSH_SECONDS, began + fault.seconds - time.perf_counter())
         if not self._cancelled.wait(left):
             os.kill(os.getpid(), signal.SIGKILL)
