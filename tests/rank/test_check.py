@@ -124,6 +124,14 @@ BAD_CELLS = {
         "def data(split): return Own()",
         "items do not stack into two tensors",
     ),
+    "model takes an argument": (
+        GOOD.replace("def model()", "def model(size)"),
+        r"model\(size\) in the cell is called as model\(\)\.",
+    ),
+    "data takes none": (
+        GOOD.replace("def data(split)", "def data()").replace("split", "'train'"),
+        r"data\(\) in the cell is called as data\(split\)\.",
+    ),
     "loss is no function": (GOOD + "loss = 0.3", "loss in the cell is a float, not a function"),
     "loss is a vector": (
         GOOD + "loss = nn.CrossEntropyLoss(reduction='none')",
@@ -166,6 +174,10 @@ def test_each_mistake_is_one_sentence(source, sentence):
     with pytest.raises(UserError, match=sentence) as caught:
         check(source)
     assert "\n" not in str(caught.value)
+
+
+def test_an_infinite_loss_is_not_taken_for_a_sum():
+    check(GOOD + "loss = lambda outputs, targets: outputs.square().mean() * 1e39")
 
 
 def test_batches_that_do_not_fit_are_refused():

@@ -5,6 +5,7 @@ defined, and nothing of the user's is overwritten.
 """
 
 import copy
+import inspect
 import linecache
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,14 +33,14 @@ def cell_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
         Exception: whatever the cell itself raises, with its own traceback.
     """
     defined = _run_cell(spec.source, namespace, filename)
-    make_model = _required(defined, "model", "def model(): return nn.Sequential(...)")
-    data = _required(defined, "data", "def data(split): return inputs, targets")
-    own_optimizer = _optional(defined, "optimizer", "optimizer(params)")
+    make_model = _required(defined, "model()", "def model(): return nn.Sequential(...)")
+    data = _required(defined, "data(split)", "def data(split): return inputs, targets")
+    own_optimizer = _optional(defined, "optimizer(params)")
     return Task(
         model=lambda: _plain_module(make_model()),
         train=_split(data, "train"),
         held_out=_split(data, "test"),
-        loss=_optional(defined, "loss", "loss(outputs, targets)") or nn.functional.cross_entropy,
+        loss=_optional(defined, "loss(outputs, targets)") or nn.functional.cross_entropy,
         optimizer=_checked(own_optimizer)
         if own_optimizer
         else default_optimizer(spec.learning_rate),
@@ -60,15 +61,17 @@ def _run_cell(source: str, namespace: Mapping[str, object], filename: str) -> di
     return scope
 
 
-def _required(defined: Mapping[str, Any], name: str, example: str) -> Callable[..., Any]:
+def _required(defined: Mapping[str, Any], call: str, example: str) -> Callable[..., Any]:
+    name = call.partition("(")[0]
     if name not in defined:
         raise UserError(f"The cell defines no {name}(); add one, e.g.  {example}.")
     if not callable(defined[name]):
         raise UserError(f"{name} in the cell is not a function; define it, e.g.  {example}.")
-    return defined[name]  # type: ignore[no-any-return]  # callable, as checked
+    return _called_as(call, defined[name])
 
 
-def _optional(defined: Mapping[str, Any], name: str, call: str) -> Callable[..., Any] | None:
+def _optional(defined: Mapping[str, Any], call: str) -> Callable[..., Any] | None:
+    name = call.partition("(")[0]
     if defined.get(name) is None:
         return None
     if not callable(defined[name]):
@@ -76,7 +79,21 @@ def _optional(defined: Mapping[str, Any], name: str, call: str) -> Callable[...,
             f"{name} in the cell is a {type(defined[name]).__name__}, not a function; "
             f"define {call}, or leave it out."
         )
-    return defined[name]  # type: ignore[no-any-return]  # callable, as checked
+    return _called_as(call, defined[name])
+
+
+def _called_as(call: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes what it will be given."""
+    name, _, arguments = call.rstrip(")").partition("(")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C: it does not tell
+        return function
+    try:
+        signature.bind(*filter(None, arguments.split(", ")))
+    except TypeError:
+        raise UserError(f"{name}{signature} in the cell is called as {call}.") from None
+    return function
 
 
 def _split(data: Callable[..., Any], split: str) -> Samples:
