@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from ddpnb import catalogue
@@ -278,3 +278,17 @@ def check(cluster: Cluster, spec: RunSpec) -> None:
             raise UserError(failure.text)
     if failures:
         raise RankError(failures)
+    _check_sizes(watch.returned)
+
+
+def _check_sizes(num_samples: Mapping[int, object]) -> None:
+    """Refuse a training split that is larger on one rank than on another."""
+    by_size: dict[object, list[int]] = {}
+    for rank, size in sorted(num_samples.items()):
+        by_size.setdefault(size, []).append(rank)
+    if len(by_size) > 1:
+        told = [f"{size} samples on rank {format_ranks(on)}" for size, on in by_size.items()]
+        raise UserError(
+            f"data('train') has {' and '.join(told)}; return the same data on every rank, "
+            "each trains on its own part of them."
+        )

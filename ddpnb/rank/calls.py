@@ -42,11 +42,11 @@ def run_cell(spec: CellSpec) -> CellReport:
     return cell.run_cell(spec, this_engine())
 
 
-def check(spec: RunSpec) -> Failure | None:
-    """Find what would stop a training, before anything trains."""
+def check(spec: RunSpec) -> Failure | int:
+    """Find what would stop a training, before anything trains; else count its samples here."""
     engine = this_engine()
     try:
-        cell.interruptible(
+        return cell.interruptible(
             lambda: worker.check(
                 spec,
                 state=engine.group.state(),
@@ -56,7 +56,6 @@ def check(spec: RunSpec) -> Failure | None:
         )
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  told in the notebook
         return failure_of(error, engine)
-    return None
 
 
 def train(spec: RunSpec, joining: Joining | None = None) -> RunReport | Failure:

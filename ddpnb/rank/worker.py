@@ -46,10 +46,13 @@ def check(
     state: RankState,
     namespace: Mapping[str, object],
     filename: str = UNNAMED,
-) -> None:
+) -> int:
     """Refuse what cannot be trained, before anything trains.
 
     Every rank may call it alone: nothing is sent.
+
+    Returns:
+        The samples of the training split here, which should be as many on every rank.
 
     Args:
         spec: the training to check.
@@ -67,6 +70,7 @@ def check(
         if stage.saved is not None:
             check_saved(replica, stage.saved)
         check_training(replica, stage.smallest_batch())
+        return len(stage.task.train)
 
 
 def run(

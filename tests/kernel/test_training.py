@@ -90,6 +90,17 @@ def test_an_error_in_it_is_the_users_own(kernel: Kernel):
     assert "ddpnb/" not in cell.told
 
 
+def test_data_of_other_sizes_on_other_ranks_are_refused(kernel: Kernel):
+    cell = kernel.run(
+        "%%ddp_compare ddp async --batch-size 10\nimport torch\ndef model(): return torch.nn.Linear(4, 2)\n"
+        "def data(split):\n"
+        "    num = 50 + 10 * rank\n"
+        "    return torch.randn(num, 4), torch.zeros(num).long()"
+    )
+    assert "data('train') has 50 samples on rank 0 and 60 samples on rank 1; return" in cell.told
+    assert len(cell.told.splitlines()) == 1
+
+
 def test_every_choice_works_from_the_line(kernel: Kernel):
     cell = kernel.run(
         "%ddp_compare dp ddp async --task synthetic:samples=256 --epochs 2 --batch-size 32 "
