@@ -11,7 +11,7 @@ from ddpnb.notebook.show.listing import ranks_table, runs_table
 from ddpnb.notebook.show.progress import progress_of
 from ddpnb.notebook.show.scores import scores_table
 from ddpnb.notebook.show.sentence import sentence
-from ddpnb.notebook.show.table import Cell, Column, Table
+from ddpnb.notebook.show.table import Cell, Column, Table, in_two_lines
 from ddpnb.notebook.show.words import duration, number, percent, short, size
 from ddpnb.wire import RankState
 from tests.record.fake_runs import fake_comparison, fake_run, header, spec
@@ -94,7 +94,7 @@ def test_a_table_can_be_heard_and_read():
     html = scores_table(fake_comparison()).html()
     check_html(html)
     assert html.count('scope="row"') == 4
-    assert html.count('scope="col"') == 10
+    assert html.count('scope="col"') == 9
     assert "<caption" in html
     assert html.count('aria-hidden="true"') == 4
 
@@ -102,7 +102,7 @@ def test_a_table_can_be_heard_and_read():
 def test_the_scores_in_text():
     text = scores_table(fake_comparison()).text()
     dp = next(line for line in text.splitlines() if line.startswith("dp "))
-    assert re.search(r"dp \(emulated\) +2 +[\d,]+ \([\d,]+ to [\d,]+\) +1\.\d\d× +\d\d %", dp)
+    assert re.search(r"dp \(emulated\) +[\d,]+ \([\d,]+–[\d,]+\) +1\.\d\d× +\d\d %", dp)
     assert "range over the tenths of the run" in text
     assert "emulated on CPU threads" in text
     assert re.search(r"async .* 94\.7 % +1 / 3", text)
@@ -139,6 +139,36 @@ def test_how_a_run_ended_is_told_in_words(status: Status, detail: str, told: str
     run.end(status, detail)
     comparison = Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
     assert f"\n  ddp: {told}\n" in scores_table(comparison).text() + "\n"
+
+
+def test_workers_have_a_column_where_the_title_does_not_tell_them():
+    usual = scores_table(fake_comparison())
+    assert "workers" not in {column.title for column in usual.columns}
+    ddp, alone = fake_run("ddp", num_steps=20).snapshot(), fake_run("dp", num_steps=20).snapshot()
+    assert alone.header is not None
+    alone = replace(alone, header=replace(alone.header, num_workers=1))
+    unlike = Comparison(comparison_id="c", name="c", runs=(ddp, alone))
+    assert "workers" in {column.title for column in scores_table(unlike).columns}
+
+
+def test_a_head_has_two_lines_at_most():
+    assert in_two_lines("sent a step") == ["sent a", "step"]
+    assert in_two_lines("held-out accuracy") == ["held-out", "accuracy"]
+    assert in_two_lines("samples/s") == ["samples/s"]
+    assert in_two_lines("interconnection") == ["interconnection"]
+
+
+def test_what_is_long_is_shortened_and_told_in_full_but_sentences_are_broken():
+    long = "a_module_of_mine.with_a_very_long_name:build_task"
+    table = Table(
+        caption="",
+        columns=(Column(title="name"), Column(title="task"), Column(title="n", is_prose=True)),
+        rows=((Cell(text=long), Cell(text=long), Cell(text=long)),),
+    )
+    html = table.html()
+    assert html.count(f">{long}<") == 2
+    assert f'title="{long}">a_module_of_mine.with_a_ver…<' in html
+    assert table.text().count(long) == 3
 
 
 def test_an_empty_comparison_has_an_empty_table():
@@ -274,8 +304,8 @@ def test_lost_samples_and_unlike_memory_have_columns():
             ),
         )
     ).text()
-    assert re.search(r"ddp .* 8\.0 MB \(4\.0 MB optimizer\)", text)
-    assert re.search(r"async .* 640 +6\.0 MB \(2\.0 MB optimizer\)", text)
+    assert re.search(r"ddp .* 8\.0 MB \(4\.0 MB state\)", text)
+    assert re.search(r"async .* 640 +6\.0 MB \(2\.0 MB state\)", text)
     same = scores_table(of_runs(reported("ddp", num_parameter_bytes=9), reported("dp")))
     assert "held a rank" in {column.title for column in same.columns}
     equal = [reported(name, num_parameter_bytes=9) for name in ("ddp", "dp")]
@@ -285,7 +315,7 @@ def test_lost_samples_and_unlike_memory_have_columns():
 def test_when_a_target_was_reached_is_in_table_and_sentence():
     comparison = fake_comparison(("single", "ddp"))
     table = scores_table(comparison, 0.5)
-    assert table.columns[-1].title == "to loss 0.5"
+    assert [column.title for column in table.columns][1:3] == ["samples/s", "to loss 0.5"]
     assert re.search(r"ddp .* \d\.\d\d s \(\d\d\.\dk samples\)", table.text())
     told = sentence(comparison, 0.5)
     assert re.search(r"a training loss of 0.5 is reached after \d.\d\d s by ddp and ", told)

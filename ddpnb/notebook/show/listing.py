@@ -23,7 +23,7 @@ def ranks_table(states: Sequence[RankState]) -> Table:
             Column(title="device"),
             Column(title="threads", is_number=True),
             Column(title="backend"),
-            Column(title="notes"),
+            Column(title="notes", is_prose=True),
         ),
         rows=tuple(_rank_row(state, ordered) for state in ordered),
     )
@@ -45,7 +45,7 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
             Column(title="workers", is_number=True),
             Column(title="updates", is_number=True),
             Column(title="begun"),
-            Column(title="state"),
+            Column(title="state", is_prose=True),
         ),
         rows=tuple(_run_row(repeats) for repeats in by_name.values()),
         notes=("%ddp_plot NAME ... draws them; the part after the slash stands for the latest",)
