@@ -262,6 +262,22 @@ def test_the_sentence_is_silent_where_ranges_overlap():
     assert told == "The ranges of samples/s overlap, so no strategy is shown to be faster."
 
 
+def test_the_sentence_names_the_clearest_pair_where_all_overlap_with_the_baseline():
+    ranges = {"single": (1.0, 3.0), "ddp": (2.4, 2.8), "async": (1.2, 1.6), "zero": (2.3, 2.6)}
+    runs = [
+        timed(name, (seconds,), repeat)
+        for name, told in ranges.items()
+        for repeat, seconds in enumerate(told)
+    ]
+    told = sentence(
+        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
+    )
+    pair = re.fullmatch(r"In samples/s, async is (\d\.\d\d)× ddp; all ranges (.*)\.", told)
+    assert pair is not None, told
+    assert 1.7 < float(pair[1]) < 2.0
+    assert pair[2] == "overlap with that of single"
+
+
 def test_the_sentence_tells_of_emulation_scores_and_trouble():
     told = sentence(fake_comparison())
     assert "ddp is 1.6" in told
