@@ -273,6 +273,17 @@ def test_exposed_communication_is_told():
     assert any("24 % exposed" in text.get_text() for text in shown_texts(fake_comparison()))
 
 
+def test_an_outline_is_explained_only_where_there_is_one():
+    def explained(*names: str) -> list[str]:
+        texts = [text.get_text() for text in shown_texts(slowed(*names))]
+        return [text for text in texts if "outline" in text or "┃" in text]
+
+    assert explained("single", "ddp") == ["outline: workers × single"]
+    assert explained("single", "ddp", "no-comm") == ["outline: ideal  ┃ no-comm"]
+    assert explained("ddp", "no-comm") == ["┃ no-comm"]
+    assert explained("ddp", "async") == []
+
+
 @pytest.mark.parametrize("x", ACROSS)
 def test_losses_are_drawn_against_what_was_chosen(x: str):
     comparison = fake_comparison(("single", "async"), num_steps=50)
