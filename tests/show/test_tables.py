@@ -74,6 +74,7 @@ def test_numbers(value: float, shown: str):
 
 def test_other_words():
     assert [short(v) for v in (17_123, 999.6, 2_500_000, 12)] == ["17.1k", "1.00k", "2.50M", "12.0"]
+    assert [short(v) for v in (3.1e13, 1e17, -2.54e20)] == ["31.0T", "1e17", "-2.5e20"]
     assert number(float("inf")) == "∞"
     assert percent(0.9611, 1) == "96.1 %"
     assert [duration(s) for s in (12.4, 200, 7260)] == ["12 s", "3 min 20 s", "2 h 1 min"]
