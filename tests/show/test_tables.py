@@ -172,6 +172,12 @@ def test_what_is_long_is_shortened_and_told_in_full_but_sentences_are_broken():
     assert table.text().count(long) == 3
 
 
+def test_a_variant_has_a_ring_for_a_dot():
+    runs = [fake_run(name, num_steps=20) for name in ("ddp", "ddp:hook=fp16")]
+    rows = scores_table(of_runs(*runs)).html().split("<tbody>")[1].split("</tr>")
+    assert ['background:transparent"></span>' in row for row in rows[:2]] == [False, True]
+
+
 def test_an_empty_comparison_has_an_empty_table():
     empty = Comparison(comparison_id="c", name="c")
     check_html(scores_table(empty).html())

@@ -77,10 +77,11 @@ def _shared(state: RankState, states: Sequence[RankState]) -> str:
 
 def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
     run = repeats[0]
+    style = style_of(run.name)
     endings = sorted({ending(repeat.status, repeat.detail) for repeat in repeats})
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created))
     return (
-        Cell(text=f"{run.comparison}/{run.name}", dot=style_of(run.name).colour),
+        Cell(text=f"{run.comparison}/{run.name}", dot=style.colour, is_hollow=style.is_hollow),
         Cell(text=str(len(repeats))),
         Cell(text="own cell" if run.task == "cell" else run.task or NOTHING),
         Cell(text=f"{run.spec.batch_size:,}" if run.spec else NOTHING),

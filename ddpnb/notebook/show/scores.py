@@ -7,7 +7,7 @@ from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.summary import BASELINE, CEILING, Spread, StrategySummary, summarise
 from ddpnb.notebook.show.table import Cell, Column, Table
-from ddpnb.notebook.show.theme import style_of
+from ddpnb.notebook.show.theme import Style, style_of
 from ddpnb.notebook.show.words import NOTHING, labels, notes, number, percent, short, size, title
 
 RANGES = {
@@ -26,9 +26,15 @@ def scores_table(comparison: Comparison, target: float | None = None) -> Table:
     """
     summaries = summarise(comparison, target)
     named = labels(comparison)
+    styles = [_style(summary, comparison) for summary in summaries]
     heads = tuple(
-        Cell(text=named[s.comparison, s.name], quiet=_state(s), dot=_dot(s, comparison))
-        for s in summaries
+        Cell(
+            text=named[s.comparison, s.name],
+            quiet=_state(s),
+            dot=style.colour,
+            is_hollow=style.is_hollow,
+        )
+        for s, style in zip(summaries, styles, strict=True)
     )
     columns = [(Column(title="strategy"), heads)]
     is_classified = any(math.isfinite(s.held_out_accuracy.middle) for s in summaries)
@@ -77,10 +83,10 @@ def _state(summary: StrategySummary) -> str:
     return ", ".join(part for part in (repeats, state) if part)
 
 
-def _dot(summary: StrategySummary, comparison: Comparison) -> str:
+def _style(summary: StrategySummary, comparison: Comparison) -> Style:
     several = list(dict.fromkeys(run.comparison for run in comparison.runs))
     shade = several.index(summary.comparison)
-    return style_of(summary.name, comparison.strategies, shade).colour
+    return style_of(summary.name, comparison.strategies, shade)
 
 
 def _speed(summary: StrategySummary) -> Cell:

@@ -54,6 +54,8 @@ class Cell:
     """Stands after the text, or below it, less loud: a range, a unit."""
     dot: str = ""
     """Colour of a dot before the text, e.g. ``"#3f90da"``."""
+    is_hollow: bool = False
+    """Whether the dot is but an outline, as the marker of a variant."""
 
 
 @final
@@ -101,11 +103,13 @@ class Table:
         return self.html()
 
 
-def dot(colour: str) -> str:
-    """Return a small disc in HTML, passed over by a screen reader."""
+def dot(colour: str, is_hollow: bool = False) -> str:
+    """Return a small disc or ring in HTML, passed over by a screen reader."""
+    inside = "transparent" if is_hollow else escape(colour)
     return (
         '<span aria-hidden="true" style="display:inline-block;width:.7em;height:.7em;'
-        f'border-radius:50%;margin-right:.5em;background:{escape(colour)}"></span>'
+        f"box-sizing:border-box;border:.17em solid {escape(colour)};"
+        f'border-radius:50%;margin-right:.5em;background:{inside}"></span>'
     )
 
 
@@ -144,7 +148,7 @@ def _inner(cell: Cell, *, below: bool) -> str:
     """Return a cell's inside; what is quiet stands behind the text or below it."""
     place = "display:block;" if below else ""
     quiet = f' <span style="{place}{QUIET}">{escape(cell.quiet)}</span>' if cell.quiet else ""
-    return (dot(cell.dot) if cell.dot else "") + escape(cell.text) + quiet
+    return (dot(cell.dot, cell.is_hollow) if cell.dot else "") + escape(cell.text) + quiet
 
 
 def _plain(column: Column, cell: Cell) -> str:
