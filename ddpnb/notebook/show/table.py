@@ -18,7 +18,7 @@ STAYS = (
 )
 """Of the first column, which stays in sight and covers what is scrolled below it."""
 HEAD_OF_ROW = f"{CELL}{STAYS}text-align:left;font-weight:600;"
-BROKEN = "min-width:14em;overflow-wrap:anywhere;white-space:normal;"
+BROKEN = "min-width:14em;overflow-wrap:break-word;white-space:normal;"
 PROSE = "min-width:12em;overflow-wrap:anywhere;white-space:normal;"
 TABLE = (
     "border-collapse:collapse;border:0;margin:0;font-variant-numeric:tabular-nums;"
@@ -27,6 +27,8 @@ TABLE = (
 AROUND = "overflow-x:auto;scrollbar-width:thin;max-width:100%;margin:.4em 0;"
 """Of what scrolls where a table is wider than its page."""
 QUIET = "opacity:.72;font-size:.88em;font-weight:400;"
+RIM = "box-shadow:0 0 0 1px rgba(128,128,128,.4);"
+"""Of a dot: a dark one is seen on a dark ground, a pale one on white."""
 
 LONGEST_LINE = 9
 """Characters from which on a head is broken in two."""
@@ -82,7 +84,8 @@ class Table:
         return (
             f'<div style="{AROUND}"><table style="{TABLE}">'
             f'<caption style="text-align:left;caption-side:top;padding:.3em .5em;color:inherit;'
-            f'font-weight:600">{escape(self.caption)}</caption>'
+            f'font-weight:600"><span style="position:sticky;left:.5em">'
+            f"{escape(self.caption)}</span></caption>"
             f'<thead><tr style="border-bottom:{LINE};background:transparent">{head}</tr></thead>'
             f"<tbody>{body}</tbody></table></div>"
             + (f'<div style="{QUIET}padding:0 .55em .4em">{notes}</div>' if notes else "")
@@ -108,7 +111,7 @@ def dot(colour: str, is_hollow: bool = False) -> str:
     inside = "transparent" if is_hollow else escape(colour)
     return (
         '<span aria-hidden="true" style="display:inline-block;width:.7em;height:.7em;'
-        f"box-sizing:border-box;border:.17em solid {escape(colour)};"
+        f"box-sizing:border-box;border:.17em solid {escape(colour)};{RIM}"
         f'border-radius:50%;margin-right:.5em;background:{inside}"></span>'
     )
 
