@@ -98,6 +98,7 @@ def test_a_table_can_be_heard_and_read():
     assert html.count('scope="col"') == 9
     assert "<caption" in html
     assert html.count('aria-hidden="true"') == 4
+    assert "held-out accuracy" in re.sub("<[^>]*>", "", html)
 
 
 def test_the_scores_in_text():

@@ -27,7 +27,7 @@ h2 { font-size: 1.15rem; margin-top: 2rem; }
   pre { white-space: pre-wrap; overflow: visible; }
   img, tr, pre { break-inside: avoid; }
   h2 { break-after: avoid; }
-  .wide { overflow-x: visible; }
+  .wide, .wide > div { overflow-x: visible !important; }
 }
 """
 

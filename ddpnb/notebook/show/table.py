@@ -18,7 +18,7 @@ STAYS = (
 )
 """Of the first column, which stays in sight and covers what is scrolled below it."""
 HEAD_OF_ROW = f"{CELL}{STAYS}text-align:left;font-weight:600;"
-BROKEN = "min-width:14em;overflow-wrap:break-word;white-space:normal;"
+BROKEN = "min-width:14em;overflow-wrap:anywhere;white-space:normal;"
 PROSE = "min-width:12em;overflow-wrap:anywhere;white-space:normal;"
 TABLE = (
     "border-collapse:collapse;border:0;margin:0;font-variant-numeric:tabular-nums;"
@@ -84,8 +84,7 @@ class Table:
         return (
             f'<div style="{AROUND}"><table style="{TABLE}">'
             f'<caption style="text-align:left;caption-side:top;padding:.3em .5em;color:inherit;'
-            f'font-weight:600"><span style="position:sticky;left:.5em">'
-            f"{escape(self.caption)}</span></caption>"
+            f'font-weight:600">{escape(self.caption)}</caption>'
             f'<thead><tr style="border-bottom:{LINE};background:transparent">{head}</tr></thead>'
             f"<tbody>{body}</tbody></table></div>"
             + (f'<div style="{QUIET}padding:0 .55em .4em">{notes}</div>' if notes else "")
@@ -119,13 +118,14 @@ def dot(colour: str, is_hollow: bool = False) -> str:
 def _head(column: Column, stays: str) -> str:
     side = "right" if column.is_number else "left"
     style = f"{CELL}{stays}text-align:{side};font-weight:600;vertical-align:bottom;"
-    lines = " <br/>".join(map(escape, in_two_lines(column.title)))
-    style += "white-space:nowrap;font-size:.95em"
+    style += "white-space:normal;font-size:.95em"
+    whole = '<span style="white-space:nowrap">'
+    lines = " ".join(f"{whole}{escape(line)}</span>" for line in in_two_lines(column.title))
     return f'<th scope="col" style="{style}">{lines}</th>'
 
 
 def in_two_lines(title: str) -> list[str]:
-    """Return a head as one line or, where it is long, as two that are about as long."""
+    """Return the parts that a head may be broken into: one or, where it is long, two."""
     breaks = [at for at, letter in enumerate(title) if letter == " "]
     if len(title) <= LONGEST_LINE or not breaks:
         return [title]
