@@ -12,10 +12,10 @@ from matplotlib.patches import FancyBboxPatch
 from matplotlib.text import Text
 
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.summary import StrategySummary
 from ddpnb.notebook.show import words
 from ddpnb.notebook.show.canvas import QuickCanvas
 from ddpnb.notebook.show.detail import Detail, has_detail
+from ddpnb.notebook.show.footer import footer
 from ddpnb.notebook.show.horizon import planned_samples, planned_seconds
 from ddpnb.notebook.show.layout import LABEL_CHARACTERS, LEAST_LABEL_WIDTH, WIDTH, Layout
 from ddpnb.notebook.show.measure import width_inches
@@ -26,8 +26,6 @@ from ddpnb.notebook.show.theme import INK, MUTED, PAPER, RULE, SMALL_POINTS, TIT
 from ddpnb.notebook.show.view import EVERYTHING, View
 
 DPI = 100
-FOOTER_INCHES = WIDTH - 0.7
-MORE = "more below the table"
 X_LABELS = {
     "samples": "samples seen",
     "seconds": "training seconds",
@@ -125,7 +123,7 @@ class _Drawing:
         if self._detail is not None:
             self._detail.update(comparison, series, self._seconds)
         self._title.set_text(words.title(comparison))
-        self._footer.set_text(_footer(comparison, tuple(each.summary for each in series)))
+        self._footer.set_text(footer(comparison, tuple(each.summary for each in series)))
 
     def png(self) -> bytes:
         parts: list[Panel | Detail] = [*self._panels()]
@@ -227,21 +225,6 @@ def _marks(series: Series, x: str) -> tuple[tuple[float, str], ...]:
         for mark in series.marks
         if mark.seconds > 0
     )
-
-
-def _footer(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> str:
-    """Return what the lines mean, and what must be said beside them, in one line of whole notes."""
-    repeats = max((run.repeat for run in comparison.runs), default=0) > 0
-    faint, strong = ("each repeat", "median") if repeats else ("every update", "moving average")
-    text, told = f"Faint: {faint}, strong: {strong}.", ""
-    notes = [note.rstrip(".") for note in words.notes(comparison, summaries)]
-    for index, note in enumerate(notes):
-        longer = f"{told}; {note}" if told else f" {note}"
-        rest = "" if index == len(notes) - 1 else f"; {MORE}"
-        if width_inches(text + longer + rest) > FOOTER_INCHES:
-            return f"{text}{told}; {MORE}" if told else f"{text} {MORE.capitalize()}"
-        told = longer
-    return text + told
 
 
 def _paper(figure: Figure, height: float) -> FancyBboxPatch:

@@ -1,6 +1,6 @@
 """How wide is a text that is drawn?  (Notebook side.)"""
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from matplotlib.backends.backend_agg import RendererAgg
@@ -11,7 +11,7 @@ from ddpnb.notebook.show.theme import SMALL_POINTS
 DPI = 100
 
 
-@cache
+@lru_cache(maxsize=1000)
 def width_inches(text: str, *, is_bold: bool = False) -> float:
     """Return how many inches a line of small text takes."""
     look = FontProperties(size=SMALL_POINTS, weight="bold" if is_bold else "normal")
