@@ -69,7 +69,7 @@ def status_table(cluster: Cluster, running: Sequence[Running], notes: Sequence[s
             Column(title="device"),
             Column(title="threads", is_number=True),
             Column(title="backend"),
-            Column(title="state"),
+            Column(title="state", is_prose=True),
         ),
         rows=tuple(rows),
         notes=tuple(told),

@@ -98,6 +98,22 @@ def test_every_control_has_a_label(page: Page) -> None:
     assert controls.count() >= 14
 
 
+def test_no_strategy_moves_when_it_is_said_what_they_are(page: Page) -> None:
+    boxes = cell(page, PANEL).locator("input[type=checkbox]").all()
+    summary = cell(page, PANEL).locator("summary")
+    before = [box.bounding_box() for box in boxes]
+    summary.click()
+    expect(cell(page, PANEL).get_by_text("one device")).to_be_visible()
+    screenshot(page, "panel-what-they-are")
+    after = [box.bounding_box() for box in boxes]
+    summary.click()
+    assert after == before
+    below = max(box["y"] + box["height"] for box in before if box is not None)
+    around = summary.bounding_box()
+    assert around is not None
+    assert around["y"] >= below - 4
+
+
 def test_it_trains_by_keyboard_alone_and_the_figure_changes(page: Page) -> None:
     cell(page, PANEL).locator("input[type=checkbox]").first.focus()
     tab_to(page, "async")

@@ -1,4 +1,5 @@
 import io
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -292,8 +293,90 @@ def test_a_straggler_and_what_struck_it_are_told():
     assert "rank 1 3x slower at 2.0 s" in " ".join(texts)
 
 
+def marked(*marks: tuple[float, str]) -> list[matplotlib.text.Text]:
+    """What is said of such marks of rank 1 in a figure."""
+    told = [Mark(rank=1, seconds=seconds, text=text) for seconds, text in marks]
+    texts = shown_texts(compared(fake_run("ddp", num_steps=150, slow_rank=1, marks=told)))
+    return [text for text in texts if "rank 1: " in text.get_text() and "×" not in text.get_text()]
+
+
+@pytest.mark.parametrize("seconds", [0.4, 1.8, 2.4, 3.3])
+def test_what_is_said_of_a_mark_stays_inside_its_axes(seconds: float):
+    (text,) = marked((seconds, "came back"))
+    box, around = text.get_window_extent(), text.axes.bbox
+    assert around.x0 <= box.x0
+    assert box.x1 <= around.x1
+
+
+def test_a_rank_that_was_killed_is_named_also_where_it_came_back():
+    (text,) = marked((2.5, "came back"), (0.5, "3x slower"), (1.0, "killed"))
+    assert text.get_text() == " rank 1: killed \n rank 1: came back "
+
+
+def test_names_are_kept_clear_of_bars_neighbours_and_the_edge():
+    names = ("async", "async:damping=off", "async:bound=2")
+    runs = [fake_run(name, num_steps=60) for name in names]
+    texts = shown_texts(compared(*runs))
+    axes = texts[-1].figure.axes
+    for text in texts:
+        box = text.get_window_extent()
+        assert box.x1 < 1390, text.get_text()
+        if text.get_text() in names or "exposed" in text.get_text():
+            touched = [a for a in axes if a is not text.axes and a.bbox.overlaps(box.padded(4))]
+            assert not touched, text.get_text()
+
+
+def test_numbers_at_an_axis_keep_their_distance():
+    for factor in (1, 10, 100):
+        runs = []
+        for name in ("single", "ddp", "async"):
+            run = Run.of_spec(spec(name), created=1.0)
+            told = [step(i, (i + 1) / 100, 1.0, samples=11 * factor) for i in range(50)]
+            run.add(batch(run.run_id, told, header=header(spec(name), 50)))
+            run.end(Status.FINISHED)
+            runs.append(run)
+        for axes in draw(fake_comparison().with_runs([run.snapshot() for run in runs])).axes:
+            axes.figure.canvas.draw()
+            left, right = axes.get_xlim()
+            boxes = [
+                tick.label1.get_window_extent()
+                for tick in axes.xaxis.get_major_ticks()
+                if left <= tick.get_loc() <= right and tick.label1.get_visible()
+            ]
+            if "Staleness" not in axes.get_title(loc="left"):
+                gaps = [b.x0 - a.x1 for a, b in itertools.pairwise(boxes)]
+                assert min(gaps, default=99.0) > 7, axes.get_title(loc="left")
+
+
+def test_the_footer_ends_with_a_whole_note():
+    notes_ = {"ddp": "a note of middling length on how this came about", "dp": "a longer one " * 9}
+    runs = []
+    for name, note in notes_.items():
+        run = fake_run(name, num_steps=20).snapshot()
+        assert run.header is not None
+        runs.append(replace(run, header=replace(run.header, notes=(note.strip(),))))
+    both, one = (Comparison(comparison_id="c", name="c", runs=tuple(r)) for r in (runs, runs[1:]))
+    footer, alone = (
+        next(text.get_text() for text in shown_texts(each) if text.get_text().startswith("Faint"))
+        for each in (both, one)
+    )
+    assert footer.endswith(f"ddp: {notes_['ddp']}; more below the table")
+    assert alone.endswith(f"dp: {notes_['dp'].strip()}") or alone.endswith(". More below the table")
+
+
 def test_exposed_communication_is_told():
     assert any("24 % exposed" in text.get_text() for text in shown_texts(fake_comparison()))
+
+
+def test_an_outline_is_explained_only_where_there_is_one():
+    def explained(*names: str) -> list[str]:
+        texts = [text.get_text() for text in shown_texts(slowed(*names))]
+        return [text for text in texts if "outline" in text or "┃" in text]
+
+    assert explained("single", "ddp") == ["outline: workers × single"]
+    assert explained("single", "ddp", "no-comm") == ["outline: ideal  ┃ no-comm"]
+    assert explained("ddp", "no-comm") == ["┃ no-comm"]
+    assert explained("ddp", "async") == []
 
 
 @pytest.mark.parametrize("x", ACROSS)

@@ -11,7 +11,7 @@ from ddpnb.notebook.show.listing import ranks_table, runs_table
 from ddpnb.notebook.show.progress import progress_of
 from ddpnb.notebook.show.scores import scores_table
 from ddpnb.notebook.show.sentence import sentence
-from ddpnb.notebook.show.table import Cell, Column, Table
+from ddpnb.notebook.show.table import Cell, Column, Table, in_two_lines
 from ddpnb.notebook.show.words import duration, number, percent, short, size
 from ddpnb.wire import RankState
 from tests.record.fake_runs import fake_comparison, fake_run, header, spec
@@ -74,6 +74,7 @@ def test_numbers(value: float, shown: str):
 
 def test_other_words():
     assert [short(v) for v in (17_123, 999.6, 2_500_000, 12)] == ["17.1k", "1.00k", "2.50M", "12.0"]
+    assert [short(v) for v in (3.1e13, 1e17, -2.54e20)] == ["31.0T", "1e17", "-2.5e20"]
     assert number(float("inf")) == "∞"
     assert percent(0.9611, 1) == "96.1 %"
     assert [duration(s) for s in (12.4, 200, 7260)] == ["12 s", "3 min 20 s", "2 h 1 min"]
@@ -94,15 +95,16 @@ def test_a_table_can_be_heard_and_read():
     html = scores_table(fake_comparison()).html()
     check_html(html)
     assert html.count('scope="row"') == 4
-    assert html.count('scope="col"') == 10
+    assert html.count('scope="col"') == 9
     assert "<caption" in html
     assert html.count('aria-hidden="true"') == 4
+    assert "held-out accuracy" in re.sub("<[^>]*>", "", html)
 
 
 def test_the_scores_in_text():
     text = scores_table(fake_comparison()).text()
     dp = next(line for line in text.splitlines() if line.startswith("dp "))
-    assert re.search(r"dp \(emulated\) +2 +[\d,]+ \([\d,]+ to [\d,]+\) +1\.\d\d× +\d\d %", dp)
+    assert re.search(r"dp \(emulated\) +[\d,]+ \([\d,]+–[\d,]+\) +1\.\d\d× +\d\d %", dp)
     assert "range over the tenths of the run" in text
     assert "emulated on CPU threads" in text
     assert re.search(r"async .* 94\.7 % +1 / 3", text)
@@ -139,6 +141,42 @@ def test_how_a_run_ended_is_told_in_words(status: Status, detail: str, told: str
     run.end(status, detail)
     comparison = Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
     assert f"\n  ddp: {told}\n" in scores_table(comparison).text() + "\n"
+
+
+def test_workers_have_a_column_where_the_title_does_not_tell_them():
+    usual = scores_table(fake_comparison())
+    assert "workers" not in {column.title for column in usual.columns}
+    ddp, alone = fake_run("ddp", num_steps=20).snapshot(), fake_run("dp", num_steps=20).snapshot()
+    assert alone.header is not None
+    alone = replace(alone, header=replace(alone.header, num_workers=1))
+    unlike = Comparison(comparison_id="c", name="c", runs=(ddp, alone))
+    assert "workers" in {column.title for column in scores_table(unlike).columns}
+
+
+def test_a_head_has_two_lines_at_most():
+    assert in_two_lines("sent a step") == ["sent a", "step"]
+    assert in_two_lines("held-out accuracy") == ["held-out", "accuracy"]
+    assert in_two_lines("samples/s") == ["samples/s"]
+    assert in_two_lines("interconnection") == ["interconnection"]
+
+
+def test_what_is_long_is_shortened_and_told_in_full_but_sentences_are_broken():
+    long = "a_module_of_mine.with_a_very_long_name:build_task"
+    table = Table(
+        caption="",
+        columns=(Column(title="name"), Column(title="task"), Column(title="n", is_prose=True)),
+        rows=((Cell(text=long), Cell(text=long), Cell(text=long)),),
+    )
+    html = table.html()
+    assert html.count(f">{long}<") == 2
+    assert f'title="{long}">a_module_of_mine.with_a_ver…<' in html
+    assert table.text().count(long) == 3
+
+
+def test_a_variant_has_a_ring_for_a_dot():
+    runs = [fake_run(name, num_steps=20) for name in ("ddp", "ddp:hook=fp16")]
+    rows = scores_table(of_runs(*runs)).html().split("<tbody>")[1].split("</tr>")
+    assert ['background:transparent"></span>' in row for row in rows[:2]] == [False, True]
 
 
 def test_an_empty_comparison_has_an_empty_table():
@@ -232,6 +270,22 @@ def test_the_sentence_is_silent_where_ranges_overlap():
     assert told == "The ranges of samples/s overlap, so no strategy is shown to be faster."
 
 
+def test_the_sentence_names_the_clearest_pair_where_all_overlap_with_the_baseline():
+    ranges = {"single": (1.0, 3.0), "ddp": (2.4, 2.8), "async": (1.2, 1.6), "zero": (2.3, 2.6)}
+    runs = [
+        timed(name, (seconds,), repeat)
+        for name, told in ranges.items()
+        for repeat, seconds in enumerate(told)
+    ]
+    told = sentence(
+        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
+    )
+    pair = re.fullmatch(r"In samples/s, async is (\d\.\d\d)× ddp; all ranges (.*)\.", told)
+    assert pair is not None, told
+    assert 1.7 < float(pair[1]) < 2.0
+    assert pair[2] == "overlap with that of single"
+
+
 def test_the_sentence_tells_of_emulation_scores_and_trouble():
     told = sentence(fake_comparison())
     assert "ddp is 1.6" in told
@@ -274,8 +328,8 @@ def test_lost_samples_and_unlike_memory_have_columns():
             ),
         )
     ).text()
-    assert re.search(r"ddp .* 8\.0 MB \(4\.0 MB optimizer\)", text)
-    assert re.search(r"async .* 640 +6\.0 MB \(2\.0 MB optimizer\)", text)
+    assert re.search(r"ddp .* 8\.0 MB \(4\.0 MB state\)", text)
+    assert re.search(r"async .* 640 +6\.0 MB \(2\.0 MB state\)", text)
     same = scores_table(of_runs(reported("ddp", num_parameter_bytes=9), reported("dp")))
     assert "held a rank" in {column.title for column in same.columns}
     equal = [reported(name, num_parameter_bytes=9) for name in ("ddp", "dp")]
@@ -285,7 +339,7 @@ def test_lost_samples_and_unlike_memory_have_columns():
 def test_when_a_target_was_reached_is_in_table_and_sentence():
     comparison = fake_comparison(("single", "ddp"))
     table = scores_table(comparison, 0.5)
-    assert table.columns[-1].title == "to loss 0.5"
+    assert [column.title for column in table.columns][1:3] == ["samples/s", "to loss 0.5"]
     assert re.search(r"ddp .* \d\.\d\d s \(\d\d\.\dk samples\)", table.text())
     told = sentence(comparison, 0.5)
     assert re.search(r"a training loss of 0.5 is reached after \d.\d\d s by ddp and ", told)

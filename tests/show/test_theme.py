@@ -1,3 +1,6 @@
+import itertools
+import math
+
 import pytest
 
 from ddpnb.catalogue import STRATEGIES
@@ -12,8 +15,29 @@ PLANNED = (
 def test_every_strategy_has_a_look_of_its_own():
     assert set(STRATEGIES) <= set(STYLES)
     assert set(PLANNED) == set(STYLES)
-    assert len({style.colour for style in STYLES.values()}) == 10
+    assert len({style.colour for style in STYLES.values()}) == len(STYLES)
     assert not {style.colour for style in SPARE_STYLES} & {s.colour for s in STYLES.values()}
+
+
+def test_dots_alone_tell_strategies_apart():
+    seen = {name: as_seen(style.colour) for name, style in STYLES.items()}
+    seen |= {f"own {index}": as_seen(style.colour) for index, style in enumerate(SPARE_STYLES)}
+    pairs = {(a, b): math.dist(seen[a], seen[b]) for a, b in itertools.combinations(seen, 2)}
+    closest = min(pairs, key=lambda pair: pairs[pair])
+    assert pairs[closest] > 20, closest  # 2.3 is just noticeable, side by side
+    assert pairs["single", "no-comm"] > 35
+
+
+def as_seen(colour: str) -> tuple[float, float, float]:
+    """Lightness, green to red and blue to yellow (CIELAB, D65), in which distances are alike."""
+    shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
+    rows = ((0.4339, 0.3762, 0.1899), (0.2126, 0.7152, 0.0722), (0.0177, 0.1095, 0.8728))
+    x, y, z = (
+        math.cbrt(sum(weight * part for weight, part in zip(row, linear, strict=True)))
+        for row in rows
+    )
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
 def test_line_and_marker_alone_tell_strategies_apart():

@@ -174,7 +174,7 @@ class Form:
 
     def _placed(self) -> Any:
         boxes = widgets.HBox(
-            [widgets.HTML("<b>strategies</b>&emsp;"), *self._strategies.values(), _explained()],
+            [widgets.HTML("<b>strategies</b>&emsp;"), *self._strategies.values()],
             layout={"flex_flow": "row wrap", "align_items": "center", "max_width": "99%"},
         )
         columns = [
@@ -187,6 +187,7 @@ class Form:
         return widgets.VBox(
             [
                 boxes,
+                _explained(),
                 widgets.HBox(columns, layout=wrapped),
                 self._magic,
                 widgets.HBox(buttons, layout=wrapped | {"align_items": "center"}),

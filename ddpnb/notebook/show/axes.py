@@ -1,8 +1,11 @@
 """What do bare axes look like, and where do they end?  (Notebook side.)"""
 
 import math
+from collections.abc import Sequence
+from typing import final
 
 from matplotlib.axes import Axes
+from matplotlib.axis import XAxis
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -11,6 +14,8 @@ from ddpnb.notebook.show.words import short
 
 ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 """Axes end at one of these times a power of ten, so that they seldom change."""
+DIGIT_WIDTH, GAP_WIDTH = 0.66, 1.0
+"""What a digit takes, and what is kept free between two numbers, as shares of their height."""
 
 
 def prepare(axes: Axes, title: str, x_label: str, log: bool) -> Text:
@@ -33,7 +38,7 @@ def prepare(axes: Axes, title: str, x_label: str, log: bool) -> Text:
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_locator(RoomyLocator(4))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     return axes.text(
@@ -49,25 +54,51 @@ def prepare(axes: Axes, title: str, x_label: str, log: bool) -> Text:
     )
 
 
+@final
+class RoomyLocator(MaxNLocator):
+    """At most so many round numbers, and fewer where their words would nearly touch."""
+
+    def __init__(self, nbins: int) -> None:
+        super().__init__(nbins=nbins, steps=[1, 2, 2.5, 5, 10])
+        self._most = nbins
+
+    def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
+        """Return where numbers stand between two ends."""
+        assert isinstance(self.axis, XAxis)
+        points = self.axis.axes.bbox.width * 72 / self.axis.axes.figure.dpi
+        for most in range(self._most, 0, -1):
+            self.set_params(nbins=most)
+            values = super().tick_values(vmin, vmax)
+            shown = [value for value in values if vmin <= value <= vmax]
+            longest = max((len(tick(value)) for value in shown), default=0)
+            needed = (longest * DIGIT_WIDTH + GAP_WIDTH) * SMALL_POINTS
+            if len(shown) < 2 or points * (shown[1] - shown[0]) / (vmax - vmin) >= needed:
+                break
+        return values
+
+
 def draw_target(axes: Axes, target: float) -> None:
-    """Draw a line across at ``target``, and its number at the left."""
-    axes.axhline(target, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
-    axes.text(
-        0.99,
-        target,
-        f"target {tick(target)}",
-        transform=axes.get_yaxis_transform(),
+    """Draw a line across at ``target``; what it is stands at the upper right, far from losses."""
+    line = axes.axhline(target, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
+    axes.legend(
+        [line],
+        [f"target {tick(target)}"],
+        loc="upper right",
+        bbox_to_anchor=(1.0, 0.97),
+        borderaxespad=0,
+        borderpad=0.1,
+        handlelength=1.6,
+        handletextpad=0.5,
         fontsize=SMALL_POINTS,
-        color=INK,
-        ha="right",
-        va="bottom",
+        labelcolor=INK,
+        frameon=False,
     )
 
 
 def tick(value: float) -> str:
     """Return a number as it stands at an axis: short, without zeros at its end."""
     text = short(value)
-    number, unit = (text[:-1], text[-1]) if text[-1] in "kMG" else (text, "")
+    number, unit = (text[:-1], text[-1]) if text[-1] in "kMGT" else (text, "")
     return (number.rstrip("0").rstrip(".") if "." in number else number) + unit
 
 

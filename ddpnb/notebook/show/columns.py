@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter
 
-from ddpnb.notebook.show.axes import tick
+from ddpnb.notebook.show.axes import RoomyLocator, tick
 from ddpnb.notebook.show.series import Series
 from ddpnb.notebook.show.stamp import Stamp
 from ddpnb.notebook.show.theme import FONT_POINTS, INK, MUTED, RULE, SMALL_POINTS
@@ -146,7 +146,7 @@ def _prepare(axes: Axes, head: Head) -> None:
     axes.tick_params(labelsize=SMALL_POINTS, labelcolor=MUTED, length=0)
     axes.set_yticks([])
     axes.set_navigate(False)  # there is nothing to zoom into, and what stands beside would stay
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=3, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_locator(RoomyLocator(3))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
 
 

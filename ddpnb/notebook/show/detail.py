@@ -23,7 +23,7 @@ from ddpnb.notebook.show.theme import MUTED, SMALL_POINTS, Style, style_of
 ASYNCHRONOUS = ("async", "hogwild", "gossip")
 """Strategies whose updates have a staleness."""
 
-RATE, SPLIT, RANKS, STALE = (1.0, 1.66), (1.4, 1.9), (0.95, 1.12), (0.62, 0.84)
+RATE, SPLIT, RANKS, STALE = (1.0, 1.68), (1.35, 2.12), (0.9, 1.12), (0.62, 0.84)
 """Width of each column, as a share, and inches of text at its right."""
 
 
@@ -83,9 +83,9 @@ class Detail:
         for column in self._columns:
             column.update(series, num_rows, seconds)
 
-    def make_room(self, num_characters: int) -> None:
-        """Place the columns so that names of so many characters fit."""
-        boxes = self._layout.rows(num_characters, self._places)
+    def make_room(self, name_width: float) -> None:
+        """Place the columns so that names of so many inches fit."""
+        boxes = self._layout.rows(name_width, self._places)
         for column, box in zip(self._columns, boxes, strict=True):
             column.axes.set_position(box)
 
@@ -109,7 +109,7 @@ class Detail:
         """Return what the names at the left depend on."""
         return tuple(name.state for name in self._names)
 
-    def pieces(self, room: int) -> list[Piece]:
+    def pieces(self, room: Hashable) -> list[Piece]:
         """Return the columns' axes, which depend on their limits and on the room for labels."""
         return [Piece(axes=each.axes, state=(room, *each.limits())) for each in self._columns]
 
@@ -131,7 +131,7 @@ class _Name:
 
     def show(self, label: str, style: Style, middle: float, *, is_begun: bool) -> None:
         self.state = (label, style, middle, is_begun)
-        most = LABEL_CHARACTERS[1]
+        most = LABEL_CHARACTERS
         self._line.set_data([self._left], [middle])
         self._line.set_marker(style.marker)
         self._line.set_markerfacecolor("white" if style.is_hollow else style.colour)

@@ -68,7 +68,11 @@ class Details:
 
 def _pairs(caption: str, pairs: dict[str, str]) -> Table:
     rows = tuple((Cell(text=name), Cell(text=value)) for name, value in pairs.items())
-    return Table(caption=caption, columns=(Column(title="what"), Column(title="value")), rows=rows)
+    return Table(
+        caption=caption,
+        columns=(Column(title="what"), Column(title="value", is_prose=True)),
+        rows=rows,
+    )
 
 
 def _spoken(value: object) -> str:

@@ -12,12 +12,13 @@ from matplotlib.patches import FancyBboxPatch
 from matplotlib.text import Text
 
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.summary import StrategySummary
 from ddpnb.notebook.show import words
 from ddpnb.notebook.show.canvas import QuickCanvas
 from ddpnb.notebook.show.detail import Detail, has_detail
+from ddpnb.notebook.show.footer import footer
 from ddpnb.notebook.show.horizon import planned_samples, planned_seconds
-from ddpnb.notebook.show.layout import LABEL_CHARACTERS, WIDTH, Layout
+from ddpnb.notebook.show.layout import LABEL_CHARACTERS, LEAST_LABEL_WIDTH, WIDTH, Layout
+from ddpnb.notebook.show.measure import width_inches
 from ddpnb.notebook.show.panel import Panel
 from ddpnb.notebook.show.series import Line, Preparer, Series
 from ddpnb.notebook.show.strokes import Labelled
@@ -25,7 +26,6 @@ from ddpnb.notebook.show.theme import INK, MUTED, PAPER, RULE, SMALL_POINTS, TIT
 from ddpnb.notebook.show.view import EVERYTHING, View
 
 DPI = 100
-FOOTER_CHARACTERS = 144
 X_LABELS = {
     "samples": "samples seen",
     "seconds": "training seconds",
@@ -103,14 +103,14 @@ class _Drawing:
         self._detail = (
             Detail(self._figure, self._layout, comparison) if self._layout.has_rows else None
         )
-        self._room = 0
+        self._room = (0.0, 0.0)
         self._seconds = 0.0
 
     def update(self, comparison: Comparison, series: Sequence[Series]) -> None:
         """Show the comparison as it is now."""
         begun = {each.summary.name for each in series}
         to_come = [words.longest_label(name) for name in comparison.strategies if name not in begun]
-        self._make_room(max(map(len, [each.label for each in series] + to_come), default=0))
+        self._make_room([cut(label) for label in [*(each.label for each in series), *to_come]])
         self._seconds = planned_seconds(comparison, self._seconds)
         ends = {"samples": planned_samples(comparison), "seconds": self._seconds}
         for x, panel in self._losses.items():
@@ -123,7 +123,7 @@ class _Drawing:
         if self._detail is not None:
             self._detail.update(comparison, series, self._seconds)
         self._title.set_text(words.title(comparison))
-        self._footer.set_text(_footer(comparison, tuple(each.summary for each in series)))
+        self._footer.set_text(footer(comparison, tuple(each.summary for each in series)))
 
     def png(self) -> bytes:
         parts: list[Panel | Detail] = [*self._panels()]
@@ -170,18 +170,20 @@ class _Drawing:
             axes, title=title, x_label=x_label, log=log, target=target, names_marks=names_marks
         )
 
-    def _make_room(self, num_characters: int) -> None:
-        """Place the panels so that the longest label fits; they never grow back."""
-        least, most = LABEL_CHARACTERS
-        room = max(self._room, min(max(num_characters, least), most))
-        if room == self._room:
+    def _make_room(self, labels: Sequence[str]) -> None:
+        """Place the panels so that the widest label fits; they never grow back."""
+        label = max(LEAST_LABEL_WIDTH, self._room[0], *map(width_inches, labels))
+        bold = max(
+            LEAST_LABEL_WIDTH, self._room[1], *(width_inches(t, is_bold=True) for t in labels)
+        )
+        if (label, bold) == self._room:
             return
-        self._room = room
+        self._room = (label, bold)
         widths = (2.0, 1.0) if len(self._losses) == 1 else (1.0, 1.0, 1.0)
-        for panel, box in zip(self._panels(), self._layout.panels(room, widths), strict=True):
+        for panel, box in zip(self._panels(), self._layout.panels(label, widths), strict=True):
             panel.axes.set_position(box)
         if self._detail is not None:
-            self._detail.make_room(room)
+            self._detail.make_room(bold)
 
     def _panels(self) -> tuple[Panel, ...]:
         return (*self._losses.values(), self._rate)
@@ -200,8 +202,8 @@ class _Drawing:
 
 def cut(label: str) -> str:
     """Return a label that fits the room there is."""
-    most = LABEL_CHARACTERS[1]
-    return label if len(label) <= most else f"{label[: most - 1]}…"
+    is_whole = len(label) <= LABEL_CHARACTERS
+    return label if is_whole else f"{label[: LABEL_CHARACTERS - 1]}…"
 
 
 def _planned(comparison: Comparison) -> set[tuple[str, str]]:
@@ -223,15 +225,6 @@ def _marks(series: Series, x: str) -> tuple[tuple[float, str], ...]:
         for mark in series.marks
         if mark.seconds > 0
     )
-
-
-def _footer(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> str:
-    """Return what the lines mean, and what must be said beside them, in one line."""
-    repeats = max((run.repeat for run in comparison.runs), default=0) > 0
-    faint, strong = ("each repeat", "median") if repeats else ("every update", "moving average")
-    told = "; ".join(note.rstrip(".") for note in words.notes(comparison, summaries))
-    text = f"Faint: {faint}, strong: {strong}. {told}"
-    return text if len(text) <= FOOTER_CHARACTERS else text[: FOOTER_CHARACTERS - 2] + " …"
 
 
 def _paper(figure: Figure, height: float) -> FancyBboxPatch:

@@ -15,11 +15,10 @@ LABEL_HEIGHT = 0.225
 """Inches of one label at the end of a line."""
 TICKS_WIDTH = 0.56
 """Inches left of each panel, for the numbers on its y axis."""
-CHARACTER_WIDTH = 0.092
-"""Inches of one character of a label, generously."""
-BOLD_WIDTH = 0.108
-LABEL_CHARACTERS = (8, 26)
-"""Least and greatest length of a label that there is room for."""
+LEAST_LABEL_WIDTH = 0.74
+"""Inches that there are for a label at least."""
+LABEL_CHARACTERS = 26
+"""Greatest length of a label; a longer one is cut."""
 
 ROWS_TOP, ROWS_BOTTOM = 1.06, 1.24
 """What the ticks of the panels above and the heads take; what ticks, legend and footer take."""
@@ -63,14 +62,14 @@ class Layout:
         """Of the whole figure."""
         return self.panels_bottom + self.panel_height + TOP
 
-    def panels(self, num_characters: int, widths: Sequence[float]) -> list[Box]:
+    def panels(self, label_width: float, widths: Sequence[float]) -> list[Box]:
         """Return where the curves go, with room at the right of each for its labels.
 
         Args:
-            num_characters: of the longest label.
+            label_width: inches of the widest label.
             widths: how wide each panel is, as shares of what there is.
         """
-        label = 0.26 + CHARACTER_WIDTH * num_characters
+        label = 0.3 + label_width
         free = WIDTH - 0.34 - len(widths) * (TICKS_WIDTH + label)
         boxes, left = [], 0.14
         for share in widths:
@@ -80,15 +79,15 @@ class Layout:
             left += width + label
         return boxes
 
-    def rows(self, num_characters: int, columns: Sequence[tuple[float, float]]) -> list[Box]:
+    def rows(self, name_width: float, columns: Sequence[tuple[float, float]]) -> list[Box]:
         """Return where the columns go; names stand at the left of the first.
 
         Args:
-            num_characters: of the longest name.
+            name_width: inches of the widest name.
             columns: how wide each is, as a share of what there is, and how many inches of
                 text stand at its right.
         """
-        left = self.names_left + 0.36 + BOLD_WIDTH * num_characters
+        left = self.names_left + 0.4 + name_width
         gap = 0.3
         free = WIDTH - 0.3 - left - sum(text + gap for _, text in columns) + gap
         boxes = []

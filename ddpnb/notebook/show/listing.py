@@ -23,7 +23,7 @@ def ranks_table(states: Sequence[RankState]) -> Table:
             Column(title="device"),
             Column(title="threads", is_number=True),
             Column(title="backend"),
-            Column(title="notes"),
+            Column(title="notes", is_prose=True),
         ),
         rows=tuple(_rank_row(state, ordered) for state in ordered),
     )
@@ -45,7 +45,7 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
             Column(title="workers", is_number=True),
             Column(title="updates", is_number=True),
             Column(title="begun"),
-            Column(title="state"),
+            Column(title="state", is_prose=True),
         ),
         rows=tuple(_run_row(repeats) for repeats in by_name.values()),
         notes=("%ddp_plot NAME ... draws them; the part after the slash stands for the latest",)
@@ -77,10 +77,11 @@ def _shared(state: RankState, states: Sequence[RankState]) -> str:
 
 def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
     run = repeats[0]
+    style = style_of(run.name)
     endings = sorted({ending(repeat.status, repeat.detail) for repeat in repeats})
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created))
     return (
-        Cell(text=f"{run.comparison}/{run.name}", dot=style_of(run.name).colour),
+        Cell(text=f"{run.comparison}/{run.name}", dot=style.colour, is_hollow=style.is_hollow),
         Cell(text=str(len(repeats))),
         Cell(text="own cell" if run.task == "cell" else run.task or NOTHING),
         Cell(text=f"{run.spec.batch_size:,}" if run.spec else NOTHING),

@@ -27,7 +27,7 @@ h2 { font-size: 1.15rem; margin-top: 2rem; }
   pre { white-space: pre-wrap; overflow: visible; }
   img, tr, pre { break-inside: avoid; }
   h2 { break-after: avoid; }
-  .wide { overflow-x: visible; }
+  .wide, .wide > div { overflow-x: visible !important; }
 }
 """
 
@@ -82,5 +82,5 @@ def _pairs(caption: str, pairs: Mapping[str, str]) -> str:
     if not pairs:
         return ""
     rows = tuple((Cell(text=name), Cell(text=value)) for name, value in pairs.items())
-    columns = (Column(title="what"), Column(title="value"))
+    columns = (Column(title="what"), Column(title="value", is_prose=True))
     return Table(caption=caption, columns=columns, rows=rows).html()

@@ -1,12 +1,13 @@
 """How is one quantity of all strategies drawn on one pair of axes?  (Notebook side.)"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import final
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.transforms import Bbox
 
 from ddpnb.notebook.show.axes import draw_target, prepare, round_down, round_up
 from ddpnb.notebook.show.canvas import Piece
@@ -68,9 +69,9 @@ class Panel:
             strokes.hide()
         self._grow(changed, right)
         self._place_labels(len(shown))
-        num_told = 0
+        num_told, inches = 0, self._box_inches().width
         for strokes in self._strokes:
-            num_told += strokes.place_told(0.94 - 0.09 * num_told, self._limits[0])
+            num_told += strokes.place_told(0.94 - 0.09 * num_told, self._limits[0], inches)
         if self._waiting.get_visible() == bool(shown):
             self._waiting.set_visible(not shown)
             self.axes.tick_params(labelbottom=bool(shown), labelleft=bool(shown))
@@ -92,7 +93,7 @@ class Panel:
         """Return what tells two states of that apart."""
         return tuple(strokes.state() for strokes in self._strokes)
 
-    def pieces(self, room: int) -> list[Piece]:
+    def pieces(self, room: Hashable) -> list[Piece]:
         """Return the axes, which depend on their limits and on the room for labels."""
         return [Piece(axes=self.axes, state=(room, *self._limits, self._waiting.get_visible()))]
 
@@ -116,12 +117,15 @@ class Panel:
         to_share = self.axes.transData - self.axes.transAxes
         ends = [strokes.end for strokes in self._strokes[:num_shown]]
         wanted = [float(at) for _, at in to_share.transform(ends)] if ends else []
-        inches = self.axes.bbox.transformed(self._inches.inverted())
+        inches = self._box_inches()
         gap = LABEL_GAP_POINTS / (inches.height * 72)
         inside = [min(max(position, 0.0), 1.0) for position in wanted]
         placed = spread_out(inside, gap, 0.02, 1.0)
         for strokes, at, label_at in zip(self._strokes, inside, placed, strict=False):
             strokes.place_label(at, label_at, inches.width)
+
+    def _box_inches(self) -> Bbox:
+        return self.axes.bbox.transformed(self._inches.inverted())
 
 
 def _can_show(line: Line, is_log: bool) -> bool:

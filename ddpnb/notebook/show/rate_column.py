@@ -17,13 +17,19 @@ from ddpnb.notebook.show.words import percent, short
 class RateColumn(Column):
     """Samples per second: bar, range, the ideal as an outline, the ceiling as a tick."""
 
-    head = Head(title="Samples per second", below="outline: workers × single")
+    head = Head(title="Samples per second")
 
     def update(self, series: Sequence[Series], num_rows: int, seconds: float) -> None:
-        """Show one row per series; where there is a ceiling, say what its mark is."""
+        """Show one row per series; say what outlines and ticks mean, where there are any."""
         super().update(series, num_rows, seconds)
-        if any(math.isfinite(each.summary.share_of_ceiling) for each in series):
-            self.axes.set_xlabel("outline: ideal  ┃ no-comm", loc="left")
+        has_ideal = any(ideal_of(each) > 0 for each in series)
+        has_ceiling = any(math.isfinite(each.summary.share_of_ceiling) for each in series)
+        if has_ceiling:
+            told = "outline: ideal  ┃ no-comm" if has_ideal else "┃ no-comm"
+        else:
+            told = "outline: workers × single" if has_ideal else ""
+        if told != self.axes.get_xlabel():
+            self.axes.set_xlabel(told, loc="left")
 
     def _new_row(self) -> Row:
         return _Rate(self.axes)

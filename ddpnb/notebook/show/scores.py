@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import Status
-from ddpnb.notebook.record.summary import CEILING, Spread, StrategySummary, summarise
+from ddpnb.notebook.record.summary import BASELINE, CEILING, Spread, StrategySummary, summarise
 from ddpnb.notebook.show.table import Cell, Column, Table
-from ddpnb.notebook.show.theme import style_of
+from ddpnb.notebook.show.theme import Style, style_of
 from ddpnb.notebook.show.words import NOTHING, labels, notes, number, percent, short, size, title
 
 RANGES = {
@@ -26,30 +26,43 @@ def scores_table(comparison: Comparison, target: float | None = None) -> Table:
     """
     summaries = summarise(comparison, target)
     named = labels(comparison)
+    styles = [_style(summary, comparison) for summary in summaries]
     heads = tuple(
-        Cell(text=named[s.comparison, s.name], quiet=_state(s), dot=_dot(s, comparison))
-        for s in summaries
+        Cell(
+            text=named[s.comparison, s.name],
+            quiet=_state(s),
+            dot=style.colour,
+            is_hollow=style.is_hollow,
+        )
+        for s, style in zip(summaries, styles, strict=True)
     )
     columns = [(Column(title="strategy"), heads)]
     is_classified = any(math.isfinite(s.held_out_accuracy.middle) for s in summaries)
     for name, cell_of in COLUMNS.items():
         cells = tuple(map(cell_of, summaries))
         is_needless = is_classified and name == "held-out loss"  # in to_frame() all the same
+        is_needless |= name == "workers" and not _tell_workers(summaries)
         is_needless |= name in ONLY_DIFFERENCES and len({cell.text for cell in cells}) == 1
         if not is_needless and any(cell.text != NOTHING for cell in cells):
             columns.append((Column(title=name, is_number=True), cells))
-    if target is not None:
-        reached = tuple(_reached(summary) for summary in summaries)
-        columns.append((Column(title=f"to loss {target:g}", is_number=True), reached))
+        if name == "samples/s" and target is not None:
+            reached = tuple(_reached(summary) for summary in summaries)
+            columns.append((Column(title=f"to loss {target:g}", is_number=True), reached))
     return Table(
         caption=title(comparison),
         columns=tuple(column for column, _ in columns),
         rows=tuple(zip(*(cells for _, cells in columns), strict=True)),
-        notes=_explained(summaries) + notes(comparison, summaries),
+        notes=_explained(summaries, [column.title for column, _ in columns])
+        + notes(comparison, summaries),
     )
 
 
-def _explained(summaries: Sequence[StrategySummary]) -> tuple[str, ...]:
+def _tell_workers(summaries: Sequence[StrategySummary]) -> bool:
+    """Return whether not all but the baseline have as many workers as the title says."""
+    return len({s.num_workers for s in summaries if s.num_workers and s.name != BASELINE}) > 1
+
+
+def _explained(summaries: Sequence[StrategySummary], shown: Sequence[str]) -> tuple[str, ...]:
     overs = dict.fromkeys(s.samples_per_second.over for s in summaries)
     is_stale = any(math.isfinite(s.staleness_max) for s in summaries)
     told = [RANGES[over] for over in overs if over]
@@ -59,6 +72,8 @@ def _explained(summaries: Sequence[StrategySummary]) -> tuple[str, ...]:
             "exposed: share of a step spent on exchanging tensors or waiting for other ranks, "
             "with nothing computed meanwhile"
         )
+    if "held a rank" in shown:
+        told.append("held a rank: parameters and the optimizer's state; then the state alone")
     return tuple(told)
 
 
@@ -68,17 +83,17 @@ def _state(summary: StrategySummary) -> str:
     return ", ".join(part for part in (repeats, state) if part)
 
 
-def _dot(summary: StrategySummary, comparison: Comparison) -> str:
+def _style(summary: StrategySummary, comparison: Comparison) -> Style:
     several = list(dict.fromkeys(run.comparison for run in comparison.runs))
     shade = several.index(summary.comparison)
-    return style_of(summary.name, comparison.strategies, shade).colour
+    return style_of(summary.name, comparison.strategies, shade)
 
 
 def _speed(summary: StrategySummary) -> Cell:
     speed = summary.samples_per_second
     if math.isnan(speed.low):
         return Cell(text=number(speed.middle))
-    return Cell(text=number(speed.middle), quiet=f"({number(speed.low)} to {number(speed.high)})")
+    return Cell(text=number(speed.middle), quiet=_range(speed, number))
 
 
 def _speed_up(summary: StrategySummary) -> Cell:
@@ -89,7 +104,13 @@ def _speed_up(summary: StrategySummary) -> Cell:
 def _of(spread: Spread, shown: Callable[[float], str] = number) -> Cell:
     if math.isnan(spread.low) or shown(spread.low) == shown(spread.high):
         return Cell(text=shown(spread.middle))
-    return Cell(text=shown(spread.middle), quiet=f"({shown(spread.low)} to {shown(spread.high)})")
+    return Cell(text=shown(spread.middle), quiet=_range(spread, shown))
+
+
+def _range(spread: Spread, shown: Callable[[float], str]) -> str:
+    """Return e.g. ``96.1–97.2 %``, the unit said once."""
+    low, high = shown(spread.low), shown(spread.high)
+    return f"{low.removesuffix(' %')}–{high}" if spread.low >= 0 else f"{low} to {high}"
 
 
 def _exposed(summary: StrategySummary) -> Cell:
@@ -104,7 +125,7 @@ def _memory(summary: StrategySummary) -> Cell:
     if math.isnan(parameters) and math.isnan(state):
         return Cell(text=NOTHING)
     held = sum(part for part in (parameters, state) if math.isfinite(part))
-    return Cell(text=size(held), quiet=f"({size(state)} optimizer)" if state > 0 else "")
+    return Cell(text=size(held), quiet=f"{size(state)} state" if state > 0 else "")
 
 
 def _lost(summary: StrategySummary) -> Cell:
@@ -117,7 +138,7 @@ def _reached(summary: StrategySummary) -> Cell:
     if math.isnan(seconds):
         return Cell(text="never" if summary.status is Status.FINISHED else NOTHING)
     missed = f", {summary.num_missed_target} never" if summary.num_missed_target else ""
-    return Cell(text=f"{number(seconds)} s", quiet=f"({short(samples)} samples{missed})")
+    return Cell(text=f"{number(seconds)} s", quiet=f"{short(samples)} samples{missed}")
 
 
 def _staleness(summary: StrategySummary) -> Cell:

@@ -5,6 +5,7 @@ Computed, never phrased by hand; silent about speed where the ranges overlap.
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import Status
@@ -50,7 +51,10 @@ def _is_emulated(summary: StrategySummary, called: dict[int, str]) -> bool:
 
 
 def _speeds(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
-    """Return each speed that differs from the baseline's by more than both spreads."""
+    """Return each speed that differs from the baseline's by more than both spreads.
+
+    Where none does, return the pair that differs most, if any does.
+    """
     known = [s for s in done if math.isfinite(s.samples_per_second.middle)]
     if len(known) < 2 or len({s.comparison for s in known}) > 1:
         return ""  # runs of different comparisons may have trained different things
@@ -58,10 +62,33 @@ def _speeds(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
     others = sorted((s for s in known if s is not base), key=_speed, reverse=True)
     clear = [s for s in others if not s.samples_per_second.overlaps(base.samples_per_second)]
     if not clear:
-        return "the ranges of samples/s overlap, so no strategy is shown to be faster"
+        return _clearest_pair(others, called, called[id(base)])
     ratios = [f"{called[id(s)]} {_speed(s) / _speed(base):.2f}×" for s in clear]
     ratios[0] = ratios[0].replace(called[id(clear[0])], f"{called[id(clear[0])]} is", 1)
     return f"in samples/s, {listed(ratios)} {called[id(base)]}"
+
+
+def _clearest_pair(others: Sequence[StrategySummary], called: dict[int, str], baseline: str) -> str:
+    """Return which two differ most, of those that all overlap with the baseline.
+
+    Args:
+        others: all but the baseline, the fastest first.
+        called: what each is called.
+        baseline: what the baseline is called.
+    """
+    pairs = [
+        (fast, slow)
+        for fast, slow in combinations(others, 2)
+        if not fast.samples_per_second.overlaps(slow.samples_per_second)
+    ]
+    if not pairs:
+        return "the ranges of samples/s overlap, so no strategy is shown to be faster"
+    fast, slow = max(pairs, key=lambda pair: _speed(pair[0]) / _speed(pair[1]))
+    ratio = f"{_speed(fast) / _speed(slow):.2f}×"
+    return (
+        f"in samples/s, {called[id(fast)]} is {ratio} {called[id(slow)]}; "
+        f"all ranges overlap with that of {baseline}"
+    )
 
 
 def _reached(done: Sequence[StrategySummary], called: dict[int, str], target: float) -> str:

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from ddpnb.notebook.record.pyramid import Floats
+from ddpnb.notebook.show.measure import width_inches
 from ddpnb.notebook.show.series import Line
 from ddpnb.notebook.show.stamp import Stamp
 from ddpnb.notebook.show.theme import SMALL_POINTS, Style
@@ -20,6 +21,10 @@ LEADER_INCHES = (0.02, 0.07, 0.16, 0.19)
 
 MAX_BAD_SHOWN = 16
 """About as many losses that are no numbers are shown as such."""
+
+
+MAX_NAMED = 2
+"""So many marks of a strategy are named: a rank was killed, and came back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,6 +64,7 @@ class Strokes:
         self.told.set_transform(axes.get_xaxis_transform())
         self.told.set_bbox({"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5})
         self._names_marks = names_marks
+        self._told_at = 0.0
         self._shown: Labelled | None = None
         self._num_changes = 0
         self.end = (0.0, 0.0)
@@ -128,34 +134,47 @@ class Strokes:
         for artist in self.layers():
             artist.set_visible(False)
 
-    def place_label(self, line_ends_at: float, label_at: float, width_inches: float) -> None:
+    def place_label(self, line_ends_at: float, label_at: float, axes_inches: float) -> None:
         """Put the label beside the axes, with a leader from where the line ends."""
-        x = [1 + inches / width_inches for inches in LEADER_INCHES]
+        x = [1 + inches / axes_inches for inches in LEADER_INCHES]
         self.leader.set_data(x[:3], [line_ends_at, line_ends_at, label_at])
         self.label.set_position((x[3], label_at))
 
-    def place_told(self, y: float, right: float) -> bool:
-        """Put what is said of a mark at this height; return whether anything is."""
+    def place_told(self, y: float, right: float, axes_inches: float) -> int:
+        """Put what is said of marks at this height, inside the axes; return how many lines."""
         if not self.told.get_visible():
-            return False
-        is_left = float(self.told.get_position()[0]) < right / 2
-        self.told.set_y(y)
-        self.told.set_horizontalalignment("left" if is_left else "right")
-        return True
+            return 0
+        lines = self.told.get_text().split("\n")
+        taken = max(map(width_inches, lines)) / axes_inches
+        begins = self._told_at / (right or 1.0)
+        is_right_of_mark = begins + taken <= 1.0 or begins < taken
+        self.told.set_horizontalalignment("left" if is_right_of_mark else "right")
+        left = max(min(begins, 1.0 - taken), 0.0)
+        self.told.set_position(((left if is_right_of_mark else begins) * (right or 1.0), y))
+        return len(lines)
 
     def _show_marks(self, marks: Sequence[tuple[float, str]], bad_x: Floats) -> None:
-        """Draw a line up at each mark; name the last, or say that losses are no numbers."""
+        """Draw a line up at each mark; name the last, or say that losses are no numbers.
+
+        What is named stands beside the first of those named, a line for each.
+        """
         self.happened.set_data(
             [x for at, _ in marks for x in (at, at, math.nan)], [0.0, 1.0, math.nan] * len(marks)
         )
-        at, told = marks[-1] if marks and self._names_marks else (0.0, "")
+        named = _last_named(marks) if self._names_marks else {}
         if len(bad_x):
-            at, told = float(bad_x[0]), "NaN or ∞"
-        self.told.set_text(f" {told} " if told else "")
-        self.told.set_x(at)
+            named = {"NaN or ∞": float(bad_x[0])}
+        self.told.set_text("\n".join(f" {told} " for told in named))
+        self._told_at = min(named.values(), default=0.0)
 
     def _lines(self) -> tuple[Artist, ...]:
         return self.faint, self.happened, self.strong, self.bad, self.mark, self.told
+
+
+def _last_named(marks: Sequence[tuple[float, str]]) -> dict[str, float]:
+    """Return the last marks that differ in what they say, and where each of them stands."""
+    where = {told: at for at, told in sorted(marks, reverse=True)}  # repeats: where it was first
+    return dict(sorted(where.items(), key=lambda item: item[1])[-MAX_NAMED:])
 
 
 def end_of(line: Line, is_log: bool) -> tuple[float, float]:

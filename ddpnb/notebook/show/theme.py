@@ -1,8 +1,8 @@
 """What does each strategy look like, everywhere?  (Notebook side.)
 
-Colours are matplotlib's ``petroff10`` (M. Petroff, arXiv:2107.02270), chosen to be told
-apart with any colour vision.  A family of strategies shares a colour; line style and marker
-together name each of them once more, without any colour.
+Ten colours are matplotlib's ``petroff10`` (M. Petroff, arXiv:2107.02270), chosen to be told
+apart with any colour vision.  A family of strategies shares a hue, in clearly different
+lightness; line style and marker together name each once more, without any colour.
 """
 
 import zlib
@@ -84,24 +84,26 @@ def contrast_on_white(colour: str) -> float:
     return 1.05 / (luminance + 0.05)
 
 
-GREY, PALE, ORANGE, BLUE, BROWN = "#717581", "#94a4a2", "#e76300", "#3f90da", "#a96b59"
+GREY, ORANGE, BLUE, BROWN = "#717581", "#e76300", "#3f90da", "#a96b59"
 SAND, PURPLE, RED, YELLOW, CYAN = "#b9ac70", "#832db6", "#bd1f01", "#ffa90e", "#92dadd"
+GREEN, DARK_BLUE, PALE_BLUE = "#6db38a", "#174f86", "#93c4f2"
+PALE_PURPLE, PALE_RED, DARK_YELLOW = "#c58ae8", "#f0857a", "#b57a00"
 
 STYLES: Mapping[str, Style] = {
     "single": _style(GREY, SOLID, "s"),
-    "no-comm": _style(PALE, DOTTED, "*"),
+    "no-comm": _style(GREEN, DOTTED, "*"),
     "dp": _style(ORANGE, DASHED, "^"),
     "ddp": _style(BLUE, SOLID, "o"),
-    "ddp-shm": _style(BLUE, DASHED, "h"),
-    "ddp-by-hand": _style(BLUE, DASH_DOT, "8"),
+    "ddp-shm": _style(DARK_BLUE, DASHED, "h"),
+    "ddp-by-hand": _style(PALE_BLUE, DASH_DOT, "8"),
     "ring-by-hand": _style(BROWN, LONG, "X"),
     "central": _style(SAND, DASH_DOT_DOT, "P"),
     "async": _style(PURPLE, DASH_DOT, "D"),
-    "hogwild": _style(PURPLE, DOTTED, "d"),
+    "hogwild": _style(PALE_PURPLE, DOTTED, "d"),
     "local-sgd": _style(RED, SOLID, "v"),
-    "diloco": _style(RED, DASHED, "<"),
+    "diloco": _style(PALE_RED, DASHED, "<"),
     "zero": _style(YELLOW, SOLID, "p"),
-    "fsdp": _style(YELLOW, LONG_SHORT, "H"),
+    "fsdp": _style(DARK_YELLOW, LONG_SHORT, "H"),
     "gossip": _style(CYAN, LONG, ">"),
 }
 """The strategies that everybody compares; a strategy added later gets its line here."""

@@ -29,10 +29,12 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def short(value: float) -> str:
-    """Return ``value`` in at most five characters, e.g. ``17.1k``."""
+    """Return ``value`` in at most five characters, e.g. ``17.1k``; beyond 1e15, e.g. ``2.5e17``."""
     if not math.isfinite(value):
         return number(value)
-    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    if abs(value) >= 0.9995e15:
+        return f"{value:.2g}".replace("e+", "e")
+    for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= 0.9995 * unit:
             return f"{number(value / unit)}{letter}"
     return number(value)
