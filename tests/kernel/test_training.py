@@ -92,7 +92,8 @@ def test_an_error_in_it_is_the_users_own(kernel: Kernel):
 
 def test_data_of_other_sizes_on_other_ranks_are_refused(kernel: Kernel):
     cell = kernel.run(
-        "%%ddp_compare ddp async --batch-size 10\nimport torch\ndef model(): return torch.nn.Linear(4, 2)\n"
+        "%%ddp_compare ddp async --batch-size 10\n"
+        "import torch\ndef model(): return torch.nn.Linear(4, 2)\n"
         "def data(split):\n"
         "    num = 50 + 10 * rank\n"
         "    return torch.randn(num, 4), torch.zeros(num).long()"
