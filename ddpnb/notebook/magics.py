@@ -131,7 +131,7 @@ class DdpMagics(Magics):
         the square button.
         """
         no_arguments("%ddp_interrupt", line)
-        this_session().interrupt()
+        print(this_session().interrupt())
 
     @magic_arguments()
     @argument("--ranks", default=None, help="which ranks, e.g. 0,2-3; by default all")

@@ -285,6 +285,16 @@ def test_tab_completes(compared: Cell, shared_kernel: Kernel, typed: str, offere
     assert all(name.startswith(last) for name in found)
 
 
+def test_tab_offers_names_first_and_says_what_each_is(shared_kernel: Kernel):
+    kinds = shared_kernel.kinds("%ddp_compare ")
+    words = list(kinds.values())
+    assert words == sorted(words, key=["strategy", "option"].index)
+    assert list(kinds)[:3] == ["single", "dp", "ddp"]
+    assert kinds["--epochs"] == "option"
+    assert set(shared_kernel.kinds("%ddp_compare ddp --task ").values()) == {"task"}
+    assert set(shared_kernel.kinds("%ddp_start --device ").values()) == {"value"}
+
+
 def test_tab_elsewhere_is_untouched(shared_kernel: Kernel):
     shared_kernel.run("shared_name = 1")
     assert shared_kernel.complete("shared_na") == ["shared_name"]
