@@ -1,6 +1,5 @@
 """What can follow in a magic's line?  Tab completion.  (Notebook side.)"""
 
-import argparse
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -18,6 +17,7 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.linger import lingering
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES
 from ddpnb.notebook.session import this_session
+from ddpnb.notebook.usage import options
 from ddpnb.training import flags
 
 VALUES = {"--device": DEVICES, "--backend": BACKENDS} | {
@@ -86,14 +86,6 @@ def following(
 def of_kind(kind: str, texts: Iterable[str]) -> Iterator[SimpleCompletion]:
     """Yield completions that a notebook shows with a word for what they are."""
     return (SimpleCompletion(text, type=kind) for text in texts)
-
-
-def options(magic: object) -> list[str]:
-    """Return the options of a magic, as its parser knows them."""
-    parser: argparse.ArgumentParser | None = getattr(magic, "parser", None)
-    if parser is None:
-        return []
-    return [option for action in parser._actions for option in action.option_strings]
 
 
 def choices(entries: Mapping[str, Entry], begun: str) -> Iterable[str]:
