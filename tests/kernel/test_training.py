@@ -88,6 +88,27 @@ def test_an_error_in_it_is_the_users_own(kernel: Kernel):
     assert "ddpnb/" not in cell.told
 
 
+def test_an_error_in_the_models_forward_begins_there(kernel: Kernel):
+    model = """
+class Fragile(nn.Linear):
+    num_batches = 0
+
+    def forward(self, inputs):
+        self.num_batches += 1
+        if self.num_batches > 4:
+            raise RuntimeError("boom")
+        return super().forward(inputs)
+"""
+    source = CELL.replace("def model", f"{model}\ndef model").replace(
+        "nn.Linear(4, 2)", "Fragile(4, 2)"
+    )
+    cell = kernel.run(source.replace("--epochs 1", "--epochs 4"))
+    assert "RuntimeError: boom" in cell.told.splitlines()[0]
+    assert cell.told.count("RuntimeError: boom") == 1
+    assert "in Fragile.forward" in cell.told
+    assert "torch/nn" not in cell.told
+
+
 def test_every_choice_works_from_the_line(kernel: Kernel):
     cell = kernel.run(
         "%ddp_compare dp ddp async --task synthetic:samples=256 --epochs 2 --batch-size 32 "
