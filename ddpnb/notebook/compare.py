@@ -164,7 +164,8 @@ class Training:
             return
         watch.lost = {r: how for r, how in watch.lost.items() if not comeback.survives(r)}
         if (error := error_of(watch)) is not None:
-            self.recorder.end(spec.run_id, Status.FAILED, watch.stuck or str(error))
+            cause = error.cause if isinstance(error, RankError) else str(error)
+            self.recorder.end(spec.run_id, Status.FAILED, watch.stuck or cause)
             if spec.kill and self._bring_back():
                 return
             raise error
