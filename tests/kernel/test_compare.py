@@ -123,7 +123,7 @@ WRONG = {
     "no strategy": ("compare ddp", "compare", "Name the strategies to compare"),
     "task and cell": ("compare ddp", "compare ddp --task digits", "leave one of them out"),
     "no epochs": ("--epochs 1", "--epochs 0", "--epochs must be greater than 0"),
-    "wrong number": ("--epochs 1", "--epochs one", "invalid float value: 'one'"),
+    "wrong number": ("--epochs 1", "--epochs one", "--epochs takes a number, not 'one'."),
     "no such rank": ("--epochs 1", "--epochs 1 --slow 7:3x", "there is no rank 7; the ranks are"),
     "not a fault": ("--epochs 1", "--epochs 1 --kill 1", "Write --kill as 1@5s, rank and"),
     "nothing to resume": ("--epochs 1", "--epochs 1 --resume none", "There is no run 'none'"),
