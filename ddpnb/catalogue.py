@@ -108,7 +108,7 @@ STRATEGIES: Mapping[str, Entry] = {
         },
     ),
     "gossip": Entry(about="each rank averages its weights with one neighbour at a time"),
-    "no-comm": Entry(about="the ranks train alone, at once: the ceiling of this host"),
+    "no-comm": Entry(about="each rank alone on its even share: how fast that could be here"),
 }
 """Strategies by name, in the order shown to users."""
 
