@@ -95,6 +95,12 @@ class Parts(NamedTuple):
 NO_PARTS = Parts()
 
 
+KILLED = "killed"
+DIED = "died"
+CAME_BACK = "came back"
+"""What is said of a rank that trains no more, and of one that does again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
     """Something that happened in a run at one moment: a fault struck, a rank came back."""

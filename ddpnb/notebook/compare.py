@@ -19,7 +19,7 @@ from ddpnb.notebook.record.recorder import Recorder, new_id
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
 from ddpnb.notebook.resume import with_checkpoints
-from ddpnb.notebook.show.failures import CellInterrupt, RankError
+from ddpnb.notebook.show.failures import CellInterrupt, RankError, StuckError
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.view import EVERYTHING, View
@@ -129,17 +129,27 @@ class Training:
             KeyboardInterrupt: where it was interrupted; the ranks have stopped.
         """
         try:
-            for spec in self.specs:
+            for number, spec in enumerate(self.specs, start=1):
                 if not self._is_stopped:
-                    self._train(spec)
+                    self._train_or_tell(spec, self.specs[number:])
         finally:
             result = ComparisonResult(self.recorder.comparison, self.view)
             self.live.finish(result)
         return result
 
+    def _train_or_tell(self, spec: RunSpec, following: Sequence[RunSpec]) -> None:
+        """Train; where that fails, say what is not trained for it."""
+        try:
+            self._train(spec)
+        except (UserError, RankError, StuckError):
+            left = dict.fromkeys(each.strategy for each in following)
+            if left:
+                print(f"Not trained: {', '.join(left)}.", file=sys.stderr)
+            raise
+
     def _train(self, spec: RunSpec) -> None:
-        self.recorder.begin(spec.run_id, spec.strategy, spec)
         tell_stale(self.cluster.ensure_group())
+        self.recorder.begin(spec.run_id, spec.strategy, spec)
         comeback = Comeback(cluster=self.cluster, spec=spec, handle=self._handle)
         self._watch = watch = Watch(
             cluster=self.cluster,
@@ -166,7 +176,7 @@ class Training:
         if (error := error_of(watch)) is not None:
             cause = error.cause if isinstance(error, RankError) else str(error)
             self.recorder.end(spec.run_id, Status.FAILED, watch.stuck or cause)
-            if spec.kill and self._bring_back():
+            if spec.kill and self._bring_back("was killed as wished, which ended the training"):
                 return
             raise error
         reports = watch.returned.values()
@@ -175,16 +185,17 @@ class Training:
         else:
             self.recorder.end(spec.run_id, Status.FINISHED)
         self._tell_lost(comeback, watch.returned.get(0))
+        self._bring_back("died while the others trained on")
 
-    def _bring_back(self) -> bool:
-        """Start ranks anew that were killed as wished; tell whether there were any."""
+    def _bring_back(self, how: str) -> bool:
+        """Start ranks anew that have died, and say how; tell whether there were any."""
         dead = self.cluster.dead
         if not dead or self.cluster.lost is not None:
             return False
         tell_stale(self.cluster.bring_back(dead))
         print(
-            f"Rank {format_ranks(dead)} was killed as wished, which ended the training; it is a "
-            "new process now, without the variables it had.",
+            f"Rank {format_ranks(dead)} {how}; it is a new process now, without the variables it "
+            "had.",
             file=sys.stderr,
         )
         return True

@@ -57,7 +57,7 @@ class Session(ClusterSession):
             execution_count=this_cell_number(),
             run_id=new_id() if name else "",
         )
-        recorder = self._record_cell(name, spec) if name else None
+        recorder = self._record_cell(name, spec, len(chosen)) if name else None
         cell = RunningCell(
             cluster, spec, chosen, recorder=recorder, timeout=timeout, is_checked=check
         )
@@ -158,7 +158,7 @@ class Session(ClusterSession):
         self._jobs.begin(comparison)
         return comparison
 
-    def _record_cell(self, name: str, spec: CellSpec) -> Recorder:
+    def _record_cell(self, name: str, spec: CellSpec, num_ranks: int) -> Recorder:
         recorder = Recorder(
             self.store,
             name=name,
@@ -167,7 +167,7 @@ class Session(ClusterSession):
             specs=(),
             ranks=self._require().states,
         )
-        recorder.begin(spec.run_id, name)
+        recorder.begin(spec.run_id, name, num_ranks=num_ranks)
         return recorder
 
 

@@ -126,7 +126,7 @@ def _check_loss(loss: object) -> None:
 def _check_mean(loss: Tensor, replica: Replica, outputs: Tensor, batch: Batch) -> None:
     """Refuse a sum: split over workers, it would train at another rate than on one."""
     twice = replica.loss(torch.cat([outputs, outputs]), torch.cat([batch.targets, batch.targets]))
-    if loss.item() != 0 and torch.isclose(twice, 2 * loss):
+    if loss.item() != 0 and loss.isfinite() and torch.isclose(twice, 2 * loss):
         raise UserError(
             "loss(outputs, targets) is a sum over the samples; return their mean, "
             "so that it means the same for each worker's share."

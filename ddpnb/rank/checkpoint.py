@@ -27,8 +27,14 @@ from ddpnb.wire import RunSpec
 NUM_KEPT = 2
 """Checkpoints of a run that stay."""
 
-SAME = {"batch_size": "--batch-size", "seed": "--seed"}
-"""What must be as it was, for the samples to go on where they were."""
+SAME = {
+    "batch_size": "--batch-size",
+    "seed": "--seed",
+    "learning_rate": "--lr",
+    "lr_scaling": "--lr-scaling",
+}
+"""What must be as it was, for the samples to go on where they were, at the rate that is kept
+with the optimizer's state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +181,7 @@ def read(place: Place, spec: RunSpec) -> State:
             f"The run to resume was trained with {told['strategy']}, not {spec.strategy}."
         )
     for name, option in SAME.items():
-        if told[name] != getattr(spec, name):
+        if told.get(name, getattr(spec, name)) != getattr(spec, name):
             raise UserError(
                 f"The run to resume was trained with {option} {told[name]}, "
                 f"not {getattr(spec, name)}: give the same."

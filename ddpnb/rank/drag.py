@@ -23,8 +23,8 @@ from typing import final
 import torch
 
 from ddpnb.faults import Kill, Slow, parse_kill, parse_slow
-from ddpnb.rank.strategies.base import Batch, Replica, Timer
-from ddpnb.wire import Mark, RunSpec
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, Timer
+from ddpnb.wire import KILLED, Mark, RunSpec
 
 FLUSH_SECONDS = 0.6
 """How long before a rank's death its mark is published, so that it has left by then."""
@@ -60,21 +60,28 @@ def faults_of(spec: RunSpec, workers: Collection[int], *, is_new: bool = True) -
     )
 
 
-def notes(spec: RunSpec, num_workers: int) -> tuple[str, ...]:
+def notes(spec: RunSpec, plan: Plan) -> tuple[str, ...]:
     """Return what must stand beside the results of a run with faults."""
     told = [
         f"Rank {fault.rank} is {fault.text} on purpose."
         for fault in map(parse_slow, spec.slow)
-        if fault.rank < num_workers
+        if fault.rank < plan.num_workers
     ]
     if spec.jitter:
         told.append(f"Steps take up to {100 * spec.jitter:g} % longer at random, on purpose.")
     told += [
-        f"Rank {fault.rank} is killed after {fault.seconds:g} s, on purpose."
+        _told_of_kill(fault, plan)
         for fault in map(parse_kill, spec.kill)
-        if fault.rank < num_workers
+        if fault.rank < plan.num_workers
     ]
     return tuple(told)
+
+
+def _told_of_kill(fault: Kill, plan: Plan) -> str:
+    told = f"Rank {fault.rank} is to be killed after {fault.seconds:g} s of training, on purpose"
+    if fault.rank >= plan.num_ranks:
+        return f"{told}; here it is a thread of rank 0, whose process dies with it."
+    return f"{told}."
 
 
 def measure(replica: Replica, batch: Batch) -> float:
@@ -145,7 +152,7 @@ class Drag:
         """Be the thread that kills this process."""
         if self._cancelled.wait(max(0.0, fault.seconds - FLUSH_SECONDS)):
             return
-        self._publish(Mark(rank=fault.rank, seconds=fault.seconds, text="killed"))
+        self._publish(Mark(rank=fault.rank, seconds=fault.seconds, text=KILLED))
         left = max(FLUSH_SECONDS, began + fault.seconds - time.perf_counter())
         if not self._cancelled.wait(left):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -108,7 +108,7 @@ def header_of(stage: Stage, num_parameters: int, found: tuple[str, ...]) -> RunH
 
 def _notes(stage: Stage) -> list[str]:
     spec, plan = stage.spec, stage.plan
-    told = list(drag.notes(spec, plan.num_workers))
+    told = list(drag.notes(spec, plan))
     if stage.state.shares_device and plan.num_ranks > 1:
         told.append("Several ranks share one GPU.")
     if spec.num_data_workers and not stage.fetches_ahead:

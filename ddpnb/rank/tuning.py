@@ -30,8 +30,8 @@ _COUNT = "num_updates"
 def tuned(optimizer: OptimizerFactory, spec: RunSpec, plan: Plan, order: Order) -> OptimizerFactory:
     """Return the factory of optimizers that do as the spec says."""
     scale = {"none": 1.0, "linear": plan.num_workers, "sqrt": math.sqrt(plan.num_workers)}
-    updates_per_step = 1 if plan.synchronous else plan.num_workers
-    num_warmup = round(spec.num_lr_warmup_epochs * order.steps_per_epoch * updates_per_step)
+    updates_per_epoch = order.steps_per_epoch * plan.updates_per_batch
+    num_warmup = round(spec.num_lr_warmup_epochs * updates_per_epoch)
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         made = optimizer(parameters)

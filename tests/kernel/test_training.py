@@ -78,8 +78,10 @@ def test_a_wrong_method_is_one_sentence(kernel: Kernel, old: str, new: str, told
 
 
 def test_an_error_in_it_is_the_users_own(kernel: Kernel):
-    source = OWN + AVERAGING.replace("parameter.grad *=", "parameter.gradient *=")
+    line = OWN.replace("compare ddp Averaging", "compare Averaging ddp")
+    source = line + AVERAGING.replace("parameter.grad *=", "parameter.gradient *=")
     cell = kernel.run(source)
+    assert "Not trained: ddp." in cell.text
     assert "AttributeError: 'Parameter' object has no attribute 'gradient'" in cell.told
     line = source.splitlines().index(
         "            parameter.gradient *= self.share / self.replica.world_size"

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed import rpc
 
 from ddpnb.errors import UserError
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
@@ -83,6 +84,17 @@ def test_a_period_makes_one_update_of_so_many_gradients(ranks):
         fits = ranks(2).call(fit_async, problem, {"period": period})
         num_gradients = sum(len(fit.reports) for fit in fits)
         assert fits[0].log[-1].version == -(-num_gradients // period)
+
+
+def fit_after_others(state, folder, problem):
+    """Rank 0 has met for RPC before; rank 1 is a process that is new in its place."""
+    rpc._init_counter = 3 if state.rank == 0 else 0
+    return fit_async(state, folder, problem, {}, "rpc")
+
+
+def test_over_rpc_a_new_process_meets_one_that_has_met_before(ranks):
+    fits = ranks(2).call(fit_after_others, Problem(num_epochs=1))
+    assert distance(*fits) == 0
 
 
 def test_a_bound_of_0_and_a_period_exclude_each_other():

@@ -2,14 +2,16 @@
 
 import itertools
 from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from ddpnb.errors import UserError
 from ddpnb.rank.clock import CpuClock
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Replica
+from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.strategies.compression import NUM_PLAIN_STEPS
 from tests.rank.fit import Problem, batch_of, by_hand, by_strategy, distance
 
@@ -30,7 +32,8 @@ def test_compressed_gradients_are_weighted_as_plain_ones(ranks, hook):
     """Shares of 4, 3 and 3 samples: gradients averaged without weights would be far off."""
     problem = Problem(optimizer="sgd", num_epochs=1)
     start = Problem(optimizer="sgd", num_epochs=0.01, learning_rate=0.0)
-    fits = ranks(3).call(by_strategy, f"ddp:hook={hook},powersgd_rank=3", problem)
+    more = ",powersgd_rank=3" if hook == "powersgd" else ""
+    fits = ranks(3).call(by_strategy, f"ddp:hook={hook}{more}", problem)
     assert all(distance(fit, fits[0]) == 0 for fit in fits)
     reference = by_hand(problem, 3)
     moved = distance(by_hand(start, 3), reference)
@@ -53,6 +56,47 @@ def test_powersgd_sends_two_thin_matrices_for_each_wide_one(ranks):
     assert sent[:NUM_PLAIN_STEPS] == [plain] * NUM_PLAIN_STEPS
     # rank 1: (6 + 16) for 6 x 16, (16 + 3) for 16 x 3; the biases as they are
     assert set(sent[NUM_PLAIN_STEPS:]) == {4 * (6 + 16 + 16 + 16 + 3 + 3)}
+
+
+def large_job(state, folder, word):
+    """Train a model whose gradients fill more than torch's first bucket; tell of the buckets."""
+    strategy = make_strategy(word, {})
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600), nn.Linear(600, 2))
+    strategy.setup(
+        Replica(
+            model=model,
+            loss=nn.functional.mse_loss,
+            optimizer=partial(torch.optim.SGD, lr=0.01),
+            device=torch.device("cpu"),
+            rank=state.rank,
+            world_size=state.world_size,
+            num_steps=20,
+            folder=folder,
+            name="large",
+        )
+    )
+    batch = Batch(
+        inputs=torch.randn(4, 600), targets=torch.randn(4, 2), num_samples=4, num_global=8
+    )
+    for _ in range(20):
+        strategy.step(batch)
+    buckets = strategy._ddp._get_ddp_logging_data()["num_buckets_reduced"]
+    return buckets, strategy.notes(), [p.detach().clone() for p in strategy.finish().parameters()]
+
+
+def test_powersgd_sends_one_bucket_whose_messages_cannot_mix(ranks):
+    plain, powersgd = (ranks(2).call(large_job, word) for word in ("ddp", "ddp:hook=powersgd"))
+    assert [buckets for buckets, *_ in plain] == [2, 2]
+    assert [buckets for buckets, *_ in powersgd] == [1, 1]
+    assert all("one bucket" in notes[0] for _, notes, _ in powersgd)
+    (*_, first), (*_, second) = powersgd
+    assert all(map(torch.equal, first, second))
+
+
+def test_a_rank_for_no_powersgd_is_refused():
+    with pytest.raises(UserError, match="powersgd_rank goes with ddp:hook=powersgd"):
+        make_strategy("ddp:powersgd_rank=4", {})
 
 
 def test_a_static_graph_that_would_fail_inside_torch_is_refused(ranks):

@@ -6,11 +6,12 @@ from torch import nn
 
 from ddpnb.rank import worker
 from ddpnb.rank.order import Order, Share
-from ddpnb.rank.strategies import STRATEGIES
+from ddpnb.rank.strategies import STRATEGIES, make_strategy
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.tasks.base import default_optimizer
 from ddpnb.rank.tuning import tuned
 from ddpnb.wire import RunHeader, RunSpec, StepEvent
+from tests.rank.ranks import make_state
 
 CELL = """
 import torch
@@ -134,9 +135,20 @@ def test_the_learning_rate_grows_to_what_the_workers_allow(scaling, full):
 
 
 def test_asynchronous_workers_make_more_updates_in_an_epoch():
-    plan = Plan(num_ranks=2, num_workers=2, synchronous=False)
+    plan = make_strategy("async", {}).plan(make_state(0, 2))
     seen = rates(10, optimizer_of(plan, num_lr_warmup_epochs=1))
     assert seen == pytest.approx([0.1 * min(1, (t + 1) / 8) for t in range(10)])
+
+
+@pytest.mark.parametrize(
+    ("word", "num_updates"),
+    [("async:bound=0", 4), ("async:period=2", 8), ("hogwild", 4)],
+)
+def test_who_makes_fewer_updates_warms_up_in_as_many_epochs(word, num_updates):
+    """Of 4 workers in an epoch of 4 steps: each gradient alone would make 16 updates."""
+    plan = make_strategy(word, {}).plan(make_state(0, 4))
+    seen = rates(10, optimizer_of(plan, num_lr_warmup_epochs=1))
+    assert seen == pytest.approx([0.1 * min(1, (t + 1) / num_updates) for t in range(10)])
 
 
 def test_an_optimizer_that_is_loaded_goes_on_warming_up():

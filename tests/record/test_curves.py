@@ -7,6 +7,7 @@ from ddpnb.notebook.record.curves import (
     first_reached,
     num_diverged,
     smooth,
+    smoothed_loss,
     tenths,
     throughput,
     window_for,
@@ -77,6 +78,35 @@ def test_asynchronous_steps_are_ordered_by_time_as_far_as_all_have_told():
     assert curve_of(run).samples.tolist() == [10, 30, 40]
 
 
+def test_hand_written_steps_of_several_ranks_are_ordered_by_time():
+    run = Run(run_id="m", name="mine", num_ranks=2)
+    run.add(batch("m", [step(0, 1.0, 4.0), step(1, 3.0, 2.0)]))
+    assert len(curve_of(run)) == 0
+    run.add(batch("m", [step(0, 0.9, 5.0), step(1, 2.0, 3.0)], rank=1))
+    assert curve_of(run).loss.tolist() == [5.0, 4.0, 3.0]
+    run.end(Status.FINISHED)
+    assert curve_of(run).loss.tolist() == [5.0, 4.0, 3.0, 2.0]
+
+
+def test_a_rank_that_never_logs_is_not_waited_for_in_the_end():
+    run = Run(run_id="m", name="mine", num_ranks=2)
+    run.add(batch("m", [step(0, 1.0, 4.0), step(1, 3.0, 2.0)]))
+    run.end(Status.FINISHED)
+    assert curve_of(run).loss.tolist() == [4.0, 2.0]
+
+
+def test_what_was_told_too_late_has_its_place_in_the_end():
+    run = Run(run_id="m", name="mine")  # two ranks log, although one is known of
+    run.add(batch("m", [step(i, i + 1.0, 4.0 - i) for i in range(4)]))
+    run.add(batch("m", [step(i, i + 1.5, 3.5 - i) for i in range(4)], rank=1))
+    assert curve_of(run).seconds.tolist() == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0, 4.0]
+    run.end(Status.FINISHED)
+    assert curve_of(run).loss.tolist() == [4.0, 3.5, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5]
+    assert curve_of(run).seconds.tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
+    digest = run.snapshot().digest
+    assert (digest.num_events, [rank.num_steps for rank in digest.ranks]) == (8, [4, 4])
+
+
 def test_an_empty_run_has_empty_curves():
     curve = curve_of(a_run("ddp"))
     assert len(curve) == len(tenths(curve)) == 0
@@ -110,15 +140,43 @@ def test_the_first_time_a_loss_is_reached_is_between_the_points():
 
 
 def test_smoothing_has_no_start_up_bias_and_passes_over_nan():
-    span = 10 / math.log(2)  # so that ten samples weigh one half
-    smoothed = smooth(np.array([4.0, 1.0, math.nan, 1.0]), np.array([10.0, 20, 30, 40]), span)
+    spans = np.full(4, 10 / math.log(2))  # so that ten samples weigh one half
+    smoothed = smooth(np.array([4.0, 1.0, math.nan, 1.0]), np.array([10.0, 20, 30, 40]), spans)
     # (4/4 + 1/2) / (3/4) = 2; then (0.75 * 2 / 2 + 1/2) / (7/8)
     np.testing.assert_allclose(smoothed, [4.0, 2.0, math.nan, 1.25 / 0.875])
 
 
 def test_a_constant_stays_constant_when_smoothed():
     at = np.arange(1.0, 50.0)
-    np.testing.assert_allclose(smooth(np.full(49, 3.0), at, 7.0), 3.0)
+    np.testing.assert_allclose(smooth(np.full(49, 3.0), at, np.full(49, 7.0)), 3.0)
+
+
+def falling(num_planned: int, num_done: int) -> Run:
+    """A run whose loss falls to a tenth in 20 updates, and then stays."""
+    run = a_run("single")
+    told = [step(i, i + 1.0, 0.1 + 2.4 * math.exp(-i / 8), 256) for i in range(num_done)]
+    run.add(batch(run.run_id, told, header=header(spec("single"), num_planned)))
+    return run
+
+
+@pytest.mark.parametrize("num_done", [40, 300, 2000])
+def test_the_smoothed_line_goes_through_its_points_also_of_a_run_that_is_planned_long(
+    num_done: int,
+):
+    run = falling(10_000, num_done).snapshot()
+    ratio = smoothed_loss(run) / run.digest.curve.loss
+    assert 0.99 < ratio.min() <= ratio.max() < 1.4
+
+
+def test_the_smoothed_line_stays_whatever_is_planned_and_whatever_comes():
+    short, long = falling(40, 40).snapshot(), falling(10_000, 300).snapshot()
+    np.testing.assert_allclose(smoothed_loss(short), smoothed_loss(long)[:40])
+
+
+def test_late_in_a_run_noise_is_averaged():
+    run = Run(run_id="m", name="mine")
+    run.add(batch("m", [step(i, i + 1.0, 1.0 + 0.5 * (-1) ** i, samples=0) for i in range(300)]))
+    assert np.abs(smoothed_loss(run.snapshot())[200:] - 1.0).max() < 0.05
 
 
 def test_throughput_of_even_steps_is_even():

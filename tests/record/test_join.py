@@ -69,6 +69,34 @@ def test_a_worker_that_fell_silent_is_not_waited_for():
     assert joiner.add(told(0, timed(2, 3.0))).seconds.tolist() == [1.0, 2.0, 3.0]
 
 
+def test_a_worker_that_never_tells_is_not_waited_for():
+    now = [0.0]
+    joiner = InTurns(2, now=lambda: now[0])
+    assert len(joiner.add(told(0, timed(0, 1.0))).loss) == 0
+    now[0] = 10.0
+    assert joiner.add(told(0, timed(1, 2.0))).seconds.tolist() == [1.0, 2.0]
+    assert joiner.is_in_order
+
+
+def test_what_a_silent_worker_tells_after_all_is_no_longer_in_order():
+    now = [0.0]
+    joiner = InTurns(2, now=lambda: now[0])
+    joiner.add(told(1, timed(0, 0.5)))
+    now[0] = 10.0
+    assert joiner.add(told(0, timed(0, 1.0), timed(1, 2.0))).seconds.tolist() == [0.5, 1.0, 2.0]
+    assert joiner.is_in_order
+    joiner.add(told(1, timed(1, 1.5)))
+    joiner.end()
+    assert not joiner.is_in_order
+
+
+def test_steps_behind_one_that_nobody_told_of_are_there_in_the_end():
+    joiner = Together(2, 20)
+    joiner.add(told(0, timed(0, 1.0), timed(3, 4.0)))
+    assert joiner.add(told(1, timed(0, 1.0), timed(3, 4.5))).seconds.tolist() == [1.0]
+    assert joiner.end().seconds.tolist() == [4.5]
+
+
 def test_nan_losses_stay_nan():
     event = StepEvent(step=0, seconds=1.0, num_samples=10, loss=math.inf)
     assert math.isinf(Together(1, 10).add(told(0, event)).loss[0])

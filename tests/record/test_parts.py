@@ -2,9 +2,10 @@ import math
 
 import pytest
 
-from ddpnb.notebook.record.parts import slowness, step_split
+from ddpnb.notebook.record.parts import absences, slowness, step_split
 from ddpnb.notebook.record.runs import Run
-from tests.record.fake_runs import fake_run
+from ddpnb.wire import Mark
+from tests.record.fake_runs import batch, fake_run, step
 
 
 def test_the_mean_step_adds_up_and_hidden_time_is_not_in_it():
@@ -30,3 +31,20 @@ def test_nothing_is_known_of_a_run_without_parts():
     assert not split.is_known
     assert math.isnan(split.exposed_share)
     assert slowness([]) == {}
+
+
+@pytest.mark.parametrize("told_at", [7.0, 7.5])
+def test_a_rank_that_died_is_away_from_its_last_step_until_its_next(told_at: float):
+    run = Run(run_id="m", name="mine", num_ranks=2)
+    run.add(batch("m", [step(i, i + 1.0) for i in range(9)]))
+    told = [
+        Mark(rank=1, seconds=at, text=text)
+        for at, text in ((3.4, "killed"), (told_at, "came back"))
+    ]
+    run.add(
+        batch("m", [step(i, at) for i, at in enumerate((1.0, 3.0, 7.0, 8.0))], rank=1, marks=told)
+    )
+    run.end("finished")
+    assert absences(run.snapshot()) == {1: [(3.0, 7.0)]}
+    run.add(batch("m", [], sequence=1, marks=[Mark(rank=0, seconds=9.5, text="died")]))
+    assert absences(run.snapshot()) == {1: [(3.0, 7.0)], 0: [(9.0, math.inf)]}

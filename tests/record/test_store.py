@@ -24,6 +24,7 @@ from ddpnb.notebook.record.recorder import Recorder
 from ddpnb.notebook.record.repeat import magic_of
 from ddpnb.notebook.record.runs import Run, RunSnapshot, Status
 from ddpnb.notebook.record.store import FILE_NAME, Store
+from ddpnb.notebook.record.summary import summarise
 from ddpnb.notebook.show.details import Details
 from ddpnb.notebook.show.listing import runs_table
 from ddpnb.notebook.show.result import ComparisonResult
@@ -320,6 +321,27 @@ def test_the_events_of_a_long_run_come_back_from_the_store(store: Store):
     assert loaded.digest.curve.loss.tolist() == run.digest.curve.loss.tolist()
 
 
+@pytest.mark.parametrize("num_batches", [4, 30])
+def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store, num_batches: int):
+    recorder = Recorder(store, name="late", task="cell", source="", specs=())
+    recorder.begin("r1", "mine", num_ranks=1)  # as if nobody had waited for rank 1
+    for sequence in range(num_batches):
+        steps = range(1000 * sequence, 1000 * (sequence + 1))
+        for rank in range(2):
+            told = [step(i, i + 1.0 + rank / 2, loss=1 / (i + 1 + rank)) for i in steps]
+            recorder.add(batch("r1", told, rank=rank, sequence=sequence))
+    recorder.end("r1", Status.FINISHED)
+    (live,), (loaded,) = recorder.comparison.runs, store.load("late").runs
+    for name in ("samples", "seconds", "loss", "lowest", "highest"):
+        np.testing.assert_allclose(
+            getattr(live.digest.curve, name), getattr(loaded.digest.curve, name)
+        )
+    assert np.diff(loaded.digest.curve.loss).max() < 0
+    (now,), (later,) = summarise(recorder.comparison), summarise(store.load("late"))
+    assert now.num_workers == later.num_workers == store.list()[0].num_workers == 2
+    assert now.samples_per_second.high == pytest.approx(later.samples_per_second.high)
+
+
 def test_a_file_that_is_no_database_is_told_in_one_sentence(tmp_path: Path):
     (tmp_path / FILE_NAME).write_text("not a database at all" * 100)
     with pytest.raises(StoreError, match="not a database"):
@@ -351,13 +373,16 @@ def fill_the_disk(store: Store, num_pages: int = 30) -> None:
     store._database.read(f"PRAGMA max_page_count = {num_pages}")
 
 
-def test_a_run_deleted_by_another_notebook_harms_nobody(store: Store, tmp_path: Path):
+def test_a_run_that_is_trained_is_not_deleted_by_another_notebook(store: Store, tmp_path: Path):
     started = store.begin_comparison(a_comparison())
     run = Run.of_spec(spec("ddp"), created=1.0)
     store.begin_run(started.comparison_id, run.snapshot())
-    Store(tmp_path / "runs").delete("ddp")
+    other = Store(tmp_path / "runs")
+    with pytest.raises(UserError, match="is being trained; %ddp_interrupt ends that"):
+        other.delete("ddp")
     store.append(batch(run.run_id, [step(0, 1.0)]))
     store.finish(run.run_id, Status.FINISHED)
+    assert len(other.delete("ddp")) == 1
     assert store.list() == ()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import matplotlib.text
 import numpy as np
 import pytest
+from matplotlib.image import AxesImage
 from PIL import Image
 
 from ddpnb.notebook.record.comparison import Comparison, overlay
@@ -15,7 +16,7 @@ from ddpnb.notebook.show.figure import LiveFigure, draw
 from ddpnb.notebook.show.series import Preparer, series_of
 from ddpnb.notebook.show.view import ACROSS, EVERYTHING, View
 from ddpnb.notebook.show.words import notes
-from ddpnb.wire import Mark
+from ddpnb.wire import Mark, Parts
 from tests.record.fake_runs import batch, fake_comparison, fake_run, header, spec, step
 
 
@@ -232,6 +233,28 @@ def slowed(*strategies: str) -> Comparison:
     runs = [fake_run(name, num_steps=150, slow_rank=1, marks=[mark]) for name in strategies]
     whole = compared(*runs)
     return replace(whole, specs=tuple(run.spec for run in whole.runs if run.spec))
+
+
+def test_the_lane_of_a_rank_is_blank_while_it_was_away():
+    marks = [Mark(rank=1, seconds=at, text=text) for at, text in ((1, "killed"), (2, "came back"))]
+    run = Run.of_spec(spec("async"))
+    for rank in range(2):
+        times = [0.04 * i for i in range(1, 100) if rank == 0 or not 25 <= i < 50]
+        parts = Parts(forward=0.03)
+        told = [replace(step(i, at), parts=parts) for i, at in enumerate(times)]
+        head = header(spec("async"), 100)
+        run.add(batch(run.run_id, told, rank=rank, header=head, marks=marks if rank else ()))
+    run.end(Status.FINISHED)
+    died = compared(run)
+    (image,) = draw(died).findobj(AxesImage)
+    at = np.linspace(0.0, image.get_extent()[1], image.get_array().shape[1])[:-5]
+    first, second = (image.get_array()[row, : len(at), 3] for row in (0, 7))
+    assert first.all()
+    assert not second[(at > 1.05) & (at < 2)].any()
+    assert second[(at < 0.95) | (at > 2)].all()
+    texts = [text.get_text() for text in shown_texts(died)]
+    assert "rank 1 died" in texts
+    assert "even" not in texts
 
 
 def titles(comparison: Comparison, view: View = EVERYTHING) -> list[str]:

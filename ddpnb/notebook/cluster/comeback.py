@@ -13,7 +13,17 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.call import Call, Events, Happening, Lost, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.record.events import rows_of
-from ddpnb.wire import EventBatch, Failure, Joining, Mark, OnRank, RunSpec
+from ddpnb.wire import (
+    CAME_BACK,
+    DIED,
+    KILLED,
+    EventBatch,
+    Failure,
+    Joining,
+    Mark,
+    OnRank,
+    RunSpec,
+)
 
 NOTEBOOK = -1
 """The rank that the notebook's own marks go by."""
@@ -96,7 +106,7 @@ class Comeback:
         rank, batch = happening.rank, happening.batch
         if batch.header is not None:
             self.survives_deaths = batch.header.survives_deaths
-        if any(mark.rank == rank and mark.text == "killed" for mark in batch.marks):
+        if any(mark.rank == rank and mark.text == KILLED for mark in batch.marks):
             self._is_marked.add(rank)  # it said so itself
         if batch.num_steps:
             last = rows_of(batch)[-1]
@@ -107,7 +117,7 @@ class Comeback:
     def _start(self, rank: int) -> None:
         exit_ = self.cluster.exits[str(rank)]
         if rank not in self._is_marked:
-            self._mark(rank, "killed" if (exit_.code or 0) < 0 else "died")
+            self._mark(rank, KILLED if (exit_.code or 0) < 0 else DIED)
         self._is_marked.discard(rank)
         self._is_back.discard(rank)
         self._num_starts[rank] = self._num_starts.get(rank, 0) + 1
@@ -138,14 +148,17 @@ class Comeback:
             self._mark(rank, f"did not come back: {happening.value.name}")
         elif isinstance(happening, Events) and happening.batch.num_steps and is_first:
             self._is_back.add(rank)
-            self._mark(rank, "came back")
+            first = rows_of(happening.batch)[0]
+            self._mark(rank, CAME_BACK, seconds=float(first["seconds"]))
         self._note(happening)
         self.handle(happening)
 
-    def _mark(self, rank: int, text: str) -> None:
-        """Note what has happened to a rank, at this moment of the training."""
+    def _mark(self, rank: int, text: str, *, seconds: float | None = None) -> None:
+        """Note what has happened to a rank, then or at this moment of the training."""
         number = self._num_batches.get(NOTEBOOK, 0)
-        mark = Mark(rank=rank, seconds=max(0.0, time.time() - self._began_at), text=text)
+        if seconds is None:
+            seconds = max(0.0, time.time() - self._began_at)
+        mark = Mark(rank=rank, seconds=seconds, text=text)
         batch = EventBatch(run_id=self.spec.run_id, rank=NOTEBOOK, sequence=number, marks=(mark,))
         told = Events(rank=NOTEBOOK, batch=batch)
         self._note(told)

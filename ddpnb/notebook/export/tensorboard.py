@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ddpnb.errors import UserError
 from ddpnb.notebook.record.join import joiner_of
 from ddpnb.notebook.record.runs import RunSnapshot
@@ -66,12 +64,12 @@ def _write(folder: Path, run: RunSnapshot) -> None:
 def _points(run: RunSnapshot) -> Iterator[Point]:
     events, samples = run.events, run.num_samples_before
     joiner = joiner_of(run.header, run.spec)
-    told = [joiner.add(events[events["rank"] == rank]) for rank in np.unique(events["rank"])]
-    for updates in (*told, joiner.end()):
-        columns = (updates.weight.tolist(), updates.seconds.tolist(), updates.loss.tolist())
-        for weight, seconds, loss in zip(*columns, strict=True):
-            samples += int(weight)
-            yield "loss", samples, seconds, loss
+    joiner.end()  # all is known: nobody is waited for
+    updates = joiner.add(events)
+    columns = (updates.weight.tolist(), updates.seconds.tolist(), updates.loss.tolist())
+    for weight, seconds, loss in zip(*columns, strict=True):
+        samples += int(weight)
+        yield "loss", samples, seconds, loss
     seen = run.num_samples_before + events["num_samples"].cumsum()
     for name, rows in run.metrics.items():
         for index, value in zip(rows["event"].tolist(), rows["value"].tolist(), strict=True):

@@ -11,38 +11,44 @@ from ddpnb.notebook.record.digest import Curve
 from ddpnb.notebook.record.pyramid import Floats
 from ddpnb.notebook.record.runs import RunSnapshot
 
-SMOOTHED_SHARE = 0.025
-"""The moving average spans this share of the run's samples."""
+SMOOTHED_SHARE = 0.05
+"""The moving average spans one update and this share of what had been seen at each point."""
 
 
 def smoothed_loss(run: RunSnapshot) -> Floats:
-    """Return the loss averaged over a share of the whole run; one value for each point.
+    """Return the loss averaged over the latest share of what was seen; one value a point.
 
-    The share is of what the run will see, known beforehand, so that no line wavers.
+    At each point the span is one update and a share of what the run had seen up to there, not
+    of what is planned.  So the line does not depend on when, or whether, the run ends, and what
+    is drawn stays; the same loss is reached at the same sample in a short and in a long run.
+    Early, where the loss falls fast, the span is short, so that the line does not lag behind
+    its points: where the loss falls like ``1 / samples``, it soon is but a twentieth above them.
     """
     curve = run.digest.curve
     if len(curve) == 0:
         return curve.loss
     if curve.samples[-1] == 0:  # a hand-written loop that logs no samples
-        return smooth(curve.loss, curve.updates, SMOOTHED_SHARE * curve.num_updates)
-    planned = run.header.num_samples if run.header else 0
-    return smooth(curve.loss, curve.samples, SMOOTHED_SHARE * max(planned, curve.samples[-1]))
+        return smooth(curve.loss, curve.updates, 1 + SMOOTHED_SHARE * curve.updates)
+    of_update = curve.samples[-1] / curve.num_updates
+    return smooth(curve.loss, curve.samples, of_update + SMOOTHED_SHARE * curve.samples)
 
 
-def smooth(loss: Floats, samples: Floats, span: float) -> Floats:
-    """Return the exponential moving average over ``span`` samples, without start-up bias.
+def smooth(loss: Floats, samples: Floats, spans: Floats) -> Floats:
+    """Return the exponential moving average over ``spans`` samples, without start-up bias.
 
     A point ``d`` samples after the one before it weighs ``1 - exp(-d / span)``; the
     sum is divided by the weights so far (as Adam does), so the first point is
     itself.  NaN points stay NaN and leave the average as it is.
+
+    Args:
+        loss: at each point.
+        samples: seen up to each point; never falls.
+        spans: the span at each point, in samples; greater than 0.
     """
-    if span <= 0:
-        return loss
     smoothed = np.full(len(loss), np.nan)
-    total = weight = previous = 0.0
-    for index, (value, position) in enumerate(zip(loss.tolist(), samples.tolist(), strict=True)):
-        share = 1.0 - math.exp(-max(position - previous, 0.0) / span)
-        previous = position
+    shares = -np.expm1(-np.diff(samples, prepend=0.0) / spans)
+    total = weight = 0.0
+    for index, (value, share) in enumerate(zip(loss.tolist(), shares.tolist(), strict=True)):
         if math.isfinite(value) and share > 0:
             total += share * (value - total)
             weight += share * (1.0 - weight)

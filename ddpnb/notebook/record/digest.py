@@ -107,10 +107,15 @@ class DigestBuilder:
 
     One thread may add while others look: a view is made of arrays that are replaced,
     never written to.
+
+    Args:
+        spec: what is trained; None for a hand-written loop.
+        num_ranks: how many ranks may tell of a hand-written loop.
     """
 
-    def __init__(self, spec: RunSpec | None) -> None:
+    def __init__(self, spec: RunSpec | None, num_ranks: int = 1) -> None:
         self._spec = spec
+        self._num_ranks = num_ranks
         self._joiner: Joiner | None = None
         self._waiting_for_header: list[Records] = []
         self._curve = Pyramid(num_sums=3, num_lows=1, num_highs=3, max_cells=MAX_POINTS)
@@ -122,10 +127,26 @@ class DigestBuilder:
         self._recent = np.empty(0)
         self._view: Digest | None = Digest()
 
+    @classmethod
+    def of_all(
+        cls, rows: Records, spec: RunSpec | None, header: RunHeader | None
+    ) -> "DigestBuilder":
+        """Return what all rows of a run come to, of whatever ranks, in whatever order."""
+        made = cls(spec)
+        made._joiner = joiner_of(header, spec)
+        made._joiner.end()
+        made.add(rows)
+        return made
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether it has come to what ``of_all`` would: no rank told of anything too late."""
+        return self._joiner is None or self._joiner.is_in_order
+
     def add(self, rows: Records, header: RunHeader | None = None) -> None:
         """Take in rows of one rank, in the order of its steps."""
         if self._joiner is None and (header is not None or self._spec is None):
-            self._joiner = joiner_of(header, self._spec)
+            self._joiner = joiner_of(header, self._spec, self._num_ranks)
             for early in self._waiting_for_header:
                 self._take(self._joiner.add(early))
             self._waiting_for_header = []
@@ -140,7 +161,7 @@ class DigestBuilder:
     def end(self) -> None:
         """Nobody is waited for any more."""
         if self._joiner is None:
-            self._joiner = joiner_of(None, self._spec)
+            self._joiner = joiner_of(None, self._spec, self._num_ranks)
             for early in self._waiting_for_header:
                 self._take(self._joiner.add(early))
             self._waiting_for_header = []

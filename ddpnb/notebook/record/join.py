@@ -24,7 +24,7 @@ MAX_BEHIND_STEPS = 20_000
 """A worker that has not told of a step while another is so far ahead is not waited for."""
 
 MAX_SILENT_SECONDS = 2.0
-"""Nor is an asynchronous worker that has told of nothing for so long."""
+"""Nor is one whose steps are its own, and that has told of nothing for so long."""
 
 MAX_HELD = 50_000
 """Nor is anyone, when so many events are held back."""
@@ -47,6 +47,11 @@ class Updates:
 class Joiner(ABC):
     """Is given each rank's events as they come; gives back what is complete."""
 
+    @property
+    @abstractmethod
+    def is_in_order(self) -> bool:
+        """Whether what was given back is what it would be, had all events come at once."""
+
     @abstractmethod
     def add(self, rows: Records) -> Updates:
         """Take in events of one rank; return the updates that are complete by now."""
@@ -56,10 +61,16 @@ class Joiner(ABC):
         """Return the rest, complete or not; from now on, ``add`` holds nothing back."""
 
 
-def joiner_of(header: RunHeader | None, spec: RunSpec | None) -> Joiner:
-    """Return how the events of a run are joined; without a header, each is an update."""
+def joiner_of(header: RunHeader | None, spec: RunSpec | None, num_ranks: int = 1) -> Joiner:
+    """Return how the events of a run are joined; without a header, each is an update.
+
+    Args:
+        header: what the run turned out to be; a hand-written loop tells of none.
+        spec: what is trained.
+        num_ranks: how many ranks may tell of a run without a header.
+    """
     if header is None or not header.synchronous:
-        return InTurns(header.num_workers if header else 1)
+        return InTurns(header.num_workers if header else num_ranks)
     return Together(header.num_workers, spec.batch_size if spec else None)
 
 
@@ -79,7 +90,14 @@ class InTurns(Joiner):
         self._heard: dict[int, float] = {}
         self._held: list[Records] = []
         self._first_seconds = now()
+        self._given_until = -math.inf
+        self._is_in_order = True
         self._is_over = False
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether nobody told of an earlier event than one that was given back before."""
+        return self._is_in_order
 
     def add(self, rows: Records) -> Updates:
         """Take in events of one rank; return those that nobody can precede any more."""
@@ -116,6 +134,9 @@ class InTurns(Joiner):
         else:
             self._held = []
         rows = rows[np.argsort(rows["seconds"], kind="stable")]
+        if len(rows):
+            self._is_in_order &= bool(rows["seconds"][0] >= self._given_until)
+            self._given_until = max(self._given_until, float(rows["seconds"][-1]))
         return Updates(
             loss=rows["loss"].astype(np.float64),
             seconds=rows["seconds"].astype(np.float64),
@@ -142,18 +163,23 @@ class Together(Joiner):
         self._next_step = 0
         self._is_over = False
 
+    @property
+    def is_in_order(self) -> bool:
+        """Always: steps are numbered."""
+        return True
+
     def add(self, rows: Records) -> Updates:
         """Take in events of one rank; return the steps that all have told of."""
         if len(rows):
             self._first_share = self._first_share or int(rows["num_samples"][0])
             self._ranks.add(int(rows["rank"][0]))
             self._held.append(rows)
-        return self._give(1 if self._is_over else self._num_tellers())
+        return self._give(0 if self._is_over else self._num_tellers())
 
     def end(self) -> Updates:
-        """Return the steps that not all have told of."""
+        """Return the steps that not all have told of; some may lie behind steps of nobody."""
         self._is_over = True
-        return self._give(1)
+        return self._give(0)
 
     def _num_tellers(self) -> int:
         """Return how many ranks tell of each step.

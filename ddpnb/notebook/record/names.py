@@ -30,8 +30,17 @@ class StoredRun:
     status: Status = Status.FINISHED
     detail: str = ""
     num_events: int = 0
+    num_ranks: int = 0
+    """Ranks that have told of anything."""
     spec: RunSpec | None = None
     header: RunHeader | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """How many train, or have logged from a hand-written loop; 0: not known."""
+        if self.header is not None:
+            return self.header.num_workers
+        return self.num_ranks if self.spec is None else 0
 
     @property
     def address(self) -> str:

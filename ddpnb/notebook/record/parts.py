@@ -1,17 +1,21 @@
-"""Where did the time of a strategy's steps go?  (Notebook side.)
+"""Where did the time of a strategy's steps go, and when did a rank make none?  (Notebook side.)
 
 Pure arithmetic on what the ranks told.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ddpnb.notebook.record.digest import RankDigest
+from ddpnb.notebook.record.pyramid import Floats
 from ddpnb.notebook.record.runs import RunSnapshot
-from ddpnb.wire import NO_PARTS, Parts
+from ddpnb.wire import CAME_BACK, DIED, KILLED, NO_PARTS, Parts
+
+Absences = Mapping[int, Sequence[tuple[float, float]]]
+"""From when to when each rank was away; none of a rank that never was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +64,26 @@ def slowness(ranks: Sequence[RankDigest]) -> dict[int, float]:
     }
     fastest = min(means.values(), default=0.0)
     return {rank: mean / fastest for rank, mean in means.items()} if fastest > 0 else {}
+
+
+def absences(run: RunSnapshot) -> Absences:
+    """Return in which training seconds ranks that have died were away; to infinity: still."""
+    away: dict[int, list[tuple[float, float]]] = {}
+    steps = {rank.rank: rank.at_seconds for rank in run.digest.ranks}
+    for mark in sorted(run.marks, key=lambda mark: mark.seconds):
+        own = away.get(mark.rank, [])
+        is_away = bool(own) and math.isinf(own[-1][1])
+        if mark.text in (KILLED, DIED) and not is_away:
+            before = [at for at in steps.get(mark.rank, ()) if at <= mark.seconds]
+            away[mark.rank] = [*own, (max(before, default=0.0), math.inf)]
+        elif mark.text == CAME_BACK and is_away:
+            own[-1] = _longest_pause(steps.get(mark.rank, np.empty(0)), own[-1][0], mark.seconds)
+    return away
+
+
+def _longest_pause(at_seconds: Floats, begin: float, end: float) -> tuple[float, float]:
+    """Return between which steps of a rank most time passed: marks may be told a little late."""
+    within = at_seconds[(begin < at_seconds) & (at_seconds < end)]
+    at = np.concatenate([[begin], within, [end]])
+    longest = int(np.argmax(np.diff(at)))
+    return float(at[longest]), float(at[longest + 1])

@@ -62,13 +62,16 @@ class Recorder:
         """The comparison as it is now."""
         return self._comparison.with_runs([run.snapshot() for run in self._runs])
 
-    def begin(self, run_id: str, name: str, spec: RunSpec | None = None) -> None:
-        """Note that a run is about to train."""
+    def begin(
+        self, run_id: str, name: str, spec: RunSpec | None = None, *, num_ranks: int = 1
+    ) -> None:
+        """Note that a run is about to train; a hand-written loop, on so many ranks."""
         run = Run(
             run_id=run_id,
             name=name,
             comparison=self._comparison.name,
             spec=spec,
+            num_ranks=num_ranks,
             history=lambda: self._store.load(run_id).runs[0],
         )
         self._runs.append(run)

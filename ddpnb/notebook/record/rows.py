@@ -16,7 +16,8 @@ from ddpnb.wire import RunHeader, RunReport, RunSpec
 LIST = """
 SELECT runs.id, comparisons.id, comparisons.name, runs.name, runs.repeat, runs.created,
     comparisons.task, runs.status, runs.detail, runs.writer, runs.spec, runs.header,
-    (SELECT coalesce(sum(num_events), 0) FROM batches WHERE run = runs.id)
+    (SELECT coalesce(sum(num_events), 0) FROM batches WHERE run = runs.id),
+    (SELECT count(DISTINCT rank) FROM batches WHERE run = runs.id AND rank >= 0)
 FROM runs JOIN comparisons ON comparisons.id = runs.comparison
 ORDER BY runs.created, runs.rowid
 """
@@ -51,6 +52,7 @@ def read_run(database: Database, stored: StoredRun, *, keeps_events: bool = Fals
         comparison=stored.comparison,
         spec=stored.spec,
         created=stored.created,
+        num_ranks=stored.num_ranks,
         history=None if keeps_events else partial(read_run, database, stored, keeps_events=True),
     )
     for row in database.read(BATCHES, (stored.run_id,)):
@@ -64,7 +66,7 @@ def read_run(database: Database, stored: StoredRun, *, keeps_events: bool = Fals
 
 def _stored_run(row: tuple[Any, ...]) -> StoredRun:
     (run_id, comparison_id, comparison, name, repeat, created, task) = row[:7]
-    (status, detail, writer, spec, header, num_events) = row[7:]
+    (status, detail, writer, spec, header, num_events, num_ranks) = row[7:]
     if status == Status.RUNNING and not is_alive(writer):
         status, detail = Status.STOPPED, "its kernel ended; kept up to the last flush"
     return StoredRun(
@@ -78,6 +80,7 @@ def _stored_run(row: tuple[Any, ...]) -> StoredRun:
         status=Status(status),
         detail=detail,
         num_events=num_events,
+        num_ranks=num_ranks,
         spec=codec.from_text(RunSpec, spec) if spec else None,
         header=codec.from_text(RunHeader, header) if header else None,
     )

@@ -1,5 +1,6 @@
 """What has arrived of one training so far?  (Notebook side.)"""
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import final
 
 import numpy as np
 
+from ddpnb.errors import UserError
 from ddpnb.notebook.record.digest import Digest, DigestBuilder
 from ddpnb.notebook.record.events import EVENT, METRIC, Records, Rows, rows_of
 from ddpnb.wire import EventBatch, Mark, RunHeader, RunReport, RunSpec
@@ -111,6 +113,7 @@ class Run:
         comparison: name of the comparison that it belongs to.
         spec: what is trained; None for a hand-written loop.
         created: seconds since 1970; now if not given.
+        num_ranks: how many ranks may tell of a hand-written loop.
         history: reads the run with all its events, once they no longer stay in memory;
             without it, they stay.
     """
@@ -123,6 +126,7 @@ class Run:
         comparison: str = "",
         spec: RunSpec | None = None,
         created: float | None = None,
+        num_ranks: int = 1,
         history: Callable[[], RunSnapshot] | None = None,
     ) -> None:
         self._history = history
@@ -135,7 +139,7 @@ class Run:
         )
         self._header: RunHeader | None = None
         self._ending = (Status.RUNNING, "")
-        self._digest = DigestBuilder(spec)
+        self._digest = DigestBuilder(spec, num_ranks)
         self._events: Rows | None = Rows(EVENT)
         self._metrics: dict[str, Rows] = {}
         self._marks: list[Mark] = []
@@ -179,9 +183,14 @@ class Run:
         self._expect(report.rank, report.num_batches_sent)
 
     def end(self, status: Status, detail: str = "") -> None:
-        """Say how the run ended; the last word counts."""
+        """Say how the run ended; the last word counts.
+
+        From now on it amounts to the same whenever its events came, live or from the store.
+        """
         self._digest.end()
         self._ending = (Status(status), detail)
+        if not self._digest.is_in_order:
+            self._put_in_order()
 
     def snapshot(self) -> RunSnapshot:
         """Return the run as it is now; costs the same however long it is."""
@@ -202,6 +211,14 @@ class Run:
             marks=tuple(self._marks),
             num_lost_batches=len(self._missing),
         )
+
+    def _put_in_order(self) -> None:
+        """Join all events once more, now that they are known; if they cannot be read, do not."""
+        now = self.snapshot()
+        with contextlib.suppress(UserError):
+            rows = now.events
+            if len(rows) == now.digest.num_events:
+                self._digest = DigestBuilder.of_all(rows, now.spec, now.header)
 
     def _keep(self, rows: Records, metrics: tuple[tuple[int, str, float], ...]) -> None:
         """Keep the events, until there are too many for memory."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import final
 
+from ddpnb.errors import UserError
 from ddpnb.notebook.record import codec, names, rows
 from ddpnb.notebook.record.comparison import Comparison, overlay
 from ddpnb.notebook.record.database import Database
@@ -160,8 +161,14 @@ class Store:
         return free
 
     def delete(self, address: str) -> tuple[str, ...]:
-        """Forget the runs that ``address`` stands for; return the names of those runs."""
+        """Forget the runs that ``address`` stands for; return the names of those runs.
+
+        Raises:
+            UserError: one of them is being trained.
+        """
         found = names.resolve(address, self.list())
+        if busy := [run.address for run in found if run.status is Status.RUNNING]:
+            raise UserError(f"{', '.join(busy)} is being trained; %ddp_interrupt ends that.")
         with self._database.write() as connection:
             connection.executemany("DELETE FROM runs WHERE id = ?", [(r.run_id,) for r in found])
             connection.execute(

@@ -182,7 +182,7 @@ def _summary(
 ) -> StrategySummary:
     counted = _counted(runs)
     stale = staleness_counts(counted)
-    num_workers = max((run.header.num_workers for run in counted if run.header), default=0)
+    num_workers = max(map(_num_workers, counted), default=0)
     speed_up = speed.middle / baseline
     reached = [] if target is None else [time_to_target(run, target) for run in counted]
     return StrategySummary(
@@ -210,6 +210,13 @@ def _summary(
         num_diverged=sum(num_diverged(run) for run in runs),
         notes=_notes(runs),
     )
+
+
+def _num_workers(run: RunSnapshot) -> int:
+    """Return how many ranks train, or have logged from a hand-written loop; 0: not known."""
+    if run.header is not None:
+        return run.header.num_workers
+    return len(run.digest.ranks) if run.spec is None else 0
 
 
 def _most(runs: Sequence[RunSnapshot], what: Callable[[RunReport], int]) -> float:

@@ -84,7 +84,7 @@ def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
         Cell(text=str(len(repeats))),
         Cell(text="own cell" if run.task == "cell" else run.task or NOTHING),
         Cell(text=f"{run.spec.batch_size:,}" if run.spec else NOTHING),
-        Cell(text=str(run.header.num_workers) if run.header else NOTHING),
+        Cell(text=str(run.num_workers or NOTHING)),
         Cell(text=f"{sum(repeat.num_events for repeat in repeats):,}"),
         Cell(text=begun),
         Cell(text="; ".join(endings)),

@@ -1,5 +1,6 @@
 """Which rank is slow, and since when?  (Notebook side.)"""
 
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import numpy as np
@@ -22,7 +23,7 @@ SLOW = 1.25
 
 @final
 class RankColumn(Column):
-    """One lane per rank, the darker the slower its own part of a step."""
+    """One lane per rank, the darker the slower its own part of a step; blank: it was away."""
 
     head = Head(title="Own work of each rank", below="seconds; darker: slower")
     is_of_time = True
@@ -65,10 +66,15 @@ class _Lanes(Row):
             [mark.seconds for mark in known],
             [bottom + height * (1 - (lane_of[mark.rank] + 0.5) / len(ranks)) for mark in known],
         )
-        slowest = max(times, key=lambda rank: times[rank])
-        is_slow = times[slowest] >= SLOW
-        told = f"rank {slowest}: {times[slowest]:.1f}×" if is_slow else "even"
-        tell(self.text, told, self.middle)
+        tell(self.text, _told(times, sorted(series.away)), self.middle)
+
+
+def _told(times: Mapping[int, float], away: Sequence[int]) -> str:
+    """Return who has died, or is slow."""
+    slowest = max(times, key=lambda rank: times[rank])
+    if away:
+        return f"rank {away[0]} died" if len(away) == 1 else f"{len(away)} ranks died"
+    return f"rank {slowest}: {times[slowest]:.1f}×" if times[slowest] >= SLOW else "even"
 
 
 def _lanes(series: Series, end: float) -> Floats:
@@ -86,4 +92,6 @@ def _lanes(series: Series, end: float) -> Floats:
         lane = lanes[7 * index : 7 * index + 6]
         lane[:, :, :3] = (0.88 + 0.12 * ink) * (1 - depth) + ink * depth
         lane[:, :, 3] = at <= rank.seconds
+        for begin, back in series.away.get(rank.rank, ()):
+            lane[:, (begin < at) & (at < back), 3] = 0.0
     return lanes

@@ -12,6 +12,7 @@ import numpy as np
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.curves import samples_at, smoothed_loss, throughput, window_for
 from ddpnb.notebook.record.digest import Curve, RankDigest
+from ddpnb.notebook.record.parts import Absences, absences
 from ddpnb.notebook.record.pyramid import Floats
 from ddpnb.notebook.record.runs import RunSnapshot
 from ddpnb.notebook.record.summary import (
@@ -68,6 +69,8 @@ class Series:
     summary: StrategySummary
     ranks: tuple[RankDigest, ...] = ()
     """Of the latest run."""
+    away: Absences = field(default_factory=dict)
+    """Of the latest run likewise."""
     staleness: Counts
     marks: tuple[Happened, ...] = ()
 
@@ -189,6 +192,7 @@ def _series(
         throughput=_line(rates, []),
         summary=summary,
         ranks=runs[-1].digest.ranks,
+        away=absences(runs[-1]),
         staleness=staleness_counts(runs),
         marks=tuple(
             Happened(

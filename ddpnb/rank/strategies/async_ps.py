@@ -98,7 +98,12 @@ class AsyncParameterServer(Strategy):
         num = state.world_size
         notes = (_WEIGHT_NOTE,) if num > 1 and self._bound != 0 else ()
         return Plan(
-            num_ranks=num, num_workers=num, synchronous=False, survives_deaths=True, notes=notes
+            num_ranks=num,
+            num_workers=num,
+            synchronous=False,
+            updates_per_batch=1.0 if self._period == WHOLE_ROUND else num / self._period,
+            survives_deaths=True,
+            notes=notes,
         )
 
     def setup(self, replica: Replica) -> None:

@@ -42,6 +42,8 @@ class Plan:
     """Whether all workers make step k together."""
     num_ahead: int = 0
     """Steps that one synchronous worker may be ahead of another: 0 where each waits for all."""
+    updates_per_batch: float = 1.0
+    """Updates that one optimizer makes for each global batch."""
     survives_deaths: bool = False
     """Whether the others train on where a rank other than 0 dies; it may join where it can."""
     notes: tuple[str, ...] = ()

@@ -26,11 +26,15 @@ from ddpnb.errors import UserError
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
 from ddpnb.rank.strategies.compression import compression
-from ddpnb.rank.strategies.flat import all_reduce_bytes, memory_of
+from ddpnb.rank.strategies.flat import all_reduce_bytes, memory_of, num_bytes
 from ddpnb.rank.strategies.overlap import observe
 from ddpnb.wire import RankState
 
 _DEFAULT_CAP_MB: Final = 25.0
+_ONE_BUCKET_NOTE: Final = (
+    "ddp:hook=powersgd sends one bucket: on CPUs torch's hook makes its later calls from other "
+    "threads, and those of several buckets would meet in another order on each rank."
+)
 
 
 @final
@@ -55,6 +59,8 @@ class Ddp(Strategy):
     ) -> None:
         if bucket_cap_mb <= 0:
             raise UserError("ddp:bucket_cap_mb must be greater than 0, e.g. 25.")
+        if powersgd_rank != 1 and hook != "powersgd":
+            raise UserError("ddp:powersgd_rank goes with ddp:hook=powersgd; give both, or neither.")
         self._bucket_cap_mb = bucket_cap_mb
         self._static_graph = static_graph
         self._hook = hook
@@ -72,10 +78,11 @@ class Ddp(Strategy):
                 "leave one of the two out."
             )
         self._replica = replica
+        self._needs_one_bucket = self._hook == "powersgd" and replica.device.type == "cpu"
         self._ddp = DistributedDataParallel(
             replica.model,
             device_ids=[replica.device] if replica.device.type == "cuda" else None,
-            bucket_cap_mb=None if self._bucket_cap_mb == _DEFAULT_CAP_MB else self._bucket_cap_mb,
+            bucket_cap_mb=self._cap_mb(replica),
             static_graph=self._static_graph,
         )
         self._compression = compression(
@@ -109,6 +116,10 @@ class Ddp(Strategy):
             ),
         )
 
+    def notes(self) -> tuple[str, ...]:
+        """Say where the buckets are not those that were asked for."""
+        return (_ONE_BUCKET_NOTE,) if self._needs_one_bucket else ()
+
     def memory(self) -> Memory:
         """All of both."""
         return memory_of(self._replica.model.parameters(), self._optimizer)
@@ -119,3 +130,9 @@ class Ddp(Strategy):
 
     def close(self) -> None:
         """Nothing to let go of: the process group belongs to the rank."""
+
+    def _cap_mb(self, replica: Replica) -> float | None:
+        """Return how large buckets are; None leaves it to torch."""
+        if self._needs_one_bucket:
+            return num_bytes(replica.parameters) / 2**20 + 1
+        return None if self._bucket_cap_mb == _DEFAULT_CAP_MB else self._bucket_cap_mb

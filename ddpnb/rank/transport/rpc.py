@@ -62,6 +62,9 @@ class RpcAgent:
         self._meeting = Meeting(f"{name}.rpc", rank, folder, timeout_seconds, lifeline)
         with _on_loopback(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own way
+            # Torch counts a process's agents, and has each meet under its number: a process that
+            # has just taken a dead one's place would wait under another.  The file is new anyway.
+            rpc._init_counter = 0
             rpc.init_rpc(
                 _worker_name(rank),
                 rank=rank,
