@@ -36,7 +36,7 @@ def compared(shared_kernel: Kernel, kernel_module: Kernel) -> Cell:
 
 @pytest.fixture(scope="module")
 def kernel_module(shared_kernel: Kernel) -> Kernel:
-    shared_kernel.run("%ddp_auto off\n%ddp_start -n 2 --device cpu")
+    shared_kernel.run("%ddp_auto off\n%ddp_stop\n%ddp_start -n 2 --device cpu")
     return shared_kernel
 
 
