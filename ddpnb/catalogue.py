@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ddpnb.errors import UserError, one_of
+from ddpnb.errors import UserError, advice, one_of
 
 Value = bool | int | float | str
 
@@ -108,7 +108,7 @@ STRATEGIES: Mapping[str, Entry] = {
         },
     ),
     "gossip": Entry(about="each rank averages its weights with one neighbour at a time"),
-    "no-comm": Entry(about="the ranks train alone, at once: the ceiling of this host"),
+    "no-comm": Entry(about="each rank alone on its even share: how fast that could be here"),
 }
 """Strategies by name, in the order shown to users."""
 
@@ -186,7 +186,7 @@ def _choice(kind: str, word: str, entries: Mapping[str, Entry]) -> Choice:
         if not options:
             raise UserError(f"{name} has no options, but was given {key}.")
         if key not in options:
-            raise one_of(f"option of {name}", key, options)
+            raise UserError(f"{name} has no option {key!r}; {advice(key, options)}")
     return Choice(
         name=name,
         options={key: _value(f"{name}:{key}", options[key], text) for key, text in given.items()},

@@ -1,6 +1,12 @@
 """What can go wrong that a user should read about, and how does it read?  (Both sides.)"""
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Collection, Iterable
+
+FEW = 5
+"""So many names can be read at a glance."""
+LIKELY = 0.65
+"""How alike two names must be, of 1, for one to stand for the other by mistake."""
 
 
 class UserError(Exception):
@@ -22,5 +28,29 @@ def one_of(what: str, given: object, choices: Iterable[object]) -> UserError:
         given: the name that was given.
         choices: the names that exist, in the order to show them.
     """
-    names = ", ".join(str(choice) for choice in choices)
-    return UserError(f"There is no {what} {str(given)!r}; choose one of: {names}.")
+    names = [str(choice) for choice in choices]
+    return UserError(f"There is no {what} {str(given)!r}; {advice(str(given), names, few=FEW)}")
+
+
+def advice(given: str, names: Collection[str], *, few: int = 0) -> str:
+    """Return what to do about a name that does not exist: the ones meant, or all there are.
+
+    Args:
+        given: the name that was given.
+        names: the names that exist.
+        few: so many are told all, whatever was meant.
+    """
+    if len(names) > few and (near := closest(given, names)):
+        return f"did you mean {near}?"
+    return f"choose one of: {', '.join(names)}."
+
+
+def closest(given: str, names: Iterable[str]) -> str:
+    """Return the one or two names that were likely meant, ``"dp or ddp"``; empty for none."""
+    return " or ".join(difflib.get_close_matches(given, names, n=2, cutoff=LIKELY))
+
+
+def kind_of(value: object) -> str:
+    """Return what a value is, for a sentence: ``"a Tensor"``, ``"an int"``, ``"None"``."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

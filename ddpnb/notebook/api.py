@@ -89,9 +89,13 @@ def status() -> Table:
     return this_session().status()
 
 
-def interrupt() -> None:
-    """Stop what runs on the ranks; their variables are kept.  As ``%ddp_interrupt``."""
-    this_session().interrupt()
+def interrupt() -> str:
+    """Stop what runs on the ranks; their variables are kept.  As ``%ddp_interrupt``.
+
+    Returns:
+        What was stopped, in a sentence.
+    """
+    return this_session().interrupt()
 
 
 def run_cell(

@@ -6,6 +6,7 @@ thread runs in a copy of that cell's context.
 
 import contextvars
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -49,6 +50,7 @@ class RunningComparison:
             target=contextvars.copy_context().run, args=(self._run,), name="ddpnb-compare"
         )
         self._thread.daemon = True
+        self._begun = time.strftime("%H:%M:%S")
 
     def begin(self) -> None:
         """Train from now on."""
@@ -111,11 +113,17 @@ class RunningComparison:
         training = self._training
         return None if training is None else progress_of(training.recorder.comparison)
 
+    @property
+    def name(self) -> str:
+        """What its runs are stored under; empty before it trains."""
+        return "" if self._training is None else self._training.recorder.comparison.name
+
     def __repr__(self) -> str:
-        if self.done:
-            ending = "stopped" if self.was_stopped else "failed" if self.error else "finished"
-            return f"<comparison: {ending}>"
-        return f"<comparison: {self.progress() or 'starting'}>"
+        """Say what stays right under the cell that showed it: how it ended, or when it began."""
+        if not self.done:
+            return f"<comparison, begun {self._begun}; %ddp_status tells how far it is>"
+        ending = "stopped" if self.was_stopped else "failed" if self.error else "finished"
+        return f"<comparison: {ending}>"
 
     def _run(self) -> None:
         try:

@@ -3,13 +3,14 @@
 import contextvars
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.call import Events, Happening, Output, Silent
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.watch import Watch, failure_in
-from ddpnb.notebook.ranks import format_ranks
+from ddpnb.notebook.ranks import format_ranks, spoken_ranks
 from ddpnb.notebook.record.recorder import Recorder
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.show.failures import (
@@ -57,6 +58,7 @@ class RunningCell:
         self._live: Live | None = None
         self._output = CellOutput(ranks)
         self._thread: threading.Thread | None = None
+        self._begun = time.strftime("%H:%M:%S")
         tell_stale(cluster.ensure_group(is_checked=is_checked))
         self._watch = Watch(
             cluster=cluster,
@@ -112,8 +114,12 @@ class RunningCell:
         self._watch.stop_requested = True
 
     def __repr__(self) -> str:
-        state = "running" if not self.done else "failed" if self.error else "finished"
-        return f"<cell on ranks {format_ranks(self.ranks)}: {state}>"
+        """Say what stays right under the cell that showed it: how it ended, or when it began."""
+        cell = f"cell on {spoken_ranks(self.ranks)}"
+        if not self.done or (self._thread is not None and self._thread.is_alive()):
+            return f"<{cell}, begun {self._begun}; %ddp_status tells how it is>"
+        is_stopped = isinstance(self.error, CellInterrupt)
+        return f"<{cell}: {'stopped' if is_stopped else 'failed' if self.error else 'finished'}>"
 
     def _run_quietly(self) -> None:
         try:

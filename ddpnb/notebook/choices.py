@@ -67,10 +67,10 @@ def _as_field(flag: Flag, value: Any) -> Any:
 
 def _settings(flag: Flag) -> dict[str, Any]:
     about = flag.about.replace("%", "%%")
-    if flag.default not in (None, (), "", False, CELL_TASK):
-        about = f"{about} [{flag.default}]"
     if flag.kind is bool:
         return {"action": "store_true", "help": about}
+    if flag.default not in (None, (), "", CELL_TASK):
+        about = f"{about} [{str(flag.default).removesuffix('.0')}]"
     choices = f"{' | '.join(flag.choices)}: " if flag.choices else ""
     settings = {"metavar": flag.example, "help": choices + about}
     settings |= {"dest": flag.keyword, "default": argparse.SUPPRESS}

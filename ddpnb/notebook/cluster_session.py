@@ -126,11 +126,11 @@ class ClusterSession:
         table = status_table(cluster, self._jobs.running, self._jobs.notes())
         return with_linger(table, cluster)
 
-    def interrupt(self) -> None:
-        """Stop what runs on the ranks in the background: cells, a comparison, or left cells."""
+    def interrupt(self) -> str:
+        """Stop what runs on the ranks in the background, and say what it was."""
         if self._jobs.comparison is None:
             self._require()
-        self._jobs.interrupt()
+        return self._jobs.interrupt()
 
     # -- within ----------------------------------------------------------------------
 

@@ -52,8 +52,8 @@ class ComparisonSpec:
         if not self.strategies:
             names = ", ".join(STRATEGIES)
             raise UserError(f"Name the strategies to compare, one or more of: {names}.")
-        for strategy in self.strategies:
-            catalogue.check_transport(strategy, self.training.transport)
+        if wrong := dict.fromkeys(filter(None, map(self._wrong_with, self.strategies))):
+            raise UserError(" ".join(wrong))
         task = self.training.task
         if task != CELL_TASK and self.training.source.strip():
             raise UserError(
@@ -61,6 +61,14 @@ class ComparisonSpec:
             )
         if self.num_repeats < 1:
             raise UserError(f"--repeats must be at least 1, not {self.num_repeats}.")
+
+    def _wrong_with(self, strategy: str) -> str:
+        """Say what is wrong with one of the strategies; nothing where it can be trained."""
+        try:
+            catalogue.check_transport(strategy, self.training.transport)
+        except UserError as error:
+            return str(error)
+        return ""
 
     def run_specs(self) -> tuple[RunSpec, ...]:
         """Return every training: all strategies once, then all again, so that none is favoured."""
@@ -166,7 +174,8 @@ class Training:
             return
         watch.lost = {r: how for r, how in watch.lost.items() if not comeback.survives(r)}
         if (error := error_of(watch)) is not None:
-            self.recorder.end(spec.run_id, Status.FAILED, watch.stuck or str(error))
+            cause = error.cause if isinstance(error, RankError) else str(error)
+            self.recorder.end(spec.run_id, Status.FAILED, watch.stuck or cause)
             if spec.kill and self._bring_back("was killed as wished, which ended the training"):
                 return
             raise error

@@ -1,7 +1,7 @@
 """What can follow in a magic's line?  Tab completion.  (Notebook side.)"""
 
-import argparse
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 
 from IPython.core.completer import (
     CompletionContext,
@@ -17,6 +17,7 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.linger import lingering
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES
 from ddpnb.notebook.session import this_session
+from ddpnb.notebook.usage import options
 from ddpnb.training import flags
 
 VALUES = {"--device": DEVICES, "--backend": BACKENDS} | {
@@ -39,8 +40,13 @@ def complete_magics(shell: InteractiveShell, magics: Magics) -> None:
         while words and not words[0].startswith("%"):  # as in: result = %ddp_compare
             words.pop(0)
         candidates = following(magics, words, shell.user_ns, last) if words else ()
-        found = [SimpleCompletion(text) for text in candidates if text.startswith(last)]
-        return {"completions": found, "suppress": bool(found), "matched_fragment": last}
+        found = [each for each in candidates if each.text.startswith(last)]
+        return {
+            "completions": found,
+            "suppress": bool(found),
+            "matched_fragment": last,
+            "ordered": True,
+        }
 
     matchers = shell.Completer.custom_matchers
     matchers[:] = [m for m in matchers if m.__name__ != ddpnb_matcher.__name__]
@@ -49,8 +55,10 @@ def complete_magics(shell: InteractiveShell, magics: Magics) -> None:
 
 def following(
     magics: Magics, words: list[str], namespace: dict[str, object], begun: str
-) -> Iterable[str]:
-    """Return what may follow the words of a line so far; nothing where it is not ours.
+) -> Iterator[SimpleCompletion]:
+    """Yield what may follow the words of a line so far, names before options.
+
+    Nothing where the line is not ours.
 
     Args:
         magics: whose options are completed.
@@ -60,24 +68,24 @@ def following(
     """
     name = words[0].lstrip("%")
     if not name.startswith(("ddp", "rank")):
-        return ()
-    if words[-1] == "--attach":
-        return [saved.name for saved in lingering()]
-    if words[-1] in VALUES:
-        return VALUES[words[-1]]
-    if words[-1] == "--task":
-        return choices(TASKS, begun)
-    if words[-1] == "--resume":
-        return names("ddp_plot", namespace, begun)
-    return [*options(getattr(magics, name, None)), *names(name, namespace, begun)]
+        return
+    match words[-1]:
+        case "--attach":
+            yield from of_kind("cluster", [saved.name for saved in lingering()])
+        case "--task":
+            yield from of_kind("task", choices(TASKS, begun))
+        case "--resume":
+            yield from names("ddp_plot", namespace, begun)
+        case option if option in VALUES:
+            yield from of_kind("value", VALUES[option])
+        case _:
+            yield from names(name, namespace, begun)
+            yield from of_kind("option", options(getattr(magics, name, None)))
 
 
-def options(magic: object) -> list[str]:
-    """Return the options of a magic, as its parser knows them."""
-    parser: argparse.ArgumentParser | None = getattr(magic, "parser", None)
-    if parser is None:
-        return []
-    return [option for action in parser._actions for option in action.option_strings]
+def of_kind(kind: str, texts: Iterable[str]) -> Iterator[SimpleCompletion]:
+    """Yield completions that a notebook shows with a word for what they are."""
+    return (SimpleCompletion(text, type=kind) for text in texts)
 
 
 def choices(entries: Mapping[str, Entry], begun: str) -> Iterable[str]:
@@ -99,18 +107,16 @@ def values(option: Option) -> Iterable[str]:
     return ("on", "off") if isinstance(option.default, bool) else option.choices
 
 
-def names(magic: str, namespace: dict[str, object], begun: str) -> Iterable[str]:
-    """Return the names that a magic takes: strategies, runs, variables."""
+def names(magic: str, namespace: dict[str, object], begun: str) -> Iterator[SimpleCompletion]:
+    """Yield the names that a magic takes: strategies, runs, variables."""
     match magic:
         case "ddp_compare":
-            return choices(STRATEGIES, begun)
+            yield from of_kind("strategy", choices(STRATEGIES, begun))
         case "ddp_auto":
-            return ("on", "off")
+            yield from of_kind("value", ("on", "off"))
         case "ddp_push":
-            return [name for name in namespace if not name.startswith("_")]
+            here = [name for name in namespace if not name.startswith("_")]
+            yield from of_kind("variable", sorted(here))
         case "ddp_plot" | "ddp_runs" | "ddp_export":
-            try:
-                return this_session().names()
-            except UserError:  # a store that cannot be read completes nothing
-                return ()
-    return ()
+            with contextlib.suppress(UserError):  # a store that cannot be read completes nothing
+                yield from of_kind("run", this_session().names())

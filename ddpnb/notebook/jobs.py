@@ -4,7 +4,7 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.background import RunningComparison
 from ddpnb.notebook.cells import RunningCell
 from ddpnb.notebook.left import LeftCell
-from ddpnb.notebook.ranks import format_ranks
+from ddpnb.notebook.ranks import format_ranks, spoken_ranks
 from ddpnb.notebook.status import Running
 
 
@@ -42,13 +42,19 @@ class Jobs:
             return []
         return [f"a comparison trains: {comparison.progress() or 'it is being checked'}"]
 
-    def interrupt(self) -> None:
-        """Stop the comparison, or where none trains, the cells."""
+    def interrupt(self) -> str:
+        """Stop the comparison, or where none trains, the cells; say in a sentence what."""
         if (comparison := self.comparison) is not None:
-            return comparison.interrupt()
-        for cell in self._cells:
-            if not cell.done:
-                cell.interrupt()
+            comparison.interrupt()
+            which = f" {comparison.name}" if comparison.name else ""
+            return f"Interrupted the comparison{which}; what it has trained is kept."
+        busy = [cell for cell in self._cells if not cell.done]
+        for cell in busy:
+            cell.interrupt()
+        if not busy:
+            return "Nothing runs in the background."
+        where = " and ".join(spoken_ranks(cell.ranks) for cell in busy)
+        return f"Interrupted the cell{'s' if len(busy) > 1 else ''} on {where}."
 
     def stop(self) -> None:
         """Stop the comparison and wait for that; forget the cells, which end with the ranks."""

@@ -4,11 +4,9 @@ Every magic parses its line, builds a spec and makes one call of the session.
 """
 
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import (
     Magics,
@@ -17,7 +15,7 @@ from IPython.core.magic import (
     line_magic,
     magics_class,
 )
-from IPython.core.magic_arguments import argument, kwds, magic_arguments, parse_argstring
+from IPython.core.magic_arguments import argument, kwds
 from IPython.display import display
 
 from ddpnb.catalogue import STRATEGIES
@@ -28,7 +26,7 @@ from ddpnb.notebook.cluster.folder import remove_leftovers
 from ddpnb.notebook.cluster.linger import waits
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES, ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
-from ddpnb.notebook.complete import complete_magics, options
+from ddpnb.notebook.complete import complete_magics
 from ddpnb.notebook.export.export import export
 from ddpnb.notebook.record.search import Search
 from ddpnb.notebook.session import this_cell_number, this_session
@@ -36,6 +34,7 @@ from ddpnb.notebook.show.details import Details
 from ddpnb.notebook.show.live import show_result
 from ddpnb.notebook.show.slot import Slot
 from ddpnb.notebook.show.view import ACROSS, View
+from ddpnb.notebook.usage import arguments, magic_arguments, no_arguments
 
 if TYPE_CHECKING:
     from ddpnb.notebook.panel.panel import Panel
@@ -131,7 +130,7 @@ class DdpMagics(Magics):
         the square button.
         """
         no_arguments("%ddp_interrupt", line)
-        this_session().interrupt()
+        print(this_session().interrupt())
 
     @magic_arguments()
     @argument("--ranks", default=None, help="which ranks, e.g. 0,2-3; by default all")
@@ -215,7 +214,7 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @argument("strategies", nargs="*", help=" | ".join(STRATEGIES), metavar="strategy")
-    @argument("--repeats", type=int, default=1, help="how often each strategy is trained")
+    @argument("--repeats", type=int, default=1, help="how often each strategy is trained [1]")
     @argument("--name", default="", help="what the comparison is stored as")
     @argument("--no-baseline", action="store_true", help="do not train `single` as well")
     @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
@@ -334,24 +333,6 @@ def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
 def below_magic(magic: str, cell: str) -> str:
     """Return a cell's body under a comment for its first line: line numbers stay right."""
     return cell if cell.startswith("%%") else f"# {magic}\n{cell}"
-
-
-def arguments(magic: Callable[..., object], line: str) -> Namespace:
-    """Return a magic's parsed line; where it cannot be parsed, say what the magic takes."""
-    try:
-        parsed: Namespace = parse_argstring(magic, line)
-    except UsageError as error:
-        choices = ", ".join(options(magic))
-        raise UserError(f"{error}; the options of {magic.__name__} are: {choices}.") from None
-    except ValueError as error:  # a quotation without an end
-        raise UserError(f"{error} in {line.strip()!r}.") from None
-    return parsed
-
-
-def no_arguments(magic: str, line: str) -> None:
-    """Raise a UserError where a magic that takes no argument was given one."""
-    if line.strip():
-        raise UserError(f"{magic} takes no arguments, but was given {line.strip()!r}.")
 
 
 def load(shell: InteractiveShell) -> None:

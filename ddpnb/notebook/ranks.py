@@ -1,6 +1,6 @@
 """How are sets of ranks read and written?  ``0,2-3``  (Notebook side.)"""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ddpnb.errors import UserError
 
@@ -41,3 +41,8 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             parts.append([rank])
     return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def spoken_ranks(ranks: Collection[int]) -> str:
+    """Return a set of ranks for a sentence: ``"rank 1"``, ``"ranks 0,2-3"``."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"

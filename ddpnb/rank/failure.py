@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 import IPython
+import torch
 
 from ddpnb.errors import UserError
 from ddpnb.rank.agreement import CollectiveMismatchError
@@ -33,6 +34,9 @@ CALLS = {"ALLREDUCE": "all_reduce", "ALLGATHER": "all_gather", "ALLTOALL": "all_
 
 NOT_THE_USERS = (str(Path(__file__).parents[1]), IPython.__path__[0])
 """Where the code lies that stands between the engine and what the user wrote."""
+
+
+TORCH = torch.__path__[0]
 
 
 def failure_of(error: BaseException, engine: RankEngine) -> Failure:
@@ -82,7 +86,13 @@ def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
 
 def users_part(frames: TracebackType | None) -> TracebackType | None:
     """Return a traceback from the user's first frame on; None where it has none of theirs."""
-    while frames and frames.tb_frame.f_code.co_filename.startswith(NOT_THE_USERS):
+    frames = _past(frames, NOT_THE_USERS)
+    # Torch calls the user's forward; where nothing of theirs follows, its own frames are told.
+    return _past(frames, (*NOT_THE_USERS, TORCH)) or frames
+
+
+def _past(frames: TracebackType | None, places: tuple[str, ...]) -> TracebackType | None:
+    while frames and frames.tb_frame.f_code.co_filename.startswith(places):
         frames = frames.tb_next
     return frames
 

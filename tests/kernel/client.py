@@ -140,8 +140,12 @@ class Kernel:
 
     def complete(self, code: str) -> list[str]:
         """Press Tab at the end of ``code``."""
-        request = self.client.complete(code, len(code))
-        return list(self._reply(request, 20.0)["matches"])
+        return list(self._completions(code)["matches"])
+
+    def kinds(self, code: str) -> dict[str, str]:
+        """Press Tab; return what each completion is said to be, in the order of the list."""
+        typed = self._completions(code)["metadata"]["_jupyter_types_experimental"]
+        return {each["text"]: each["type"] for each in typed}
 
     def value(self, expression: str) -> str:
         """Return what ``print(expression)`` prints in the notebook."""
@@ -182,6 +186,9 @@ class Kernel:
                 cell.num_updates += 1
                 for output in self._places.get(content["transient"]["display_id"], []):
                     output["data"] = content["data"]
+
+    def _completions(self, code: str) -> Output:
+        return self._reply(self.client.complete(code, len(code)), 20.0)
 
     def _reply(self, request: str, timeout: float) -> Output:
         deadline = time.monotonic() + timeout

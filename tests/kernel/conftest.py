@@ -33,6 +33,7 @@ cluster = this_session()._cluster
 if cluster is None or len(cluster.ranks) != 2 or cluster.living != cluster.ranks or cluster.lost:
     this_session().stop()
     get_ipython().run_line_magic("ddp_start", "-n 2 --device cpu")
+    cluster = this_session()._cluster
 """
     )
     assert not ready.error, ready.told

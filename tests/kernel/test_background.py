@@ -49,8 +49,10 @@ def test_the_notebook_goes_on_and_the_figure_is_redrawn_where_it_began(
     pause(kernel, 2)
     assert training.num_updates > before
     assert len(training.outputs) == 2
-    assert "training" not in kernel.value("running")
-    assert re.search(r"<comparison: ddp: \d+ %", kernel.value("running"))
+    shown = kernel.run("running").text
+    assert re.fullmatch(
+        r"<comparison, begun \d\d:\d\d:\d\d; %ddp_status tells how far it is>", shown
+    )
 
 
 def test_status_says_that_a_comparison_trains_and_how_far(training: Cell, kernel: Kernel):
@@ -80,7 +82,9 @@ def test_what_else_wants_the_ranks_is_told_so(training: Cell, kernel: Kernel, so
 def test_interrupt_stops_it_and_keeps_what_was_trained(training: Cell, kernel: Kernel):
     kernel.run("%%local\nfirst = len(running.result.steps())")
     began = time.monotonic()
-    kernel.run("%ddp_interrupt")
+    cell = kernel.run("%ddp_interrupt")
+    told = r"Interrupted the comparison long(-\d+)?; what it has trained is kept\.\n"
+    assert re.fullmatch(told, cell.text)
     ended(kernel)
     print(f"stopped after {time.monotonic() - began:.2f} s")
     assert kernel.value("running") == "<comparison: stopped>"

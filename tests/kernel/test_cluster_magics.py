@@ -111,8 +111,8 @@ def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
         ("-n 0", "-n must be between 1 and 256, not 0."),
         ("--threads 0", "--threads must be at least 1, not 0."),
         ("--device cpu --backend nccl", "NCCL works on GPUs only: use --backend gloo"),
-        ("-n two", "argument -n: invalid int value: 'two'; the options of ddp_start are: -n, "),
-        ("--ranks 2", "unrecognized arguments: --ranks 2; the options of ddp_start are: -n, "),
+        ("-n two", "-n takes a whole number, not 'two'."),
+        ("--ranks 2", "ddp_start has no option --ranks; its options are: -n, "),
     ],
 )
 def test_a_wrong_start_is_one_sentence_with_the_choices(bare_kernel: Kernel, line: str, told: str):

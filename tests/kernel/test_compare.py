@@ -36,7 +36,7 @@ def compared(shared_kernel: Kernel, kernel_module: Kernel) -> Cell:
 
 @pytest.fixture(scope="module")
 def kernel_module(shared_kernel: Kernel) -> Kernel:
-    shared_kernel.run("%ddp_auto off\n%ddp_start -n 2 --device cpu")
+    shared_kernel.run("%ddp_auto off\n%ddp_stop\n%ddp_start -n 2 --device cpu")
     return shared_kernel
 
 
@@ -103,19 +103,27 @@ WRONG = {
     "no model": ("def model", "def modell", "The cell defines no model()"),
     "no data": ("def data", "def dates", "The cell defines no data()"),
     "no parameters": ("nn.Linear(4, 2)", "nn.ReLU()", "without trainable parameters"),
-    "not a model": ("nn.Linear(4, 2)", "5", "model() returned a int"),
+    "not a model": ("nn.Linear(4, 2)", "5", "model() returned an int"),
     "wrapped": ("nn.Linear(4, 2)", "nn.DataParallel(nn.Linear(4, 2))", "wrapped in DataParallel"),
     "wrong shape": ("Linear(4, 2)", "Linear(5, 2)", "model(inputs) failed on a batch"),
     "wrong data": ("return inputs,", "return inputs, 0,", "data('train') returned a tuple of 3"),
     "small batch": ("--batch-size 32", "--batch-size 1", "cannot be shared by 2 ranks"),
     "large batch": ("--batch-size 32", "--batch-size 999", "larger than the training split"),
     "loss is no function": ("import torch\n", "import torch\nloss = 3\n", "not a function"),
-    "unknown strategy": ("compare ddp", "compare dpp", "choose one of: single, dp, ddp, "),
-    "unknown option": ("--epochs", "--epoxs", "the options of ddp_compare are: --repeats,"),
+    "unknown strategy": (
+        "compare ddp",
+        "compare dpp asinc",
+        "'dpp'; did you mean dp or ddp? There is no strategy 'asinc'; did you mean async?",
+    ),
+    "unknown option": (
+        "--epochs",
+        "--epoxs",
+        "ddp_compare has no option --epoxs; did you mean --epochs?",
+    ),
     "no strategy": ("compare ddp", "compare", "Name the strategies to compare"),
     "task and cell": ("compare ddp", "compare ddp --task digits", "leave one of them out"),
     "no epochs": ("--epochs 1", "--epochs 0", "--epochs must be greater than 0"),
-    "wrong number": ("--epochs 1", "--epochs one", "invalid float value: 'one'"),
+    "wrong number": ("--epochs 1", "--epochs one", "--epochs takes a number, not 'one'."),
     "no such rank": ("--epochs 1", "--epochs 1 --slow 7:3x", "there is no rank 7; the ranks are"),
     "not a fault": ("--epochs 1", "--epochs 1 --kill 1", "Write --kill as 1@5s, rank and"),
     "nothing to resume": ("--epochs 1", "--epochs 1 --resume none", "There is no run 'none'"),
@@ -285,6 +293,16 @@ def test_tab_completes(compared: Cell, shared_kernel: Kernel, typed: str, offere
     assert offered <= set(found)
     last = typed.split(" ")[-1]
     assert all(name.startswith(last) for name in found)
+
+
+def test_tab_offers_names_first_and_says_what_each_is(shared_kernel: Kernel):
+    kinds = shared_kernel.kinds("%ddp_compare ")
+    words = list(kinds.values())
+    assert words == sorted(words, key=["strategy", "option"].index)
+    assert list(kinds)[:3] == ["single", "dp", "ddp"]
+    assert kinds["--epochs"] == "option"
+    assert set(shared_kernel.kinds("%ddp_compare ddp --task ").values()) == {"task"}
+    assert set(shared_kernel.kinds("%ddp_start --device ").values()) == {"value"}
 
 
 def test_tab_elsewhere_is_untouched(shared_kernel: Kernel):

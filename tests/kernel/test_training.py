@@ -63,10 +63,10 @@ def test_it_may_stand_in_an_earlier_cell_and_have_options(kernel: Kernel):
         (
             "return loss",
             "return None",
-            "Averaging.step(batch) returned a NoneType; return the mean",
+            "Averaging.step(batch) returned None; return the mean",
         ),
         ("return loss", "return batch.inputs", "returned a Tensor of shape (16, 4); return the"),
-        ("return self.replica.model", "return 3", "Averaging.finish() returned a int; return the"),
+        ("return self.replica.model", "return 3", "Averaging.finish() returned an int; return the"),
         ("def step", "def stepp", "Averaging has no step(); a strategy needs it."),
     ],
 )
@@ -100,6 +100,27 @@ def test_data_of_other_sizes_on_other_ranks_are_refused(kernel: Kernel):
     )
     assert "data('train') has 50 samples on rank 0 and 60 samples on rank 1; return" in cell.told
     assert len(cell.told.splitlines()) == 1
+
+
+def test_an_error_in_the_models_forward_begins_there(kernel: Kernel):
+    model = """
+class Fragile(nn.Linear):
+    num_batches = 0
+
+    def forward(self, inputs):
+        self.num_batches += 1
+        if self.num_batches > 4:
+            raise RuntimeError("boom")
+        return super().forward(inputs)
+"""
+    source = CELL.replace("def model", f"{model}\ndef model").replace(
+        "nn.Linear(4, 2)", "Fragile(4, 2)"
+    )
+    cell = kernel.run(source.replace("--epochs 1", "--epochs 4"))
+    assert "RuntimeError: boom" in cell.told.splitlines()[0]
+    assert cell.told.count("RuntimeError: boom") == 1
+    assert "in Fragile.forward" in cell.told
+    assert "torch/nn" not in cell.told
 
 
 def test_every_choice_works_from_the_line(kernel: Kernel):

@@ -7,7 +7,8 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.api import compare
 from ddpnb.notebook.choices import training_of
 from ddpnb.notebook.compare import ComparisonSpec
-from ddpnb.notebook.magics import DdpMagics, arguments
+from ddpnb.notebook.magics import DdpMagics
+from ddpnb.notebook.usage import arguments
 from ddpnb.training import TrainingSpec, flags
 from ddpnb.wire import RunSpec
 
@@ -71,7 +72,18 @@ NAMED = {"strategies": ("ddp",)}
         (
             {"task": "digits"},
             {"strategies": ("dpp",)},
-            "There is no strategy 'dpp'; choose one of: single, dp, ddp, ",
+            "There is no strategy 'dpp'; did you mean dp or ddp?",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("ddpp", "ddp", "asinc")},
+            "There is no strategy 'ddpp'; did you mean ddp or dp? "
+            "There is no strategy 'asinc'; did you mean async?",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("async:bund=2",)},
+            "async has no option 'bund'; did you mean bound?",
         ),
         ({"task": "digits"}, {"strategies": ()}, "Name the strategies to compare, one or more of:"),
         ({"task": "digits"}, {"num_repeats": 0}, "--repeats must be at least 1, not 0."),
@@ -99,7 +111,7 @@ def test_a_wrong_comparison_is_one_sentence(
 WRONG_LINES = {
     "--epochs 0": "--epochs must be greater than 0, not 0.0.",
     "--epochs nan": "--epochs must be greater than 0, not nan.",
-    "--epochs one": "argument --epochs: invalid float value: 'one'",
+    "--epochs one": "--epochs takes a number, not 'one'.",
     "--batch-size 0": "--batch-size must be at least 1, not 0.",
     "--lr=-1": "--lr must be greater than 0, not -1.0.",
     "--lr nan": "--lr must be greater than 0",
@@ -118,7 +130,9 @@ WRONG_LINES = {
     "--jitter lots": "--jitter is a share, 20% or 0.2, not lots.",
     "--jitter=-5%": "--jitter must be at least 0, not -0.05.",
     "--save-every=-1": "--save-every must be at least 0, not -1.0.",
-    "--epoxs 1": "unrecognized arguments: --epoxs 1; the options of ddp_compare are: --repeats,",
+    "--epoxs 1": "ddp_compare has no option --epoxs; did you mean --epochs?",
+    "--epochs": "--epochs takes a value: %ddp_compare? tells which.",
+    "--lucky": "ddp_compare has no option --lucky; its options are: --repeats,",
     "--name 'lines": "No closing quotation",
 }
 
@@ -129,6 +143,15 @@ def test_a_wrong_line_is_one_sentence_before_anything_trains(line: str, told: st
         parse(f"ddp --task digits {line}")
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_help_begins_with_the_usage_and_tells_every_default():
+    told = " ".join((DdpMagics.ddp_compare.__doc__ or "").split())
+    assert told.startswith("%ddp_compare [--repeats REPEATS]")
+    assert "how often each strategy is trained [1]" in told
+    assert "of the weights and the order of samples [0]" in told
+    assert "--epochs N passes over the training data;" in told
+    assert "counted in samples seen [2]" in told
 
 
 def test_every_choice_has_its_option():

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 from ddpnb.notebook.show.failures import (
+    LOST,
     CellInterrupt,
     CellTimeoutError,
     RankError,
@@ -96,3 +97,27 @@ def test_a_timeout_and_an_interrupt_are_one_line():
     assert type(CellInterrupt()).__name__ == "KeyboardInterrupt"
     assert len(CellInterrupt()._render_traceback_()) == 1
     assert told(OSError("plain")) == "OSError('plain')"
+
+
+def test_the_cause_is_told_once_and_without_blank_lines_at_the_end():
+    lines = render([failure(1, traceback=("line 2", "", "\x1b[31mValueError\x1b[39m: bad"))])
+    assert lines == ["RankError: rank 1 failed: ValueError: bad", "line 2"]
+    lost = failure(1, LOST, "was killed by SIGKILL", traceback=("",))
+    assert render([lost, closed(0, 2)])[1:3] == [
+        "",
+        "(rank 0 was waiting in a collective for it and stopped: connection closed by peer)",
+    ]
+
+
+def test_what_is_kept_of_a_failure_gives_no_advice():
+    lost = failure(1, LOST, "was killed by SIGKILL")
+    assert RankError([lost, closed(0, 2)]).cause == "rank 1 was killed by SIGKILL"
+    assert "%ddp_restart --ranks 1" in str(RankError([lost]))
+    assert RankError([failure(0), failure(1)]).cause == "ValueError on ranks 0-1 (bad)"
+    assert RankError([failure(0, text="")]).cause == "ValueError on rank 0"
+
+
+def test_calls_that_do_not_match_are_told_once():
+    name, both = "CollectiveMismatchError", {"breaks_group": True}
+    lines = render([failure(0, name, "0 and 1", **both), failure(2, name, "1 and 2", **both)])
+    assert lines == [f"RankError: ranks 0,2 failed: {name}: 0 and 1", "Cell In[3], line 2"]

@@ -3,9 +3,10 @@ from dataclasses import replace
 import pytest
 
 from ddpnb.notebook.compare import ComparisonSpec
-from ddpnb.notebook.magics import DdpMagics, arguments, comparison_of
+from ddpnb.notebook.magics import DdpMagics, comparison_of
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.repeat import magic_of
+from ddpnb.notebook.usage import arguments
 from ddpnb.training import TrainingSpec
 from ddpnb.wire import RunSpec
 

@@ -1,8 +1,9 @@
 import pytest
 
 from ddpnb.catalogue import CELL_TASK
-from ddpnb.notebook.magics import DdpMagics, arguments, comparison_of
+from ddpnb.notebook.magics import DdpMagics, comparison_of
 from ddpnb.notebook.panel.wish import Wish
+from ddpnb.notebook.usage import arguments
 
 WISH = {
     "strategies": ("single", "ddp"),

@@ -59,7 +59,7 @@ BAD_CELLS = {
     "no model": (DATA, "defines no model()"),
     "no data": (MODEL, "defines no data()"),
     "model is no function": ("model = 3\n" + DATA, "model in the cell is not a function"),
-    "model returns nothing": (GOOD + "def model(): pass", "returned a NoneType; return a torch"),
+    "model returns nothing": (GOOD + "def model(): pass", "returned None; return a torch"),
     "no parameters": (GOOD + "def model(): return nn.ReLU()", "without trainable parameters"),
     "all frozen": (
         GOOD + "def model(): return nn.Linear(4, 3).requires_grad_(False)",
@@ -83,7 +83,7 @@ BAD_CELLS = {
         "parameter spare has no part in the loss",
     ),
     "data is a list": (GOOD + "def data(split): return [1, 2]", "returned a list; return a torch"),
-    "data is None": (GOOD + "def data(split): pass", "returned a NoneType"),
+    "data is None": (GOOD + "def data(split): pass", "returned None"),
     "three tensors": (
         GOOD + "def data(split): return (torch.ones(2),) * 3",
         r"data\('train'\) returned a tuple of 3",
@@ -157,10 +157,10 @@ BAD_CELLS = {
         GOOD + "def model(): return nn.LSTM(4, 3)",
         "returned tuple for 5 samples; return one tensor",
     ),
-    "optimizer is no function": (GOOD + "optimizer = 3", "optimizer in the cell is a int, not a"),
+    "optimizer is no function": (GOOD + "optimizer = 3", "optimizer in the cell is an int, not a"),
     "optimizer returns nothing": (
         GOOD + "def optimizer(params): pass",
-        r"optimizer\(params\) returned a NoneType; return a torch.optim.Optimizer",
+        r"optimizer\(params\) returned None; return a torch.optim.Optimizer",
     ),
     "optimizer needs a closure": (
         GOOD + "optimizer = torch.optim.LBFGS",

@@ -227,7 +227,9 @@ def test_progress_from_start_to_end():
     ]
     assert told[0] == "single: starting"
     assert re.fullmatch(
-        r"ddp: 3\d % · [\d,]+ samples/s · loss \d\.\d+ · \d s left \| run 3 of 4", told[1]
+        r"ddp: 3\d % · [\d,]+ samples/s · loss \d\.\d+ \| run 3 of 4: \d s left, "
+        r"about \d+ s in all",
+        told[1],
     )
     assert told[2].startswith("async: finished · ")
 
@@ -237,6 +239,16 @@ def test_progress_names_the_repeat_and_what_is_emulated():
     assert line.text.startswith("dp (emulated), repeat 2 of 2: 60 %")
     check_html(line.html())
     assert 'aria-valuenow="60"' in line.html()
+
+
+def test_progress_tells_how_long_all_runs_will_take():
+    comparison = fake_comparison(("single", "ddp"), repeats=2, share=0.6, num_steps=100)
+    begun = (100.0, 140.0, 200.0)  # single took 40 s, ddp 60 s
+    runs = [replace(r, created=at) for r, at in zip(comparison.runs, begun, strict=True)]
+    told = progress_of(comparison.with_runs(runs)).text
+    assert re.search(r"run 3 of 4: \d s left, about 1 min [0-9] s in all$", told)
+    only = fake_comparison(("ddp",), share=0.6, num_steps=100)
+    assert re.search(r"loss [\d.]+ · \d s left$", progress_of(only).text)
 
 
 def test_progress_before_the_first_step_and_while_evaluating():

@@ -17,14 +17,17 @@ from ddpnb.notebook.cluster.call import Call, Happening, Lost, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.stall import StallDetector
 from ddpnb.notebook.cluster.stopped import StoppedProcesses
-from ddpnb.notebook.ranks import format_ranks
+from ddpnb.notebook.ranks import format_ranks, spoken_ranks
 from ddpnb.wire import CellReport, Failure
 
 TICK_SECONDS = 0.05
 FREE_AFTER_SECONDS = 0.3
 """How long ranks may still run after one has failed: they may be about to fail alike."""
-NAME_AFTER_SECONDS = 0.8
-"""How long after a failure it is told, where other ranks go on: they were in no collective."""
+NAME_AFTER_SECONDS = 2.5
+"""How long after a failure it is told, where other ranks go on: they were in no collective.
+
+On a busy machine a rank that was freed takes a second or two to end, and then all is told.
+"""
 CUT_AFTER_SECONDS = 0.3
 """How long an interrupted rank may take before it is freed from its collective."""
 AGAIN_AFTER_SECONDS = 1.2
@@ -142,7 +145,7 @@ class Watch:
                 self._kill()
 
     def _name_failed(self) -> None:
-        """Tell at once what failed where other ranks compute on, for who knows how long."""
+        """Tell soon what failed where other ranks compute on, for who knows how long."""
         if self._failed_at is None or self._is_named or not self.call.running:
             return
         if time.monotonic() - self._failed_at > NAME_AFTER_SECONDS:
@@ -151,9 +154,11 @@ class Watch:
             for rank, value in self.returned.items():
                 if (failure := failure_in(value)) and not failure.is_consequence:
                     causes.append(f"rank {rank} failed: {failure.name}: {failure.text}")
-            who = format_ranks(self.call.running)
-            goes_on = "goes on" if len(self.call.running) == 1 else "go on"
-            self.tell(f"{'; '.join(causes)} (rank {who} {goes_on}; an interrupt ends the cell)")
+            who = spoken_ranks(self.call.running)
+            self.tell(
+                f"{'; '.join(causes)} ({who} still ran {NAME_AFTER_SECONDS:g} s later; "
+                "an interrupt ends such a cell)"
+            )
 
     def _leave_broken_group(self) -> None:
         """Have the next call form a new group where the ranks' calls are out of step in this."""

@@ -25,7 +25,7 @@ BASELINE = "single"
 """Speed-up is measured against this strategy, run in the same comparison."""
 
 CEILING = "no-comm"
-"""The same work without any communication: no strategy can be expected to be faster."""
+"""Even shares without any communication: none that shares evenly can be expected to be faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Sequence
 
-from ddpnb.notebook.ranks import format_ranks
+from ddpnb.notebook.ranks import format_ranks, spoken_ranks
 from ddpnb.wire import Failure
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -22,6 +22,16 @@ class RankError(Exception):
     def __init__(self, failures: Sequence[Failure]) -> None:
         self.failures = tuple(sorted(failures, key=lambda f: (f.is_consequence, f.failed_at)))
         super().__init__(sentence(self.failures))
+
+    @property
+    def cause(self) -> str:
+        """What happened, in a few words that stay right: without what to do about it."""
+        first = self.failures[0]
+        if first.name == LOST:
+            return f"rank {first.rank} {first.text}"
+        said = f" ({first.text.splitlines()[0]})" if first.text.strip() else ""
+        where = spoken_ranks([failure.rank for failure in alike(first, self.failures)])
+        return f"{first.name} on {where}{said}"
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython shows (its protocol for exceptions that render themselves)."""
@@ -108,9 +118,20 @@ def render(failures: Sequence[Failure]) -> list[str]:
         if lines:
             lines.append("")
         lines.append(f"RankError: {sentence([failure, *same[1:]])}")
-        lines += failure.traceback
+        lines += body(failure)
     if consequences := [f for f in failures if f.is_consequence and f not in roots]:
         lines += ["", *told_consequences(consequences)]
+    return lines
+
+
+def body(failure: Failure) -> list[str]:
+    """Return the lines of a failure's traceback, without the last where the headline says it."""
+    lines = "\n".join(failure.traceback).splitlines()
+    last = f"{failure.name}: {failure.text}".splitlines()
+    if [ANSI.sub("", line) for line in lines[-len(last) :]] == last:
+        lines = lines[: -len(last)]
+    while lines and not ANSI.sub("", lines[-1]).strip():
+        lines.pop()
     return lines
 
 
@@ -124,7 +145,7 @@ def told_consequences(failures: Sequence[Failure]) -> list[str]:
 
 
 def _who_was(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} was" if len(ranks) == 1 else f"ranks {format_ranks(ranks)} were"
+    return f"{spoken_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'}"
 
 
 def alike(failure: Failure, failures: Sequence[Failure]) -> list[Failure]:
@@ -134,5 +155,7 @@ def alike(failure: Failure, failures: Sequence[Failure]) -> list[Failure]:
 
 
 def plain(failure: Failure) -> tuple[str, str, str]:
-    """Return what makes two failures read the same."""
+    """Return what makes two failures read the same; calls that do not match are one failure."""
+    if failure.breaks_group:
+        return failure.name, "", ""
     return failure.name, failure.text, ANSI.sub("", "\n".join(failure.traceback))

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
+from statistics import fmean
 from typing import final
 
 from ddpnb.notebook.record.comparison import Comparison
@@ -48,7 +50,8 @@ class Progress:
 def progress_of(comparison: Comparison) -> Progress:
     """Return how far a comparison is: the run that trains, and how many are still to come.
 
-    E.g. ``ddp, repeat 1 of 3: 63 % · 812 samples/s · loss 0.41 · 12 s left | run 2 of 12``.
+    E.g. ``ddp, repeat 1 of 3: 63 % · 812 samples/s · loss 0.41 | run 2 of 12: 12 s left, about
+    2 min 5 s in all``.
     """
     num_planned = max(len(comparison.specs), len(comparison.runs))
     if not comparison.runs:
@@ -56,10 +59,15 @@ def progress_of(comparison: Comparison) -> Progress:
         return Progress(text=f"{first}: starting", share=0.0, colour=style_of(first).colour)
     run = comparison.runs[-1]
     share = _share(run)
-    parts = [_what(run, comparison) + f": {_state(run, share)}", *_numbers(run, share)]
-    counted = f" | run {len(comparison.runs)} of {num_planned}" if num_planned > 1 else ""
+    told = " · ".join([_what(run, comparison) + f": {_state(run, share)}", *_numbers(run)])
+    left = _seconds_left(run, share)
+    if num_planned > 1:
+        told += f" | run {len(comparison.runs)} of {num_planned}"
+        told += f": {duration(left)} left{_in_all(comparison, left)}" if left is not None else ""
+    elif left is not None:
+        told += f" · {duration(left)} left"
     colour = style_of(run.name, comparison.strategies).colour
-    return Progress(text=" · ".join(parts) + counted, share=share, colour=colour)
+    return Progress(text=told, share=share, colour=colour)
 
 
 def _share(run: RunSnapshot) -> float:
@@ -83,14 +91,33 @@ def _state(run: RunSnapshot, share: float) -> str:
     return "evaluating" if share >= 1 else percent(share)
 
 
-def _numbers(run: RunSnapshot, share: float) -> list[str]:
-    """Return speed, loss and time left, as far as they are known."""
+def _numbers(run: RunSnapshot) -> list[str]:
+    """Return speed and loss, as far as they are known."""
     if run.digest.num_events == 0:
         return []
     speed = samples_per_second(run)
     parts = [f"{number(speed)} samples/s"] if math.isfinite(speed) else []
-    parts.append(f"loss {number(run.digest.recent_loss)}")
-    if run.is_running and 0 < share < 1:
-        seconds = run.digest.seconds
-        parts.append(f"{duration(seconds * (1 - share) / share)} left")
-    return parts
+    return [*parts, f"loss {number(run.digest.recent_loss)}"]
+
+
+def _seconds_left(run: RunSnapshot, share: float) -> float | None:
+    """Return how long the run that trains will take still; None where that is not known."""
+    if run.digest.num_events == 0 or not run.is_running or not 0 < share < 1:
+        return None
+    return run.digest.seconds * (1 - share) / share
+
+
+def _in_all(comparison: Comparison, left: float) -> str:
+    """Say about how long all runs will take still, where some are done and some to come.
+
+    One to come takes as long as those of its strategy did, or else as those before it.
+    """
+    runs, to_come = comparison.runs, comparison.specs[len(comparison.runs) :]
+    took: dict[str, list[float]] = {}
+    for run, following in pairwise(runs):
+        took.setdefault(run.name, []).append(following.created - run.created)
+    everyone = [seconds for each in took.values() for seconds in each]
+    if not everyone or not to_come:
+        return ""
+    left += sum(fmean(took.get(spec.strategy, everyone)) for spec in to_come)
+    return f", about {duration(left)} in all"

@@ -37,7 +37,10 @@ def sentence(comparison: Comparison, target: float | None = None) -> str:
     ]
     told = "; ".join(part for part in parts if part)
     told = told or _alone(done, called)
-    return f"{told[0].upper()}{told[1:]}." if told else "Nothing has finished yet."
+    if not told:
+        return "Nothing has finished yet."
+    is_name = told.startswith(tuple(called.values()))  # written as it is typed, also first
+    return f"{told if is_name else told[0].upper() + told[1:]}."
 
 
 def _alone(done: Sequence[StrategySummary], called: dict[int, str]) -> str:

@@ -3,9 +3,10 @@
     rank i:  w_i  <-  w_i - lr * g_i(w_i)
 
 with g_i the gradient of the mean loss over rank i's own part of the global batch.  All
-ranks compute at once, as in every other strategy, and nothing is sent: the ceiling of
-what any of them can reach here.  Rank 0's model counts; it has learnt from its own part
-alone.
+ranks compute at once and nothing is sent: the ceiling of what a strategy can reach here
+that shares the samples evenly.  The run is over when the slowest rank is done; who gives
+a fast rank more, as ``async`` does, may be faster.  Rank 0's model counts; it has learnt
+from its own part alone.
 
 Reference: the local gradient step of Zinkevich et al., "Parallelized Stochastic Gradient
 Descent", NeurIPS 2010, without its average at the end.

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.catalogue import Choice
-from ddpnb.errors import UserError
+from ddpnb.errors import UserError, kind_of
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
 from ddpnb.wire import RankState
@@ -102,7 +102,7 @@ class OwnStrategy(Strategy):
             return StepReport(loss=loss, num_samples=batch.num_samples)
         shape = f" of shape {tuple(told.shape)}" if isinstance(told, Tensor) else ""
         raise UserError(
-            f"{self._name}.step(batch) returned a {type(told).__name__}{shape}; "
+            f"{self._name}.step(batch) returned {kind_of(told)}{shape}; "
             "return the mean loss over the batch, a tensor of shape ()."
         )
 
@@ -113,8 +113,7 @@ class OwnStrategy(Strategy):
             return self._replica.model
         if not isinstance(model, nn.Module):
             raise UserError(
-                f"{self._name}.finish() returned a {type(model).__name__}; "
-                "return the trained model."
+                f"{self._name}.finish() returned {kind_of(model)}; return the trained model."
             )
         return model
 

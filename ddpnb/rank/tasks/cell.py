@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpnb.errors import UserError
+from ddpnb.errors import UserError, kind_of
 from ddpnb.rank.tasks.base import OptimizerFactory, Task, default_optimizer
 from ddpnb.rank.tasks.samples import Samples, as_samples
 from ddpnb.wire import RunSpec
@@ -76,7 +76,7 @@ def _optional(defined: Mapping[str, Any], call: str) -> Callable[..., Any] | Non
         return None
     if not callable(defined[name]):
         raise UserError(
-            f"{name} in the cell is a {type(defined[name]).__name__}, not a function; "
+            f"{name} in the cell is {kind_of(defined[name])}, not a function; "
             f"define {call}, or leave it out."
         )
     return _called_as(call, defined[name])
@@ -103,9 +103,7 @@ def _split(data: Callable[..., Any], split: str) -> Samples:
 def _plain_module(model: object) -> nn.Module:
     """Return a model of this run's own: training must not reach into one that the user holds."""
     if not isinstance(model, nn.Module):
-        raise UserError(
-            f"model() returned a {type(model).__name__}; return a torch nn.Module instead."
-        )
+        raise UserError(f"model() returned {kind_of(model)}; return a torch nn.Module instead.")
     return copy.deepcopy(model)
 
 
@@ -114,7 +112,7 @@ def _checked(optimizer: Callable[..., Any]) -> OptimizerFactory:
         made = optimizer(parameters)
         if not isinstance(made, torch.optim.Optimizer):
             raise UserError(
-                f"optimizer(params) returned a {type(made).__name__}; return a "
+                f"optimizer(params) returned {kind_of(made)}; return a "
                 "torch.optim.Optimizer, e.g.  torch.optim.SGD(params, lr=0.05)."
             )
         return made

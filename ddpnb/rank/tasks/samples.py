@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
-from ddpnb.errors import UserError
+from ddpnb.errors import UserError, kind_of
 
 
 class Pair(NamedTuple):
@@ -80,7 +80,7 @@ def as_samples(data: object, split: str) -> Samples:
     if isinstance(data, tuple):
         return _from_pair(data, split)
     if not isinstance(data, Dataset) or isinstance(data, IterableDataset):
-        raise _wrong(split, f"a {type(data).__name__}")
+        raise _wrong(split, kind_of(data))
     return _from_dataset(data, split)
 
 
@@ -102,7 +102,7 @@ def _as_tensor(part: object, split: str) -> Tensor:
         # A copy, for torch warns of arrays that cannot be written to.
         part = torch.from_numpy(part if part.flags.writeable else part.copy())
     if not isinstance(part, Tensor):
-        raise _wrong(split, f"a tuple with a {type(part).__name__} in it")
+        raise _wrong(split, f"a tuple with {kind_of(part)} in it")
     if part.ndim == 0:
         raise _wrong(split, "a tuple with a single number in it")
     return part.detach().cpu()
@@ -114,7 +114,9 @@ def _from_dataset(dataset: Dataset[Any], split: str) -> Samples:
     _refuse_empty(len(dataset), split)
     item = dataset[0]
     if not isinstance(item, tuple | list) or len(item) != 2:
-        raise _wrong(split, f"a Dataset whose items are not pairs but {type(item).__name__}")
+        raise _wrong(
+            split, f"a Dataset whose items are not pairs, but the first is {kind_of(item)}"
+        )
     _refuse_unstackable(item, split)
     return DatasetSamples(dataset)
 
