@@ -96,6 +96,10 @@ class _Extend(argparse.Action):
 
 def _share(text: str) -> float:
     try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         raise UserError(f"--jitter is a share, 20% or 0.2, not {text}.") from None
+    if share > 1 and not text.endswith("%"):
+        told = f"write {share:g}% or {share / 100:g}"
+        raise UserError(f"--jitter {text} would be {100 * share:g} %; {told}.")
+    return share

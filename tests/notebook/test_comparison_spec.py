@@ -128,6 +128,7 @@ WRONG_LINES = {
     "--slow 1:0.5x": "--slow 1:0.5x: a rank can only be made slower, give 1x or more.",
     "--kill 1": "Write --kill as 1@5s, rank and training time, not '1'.",
     "--jitter lots": "--jitter is a share, 20% or 0.2, not lots.",
+    "--jitter 20": "--jitter 20 would be 2000 %; write 20% or 0.2.",
     "--jitter=-5%": "--jitter must be at least 0, not -0.05.",
     "--save-every=-1": "--save-every must be at least 0, not -1.0.",
     "--epoxs 1": "ddp_compare has no option --epoxs; did you mean --epochs?",

@@ -270,6 +270,14 @@ def test_the_sentence_claims_what_the_ranges_allow():
     assert told == "In samples/s, ddp is 2.00× single."
 
 
+def test_the_sentence_does_not_claim_ranges_that_there_are_not():
+    runs = [timed(name, (seconds,), 0) for name, seconds in (("single", 1.0), ("ddp", 2.0))]
+    told = sentence(
+        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
+    )
+    assert told.startswith("The runs are too short for ranges of samples/s")
+
+
 def test_the_sentence_is_silent_where_ranges_overlap():
     runs = [
         timed(name, (seconds,), repeat)

@@ -65,6 +65,8 @@ def _speeds(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
     others = sorted((s for s in known if s is not base), key=_speed, reverse=True)
     clear = [s for s in others if not s.samples_per_second.overlaps(base.samples_per_second)]
     if not clear:
+        if all(math.isnan(s.samples_per_second.low) for s in known):
+            return "the runs are too short for ranges of samples/s, so none is shown to be faster"
         return _clearest_pair(others, called, called[id(base)])
     ratios = [f"{called[id(s)]} {_speed(s) / _speed(base):.2f}×" for s in clear]
     ratios[0] = ratios[0].replace(called[id(clear[0])], f"{called[id(clear[0])]} is", 1)
