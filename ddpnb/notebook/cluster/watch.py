@@ -23,11 +23,9 @@ from ddpnb.wire import CellReport, Failure
 TICK_SECONDS = 0.05
 FREE_AFTER_SECONDS = 0.3
 """How long ranks may still run after one has failed: they may be about to fail alike."""
-NAME_AFTER_SECONDS = 2.5
-"""How long after a failure it is told, where other ranks go on: they were in no collective.
-
-On a busy machine a rank that was freed takes a second or two to end, and then all is told.
-"""
+NAME_AFTER_SECONDS = 0.8
+"""How long after a failure it is told, where other ranks still run: they were in no collective,
+or the machine is so busy that those that were freed have yet to end."""
 CUT_AFTER_SECONDS = 0.3
 """How long an interrupted rank may take before it is freed from its collective."""
 AGAIN_AFTER_SECONDS = 1.2
@@ -145,7 +143,7 @@ class Watch:
                 self._kill()
 
     def _name_failed(self) -> None:
-        """Tell soon what failed where other ranks compute on, for who knows how long."""
+        """Tell at once what failed where other ranks compute on, for who knows how long."""
         if self._failed_at is None or self._is_named or not self.call.running:
             return
         if time.monotonic() - self._failed_at > NAME_AFTER_SECONDS:
