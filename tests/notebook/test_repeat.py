@@ -58,5 +58,16 @@ def test_what_was_emulated_on_purpose_is_asked_for_again():
         assert words in magic
 
 
+def test_what_was_resumed_is_called_as_the_user_calls_it():
+    training = TrainingSpec(task="digits")
+    specs = ComparisonSpec(strategies=("ddp", "async"), training=training).run_specs()
+    resumed = tuple(
+        replace(spec, resume=f"id-of-{spec.strategy}", resumed=f"first/{spec.strategy}#1")
+        for spec in specs
+    )
+    words = magic_of(comparison(resumed)).split()
+    assert words[words.index("--resume") + 1] == "first"
+
+
 def test_a_hand_written_loop_has_none():
     assert magic_of(comparison(())) == ""

@@ -60,7 +60,9 @@ def _given(spec: RunSpec) -> list[str]:
         value = getattr(spec, name)
         if name == "task":
             continue
-        if value is True:
+        if name == "resume" and spec.resumed:  # the comparison: each strategy resumes its own run
+            words += [flag.option, spec.resumed.partition("/")[0]]
+        elif value is True:
             words += [flag.option]
         elif isinstance(value, tuple):
             words += [flag.option, ",".join(value)]
