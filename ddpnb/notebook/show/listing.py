@@ -43,12 +43,15 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
             Column(title="task"),
             Column(title="batch", is_number=True),
             Column(title="workers", is_number=True),
-            Column(title="updates", is_number=True),
+            Column(title="steps", is_number=True),
             Column(title="begun"),
             Column(title="state", is_prose=True),
         ),
         rows=tuple(_run_row(repeats) for repeats in by_name.values()),
-        notes=("%ddp_plot NAME ... draws them; the part after the slash stands for the latest",)
+        notes=(
+            "steps: of all workers, over all repeats",
+            "%ddp_plot NAME ... draws them; the part after the slash stands for the latest",
+        )
         if runs
         else ("%%ddp_compare trains and stores some",),
     )
