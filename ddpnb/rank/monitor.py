@@ -32,6 +32,7 @@ FUTEX = {"x86_64": "202", "aarch64": "98"}
 
 DISTRIBUTED = os.path.join("torch", "distributed", "distributed_c10d.py")
 SHARED_SUM = os.path.join("ddpnb", "rank", "transport", "shared_sum.py")
+TRAINING = os.path.join("ddpnb", "rank", "worker.py")
 BACKWARD = os.path.join("torch", "autograd", "graph.py")
 
 POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
@@ -53,7 +54,7 @@ def whereabouts(group: Group, shell: Any) -> Whereabouts:
     cell, line = (0, 0) if shell is None else place(frames, shell)
     return Whereabouts(
         rank=group.rank,
-        is_busy=line > 0,
+        is_busy=line > 0 or any(map(is_training, frames)),
         cell=cell,
         line=line,
         call=call,
@@ -75,9 +76,13 @@ def place(frames: list[FrameType], shell: Any) -> tuple[int, int]:
 
 
 def users_stack(shell: Any) -> list[str]:
-    """Return the main thread's stack from the user's outermost frame on, one string a frame."""
+    """Return the main thread's stack, one string a frame.
+
+    From the user's outermost frame on, or in a training from its own.
+    """
     frames = list(main_thread_frames())
     users = [n for n, frame in enumerate(frames, 1) if shell and is_users(frame, shell)]
+    users = users or [n for n, frame in enumerate(frames, 1) if is_training(frame)]
     return traceback.format_stack(frames[0])[-users[-1] :] if users else []
 
 
@@ -92,6 +97,11 @@ def main_thread_frames() -> Iterator[FrameType]:
 def is_users(frame: FrameType, shell: Any) -> bool:
     """Tell whether a frame runs a cell; ipyparallel's own call runs in its namespace too."""
     return frame.f_globals is shell.user_ns and frame.f_code.co_filename != "<string>"
+
+
+def is_training(frame: FrameType) -> bool:
+    """Tell whether a frame trains a comparison's run, or checks one."""
+    return frame.f_code.co_filename.endswith(TRAINING)
 
 
 def is_backward(frame: FrameType) -> bool:

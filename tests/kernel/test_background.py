@@ -55,6 +55,14 @@ def test_the_notebook_goes_on_and_the_figure_is_redrawn_where_it_began(
     )
 
 
+def test_why_tells_where_each_rank_is_in_its_training(training: Cell, kernel: Kernel):
+    text = kernel.run("%ddp_why").text
+    assert "idle" not in text
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} (trains, and is in no collective|waits in )", text)
+    assert text.count("in step\n") >= 1, "a stack, down to the strategy's step"
+
+
 def test_status_says_that_a_comparison_trains_and_how_far(training: Cell, kernel: Kernel):
     text = kernel.run("%ddp_status").text
     assert re.search(r"a comparison trains: ddp: \d+ % · [\d,]+ samples/s", text)

@@ -60,6 +60,8 @@ def describe(where: Whereabouts) -> str:
         return f"rank {where.rank} is idle"
     if where.call:
         return f"{_who([where.rank])} {_where(where)}"
+    if not where.line:
+        return f"rank {where.rank} trains, and is in no collective"
     return f"rank {where.rank} is at line {where.line} of In [{where.cell}], in no collective"
 
 
