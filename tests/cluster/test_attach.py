@@ -29,7 +29,7 @@ from tests.cluster.rig import (
 )
 
 OWNER = """
-import json, sys
+import json, sys, time
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.plan import ClusterSpec
 from tests.cluster.rig import begin, processes_of, run
@@ -37,6 +37,7 @@ spec = ClusterSpec(num_ranks=2, device="cpu", linger_seconds=float(sys.argv[1]))
 cluster = Cluster.start(spec)
 run(cluster, "kept = 7 + 10 * rank")
 begin(cluster, sys.argv[2])
+time.sleep(1)  # a cell that is sent at the very moment of the kill may never leave
 print(json.dumps([str(cluster.folder), [p.pid for p in processes_of(cluster)]]), flush=True)
 sys.stdin.read()
 """

@@ -26,6 +26,7 @@ $missing"""
 
 import os
 import random
+import sys
 
 import numpy as np
 import torch
@@ -131,6 +132,10 @@ def judge(plain, compute_loss, train, device):
 
 if __name__ == "__main__":
     main()
+    # All is done.  Torch with gloo now and then aborts a process that ends as usual
+    # ("terminate called without an active exception"), and torchrun then reports a failure.
+    sys.stdout.flush()
+    os._exit(0)
 ''')
 
 
