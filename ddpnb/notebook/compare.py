@@ -14,7 +14,7 @@ from ddpnb.notebook.cluster.call import Events, Happening, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.comeback import Comeback
 from ddpnb.notebook.cluster.watch import Watch
-from ddpnb.notebook.ranks import format_ranks
+from ddpnb.notebook.ranks import format_ranks, spoken_ranks
 from ddpnb.notebook.record.recorder import Recorder, new_id
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
@@ -296,7 +296,7 @@ def _check_sizes(num_samples: Mapping[int, object]) -> None:
     for rank, size in sorted(num_samples.items()):
         by_size.setdefault(size, []).append(rank)
     if len(by_size) > 1:
-        told = [f"{size} samples on rank {format_ranks(on)}" for size, on in by_size.items()]
+        told = [f"{size} samples on {spoken_ranks(on)}" for size, on in by_size.items()]
         raise UserError(
             f"data('train') has {' and '.join(told)}; return the same data on every rank, "
             "each trains on its own part of them."

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from ddpnb.notebook.ranks import format_ranks
+from ddpnb.notebook.ranks import format_ranks, spoken_ranks
 from ddpnb.wire import Whereabouts
 
 IDLE_SHARE = 0.2
@@ -109,16 +109,11 @@ def _others(
     """Say what the ranks that they wait for have done instead."""
     reasons = []
     if finished:
-        reasons.append(f"{_finished_who(finished)} {_finished_how(stuck, finished)}")
+        reasons.append(f"{spoken_ranks(finished)} {_finished_how(stuck, finished)}")
     if idle:
         do = "does" if len(idle) == 1 else "do"
-        ranks = f"rank{'s' if len(idle) > 1 else ''} {format_ranks(idle)}"
-        reasons.append(f"{ranks} {do} not run this cell")
+        reasons.append(f"{spoken_ranks(idle)} {do} not run this cell")
     return reasons
-
-
-def _finished_who(finished: Collection[int]) -> str:
-    return f"rank{'s' if len(finished) > 1 else ''} {format_ranks(finished)}"
 
 
 def _finished_how(stuck: Sequence[Whereabouts], finished: Mapping[int, int]) -> str:
