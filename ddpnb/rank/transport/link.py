@@ -1,7 +1,7 @@
 """How does a worker send its gradient, and get parameters and work?  (Every rank.)"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -45,42 +45,34 @@ class Landing:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], copies: Sequence[Packed]) -> None:
-        self._parameters = parameters
         self._copies = copies
-        self._are_in_place = [_fits(parameter) for parameter in parameters]
-        self._all_are_in_place = all(self._are_in_place)
+        numbered = list(enumerate(parameters))
+        self._in_place = [(n, parameter) for n, parameter in numbered if _fits(parameter)]
+        self._copied = [(n, parameter) for n, parameter in numbered if not _fits(parameter)]
         self._number: int | None = None
         """Of the copy that holds the parameters that are in place."""
 
     def take(self, number: int = 0) -> None:
         """Train on a copy from now on; bring in from it what is not in place."""
+        tensors = self._copies[number].tensors
         if number != self._number:
             self._number = number
-            for parameter, tensor in self._pairs(in_place=True):
-                parameter.data = tensor
-        if not self._all_are_in_place:
-            self._copy()
+            for n, parameter in self._in_place:
+                parameter.data = tensors[n]
+        if self._copied:
+            self._copy(tensors)
 
     def leave(self) -> None:
         """Give the parameters memory of their own; may be called twice."""
         if self._number is not None:
-            for parameter, tensor in self._pairs(in_place=True):
-                parameter.data = tensor.clone()
             self._number = None
+            for _, parameter in self._in_place:
+                parameter.data = parameter.data.clone()
 
     @torch.no_grad()
-    def _copy(self) -> None:
-        for parameter, tensor in self._pairs(in_place=False):
-            parameter.copy_(tensor)
-
-    def _pairs(self, *, in_place: bool) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        assert self._number is not None
-        tensors = self._copies[self._number].tensors
-        for parameter, tensor, is_so in zip(
-            self._parameters, tensors, self._are_in_place, strict=True
-        ):
-            if is_so is in_place:
-                yield parameter, tensor
+    def _copy(self, tensors: Sequence[Tensor]) -> None:
+        for n, parameter in self._copied:
+            parameter.copy_(tensors[n])
 
 
 @final
