@@ -7,7 +7,6 @@ back.  Nothing here imports torch, IPython or matplotlib.
 import importlib
 import math
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -114,7 +113,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent:
-    """One step of one worker, or one call of ``ddpnb.log``."""
+    """One step of one worker."""
 
     step: int
     """0, 1, 2 ... on this worker."""
@@ -126,8 +125,6 @@ class StepEvent:
     """Mean loss over those samples, before the step's update; NaN where none was given."""
     staleness: int | None = None
     """Updates by others between the pull of the parameters and the use of the gradient."""
-    metrics: tuple[tuple[str, float], ...] = ()
-    """Further numbers of the user's own, by name."""
     parts: Parts = NO_PARTS
     num_bytes_sent: int = 0
     """What this worker handed over for others in this step."""
@@ -137,6 +134,7 @@ NO_STALENESS = -1
 """Stands for "this step has no staleness" in a row."""
 
 _ROW = struct.Struct("<ddqqiiq7f")
+ROW_BYTES = _ROW.size
 
 
 def row_of(
@@ -158,20 +156,17 @@ def row_of(
     return _ROW.pack(seconds, loss, num_samples, step, stale, rank, num_bytes_sent, *parts)
 
 
-def pack_steps(rank: int, steps: Iterable[StepEvent]) -> bytes:
-    """Return steps of one rank as rows, one after the other; their metrics are not among them."""
-    return b"".join(
-        row_of(
-            rank=rank,
-            step=step.step,
-            seconds=step.seconds,
-            num_samples=step.num_samples,
-            loss=step.loss,
-            staleness=step.staleness,
-            num_bytes_sent=step.num_bytes_sent,
-            parts=step.parts,
-        )
-        for step in steps
+def pack_step(rank: int, step: StepEvent) -> bytes:
+    """Return a step of one rank as a row."""
+    return row_of(
+        rank=rank,
+        step=step.step,
+        seconds=step.seconds,
+        num_samples=step.num_samples,
+        loss=step.loss,
+        staleness=step.staleness,
+        num_bytes_sent=step.num_bytes_sent,
+        parts=step.parts,
     )
 
 
@@ -184,7 +179,7 @@ class EventBatch:
     sequence: int
     header: RunHeader | None = None
     rows: bytes = b""
-    """What ``row_of`` made of each step."""
+    """What ``row_of`` made of each step, or of each call of ``ddpnb.log``."""
     metrics: tuple[tuple[int, str, float], ...] = ()
     """Further numbers of the user's own: index of the row, name, value."""
     marks: tuple[Mark, ...] = ()
@@ -192,7 +187,7 @@ class EventBatch:
     @property
     def num_steps(self) -> int:
         """How many rows there are."""
-        return len(self.rows) // _ROW.size
+        return len(self.rows) // ROW_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

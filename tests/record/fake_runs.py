@@ -15,7 +15,7 @@ from ddpnb.wire import (
     RunReport,
     RunSpec,
     StepEvent,
-    pack_steps,
+    pack_step,
 )
 
 BATCH_SIZE = 256
@@ -59,6 +59,7 @@ def batch(
     rank: int = 0,
     sequence: int = 0,
     header: RunHeader | None = None,
+    metrics: Sequence[tuple[int, str, float]] = (),
     marks: Sequence[Mark] = (),
 ) -> EventBatch:
     return EventBatch(
@@ -66,10 +67,8 @@ def batch(
         rank=rank,
         sequence=sequence,
         header=header,
-        rows=pack_steps(rank, steps),
-        metrics=tuple(
-            (index, name, value) for index, step in enumerate(steps) for name, value in step.metrics
-        ),
+        rows=b"".join(pack_step(rank, step) for step in steps),
+        metrics=tuple(metrics),
         marks=tuple(marks),
     )
 

@@ -5,11 +5,11 @@ import pytest
 
 from ddpnb.notebook.record.events import EVENT, Records
 from ddpnb.notebook.record.join import MAX_BEHIND_STEPS, InTurns, Together
-from ddpnb.wire import Parts, StepEvent, pack_steps
+from ddpnb.wire import Parts, StepEvent, pack_step
 
 
 def told(rank: int, *steps: StepEvent) -> Records:
-    return np.frombuffer(pack_steps(rank, steps), dtype=EVENT)
+    return np.frombuffer(b"".join(pack_step(rank, step) for step in steps), dtype=EVENT)
 
 
 def timed(

@@ -2,7 +2,7 @@ import numpy as np
 
 from ddpnb.notebook.record.digest import MAX_POINTS
 from ddpnb.notebook.record.runs import Run, Status
-from ddpnb.wire import RunReport, StepEvent
+from ddpnb.wire import RunReport
 from tests.record.fake_runs import batch, header, spec, step
 
 
@@ -60,11 +60,8 @@ def test_a_report_tells_of_batches_lost_at_the_end():
 
 def test_metrics_point_at_their_events():
     run = Run(run_id="m", name="mine")
-    logged = StepEvent(
-        step=0, seconds=1.0, num_samples=1, loss=1.0, metrics=(("grad", 2.5), ("lr", 0.1))
-    )
     run.add(batch("m", [step(0, 0.5)]))
-    run.add(batch("m", [logged], sequence=1))
+    run.add(batch("m", [step(1, 1.0)], sequence=1, metrics=[(0, "grad", 2.5), (0, "lr", 0.1)]))
     metrics = run.snapshot().metrics
     assert metrics["grad"].tolist() == [(1, 2.5)]
     assert metrics["lr"].tolist() == [(1, 0.1)]

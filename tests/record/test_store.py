@@ -76,8 +76,8 @@ def same(one: RunSnapshot, other: RunSnapshot) -> bool:
 
 def test_a_run_comes_back_as_it_was(store: Store):
     run = fake_run("async", num_steps=30, nan_from=25)
-    extra = StepEvent(step=99, seconds=9.0, num_samples=3, loss=1.0, metrics=(("grad", 0.5),))
-    last = batch(run.run_id, [extra], sequence=1)
+    extra = StepEvent(step=99, seconds=9.0, num_samples=3, loss=1.0)
+    last = batch(run.run_id, [extra], sequence=1, metrics=[(0, "grad", 0.5)])
     started = store.begin_comparison(a_comparison())
     store.begin_run(started.comparison_id, run.snapshot())
     for rank in (0, 1):

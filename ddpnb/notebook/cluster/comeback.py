@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.call import Call, Events, Happening, Lost, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
-from ddpnb.notebook.record.events import rows_of
+from ddpnb.notebook.record.events import EVENT, rows_of
+from ddpnb.unsent import read_unsent
 from ddpnb.wire import (
     CAME_BACK,
     DIED,
@@ -91,7 +94,17 @@ class Comeback:
                 self._take_joined(rank, happening)
 
     def end(self) -> None:
-        """Wait for ranks that are on their way, or that have joined; kill who does not end."""
+        """Wait for ranks that are on their way, or that have joined; kill who does not end.
+
+        Whoever is dead by then will tell nothing any more: what it had not sent is taken in.
+        """
+        try:
+            self._wait_for_joined()
+        finally:
+            for rank in self.cluster.dead:
+                self._take_unsent(rank)
+
+    def _wait_for_joined(self) -> None:
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while self._on_their_way or any(not call.done for call in self._calls.values()):
             self.attend()
@@ -126,7 +139,16 @@ class Comeback:
             self.came_back.add(rank)
             self._on_their_way.add(rank)
 
+    def _take_unsent(self, rank: int) -> None:
+        """Take in the steps that a rank had not sent when its process died; may be called twice."""
+        last = read_unsent(self.cluster.folder, rank=rank, run_id=self.spec.run_id)
+        rows = np.frombuffer(last, dtype=EVENT)
+        rows = rows[rows["step"] >= self._num_steps.get(rank, 0)]
+        if len(rows):
+            self._tell(rank, rows=rows.tobytes())
+
     def _join(self, rank: int) -> None:
+        self._take_unsent(rank)
         if self.spec.transport in CLOSED_TRANSPORTS:
             self._mark(rank, f"came back too late to join over {self.spec.transport}")
             return
@@ -155,11 +177,19 @@ class Comeback:
 
     def _mark(self, rank: int, text: str, *, seconds: float | None = None) -> None:
         """Note what has happened to a rank, then or at this moment of the training."""
-        number = self._num_batches.get(NOTEBOOK, 0)
         if seconds is None:
             seconds = max(0.0, time.time() - self._began_at)
-        mark = Mark(rank=rank, seconds=seconds, text=text)
-        batch = EventBatch(run_id=self.spec.run_id, rank=NOTEBOOK, sequence=number, marks=(mark,))
-        told = Events(rank=NOTEBOOK, batch=batch)
+        self._tell(NOTEBOOK, marks=(Mark(rank=rank, seconds=seconds, text=text),))
+
+    def _tell(self, rank: int, *, rows: bytes = b"", marks: tuple[Mark, ...] = ()) -> None:
+        """Hand over what comes from no rank's process as if it had sent it."""
+        batch = EventBatch(
+            run_id=self.spec.run_id,
+            rank=rank,
+            sequence=self._num_batches.get(rank, 0),
+            rows=rows,
+            marks=marks,
+        )
+        told = Events(rank=rank, batch=batch)
         self._note(told)
         self.handle(told)

@@ -1,0 +1,97 @@
+"""What had a rank done, but not yet sent, when its process died?  (Both sides.)
+
+A rank that trains writes each step also into a ring in the cluster's run folder.  That
+outlives the process: a rank that is killed loses no step that it had finished.
+"""
+
+import contextlib
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Final, Self, final
+
+from ddpnb.wire import ROW_BYTES
+
+NUM_KEPT: Final = 4096
+"""Steps that are kept: those of half a second, and more, of any training."""
+_HEAD: Final = struct.Struct("<32sQ")
+"""The run's id, and how many steps have been written in all."""
+_NUM_STEPS: Final = struct.Struct("<Q")
+_NUM_STEPS_OFFSET: Final = _HEAD.size - _NUM_STEPS.size
+_FILE_BYTES: Final = _HEAD.size + NUM_KEPT * ROW_BYTES
+
+
+@final
+class UnsentSteps:
+    """One rank's last steps of one run, in a file.
+
+    Args:
+        path: the file.
+        shared: it, mapped.
+    """
+
+    def __init__(self, path: Path, shared: mmap.mmap) -> None:
+        self._path = path
+        self._shared = shared
+        self._num_steps = 0
+
+    @classmethod
+    def open(cls, folder: Path, *, rank: int, run_id: str) -> Self | None:
+        """Begin with none; return None where there is no room.
+
+        Args:
+            folder: the cluster's run folder.
+            rank: whose steps.
+            run_id: the run that they are of.
+        """
+        path = _path(folder, rank)
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, _FILE_BYTES)  # else a full disk ends the process
+                shared = mmap.mmap(descriptor, _FILE_BYTES)
+            finally:
+                os.close(descriptor)
+            _HEAD.pack_into(shared, 0, run_id.encode(), 0)
+            return cls(path, shared)
+        return None
+
+    def add(self, row: bytes) -> None:
+        """Write a step, as ``wire.pack_step`` makes it: the step first, then that it is there."""
+        start = _HEAD.size + self._num_steps % NUM_KEPT * ROW_BYTES
+        self._shared[start : start + ROW_BYTES] = row
+        self._num_steps += 1
+        _NUM_STEPS.pack_into(self._shared, _NUM_STEPS_OFFSET, self._num_steps)
+
+    def close(self) -> None:
+        """Remove the file: all has been sent.  May be called twice."""
+        self._path.unlink(missing_ok=True)
+
+
+def read_unsent(folder: Path, *, rank: int, run_id: str) -> bytes:
+    """Return the last steps of a rank whose process has died, as rows, those already sent too.
+
+    Args:
+        folder: the cluster's run folder.
+        rank: whose steps.
+        run_id: the run that they are of; there are none of any other.
+    """
+    try:
+        data = _path(folder, rank).read_bytes()
+    except OSError:
+        return b""
+    if len(data) < _FILE_BYTES:
+        return b""
+    found, num_steps = _HEAD.unpack_from(data)
+    if found.rstrip(b"\0") != run_id.encode():
+        return b""
+    rows = data[_HEAD.size :]
+    if num_steps <= NUM_KEPT:
+        return rows[: num_steps * ROW_BYTES]
+    oldest = num_steps % NUM_KEPT * ROW_BYTES
+    return rows[oldest:] + rows[:oldest]
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.steps"
