@@ -34,6 +34,8 @@ class Entry:
     options: Mapping[str, Option] = field(default_factory=dict)
     transports: tuple[str, ...] = ()
     """The only ones of ``training.TRANSPORTS`` that a strategy can train by; empty: any."""
+    is_dense: bool = False
+    """Whether it moves gradients as plain memory, and cannot train with sparse ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +63,19 @@ STRATEGIES: Mapping[str, Entry] = {
             "powersgd_rank": Option(default=1, about="rank of PowerSGD's matrices", least=1),
         },
     ),
-    "ddp-shm": Entry(about="the same, with an all-reduce in the memory that CPU ranks share"),
-    "ddp-by-hand": Entry(about="flatten the gradients, all-reduce, step"),
-    "ring-by-hand": Entry(about="the same, with a ring all-reduce from sends and receives"),
-    "central": Entry(about="parameters in one place on the host, updated there once"),
+    "ddp-shm": Entry(
+        about="the same, with an all-reduce in the memory that CPU ranks share", is_dense=True
+    ),
+    "ddp-by-hand": Entry(about="flatten the gradients, all-reduce, step", is_dense=True),
+    "ring-by-hand": Entry(
+        about="the same, with a ring all-reduce from sends and receives", is_dense=True
+    ),
+    "central": Entry(
+        about="parameters in one place on the host, updated there once", is_dense=True
+    ),
     "async": Entry(
         about="one parameter server, workers never wait for each other",
+        is_dense=True,
         options={
             "period": Option(
                 default=1, least=1, about="gradients, whoever's, that make one update"
@@ -103,6 +112,7 @@ STRATEGIES: Mapping[str, Entry] = {
     "zero": Entry(about="torch ZeroRedundancyOptimizer: each rank keeps a part of its state"),
     "fsdp": Entry(
         about="torch FSDP2: each rank keeps a part of parameters, gradients and state",
+        is_dense=True,
         options={
             "reshard": Option(default=True, about="let go of a layer before its backward pass")
         },

@@ -18,8 +18,10 @@ from ddpnb.notebook.show.details import Details
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.table import Table
 from ddpnb.notebook.show.view import View
+from ddpnb.notebook.typed import typed
 
 
+@typed
 def start(
     n: int | None = None,
     *,
@@ -59,6 +61,7 @@ def start(
     return this_session().attach(spec, "" if attach is True else attach, method=method)
 
 
+@typed
 def stop() -> bool:
     """End every process of the cluster; the twin of ``%ddp_stop``.
 
@@ -68,6 +71,7 @@ def stop() -> bool:
     return this_session().stop()
 
 
+@typed
 def restart(n: int | None = None, *, ranks: str | None = None) -> Table:
     """End ranks and start them anew; their variables are lost.  As ``%ddp_restart``.
 
@@ -79,16 +83,19 @@ def restart(n: int | None = None, *, ranks: str | None = None) -> Table:
     return session.restart(n) if ranks is None else session.bring_back(ranks)
 
 
+@typed
 def why() -> str:
     """Tell where every rank is right now, with stacks; the twin of ``%ddp_why``."""
     return this_session().why()
 
 
+@typed
 def status() -> Table:
     """Return the state of every rank; the twin of ``%ddp_status``."""
     return this_session().status()
 
 
+@typed
 def interrupt() -> str:
     """Stop what runs on the ranks; their variables are kept.  As ``%ddp_interrupt``.
 
@@ -98,6 +105,7 @@ def interrupt() -> str:
     return this_session().interrupt()
 
 
+@typed
 def run_cell(
     source: str,
     *,
@@ -129,11 +137,13 @@ def run_cell(
     return session.run_cell(source, ranks=ranks, wait=wait, name=name, timeout=timeout, check=check)
 
 
+@typed
 def push(ranks: str | None = None, **variables: object) -> None:
     """Put variables on the ranks: ``push(a=1, b=2)``; the twin of ``%ddp_push``."""
     this_session().push(variables, ranks)
 
 
+@typed
 def pull(expression: str, *, ranks: str | None = None) -> Any:
     """Return the value of an expression on the ranks; the twin of ``%ddp_pull``.
 
@@ -143,6 +153,7 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
     return this_session().pull(expression, ranks)
 
 
+@typed
 def compare(
     *strategies: str,
     task: str = CELL_TASK,
@@ -222,6 +233,7 @@ def compare(
     return this_session().compare(spec, wait=wait)
 
 
+@typed
 def runs(
     text: str = "", *, task: str = "", strategy: str = "", since: str = "", last: int | None = None
 ) -> Table:
@@ -238,21 +250,25 @@ def runs(
     return this_session().runs(search)
 
 
+@typed
 def details(name: str) -> Details:
     """Return what is needed to repeat a stored comparison; the twin of ``%ddp_runs --show``."""
     return Details(this_session().store.load(name))
 
 
+@typed
 def rename(name: str, new_name: str) -> str:
     """Give a stored comparison another name; return it.  As ``%ddp_runs --rename``."""
     return this_session().store.rename(name, new_name)
 
 
+@typed
 def delete(name: str) -> tuple[str, ...]:
     """Forget stored runs, for good; return their names.  As ``%ddp_runs --delete``."""
     return this_session().store.delete(name)
 
 
+@typed
 def plot(
     *names: str, x: str = "", log: bool = False, target: float | None = None
 ) -> ComparisonResult:
@@ -267,6 +283,7 @@ def plot(
     return this_session().load(names, View(x=x, log=log, target=target))
 
 
+@typed
 def load(*names: str) -> ComparisonResult:
     """Return stored runs as one comparison: ``load("race").steps()`` is a DataFrame.
 
@@ -276,6 +293,7 @@ def load(*names: str) -> ComparisonResult:
     return this_session().load(names)
 
 
+@typed
 def export(name: str, path: Path | str) -> str:
     """Write stored runs to a file, by its ending; the twin of ``%ddp_export``.
 
@@ -291,6 +309,7 @@ def export(name: str, path: Path | str) -> str:
     return write_export(this_session().load([name]), path)
 
 
+@typed
 def report(name: str, path: Path | str) -> Path:
     """Write one page that needs no other file: figure, table, code, environment.
 

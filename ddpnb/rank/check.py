@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from ddpnb import catalogue
+from ddpnb.catalogue import STRATEGIES
 from ddpnb.errors import UserError
 from ddpnb.rank.strategies.base import Batch, Replica, State
 
@@ -42,6 +44,23 @@ def _forward(replica: Replica, batch: Batch) -> Tensor:
     _check_loss(loss)
     _check_mean(loss, replica, outputs, batch)
     return loss
+
+
+def check_dense(replica: Replica, strategy: str) -> None:
+    """Refuse sparse gradients, as they are after a step, where a strategy cannot exchange them.
+
+    Raises:
+        UserError: there are some.
+    """
+    name = catalogue.strategy(strategy).name
+    if name not in STRATEGIES or not STRATEGIES[name].is_dense:
+        return
+    for parameter_name, parameter in replica.model.named_parameters():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise UserError(
+                f"The gradient of {parameter_name} is sparse, and {name} exchanges dense ones: "
+                f"make the layer with sparse=False, or leave {name} out of the comparison."
+            )
 
 
 def check_saved(replica: Replica, saved: State) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.rank import drag
-from ddpnb.rank.check import check_saved, check_training
+from ddpnb.rank.check import check_dense, check_saved, check_training
 from ddpnb.rank.clock import Clock, clock_of
 from ddpnb.rank.drag import Drag
 from ddpnb.rank.evaluate import evaluate
@@ -70,6 +70,7 @@ def check(
         if stage.saved is not None:
             check_saved(replica, stage.saved)
         check_training(replica, stage.smallest_batch())
+        check_dense(replica, spec.strategy)
         return len(stage.task.train)
 
 

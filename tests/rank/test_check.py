@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from ddpnb.catalogue import STRATEGIES
 from ddpnb.errors import UserError
 from ddpnb.rank import worker
 from ddpnb.wire import RunSpec
@@ -228,3 +229,19 @@ def test_nothing_of_the_users_is_touched():
     assert torch.get_default_dtype() == torch.float32
     assert namespace == names
     assert torch.equal(net.weight, before)
+
+
+SPARSE = (
+    "import torch\nfrom torch import nn\n"
+    "def model(): return nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Flatten(),"
+    " nn.Linear(12, 3))\n"
+    "def data(split): return torch.randint(9, (20, 4)), torch.randint(3, (20,))\n"
+)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sparse_gradients_are_refused_where_they_cannot_be_exchanged(strategy):
+    if not STRATEGIES[strategy].is_dense:
+        return check(SPARSE, strategy)
+    with pytest.raises(UserError, match=f"of 0.weight is sparse, and {strategy} exchanges"):
+        check(SPARSE, strategy)

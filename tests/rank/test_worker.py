@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from ddpnb.catalogue import STRATEGIES as ENTRIES
 from ddpnb.rank import worker
 from ddpnb.rank.strategies import STRATEGIES
 from ddpnb.wire import RunHeader, RunReport, RunSpec, StepEvent
@@ -140,6 +141,31 @@ def test_a_report_says_what_each_rank_holds(ranks):
     for word, parameters, state in (("ddp", size, size), ("fsdp", size // 2, size // 2)):
         for report, _ in ranks(2).call(run_job, spec_of(word, num_epochs=1)):
             assert (report.num_parameter_bytes, report.num_optimizer_bytes) == (parameters, state)
+
+
+SPARSE = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Embedding(20, 8, sparse={sparse}), nn.Flatten(), nn.Linear(16, 2))
+
+def data(split):
+    torch.manual_seed(3)
+    words = torch.randint(20, (100, 2))
+    return words, (words.sum(dim=1) > 19).long()
+"""
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not ENTRIES[name].is_dense])
+def test_sparse_gradients_train_as_dense_ones_do(ranks, strategy):
+    sparse, dense = (
+        ranks(2).call(run_job, spec_of(strategy, source=SPARSE.format(sparse=sparse)))[0][0]
+        for sparse in (True, False)
+    )
+    assert sparse.held_out_accuracy > 0.7
+    if strategy not in ASYNCHRONOUS:
+        assert sparse.final_loss == pytest.approx(dense.final_loss, abs=1e-4)
 
 
 def test_regression_has_no_accuracy(ranks):
