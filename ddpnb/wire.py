@@ -32,6 +32,10 @@ class RankState:
     """Whether another rank computes on the same GPU."""
 
 
+MODEL_FILE = "model.pt"
+"""What a run's trained model is saved as, among its checkpoints: a ``state_dict``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec(TrainingSpec):
     """One training: everything a rank must know to repeat it exactly."""

@@ -25,7 +25,7 @@ def with_checkpoints(
     """
     if not any(spec.save_every or spec.resume for spec in specs):
         return tuple(specs)
-    placed = [replace(spec, checkpoints=str(store.folder / "checkpoints")) for spec in specs]
+    placed = [replace(spec, checkpoints=str(store.checkpoints)) for spec in specs]
     address = placed[0].resume
     if not address:
         return tuple(placed)

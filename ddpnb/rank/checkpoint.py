@@ -22,7 +22,7 @@ from torch import nn
 
 from ddpnb.errors import UserError
 from ddpnb.rank.strategies.base import State
-from ddpnb.wire import RunSpec
+from ddpnb.wire import MODEL_FILE, RunSpec
 
 NUM_KEPT = 2
 """Checkpoints of a run that stay."""
@@ -97,7 +97,7 @@ class Checkpoints:
 
     def finish(self, model: nn.Module) -> None:
         """Write the trained model."""
-        self._write(self._place.folder / "model.pt", model.state_dict())
+        self._write(self._place.folder / MODEL_FILE, model.state_dict())
 
     def _write(self, path: Path, state: State) -> bool:
         try:

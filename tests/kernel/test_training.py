@@ -133,7 +133,13 @@ def test_every_choice_works_from_the_line(kernel: Kernel):
     assert "5 ms slower on purpose" in cell.text
     assert "--data-workers has no effect" in cell.text
     kept = kernel.folder / "data" / "runs" / "checkpoints"
-    assert len(list(kept.glob("*/model.pt"))) == 4
+    models = [str(path) for path in kept.glob("*/model.pt")]
+    assert len(models) == 4
+    told = kernel.run("%ddp_runs --show chosen").text
+    assert re.search(r"^model of async#1 ", told, re.MULTILINE)
+    assert all(model in told for model in models)
+    assert kernel.run("%ddp_runs --delete chosen").lines
+    assert not list(kept.iterdir())
 
 
 def test_a_run_is_resumed(kernel: Kernel):

@@ -5,6 +5,7 @@ and finishes; a crash in between loses at most the last ``flush_seconds``.
 """
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -161,7 +162,7 @@ class Store:
         return free
 
     def delete(self, address: str) -> tuple[str, ...]:
-        """Forget the runs that ``address`` stands for; return the names of those runs.
+        """Forget the runs that ``address`` stands for, and what they saved; return their names.
 
         Raises:
             UserError: one of them is being trained.
@@ -176,7 +177,14 @@ class Store:
                 " AND id IN (SELECT value FROM json_each(?))",
                 (json.dumps([run.comparison_id for run in found]),),
             )
+        for run in found:
+            shutil.rmtree(self.checkpoints / run.run_id, ignore_errors=True)
         return tuple(run.address for run in found)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder with one of each run's checkpoints and its trained model."""
+        return self.folder / "checkpoints"
 
     def close(self) -> None:
         """Write what is pending and close; again is no harm."""

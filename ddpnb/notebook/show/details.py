@@ -2,7 +2,9 @@
 
 import dataclasses
 import time
+from collections.abc import Iterator, Sequence
 from html import escape
+from pathlib import Path
 from typing import final
 
 from ddpnb.notebook.record.comparison import Comparison
@@ -10,6 +12,7 @@ from ddpnb.notebook.record.repeat import magic_of
 from ddpnb.notebook.record.summary import summarise
 from ddpnb.notebook.show.table import Cell, Column, Table
 from ddpnb.notebook.show.words import notes
+from ddpnb.wire import MODEL_FILE, RunSpec
 
 BLOCK = (
     "padding:.8em 1em;border-radius:.4em;background:rgba(128,128,128,.12);overflow:auto;"
@@ -55,15 +58,26 @@ class Details:
         specs = comparison.specs or tuple(run.spec for run in comparison.runs if run.spec)
         begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(comparison.created))
         told = {"begun": begun, "strategies": " ".join(comparison.strategies)}
-        hidden = ("run_id", "strategy", "repeat", "source", "cell", "checkpoints")
+        hidden = ("run_id", "strategy", "repeat", "source", "cell", "checkpoints", "resume")
         for entry in dataclasses.fields(specs[0]) if specs else ():
             values = dict.fromkeys(_spoken(getattr(spec, entry.name)) for spec in specs)
             if entry.name not in hidden:
                 told[entry.name.removeprefix("num_").replace("_", " ")] = " and ".join(values)
         if specs:
             told["repeats"] = str(max(spec.repeat for spec in specs) + 1)
+        told |= {
+            f"model of {spec.strategy}#{spec.repeat + 1}": str(p) for spec, p in _models(specs)
+        }
         table = _pairs(comparison.name, told)
         return dataclasses.replace(table, notes=notes(comparison, summarise(comparison)))
+
+
+def _models(specs: Sequence[RunSpec]) -> Iterator[tuple[RunSpec, Path]]:
+    """Yield where trained models lie, of those runs that saved them."""
+    for spec in specs:
+        path = Path(spec.checkpoints) / spec.run_id / MODEL_FILE
+        if spec.checkpoints and path.is_file():
+            yield spec, path
 
 
 def _pairs(caption: str, pairs: dict[str, str]) -> Table:
