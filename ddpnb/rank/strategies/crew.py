@@ -25,6 +25,9 @@ _POLL_SECONDS = 0.002
 _LOOK_SECONDS = 0.5
 """How often it is looked whether the others still live."""
 
+Standings = dict[int, Standing]
+"""How far each rank is."""
+
 
 @final
 class Crew:
@@ -82,7 +85,7 @@ class Crew:
         self.board.enter(self._replica.rank)
         self._is_in = True
         if not self._replica.joins:
-            self._wait(self._all_are_here, self._absent)
+            self._wait(_all_are_here, self._absent)
 
     def shares(self) -> Iterator[Share]:
         """Yield whatever share is next, until all are handed out."""
@@ -113,11 +116,11 @@ class Crew:
             self.board.settle(number, Fate.RETURNED)
         if sum_up is not None and self._replica.rank == 0:
             self.board.stand(0, Standing.LAST)
-            self._wait(self._others_are_done)
+            self._wait(_others_are_done)
             sum_up()
             self._check_needed()
         self.board.stand(self._replica.rank, Standing.DONE)
-        self._wait(self._all_are_done)
+        self._wait(_all_are_done)
         self._check_needed()
         self._is_in = False
 
@@ -174,17 +177,8 @@ class Crew:
         step, part = divmod(number, num_parts)
         return Share(step=step, part=part, num_parts=num_parts)
 
-    def _standings(self) -> dict[int, Standing]:
+    def _standings(self) -> Standings:
         return {rank: self.board.standing(rank) for rank in range(self._replica.world_size)}
-
-    def _all_are_here(self) -> bool:
-        return Standing.NOT_HERE not in self._standings().values()
-
-    def _all_are_done(self) -> bool:
-        return set(self._standings().values()) <= {Standing.DONE, Standing.GONE}
-
-    def _others_are_done(self) -> bool:
-        return set(self._standings().values()) <= {Standing.DONE, Standing.GONE, Standing.LAST}
 
     def _check_needed(self) -> None:
         """Raise where rank 0 has died, or where this worker was given up."""
@@ -193,29 +187,44 @@ class Crew:
             if standings[needed] is Standing.GONE:
                 raise RankLostError(needed)
 
-    def _wait(self, is_so: Callable[[], bool], absent: Callable[[], int] = lambda: NOBODY) -> None:
+    def _wait(
+        self, is_so: Callable[[Standings], bool], absent: Callable[[], int] = lambda: NOBODY
+    ) -> None:
         """Wait for other workers; those without whom nothing moves are given up."""
-        num_updates, progress_at = self.board.num_updates, time.monotonic()
-        while not is_so():
+        seen, progress_at = self._progress(), time.monotonic()
+        while not is_so(standings := self._standings()):
             self.check()
             if (rank := absent()) != NOBODY:
                 raise RankLostError(rank)
-            if (now := self.board.num_updates) != num_updates:
-                num_updates, progress_at = now, time.monotonic()
-            if time.monotonic() - progress_at > self._timeout:
-                self._give_up()
-                progress_at = time.monotonic()
+            if (now := self._progress()) != seen:  # else the standings are no older
+                seen, progress_at = now, time.monotonic()
+            elif time.monotonic() - progress_at > self._timeout:
+                self._give_up(standings)
             time.sleep(_POLL_SECONDS)
 
-    def _give_up(self) -> None:
+    def _progress(self) -> tuple[int, list[int]]:
+        """Return what changes as long as there is no need to give anybody up."""
+        return self.board.num_updates, self.board.living()
+
+    def _give_up(self, standings: Standings) -> None:
         """Count who trains as dead; where nobody does any more, who does not come to an end."""
-        others = self._standings()
-        del others[self._replica.rank]
+        others = {rank: at for rank, at in standings.items() if rank != self._replica.rank}
         for rank, standing in others.items():
             if standing is Standing.NOT_HERE:
                 raise RankLostError(rank)
-        trains = Standing.TRAINING in others.values()
-        silent = Standing.TRAINING if trains else Standing.LAST
+        silent = Standing.TRAINING if Standing.TRAINING in others.values() else Standing.LAST
         for rank, standing in others.items():
             if standing is silent:
                 self.board.stand(rank, Standing.GONE)
+
+
+def _all_are_here(standings: Standings) -> bool:
+    return Standing.NOT_HERE not in standings.values()
+
+
+def _all_are_done(standings: Standings) -> bool:
+    return set(standings.values()) <= {Standing.DONE, Standing.GONE}
+
+
+def _others_are_done(standings: Standings) -> bool:
+    return set(standings.values()) <= {Standing.DONE, Standing.GONE, Standing.LAST}
