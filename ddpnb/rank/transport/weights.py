@@ -3,8 +3,8 @@
 Each worker's weights lie in shared memory; whoever reads or writes them holds their lock, and
 who needs two takes the lower rank's first, so that nobody waits in a circle.  A lock is one
 byte of the file that the weights lie in, locked for this process: the operating system lifts
-it when the process dies, whatever children it leaves.  What was half averaged by then stays:
-each number is a weight of before or the mean.
+it when the process dies, whatever children it leaves.  What was half averaged by then stays
+so: each number is the weight that it was, or the mean.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ class Weights:
     def _average(self, mine: int, other: int) -> None:
         pairs = zip(self._copies[mine].tensors, self._copies[other].tensors, strict=True)
         for one, another in pairs:
-            one.add_(another).div_(2)
+            one.lerp_(another, 0.5)  # in one go: a sum must not stay behind
             another.copy_(one)
 
     @contextlib.contextmanager
