@@ -116,12 +116,15 @@ WRONG_LINES = {
     "--lr=-1": "--lr must be greater than 0, not -1.0.",
     "--lr nan": "--lr must be greater than 0",
     "--seed=-1": "--seed must be at least 0, not -1.",
+    f"--seed {2**63}": f"--seed must be at most {2**63 - 1}, not {2**63}.",
+    f"--seed {10**400}": f"--seed must be at most {2**63 - 1}, not 1000",
     "--accumulate 0": "--accumulate must be at least 1, not 0.",
     "--amp fp8": "There is no --amp 'fp8'; choose one of: none, bf16.",
     "--clip 0": "--clip must be greater than 0, not 0.0.",
     "--lr-scaling cubic": "There is no --lr-scaling 'cubic'; choose one of: none, linear, sqrt.",
     "--lr-warmup=-1": "--lr-warmup must be at least 0, not -1.0.",
     "--data-workers=-1": "--data-workers must be at least 0, not -1.",
+    "--data-workers 100000": "--data-workers must be at most 256, not 100000.",
     "--transport usb": "There is no --transport 'usb'; choose one of: auto, shm, gloo, rpc.",
     "--slow 1": "Write --slow as 1:3x or 1:50ms, rank and how slow, not '1'.",
     "--slow 1:3x,2": "Write --slow as 1:3x or 1:50ms, rank and how slow, not '2'.",
@@ -130,6 +133,7 @@ WRONG_LINES = {
     "--jitter lots": "--jitter is a share, 20% or 0.2, not lots.",
     "--jitter 20": "--jitter 20 would be 2000 %; write 20% or 0.2.",
     "--jitter=-5%": "--jitter must be at least 0, not -0.05.",
+    "--jitter 99999999999%": "--jitter must be at most 100, not 999999999.99.",
     "--save-every=-1": "--save-every must be at least 0, not -1.0.",
     "--epoxs 1": "ddp_compare has no option --epoxs; did you mean --epochs?",
     "--epochs": "--epochs takes a value: %ddp_compare? tells which.",
@@ -195,6 +199,13 @@ def test_the_python_twin_has_the_same_choices_and_defaults():
     assert training_of({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
         source=CELL, jitter=0.2, slow=("1:3x",)
     )
+
+
+def test_a_number_for_jitter_is_read_as_its_text_is():
+    assert training_of({"jitter": 0.2}, source=CELL).jitter == 0.2
+    for jitter in (20, 20.0):
+        with pytest.raises(UserError, match=r"would be 2000 %; write 20% or 0\.2\."):
+            training_of({"jitter": jitter}, source=CELL)
 
 
 def test_a_run_is_a_training_with_a_strategy():
