@@ -13,7 +13,7 @@ from typing import Any
 from ddpnb import catalogue
 from ddpnb.catalogue import CELL_TASK, TASKS, Value
 from ddpnb.errors import UserError, one_of
-from ddpnb.faults import parse_kill, parse_slow
+from ddpnb.faults import parse_kills, parse_slow
 
 AMP = ("none", "bf16")
 """What mixed precision there is: bfloat16 needs no scaling of the loss."""
@@ -216,8 +216,7 @@ class TrainingSpec:
             _check(flag, getattr(self, name))
         for text in self.slow:
             parse_slow(text)
-        for text in self.kill:
-            parse_kill(text)
+        parse_kills(self.kill)
 
 
 def flags() -> Iterator[tuple[str, Flag]]:

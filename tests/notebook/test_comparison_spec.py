@@ -95,6 +95,36 @@ NAMED = {"strategies": ("ddp",)}
             {"strategies": ("async", "hogwild")},
             "hogwild trains in shared memory, not by gloo: leave --transport out, or hogwild",
         ),
+        (
+            {"task": "digits", "transport": "rpc"},
+            {"strategies": ("single", "ddp")},
+            "--transport rpc is for asynchronous strategies, and there is none here: leave it out,",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("ddp", "ddp:")},
+            "Write options as ddp:option=value,option=value, not ddp:.",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("ddp:hook=fp16,hook=bf16",)},
+            "ddp:hook=fp16,hook=bf16 gives an option twice: leave one of them out.",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("Own:every=1,every=2",)},
+            "Own:every=1,every=2 gives an option twice",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("ddp:bucket_cap_mb=0",)},
+            "ddp:bucket_cap_mb must be greater than 0, not 0.",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("diloco:outer_lr=0",)},
+            "diloco:outer_lr must be greater than 0, not 0.",
+        ),
         ({}, {}, "Nothing to train: define model() and data(split) in the cell"),
         ({"source": "  \n"}, {}, "Nothing to train"),
     ],
@@ -128,7 +158,13 @@ WRONG_LINES = {
     "--transport usb": "There is no --transport 'usb'; choose one of: auto, shm, gloo, rpc.",
     "--slow 1": "Write --slow as 1:3x or 1:50ms, rank and how slow, not '1'.",
     "--slow 1:3x,2": "Write --slow as 1:3x or 1:50ms, rank and how slow, not '2'.",
-    "--slow 1:0.5x": "--slow 1:0.5x: a rank can only be made slower, give 1x or more.",
+    "--slow 1:0.5x": "--slow 1:0.5x: a rank can only be made slower, give more than 1x.",
+    "--slow 1:1x": "--slow 1:1x: a rank can only be made slower, give more than 1x.",
+    "--slow 1:0ms": "--slow 1:0ms: that is not slower, give more than 0 ms.",
+    "--slow 1:99999x": "--slow 1:99999x: give at most 10000x.",
+    "--slow 1:9999999999999s": "--slow 1:9999999999999s: give at most 86400 s, a day.",
+    "--kill 1@99999999999999999999s": "999s: give at most 86400 s, a day.",
+    "--kill 1@1s,0@2s,1@9s": "--kill kills rank 1 twice: only the first time would count.",
     "--kill 1": "Write --kill as 1@5s, rank and training time, not '1'.",
     "--jitter lots": "--jitter is a share, 20% or 0.2, not lots.",
     "--jitter 20": "--jitter 20 would be 2000 %; write 20% or 0.2.",
@@ -186,6 +222,13 @@ def test_every_choice_has_its_option():
         save_every=0.5,
         resume="mine",
     )
+
+
+@pytest.mark.parametrize("strategies", [("ddp", "async"), ("Own",)])
+def test_a_transport_is_for_whoever_may_use_it(strategies: tuple[str, ...]):
+    training = TrainingSpec(task="digits", transport="gloo")
+    spec = ComparisonSpec(strategies=strategies, training=training)
+    assert {run.transport for run in spec.run_specs()} == {"gloo"}
 
 
 def test_what_is_not_chosen_is_as_in_the_spec():
