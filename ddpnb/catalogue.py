@@ -34,7 +34,7 @@ class Entry:
     about: str
     options: Mapping[str, Option] = field(default_factory=dict)
     transports: tuple[str, ...] = ()
-    """Those of ``training.TRANSPORTS`` that a strategy can train by; empty: it has none to choose."""
+    """Those of ``training.TRANSPORTS`` that it can train by; empty: it has none to choose."""
     is_dense: bool = False
     """Whether it moves gradients as plain memory, and cannot train with sparse ones."""
 

@@ -18,6 +18,8 @@ _UNIT_SECONDS = {"s": 1.0, "ms": 1e-3}
 MAX_SECONDS = 86_400.0
 """A day: longer than any step here, or any training."""
 MAX_FACTOR = 10_000.0
+SOONEST_SECONDS = 0.6
+"""When a rank is killed at the earliest: the notebook must know what the run is by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class Kill:
 
     rank: int
     seconds: float
-    """Of training, until it does."""
+    """Of training, until it does; ``SOONEST_SECONDS`` at least."""
 
 
 def parse_slow(text: str) -> Slow:
@@ -74,7 +76,7 @@ def parse_kill(text: str) -> Kill:
     if found is None:
         raise UserError(f"Write --kill as 1@5s, rank and training time, not {text!r}.")
     seconds = _seconds(f"--kill {text}", float(found[2]), found[3])
-    return Kill(rank=int(found[1]), seconds=seconds)
+    return Kill(rank=int(found[1]), seconds=max(seconds, SOONEST_SECONDS))
 
 
 def parse_kills(texts: Sequence[str]) -> tuple[Kill, ...]:
