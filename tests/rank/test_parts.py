@@ -22,6 +22,17 @@ WAITING = (
 )
 """Whose ranks wait for the slowest."""
 
+BATCHNORM = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
+
+def data(split):
+    x = torch.randn(320, 4)
+    return x, (x.sum(dim=1) > 0).long()
+"""
 LATE_UPDATE = """
 import time
 import torch
@@ -90,6 +101,17 @@ def test_to_wait_for_a_slow_rank_is_no_computing(ranks, strategy):
     prompt, slow = steps_of(ranks(2), strategy, slow=late, batch_size=128)
     waited = statistics.fmean(e.parts.communication + e.parts.waiting for e in prompt)
     assert waited > 0.6 * DELAY_SECONDS
+    assert middle(prompt, "data", "forward", "backward", "optimizer") < 0.6 * DELAY_SECONDS
+    assert middle(slow, "forward") > DELAY_SECONDS
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp-shm", "zero", "fsdp"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_to_wait_for_rank_0s_buffers_is_no_computing(ranks, strategy, accumulate):
+    changes = {"task": "cell", "source": BATCHNORM, "accumulate": accumulate}
+    late = (f"0:{round(1000 * DELAY_SECONDS)}ms",)
+    slow, prompt = steps_of(ranks(2), strategy, slow=late, **changes)
+    assert middle(prompt, "communication", "waiting") > 0.6 * DELAY_SECONDS
     assert middle(prompt, "data", "forward", "backward", "optimizer") < 0.6 * DELAY_SECONDS
     assert middle(slow, "forward") > DELAY_SECONDS
 

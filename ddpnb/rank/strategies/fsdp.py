@@ -22,7 +22,7 @@ Bytes sent per step and rank, in A parts: (N - 1) * (P * 2 A + G), or without ``
 part of the gradients: P, but for frozen parameters, which have none.  Rows are filled up to a
 multiple of N: P is about S / N.  Counted are the messages that torch really sends: a frozen
 layer may be gathered once only, one that a step does not use never.  Gloo makes each
-reduce-scatter of an all-reduce; what that sends more is not counted.
+reduce-scatter of an all-reduce; what that sends more is not counted, nor the norm for clipping.
 """
 
 import copy
