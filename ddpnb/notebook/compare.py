@@ -3,18 +3,19 @@
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from ddpnb import catalogue
 from ddpnb.catalogue import CELL_TASK, STRATEGIES
 from ddpnb.errors import UserError
-from ddpnb.notebook.cells import error_of, failures_of, tell_stale
+from ddpnb.notebook.cells import error_of, tell_stale
 from ddpnb.notebook.cluster.call import Events, Happening, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.comeback import Comeback
 from ddpnb.notebook.cluster.watch import Watch
-from ddpnb.notebook.ranks import format_ranks, spoken_ranks
+from ddpnb.notebook.preflight import check
+from ddpnb.notebook.ranks import format_ranks
 from ddpnb.notebook.record.recorder import Recorder, new_id
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
@@ -27,8 +28,6 @@ from ddpnb.training import TrainingSpec
 from ddpnb.wire import OnRank, RunReport, RunSpec
 
 BASELINE = "single"
-FREE_CHECK_AFTER_SECONDS = 5.0
-"""How long ranks may still check after one has refused; to free them costs the group."""
 ORDER_SECONDS = 0.3
 """How often the ranks are told to stop, until they have."""
 PATIENCE_SECONDS = 1.2
@@ -124,28 +123,43 @@ class Training:
     def run(self) -> ComparisonResult:
         """Train everything; what was trained is shown and kept, however it ends.
 
+        A strategy that fails is left out from then on, and the others are trained; where the
+        very first fails, so would they.
+
         Raises:
-            RankError: where a training failed.
+            RankError: where a training failed, in the end.
             KeyboardInterrupt: where it was interrupted; the ranks have stopped.
         """
+        errors: dict[str, Exception] = {}
         try:
-            for number, spec in enumerate(self.specs, start=1):
-                if not self._is_stopped:
-                    self._train_or_tell(spec, self.specs[number:])
+            for number, spec in enumerate(self.specs):
+                if self._is_stopped or spec.strategy in errors:
+                    continue
+                try:
+                    self._train(spec)
+                except (UserError, RankError, StuckError) as error:
+                    errors[spec.strategy] = error
+                    left = [s.strategy for s in self.specs[number:] if s.strategy not in errors]
+                    if not self._goes_on_without(spec.strategy, left, is_first=number == 0):
+                        break
         finally:
             result = ComparisonResult(self.recorder.comparison, self.view)
             self.live.finish(result)
+        if errors:
+            raise next(iter(errors.values()))
         return result
 
-    def _train_or_tell(self, spec: RunSpec, following: Sequence[RunSpec]) -> None:
-        """Train; where that fails, say what is not trained for it."""
-        try:
-            self._train(spec)
-        except (UserError, RankError, StuckError):
-            left = dict.fromkeys(each.strategy for each in following)
-            if left:
-                print(f"Not trained: {', '.join(left)}.", file=sys.stderr)
-            raise
+    def _goes_on_without(self, failed: str, left: Sequence[str], *, is_first: bool) -> bool:
+        """Say what becomes of the others where a strategy has failed."""
+        if not left or self._is_stopped:
+            return False
+        names = ", ".join(dict.fromkeys(left))
+        if is_first or self.cluster.lost is not None:
+            print(f"Not trained: {names}.", file=sys.stderr)
+            return False
+        print(f"{failed} failed and is left out; still to be trained: {names}.", file=sys.stderr)
+        self._bring_back("died, which ended the training")
+        return True
 
     def _train(self, spec: RunSpec) -> None:
         tell_stale(self.cluster.ensure_group())
@@ -260,44 +274,3 @@ def prepare(
     shown = shown_by or live(spec.view)
     shown.begin(recorder.comparison)
     return Training(cluster=cluster, recorder=recorder, specs=specs, live=shown, view=spec.view)
-
-
-def check(cluster: Cluster, spec: RunSpec) -> None:
-    """Have every rank look for what would stop a training.
-
-    Raises:
-        UserError: where the user's own mistake would.
-        RankError: where the cell itself fails.
-        KeyboardInterrupt: where it was interrupted; the ranks have stopped.
-    """
-    watch = Watch(
-        cluster=cluster,
-        call=cluster.submit(OnRank("check"), spec, ranks=cluster.ranks),
-        handle=lambda _: None,
-        tick=lambda: None,
-        free_after=FREE_CHECK_AFTER_SECONDS,
-    )
-    try:
-        watch.run()
-    except KeyboardInterrupt:
-        raise CellInterrupt from None
-    failures = failures_of(watch)
-    for failure in failures:
-        if failure.name == UserError.__name__:
-            raise UserError(failure.text)
-    if failures:
-        raise RankError(failures)
-    _check_sizes(watch.returned)
-
-
-def _check_sizes(num_samples: Mapping[int, object]) -> None:
-    """Refuse a training split that is larger on one rank than on another."""
-    by_size: dict[object, list[int]] = {}
-    for rank, size in sorted(num_samples.items()):
-        by_size.setdefault(size, []).append(rank)
-    if len(by_size) > 1:
-        told = [f"{size} samples on {spoken_ranks(on)}" for size, on in by_size.items()]
-        raise UserError(
-            f"data('train') has {' and '.join(told)}; return the same data on every rank, "
-            "each trains on its own part of them."
-        )

@@ -4,8 +4,9 @@
 
 c: what this worker's own forward and backward pass take, measured before the run without
 any exchange, so that waiting for others is never multiplied; f and s: how slow it was
-wished to be; u: a new random share of up to the jitter.  The rank sleeps before it computes:
-whatever it exchanges afterwards comes so much later.  The sleep counts as forward.
+wished to be; u: a new random share of up to the jitter.  The rank sleeps between its forward
+and its backward pass: what it has read grows so much older, what it sends comes so much later.
+The sleep counts as forward.
 
 Where one process holds several workers, as in DataParallel, the slowest holds up its step.
 """
@@ -117,6 +118,7 @@ class Drag:
         self._publish = publish
         self._random = {r: random.Random(f"{faults.seed} {r}") for r in faults.workers}
         self._cancelled = threading.Event()
+        self._seconds = 0.0
 
     def begin(self) -> None:
         """Mark who is slow from now on, and let the time of those run who are to die."""
@@ -127,9 +129,13 @@ class Drag:
             args = (first, time.perf_counter())
             threading.Thread(target=self._die, args=args, name="ddpnb-kill", daemon=True).start()
 
-    def before_step(self) -> None:
-        """Sleep as long as this step is to take longer."""
-        seconds = max((self._delay(worker) for worker in self._faults.workers), default=0.0)
+    def begin_step(self) -> None:
+        """Find out how much longer the next step is to take."""
+        self._seconds = max((self._delay(worker) for worker in self._faults.workers), default=0.0)
+
+    def delay(self) -> None:
+        """Sleep for as long; once a step, however often it is called."""
+        seconds, self._seconds = self._seconds, 0.0
         if seconds <= 0:
             return
         self._timer.begin("forward")

@@ -29,6 +29,8 @@ def set_up(stage: Stage, strategy: Strategy, replica: Replica) -> None:
     if "model" in saved["strategy"]:
         replica.model.load_state_dict(saved["strategy"]["model"])
     strategy.setup(replica)
+    if stage.joining is not None:  # what the others train on by now is not the checkpoint's
+        return
     strategy.load(replica, saved["strategy"])
     set_random_numbers(saved["random"], stage.device)
 

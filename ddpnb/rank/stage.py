@@ -1,7 +1,7 @@
 """What do all phases of one run share?  (Every rank.)"""
 
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,15 @@ from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.loader import NUM_AHEAD, Ahead, Direct, Source
 from ddpnb.rank.order import Order, Share
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, Timer
+from ddpnb.rank.strategies.base import (
+    Batch,
+    Plan,
+    Replica,
+    State,
+    Strategy,
+    Timer,
+    no_delay,
+)
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import OptimizerFactory, Task
 from ddpnb.rank.tasks.samples import DatasetSamples, Pair
@@ -69,7 +77,13 @@ class Stage:
         return f"{self.spec.run_id}-{phase}"
 
     def replica(
-        self, phase: str, *, num_steps: int, timer: Timer, is_grouped: bool = True
+        self,
+        phase: str,
+        *,
+        num_steps: int,
+        timer: Timer,
+        is_grouped: bool = True,
+        delay: Callable[[], None] = no_delay,
     ) -> Replica:
         """Build the model anew from the seed: the same weights in every phase, on every rank.
 
@@ -78,6 +92,7 @@ class Stage:
             num_steps: global batches that it will see.
             timer: is told of what a step is at.
             is_grouped: whether all ranks that take part use it together.
+            delay: makes its steps take longer.
         """
         seed_everything(self.spec.seed)
         model = self.task.model()
@@ -102,6 +117,7 @@ class Stage:
             amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
             transport=self.spec.transport,
             optimizers=optimizers,
+            delay=delay,
             joins=self.joining is not None,
             num_ahead=NUM_AHEAD * self.spec.num_data_workers if self.fetches_ahead else 0,
             lifeline=self.lifeline,

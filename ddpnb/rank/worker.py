@@ -197,11 +197,6 @@ def _prepare(
     seconds = _compute_seconds(stage) if faults.need_compute_seconds else 0.0
     strategy = opened.enter_context(closing(stage.strategy()))
     stop = opened.enter_context(closing(_stop_of(stage, tally.clock, should_stop)))
-    replica = stage.replica("t", num_steps=stage.num_steps, timer=tally.clock)
-    num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
-    set_up(stage, strategy, replica)
-    if stage.state.rank == 0:
-        tally.publish(header_of(stage, num_parameters, strategy.notes()))
     late = Drag(
         faults,
         compute_seconds=seconds,
@@ -209,6 +204,11 @@ def _prepare(
         timer=tally.clock,
         publish=tally.publish,
     )
+    replica = stage.replica("t", num_steps=stage.num_steps, timer=tally.clock, delay=late.delay)
+    num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
+    set_up(stage, strategy, replica)
+    if stage.state.rank == 0:
+        tally.publish(header_of(stage, num_parameters, strategy.notes()))
     return _Course(
         stage=stage,
         strategy=strategy,
@@ -262,7 +262,9 @@ def _train(course: _Course) -> None:
             break
         stage.lifeline.check(is_waiting=False)  # who seldom waits, or never, ends with the others
         batch = stage.batch(share, pair)
-        course.late.before_step()
-        tally.add(tally.clock.lap(course.strategy.step(batch)))
+        course.late.begin_step()
+        report = course.strategy.step(batch)
+        course.late.delay()  # here where the strategy computes in a way of its own
+        tally.add(tally.clock.lap(report))
         course.keeper.after(share)
     tally.add(tally.clock.stop())

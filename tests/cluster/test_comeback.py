@@ -1,5 +1,6 @@
 """Does an asynchronous comparison go on when a rank is killed, and does the rank come back?"""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.cluster.rig import ALL_REDUCE, pull, run, started
 
 CELL = """
 import os, signal, time, torch
+from dataclasses import replace
 from pathlib import Path
 from torch import nn
 
@@ -126,3 +128,19 @@ def test_what_a_rank_did_before_its_death_failed_the_run_is_told(tmp_path):
     told = snapshot.events[snapshot.events["rank"] == 1]["step"]
     assert list(told) == list(range(len(told)))
     assert 10 < len(told) < 20  # a few of its calls were the rehearsal's
+
+
+def test_the_strategies_after_one_that_a_death_ended_are_trained(tmp_path, capsys):
+    store = Store(tmp_path)
+    spec = a_spec("ddp", tmp_path, num_calls=20, num_epochs=1)
+    spec = replace(spec, strategies=("single", "ddp", "no-comm"), num_repeats=2)
+    with started(2, method="fork") as cluster:
+        with pytest.raises(RankError, match="rank 1"):
+            prepare(cluster, store, spec).run()
+        told = capsys.readouterr().err
+        assert "ddp failed and is left out; still to be trained: no-comm, single." in told
+        assert "Rank 1 died, which ended the training; it is a new process now" in told
+        assert pull(cluster, "1 + rank") == [1, 2]
+    found = [(run.name, str(run.status)) for run in store.load("cell-1").runs]
+    others = [("single", "finished"), ("no-comm", "finished")]
+    assert sorted(found) == sorted([*others, *others, ("ddp", "failed")])

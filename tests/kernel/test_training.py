@@ -81,7 +81,8 @@ def test_an_error_in_it_is_the_users_own(kernel: Kernel):
     line = OWN.replace("compare ddp Averaging", "compare Averaging ddp")
     source = line + AVERAGING.replace("parameter.grad *=", "parameter.gradient *=")
     cell = kernel.run(source)
-    assert "Not trained: ddp." in cell.text
+    assert "Averaging failed and is left out; still to be trained: ddp." in cell.text
+    assert re.search(r"^ddp ", cell.text, re.MULTILINE)
     assert "AttributeError: 'Parameter' object has no attribute 'gradient'" in cell.told
     line = source.splitlines().index(
         "            parameter.gradient *= self.share / self.replica.world_size"
@@ -116,7 +117,9 @@ class Fragile(nn.Linear):
     source = CELL.replace("def model", f"{model}\ndef model").replace(
         "nn.Linear(4, 2)", "Fragile(4, 2)"
     )
-    cell = kernel.run(source.replace("--epochs 1", "--epochs 4"))
+    line = source.replace("--epochs 1", "--epochs 4")
+    assert "Not trained: ddp." in kernel.run(line).text  # the baseline failed: so would it
+    cell = kernel.run(line.replace("compare ddp", "compare ddp --no-baseline"))
     assert "RuntimeError: boom" in cell.told.splitlines()[0]
     assert cell.told.count("RuntimeError: boom") == 1
     assert "in Fragile.forward" in cell.told

@@ -77,6 +77,14 @@ def test_asynchronous_workers_do_not_wait_for_the_slow_one(ranks):
     assert marks(slow) == [(1, "10 ms slower")]
 
 
+@pytest.mark.parametrize("strategy", ["async", "hogwild"])
+def test_what_a_slow_worker_has_read_grows_old(ranks, strategy):
+    spec = spec_of(strategy, slow=("1:50ms",), num_epochs=200)
+    fast, slow = ranks(2).call(train_job, spec)
+    assert statistics.median(e.staleness for e in steps(slow)) > 3
+    assert statistics.median(e.staleness for e in steps(fast)) <= 1
+
+
 def test_a_fixed_delay_counts_as_computing(ranks):
     first, second = ranks(2).call(train_job, spec_of("ddp", slow=("1:50ms",)))
     assert step_seconds(first) > 0.045  # it waits for the other

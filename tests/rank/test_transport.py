@@ -3,6 +3,8 @@
 import random
 import socket
 import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -13,7 +15,7 @@ from ddpnb.errors import UserError
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport import packed
 from ddpnb.rank.transport.link import DirectLink
-from ddpnb.rank.transport.master import Master
+from ddpnb.rank.transport.master import WHOLE_ROUND, Master
 from ddpnb.rank.transport.message import (
     KEY_BYTES,
     PeerGoneError,
@@ -21,6 +23,7 @@ from ddpnb.rank.transport.message import (
     Reply,
     RunOverError,
 )
+from ddpnb.rank.transport.quick_step import ScaledStep
 from ddpnb.rank.transport.server import Server
 from ddpnb.rank.transport.shared_memory import SharedMemory
 from ddpnb.rank.transport.shm import ShmHost, ShmLink
@@ -191,6 +194,63 @@ def test_gradients_that_are_gathered_are_summed(parameters):
     assert master.tensors[0][0].item() == pytest.approx(0.7)
 
 
+def pushed(make, weight: float, num: int, period: int = 1) -> float:
+    """Where one parameter, 0 at first, comes to by gradients of (w - 1)^2 / 2."""
+    parameter = nn.Parameter(torch.zeros(1))
+    master = Master([parameter], make, copies=[packed.pack([parameter])], period=period)
+    for _ in range(num):
+        held = master.copies[master.read(0)].tensors[0]
+        master.write(0, [held.clone() - 1], weight)
+    return master.tensors[0].item()
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_weight_decay_is_the_same_for_any_number_of_workers(num_workers, is_gathered):
+    decayed = pushed(
+        lambda p: torch.optim.SGD(p, lr=0.2, weight_decay=0.5),
+        1 / num_workers,
+        200 * num_workers,
+        num_workers if is_gathered else 1,
+    )
+    assert decayed == pytest.approx(1 / 1.5, abs=1e-4)
+
+
+def test_adam_moves_as_far_in_a_batch_whoever_shares_it():
+    alone, shared = (pushed(torch.optim.Adam, 1 / num, num) for num in (1, 4))
+    assert shared == pytest.approx(alone, rel=0.01)
+
+
+def test_a_gradient_is_clipped_as_it_is_not_as_it_is_weighted():
+    def clipped(parameters):
+        made = torch.optim.SGD(parameters, lr=0.1)
+        made.register_step_pre_hook(clip)
+        return made
+
+    def clip(optimizer, *_):
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+
+    assert pushed(clipped, 0.25, 1) == pytest.approx(0.25 * 0.1 * 0.5)
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_a_step_at_a_share_of_its_rate_leaves_the_rate_as_it_was(is_hooked):
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    def warm_up(*_):
+        optimizer.param_groups[0]["lr"] = 0.2
+
+    if is_hooked:
+        optimizer.register_step_pre_hook(warm_up)
+    step = ScaledStep(optimizer)
+    parameter.grad = torch.ones(1)
+    step(0.5)
+    rate = 0.2 if is_hooked else 0.1
+    assert parameter.item() == pytest.approx(-0.5 * rate)
+    assert optimizer.param_groups[0]["lr"] == rate
+
+
 def test_a_parameter_without_a_gradient_is_left_alone(parameters):
     master = make_master(parameters, weight_decay=0.5)
     master.read(0)
@@ -241,3 +301,53 @@ def test_a_reply_survives_the_wire():
     assert list(reply.shares) == [7, 8]
     with pytest.raises(RankLostError, match="Rank 2"):
         Reply.unpack(Reply(lost_rank=2).pack())
+
+
+def test_first_shares_are_dealt_in_turns(parameters):
+    server = Server(
+        master=make_master(parameters, 2),
+        num_workers=2,
+        num_shares=9,
+        num_ahead=2,
+        timeout_seconds=5,
+    )
+    with ThreadPoolExecutor(2) as pool:
+        replies = list(pool.map(server.begin, (1, 0)))
+    assert [list(reply.shares) for reply in replies] == [[1, 3, 5], [0, 2, 4]]
+    ones = [torch.ones_like(parameter) for parameter in parameters]
+    assert list(server.push(1, ones).shares) == [6]
+
+
+def test_a_worker_killed_in_its_wait_does_not_cost_its_successor_the_place(parameters):
+    master = Master(
+        parameters,
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        copies=[packed.pack(parameters) for _ in range(2)],
+        period=WHOLE_ROUND,
+    )
+    server = Server(
+        master=master,
+        num_workers=2,
+        num_shares=20,
+        bound=0,
+        timeout_seconds=20,
+    )
+    ones = [torch.ones_like(parameter) for parameter in parameters]
+    with ThreadPoolExecutor(3) as pool:
+        both = [pool.submit(server.begin, rank, rank) for rank in (0, 1)]
+        assert [list(each.result(10).shares) for each in both] == [[0], [1]]
+        waits = pool.submit(server.push, 1, ones, 0.5, 1)
+        while not master._staleness:  # it waits for rank 0
+            time.sleep(0.001)
+        joined = server.begin(1, "its successor")
+        assert list(joined.shares) == [2]
+        with pytest.raises(RankLostError, match="Rank 1"):
+            waits.result(10)
+        server.lose(1, 1)  # what its connection tells now is old
+        pushes = [
+            pool.submit(server.push, rank, ones, 0.5, life)
+            for rank, life in ((0, 0), (1, "its successor"))
+        ]
+        shares = [share for push in pushes for share in push.result(10).shares]
+        assert sorted(shares) == [3, 4]
+    assert server.lost_shares == []

@@ -90,10 +90,10 @@ def test_the_steps_are_one_row_each(result: ComparisonResult):
 def test_metrics_of_ones_own_are_columns():
     run = Run(run_id="m", name="mine")
     told = [
-        StepEvent(step=0, seconds=1.0, num_samples=1, loss=1.0, metrics=(("grad", 0.5),)),
-        StepEvent(step=1, seconds=2.0, num_samples=1, loss=1.0, metrics=(("loss", 9.0),)),
+        StepEvent(step=0, seconds=1.0, num_samples=1, loss=1.0),
+        StepEvent(step=1, seconds=2.0, num_samples=1, loss=1.0),
     ]
-    run.add(batch("m", told))
+    run.add(batch("m", told, metrics=[(0, "grad", 0.5), (1, "loss", 9.0)]))
     steps = ComparisonResult(
         Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
     ).steps()

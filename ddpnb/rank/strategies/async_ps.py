@@ -1,16 +1,18 @@
 """How do workers train that never wait for each other?  (Every rank; the server on rank 0.)
 
-    worker i:  pull w;  push (b_i / B) * g_i(w)           g_i: over its b_i samples, on its own
-    server:    w  <-  w - lr * (b_i / B) * g_i(w_old)     as soon as it arrives
+    worker i:  pull w;  push g_i(w)                       g_i: over its b_i samples, on its own
+    server:    w  <-  w - (b_i / B) * lr * g_i(w_old)     as soon as it arrives
 
 w_old is what the worker had pulled; the updates made since by others are the
 gradient's staleness.  The weight b_i / B, the worker's share of a global batch of B,
-lets one pass over the data move w as far as synchronous SGD does.
+lets one pass over the data move w as far as synchronous SGD does.  It scales the learning
+rate, not the gradient: so it also scales weight decay, and what Adam makes of a gradient.
 
 Options:
 
-    period=k    the server adds up k gradients, whoever's, and makes one update with their
-                sum: with k = N a global batch's worth, without anybody waiting for it
+    period=k    the server gathers k gradients, whoever's, and makes one update with their
+                mean, at the sum of their weights: with k = N a global batch's worth, without
+                anybody waiting for it
     bound=s     stale synchronous parallel: a worker may be at most s steps ahead of the
                 slowest, else it waits.  s = 0 is synchronous: a round's gradients make one
                 update, which all wait for
@@ -124,11 +126,11 @@ class AsyncParameterServer(Strategy):
 
     def step(self, batch: Batch) -> StepReport:
         """Train on one share, with parameters as old as the last pull."""
-        # forward; backward, with the weight in the loss
-        loss = self._replica.compute_gradients(batch, weight=batch.weight)
+        # forward; backward
+        loss = self._replica.compute_gradients(batch)
         # agree: with nobody, unless there is a bound; push, and the server applies it
         # update: made by the server; what comes back has it, and what others pushed meanwhile
-        self._exchange()
+        self._exchange(batch.weight)
         return StepReport(
             loss=loss,
             num_samples=batch.num_samples,
@@ -161,12 +163,12 @@ class AsyncParameterServer(Strategy):
         """Hang up, end the server, remove its files."""
         self._opened.close()
 
-    def _exchange(self) -> None:
+    def _exchange(self, weight: float) -> None:
         """Push and pull; where the clock is the host's, tell waiting for others apart."""
         timer = self._replica.timer
         timer.begin("communication")
         pushed = timer.moment()
-        self._reply = self._ask(self._link.push)
+        self._reply = self._ask(lambda: self._link.push(weight))
         self._handed_out.extend(self._reply.shares)
         if isinstance(pushed, float) and self._reply.waited_seconds > 0:
             timer.begin("waiting", at=pushed)

@@ -26,6 +26,11 @@ Part = Literal["data", "forward", "backward", "communication", "optimizer", "wai
 State = dict[str, Any]
 """What a checkpoint keeps: tensors, numbers and texts, in dicts and lists."""
 
+
+def no_delay() -> None:
+    """Take no time."""
+
+
 Moment = Any
 """A point in time of the device's own: what ``Timer.moment`` returned."""
 
@@ -108,6 +113,9 @@ class Replica:
     """Those that the factory has made, in order."""
     num_ahead: int = 0
     """Shares that are asked for, to be fetched, before the first of them is trained on."""
+    delay: Callable[[], None] = no_delay
+    """Called in each step between the forward and the backward pass, at least once: returns at
+    once, unless this worker is to be slow on purpose."""
     joins: bool = False
     """Whether the others train already: this rank is in no group with them."""
     lifeline: Lifeline = field(default_factory=Lifeline)
@@ -166,6 +174,7 @@ class Replica:
                 self.timer.begin("forward")
                 with self.autocast():
                     loss = self.loss(called(part.inputs), part.targets)
+                self.delay()
                 self.timer.begin("backward")
                 (loss * (weight * share)).backward()
             total += share * loss.detach()

@@ -1,6 +1,6 @@
 """How do workers train on the same memory, without locks?  (Every rank, of one host, on CPUs.)
 
-    worker i:  w  <-  w - lr * (b_i / B) * g_i(w_old)     w: the one copy, in shared memory
+    worker i:  w  <-  w - (b_i / B) * lr * g_i(w_old)     w: the one copy, in shared memory
 
 Each worker reads the parameters while others write them, and updates them without asking;
 w_old may be a mixture of states.  Each has its own optimizer: momentum is local.  Staleness is
@@ -35,7 +35,7 @@ from ddpnb.rank.transport.master import Access, Log, no_log
 from ddpnb.rank.transport.meeting import Meeting, this_host
 from ddpnb.rank.transport.message import NOBODY, RankLostError, RunOverError
 from ddpnb.rank.transport.packed import create_shared, map_shared, num_bytes
-from ddpnb.rank.transport.quick_step import make_step
+from ddpnb.rank.transport.quick_step import ScaledStep
 from ddpnb.wire import RankState
 
 _MEMORY = "memory"
@@ -87,7 +87,7 @@ class Hogwild(Strategy):
         self._num_bytes = sum(p.numel() * p.element_size() for p in replica.parameters)
         meeting = None if replica.joins else self._meet(replica)
         self._map(replica)
-        self._optimizer = replica.optimizer(replica.parameters)
+        self._make_step = ScaledStep(replica.optimizer(replica.parameters))
         self._taken: deque[int] = deque()
         """Shares that are this worker's, the one it trains on first."""
         self._is_over = False
@@ -107,12 +107,12 @@ class Hogwild(Strategy):
         self._check()
         read = self._here.num_updates
         self._log(Access(rank=self._replica.rank, is_write=False, version=read))
-        # forward; backward, with the weight in the loss
-        loss = self._replica.compute_gradients(batch, weight=batch.weight)
+        # forward; backward
+        loss = self._replica.compute_gradients(batch)
         # agree: with nobody
         # update: in the memory of all, while others do the same
         self._replica.timer.begin("optimizer")
-        make_step(self._optimizer)
+        self._make_step(batch.weight)
         version = self._here.count_update()
         self._here.settle(self._taken.popleft(), Fate.TRAINED)
         self._log(Access(rank=self._replica.rank, is_write=True, version=version))

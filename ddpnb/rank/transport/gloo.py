@@ -21,6 +21,7 @@ from ddpnb.rank.transport.meeting import seconds
 from ddpnb.rank.transport.message import (
     NOBODY,
     REPLY_BYTES,
+    Asked,
     PeerGoneError,
     RankLostError,
     Reply,
@@ -125,13 +126,14 @@ class _GlooCaller(Caller):
         self._parameters = server.parameters
         self._group = group
 
-    def receive(self) -> Request:
-        asked = torch.empty(1, dtype=torch.int64)
-        self._group.receive(asked, self.rank, _Tag.REQUEST)
-        request = Request(int(asked.item()))
-        if request is Request.PUSH:
+    def receive(self) -> Asked:
+        numbers = torch.empty(2, dtype=torch.float64)
+        self._group.receive(numbers, self.rank, _Tag.REQUEST)
+        request, weight = numbers.tolist()
+        asked = Asked(Request(int(request)), weight)
+        if asked.request is Request.PUSH:
             self._group.receive(self.gradients.raw, self.rank, _Tag.GRADIENTS)
-        return request
+        return asked
 
     def answer(self, reply: Reply) -> None:
         data = torch.frombuffer(bytearray(reply.pack()), dtype=torch.uint8)
@@ -161,16 +163,16 @@ class GlooLink(Link):
         """Wait for the first answer."""
         return self._take()
 
-    def push(self) -> Reply:
+    def push(self, weight: float = 1.0) -> Reply:
         """Send the gradients, and wait for the answer."""
         write_gradients(self._gradients.tensors, self._parameters)
-        self._ask(Request.PUSH)
+        self._ask(Asked(Request.PUSH, weight))
         self._send(self._gradients.raw, _Tag.GRADIENTS)
         return self._take()
 
     def finish(self) -> None:
         """Wait for the last answer."""
-        self._ask(Request.DONE)
+        self._ask(Asked(Request.DONE))
         self._take()
         self._is_over = True
         self.close()
@@ -180,12 +182,12 @@ class GlooLink(Link):
         if not self._is_over:
             self._is_over = True
             with contextlib.suppress(RankLostError):
-                self._ask(Request.LEAVE)
+                self._ask(Asked(Request.LEAVE))
         self._landing.leave()
         self._group.close()
 
-    def _ask(self, request: Request) -> None:
-        self._send(torch.tensor([request], dtype=torch.int64), _Tag.REQUEST)
+    def _ask(self, asked: Asked) -> None:
+        self._send(torch.tensor(asked, dtype=torch.float64), _Tag.REQUEST)
 
     def _send(self, tensor: Tensor, tag: _Tag) -> None:
         try:

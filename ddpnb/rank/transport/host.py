@@ -1,9 +1,8 @@
 """Who takes the workers' calls from other ranks to the server?  (Rank 0, threads.)"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
-from ddpnb.rank.transport.message import PeerGoneError, RankLostError, Reply, Request
+from ddpnb.rank.transport.message import Asked, PeerGoneError, RankLostError, Reply, Request
 from ddpnb.rank.transport.packed import Packed
 from ddpnb.rank.transport.server import SERVER_RANK, Server
 
@@ -31,7 +30,7 @@ class Caller(ABC):
     gradients: Packed
 
     @abstractmethod
-    def receive(self) -> Request:
+    def receive(self) -> Asked:
         """Return what it asks; with a push, ``gradients`` are here."""
 
     @abstractmethod
@@ -41,21 +40,21 @@ class Caller(ABC):
 
 def serve(server: Server, caller: Caller) -> None:
     """Carry one worker's calls to the server until it is done, is lost or has failed."""
-    rank = caller.rank
-    ask: dict[Request, Callable[[], Reply]] = {
-        Request.PUSH: lambda: server.push(rank, caller.gradients.tensors),
-        Request.DONE: lambda: server.finish(rank),
-    }
+    rank, life = caller.rank, object()
     try:
-        caller.answer(server.begin(rank))
+        caller.answer(server.begin(rank, life))
         request = Request.PUSH
         while request is not Request.DONE:
-            request = caller.receive()
+            request, weight = caller.receive()
             if request is Request.LEAVE:
                 return server.fail(rank)
-            caller.answer(ask[request]())
+            if request is Request.PUSH:
+                reply = server.push(rank, caller.gradients.tensors, weight, life)
+            else:
+                reply = server.finish(rank, life)
+            caller.answer(reply)
     except PeerGoneError:
-        server.lose(rank)
+        server.lose(rank, life)
         refuse(caller, server.reason(rank))  # it may live: it was given up, or rank 0 hangs up
     except RankLostError as lost:
         refuse(caller, lost.rank)

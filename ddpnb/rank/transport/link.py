@@ -24,8 +24,12 @@ class Link(ABC):
         """Wait until all workers are there; take the first parameters and share."""
 
     @abstractmethod
-    def push(self) -> Reply:
-        """Send the gradients that the parameters have; take parameters and the next share."""
+    def push(self, weight: float = 1.0) -> Reply:
+        """Send the gradients that the parameters have; take parameters and the next share.
+
+        Args:
+            weight: this worker's share of the global batch, which the gradients do not have.
+        """
 
     @abstractmethod
     def finish(self) -> None:
@@ -96,10 +100,10 @@ class DirectLink(Link):
         """Call the server."""
         return self._taken(self._server.begin(self._rank))
 
-    def push(self) -> Reply:
+    def push(self, weight: float = 1.0) -> Reply:
         """Call the server, with the gradients as they are or, from a GPU, copied."""
         gradients = [None if p.grad is None else p.grad.cpu() for p in self._parameters]
-        return self._taken(self._server.push(self._rank, gradients))
+        return self._taken(self._server.push(self._rank, gradients, weight))
 
     def finish(self) -> None:
         """Call the server."""

@@ -4,6 +4,9 @@ There are as many copies of them as workers.  Each worker trains on one, as old 
 read; the latest is the one with the last update.  Where another worker than the one whose
 gradient has come trains on that, the update is made in a copy of it that nobody trains on;
 else in place.  So no parameters change while a gradient of them is computed.
+
+Gradients come with weights: shares of a global batch.  An update is made with their weighted
+mean, at the learning rate times the sum of their weights.
 """
 
 import copy
@@ -17,10 +20,12 @@ from torch import Tensor, nn
 
 from ddpnb.rank.tasks.base import OptimizerFactory
 from ddpnb.rank.transport.packed import Packed
-from ddpnb.rank.transport.quick_step import make_step
+from ddpnb.rank.transport.quick_step import ScaledStep
 
 WHOLE_ROUND = 0
 """The period of a server that waits to be told: it makes its update in ``Master.apply``."""
+_ROUNDING = 1e-9
+"""Weights whose sum is so near to 1 are those of a whole batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +56,7 @@ class Master:
         copies: memory for parameters like these: one for each worker, all on the CPU.
         optimizer: makes the optimizer.
         log: is told of every access.
-        period: gradients whose sum makes one update, or ``WHOLE_ROUND``.
+        period: gradients that make one update, or ``WHOLE_ROUND``.
         is_damped: whether an update's learning rate is divided by 1 + staleness (the mean
             over its gradients), after Zhang et al., IJCAI 2016.
     """
@@ -74,13 +79,15 @@ class Master:
             mine.copy_(theirs.detach())
         self._parameters = [nn.Parameter(tensor) for tensor in self.tensors]
         self._optimizer = optimizer(self._parameters)
+        self._make_step = ScaledStep(self._optimizer)
         self._period = period
+        self._is_damped = is_damped
         self._log = None if log is no_log else log
         self._version = 0
         self._version_read: dict[int, int] = {}
         self._staleness: list[int] = []
-        if is_damped:  # after the factory's own hooks: a warm-up sets the rate, this divides it
-            _damp(self._optimizer, lambda: 1 + fmean(self._staleness))
+        self._weight = 0.0
+        """Of the gradients that have come since the last update, together."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -102,8 +109,13 @@ class Master:
         """Note that a worker trains on no copy any more; may be called twice."""
         self._trained_on.pop(rank, None)
 
-    def write(self, rank: int, gradients: Sequence[Tensor | None]) -> int:
+    def write(self, rank: int, gradients: Sequence[Tensor | None], weight: float = 1.0) -> int:
         """Take a worker's gradients; make an update when there are enough.
+
+        Args:
+            rank: the worker.
+            gradients: of its mean loss, one for each parameter; None: none.
+            weight: the worker's share of the global batch.
 
         Returns:
             Their staleness: updates since the worker's last read.  It does not grow while
@@ -112,11 +124,12 @@ class Master:
         self.leave(rank)
         staleness = self._version - self._version_read[rank]
         self._staleness.append(staleness)
+        self._weight += weight
         if self._period == 1:
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
         else:
-            self._gather(gradients)
+            self._gather(gradients, weight)
         if len(self._staleness) == self._period:
             self.apply()
         self._note(rank, is_write=True)
@@ -128,9 +141,13 @@ class Master:
             return
         if self._latest in self._trained_on.values():
             self._go_on_in_another()
-        make_step(self._optimizer)
+        weight = 1.0 if abs(self._weight - 1) < _ROUNDING else self._weight
+        if self._period != 1 and weight != 1.0:
+            self._divide(weight)
+        self._make_step(weight / (1 + fmean(self._staleness)) if self._is_damped else weight)
         self._version += 1
         self._staleness.clear()
+        self._weight = 0.0
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -153,28 +170,18 @@ class Master:
             parameter.data = tensor
 
     @torch.no_grad()
-    def _gather(self, gradients: Sequence[Tensor | None]) -> None:
+    def _gather(self, gradients: Sequence[Tensor | None], weight: float) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             if gradient is None:
                 continue
             if parameter.grad is None:
-                parameter.grad = gradient.clone()
+                parameter.grad = gradient * weight
             else:
-                parameter.grad.add_(gradient)
+                parameter.grad.add_(gradient, alpha=weight)
 
-
-def _damp(optimizer: torch.optim.Optimizer, divisor: Callable[[], float]) -> None:
-    """Have every step of an optimizer made at a divided learning rate."""
-    rates: list[Any] = []
-
-    def before_step(*_: object) -> None:
-        rates[:] = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] / divisor()
-
-    def after_step(*_: object) -> None:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-    optimizer.register_step_pre_hook(before_step)
-    optimizer.register_step_post_hook(after_step)
+    @torch.no_grad()
+    def _divide(self, weight: float) -> None:
+        """Make a mean of the sum that has been gathered."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(weight)

@@ -13,8 +13,8 @@ KEY_BYTES = 32
 NOBODY = -1
 
 _HELLO = struct.Struct(f"<{KEY_BYTES}sq")
-_REQUEST = struct.Struct("<q")
-_REPLY = struct.Struct("<qqqdqq")
+_REQUEST = struct.Struct("<qd")
+_REPLY = struct.Struct("<qqqqdqq")
 REPLY_BYTES = _REPLY.size
 
 
@@ -45,6 +45,14 @@ class Request(IntEnum):
     """I have failed; no answer is wanted."""
 
 
+class Asked(NamedTuple):
+    """What a worker asks, in full."""
+
+    request: Request
+    weight: float = 0.0
+    """Of the gradient that is pushed: the worker's share of the global batch."""
+
+
 class Reply(NamedTuple):
     """What the server answers, with the parameters."""
 
@@ -52,7 +60,8 @@ class Reply(NamedTuple):
     """Updates by others between this worker's pull and the use of its gradient."""
     first_share: int = 0
     num_shares: int = 0
-    """Numbers of the shares to train on next, one after the other; none at the end."""
+    stride: int = 1
+    """Numbers of the shares to train on next, so far apart; none at the end."""
     waited_seconds: float = 0.0
     """How long the answer had to wait for other workers."""
     lost_rank: int = NOBODY
@@ -63,7 +72,8 @@ class Reply(NamedTuple):
     @property
     def shares(self) -> range:
         """Numbers of the shares to train on, after those handed out before."""
-        return range(self.first_share, self.first_share + self.num_shares)
+        end = self.first_share + self.num_shares * self.stride
+        return range(self.first_share, end, self.stride)
 
     def pack(self) -> bytes:
         """Return this as bytes."""
@@ -93,14 +103,15 @@ def receive_hello(connection: socket.socket) -> tuple[bytes, int]:
     return key, rank
 
 
-def send_request(connection: socket.socket, request: Request) -> None:
+def send_request(connection: socket.socket, asked: Asked) -> None:
     """Ask the server."""
-    send(connection, _REQUEST.pack(request))
+    send(connection, _REQUEST.pack(*asked))
 
 
-def receive_request(connection: socket.socket) -> Request:
+def receive_request(connection: socket.socket) -> Asked:
     """Return what a worker asks."""
-    return Request(*_REQUEST.unpack(receive(connection, _REQUEST.size)))
+    request, weight = _REQUEST.unpack(receive(connection, _REQUEST.size))
+    return Asked(Request(request), weight)
 
 
 def set_timeout(connection: socket.socket, seconds: float) -> None:

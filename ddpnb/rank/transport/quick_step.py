@@ -6,7 +6,7 @@ two take two thirds of a step of 29 microseconds.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -33,6 +33,48 @@ def make_step(optimizer: torch.optim.Optimizer) -> None:
         inner.__wrapped__(optimizer)
     finally:
         torch._C._set_grad_enabled(was_enabled)
+
+
+@final
+class ScaledStep:
+    """Makes an optimizer's steps, each at its own share of the learning rate.
+
+    What the optimizer does besides following the gradient, weight decay or a division by
+    its size, is scaled with it; a gradient that is scaled would leave that as it is.
+
+    Args:
+        optimizer: whose steps; made, with all hooks that it is to have.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._share = 1.0
+        self._rates: list[Any] = []
+        self._is_hooked = _has_hooks(optimizer)
+        if self._is_hooked:  # a hook may set the rate: this one comes after it
+            optimizer.register_step_pre_hook(self._scale)
+            optimizer.register_step_post_hook(self._restore)
+
+    def __call__(self, share: float = 1.0) -> None:
+        """Make a step at ``share`` times the learning rate."""
+        self._share = share
+        if self._is_hooked or share == 1.0:
+            make_step(self._optimizer)
+            return
+        self._scale()
+        try:
+            make_step(self._optimizer)
+        finally:
+            self._restore()
+
+    def _scale(self, *_: object) -> None:
+        self._rates = [group["lr"] for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["lr"] * self._share
+
+    def _restore(self, *_: object) -> None:
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
 
 
 def _is(function: Callable[..., object], code: object) -> bool:

@@ -175,10 +175,10 @@ class RpcLink(Link):
         """Have ``Server.begin`` called."""
         return self._take(_begin)
 
-    def push(self) -> Reply:
+    def push(self, weight: float = 1.0) -> Reply:
         """Have ``Server.push`` called with the gradients."""
         gradients = [None if p.grad is None else p.grad.cpu() for p in self._parameters]
-        return self._take(_push, gradients)
+        return self._take(_push, gradients, weight)
 
     def finish(self) -> None:
         """Have ``Server.finish`` called."""
@@ -228,9 +228,11 @@ def _begin(name: str, rank: int) -> tuple[bytes, Tensor]:
     return _told(server, lambda: server.begin(rank))
 
 
-def _push(name: str, rank: int, gradients: list[Tensor | None]) -> tuple[bytes, Tensor]:
+def _push(
+    name: str, rank: int, gradients: list[Tensor | None], weight: float
+) -> tuple[bytes, Tensor]:
     server = _served[name]
-    return _told(server, lambda: server.push(rank, gradients))
+    return _told(server, lambda: server.push(rank, gradients, weight))
 
 
 def _finish(name: str, rank: int) -> tuple[bytes, Tensor]:

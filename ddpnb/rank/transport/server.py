@@ -26,8 +26,12 @@ _LOOK_SECONDS = 0.1
 class _Worker:
     """What the server knows of one living worker."""
 
+    life: object
+    """Which of the rank's processes it is: one that is started anew has another."""
     clock: int
     """Shares whose gradients have arrived."""
+    dealt: range = range(0)
+    """What it was dealt when all began."""
     shares: deque[int] = field(default_factory=deque)
     """What it has been handed out and not trained on, in order."""
     heard_at: float = field(default_factory=time.monotonic)
@@ -83,10 +87,14 @@ class Server:
         self._failed_rank = NOBODY
         self._progress_at = time.monotonic()
 
-    def begin(self, rank: int) -> Reply:
+    def begin(self, rank: int, life: object = None) -> Reply:
         """Wait until all workers are there; give the first parameters and share.
 
         Who comes later joins, at the clock of the slowest.
+
+        Args:
+            rank: the worker.
+            life: by this and the following: what tells its process from one that has died.
 
         Raises:
             RankLostError: by this and the following: the run is over, or goes on without
@@ -96,35 +104,54 @@ class Server:
             self._check()
             if rank in self._workers:  # its death has not been noticed yet
                 self._lose(rank)
-            self._workers[rank] = _Worker(clock=self._slowest())
-            self._has_begun |= len(self._workers) == self._num_workers
+            worker = self._workers[rank] = _Worker(life=life, clock=self._slowest())
+            if not self._has_begun and len(self._workers) == self._num_workers:
+                self._has_begun = True
+                self._deal()
             self._note_progress()
             self._wait(lambda: self._has_begun)
-            return self._hand_out(rank, 1 + self._num_ahead)
+            return self._answer(rank, life, worker.dealt or self._take(1 + self._num_ahead))
 
-    def push(self, rank: int, gradients: Sequence[Tensor | None]) -> Reply:
-        """Take gradients; give parameters and the next share as soon as the bound allows."""
+    def push(
+        self,
+        rank: int,
+        gradients: Sequence[Tensor | None],
+        weight: float = 1.0,
+        life: object = None,
+    ) -> Reply:
+        """Take gradients; give parameters and the next share as soon as the bound allows.
+
+        Args:
+            rank: the worker.
+            gradients: of its mean loss, one for each parameter; None: none.
+            weight: its share of the global batch.
+            life: its process.
+        """
         asked = time.perf_counter()
         with self._lock:
             waited_seconds = time.perf_counter() - asked
             self._check()
-            worker = self._living(rank)
-            staleness = self.master.write(rank, gradients)
+            worker = self._living(rank, life)
+            staleness = self.master.write(rank, gradients, weight)
             worker.clock += 1
             worker.shares.popleft()
             worker.heard_at = self._progress_at = time.monotonic()
             if self._bound != NO_BOUND:  # else nobody waits for this
                 self._note_progress()
                 waited_seconds += self._wait(
-                    lambda: worker.clock - self._slowest() <= self._bound or worker.is_done
+                    lambda: (
+                        worker.clock - self._slowest() <= self._bound
+                        or self._workers.get(rank) is not worker
+                    )
                 )
-            return self._hand_out(rank, 1, staleness, waited_seconds)
+                self._living(rank, life)  # it may have died in its wait
+            return self._answer(rank, life, self._take(1), staleness, waited_seconds)
 
-    def finish(self, rank: int) -> Reply:
+    def finish(self, rank: int, life: object = None) -> Reply:
         """Wait until all workers are done; give the final parameters."""
         with self._lock:
             self._check()
-            worker = self._living(rank)
+            worker = self._living(rank, life)
             self.master.leave(rank)
             worker.is_done = True
             worker.shares.clear()
@@ -149,7 +176,7 @@ class Server:
             Whether all workers have lived to the end.
         """
         with self._lock:
-            self._living(rank).is_thankful = True
+            self._living(rank, None).is_thankful = True
             self._changed.notify_all()
             return len(self._workers) == self._num_workers
 
@@ -159,10 +186,12 @@ class Server:
             are_thankful = self._changed.wait_for(self._all_are_thankful, self._timeout)
             return are_thankful and len(self._workers) == self._num_workers
 
-    def lose(self, rank: int) -> None:
+    def lose(self, rank: int, life: object = None) -> None:
         """Note that a worker's process has died: the others go on without it."""
         with self._lock:
-            self._lose(rank)
+            worker = self._workers.get(rank)
+            if worker is None or worker.life is life:  # else another is in its place already
+                self._lose(rank)
 
     def fail(self, rank: int, error: Exception | None = None) -> None:
         """End the run for all: a worker has failed, or the server itself has."""
@@ -180,21 +209,36 @@ class Server:
         if self._failed_rank != NOBODY:
             raise RankLostError(self._failed_rank)
 
-    def _living(self, rank: int) -> _Worker:
-        if rank not in self._workers:
-            raise RankLostError(rank)  # given up, but alive after all
-        return self._workers[rank]
+    def _living(self, rank: int, life: object) -> _Worker:
+        worker = self._workers.get(rank)
+        if worker is None or worker.life is not life:
+            raise RankLostError(rank)  # given up, but alive after all; or another is in its place
+        return worker
 
-    def _hand_out(
-        self, rank: int, most: int, staleness: int = 0, waited_seconds: float = 0.0
-    ) -> Reply:
-        worker = self._living(rank)
+    def _deal(self) -> None:
+        """Hand out the first shares in turns, as many batches as a worker has in hand."""
+        first = self._take(self._num_workers * (1 + self._num_ahead))
+        for place, (_, worker) in enumerate(sorted(self._workers.items())):
+            worker.dealt = first[place :: self._num_workers]
+
+    def _take(self, most: int) -> range:
         shares, self._shares = self._shares[:most], self._shares[most:]
-        worker.shares.extend(shares)
+        return shares
+
+    def _answer(
+        self,
+        rank: int,
+        life: object,
+        shares: range,
+        staleness: int = 0,
+        waited_seconds: float = 0.0,
+    ) -> Reply:
+        self._living(rank, life).shares.extend(shares)
         return Reply(
             staleness=staleness,
             first_share=shares.start,
             num_shares=len(shares),
+            stride=shares.step,
             waited_seconds=waited_seconds,
             copy=self.master.read(rank),
         )

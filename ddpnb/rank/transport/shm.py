@@ -24,6 +24,7 @@ from ddpnb.rank.transport.link import Landing, Link, write_gradients
 from ddpnb.rank.transport.message import (
     KEY_BYTES,
     REPLY_BYTES,
+    Asked,
     PeerGoneError,
     RankLostError,
     Reply,
@@ -142,7 +143,7 @@ class _ShmCaller(Caller):
         self.gradients = gradients
         self._connection = connection
 
-    def receive(self) -> Request:
+    def receive(self) -> Asked:
         return receive_request(self._connection)
 
     def answer(self, reply: Reply) -> None:
@@ -202,15 +203,15 @@ class ShmLink(Link):
         """Wait for the first answer."""
         return self._take()
 
-    def push(self) -> Reply:
+    def push(self, weight: float = 1.0) -> Reply:
         """Copy the gradients to where the server reads them, and wait for the answer."""
         write_gradients(self._gradients.tensors, self._parameters)
-        self._ask(Request.PUSH)
+        self._ask(Asked(Request.PUSH, weight))
         return self._take()
 
     def finish(self) -> None:
         """Wait for the last answer."""
-        self._ask(Request.DONE)
+        self._ask(Asked(Request.DONE))
         self._take()
         self._is_over = True
         self.close()
@@ -219,7 +220,7 @@ class ShmLink(Link):
         """Say that this worker failed, if it has not finished."""
         if not self._is_over:
             self._is_over = True
-            self._ask(Request.LEAVE)
+            self._ask(Asked(Request.LEAVE))
         self._held.close()
         self._connection.close()
         if self._landing is not None:
@@ -229,10 +230,10 @@ class ShmLink(Link):
         with contextlib.suppress(OSError):  # not connected yet, or not any more
             self._connection.shutdown(socket.SHUT_RDWR)
 
-    def _ask(self, request: Request) -> None:
+    def _ask(self, asked: Asked) -> None:
         # Where the server has hung up, its last word, read next, says why.
         with contextlib.suppress(PeerGoneError):
-            send_request(self._connection, request)
+            send_request(self._connection, asked)
 
     def _take(self) -> Reply:
         assert self._landing is not None
