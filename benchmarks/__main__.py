@@ -18,6 +18,7 @@ from benchmarks.measure import HEAD, Figure
 ALL = (
     "start",
     "memory",
+    "sharded",
     "cells",
     "loop",
     "comparison",

@@ -24,6 +24,7 @@ class Option:
     about: str
     choices: tuple[str, ...] = ()
     least: float = -math.inf
+    is_least_allowed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Entry:
     about: str
     options: Mapping[str, Option] = field(default_factory=dict)
     transports: tuple[str, ...] = ()
-    """The only ones of ``training.TRANSPORTS`` that a strategy can train by; empty: any."""
+    """Those of ``training.TRANSPORTS`` that it can train by; empty: it has none to choose."""
     is_dense: bool = False
     """Whether it moves gradients as plain memory, and cannot train with sparse ones."""
 
@@ -53,7 +54,12 @@ STRATEGIES: Mapping[str, Entry] = {
     "ddp": Entry(
         about="torch DistributedDataParallel",
         options={
-            "bucket_cap_mb": Option(default=25.0, about="MB of gradients in one message", least=0),
+            "bucket_cap_mb": Option(
+                default=25.0,
+                about="MB of gradients in one message",
+                least=0,
+                is_least_allowed=False,
+            ),
             "static_graph": Option(default=False, about="every step uses the same parameters"),
             "hook": Option(
                 default="none",
@@ -75,6 +81,7 @@ STRATEGIES: Mapping[str, Entry] = {
     ),
     "async": Entry(
         about="one parameter server, workers never wait for each other",
+        transports=("auto", "shm", "gloo", "rpc"),
         is_dense=True,
         options={
             "period": Option(
@@ -105,7 +112,9 @@ STRATEGIES: Mapping[str, Entry] = {
         about="each rank alone, an outer Nesterov step on the averaged change every few steps",
         options={
             "every": Option(default=8, about="inner steps of an outer one", least=1),
-            "outer_lr": Option(default=0.7, about="the outer learning rate", least=0),
+            "outer_lr": Option(
+                default=0.7, about="the outer learning rate", least=0, is_least_allowed=False
+            ),
             "outer_momentum": Option(default=0.9, about="the outer Nesterov momentum", least=0),
         },
     ),
@@ -185,6 +194,12 @@ def check_transport(word: str, transport: str) -> None:
         )
 
 
+def has_transport(word: str) -> bool:
+    """Return whether a strategy heeds ``--transport``; one of the user's own may."""
+    name = strategy(word).name
+    return name not in STRATEGIES or bool(STRATEGIES[name].transports)
+
+
 def task(word: str) -> Choice:
     """Return the task that a word names.
 
@@ -211,11 +226,14 @@ def _choice(kind: str, word: str, entries: Mapping[str, Entry]) -> Choice:
 
 
 def _split(word: str) -> tuple[str, dict[str, str]]:
-    name, _, rest = word.partition(":")
-    pairs = [part.partition("=") for part in rest.split(",")] if rest else []
+    name, colon, rest = word.partition(":")
+    pairs = [part.partition("=") for part in rest.split(",")] if colon else []
     if any(not key or not equals for key, equals, _ in pairs):
         raise UserError(f"Write options as {name}:option=value,option=value, not {word}.")
-    return name, {key: value for key, _, value in pairs}
+    given = {key: value for key, _, value in pairs}
+    if len(given) < len(pairs):
+        raise UserError(f"{word} gives an option twice: leave one of them out.")
+    return name, given
 
 
 def _value(what: str, option: Option, text: str) -> Value:
@@ -235,8 +253,10 @@ def _number(what: str, option: Option, text: str) -> int | float:
         number = float(text)
     except ValueError:
         raise UserError(f"{what} is a number, not {text}.") from None
-    if not math.isfinite(number) or number < option.least:
-        raise UserError(f"{what} must be at least {option.least:g}, not {text}.")
+    is_low = number < option.least or (number == option.least and not option.is_least_allowed)
+    if not math.isfinite(number) or is_low:
+        bound = "at least" if option.is_least_allowed else "greater than"
+        raise UserError(f"{what} must be {bound} {option.least:g}, not {text}.")
     if isinstance(option.default, float):
         return number
     if number != int(number):

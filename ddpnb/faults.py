@@ -15,6 +15,12 @@ _SLOW = re.compile(r"(\d+):(\d+(?:\.\d+)?)(x|ms|s)")
 _KILL = re.compile(r"(\d+)@(\d+(?:\.\d+)?)(ms|s)")
 _UNIT_SECONDS = {"s": 1.0, "ms": 1e-3}
 
+MAX_SECONDS = 86_400.0
+"""A day: longer than any step here, or any training."""
+MAX_FACTOR = 10_000.0
+SOONEST_SECONDS = 0.6
+"""When a rank is killed at the earliest: the notebook must know what the run is by then."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
@@ -35,7 +41,7 @@ class Kill:
 
     rank: int
     seconds: float
-    """Of training, until it does."""
+    """Of training, until it does; ``SOONEST_SECONDS`` at least."""
 
 
 def parse_slow(text: str) -> Slow:
@@ -49,10 +55,14 @@ def parse_slow(text: str) -> Slow:
         raise UserError(f"Write --slow as 1:3x or 1:50ms, rank and how slow, not {text!r}.")
     rank, amount, unit = int(found[1]), float(found[2]), found[3]
     if unit != "x":
-        told = f"{amount:g} {unit} slower"
-        return Slow(rank=rank, seconds=amount * _UNIT_SECONDS[unit], text=told)
-    if amount < 1:
-        raise UserError(f"--slow {text}: a rank can only be made slower, give 1x or more.")
+        seconds = _seconds(f"--slow {text}", amount, unit)
+        if seconds == 0:
+            raise UserError(f"--slow {text}: that is not slower, give more than 0 {unit}.")
+        return Slow(rank=rank, seconds=seconds, text=f"{amount:g} {unit} slower")
+    if amount <= 1:
+        raise UserError(f"--slow {text}: a rank can only be made slower, give more than 1x.")
+    if amount > MAX_FACTOR:
+        raise UserError(f"--slow {text}: give at most {MAX_FACTOR:g}x.")
     return Slow(rank=rank, factor=amount, text=f"{amount:g}x slower")
 
 
@@ -65,7 +75,28 @@ def parse_kill(text: str) -> Kill:
     found = _KILL.fullmatch(text)
     if found is None:
         raise UserError(f"Write --kill as 1@5s, rank and training time, not {text!r}.")
-    return Kill(rank=int(found[1]), seconds=float(found[2]) * _UNIT_SECONDS[found[3]])
+    seconds = _seconds(f"--kill {text}", float(found[2]), found[3])
+    return Kill(rank=int(found[1]), seconds=max(seconds, SOONEST_SECONDS))
+
+
+def parse_kills(texts: Sequence[str]) -> tuple[Kill, ...]:
+    """Return what several ``--kill`` say, each of another rank.
+
+    Raises:
+        UserError: one is wrong, or a rank is to die twice.
+    """
+    kills = tuple(map(parse_kill, texts))
+    ranks = [kill.rank for kill in kills]
+    if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
+        raise UserError(f"--kill kills rank {twice[0]} twice: only the first time would count.")
+    return kills
+
+
+def _seconds(what: str, amount: float, unit: str) -> float:
+    seconds = amount * _UNIT_SECONDS[unit]
+    if seconds > MAX_SECONDS:
+        raise UserError(f"{what}: give at most {MAX_SECONDS:g} s, a day.")
+    return seconds
 
 
 def check_ranks(slow: Sequence[str], kill: Sequence[str], world_size: int) -> None:

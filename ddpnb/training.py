@@ -13,7 +13,7 @@ from typing import Any
 from ddpnb import catalogue
 from ddpnb.catalogue import CELL_TASK, TASKS, Value
 from ddpnb.errors import UserError, one_of
-from ddpnb.faults import parse_kill, parse_slow
+from ddpnb.faults import parse_kills, parse_slow
 
 AMP = ("none", "bf16")
 """What mixed precision there is: bfloat16 needs no scaling of the loss."""
@@ -43,6 +43,7 @@ class Flag:
     choices: tuple[str, ...] = ()
     least: float = -math.inf
     is_least_allowed: bool = True
+    most: float = math.inf
 
     @property
     def keyword(self) -> str:
@@ -95,7 +96,12 @@ class TrainingSpec:
         about="learning rate of the default optimizer, SGD with momentum 0.9",
     )
     seed: int = _flag(
-        0, "--seed", group="training", least=0, about="of the weights and the order of samples"
+        0,
+        "--seed",
+        group="training",
+        least=0,
+        most=2**63 - 1,
+        about="of the weights and the order of samples",
     )
     num_warmup_steps: int = 3
     """Steps trained on a throwaway replica first, so that no clock sees a cold start."""
@@ -157,6 +163,7 @@ class TrainingSpec:
         "--data-workers",
         group="data",
         least=0,
+        most=256,
         about="processes of each rank that fetch samples ahead (torch's DataLoader)",
     )
     slow: tuple[str, ...] = _flag(
@@ -173,6 +180,7 @@ class TrainingSpec:
         group="faults on purpose",
         example="20%",
         least=0,
+        most=100,
         about="each step of each rank takes longer at random, by up to this share",
     )
     kill: tuple[str, ...] = _flag(
@@ -208,8 +216,7 @@ class TrainingSpec:
             _check(flag, getattr(self, name))
         for text in self.slow:
             parse_slow(text)
-        for text in self.kill:
-            parse_kill(text)
+        parse_kills(self.kill)
 
 
 def flags() -> Iterator[tuple[str, Flag]]:
@@ -224,7 +231,9 @@ def _check(flag: Flag, value: Any) -> None:
         raise one_of(flag.option, value, flag.choices)
     if flag.least == -math.inf or value is None:
         return
+    if value > flag.most:
+        raise UserError(f"{flag.option} must be at most {flag.most}, not {value}.")
     is_low = value < flag.least or (value == flag.least and not flag.is_least_allowed)
-    if not math.isfinite(value) or is_low:
+    if is_low or (isinstance(value, float) and not math.isfinite(value)):
         bound = "at least" if flag.is_least_allowed else "greater than"
         raise UserError(f"{flag.option} must be {bound} {flag.least:g}, not {value}.")

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from ddpnb.catalogue import CELL_TASK
-from ddpnb.errors import UserError
+from ddpnb.errors import UserError, one_of
 from ddpnb.notebook.background import RunningComparison
 from ddpnb.notebook.cells import RunningCell
 from ddpnb.notebook.choices import training_of
-from ddpnb.notebook.cluster.plan import ClusterSpec
+from ddpnb.notebook.cluster.plan import METHODS, ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.export.export import export as write_export
 from ddpnb.notebook.record.search import Search
@@ -53,6 +53,8 @@ def start(
     Raises:
         UserError: where that cannot be had on this machine.
     """
+    if method is not None and method not in METHODS:
+        raise one_of("method", method, METHODS)
     spec = ClusterSpec(
         num_ranks=n, device=device, backend=backend, num_threads=threads, linger_seconds=linger
     )

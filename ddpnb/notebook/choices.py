@@ -60,9 +60,7 @@ def training_of(chosen: Mapping[str, Any], **others: Any) -> TrainingSpec:
 def _as_field(flag: Flag, value: Any) -> Any:
     if flag.kind is tuple:
         return tuple([value] if isinstance(value, str) else value)
-    if flag.keyword == "jitter" and isinstance(value, str):
-        return _share(value)
-    return value
+    return _share(str(value)) if flag.keyword == "jitter" else value
 
 
 def _settings(flag: Flag) -> dict[str, Any]:

@@ -53,6 +53,12 @@ class ComparisonSpec:
             raise UserError(f"Name the strategies to compare, one or more of: {names}.")
         if wrong := dict.fromkeys(filter(None, map(self._wrong_with, self.strategies))):
             raise UserError(" ".join(wrong))
+        transport = self.training.transport
+        if transport != "auto" and not any(map(catalogue.has_transport, self.strategies)):
+            raise UserError(
+                f"--transport {transport} is for asynchronous strategies, and there is none here: "
+                "leave it out, or compare async too."
+            )
         task = self.training.task
         if task != CELL_TASK and self.training.source.strip():
             raise UserError(

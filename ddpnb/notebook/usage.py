@@ -1,9 +1,13 @@
-"""What does a magic take, and what is said of a line that it cannot read?  (Notebook side.)"""
+"""What does a magic take, and what is said of a line that it cannot read?  (Notebook side.)
+
+The same is said of a call of its twin in Python.
+"""
 
 import argparse
 import re
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from inspect import Parameter, Signature
 from typing import Any, TypeVar
 
 from IPython.core import magic_arguments as ipython
@@ -17,6 +21,10 @@ NUMBER = re.compile(r"argument (\S+): invalid (int|float) value: (.+)")
 NO_VALUE = re.compile(r"argument (\S+): expected one argument")
 UNKNOWN = re.compile(r"unrecognized arguments: (\S+)")
 """How argparse puts what is wrong, which alone it tells."""
+
+MISSING = re.compile(r"missing a required (?:keyword-only )?argument: '(\w+)'")
+TWICE = re.compile(r"multiple values for argument '(\w+)'")
+"""How ``inspect`` puts it."""
 
 
 def magic_arguments() -> Callable[[Magic], Magic]:
@@ -68,8 +76,44 @@ def _told(magic: Callable[..., object], error: str) -> str:
     if found := NO_VALUE.fullmatch(error):
         return f"{found[1]} takes a value: %{name}? tells which."
     if found := UNKNOWN.match(error):
-        given = found[1].partition("=")[0]
-        if near := closest(given, known):
-            return f"{name} has no option {given}; did you mean {near}?"
-        return f"{name} has no option {given}; its options are: {', '.join(known)}."
+        return _has_no(name, "option", found[1].partition("=")[0], known)
     return f"{error}: %{name}? tells what it takes."
+
+
+def not_bound(
+    name: str, signature: Signature, named: Mapping[str, object], reason: str
+) -> UserError:
+    """Return the error for a call whose arguments do not fit the function.
+
+    Args:
+        name: what the function is called.
+        signature: what it takes.
+        named: the arguments that were given by name.
+        reason: Python's, for what is neither missing nor unknown.
+    """
+    parameters = signature.parameters.values()
+    listed = [each.name for each in parameters if each.kind is Parameter.VAR_POSITIONAL]
+    known = [
+        each.name
+        for each in parameters
+        if each.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    ]
+    for given in named:
+        if given in listed:
+            return UserError(f"{name} takes {given} without a name: {name}('...', '...').")
+        if given not in known:
+            return UserError(_has_no(name, "argument", given, known))
+    if found := MISSING.fullmatch(reason):
+        return UserError(f"{name} needs {found[1]}: ddpnb.{name}? tells what it takes.")
+    if found := TWICE.fullmatch(reason):
+        return UserError(f"{name} was given {found[1]} twice: leave one of them out.")
+    return UserError(f"{name}: {reason}; ddpnb.{name}? tells what it takes.")
+
+
+def _has_no(name: str, kind: str, given: str, known: list[str]) -> str:
+    """Say that there is no such option or argument, and which was likely meant."""
+    if near := closest(given, known):
+        return f"{name} has no {kind} {given}; did you mean {near}?"
+    if not known:
+        return f"{name} has no {kind} {given}; it takes none."
+    return f"{name} has no {kind} {given}; its {kind}s are: {', '.join(known)}."

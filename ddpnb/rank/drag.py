@@ -23,12 +23,9 @@ from typing import final
 
 import torch
 
-from ddpnb.faults import Kill, Slow, parse_kill, parse_slow
+from ddpnb.faults import SOONEST_SECONDS, Kill, Slow, parse_kill, parse_slow
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, Timer
 from ddpnb.wire import KILLED, Mark, RunSpec
-
-FLUSH_SECONDS = 0.6
-"""How long before a rank's death its mark is published, so that it has left by then."""
 
 _NUM_TRIALS = 3
 
@@ -63,26 +60,36 @@ def faults_of(spec: RunSpec, workers: Collection[int], *, is_new: bool = True) -
 
 def notes(spec: RunSpec, plan: Plan) -> tuple[str, ...]:
     """Return what must stand beside the results of a run with faults."""
-    told = [
-        f"Rank {fault.rank} is {fault.text} on purpose."
-        for fault in map(parse_slow, spec.slow)
-        if fault.rank < plan.num_workers
-    ]
+    num_workers = plan.num_workers
+    slow = [(text, parse_slow(text)) for text in spec.slow]
+    kill = [(text, parse_kill(text)) for text in spec.kill]
+    told = [f"Rank {f.rank} is {f.text} on purpose." for _, f in slow if f.rank < num_workers]
     if spec.jitter:
         told.append(f"Steps take up to {100 * spec.jitter:g} % longer at random, on purpose.")
-    told += [
-        _told_of_kill(fault, plan)
-        for fault in map(parse_kill, spec.kill)
-        if fault.rank < plan.num_workers
-    ]
+    told += _told_of_kills([fault for _, fault in kill if fault.rank < num_workers], plan)
+    away = [(f"--slow {text}", fault.rank) for text, fault in slow if fault.rank >= num_workers]
+    away += [(f"--kill {text}", fault.rank) for text, fault in kill if fault.rank >= num_workers]
+    told += [f"{given} has no effect: rank {rank} takes no part." for given, rank in away]
     return tuple(told)
 
 
+def _told_of_kills(kills: Sequence[Kill], plan: Plan) -> list[str]:
+    if plan.num_ranks == 1 and kills:
+        kills = [_first(kills)]  # all workers die in one process
+    return [_told_of_kill(fault, plan) for fault in kills]
+
+
 def _told_of_kill(fault: Kill, plan: Plan) -> str:
-    told = f"Rank {fault.rank} is to be killed after {fault.seconds:g} s of training, on purpose"
+    soonest = " (the soonest)" if fault.seconds == SOONEST_SECONDS else ""
+    told = f"Rank {fault.rank} is to be killed after {fault.seconds:g} s{soonest} of training"
+    told += ", on purpose"
     if fault.rank >= plan.num_ranks:
         return f"{told}; here it is a thread of rank 0, whose process dies with it."
     return f"{told}."
+
+
+def _first(kills: Sequence[Kill]) -> Kill:
+    return min(kills, key=lambda fault: fault.seconds)
 
 
 def measure(replica: Replica, batch: Batch) -> float:
@@ -125,8 +132,7 @@ class Drag:
         for fault in self._faults.slow:
             self._publish(Mark(rank=fault.rank, seconds=0.0, text=fault.text))
         if self._faults.kill:
-            first = min(self._faults.kill, key=lambda fault: fault.seconds)
-            args = (first, time.perf_counter())
+            args = (_first(self._faults.kill), time.perf_counter())
             threading.Thread(target=self._die, args=args, name="ddpnb-kill", daemon=True).start()
 
     def begin_step(self) -> None:
@@ -156,12 +162,11 @@ class Drag:
 
     def _die(self, fault: Kill, began: float) -> None:
         """Be the thread that kills this process."""
-        if self._cancelled.wait(max(0.0, fault.seconds - FLUSH_SECONDS)):
+        if self._cancelled.wait(fault.seconds):
             return
-        self._publish(Mark(rank=fault.rank, seconds=fault.seconds, text=KILLED))
-        left = max(FLUSH_SECONDS, began + fault.seconds - time.perf_counter())
-        if not self._cancelled.wait(left):
-            os.kill(os.getpid(), signal.SIGKILL)
+        seconds = time.perf_counter() - began
+        self._publish(Mark(rank=fault.rank, seconds=seconds, text=KILLED))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _seconds_of(replica: Replica, batch: Batch) -> float:

@@ -4,6 +4,12 @@ Each epoch is one permutation of the training split, made from the seed and cut
 into global batches.  A global batch is split into parts, one for each worker;
 the parts of a step together are exactly the global batch, so that every strategy
 sees the same samples in the same order.
+
+In place of torch's ``DistributedSampler.set_epoch`` the epoch is part of each permutation's
+seed; a data set's own ``set_epoch`` is not called.  Nor is ``Join`` needed: also of an uneven
+last batch every worker has a part, whose size its gradient is weighted by where gradients are
+averaged, and all who train in step make the same number of steps.
+Where shares go to whoever asks next, nobody waits for another's.
 """
 
 from collections.abc import Iterator

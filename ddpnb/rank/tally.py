@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ddpnb.rank import drag
+from ddpnb.rank import drag, tuning
 from ddpnb.rank.clock import Clock, Lap
 from ddpnb.rank.stage import Stage
 from ddpnb.rank.strategies.base import Memory
@@ -108,7 +108,9 @@ def header_of(stage: Stage, num_parameters: int, found: tuple[str, ...]) -> RunH
 
 def _notes(stage: Stage) -> list[str]:
     spec, plan = stage.spec, stage.plan
-    told = list(drag.notes(spec, plan))
+    told = [*drag.notes(spec, plan), *tuning.notes(spec, plan, stage.order)]
+    if 0 < (share := stage.order.size(0) // plan.num_ranks) < spec.accumulate:
+        told.append(f"--accumulate {spec.accumulate}: a share of {share} is cut into {share}.")
     if stage.state.shares_device and plan.num_ranks > 1:
         told.append("Several ranks share one GPU.")
     if spec.num_data_workers and not stage.fetches_ahead:

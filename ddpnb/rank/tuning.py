@@ -27,11 +27,23 @@ _COUNT = "num_updates"
 """What a parameter group calls the updates that it has seen."""
 
 
+def notes(spec: RunSpec, plan: Plan, order: Order) -> tuple[str, ...]:
+    """Return what must stand beside the results of a run that warms up hardly, or to its end."""
+    if spec.num_lr_warmup_epochs == 0:
+        return ()
+    told = f"--lr-warmup {spec.num_lr_warmup_epochs:g}"
+    num_warmup = _num_warmup(spec, plan, order)
+    if num_warmup <= 1:
+        return (f"{told} has no effect: that is the time of one update, or less.",)
+    if num_warmup > order.num_steps * plan.updates_per_batch:
+        return (f"The full learning rate is never reached: {told} is longer than the run.",)
+    return ()
+
+
 def tuned(optimizer: OptimizerFactory, spec: RunSpec, plan: Plan, order: Order) -> OptimizerFactory:
     """Return the factory of optimizers that do as the spec says."""
     scale = {"none": 1.0, "linear": plan.num_workers, "sqrt": math.sqrt(plan.num_workers)}
-    updates_per_epoch = order.steps_per_epoch * plan.updates_per_batch
-    num_warmup = round(spec.num_lr_warmup_epochs * updates_per_epoch)
+    num_warmup = _num_warmup(spec, plan, order)
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         made = optimizer(parameters)
@@ -65,3 +77,9 @@ def _clip(largest: float) -> Hook:
         nn.utils.clip_grad_norm_(held, largest)
 
     return before_step
+
+
+def _num_warmup(spec: RunSpec, plan: Plan, order: Order) -> int:
+    """Return how many updates the warm-up takes; at the last of them the rate is whole."""
+    updates_per_epoch = order.steps_per_epoch * plan.updates_per_batch
+    return round(spec.num_lr_warmup_epochs * updates_per_epoch)

@@ -131,6 +131,14 @@ def test_every_strategy_trains_where_two_ranks_share_a_gpu():
         ddpnb.compare("hogwild", epochs=1, **DIGITS)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "zero"])
+def test_parts_tell_of_messages_where_two_ranks_share_a_gpu(strategy):
+    ddpnb.start(2, backend="gloo")
+    found = ddpnb.compare(strategy, epochs=1, **DIGITS).to_frame().set_index("strategy")
+    assert found.loc[strategy, "communication_seconds"] > 0
+    assert found.loc[strategy, "forward_seconds"] > 0
+
+
 def test_over_nccl_one_rank_alone_is_single():
     ddpnb.start(1)
     exact = [name for name in SAME if name != "dp"] + ["local-sgd", "gossip"]
@@ -254,6 +262,14 @@ def test_over_nccl_two_ranks_train_as_one(strategy):
     ddpnb.start(2)
     losses = final_losses(ddpnb.compare(strategy, epochs=2, **DIGITS))
     assert losses[strategy] == pytest.approx(losses["single"], rel=0.02)
+
+
+@pytest.mark.two_gpus
+def test_over_nccl_fsdp_says_what_it_cannot_tell():
+    ddpnb.start(2)
+    result = ddpnb.compare("fsdp", epochs=1, **DIGITS)
+    assert any("all communication counts as overlapped" in note for note in headers(result)["fsdp"])
+    assert result.to_frame().set_index("strategy").loc["fsdp", "hidden_seconds"] > 0
 
 
 @pytest.mark.two_gpus

@@ -236,5 +236,7 @@ def test_a_rank_killed_on_purpose_ends_its_run_and_the_comparison_goes_on(kernel
     assert runs == "[('ddp', 'failed'), ('async', 'finished')]"
     told = kernel.value("[[m.text for m in run.marks] for run in result.comparison.runs]")
     assert told == "[['killed'], ['killed', 'came back']]"
+    struck = "[1 <= run.marks[0].seconds < 3 for run in result.comparison.runs]"
+    assert kernel.value(struck) == "[True, True]"
     assert kernel.run("%%ddp --ranks 0\nkept").by_rank == {0: ["10"]}
     assert kernel.run("%%ddp\nworld_size").by_rank == both("2")

@@ -95,6 +95,36 @@ NAMED = {"strategies": ("ddp",)}
             {"strategies": ("async", "hogwild")},
             "hogwild trains in shared memory, not by gloo: leave --transport out, or hogwild",
         ),
+        (
+            {"task": "digits", "transport": "rpc"},
+            {"strategies": ("single", "ddp")},
+            "--transport rpc is for asynchronous strategies, and there is none here: leave it out,",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("ddp", "ddp:")},
+            "Write options as ddp:option=value,option=value, not ddp:.",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("ddp:hook=fp16,hook=bf16",)},
+            "ddp:hook=fp16,hook=bf16 gives an option twice: leave one of them out.",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("Own:every=1,every=2",)},
+            "Own:every=1,every=2 gives an option twice",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("ddp:bucket_cap_mb=0",)},
+            "ddp:bucket_cap_mb must be greater than 0, not 0.",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("diloco:outer_lr=0",)},
+            "diloco:outer_lr must be greater than 0, not 0.",
+        ),
         ({}, {}, "Nothing to train: define model() and data(split) in the cell"),
         ({"source": "  \n"}, {}, "Nothing to train"),
     ],
@@ -116,20 +146,30 @@ WRONG_LINES = {
     "--lr=-1": "--lr must be greater than 0, not -1.0.",
     "--lr nan": "--lr must be greater than 0",
     "--seed=-1": "--seed must be at least 0, not -1.",
+    f"--seed {2**63}": f"--seed must be at most {2**63 - 1}, not {2**63}.",
+    f"--seed {10**400}": f"--seed must be at most {2**63 - 1}, not 1000",
     "--accumulate 0": "--accumulate must be at least 1, not 0.",
     "--amp fp8": "There is no --amp 'fp8'; choose one of: none, bf16.",
     "--clip 0": "--clip must be greater than 0, not 0.0.",
     "--lr-scaling cubic": "There is no --lr-scaling 'cubic'; choose one of: none, linear, sqrt.",
     "--lr-warmup=-1": "--lr-warmup must be at least 0, not -1.0.",
     "--data-workers=-1": "--data-workers must be at least 0, not -1.",
+    "--data-workers 100000": "--data-workers must be at most 256, not 100000.",
     "--transport usb": "There is no --transport 'usb'; choose one of: auto, shm, gloo, rpc.",
     "--slow 1": "Write --slow as 1:3x or 1:50ms, rank and how slow, not '1'.",
     "--slow 1:3x,2": "Write --slow as 1:3x or 1:50ms, rank and how slow, not '2'.",
-    "--slow 1:0.5x": "--slow 1:0.5x: a rank can only be made slower, give 1x or more.",
+    "--slow 1:0.5x": "--slow 1:0.5x: a rank can only be made slower, give more than 1x.",
+    "--slow 1:1x": "--slow 1:1x: a rank can only be made slower, give more than 1x.",
+    "--slow 1:0ms": "--slow 1:0ms: that is not slower, give more than 0 ms.",
+    "--slow 1:99999x": "--slow 1:99999x: give at most 10000x.",
+    "--slow 1:9999999999999s": "--slow 1:9999999999999s: give at most 86400 s, a day.",
+    "--kill 1@99999999999999999999s": "999s: give at most 86400 s, a day.",
+    "--kill 1@1s,0@2s,1@9s": "--kill kills rank 1 twice: only the first time would count.",
     "--kill 1": "Write --kill as 1@5s, rank and training time, not '1'.",
     "--jitter lots": "--jitter is a share, 20% or 0.2, not lots.",
     "--jitter 20": "--jitter 20 would be 2000 %; write 20% or 0.2.",
     "--jitter=-5%": "--jitter must be at least 0, not -0.05.",
+    "--jitter 99999999999%": "--jitter must be at most 100, not 999999999.99.",
     "--save-every=-1": "--save-every must be at least 0, not -1.0.",
     "--epoxs 1": "ddp_compare has no option --epoxs; did you mean --epochs?",
     "--epochs": "--epochs takes a value: %ddp_compare? tells which.",
@@ -184,6 +224,13 @@ def test_every_choice_has_its_option():
     )
 
 
+@pytest.mark.parametrize("strategies", [("ddp", "async"), ("Own",)])
+def test_a_transport_is_for_whoever_may_use_it(strategies: tuple[str, ...]):
+    training = TrainingSpec(task="digits", transport="gloo")
+    spec = ComparisonSpec(strategies=strategies, training=training)
+    assert {run.transport for run in spec.run_specs()} == {"gloo"}
+
+
 def test_what_is_not_chosen_is_as_in_the_spec():
     assert parse("ddp --task digits") == TrainingSpec(task="digits")
 
@@ -195,6 +242,13 @@ def test_the_python_twin_has_the_same_choices_and_defaults():
     assert training_of({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
         source=CELL, jitter=0.2, slow=("1:3x",)
     )
+
+
+def test_a_number_for_jitter_is_read_as_its_text_is():
+    assert training_of({"jitter": 0.2}, source=CELL).jitter == 0.2
+    for jitter in (20, 20.0):
+        with pytest.raises(UserError, match=r"would be 2000 %; write 20% or 0\.2\."):
+            training_of({"jitter": jitter}, source=CELL)
 
 
 def test_a_run_is_a_training_with_a_strategy():

@@ -1,18 +1,26 @@
 """The twins in Python refuse what cannot be in a sentence, before anything is begun."""
 
 import inspect
+import json
 from collections.abc import Callable
+from dataclasses import fields
+from types import NoneType
 
 import numpy as np
 import pytest
 
 from ddpnb.errors import UserError
 from ddpnb.notebook import api
+from ddpnb.notebook.compare import ComparisonSpec
+from ddpnb.notebook.record.codec import to_text
 
 WRONG = {
     "epochs is a number, not 'two'.": lambda: api.compare("ddp", task="digits", epochs="two"),
     "repeats is a whole number, not 1.5.": lambda: api.compare("ddp", repeats=1.5),
-    "each of strategies is a text, not a type.": lambda: api.compare(int, task="digits"),
+    "each of strategies is a text, not a class: write its name, 'Callable'.": (
+        lambda: api.compare(Callable, task="digits")
+    ),
+    "each of strategies is a text, not a list.": lambda: api.compare(["ddp"], task="digits"),
     "slow is a text or a list of texts, not a list.": lambda: api.compare("ddp", slow=[1]),
     "clip is a number or None, not '1'.": lambda: api.compare("ddp", clip="1"),
     "target is a number or None, not an object.": lambda: api.compare("ddp", target=object()),
@@ -21,6 +29,19 @@ WRONG = {
     "source is a text, not None.": lambda: api.run_cell(None),
     "ranks is a text or None, not 3.": lambda: api.push(3, a=1),
     "path is a path or a text, not 3.": lambda: api.export("race", 3),
+    "epochs is too large a number.": lambda: api.compare("ddp", epochs=10**400),
+    "compare has no argument epoch; did you mean epochs?": lambda: api.compare("ddp", epoch=3),
+    "compare takes strategies without a name: compare('...', '...').": (
+        lambda: api.compare(strategies=("ddp",))
+    ),
+    "restart has no argument lucky; its arguments are: n, ranks.": lambda: api.restart(lucky=1),
+    "stop has no argument now; it takes none.": lambda: api.stop(now=True),
+    "stop: too many positional arguments; ddpnb.stop? tells what it takes.": lambda: api.stop(1),
+    "pull needs expression: ddpnb.pull? tells what it takes.": lambda: api.pull(),
+    "start was given n twice: leave one of them out.": lambda: api.start(2, n=3),
+    "There is no method 'threads'; choose one of: fork, spawn.": (
+        lambda: api.start(method="threads")
+    ),
 }
 
 
@@ -31,11 +52,40 @@ def test_what_is_of_another_type_is_refused_in_a_sentence(sentence: str):
     assert str(raised.value) == sentence
 
 
-def test_numbers_of_numpy_and_whole_numbers_are_numbers():
-    with pytest.raises(UserError, match="bf17"):  # which is looked at after the types
-        api.compare(
-            "ddp", task="digits", batch_size=np.int64(8), lr=np.float32(1), epochs=2, amp="bf17"
-        )
+def test_numbers_of_numpy_are_stored_as_any_others():
+    asked = compared(
+        np.str_("ddp"),
+        batch_size=np.int64(8),
+        lr=np.float32(0.5),
+        epochs=np.int16(3),
+        clip=np.float64(1),
+        log=np.True_,
+        kill=[np.str_("1@5s")],
+    )
+    told = json.loads(to_text(asked.run_specs()[-1]))
+    assert [told[name] for name in ("strategy", "batch_size", "learning_rate", "clip")] == [
+        "ddp",
+        8,
+        0.5,
+        1.0,
+    ]
+    assert (told["num_epochs"], told["kill"], asked.view.log) == (3.0, ["1@5s"], True)
+    stored = [getattr(asked.training, entry.name) for entry in fields(asked.training)]
+    assert {type(value) for value in stored} <= {int, float, str, bool, tuple, NoneType}
+
+
+def compared(*strategies: str, **choices: object) -> ComparisonSpec:
+    """Return the comparison that ``compare`` would ask its session for."""
+    asked: list[ComparisonSpec] = []
+
+    class Asked:
+        def compare(self, spec: ComparisonSpec, *, wait: bool) -> None:
+            asked.append(spec)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "this_session", Asked)
+        api.compare(*strategies, task="digits", **choices)
+    return asked[0]
 
 
 def test_all_twins_are_checked():

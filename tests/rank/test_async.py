@@ -102,6 +102,11 @@ def test_a_bound_of_0_and_a_period_exclude_each_other():
         AsyncParameterServer(period=2, bound=0)
 
 
+def test_what_is_never_stale_cannot_be_damped():
+    with pytest.raises(UserError, match="leave damping out"):
+        AsyncParameterServer(damping=True, bound=0)
+
+
 def test_each_step_hands_over_the_gradients_bytes(ranks):
     problem = Problem(num_epochs=1)
     size = sum(4 * p.numel() for p in problem.build().parameters())

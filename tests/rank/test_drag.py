@@ -9,9 +9,9 @@ import torch
 
 from ddpnb.errors import UserError
 from ddpnb.rank import worker
-from ddpnb.rank.drag import Drag, faults_of
+from ddpnb.rank.drag import Drag, faults_of, notes
 from ddpnb.rank.strategies import STRATEGIES
-from ddpnb.rank.strategies.base import Untimed
+from ddpnb.rank.strategies.base import Plan, Untimed
 from ddpnb.wire import Mark, RunHeader, RunSpec, StepEvent
 from tests.rank.ranks import make_state
 from tests.rank.test_options import CELL, train_job
@@ -77,7 +77,7 @@ def test_asynchronous_workers_do_not_wait_for_the_slow_one(ranks):
     assert marks(slow) == [(1, "10 ms slower")]
 
 
-@pytest.mark.parametrize("strategy", ["async", "hogwild"])
+@pytest.mark.parametrize("strategy", ["async", "hogwild", "gossip"])
 def test_what_a_slow_worker_has_read_grows_old(ranks, strategy):
     spec = spec_of(strategy, slow=("1:50ms",), num_epochs=200)
     fast, slow = ranks(2).call(train_job, spec)
@@ -163,13 +163,69 @@ def test_a_rank_dies_when_it_should_and_says_so_before(fresh_ranks, tmp_path, st
     assert time.monotonic() - began < 15
     victim = 0 if strategy == "dp" else 1  # all of dp's replicas live in rank 0
     assert "died" in str(results[victim])
-    assert told.read_text() == "1 killed 1.0"
+    rank, text, seconds = told.read_text().split()
+    assert (rank, text) == ("1", "killed")
+    assert 1.0 <= float(seconds) < 3.0
     assert victim == 0 or results[0] is not None  # it noticed
 
 
 def test_nobody_dies_after_the_run(ranks):
     results = ranks(2).call(train_job, spec_of("ddp", kill=("1@30s",)))
     assert all(report.took_part for report, _ in results)
+
+
+def spare_job(state, folder, spec):
+    """Let a run end before the fault strikes; return what was published."""
+    told = []
+    drag = Drag(
+        faults_of(spec, [state.rank]),
+        compute_seconds=1.0,
+        device=torch.device("cpu"),
+        timer=Untimed(),
+        publish=told.append,
+    )
+    drag.begin()
+    time.sleep(0.05)
+    drag.close()
+    time.sleep(1.0)
+    return told
+
+
+def test_who_is_spared_at_the_last_moment_is_not_said_to_have_died(ranks):
+    assert ranks(1).call(spare_job, spec_of("ddp", kill=("0@100ms",))) == [[]]
+
+
+DP = Plan(num_ranks=1, num_workers=2, synchronous=True)
+DDP = Plan(num_ranks=2, num_workers=2, synchronous=True)
+SINGLE = Plan(num_ranks=1, num_workers=1, synchronous=True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "faults", "told"),
+    [
+        (DDP, {"slow": ("1:3x",)}, ["Rank 1 is 3x slower on purpose."]),
+        (SINGLE, {"slow": ("1:3x",)}, ["--slow 1:3x has no effect: rank 1 takes no part."]),
+        (SINGLE, {"kill": ("1@5s",)}, ["--kill 1@5s has no effect: rank 1 takes no part."]),
+        (
+            DDP,
+            {"kill": ("1@5s", "0@100ms")},
+            [
+                "Rank 1 is to be killed after 5 s of training, on purpose.",
+                "Rank 0 is to be killed after 0.6 s (the soonest) of training, on purpose.",
+            ],
+        ),
+        (
+            DP,
+            {"kill": ("0@5s", "1@2s")},
+            [
+                "Rank 1 is to be killed after 2 s of training, on purpose; "
+                "here it is a thread of rank 0, whose process dies with it."
+            ],
+        ),
+    ],
+)
+def test_what_strikes_and_what_has_no_effect_is_told(plan, faults, told):
+    assert list(notes(spec_of("ddp", **faults), plan)) == told
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from ddpnb.rank.order import Order, Share
 from ddpnb.rank.strategies import STRATEGIES, make_strategy
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.tasks.base import default_optimizer
-from ddpnb.rank.tuning import tuned
+from ddpnb.rank.tuning import notes, tuned
 from ddpnb.wire import RunHeader, RunSpec, StepEvent
 from tests.rank.ranks import make_state
 
@@ -149,6 +149,31 @@ def test_who_makes_fewer_updates_warms_up_in_as_many_epochs(word, num_updates):
     plan = make_strategy(word, {}).plan(make_state(0, 4))
     seen = rates(10, optimizer_of(plan, num_lr_warmup_epochs=1))
     assert seen == pytest.approx([0.1 * min(1, (t + 1) / num_updates) for t in range(10)])
+
+
+@pytest.mark.parametrize(
+    ("epochs", "told"),
+    [
+        (0, ""),
+        (3, ""),
+        (0.25, "--lr-warmup 0.25 has no effect: that is the time of one update, or less."),
+        (0.001, "--lr-warmup 0.001 has no effect: that is the time of one update, or less."),
+        (4, "The full learning rate is never reached: --lr-warmup 4 is longer than the run."),
+    ],
+)
+def test_a_warm_up_without_effect_or_without_end_is_told(epochs: float, told: str):
+    spec = spec_of("ddp", num_lr_warmup_epochs=epochs, num_epochs=3)
+    assert list(notes(spec, PLAN, ORDER)) == ([told] if told else [])
+
+
+def test_a_share_that_cannot_be_cut_into_so_many_is_told(ranks):
+    for accumulate, expected in (
+        (16, []),
+        (20, ["--accumulate 20: a share of 16 is cut into 16."]),
+    ):
+        _, events = ranks(2).call(train_job, spec_of("ddp", accumulate=accumulate))[0]
+        (header,) = [event for event in events if isinstance(event, RunHeader)]
+        assert [note for note in header.notes if "accumulate" in note] == expected
 
 
 def test_an_optimizer_that_is_loaded_goes_on_warming_up():

@@ -5,7 +5,9 @@ import torch
 
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.pairs import met_in
+from ddpnb.wire import RunHeader
 from tests.rank.fit import Fit, Problem, by_strategy, distance, fit_of
+from tests.rank.test_options import spec_of, train_job
 
 LONG = Problem(num_epochs=5)  # 7 steps an epoch
 
@@ -45,6 +47,31 @@ def test_local_sgd_is_training_apart_and_averaging(ranks, num_ranks, optimizer):
     fits = ranks(num_ranks).call(by_strategy, "local-sgd:every=4", problem)
     expected = trained_apart(problem, num_ranks, every(4))
     assert all(distance(fit, expected) < 1e-5 for fit in fits)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("local-sgd:every=14", []),  # 14 steps in all
+        (
+            "local-sgd:every=20",
+            ["Weights are averaged at the end alone: 14 steps are fewer than 20."],
+        ),
+        (
+            "local-sgd:after=7",
+            ["Weights are averaged at the end alone: 14 steps are fewer than 15."],
+        ),
+        ("diloco:every=14", []),
+        (
+            "diloco:every=20",
+            ["An outer step is made at the end alone: 14 steps are fewer than 20."],
+        ),
+    ],
+)
+def test_where_the_end_comes_first_that_is_told(ranks, word: str, told: list[str]):
+    _, events = ranks(2).call(train_job, spec_of(word))[0]
+    (header,) = [event for event in events if isinstance(event, RunHeader)]
+    assert list(header.notes) == told
 
 
 def test_diloco_without_an_outer_optimizer_is_local_sgd(ranks):

@@ -60,6 +60,22 @@ class Tied(nn.Module):
         return self.last(self.same(self.layer(inputs)) * self.scale)
 
 
+class FrozenProblem(Problem):
+    """Between two layers that are trained one is frozen; of the last, only the bias is trained."""
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        return nn.Sequential(
+            nn.Linear(6, 8), nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 6), Biased()
+        )
+
+
+class Biased(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.weight.requires_grad_(False)
+
+
 class BlocksProblem(Problem):
     def build(self) -> nn.Module:
         torch.manual_seed(self.seed)
@@ -94,7 +110,13 @@ class Block(nn.Module):
 
 
 WIDE_PROBLEM = WideProblem(optimizer="adam", batch_size=12, num_epochs=1)
-PROBLEMS = [GroupedProblem(), TiedProblem(), BlocksProblem(accumulate=2), WIDE_PROBLEM]
+PROBLEMS = [
+    GroupedProblem(),
+    TiedProblem(),
+    BlocksProblem(accumulate=2),
+    FrozenProblem(),
+    WIDE_PROBLEM,
+]
 S = 4 * sum(inputs * outputs + outputs for inputs, outputs in WIDE)
 
 
@@ -168,6 +190,17 @@ def test_fsdp_sends_its_part_for_each_gather_and_scatter(ranks, num_ranks, accum
             assert one.reports[0].num_bytes_sent == (num_ranks - 1) * part * (num_gathers + 1)
 
 
+@pytest.mark.parametrize("word", ["fsdp", "fsdp:reshard=off"])
+def test_fsdp_sends_no_gradients_of_what_is_frozen(ranks, word):
+    num_gathers = 1 if "off" in word else 2
+    all_values = 6 * 8 + 8 + 8 * 8 + 8 + 8 * 6 + 6 + 3 * 6 + 3
+    trained = 6 * 8 + 8 + 8 * 6 + 6 + 3
+    odd = [(6 + 1) * num_gathers, 1]  # three rows in two parts: one more is sent each time
+    for one in ranks(2).call(by_strategy, word, FrozenProblem()):
+        num_values = (all_values * num_gathers + trained + sum(odd)) / 2
+        assert {report.num_bytes_sent for report in one.reports} == {4 * num_values}
+
+
 def test_layers_are_what_is_called_by_itself_and_shares_nothing():
     model = Blocks()
     assert set(layers_of(model)) == {*model.blocks[1:], model.often[1], model.tied[2][0]}
@@ -195,7 +228,16 @@ class Holder(nn.Module):
 
 
 @pytest.mark.parametrize("word", ["fsdp", "fsdp:reshard=off"])
-@pytest.mark.parametrize("problem", [BlocksProblem(num_epochs=1), BlocksProblem(accumulate=2)])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        BlocksProblem(num_epochs=1),
+        BlocksProblem(accumulate=2),
+        FrozenProblem(),
+        Problem(model="frozen"),
+        Problem(model="frozen", accumulate=3),
+    ],
+)
 def test_fsdp_tells_what_torch_has_sent(ranks, word, problem):
     for told, recorded in ranks(2).call(told_and_recorded, word, problem):
         assert told == recorded > 0

@@ -8,8 +8,10 @@ from torch import nn
 from ddpnb.errors import UserError
 from ddpnb.rank import worker
 from ddpnb.rank.evaluate import score
+from ddpnb.rank.loader import Ahead
+from ddpnb.rank.order import every_step
 from ddpnb.rank.tasks import cifar10, load_task, synthetic, text
-from ddpnb.rank.tasks.samples import TensorSamples
+from ddpnb.rank.tasks.samples import DatasetSamples, TensorSamples
 from ddpnb.wire import RunSpec
 from tests.rank.ranks import make_state
 from tests.rank.test_options import train_job
@@ -87,6 +89,22 @@ def test_the_users_own_cifar_files_are_read(images):
     expected = (pixel / 255 - 0.4822) / 0.2435  # green, second row, sixth column
     assert inputs[0, 1, 1, 5].item() == pytest.approx(expected, abs=1e-5)
     worker.check(spec_of("cifar10"), state=make_state(0, 1), namespace={})
+
+
+def test_the_users_own_cifar_files_can_be_read_ahead_by_processes(images):
+    train = load_task(spec_of("cifar10"), {}, "").train
+    assert isinstance(train, DatasetSamples)
+    shares = list(every_step(3, part=0, num_parts=1))
+    wanted = [torch.tensor(numbers) for numbers in ([20, 0, 12, 11], [5], [11, 13, 2])]
+    ahead = Ahead(train.dataset, shares, lambda share: wanted[share.step], 2)
+    pairs = list(ahead.pairs())
+    ahead.close()
+    assert [share for share, _ in pairs] == shares
+    for (_, (inputs, targets)), numbers in zip(pairs, wanted, strict=True):
+        expected = train.fetch(numbers)
+        assert torch.equal(inputs, expected.inputs)
+        assert torch.equal(targets, expected.targets)
+    assert torch.equal(train.dataset[5][0], train.fetch(wanted[1]).inputs[0])
 
 
 @pytest.mark.parametrize(

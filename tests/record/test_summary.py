@@ -6,7 +6,7 @@ import pytest
 from ddpnb.notebook.record.comparison import Comparison, environment, overlay
 from ddpnb.notebook.record.runs import Run, Status
 from ddpnb.notebook.record.summary import Spread, samples_per_second, spread, summarise
-from ddpnb.wire import RunReport
+from ddpnb.wire import KILLED, Mark, RunReport
 from tests.record.fake_runs import batch, fake_comparison, fake_run, header, spec, step
 
 
@@ -34,6 +34,21 @@ def timed(strategy: str, seconds: tuple[float, ...], repeat: int = 0, samples: i
 
 def compared(*runs: Run) -> Comparison:
     return Comparison(comparison_id="c", name="c", runs=tuple(r.snapshot() for r in runs))
+
+
+def test_a_fault_that_did_not_strike_is_told():
+    run = timed("ddp", (2.0, 2.0)).snapshot()
+    assert run.spec is not None
+    faulty = replace(
+        run,
+        spec=replace(run.spec, kill=("1@30s", "0@100ms")),
+        marks=(Mark(rank=0, seconds=0.7, text=KILLED),),
+    )
+    (ddp,) = summarise(Comparison(comparison_id="c", name="c", runs=(faulty,)))
+    assert ddp.notes == (
+        "rank 0 killed at 0.7 s",
+        "rank 1 was not killed: training ended before 30 s",
+    )
 
 
 def test_samples_per_second_waits_for_the_slowest_worker():

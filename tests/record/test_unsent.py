@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ddpnb.notebook.record.events import EVENT
-from ddpnb.unsent import NUM_KEPT, UnsentSteps, read_unsent
-from ddpnb.wire import pack_step
+from ddpnb.unsent import NUM_KEPT, UnsentSteps, read_death, read_unsent
+from ddpnb.wire import KILLED, Mark, pack_step
 from tests.record.fake_runs import step
 
 
@@ -39,6 +39,17 @@ def test_they_are_of_one_run_and_one_rank(tmp_path: Path):
     assert steps_in(tmp_path, run_id="the next") == steps_in(tmp_path, rank=0) == []
     a_ring(tmp_path)  # as a new process of the rank does
     assert steps_in(tmp_path) == []
+
+
+def test_a_death_on_purpose_is_there_with_its_time(tmp_path: Path):
+    ring, mark = a_ring(tmp_path), Mark(rank=3, seconds=1.25, text=KILLED)
+    assert read_death(tmp_path, rank=1, run_id="run") is None
+    ring.add(pack_step(1, step(0, 0.1)))
+    ring.add_death(mark)
+    assert read_death(tmp_path, rank=1, run_id="run") == mark
+    assert read_death(tmp_path, rank=1, run_id="the next") is None
+    assert read_death(tmp_path, rank=0, run_id="run") is None
+    assert steps_in(tmp_path) == [0]
 
 
 def test_nothing_is_left_when_all_was_sent(tmp_path: Path):

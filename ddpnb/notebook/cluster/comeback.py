@@ -15,7 +15,7 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.call import Call, Events, Happening, Lost, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.record.events import EVENT, rows_of
-from ddpnb.unsent import read_unsent
+from ddpnb.unsent import read_death, read_unsent
 from ddpnb.wire import (
     CAME_BACK,
     DIED,
@@ -61,7 +61,7 @@ class Comeback:
     _num_starts: dict[int, int] = field(default_factory=dict)
     _on_their_way: set[int] = field(default_factory=set)
     _calls: dict[int, Call] = field(default_factory=dict)
-    _is_marked: set[int] = field(default_factory=set)
+    _deaths: set[Mark] = field(default_factory=set)
     _dead: set[int] = field(default_factory=set)
     _is_back: set[int] = field(default_factory=set)
 
@@ -103,6 +103,7 @@ class Comeback:
         finally:
             for rank in self.cluster.dead:
                 self._take_unsent(rank)
+                self._take_death(rank)
 
     def _wait_for_joined(self) -> None:
         deadline = time.monotonic() + TIMEOUT_SECONDS
@@ -119,8 +120,6 @@ class Comeback:
         rank, batch = happening.rank, happening.batch
         if batch.header is not None:
             self.survives_deaths = batch.header.survives_deaths
-        if any(mark.rank == rank and mark.text == KILLED for mark in batch.marks):
-            self._is_marked.add(rank)  # it said so itself
         if batch.num_steps:
             last = rows_of(batch)[-1]
             self._began_at = min(self._began_at, time.time() - float(last["seconds"]))
@@ -129,9 +128,8 @@ class Comeback:
 
     def _start(self, rank: int) -> None:
         exit_ = self.cluster.exits[str(rank)]
-        if rank not in self._is_marked:
+        if not self._take_death(rank):
             self._mark(rank, KILLED if (exit_.code or 0) < 0 else DIED)
-        self._is_marked.discard(rank)
         self._is_back.discard(rank)
         self._num_starts[rank] = self._num_starts.get(rank, 0) + 1
         if self._num_starts[rank] <= MAX_STARTS:
@@ -146,6 +144,14 @@ class Comeback:
         rows = rows[rows["step"] >= self._num_steps.get(rank, 0)]
         if len(rows):
             self._tell(rank, rows=rows.tobytes())
+
+    def _take_death(self, rank: int) -> bool:
+        """Tell when a rank was killed on purpose; return whether it was.  May be called twice."""
+        mark = read_death(self.cluster.folder, rank=rank, run_id=self.spec.run_id)
+        if mark is not None and mark not in self._deaths:
+            self._deaths.add(mark)
+            self._tell(NOTEBOOK, marks=(mark,))
+        return mark is not None
 
     def _join(self, rank: int) -> None:
         self._take_unsent(rank)

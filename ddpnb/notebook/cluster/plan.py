@@ -10,6 +10,8 @@ from ddpnb.errors import UserError, one_of
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
+METHODS = ("fork", "spawn")
+"""How ranks may be started."""
 MAX_RANKS = 256
 MAX_DEFAULT_CPU_RANKS = 4
 

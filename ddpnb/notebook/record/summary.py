@@ -3,6 +3,7 @@
 Pure arithmetic; every number of the final table is made here.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpnb.errors import UserError
+from ddpnb.faults import parse_kill
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.curves import first_reached, num_diverged, smoothed_loss, tenths
 from ddpnb.notebook.record.parts import StepSplit, step_split
 from ddpnb.notebook.record.runs import RunSnapshot, Status, ending
-from ddpnb.wire import RunReport
+from ddpnb.wire import KILLED, RunReport
 
 Counts = NDArray[np.int64]
 
@@ -253,8 +256,23 @@ def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
     later = (mark for run in runs for mark in run.marks if mark.seconds > 0)
     for mark in dict.fromkeys(later):  # what held from the start is told by the header
         notes.append(f"rank {mark.rank} {mark.text} at {mark.seconds:.1f} s")
+    notes += [note for run in runs for note in _spared(run)]
     if diverged:
         notes.append(f"{diverged} {'loss was' if diverged == 1 else 'losses were'} NaN or infinite")
     if lost:
         notes.append(f"{lost} batch{'es' if lost > 1 else ''} of events never arrived")
     return tuple(dict.fromkeys(notes))
+
+
+def _spared(run: RunSnapshot) -> list[str]:
+    """Say which ranks were to be killed, but not before the training had ended."""
+    if run.status is not Status.FINISHED or run.spec is None or run.header is None:
+        return []
+    killed = {mark.rank for mark in run.marks if mark.text == KILLED}
+    with contextlib.suppress(UserError):  # a stored fault may be one that is refused by now
+        return [
+            f"rank {kill.rank} was not killed: training ended before {kill.seconds:g} s"
+            for kill in map(parse_kill, run.spec.kill)
+            if kill.rank < run.header.num_workers and kill.rank not in killed
+        ]
+    return []

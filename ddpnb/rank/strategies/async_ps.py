@@ -72,7 +72,8 @@ class AsyncParameterServer(Strategy):
         log: is told of every read and write that the server serves; rank 0's is used.
 
     Raises:
-        UserError: a period together with a bound of 0, which has a period of its own.
+        UserError: a period or damping together with a bound of 0, which has a period of its
+            own and no staleness.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class AsyncParameterServer(Strategy):
     ) -> None:
         if bound == 0 and period != 1:
             raise UserError("With bound=0 an update is made of a whole round: leave period out.")
+        if bound == 0 and damping:
+            raise UserError("With bound=0 no gradient is stale: leave damping out.")
         self._period = WHOLE_ROUND if bound == 0 else period
         self._bound = bound
         self._is_damped = damping

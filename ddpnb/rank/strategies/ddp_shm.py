@@ -33,7 +33,7 @@ from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy, Timer
 from ddpnb.rank.strategies.compression import Compression
 from ddpnb.rank.strategies.flat import all_reduce_bytes, memory_of, num_bytes
-from ddpnb.rank.strategies.overlap import Overlap, Unobserved, observe
+from ddpnb.rank.strategies.overlap import Overlap, Unobserved, observe, observe_buffers
 from ddpnb.rank.transport.shared_sum import SharedSum
 from ddpnb.wire import RankState
 
@@ -125,6 +125,7 @@ class DdpShm(Strategy):
         self._sum.tell(
             lambda is_waiting: replica.timer.begin("waiting" if is_waiting else "communication")
         )
+        observe_buffers(self._ddp, replica.timer)
         self._ddp.register_comm_hook((self._sum, replica.timer), _add_in_shared_memory)
         return Unobserved()
 

@@ -86,6 +86,14 @@ class DiLoCo(Strategy):
         num_sent = self._agree() if self._num_inner == self._every else 0
         return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
 
+    def notes(self) -> tuple[str, ...]:
+        """Say where the end comes before the first outer step."""
+        num_steps = self._num_inner + self._replica.num_steps
+        if num_steps >= self._every:
+            return ()
+        few = f"{num_steps} steps are fewer than {self._every}"
+        return (f"An outer step is made at the end alone: {few}.",)
+
     def memory(self) -> Memory:
         """The weights of this rank and the agreed ones; the states of both optimizers."""
         inner = memory_of(self._replica.model.parameters(), self._inner)

@@ -17,16 +17,19 @@ is registered twice or has a parameter that another part of the model uses, too.
 Messages per step: one all-gather of each layer's parameters before its forward pass and,
 with ``reshard``, one more before its backward pass; for each part that the batch is cut
 into.  One reduce-scatter of each layer's gradients.
-Bytes sent per step and rank, in A parts: (N - 1) * P * (2 A + 1), or without ``reshard``
-(N - 1) * P * (A + 1), with P the bytes of a rank's part, in which rows are filled up to a
-multiple of N: about S / N.  Gloo makes each reduce-scatter of an all-reduce; what that sends
-more is not counted.
+Bytes sent per step and rank, in A parts: (N - 1) * (P * 2 A + G), or without ``reshard``
+(N - 1) * (P * A + G), with P the bytes of a rank's part of the parameters and G those of its
+part of the gradients: P, but for frozen parameters, which have none.  Rows are filled up to a
+multiple of N: P is about S / N.  Counted are the messages that torch really sends: a frozen
+layer may be gathered once only, one that a step does not use never.  Gloo makes each
+reduce-scatter of an all-reduce; what that sends more is not counted, nor the norm for clipping.
 """
 
 import copy
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -45,6 +48,7 @@ from ddpnb.rank.strategies.base import (
     Strategy,
 )
 from ddpnb.rank.strategies.flat import memory_of
+from ddpnb.rank.strategies.gathers import NCCL_NOTE, Messages
 from ddpnb.rank.strategies.layers import layers_of
 from ddpnb.wire import RankState
 
@@ -66,11 +70,9 @@ class Fsdp(Strategy):
 
     def setup(self, replica: Replica) -> None:
         """Cut the parameters up; takes part: every rank."""
-        self._replica = replica
+        self._messages = Messages(replica.timer, replica.device)
+        self._replica = replace(replica, timer=self._messages.timer)
         self._skeleton = _without_parameters(replica.model)
-        self._part_bytes = sum(
-            _part_bytes(parameter, replica.world_size) for parameter in replica.model.parameters()
-        )
         assert dist.group.WORLD is not None, "this rank is in a group"
         # Imported when asked for: it takes a second, and every rank would pay it at start.
         fsdp = importlib.import_module("torch.distributed.fsdp")
@@ -79,6 +81,7 @@ class Fsdp(Strategy):
             fsdp.fully_shard(layer, mesh=mesh, reshard_after_forward=self._reshard)
             # Gloo adds on the GPU, but takes no mean there.
             layer.set_force_sum_reduction_for_comms(dist.get_backend() == "gloo")
+            self._messages.carry(layer)
         self._optimizer = replica.optimizer(replica.parameters)
 
     def shares(self) -> Iterator[Share]:
@@ -100,12 +103,16 @@ class Fsdp(Strategy):
         )
         # update: each rank its part
         replica.update(self._optimizer)
-        num_times = (2 if self._reshard else 1) * num_parts + 1
         return StepReport(
             loss=loss,
             num_samples=batch.num_samples,
-            num_bytes_sent=(replica.world_size - 1) * self._part_bytes * num_times,
+            num_bytes_sent=self._messages.take_num_bytes(),
         )
+
+    def notes(self) -> tuple[str, ...]:
+        """Say where communication cannot be told apart."""
+        is_apart = self._messages.is_exposed or self._replica.world_size == 1
+        return () if is_apart else (NCCL_NOTE,)
 
     def memory(self) -> Memory:
         """This rank's part of both."""
@@ -198,10 +205,3 @@ def _like(parameter: Any, value: Any) -> Any:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def _part_bytes(parameter: Tensor, num_parts: int) -> int:
-    """Return the bytes of one of equal parts, cut between rows; the last is filled up."""
-    num_rows = parameter.shape[0]
-    row_bytes = parameter.numel() // num_rows * parameter.element_size()
-    return -(-num_rows // num_parts) * row_bytes

@@ -80,6 +80,14 @@ class LocalSgd(Strategy):
             num_sent = self._mean.of_parameters()
         return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
 
+    def notes(self) -> tuple[str, ...]:
+        """Say where the end comes before the first average."""
+        num_steps = self._num_steps + self._replica.num_steps
+        if num_steps - self._after >= self._every:
+            return ()
+        few = f"{num_steps} steps are fewer than {self._after + self._every}"
+        return (f"Weights are averaged at the end alone: {few}.",)
+
     def memory(self) -> Memory:
         """All of both."""
         return memory_of(self._replica.model.parameters(), self._optimizer)

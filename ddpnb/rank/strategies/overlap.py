@@ -9,6 +9,8 @@ a hook in Python costs up to a twentieth of a step on a busy host.  They count a
 all the time from the first bucket's start to the last gradient, also where no bucket was
 on its way for a while.  On a GPU a hook records events on the streams, which nobody
 waits for.
+
+Before a forward pass DDP sends the model's buffers, BatchNorm's statistics: all of it exposed.
 """
 
 from abc import ABC, abstractmethod
@@ -17,6 +19,7 @@ from typing import Any, final
 import torch
 from torch._C._distributed_c10d import GradBucket, Logger
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from ddpnb.rank.strategies.base import Moment, Timer, Untimed
 from ddpnb.rank.strategies.compression import Compression
@@ -38,6 +41,7 @@ def observe(ddp: DistributedDataParallel, compression: Compression, timer: Timer
         compression: what its hook shall be.
         timer: whom to tell.
     """
+    observe_buffers(ddp, timer)
     if isinstance(timer, Untimed):
         _register(ddp, compression)
         return Unobserved()
@@ -45,6 +49,26 @@ def observe(ddp: DistributedDataParallel, compression: Compression, timer: Timer
         return _ByEvents(ddp, compression, timer)
     _register(ddp, compression)
     return _ByTimers(ddp, timer)
+
+
+def observe_buffers(ddp: DistributedDataParallel, timer: Timer) -> None:
+    """Have what DDP does about buffers, before it calls the model, counted as communication.
+
+    The hook on the model goes when it is called: the trained model has none of it.
+    """
+    model = ddp.module
+
+    def before(*_: object) -> None:
+        if ddp.will_sync_module_buffers():
+            timer.begin("communication")
+            handle: RemovableHandle = model.register_forward_pre_hook(lambda *_: after(handle))
+
+    def after(handle: RemovableHandle) -> None:
+        handle.remove()
+        timer.begin("forward")
+
+    if not isinstance(timer, Untimed) and next(model.buffers(), None) is not None:
+        ddp.register_forward_pre_hook(before)
 
 
 def _register(ddp: DistributedDataParallel, compression: Compression) -> None:

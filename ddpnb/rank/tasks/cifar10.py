@@ -15,10 +15,11 @@ from typing import final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from ddpnb.errors import UserError
 from ddpnb.rank.tasks.base import Task, default_optimizer
-from ddpnb.rank.tasks.samples import Pair, Samples
+from ddpnb.rank.tasks.samples import DatasetSamples, Pair, Samples
 from ddpnb.rank.tasks.synthetic import make_images
 from ddpnb.wire import RunSpec
 
@@ -66,8 +67,8 @@ def find(start: Path) -> Path | None:
 
 
 @final
-class Records(Samples):
-    """The images of some binary files, one after the other.
+class Records(DatasetSamples):
+    """The images of some binary files, one after the other; processes may fetch them.
 
     Args:
         paths: the files.
@@ -79,15 +80,32 @@ class Records(Samples):
     def __init__(self, paths: Sequence[Path]) -> None:
         if not paths:
             raise UserError(f"{FOLDER} holds no data_batch_1.bin: unpack all of CIFAR-10 there.")
+        self._images = _Images(paths)
+        super().__init__(self._images)
+
+    def fetch(self, indices: Tensor) -> Pair:
+        """Return images (N, 3, 32, 32), normalised, and labels (N,), all read at once."""
+        return self._images.pair(indices.numpy())
+
+
+class _Images(Dataset[tuple[Tensor, Tensor]]):
+    """The same as torch's DataLoader reads it: a batch at once, then image by image."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
         self._files = [_records(path) for path in paths]
         self._starts = np.cumsum([0, *map(len, self._files)])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def fetch(self, indices: Tensor) -> Pair:
-        """Return images (N, 3, 32, 32), normalised, and labels (N,)."""
-        numbers = indices.numpy()
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(*self.pair(np.array(indices)), strict=True))
+
+    def pair(self, numbers: np.ndarray) -> Pair:
+        """Return the images with these numbers, and their labels."""
         records = np.empty((len(numbers), RECORD_BYTES), dtype=np.uint8)
         owners = np.searchsorted(self._starts, numbers, side="right") - 1
         for owner in np.unique(owners):

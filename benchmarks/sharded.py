@@ -1,0 +1,92 @@
+"""What does a rank hold that keeps a part only, against one of ddp that keeps all?"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.measure import Figure
+from benchmarks.ranks import rank_calls
+from ddpnb.rank import worker
+from ddpnb.wire import RankState, RunReport, RunSpec
+
+NUM_RANKS = 2
+MEGABYTE = 1e6
+PARAMETERS, OPTIMIZER = "num_parameter_bytes", "num_optimizer_bytes"
+LIMIT = "<= 0.55"
+
+TRANSFORMER = """
+import torch
+from ddpnb.rank.tasks.text import CONTEXT, NUM_SYMBOLS, Transformer
+
+model = Transformer
+optimizer = torch.optim.Adam
+
+def data(split):
+    text = torch.randint(NUM_SYMBOLS, (16, CONTEXT + 1))
+    return text[:, :-1], text[:, 1:]
+"""
+CNN = """
+import torch
+from ddpnb.rank.tasks.digits import make_model as model
+
+optimizer = torch.optim.Adam
+
+def data(split):
+    return torch.randn(16, 1, 8, 8), torch.randint(10, (16,))
+"""
+
+
+def measure() -> list[Figure]:
+    with rank_calls(NUM_RANKS) as call:
+
+        def reports(strategy: str, source: str) -> list[RunReport]:
+            spec = RunSpec(
+                run_id="bench", strategy=strategy, source=source, num_epochs=1, batch_size=8
+            )
+            return call(train, spec)
+
+        return [
+            *figures("text transformer of 0.1 M floats", TRANSFORMER, reports, zero_limit=LIMIT),
+            *figures("digits CNN of 0.3 M floats", CNN, reports, zero_limit=""),
+        ]
+
+
+def train(state: RankState, folder: Path, spec: RunSpec) -> RunReport:
+    """Two steps; takes part: every rank."""
+    return worker.run(
+        spec,
+        state=state,
+        folder=folder,
+        publish=lambda _: None,
+        namespace={},
+        should_stop=lambda: False,
+    )
+
+
+def figures(
+    model: str,
+    source: str,
+    reports: Callable[[str, str], list[RunReport]],
+    *,
+    zero_limit: str,
+) -> Iterator[Figure]:
+    """What either strategy cuts up; ``zero`` cuts no tensor."""
+    ddp, zero, fsdp = (reports(word, source) for word in ("ddp", "zero", "fsdp"))
+    yield figure(f"zero's state of Adam, {model}", zero, ddp, OPTIMIZER, zero_limit)
+    yield figure(f"fsdp's state of Adam, {model}", fsdp, ddp, OPTIMIZER, LIMIT)
+    yield figure(f"fsdp's parameters, {model}", fsdp, ddp, PARAMETERS, LIMIT)
+
+
+def figure(
+    what: str, ours: list[RunReport], ddp: list[RunReport], field: str, limit: str
+) -> Figure:
+    """Of the rank that holds most."""
+    held = [getattr(report, field) / MEGABYTE for report in ours]
+    whole = [getattr(report, field) / MEGABYTE for report in ddp]
+    return Figure(
+        name=f"{what}, 2 ranks, the one that holds most, against ddp",
+        unit="MB",
+        ours=[max(held)],
+        theirs=[max(whole)],
+        limit=limit,
+        note="MB of each rank: " + ", ".join(f"{each:.3f}" for each in held),
+    )
