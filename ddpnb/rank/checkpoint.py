@@ -32,9 +32,9 @@ SAME = {
     "seed": "--seed",
     "learning_rate": "--lr",
     "lr_scaling": "--lr-scaling",
+    "num_lr_warmup_epochs": "--lr-warmup",
 }
-"""What must be as it was, for the samples to go on where they were, at the rate that is kept
-with the optimizer's state."""
+"""What must be as it was, for samples and learning rate to go on where they were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -238,6 +238,7 @@ def test_what_cannot_be_resumed_is_one_sentence_before_anything_trains(ranks, tm
     )
     refused(tmp_path, "--batch-size 32, not 40: give the same", num_epochs=9, batch_size=40)
     refused(tmp_path, "--seed 0, not 1: give the same", num_epochs=9, seed=1)
+    refused(tmp_path, "--lr-warmup 0.0, not 1: give", num_epochs=9, num_lr_warmup_epochs=1)
     refused(tmp_path, "was trained by 2 ranks, not 3", num_epochs=9, num_ranks=3)
     for path in (tmp_path / "old").glob("step-*/rank-0*"):
         path.write_bytes(b"no such thing")

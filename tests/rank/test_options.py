@@ -185,6 +185,30 @@ def test_an_optimizer_that_is_loaded_goes_on_warming_up():
     assert before + rates(5, second) == pytest.approx(whole)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "seen"),
+    [
+        (PLAN, {}, [0.4, 0.4]),  # saved in mid-warm-up, resumed without
+        (Plan(num_ranks=2, num_workers=2, synchronous=True), {}, [0.4, 0.4]),  # by fewer ranks
+        (PLAN, {"num_lr_warmup_epochs": 4}, [0.1, 0.125]),
+    ],
+)
+def test_an_optimizer_that_is_loaded_has_the_rate_of_this_run(before, now, seen):
+    saved = optimizer_of(before, lr_scaling="linear", num_lr_warmup_epochs=1)
+    rates(3, saved)
+    loaded = optimizer_of(lr_scaling="linear", **now)
+    loaded.load_state_dict(saved.state_dict())
+    assert rates(2, loaded) == pytest.approx(seen)
+
+
+def test_an_optimizer_that_never_warmed_up_can_begin_to_when_loaded():
+    saved = optimizer_of()
+    rates(3, saved)
+    loaded = optimizer_of(num_lr_warmup_epochs=1)
+    loaded.load_state_dict(saved.state_dict())
+    assert rates(5, loaded) == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_choices_together_train(ranks, strategy):
     spec = spec_of(

@@ -102,7 +102,7 @@ class Zero(Strategy):
         """Go on from there; the model was loaded before it was wrapped."""
         self._optimizer.optim.load_state_dict(state["part"])
         for mine, theirs in zip(self._optimizer.param_groups, state["groups"], strict=True):
-            mine.update(theirs)
+            mine.update(theirs | {"lr": mine["lr"]})  # the rate is this run's, as in all others
 
     def close(self) -> None:
         """Nothing to let go of: the process group belongs to the rank."""
