@@ -14,27 +14,19 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
 from torch import nn
 
 from ddpnb.errors import UserError
+from ddpnb.rank.likeness import check_spec
 from ddpnb.rank.strategies.base import State
 from ddpnb.wire import MODEL_FILE, RunSpec
 
 NUM_KEPT = 2
 """Checkpoints of a run that stay."""
-
-SAME = {
-    "batch_size": "--batch-size",
-    "seed": "--seed",
-    "learning_rate": "--lr",
-    "lr_scaling": "--lr-scaling",
-    "num_lr_warmup_epochs": "--lr-warmup",
-}
-"""What must be as it was, for samples and learning rate to go on where they were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,23 +167,8 @@ def read(place: Place, spec: RunSpec) -> State:
             f"The checkpoint {path} cannot be read ({type(error).__name__}): "
             "it is damaged, or not one of ddpnb's."
         ) from error
-    told: dict[str, Any] = state["spec"]
-    if told["strategy"] != spec.strategy:
-        raise UserError(
-            f"The run to resume was trained with {told['strategy']}, not {spec.strategy}."
-        )
-    for name, option in SAME.items():
-        if told.get(name, getattr(spec, name)) != getattr(spec, name):
-            raise UserError(
-                f"The run to resume was trained with {option} {told[name]}, "
-                f"not {getattr(spec, name)}: give the same."
-            )
+    check_spec(state["spec"], spec)
     return state
-
-
-def description(spec: RunSpec) -> State:
-    """Return what ``read`` compares."""
-    return {"strategy": spec.strategy} | {name: getattr(spec, name) for name in SAME}
 
 
 def random_numbers(device: torch.device) -> State:

@@ -8,11 +8,11 @@ import torch
 
 from ddpnb.rank.checkpoint import (
     Checkpoints,
-    description,
     random_numbers,
     set_random_numbers,
 )
 from ddpnb.rank.clock import Clock
+from ddpnb.rank.likeness import description
 from ddpnb.rank.order import Share
 from ddpnb.rank.stage import Stage
 from ddpnb.rank.strategies.base import Replica, State, Strategy
@@ -107,7 +107,7 @@ class Keeper:
     def _state(self, num_steps: int) -> State:
         return {
             "step": num_steps,
-            "spec": description(self._stage.spec),
+            "spec": description(self._stage.spec, self._replica.optimizers),
             "strategy": self._strategy.save(self._replica),
             "random": random_numbers(self._stage.device),
         }

@@ -245,6 +245,26 @@ def test_what_cannot_be_resumed_is_one_sentence_before_anything_trains(ranks, tm
     refused(tmp_path, "cannot be read", num_epochs=9)
 
 
+ADAM = f"{CELL}\ndef optimizer(params): return torch.optim.Adam(params)"
+IN_GROUPS = (
+    f"{CELL}\ndef optimizer(params):\n"
+    "    return torch.optim.SGD([{'params': params[:2]}, {'params': params[2:]}], lr=0.05)"
+)
+
+
+def test_another_optimizer_or_task_is_one_sentence_before_anything_trains(ranks, tmp_path):
+    ranks(2).call(train_job, spec_of("ddp", tmp_path))
+    sentence = r"was trained with SGD, not Adam: let optimizer\(params\) return the same"
+    refused(tmp_path, sentence, num_epochs=9, source=ADAM)
+    refused(tmp_path, "with SGD, not SGD in 2 groups", num_epochs=9, source=IN_GROUPS)
+    refused(tmp_path, "on a cell's own model, not on digits: train", num_epochs=9, task="digits")
+    for path in (tmp_path / "old").glob("step-*/rank-*"):  # as older versions wrote them
+        state = torch.load(path, weights_only=True)
+        state["spec"] = {name: state["spec"][name] for name in ("strategy", "batch_size", "seed")}
+        torch.save(state, path)
+    ranks(2).call(train_job, spec_of("ddp", tmp_path, run_id="new", resume="old", num_epochs=4))
+
+
 class Trap:
     def __reduce__(self):
         return os.mkdir, ("trapped",)
