@@ -152,12 +152,15 @@ class Stage:
             num_global=self.order.size(self._within_training(share).step),
         )
 
-    def smallest_batch(self) -> Batch:
-        """Fetch the batch that a model is most likely to stumble over."""
-        pair = self.task.train.fetch(
-            self.order.indices(self.order.smallest_share(self.plan.num_workers))
-        )
-        return self._alone(pair.inputs, pair.targets)
+    def smallest_batch(self, strategy: Strategy) -> Batch:
+        """Fetch as few samples as the model will be called with: it may stumble over them."""
+        plan, order = self.plan, self.order
+        sizes = (order.size(0), order.size(order.smallest_share(1).step))
+        num = min(strategy.fewest_samples(size, plan, self.spec.accumulate) for size in sizes)
+        if self.syncs_batchnorm:
+            num = max(num, 2)  # there the other ranks' samples count, too
+        indices = order.indices(Share(step=0, part=0, num_parts=1))
+        return self._alone(*self.task.train.fetch(indices[:num]))
 
     def usual_batch(self) -> Batch:
         """Fetch one worker's share of a whole global batch."""

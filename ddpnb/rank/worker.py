@@ -67,7 +67,7 @@ def check(
     with untouched(torch.device(state.device)):
         stage = build(spec, state, namespace, filename=filename)
         replica = stage.replica("check", num_steps=1, timer=Untimed(), is_grouped=False)
-        check_training(replica, stage.smallest_batch())
+        check_training(replica, stage.smallest_batch(stage.strategy()))
         check_dense(replica, spec.strategy)
         if stage.saved is not None:
             likeness.check_replica(replica, stage.saved)

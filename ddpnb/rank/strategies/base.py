@@ -245,6 +245,17 @@ class Strategy(ABC):
     def plan(self, state: RankState) -> Plan:
         """Return who takes part where a rank and its group are as ``state`` says."""
 
+    def fewest_samples(self, num_samples: int, plan: Plan, accumulate: int) -> int:
+        """Return the fewest samples that the model is called with in one step.
+
+        Args:
+            num_samples: of the global batch; no fewer than workers.
+            plan: who takes part.
+            accumulate: parts that each worker cuts its share into.
+        """
+        share = num_samples // plan.num_workers
+        return share // min(accumulate, share)
+
     @abstractmethod
     def setup(self, replica: Replica) -> None:
         """Get ready to train; all ranks that take part call it together."""

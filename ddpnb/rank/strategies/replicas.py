@@ -79,7 +79,8 @@ class ThreadReplicas(Replicas):
     def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
         """Replicate, scatter, run, gather."""
         self._replicate()
-        parts = inputs.chunk(len(self._models))  # fewer than replicas where the batch is small
+        # as torch does: fewer than replicas where the batch is small, and the last may be smaller
+        parts = inputs.chunk(len(self._models))
         self._outputs = list(self._pool.map(_forward, self._models, parts, repeat(autocast)))
         self._gathered = torch.cat([output.detach() for output in self._outputs])
         return self._gathered.requires_grad_()
@@ -114,6 +115,12 @@ class ThreadReplicas(Replicas):
         for other in others:
             for mine, theirs in zip(_state(first), _state(other), strict=True):
                 theirs.copy_(mine)
+
+
+def fewest_of(num_samples: int, num_replicas: int) -> int:
+    """Return how many samples the last replica that has any gets: 7 for 3 are cut 3, 3, 1."""
+    most = -(-num_samples // num_replicas)
+    return (num_samples - 1) % most + 1
 
 
 def _state(model: nn.Module) -> list[Tensor]:
