@@ -67,8 +67,10 @@ def check(
     with untouched(torch.device(state.device)):
         stage = build(spec, state, namespace, filename=filename)
         replica = stage.replica("check", num_steps=1, timer=Untimed(), is_grouped=False)
-        check_training(replica, stage.smallest_batch(stage.strategy()))
+        strategy = stage.strategy()
+        check_training(replica, stage.smallest_batch(strategy))
         check_dense(replica, spec.strategy)
+        strategy.check(replica)
         if stage.saved is not None:
             likeness.check_replica(replica, stage.saved)
         return len(stage.task.train)

@@ -280,3 +280,48 @@ def test_sparse_gradients_are_refused_where_they_cannot_be_exchanged(strategy):
         return check(SPARSE, strategy)
     with pytest.raises(UserError, match=f"of 0.weight is sparse, and {strategy} exchanges"):
         check(SPARSE, strategy)
+
+
+TEMPERATURE = (
+    MODEL.partition("def")[0]
+    + DATA
+    + (
+        "class Net(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(4, 3)\n"
+        "        self.temperature = nn.Parameter(torch.ones(()))\n"
+        "    def forward(self, inputs): return super().forward(inputs) * self.temperature.sum()\n"
+        "def model(): return Net()\n"
+    )
+)
+TWO_TYPES = GOOD + (
+    "class Cast(nn.Module):\n"
+    "    def forward(self, inputs): return inputs.double()\n"
+    "class Whole(nn.Module):\n"
+    "    def __init__(self, *steps):\n"
+    "        super().__init__()\n"
+    "        self.one, self.cast, self.other = steps\n"
+    "    def forward(self, inputs): return self.other(self.cast(self.one(inputs)))\n"
+    "def model(): return nn.Sequential(nn.Linear(4, 3), Cast(), nn.Linear(3, 3).double())\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "source", "sentence"),
+    [
+        ("ddp:static_graph=on", GOOD, "static_graph=on cannot accumulate gradients"),
+        ("ddp:bucket_cap_mb=0", GOOD, "bucket_cap_mb must be greater than 0"),
+        ("ddp:hook=powersgd", TWO_TYPES, "one bucket on CPUs.*one type"),
+        ("fsdp", TWO_TYPES.replace("nn.Sequential", "Whole"), "in what it gathers at once"),
+        ("zero", TWO_TYPES, "zero wants all parameters in one floating-point type"),
+        ("fsdp", TEMPERATURE, r"rows, and temperature, of shape \(\), has none: give it"),
+        ("fsdp", TEMPERATURE.replace("ones(())", "ones(0)"), r"of shape \(0,\), has none"),
+    ],
+)
+def test_what_one_strategy_cannot_train_is_refused_before_anything_trains(
+    strategy, source, sentence
+):
+    check_choices(source, "ddp", accumulate=2)
+    check_choices(TWO_TYPES, "fsdp")  # each of its layers is of one type
+    with pytest.raises(UserError, match=sentence):
+        check_choices(source, strategy, accumulate=2)

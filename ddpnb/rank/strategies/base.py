@@ -256,6 +256,16 @@ class Strategy(ABC):
         share = num_samples // plan.num_workers
         return share // min(accumulate, share)
 
+    def check(self, replica: Replica) -> None:  # noqa: B027  most train whatever can be trained
+        """Refuse what this strategy cannot train, before anything trains; nothing is sent.
+
+        Args:
+            replica: one that is thrown away; a step has been made with its model.
+
+        Raises:
+            UserError: what it is, and what to do.
+        """
+
     @abstractmethod
     def setup(self, replica: Replica) -> None:
         """Get ready to train; all ranks that take part call it together."""

@@ -70,13 +70,22 @@ class Ddp(Strategy):
         """Every rank."""
         return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
 
-    def setup(self, replica: Replica) -> None:
-        """Wrap the model, which broadcasts rank 0's weights; takes part: every rank."""
+    def check(self, replica: Replica) -> None:
+        """Refuse a static graph whose gradients accumulate, and buckets that would mix."""
         if self._static_graph and replica.accumulate > 1:
             raise UserError(
                 "ddp:static_graph=on cannot accumulate gradients (torch's no_sync fails in it); "
                 "leave one of the two out."
             )
+        types = {parameter.dtype for parameter in replica.parameters}
+        if self._hook == "powersgd" and replica.device.type == "cpu" and len(types) > 1:
+            raise UserError(
+                "ddp:hook=powersgd sends one bucket on CPUs, and torch makes one for each "
+                "floating-point type: give the model one type, or leave the hook out."
+            )
+
+    def setup(self, replica: Replica) -> None:
+        """Wrap the model, which broadcasts rank 0's weights; takes part: every rank."""
         self._replica = replica
         self._needs_one_bucket = self._hook == "powersgd" and replica.device.type == "cpu"
         self._ddp = DistributedDataParallel(
