@@ -145,11 +145,13 @@ class Stage:
         on_gpu = self.device.type == "cuda"
         # Only from pinned memory does a copy to a GPU not make this thread wait.
         inputs, targets = (part.pin_memory() if on_gpu else part for part in pair)
+        num_global = self.order.size(self._within_training(share).step)
         return Batch(
             inputs=inputs.to(self.device, non_blocking=True),
             targets=targets.to(self.device, non_blocking=True),
             num_samples=len(inputs),
-            num_global=self.order.size(self._within_training(share).step),
+            num_global=num_global,
+            most_parts=num_global // share.num_parts if self.syncs_batchnorm else None,
         )
 
     def smallest_batch(self, strategy: Strategy) -> Batch:
@@ -179,8 +181,10 @@ class Stage:
     @property
     def syncs_batchnorm(self) -> bool:
         """Whether BatchNorm takes its statistics over all ranks."""
-        is_shared = self.plan.num_ranks == self.state.world_size > 1 and self.plan.synchronous
-        return self.spec.sync_batchnorm and is_shared and self.device.type == "cuda"
+        plan, on_gpu = self.plan, self.device.type == "cuda"
+        is_shared = plan.num_ranks == self.state.world_size > 1
+        is_in_step = plan.synchronous and plan.num_ahead == 0  # the others must not become so
+        return self.spec.sync_batchnorm and is_shared and is_in_step and on_gpu
 
     def _within_training(self, share: Share) -> Share:
         """Return a share of this run as one of the whole training, of which it may be the end."""

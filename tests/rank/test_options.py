@@ -1,13 +1,16 @@
 """Does every choice of a training do what it says, for every strategy?"""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from ddpnb.rank import worker
 from ddpnb.rank.order import Order, Share
+from ddpnb.rank.stage import build
 from ddpnb.rank.strategies import STRATEGIES, make_strategy
-from ddpnb.rank.strategies.base import Plan
+from ddpnb.rank.strategies.base import Batch, Plan
 from ddpnb.rank.tasks.base import default_optimizer
 from ddpnb.rank.tuning import notes, tuned
 from ddpnb.wire import RunHeader, RunSpec, StepEvent
@@ -207,6 +210,30 @@ def test_an_optimizer_that_never_warmed_up_can_begin_to_when_loaded():
     loaded = optimizer_of(num_lr_warmup_epochs=1)
     loaded.load_state_dict(saved.state_dict())
     assert rates(5, loaded) == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("strategy", sorted({*STRATEGIES} - {"hogwild"}))  # that has no GPU
+def test_batchnorm_meets_other_ranks_only_where_each_step_does(strategy):
+    spec = spec_of(strategy, sync_batchnorm=True)
+    stage = build(spec, replace(make_state(0, 2), device="cuda:0"), {}, filename="here")
+    apart = {"single", "dp", "async", "local-sgd", "diloco", "gossip", "no-comm"}
+    assert stage.syncs_batchnorm == (strategy not in apart)
+
+
+def test_shares_that_meet_in_each_part_are_cut_into_as_many():
+    def num_parts(num_samples: int, most_parts: int | None) -> int:
+        rows = torch.ones(num_samples, 1)
+        batch = Batch(
+            inputs=rows,
+            targets=rows,
+            num_samples=num_samples,
+            num_global=7,
+            most_parts=most_parts,
+        )
+        return len(batch.split(4))
+
+    assert [num_parts(4, None), num_parts(3, None)] == [4, 3]
+    assert [num_parts(4, 3), num_parts(3, 3)] == [3, 3]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
