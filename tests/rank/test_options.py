@@ -1,5 +1,7 @@
 """Does every choice of a training do what it says, for every strategy?"""
 
+import threading
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from ddpnb.rank.order import Order, Share
 from ddpnb.rank.stage import build
 from ddpnb.rank.strategies import STRATEGIES, make_strategy
 from ddpnb.rank.strategies.base import Batch, Plan
+from ddpnb.rank.strategies.replicas import Cast, ThreadReplicas
 from ddpnb.rank.tasks.base import default_optimizer
 from ddpnb.rank.tuning import notes, tuned
 from ddpnb.wire import RunHeader, RunSpec, StepEvent
@@ -79,6 +82,42 @@ def test_bfloat16_learns_about_as_well_and_is_not_the_same(ranks, strategy):
     assert losses(mixed)[-1] < 0.8 * losses(mixed)[0]
     assert losses(mixed) != losses(exact)
     assert mixed[0].held_out_loss == pytest.approx(exact[0].held_out_loss, abs=0.05)
+
+
+class TypeOf(nn.Module):
+    """A linear layer that notes what it computes in."""
+
+    def __init__(self, types: list[torch.dtype]) -> None:
+        super().__init__()
+        self.linear, self.types = nn.Linear(4, 2), types
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.linear(inputs)
+        self.types.append(outputs.dtype)
+        return outputs
+
+
+@pytest.mark.parametrize("amp", [torch.bfloat16, torch.float16])
+def test_replicas_of_a_model_compute_in_the_type_that_was_asked_for(amp):
+    """On threads of ours, and as in torch's, which open a context without a type."""
+
+    def autocast():
+        return torch.autocast("cpu", amp)
+
+    with_threads, with_torch = [], []
+    with closing(ThreadReplicas(TypeOf(with_threads), 2)) as replicas:
+        replicas.forward(torch.ones(4, 4), autocast)
+    cast = Cast(TypeOf(with_torch))
+    cast.autocast = autocast
+
+    def in_a_thread():
+        with torch.autocast("cpu"):
+            cast(torch.ones(4, 4))
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    assert (set(with_threads), with_torch) == ({amp}, [amp])
 
 
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)

@@ -9,7 +9,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from typing import final
 
@@ -48,10 +48,12 @@ class GpuReplicas(Replicas):
 
     def __init__(self, model: nn.Module, device_ids: list[int]) -> None:
         self.num_replicas = len(device_ids)
-        self._module = nn.DataParallel(model, device_ids=device_ids)
+        self._inner = Cast(model)
+        self._module = nn.DataParallel(self._inner, device_ids=device_ids)
 
     def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
-        """Replicate, scatter, run, gather; torch takes the context to its threads itself."""
+        """Replicate, scatter, run, gather."""
+        self._inner.autocast = autocast
         outputs: Tensor = self._module(inputs)
         return outputs
 
@@ -63,6 +65,24 @@ class GpuReplicas(Replicas):
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+
+@final
+class Cast(nn.Module):
+    """A model that enters its context itself, on whatever thread it is called.
+
+    Torch's ``DataParallel`` opens one in each of its threads, but forgets its type: that would
+    be float16 on every GPU.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.autocast: Autocast = nullcontext
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Call the model in the context."""
+        return _forward(self.model, inputs, self.autocast)
 
 
 @final
