@@ -4,7 +4,8 @@
     FOLDER/RUN/model.pt                        the trained model, in the end
 
 A file is there whole or not at all, and a checkpoint counts once all its parts are there:
-a kill at any moment leaves the one before it.  Nothing is unpickled: ``weights_only``.
+a kill at any moment leaves the one before it.  Where ranks drift apart, more stay until the
+slowest has written its parts.  Nothing is unpickled: ``weights_only``.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from ddpnb.rank.strategies.base import State
 from ddpnb.wire import MODEL_FILE, RunSpec
 
 NUM_KEPT = 2
-"""Checkpoints of a run that stay."""
+"""Complete checkpoints of a run that stay, and all newer ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +104,20 @@ class Checkpoints:
         return True
 
     def _remove_old(self) -> None:
-        """Remove this rank's parts of all but the newest checkpoints."""
-        name = self._place.name(self._place.part)
-        mine = sorted(self._place.folder.glob(f"step-*/{name}"))
-        for path in mine[:-NUM_KEPT]:
-            with contextlib.suppress(OSError):  # the folder goes with the last part in it
-                path.unlink()
-                path.parent.rmdir()
+        """Remove all that is older than the newest complete checkpoints.
+
+        Where ranks drift apart, these may be far behind.  No rank writes what is older than
+        they are any more, so whichever rank comes by removes the parts of all.
+        """
+        complete = [folder for folder in _folders(self._place) if _is_complete(folder, self._place)]
+        if len(complete) < NUM_KEPT:
+            return
+        for folder in _folders(self._place):
+            if folder < complete[-NUM_KEPT]:
+                with contextlib.suppress(OSError):  # another rank is at it, too
+                    for path in folder.iterdir():
+                        path.unlink(missing_ok=True)
+                    folder.rmdir()
 
 
 def write(path: Path, state: State) -> None:
@@ -137,9 +145,8 @@ def last_step(place: Place) -> int:
     Raises:
         UserError: there is none, or it has another number of parts.
     """
-    found = sorted(place.folder.glob("step-*"), reverse=True)
-    for folder in found:
-        if all((folder / place.name(part)).is_file() for part in range(place.num_parts)):
+    for folder in reversed(_folders(place)):
+        if _is_complete(folder, place):
             return int(folder.name.removeprefix("step-"))
     others = {path.stem.split("-")[-1] for path in place.folder.glob("step-*/rank-*-of-*.pt")}
     if others - {str(place.num_parts)}:
@@ -151,6 +158,15 @@ def last_step(place: Place) -> int:
         f"There is no complete checkpoint of the run to resume ({place.folder.name}): "
         "train it with --save-every first."
     )
+
+
+def _folders(place: Place) -> list[Path]:
+    """Return the folders of all checkpoints of a run, the oldest first."""
+    return sorted(place.folder.glob("step-*"))
+
+
+def _is_complete(folder: Path, place: Place) -> bool:
+    return all((folder / place.name(part)).is_file() for part in range(place.num_parts))
 
 
 def read(place: Place, spec: RunSpec) -> State:

@@ -129,6 +129,24 @@ def test_a_checkpoint_counts_when_all_its_parts_are_there(tmp_path):
     assert checkpoint.last_step(first) == checkpoint.last_step(second) == 5
 
 
+def test_ranks_that_drift_apart_leave_the_last_complete_ones(tmp_path):
+    """One rank is far ahead of the other, which is killed: a complete checkpoint is left."""
+    first, second = (Place(folder=tmp_path, part=part, num_parts=2) for part in (0, 1))
+    ahead, behind = (Checkpoints(place, every=5, tell=print) for place in (first, second))
+    for step in (5, 10, 15, 20, 25):
+        ahead.after(step, lambda: {})
+    behind.after(5, lambda: {})
+    assert checkpoint.last_step(first) == 5
+    behind.after(10, lambda: {})
+    behind.after(15, lambda: {})
+    assert checkpoint.last_step(first) == 15
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {f"step-{step:08}" for step in (10, 15, 20, 25)}
+    behind.after(20, lambda: {})
+    behind.after(25, lambda: {})
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000020", "step-00000025"}
+
+
 def limited_job(state, folder, spec):
     """Train where no file may grow beyond a few bytes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
