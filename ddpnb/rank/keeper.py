@@ -32,7 +32,8 @@ def set_up(stage: Stage, strategy: Strategy, replica: Replica) -> None:
     if stage.joining is not None:  # what the others train on by now is not the checkpoint's
         return
     strategy.load(replica, saved["strategy"])
-    set_random_numbers(saved["random"], stage.device)
+    if stage.place(stage.spec.resume).part == stage.state.rank:  # else it is another rank's
+        set_random_numbers(saved["random"], stage.device)
 
 
 @final

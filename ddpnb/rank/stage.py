@@ -128,8 +128,13 @@ class Stage:
         if not self.fetches_ahead:
             return self.direct(strategy)
         assert isinstance(self.task.train, DatasetSamples)
+        begun = self.first_step * self.state.world_size + self.state.rank  # other on each rank
         return Ahead(
-            self.task.train.dataset, strategy.shares(), self.indices, self.spec.num_data_workers
+            self.task.train.dataset,
+            strategy.shares(),
+            self.indices,
+            self.spec.num_data_workers,
+            seed=(self.spec.seed * 1_000_003 + begun) % 2**63,
         )
 
     def direct(self, strategy: Strategy) -> Source:
