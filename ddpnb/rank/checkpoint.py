@@ -65,24 +65,28 @@ class Checkpoints:
         self._every = every
         self._tell = tell
         self._num_made = 0
+        self._last = 0
         self._told = False
 
-    def after(self, num_steps: int, take: Callable[[], State]) -> None:
+    def after(self, num_steps: int, take: Callable[[], State], *, is_last: bool = False) -> None:
         """Write a checkpoint if it is time to.
 
         Args:
             num_steps: global batches trained on so far.
             take: returns what to keep.
+            is_last: whether none will follow.
         """
-        if not self.is_due(num_steps):
+        if not self.is_due(num_steps, is_last=is_last):
             return
         self._num_made = num_steps // self._every
+        self._last = num_steps
         if self._write(self._place.path(num_steps), take()):
             self._remove_old()
 
-    def is_due(self, num_steps: int) -> bool:
+    def is_due(self, num_steps: int, *, is_last: bool = False) -> bool:
         """Tell whether it is time for a checkpoint, after so many global batches."""
-        return num_steps // self._every > self._num_made
+        is_new = num_steps > self._last
+        return num_steps // self._every > self._num_made or (is_last and is_new)
 
     def begin_at(self, num_steps: int) -> None:
         """Count from a step on: what lies before is another run's."""

@@ -74,17 +74,21 @@ class Keeper:
         self._checkpoints.begin_at(stage.first_step)
 
     def after(self, share: Share) -> None:
-        """Keep a checkpoint of the run after its step on a share, if it is time to."""
+        """Keep a checkpoint of the run after its step on a share, if it is time to.
+
+        Workers in step also keep one after the last: then only ``Strategy.finish`` is left.
+        """
         num_steps = self._stage.first_step + share.step + 1
-        if self._checkpoints is not None and self._checkpoints.is_due(num_steps):
+        is_last = self._stage.plan.synchronous and num_steps == self._stage.order.num_steps
+        if self._checkpoints is not None and self._checkpoints.is_due(num_steps, is_last=is_last):
             with self._untimed():
-                self._checkpoints.after(num_steps, lambda: self._state(num_steps))
+                self._checkpoints.after(num_steps, lambda: self._state(num_steps), is_last=is_last)
 
     def end(self) -> None:
         """Keep a last checkpoint of asynchronous workers: rank 0 may have had no late share."""
         if self._checkpoints is not None and not self._stage.plan.synchronous:
             num_steps = self._stage.order.num_steps
-            self._checkpoints.after(num_steps, lambda: self._state(num_steps))
+            self._checkpoints.after(num_steps, lambda: self._state(num_steps), is_last=True)
 
     def finish(self, model: torch.nn.Module) -> None:
         """Keep the trained model."""

@@ -51,17 +51,17 @@ def notes(result) -> tuple[str, ...]:
 def test_a_resumed_run_equals_one_that_never_stopped(ranks, tmp_path, strategy, source):
     choices = {"source": source, "lr_scaling": "linear", "num_lr_warmup_epochs": 2, "seed": 3}
     whole = ranks(2).call(train_job, spec_of(strategy, tmp_path, run_id="whole", **choices))
-    ranks(2).call(train_job, spec_of(strategy, tmp_path, num_epochs=1.2, **choices))
+    ranks(2).call(train_job, spec_of(strategy, tmp_path, num_epochs=8 / PER_EPOCH, **choices))
     resumed = ranks(2).call(
         train_job, spec_of(strategy, tmp_path, run_id="new", resume="old", **choices)
     )
     for mine, theirs in zip(resumed, whole, strict=True):
-        assert losses(mine) == pytest.approx(losses(theirs)[PER_EPOCH:], abs=1e-6)
+        assert losses(mine) == pytest.approx(losses(theirs)[8:], abs=1e-6)
     assert resumed[0][0].held_out_loss == pytest.approx(whole[0][0].held_out_loss, abs=1e-6)
     header = next(event for event in resumed[0][1] if isinstance(event, RunHeader))
     before = header.num_samples_before
     assert f"Resumed from another run at {before} samples; time begins anew." in notes(resumed[0])
-    assert (before, header.num_samples) == (200, 400)
+    assert (before, header.num_samples) == (232, 368)
     model, other = (model_of(tmp_path / name) for name in ("new", "whole"))
     for name, value in model.items():
         torch.testing.assert_close(value, other[name], atol=1e-6, rtol=0)
@@ -96,6 +96,12 @@ def test_the_last_two_are_kept_and_the_model(ranks, tmp_path):
         "old/step-00000028/rank-0-of-2.pt",
         "old/step-00000028/rank-1-of-2.pt",
     ]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_there_is_one_at_the_end_however_seldom_they_are(ranks, tmp_path, strategy):
+    ranks(2).call(train_job, spec_of(strategy, tmp_path, num_epochs=1, save_every=5))
+    assert {path.parent.name for path in tmp_path.glob("old/*/*")} == {"step-00000007"}
 
 
 def test_without_the_wish_nothing_is_written(ranks, tmp_path):
