@@ -311,6 +311,7 @@ TWO_TYPES = GOOD + (
     [
         ("ddp:static_graph=on", GOOD, "static_graph=on cannot accumulate gradients"),
         ("ddp:bucket_cap_mb=0", GOOD, "bucket_cap_mb must be greater than 0"),
+        ("ddp:hook=powersgd", TEMPERATURE, r"temperature, of shape \(\), has no rows"),
         ("ddp:hook=powersgd", TWO_TYPES, "one bucket on CPUs.*one type"),
         ("fsdp", TWO_TYPES.replace("nn.Sequential", "Whole"), "in what it gathers at once"),
         ("zero", TWO_TYPES, "zero wants all parameters in one floating-point type"),

@@ -17,6 +17,7 @@ from tests.rank.ranks import make_state
 from tests.rank.test_options import CELL, train_job
 
 DROPOUT = CELL.replace("nn.ReLU(),", "nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2),")
+DEEP = CELL.replace("nn.ReLU(),", "nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16),")
 PER_EPOCH = 7  # steps: 200 samples in batches of 32
 
 
@@ -41,6 +42,8 @@ def notes(result) -> tuple[str, ...]:
         ("single", DROPOUT),
         ("ddp", CELL),
         ("ddp", DROPOUT),
+        ("ddp:hook=powersgd", CELL),
+        ("ddp:hook=powersgd,powersgd_rank=2", DEEP),
         ("dp", CELL),  # whose replicas draw dropout's masks in no fixed order
         *((name, CELL) for name in ("ddp-shm", "ddp-by-hand", "ring-by-hand", "central")),
         *((name, CELL) for name in ("zero", "fsdp", "no-comm", "local-sgd:every=1", "gossip")),
