@@ -292,6 +292,53 @@ def test_another_optimizer_or_task_is_one_sentence_before_anything_trains(ranks,
     ranks(2).call(train_job, spec_of("ddp", tmp_path, run_id="new", resume="old", num_epochs=4))
 
 
+LOOKAHEAD = f"""
+{CELL}
+class Lookahead:
+    '''Every third step goes back halfway to where it was three steps ago.'''
+    def setup(self, replica):
+        self.replica = replica
+        self.optimizer = replica.optimizer(replica.parameters)
+        self.slow = [p.detach().clone() for p in replica.parameters]
+        self.num_steps = 0
+
+    def step(self, batch):
+        loss = self.replica.compute_gradients(batch, weight=batch.weight)
+        for parameter in self.replica.parameters:
+            torch.distributed.all_reduce(parameter.grad)
+        self.replica.update(self.optimizer)
+        self.num_steps += 1
+        if self.num_steps % 3 == 0:
+            with torch.no_grad():
+                for slow, parameter in zip(self.slow, self.replica.parameters):
+                    slow.lerp_(parameter, 0.5)
+                    parameter.copy_(slow)
+        return loss
+
+    def finish(self):
+        return self.replica.model
+
+    def save(self):
+        return {{"slow": self.slow, "num_steps": self.num_steps}}
+
+    def load(self, state):
+        self.slow, self.num_steps = state["slow"], state["num_steps"]
+"""
+FORGETFUL = LOOKAHEAD.replace("def load", "def forget")
+
+
+@pytest.mark.parametrize(("source", "is_equal"), [(LOOKAHEAD, True), (FORGETFUL, False)])
+def test_a_strategy_of_ones_own_goes_on_from_what_it_saved(ranks, tmp_path, source, is_equal):
+    def trained(**changes):
+        return ranks(2).call(train_job, spec_of("Lookahead", tmp_path, source=source, **changes))
+
+    whole = trained(run_id="whole")
+    trained(num_epochs=8 / PER_EPOCH)  # 8 steps: in the midst of three
+    resumed = trained(run_id="new", resume="old")
+    for mine, theirs in zip(resumed, whole, strict=True):
+        assert (losses(mine) == pytest.approx(losses(theirs)[8:], abs=1e-6)) is is_equal
+
+
 class Trap:
     def __reduce__(self):
         return os.mkdir, ("trapped",)
