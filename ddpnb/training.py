@@ -195,7 +195,8 @@ class TrainingSpec:
         "--save-every",
         group="checkpoints",
         least=0,
-        about="epochs between checkpoints, kept in data/runs/checkpoints; the last two stay",
+        about="epochs between checkpoints, one at the end among them, kept in "
+        "data/runs/checkpoints; the last two stay",
     )
     resume: str = _flag(
         "",

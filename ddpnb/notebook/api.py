@@ -206,7 +206,7 @@ def compare(
         slow: ``"1:3x"``: rank 1 computes 3 times as long; ``"1:50ms"``: its steps take longer.
         jitter: share by which each step takes longer at random at most, 0.2 or ``"20%"``.
         kill: ``"1@5s"``: rank 1 is killed after 5 seconds of training.
-        save_every: epochs between checkpoints; 0: none.
+        save_every: epochs between checkpoints, one at the end among them; 0: none.
         resume: the runs from whose last checkpoints to begin, as ``runs`` lists them.
         repeats: how often each strategy is trained, in turns with the others.
         name: what the comparison is stored as; by default made from the task.

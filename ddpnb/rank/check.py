@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from ddpnb import catalogue
 from ddpnb.catalogue import STRATEGIES
 from ddpnb.errors import UserError
-from ddpnb.rank.strategies.base import Batch, Replica, State
+from ddpnb.rank.strategies.base import Batch, Replica
 
 Result = TypeVar("Result")
 
@@ -61,21 +61,6 @@ def check_dense(replica: Replica, strategy: str) -> None:
                 f"The gradient of {parameter_name} is sparse, and {name} exchanges dense ones: "
                 f"make the layer with sparse=False, or leave {name} out of the comparison."
             )
-
-
-def check_saved(replica: Replica, saved: State) -> None:
-    """Refuse a checkpoint of another model.
-
-    Raises:
-        UserError: it does not fit.
-    """
-    theirs = saved["strategy"].get("model", {})
-    mine = replica.model.state_dict()
-    shapes = [{name: tuple(value.shape) for name, value in s.items()} for s in (mine, theirs)]
-    if theirs and shapes[0] != shapes[1]:
-        raise UserError(
-            "The checkpoint to resume from is of another model: let model() return the same one."
-        )
 
 
 def check_model(model: nn.Module) -> None:

@@ -4,7 +4,8 @@
     FOLDER/RUN/model.pt                        the trained model, in the end
 
 A file is there whole or not at all, and a checkpoint counts once all its parts are there:
-a kill at any moment leaves the one before it.  Nothing is unpickled: ``weights_only``.
+a kill at any moment leaves the one before it.  Where ranks drift apart, more stay until the
+slowest has written its parts.  Nothing is unpickled: ``weights_only``.
 """
 
 import contextlib
@@ -14,27 +15,19 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
 from torch import nn
 
 from ddpnb.errors import UserError
+from ddpnb.rank.likeness import check_spec
 from ddpnb.rank.strategies.base import State
 from ddpnb.wire import MODEL_FILE, RunSpec
 
 NUM_KEPT = 2
-"""Checkpoints of a run that stay."""
-
-SAME = {
-    "batch_size": "--batch-size",
-    "seed": "--seed",
-    "learning_rate": "--lr",
-    "lr_scaling": "--lr-scaling",
-}
-"""What must be as it was, for the samples to go on where they were, at the rate that is kept
-with the optimizer's state."""
+"""Complete checkpoints of a run that stay, and all newer ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,24 +65,28 @@ class Checkpoints:
         self._every = every
         self._tell = tell
         self._num_made = 0
+        self._last = 0
         self._told = False
 
-    def after(self, num_steps: int, take: Callable[[], State]) -> None:
+    def after(self, num_steps: int, take: Callable[[], State], *, is_last: bool = False) -> None:
         """Write a checkpoint if it is time to.
 
         Args:
             num_steps: global batches trained on so far.
             take: returns what to keep.
+            is_last: whether none will follow.
         """
-        if not self.is_due(num_steps):
+        if not self.is_due(num_steps, is_last=is_last):
             return
         self._num_made = num_steps // self._every
+        self._last = num_steps
         if self._write(self._place.path(num_steps), take()):
             self._remove_old()
 
-    def is_due(self, num_steps: int) -> bool:
+    def is_due(self, num_steps: int, *, is_last: bool = False) -> bool:
         """Tell whether it is time for a checkpoint, after so many global batches."""
-        return num_steps // self._every > self._num_made
+        is_new = num_steps > self._last
+        return num_steps // self._every > self._num_made or (is_last and is_new)
 
     def begin_at(self, num_steps: int) -> None:
         """Count from a step on: what lies before is another run's."""
@@ -111,13 +108,20 @@ class Checkpoints:
         return True
 
     def _remove_old(self) -> None:
-        """Remove this rank's parts of all but the newest checkpoints."""
-        name = self._place.name(self._place.part)
-        mine = sorted(self._place.folder.glob(f"step-*/{name}"))
-        for path in mine[:-NUM_KEPT]:
-            with contextlib.suppress(OSError):  # the folder goes with the last part in it
-                path.unlink()
-                path.parent.rmdir()
+        """Remove all that is older than the newest complete checkpoints.
+
+        Where ranks drift apart, these may be far behind.  No rank writes what is older than
+        they are any more, so whichever rank comes by removes the parts of all.
+        """
+        complete = [folder for folder in _folders(self._place) if _is_complete(folder, self._place)]
+        if len(complete) < NUM_KEPT:
+            return
+        for folder in _folders(self._place):
+            if folder < complete[-NUM_KEPT]:
+                with contextlib.suppress(OSError):  # another rank is at it, too
+                    for path in folder.iterdir():
+                        path.unlink(missing_ok=True)
+                    folder.rmdir()
 
 
 def write(path: Path, state: State) -> None:
@@ -145,9 +149,8 @@ def last_step(place: Place) -> int:
     Raises:
         UserError: there is none, or it has another number of parts.
     """
-    found = sorted(place.folder.glob("step-*"), reverse=True)
-    for folder in found:
-        if all((folder / place.name(part)).is_file() for part in range(place.num_parts)):
+    for folder in reversed(_folders(place)):
+        if _is_complete(folder, place):
             return int(folder.name.removeprefix("step-"))
     others = {path.stem.split("-")[-1] for path in place.folder.glob("step-*/rank-*-of-*.pt")}
     if others - {str(place.num_parts)}:
@@ -159,6 +162,15 @@ def last_step(place: Place) -> int:
         f"There is no complete checkpoint of the run to resume ({place.folder.name}): "
         "train it with --save-every first."
     )
+
+
+def _folders(place: Place) -> list[Path]:
+    """Return the folders of all checkpoints of a run, the oldest first."""
+    return sorted(place.folder.glob("step-*"))
+
+
+def _is_complete(folder: Path, place: Place) -> bool:
+    return all((folder / place.name(part)).is_file() for part in range(place.num_parts))
 
 
 def read(place: Place, spec: RunSpec) -> State:
@@ -175,23 +187,8 @@ def read(place: Place, spec: RunSpec) -> State:
             f"The checkpoint {path} cannot be read ({type(error).__name__}): "
             "it is damaged, or not one of ddpnb's."
         ) from error
-    told: dict[str, Any] = state["spec"]
-    if told["strategy"] != spec.strategy:
-        raise UserError(
-            f"The run to resume was trained with {told['strategy']}, not {spec.strategy}."
-        )
-    for name, option in SAME.items():
-        if told.get(name, getattr(spec, name)) != getattr(spec, name):
-            raise UserError(
-                f"The run to resume was trained with {option} {told[name]}, "
-                f"not {getattr(spec, name)}: give the same."
-            )
+    check_spec(state["spec"], spec)
     return state
-
-
-def description(spec: RunSpec) -> State:
-    """Return what ``read`` compares."""
-    return {"strategy": spec.strategy} | {name: getattr(spec, name) for name in SAME}
 
 
 def random_numbers(device: torch.device) -> State:

@@ -8,11 +8,11 @@ import torch
 
 from ddpnb.rank.checkpoint import (
     Checkpoints,
-    description,
     random_numbers,
     set_random_numbers,
 )
 from ddpnb.rank.clock import Clock
+from ddpnb.rank.likeness import description
 from ddpnb.rank.order import Share
 from ddpnb.rank.stage import Stage
 from ddpnb.rank.strategies.base import Replica, State, Strategy
@@ -32,7 +32,8 @@ def set_up(stage: Stage, strategy: Strategy, replica: Replica) -> None:
     if stage.joining is not None:  # what the others train on by now is not the checkpoint's
         return
     strategy.load(replica, saved["strategy"])
-    set_random_numbers(saved["random"], stage.device)
+    if stage.place(stage.spec.resume).part == stage.state.rank:  # else it is another rank's
+        set_random_numbers(saved["random"], stage.device)
 
 
 @final
@@ -73,17 +74,21 @@ class Keeper:
         self._checkpoints.begin_at(stage.first_step)
 
     def after(self, share: Share) -> None:
-        """Keep a checkpoint of the run after its step on a share, if it is time to."""
+        """Keep a checkpoint of the run after its step on a share, if it is time to.
+
+        Workers in step also keep one after the last: then only ``Strategy.finish`` is left.
+        """
         num_steps = self._stage.first_step + share.step + 1
-        if self._checkpoints is not None and self._checkpoints.is_due(num_steps):
+        is_last = self._stage.plan.synchronous and num_steps == self._stage.order.num_steps
+        if self._checkpoints is not None and self._checkpoints.is_due(num_steps, is_last=is_last):
             with self._untimed():
-                self._checkpoints.after(num_steps, lambda: self._state(num_steps))
+                self._checkpoints.after(num_steps, lambda: self._state(num_steps), is_last=is_last)
 
     def end(self) -> None:
         """Keep a last checkpoint of asynchronous workers: rank 0 may have had no late share."""
         if self._checkpoints is not None and not self._stage.plan.synchronous:
             num_steps = self._stage.order.num_steps
-            self._checkpoints.after(num_steps, lambda: self._state(num_steps))
+            self._checkpoints.after(num_steps, lambda: self._state(num_steps), is_last=True)
 
     def finish(self, model: torch.nn.Module) -> None:
         """Keep the trained model."""
@@ -107,7 +112,7 @@ class Keeper:
     def _state(self, num_steps: int) -> State:
         return {
             "step": num_steps,
-            "spec": description(self._stage.spec),
+            "spec": description(self._stage.spec, self._replica.optimizers),
             "strategy": self._strategy.save(self._replica),
             "random": random_numbers(self._stage.device),
         }

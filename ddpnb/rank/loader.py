@@ -72,6 +72,7 @@ class Ahead(Source):
         shares: all that will be trained on, in order; asked for ahead.
         indices: which samples a share holds.
         num_processes: how many fetch.
+        seed: what their own random numbers are made from.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Ahead(Source):
         shares: Iterable[Share],
         indices: Indices,
         num_processes: int,
+        seed: int,
     ) -> None:
         self._asked: deque[Share] = deque()
         self._batches: Iterator[Any] | None = iter(
@@ -91,7 +93,7 @@ class Ahead(Source):
                 worker_init_fn=_end_with_parent,
                 # A class from a notebook cell cannot be pickled, which other ways need.
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
-                generator=torch.Generator().manual_seed(0),  # leaves the run's numbers alone
+                generator=torch.Generator().manual_seed(seed),  # leaves the run's numbers alone
             )
         )
 

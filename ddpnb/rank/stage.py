@@ -128,8 +128,13 @@ class Stage:
         if not self.fetches_ahead:
             return self.direct(strategy)
         assert isinstance(self.task.train, DatasetSamples)
+        begun = self.first_step * self.state.world_size + self.state.rank  # other on each rank
         return Ahead(
-            self.task.train.dataset, strategy.shares(), self.indices, self.spec.num_data_workers
+            self.task.train.dataset,
+            strategy.shares(),
+            self.indices,
+            self.spec.num_data_workers,
+            seed=(self.spec.seed * 1_000_003 + begun) % 2**63,
         )
 
     def direct(self, strategy: Strategy) -> Source:
@@ -145,19 +150,24 @@ class Stage:
         on_gpu = self.device.type == "cuda"
         # Only from pinned memory does a copy to a GPU not make this thread wait.
         inputs, targets = (part.pin_memory() if on_gpu else part for part in pair)
+        num_global = self.order.size(self._within_training(share).step)
         return Batch(
             inputs=inputs.to(self.device, non_blocking=True),
             targets=targets.to(self.device, non_blocking=True),
             num_samples=len(inputs),
-            num_global=self.order.size(self._within_training(share).step),
+            num_global=num_global,
+            most_parts=num_global // share.num_parts if self.syncs_batchnorm else None,
         )
 
-    def smallest_batch(self) -> Batch:
-        """Fetch the batch that a model is most likely to stumble over."""
-        pair = self.task.train.fetch(
-            self.order.indices(self.order.smallest_share(self.plan.num_workers))
-        )
-        return self._alone(pair.inputs, pair.targets)
+    def smallest_batch(self, strategy: Strategy) -> Batch:
+        """Fetch as few samples as the model will be called with: it may stumble over them."""
+        plan, order = self.plan, self.order
+        sizes = (order.size(0), order.size(order.smallest_share(1).step))
+        num = min(strategy.fewest_samples(size, plan, self.spec.accumulate) for size in sizes)
+        if self.syncs_batchnorm:
+            num = max(num, 2)  # there the other ranks' samples count, too
+        indices = order.indices(Share(step=0, part=0, num_parts=1))
+        return self._alone(*self.task.train.fetch(indices[:num]))
 
     def usual_batch(self) -> Batch:
         """Fetch one worker's share of a whole global batch."""
@@ -176,8 +186,10 @@ class Stage:
     @property
     def syncs_batchnorm(self) -> bool:
         """Whether BatchNorm takes its statistics over all ranks."""
-        is_shared = self.plan.num_ranks == self.state.world_size > 1 and self.plan.synchronous
-        return self.spec.sync_batchnorm and is_shared and self.device.type == "cuda"
+        plan, on_gpu = self.plan, self.device.type == "cuda"
+        is_shared = plan.num_ranks == self.state.world_size > 1
+        is_in_step = plan.synchronous and plan.num_ahead == 0  # the others must not become so
+        return self.spec.sync_batchnorm and is_shared and is_in_step and on_gpu
 
     def _within_training(self, share: Share) -> Share:
         """Return a share of this run as one of the whole training, of which it may be the end."""

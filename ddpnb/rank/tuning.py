@@ -8,9 +8,12 @@ optimizer itself.
 
 References: Goyal et al., "Accurate, Large Minibatch SGD", 2017 (linear scaling, warm-up);
 Krizhevsky, "One weird trick", 2014 (square root); Pascanu et al., ICML 2013 (clipping).
+
+A state that is loaded brings momenta and the count of updates; the rate is this run's own.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +27,10 @@ from ddpnb.wire import RunSpec
 Hook = Any
 
 _COUNT = "num_updates"
-"""What a parameter group calls the updates that it has seen."""
+"""What a parameter group calls the updates that it has seen while it warms up.
+
+There it is saved and loaded with the optimizer's state.
+"""
 
 
 def notes(spec: RunSpec, plan: Plan, order: Order) -> tuple[str, ...]:
@@ -49,8 +55,10 @@ def tuned(optimizer: OptimizerFactory, spec: RunSpec, plan: Plan, order: Order) 
         made = optimizer(parameters)
         for group in made.param_groups:
             group["lr"] *= scale[spec.lr_scaling]
+        full = [group["lr"] for group in made.param_groups]
+        made.register_load_state_dict_post_hook(_at(full))
         if num_warmup > 0:
-            made.register_step_pre_hook(_warm_up(made, num_warmup))
+            made.register_step_pre_hook(_warm_up(full, num_warmup))
         if spec.clip is not None:
             made.register_step_pre_hook(_clip(spec.clip))
         return made
@@ -58,14 +66,18 @@ def tuned(optimizer: OptimizerFactory, spec: RunSpec, plan: Plan, order: Order) 
     return make
 
 
-def _warm_up(optimizer: torch.optim.Optimizer, num_updates: int) -> Hook:
-    full = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group[_COUNT] = 0  # there it is saved and loaded with the optimizer's state
+def _at(full: Sequence[Any]) -> Hook:
+    def after_load(optimizer: torch.optim.Optimizer) -> None:
+        for group, rate in zip(optimizer.param_groups, full, strict=True):
+            group["lr"] = rate  # not what was saved: in mid-warm-up, or with other workers
 
+    return after_load
+
+
+def _warm_up(full: Sequence[Any], num_updates: int) -> Hook:
     def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for group, rate in zip(optimizer.param_groups, full, strict=True):
-            group[_COUNT] += 1
+            group[_COUNT] = group.get(_COUNT, 0) + 1
             group["lr"] = rate * min(1.0, group[_COUNT] / num_updates)
 
     return before_step

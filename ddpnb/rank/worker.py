@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddpnb.rank import drag
-from ddpnb.rank.check import check_dense, check_saved, check_training
+from ddpnb.rank import drag, likeness
+from ddpnb.rank.check import check_dense, check_training
 from ddpnb.rank.clock import Clock, clock_of
 from ddpnb.rank.drag import Drag
 from ddpnb.rank.evaluate import evaluate
@@ -67,10 +67,12 @@ def check(
     with untouched(torch.device(state.device)):
         stage = build(spec, state, namespace, filename=filename)
         replica = stage.replica("check", num_steps=1, timer=Untimed(), is_grouped=False)
-        if stage.saved is not None:
-            check_saved(replica, stage.saved)
-        check_training(replica, stage.smallest_batch())
+        strategy = stage.strategy()
+        check_training(replica, stage.smallest_batch(strategy))
         check_dense(replica, spec.strategy)
+        strategy.check(replica)
+        if stage.saved is not None:
+            likeness.check_replica(replica, stage.saved)
         return len(stage.task.train)
 
 

@@ -19,8 +19,13 @@ GOOD = MODEL + DATA
 
 
 def check(source: str, strategy: str = "ddp", num_ranks: int = 2, batch_size: int = 10, **names):
-    spec = RunSpec(run_id="r", strategy=strategy, source=source, batch_size=batch_size)
-    worker.check(spec, state=make_state(0, num_ranks), namespace=names)
+    check_choices(source, strategy, num_ranks, names, batch_size=batch_size)
+
+
+def check_choices(source: str, strategy: str, num_ranks: int = 2, names=(), **choices):
+    """Check what is trained with further options."""
+    spec = RunSpec(run_id="r", strategy=strategy, source=source, **{"batch_size": 10} | choices)
+    worker.check(spec, state=make_state(0, num_ranks), namespace=dict(names))
 
 
 @pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "async"])
@@ -188,10 +193,40 @@ def test_batches_that_do_not_fit_are_refused():
         check(GOOD, batch_size=21)
 
 
-def test_the_smallest_share_is_tried_where_batchnorm_would_fail():
-    batchnorm = GOOD + "def model(): return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))"
-    with pytest.raises(UserError, match=r"on a batch of 1 samples.*more than 1 value per channel"):
-        check(batchnorm, batch_size=18)  # 20 = 18 + 2: one sample each in the last step
+BATCHNORM = GOOD + "def model(): return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "choices"),
+    [
+        ("ddp", 2, {"batch_size": 18}),  # 20 = 18 + 2: one sample each in the last step
+        ("single", 2, {"batch_size": 8, "accumulate": 4}),  # 20 = 8 + 8 + 4
+        ("ddp", 2, {"batch_size": 10, "accumulate": 4}),
+        ("dp", 2, {"batch_size": 10, "accumulate": 4}),
+        ("dp", 4, {"batch_size": 10}),  # DataParallel cuts 10 into 3, 3, 3 and 1
+        ("dp", 4, {"batch_size": 10, "num_epochs": 0.5}),
+        ("dp", 3, {"batch_size": 20, "accumulate": 3}),  # 7, 7, 6, and 7 into 3, 3 and 1
+    ],
+)
+def test_as_few_samples_as_training_will_meet_are_tried(strategy, num_ranks, choices):
+    sentence = r"on a batch of 1 samples.*more than 1 value per channel"
+    with pytest.raises(UserError, match=sentence):
+        check_choices(BATCHNORM, strategy, num_ranks, **choices)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "choices"),
+    [
+        ("single", 2, {"accumulate": 5}),
+        ("ddp", 2, {"accumulate": 2}),
+        ("dp", 2, {"accumulate": 2}),
+        ("dp", 3, {"batch_size": 20, "accumulate": 2}),  # 10 into 4, 4 and 2
+        ("ddp", 4, {}),
+        ("async", 2, {"accumulate": 2}),
+    ],
+)
+def test_two_samples_are_enough(strategy, num_ranks, choices):
+    check_choices(BATCHNORM, strategy, num_ranks, **choices)
 
 
 def test_what_the_cell_itself_raises_comes_with_the_cells_lines():
@@ -245,3 +280,49 @@ def test_sparse_gradients_are_refused_where_they_cannot_be_exchanged(strategy):
         return check(SPARSE, strategy)
     with pytest.raises(UserError, match=f"of 0.weight is sparse, and {strategy} exchanges"):
         check(SPARSE, strategy)
+
+
+TEMPERATURE = (
+    MODEL.partition("def")[0]
+    + DATA
+    + (
+        "class Net(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(4, 3)\n"
+        "        self.temperature = nn.Parameter(torch.ones(()))\n"
+        "    def forward(self, inputs): return super().forward(inputs) * self.temperature.sum()\n"
+        "def model(): return Net()\n"
+    )
+)
+TWO_TYPES = GOOD + (
+    "class Cast(nn.Module):\n"
+    "    def forward(self, inputs): return inputs.double()\n"
+    "class Whole(nn.Module):\n"
+    "    def __init__(self, *steps):\n"
+    "        super().__init__()\n"
+    "        self.one, self.cast, self.other = steps\n"
+    "    def forward(self, inputs): return self.other(self.cast(self.one(inputs)))\n"
+    "def model(): return nn.Sequential(nn.Linear(4, 3), Cast(), nn.Linear(3, 3).double())\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "source", "sentence"),
+    [
+        ("ddp:static_graph=on", GOOD, "static_graph=on cannot accumulate gradients"),
+        ("ddp:bucket_cap_mb=0", GOOD, "bucket_cap_mb must be greater than 0"),
+        ("ddp:hook=powersgd", TEMPERATURE, r"temperature, of shape \(\), has no rows"),
+        ("ddp:hook=powersgd", TWO_TYPES, "one bucket on CPUs.*one type"),
+        ("fsdp", TWO_TYPES.replace("nn.Sequential", "Whole"), "in what it gathers at once"),
+        ("zero", TWO_TYPES, "zero wants all parameters in one floating-point type"),
+        ("fsdp", TEMPERATURE, r"rows, and temperature, of shape \(\), has none: give it"),
+        ("fsdp", TEMPERATURE.replace("ones(())", "ones(0)"), r"of shape \(0,\), has none"),
+    ],
+)
+def test_what_one_strategy_cannot_train_is_refused_before_anything_trains(
+    strategy, source, sentence
+):
+    check_choices(source, "ddp", accumulate=2)
+    check_choices(TWO_TYPES, "fsdp")  # each of its layers is of one type
+    with pytest.raises(UserError, match=sentence):
+        check_choices(source, strategy, accumulate=2)

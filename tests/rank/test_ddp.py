@@ -12,7 +12,7 @@ from ddpnb.errors import UserError
 from ddpnb.rank.clock import CpuClock
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Replica
-from ddpnb.rank.strategies.compression import NUM_PLAIN_STEPS
+from ddpnb.rank.strategies.power import NUM_PLAIN_STEPS
 from tests.rank.fit import Problem, batch_of, by_hand, by_strategy, distance
 
 
@@ -97,16 +97,6 @@ def test_powersgd_sends_one_bucket_whose_messages_cannot_mix(ranks):
 def test_a_rank_for_no_powersgd_is_refused():
     with pytest.raises(UserError, match="powersgd_rank goes with ddp:hook=powersgd"):
         make_strategy("ddp:powersgd_rank=4", {})
-
-
-def test_a_static_graph_that_would_fail_inside_torch_is_refused(ranks):
-    failures = ranks(2).attempt(by_strategy, "ddp:static_graph=on", Problem(accumulate=2))
-    assert all(isinstance(failure.cause, UserError) for failure in failures)
-
-
-def test_a_bucket_of_nothing_is_refused():
-    with pytest.raises(UserError, match="greater than 0"):
-        make_strategy("ddp:bucket_cap_mb=0", {})
 
 
 def timed_job(state, folder, word, num_steps):

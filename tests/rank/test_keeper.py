@@ -1,4 +1,4 @@
-"""What of a checkpoint does a rank take that comes into a run which goes on from it?"""
+"""What of a checkpoint does a rank take that goes on from it, from the start or later?"""
 
 from types import SimpleNamespace
 
@@ -7,6 +7,12 @@ import torch
 from torch import nn
 
 from ddpnb.rank.keeper import set_up
+from ddpnb.rank.stage import build
+from ddpnb.rank.strategies.base import Untimed
+from ddpnb.rank.untouched import untouched
+from tests.rank.ranks import make_state
+from tests.rank.test_checkpoint import spec_of
+from tests.rank.test_options import train_job
 
 
 class Sharing:
@@ -29,15 +35,28 @@ class Sharing:
 def test_who_joins_leaves_what_the_others_have_learnt_since(joins):
     model = nn.Linear(2, 1, bias=False)
     stage = SimpleNamespace(
-        saved={"strategy": {"model": {"weight": torch.ones(1, 2)}}, "random": {}},
+        spec=SimpleNamespace(resume="old"),
+        saved={"strategy": {"model": {"weight": torch.ones(1, 2)}}},
         joining=object() if joins else None,
-        device=torch.device("cpu"),
+        place=lambda _: SimpleNamespace(part=0),
         state=SimpleNamespace(rank=1),
     )
     strategy = Sharing()
-    try:
-        set_up(stage, strategy, SimpleNamespace(model=model))
-    except KeyError:
-        assert not joins  # there are no random numbers to take here
+    set_up(stage, strategy, SimpleNamespace(model=model))
     assert torch.equal(strategy.before, torch.ones(1, 2))
     assert strategy.shared.tolist() == ([7.0, 7.0] if joins else [1.0, 1.0])
+
+
+def next_number(tmp_path, rank: int) -> float:
+    """Get ready to go on as one rank; return its next random number."""
+    spec = spec_of("async", tmp_path, run_id="new", resume="old", num_epochs=4)
+    with untouched(torch.device("cpu")):
+        stage = build(spec, make_state(rank, 2), {}, filename="here")
+        idle = SimpleNamespace(setup=lambda _: None, load=lambda *_: None)
+        set_up(stage, idle, stage.replica("t", num_steps=1, timer=Untimed()))
+        return torch.rand(1).item()
+
+
+def test_asynchronous_workers_go_on_with_random_numbers_of_their_own(ranks, tmp_path):
+    ranks(2).call(train_job, spec_of("async", tmp_path))
+    assert next_number(tmp_path, 0) != next_number(tmp_path, 1)

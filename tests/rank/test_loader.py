@@ -4,11 +4,15 @@ import multiprocessing
 import os
 import signal
 import time
+from contextlib import closing
+from dataclasses import replace
 
 import psutil
 import pytest
 
 from ddpnb.rank import worker
+from ddpnb.rank.stage import build
+from ddpnb.rank.strategies.base import Untimed
 from ddpnb.wire import RunHeader, RunSpec, StepEvent
 
 CELL = """
@@ -94,6 +98,31 @@ def test_who_asks_for_shares_asks_ahead(ranks, strategy):
     events = [event for result in results for event in result[0] if isinstance(event, StepEvent)]
     assert sum(event.num_samples for event in events) == 3 * 100
     assert [result[1:] for result in results] == [(2, 0, "")] * 2
+
+
+AUGMENTING = CELL.replace("return self.inputs[i],", "return torch.randn(4),")
+
+
+def augmented_job(state, folder, seed, first_step):
+    """Return the inputs of this rank's first step, which are drawn at random."""
+    multiprocessing.current_process()._config["daemon"] = False  # else it may have no children
+    spec = spec_of("ddp", source=AUGMENTING, seed=seed)
+    stage = replace(build(spec, state, {}, filename="here"), first_step=first_step)
+    with closing(stage.strategy()) as strategy:
+        strategy.setup(stage.replica("t", num_steps=1, timer=Untimed()))
+        with closing(stage.source(strategy)) as source:
+            ((_, pair),) = source.pairs()
+    return pair.inputs.tolist()
+
+
+def test_processes_draw_other_random_numbers_on_each_rank_and_for_each_seed(ranks):
+    drawn = [
+        str(inputs)
+        for seed, first_step in ((0, 0), (1, 0), (0, 5))
+        for inputs in ranks(2).call(augmented_job, seed, first_step)
+    ]
+    assert len(set(drawn)) == len(drawn) == 6
+    assert [str(inputs) for inputs in ranks(2).call(augmented_job, 0, 5)] == drawn[4:]
 
 
 def test_where_it_cannot_help_that_is_said(ranks):

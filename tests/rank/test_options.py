@@ -1,13 +1,19 @@
 """Does every choice of a training do what it says, for every strategy?"""
 
+import threading
+from contextlib import closing
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from ddpnb.rank import worker
 from ddpnb.rank.order import Order, Share
+from ddpnb.rank.stage import build
 from ddpnb.rank.strategies import STRATEGIES, make_strategy
-from ddpnb.rank.strategies.base import Plan
+from ddpnb.rank.strategies.base import Batch, Plan
+from ddpnb.rank.strategies.replicas import Cast, ThreadReplicas
 from ddpnb.rank.tasks.base import default_optimizer
 from ddpnb.rank.tuning import notes, tuned
 from ddpnb.wire import RunHeader, RunSpec, StepEvent
@@ -76,6 +82,42 @@ def test_bfloat16_learns_about_as_well_and_is_not_the_same(ranks, strategy):
     assert losses(mixed)[-1] < 0.8 * losses(mixed)[0]
     assert losses(mixed) != losses(exact)
     assert mixed[0].held_out_loss == pytest.approx(exact[0].held_out_loss, abs=0.05)
+
+
+class TypeOf(nn.Module):
+    """A linear layer that notes what it computes in."""
+
+    def __init__(self, types: list[torch.dtype]) -> None:
+        super().__init__()
+        self.linear, self.types = nn.Linear(4, 2), types
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.linear(inputs)
+        self.types.append(outputs.dtype)
+        return outputs
+
+
+@pytest.mark.parametrize("amp", [torch.bfloat16, torch.float16])
+def test_replicas_of_a_model_compute_in_the_type_that_was_asked_for(amp):
+    """On threads of ours, and as in torch's, which open a context without a type."""
+
+    def autocast():
+        return torch.autocast("cpu", amp)
+
+    with_threads, with_torch = [], []
+    with closing(ThreadReplicas(TypeOf(with_threads), 2)) as replicas:
+        replicas.forward(torch.ones(4, 4), autocast)
+    cast = Cast(TypeOf(with_torch))
+    cast.autocast = autocast
+
+    def in_a_thread():
+        with torch.autocast("cpu"):
+            cast(torch.ones(4, 4))
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    assert (set(with_threads), with_torch) == ({amp}, [amp])
 
 
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
@@ -183,6 +225,54 @@ def test_an_optimizer_that_is_loaded_goes_on_warming_up():
     second.load_state_dict(first.state_dict())
     whole = rates(8, optimizer_of(lr_scaling="linear", num_lr_warmup_epochs=2))
     assert before + rates(5, second) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "seen"),
+    [
+        (PLAN, {}, [0.4, 0.4]),  # saved in mid-warm-up, resumed without
+        (Plan(num_ranks=2, num_workers=2, synchronous=True), {}, [0.4, 0.4]),  # by fewer ranks
+        (PLAN, {"num_lr_warmup_epochs": 4}, [0.1, 0.125]),
+    ],
+)
+def test_an_optimizer_that_is_loaded_has_the_rate_of_this_run(before, now, seen):
+    saved = optimizer_of(before, lr_scaling="linear", num_lr_warmup_epochs=1)
+    rates(3, saved)
+    loaded = optimizer_of(lr_scaling="linear", **now)
+    loaded.load_state_dict(saved.state_dict())
+    assert rates(2, loaded) == pytest.approx(seen)
+
+
+def test_an_optimizer_that_never_warmed_up_can_begin_to_when_loaded():
+    saved = optimizer_of()
+    rates(3, saved)
+    loaded = optimizer_of(num_lr_warmup_epochs=1)
+    loaded.load_state_dict(saved.state_dict())
+    assert rates(5, loaded) == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("strategy", sorted({*STRATEGIES} - {"hogwild"}))  # that has no GPU
+def test_batchnorm_meets_other_ranks_only_where_each_step_does(strategy):
+    spec = spec_of(strategy, sync_batchnorm=True)
+    stage = build(spec, replace(make_state(0, 2), device="cuda:0"), {}, filename="here")
+    apart = {"single", "dp", "async", "local-sgd", "diloco", "gossip", "no-comm"}
+    assert stage.syncs_batchnorm == (strategy not in apart)
+
+
+def test_shares_that_meet_in_each_part_are_cut_into_as_many():
+    def num_parts(num_samples: int, most_parts: int | None) -> int:
+        rows = torch.ones(num_samples, 1)
+        batch = Batch(
+            inputs=rows,
+            targets=rows,
+            num_samples=num_samples,
+            num_global=7,
+            most_parts=most_parts,
+        )
+        return len(batch.split(4))
+
+    assert [num_parts(4, None), num_parts(3, None)] == [4, 3]
+    assert [num_parts(4, 3), num_parts(3, 3)] == [3, 3]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import _dump_fr_trace_json
 
-from ddpnb.errors import UserError
 from ddpnb.rank.strategies.layers import layers_of
 from ddpnb.rank.tasks import text
 from tests.rank import fit
@@ -258,9 +257,3 @@ def values_of_a_part(entry, num_parts: int) -> int:
     """Gloo makes a reduce-scatter of an all-reduce, of all parts."""
     num_values = math.prod(entry["input_sizes"][0])
     return num_values // num_parts if "reduce" in entry["profiling_name"] else num_values
-
-
-def test_zero_says_that_it_wants_one_type(ranks):
-    failures = ranks(2).attempt(by_strategy, "zero", Problem(model="mixed"))
-    assert all(isinstance(failure.cause, UserError) for failure in failures)
-    assert "one floating-point type" in str(failures[0].cause)

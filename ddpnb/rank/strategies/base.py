@@ -195,6 +195,9 @@ class Batch:
     num_samples: int
     num_global: int
     """Samples in the whole global batch, over all workers."""
+    most_parts: int | None = None
+    """Into how many it may be cut, where the model meets the other ranks in each: as many as
+    the smallest of their shares has samples.  None: one for each sample."""
 
     @property
     def weight(self) -> float:
@@ -202,10 +205,10 @@ class Batch:
         return self.num_samples / self.num_global
 
     def split(self, num_parts: int) -> list["Batch"]:
-        """Return as many parts, or one for each sample where there are fewer."""
+        """Return as many parts, or ``most_parts`` where these are fewer."""
         if num_parts == 1:
             return [self]
-        num = min(num_parts, self.num_samples)
+        num = min(num_parts, self.most_parts or self.num_samples)
         cut = zip(self.inputs.tensor_split(num), self.targets.tensor_split(num), strict=True)
         return [
             Batch(inputs=i, targets=t, num_samples=len(i), num_global=self.num_global)
@@ -244,6 +247,27 @@ class Strategy(ABC):
     @abstractmethod
     def plan(self, state: RankState) -> Plan:
         """Return who takes part where a rank and its group are as ``state`` says."""
+
+    def fewest_samples(self, num_samples: int, plan: Plan, accumulate: int) -> int:
+        """Return the fewest samples that the model is called with in one step.
+
+        Args:
+            num_samples: of the global batch; no fewer than workers.
+            plan: who takes part.
+            accumulate: parts that each worker cuts its share into.
+        """
+        share = num_samples // plan.num_workers
+        return share // min(accumulate, share)
+
+    def check(self, replica: Replica) -> None:  # noqa: B027  most train whatever can be trained
+        """Refuse what this strategy cannot train, before anything trains; nothing is sent.
+
+        Args:
+            replica: one that is thrown away; a step has been made with its model.
+
+        Raises:
+            UserError: what it is, and what to do.
+        """
 
     @abstractmethod
     def setup(self, replica: Replica) -> None:

@@ -14,7 +14,7 @@ Optimization", NeurIPS 2019.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     bf16_compress_hook,
     fp16_compress_hook,
 )
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from ddpnb.errors import UserError
+from ddpnb.rank.strategies.base import State
 from ddpnb.rank.strategies.flat import num_bytes
-
-NUM_PLAIN_STEPS: Final = 2
-"""Steps before PowerSGD compresses: DDP forms its final buckets after the first."""
+from ddpnb.rank.strategies.power import PowerMemory
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -46,6 +44,10 @@ class Compression:
     """Whether the hook does what DDP does without one."""
     num_bytes: Callable[[], int]
     """Of the gradients of the step just made: what they take when they are sent."""
+    save: Callable[[], State] = dict
+    """Returns what the hook remembers of earlier steps."""
+    load: Callable[[State], None] = lambda _: None
+    """Takes that back, before the first step."""
 
 
 def compression(
@@ -65,7 +67,7 @@ def compression(
     size = num_bytes(parameters)
     num_values = sum(parameter.numel() for parameter in parameters)
     if name == "powersgd":
-        return _power_sgd(size, num_values, rank)
+        return _power_sgd(parameters, size, num_values, rank)
     if name == "bf16":
         _refuse_without_bf16(device)
     hook = {"none": allreduce_hook, "fp16": fp16_compress_hook, "bf16": _bf16}[name]
@@ -87,18 +89,23 @@ def _refuse_without_bf16(device: torch.device) -> None:
         ) from error
 
 
-def _power_sgd(size: int, num_values: int, rank: int) -> Compression:
-    state = PowerSGDState(
-        process_group=None,
-        matrix_approximation_rank=rank,
-        start_powerSGD_iter=NUM_PLAIN_STEPS,
-    )
+def _power_sgd(
+    parameters: Sequence[nn.Parameter], size: int, num_values: int, rank: int
+) -> Compression:
+    memory = PowerMemory(parameters, rank)
     counted = 0
 
     def num_bytes_sent() -> int:
         nonlocal counted
-        before, counted = counted, state.total_numel_after_compression
+        before, counted = counted, memory.state.total_numel_after_compression
         num_sent = counted - before  # 0 in the plain steps
         return size * num_sent // num_values if num_sent else size
 
-    return Compression(hook=powerSGD_hook, state=state, is_plain=False, num_bytes=num_bytes_sent)
+    return Compression(
+        hook=memory.hook,
+        state=memory.state,
+        is_plain=False,
+        num_bytes=num_bytes_sent,
+        save=memory.save,
+        load=memory.load,
+    )

@@ -25,7 +25,7 @@ from torch import nn
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
 from ddpnb.rank.strategies.flat import memory_of, num_bytes
-from ddpnb.rank.strategies.replicas import GpuReplicas, Replicas, ThreadReplicas
+from ddpnb.rank.strategies.replicas import GpuReplicas, Replicas, ThreadReplicas, fewest_of
 from ddpnb.wire import RankState
 
 
@@ -44,6 +44,12 @@ class DataParallel(Strategy):
         where = "CPU threads" if state.device == "cpu" else "threads that share one GPU"
         note = f"DataParallel is emulated on {where}."
         return Plan(num_ranks=1, num_workers=state.world_size, synchronous=True, notes=(note,))
+
+    def fewest_samples(self, num_samples: int, plan: Plan, accumulate: int) -> int:
+        """Those of the last replica: the batch is cut into parts, and each for the replicas."""
+        num_parts = min(accumulate, num_samples)
+        sizes = (num_samples // num_parts, -(-num_samples // num_parts))
+        return min(fewest_of(size, plan.num_workers) for size in sizes)
 
     def setup(self, replica: Replica) -> None:
         """Make the replicas, and one optimizer for the first."""

@@ -24,10 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.errors import UserError
 from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
 from ddpnb.rank.strategies.compression import compression
 from ddpnb.rank.strategies.flat import all_reduce_bytes, memory_of, num_bytes
 from ddpnb.rank.strategies.overlap import observe
+from ddpnb.rank.strategies.power import check_matrices
 from ddpnb.wire import RankState
 
 _DEFAULT_CAP_MB: Final = 25.0
@@ -70,13 +71,18 @@ class Ddp(Strategy):
         """Every rank."""
         return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
 
-    def setup(self, replica: Replica) -> None:
-        """Wrap the model, which broadcasts rank 0's weights; takes part: every rank."""
+    def check(self, replica: Replica) -> None:
+        """Refuse a static graph whose gradients accumulate, and what PowerSGD cannot send."""
         if self._static_graph and replica.accumulate > 1:
             raise UserError(
                 "ddp:static_graph=on cannot accumulate gradients (torch's no_sync fails in it); "
                 "leave one of the two out."
             )
+        if self._hook == "powersgd":
+            check_matrices(replica)
+
+    def setup(self, replica: Replica) -> None:
+        """Wrap the model, which broadcasts rank 0's weights; takes part: every rank."""
         self._replica = replica
         self._needs_one_bucket = self._hook == "powersgd" and replica.device.type == "cpu"
         self._ddp = DistributedDataParallel(
@@ -127,6 +133,15 @@ class Ddp(Strategy):
     def finish(self) -> nn.Module:
         """Return the model inside the wrapper."""
         return self._replica.model
+
+    def save(self, replica: Replica) -> State:
+        """Return what every strategy needs, and what the hook remembers."""
+        return super().save(replica) | {"compression": self._compression.save()}
+
+    def load(self, replica: Replica, state: State) -> None:
+        """Go on from there."""
+        super().load(replica, state)
+        self._compression.load(state.get("compression", {}))
 
     def close(self) -> None:
         """Nothing to let go of: the process group belongs to the rank."""

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ddpnb.errors import UserError
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import (
     Batch,
@@ -67,6 +68,21 @@ class Fsdp(Strategy):
     def plan(self, state: RankState) -> Plan:
         """Every rank."""
         return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
+
+    def check(self, replica: Replica) -> None:
+        """Refuse parameters without rows to cut between, and layers of several types."""
+        for name, parameter in replica.model.named_parameters():
+            if parameter.ndim == 0 or parameter.numel() == 0:
+                raise UserError(
+                    f"fsdp cuts parameters between their rows, and {name}, of shape "
+                    f"{tuple(parameter.shape)}, has none: give it one, e.g. the shape (1,), "
+                    "or leave fsdp out of the comparison."
+                )
+        if any(len(types) > 1 for types in _types_of_layers(replica.model)):
+            raise UserError(
+                "fsdp wants one floating-point type in what it gathers at once: give the model "
+                "one, or each type a layer of its own in a Sequential, or leave fsdp out."
+            )
 
     def setup(self, replica: Replica) -> None:
         """Cut the parameters up; takes part: every rank."""
@@ -156,6 +172,15 @@ class Fsdp(Strategy):
             yield
         finally:
             model.set_requires_gradient_sync(True)
+
+
+def _types_of_layers(model: nn.Module) -> Iterator[set[torch.dtype]]:
+    """Yield the types of the trained parameters of each layer, and of what is in none."""
+    seen: set[nn.Parameter] = set()
+    for layer in (*layers_of(model), model):
+        held = set(layer.parameters()) - seen
+        seen |= held
+        yield {parameter.dtype for parameter in held if parameter.requires_grad}
 
 
 def _without_parameters(model: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from typing import final
 
@@ -48,10 +48,12 @@ class GpuReplicas(Replicas):
 
     def __init__(self, model: nn.Module, device_ids: list[int]) -> None:
         self.num_replicas = len(device_ids)
-        self._module = nn.DataParallel(model, device_ids=device_ids)
+        self._inner = Cast(model)
+        self._module = nn.DataParallel(self._inner, device_ids=device_ids)
 
     def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
-        """Replicate, scatter, run, gather; torch takes the context to its threads itself."""
+        """Replicate, scatter, run, gather."""
+        self._inner.autocast = autocast
         outputs: Tensor = self._module(inputs)
         return outputs
 
@@ -63,6 +65,24 @@ class GpuReplicas(Replicas):
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+
+@final
+class Cast(nn.Module):
+    """A model that enters its context itself, on whatever thread it is called.
+
+    Torch's ``DataParallel`` opens one in each of its threads, but forgets its type: that would
+    be float16 on every GPU.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.autocast: Autocast = nullcontext
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Call the model in the context."""
+        return _forward(self.model, inputs, self.autocast)
 
 
 @final
@@ -79,7 +99,8 @@ class ThreadReplicas(Replicas):
     def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
         """Replicate, scatter, run, gather."""
         self._replicate()
-        parts = inputs.chunk(len(self._models))  # fewer than replicas where the batch is small
+        # as torch does: fewer than replicas where the batch is small, and the last may be smaller
+        parts = inputs.chunk(len(self._models))
         self._outputs = list(self._pool.map(_forward, self._models, parts, repeat(autocast)))
         self._gathered = torch.cat([output.detach() for output in self._outputs])
         return self._gathered.requires_grad_()
@@ -114,6 +135,12 @@ class ThreadReplicas(Replicas):
         for other in others:
             for mine, theirs in zip(_state(first), _state(other), strict=True):
                 theirs.copy_(mine)
+
+
+def fewest_of(num_samples: int, num_replicas: int) -> int:
+    """Return how many samples the last replica that has any gets: 7 for 3 are cut 3, 3, 1."""
+    most = -(-num_samples // num_replicas)
+    return (num_samples - 1) % most + 1
 
 
 def _state(model: nn.Module) -> list[Tensor]:

@@ -44,6 +44,14 @@ class Zero(Strategy):
         """Every rank."""
         return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
 
+    def check(self, replica: Replica) -> None:
+        """Refuse parameters of several types."""
+        if len({parameter.dtype for parameter in replica.parameters}) > 1:
+            raise UserError(
+                "zero wants all parameters in one floating-point type; "
+                "give the model one, or leave zero out of the comparison."
+            )
+
     def setup(self, replica: Replica) -> None:
         """Wrap the model and share its optimizer out; takes part: every rank."""
         self._replica = replica
@@ -102,7 +110,7 @@ class Zero(Strategy):
         """Go on from there; the model was loaded before it was wrapped."""
         self._optimizer.optim.load_state_dict(state["part"])
         for mine, theirs in zip(self._optimizer.param_groups, state["groups"], strict=True):
-            mine.update(theirs)
+            mine.update(theirs | {"lr": mine["lr"]})  # the rate is this run's, as in all others
 
     def close(self) -> None:
         """Nothing to let go of: the process group belongs to the rank."""
@@ -116,20 +124,11 @@ def _shared_out(sample: Optimizer) -> Any:
 
     Args:
         sample: a plain optimizer of all parameters that has made no step.
-
-    Raises:
-        UserError: the parameters are of several types.
     """
     constructor: Any = partial(_same_kind, sample)
     # Imported when asked for: it takes half a second, and every rank would pay it at start.
     optim = importlib.import_module("torch.distributed.optim")
-    try:
-        whole = optim.ZeroRedundancyOptimizer(sample.param_groups, optimizer_class=constructor)
-    except ValueError as error:
-        raise UserError(
-            "zero wants all parameters in one floating-point type; "
-            "give the model one, or take another strategy."
-        ) from error
+    whole = optim.ZeroRedundancyOptimizer(sample.param_groups, optimizer_class=constructor)
     for hook in sample._optimizer_step_pre_hooks.values():
         whole.register_step_pre_hook(hook)
     for hook in sample._optimizer_step_post_hooks.values():
