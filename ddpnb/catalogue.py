@@ -126,7 +126,14 @@ STRATEGIES: Mapping[str, Entry] = {
             "reshard": Option(default=True, about="let go of a layer before its backward pass")
         },
     ),
-    "gossip": Entry(about="each rank averages its weights with one neighbour at a time"),
+    "gossip": Entry(
+        about="each rank averages its weights with a random neighbour, waiting for nobody",
+        options={
+            "together": Option(
+                default=False, about="meet in pairs, step by step (on, off); on GPUs always on"
+            )
+        },
+    ),
     "no-comm": Entry(about="each rank alone on its even share: how fast that could be here"),
 }
 """Strategies by name, in the order shown to users."""

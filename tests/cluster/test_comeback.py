@@ -60,7 +60,7 @@ def a_spec(
     )
 
 
-@pytest.mark.parametrize("strategy", ["async", "async:bound=1", "hogwild"])
+@pytest.mark.parametrize("strategy", ["async", "async:bound=1", "hogwild", "gossip"])
 def test_a_killed_rank_costs_its_share_and_comes_back(tmp_path, capsys, strategy):
     store = Store(tmp_path)
     with started(2, method="fork") as cluster:

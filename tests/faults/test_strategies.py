@@ -24,8 +24,8 @@ from tests.cluster.rig import pull, run, started, wait_until
 
 ONE_PROCESS = {"single", "dp"}
 SEVERAL_RANKS = [name for name in STRATEGIES if name not in ONE_PROCESS]
-ALL = [*SEVERAL_RANKS, "async:bound=1"]
-WAIT_ELSEWHERE = ["ddp-shm", "async", "async:bound=1", "hogwild"]
+ALL = [*SEVERAL_RANKS, "async:bound=1", "gossip:together=on"]
+WAIT_ELSEWHERE = ["ddp-shm", "async", "async:bound=1", "hogwild", "gossip"]
 """Those whose ranks wait by sockets or memory, not in the process group."""
 GENEROUS_SECONDS = 6.0
 """For a busy machine; about one is usual."""
@@ -234,7 +234,7 @@ def freed_by_a_cut(cluster: Cluster, spec: RunSpec, marker: Path) -> None:
     assert freed[0] - called.at < GENEROUS_SECONDS
 
 
-@pytest.mark.parametrize("strategy", ["ddp-shm", "async"])
+@pytest.mark.parametrize("strategy", ["ddp-shm", "async", "gossip"])
 def test_a_rank_that_is_slow_for_once_is_waited_for(cluster, tmp_path, strategy):
     spec = a_spec(strategy, tmp_path / "marker", SLEEPS_A_WHILE, SHORT)
     result = prepare(cluster, Store(tmp_path), spec).run()

@@ -118,7 +118,9 @@ def test_no_strategy_is_forgotten():
 
 def test_every_strategy_trains_where_two_ranks_share_a_gpu():
     ddpnb.start(2, backend="gloo")
-    found = ddpnb.compare(*SAME, *NEAR, "no-comm", epochs=4, **DIGITS).to_frame()
+    result = ddpnb.compare(*SAME, *NEAR, "no-comm", epochs=4, **DIGITS)
+    assert any("gossip meets in pairs" in note for note in headers(result)["gossip"])
+    found = result.to_frame()
     assert set(found.device) == {"cuda:0"}
     losses = dict(found.set_index("strategy").final_loss)
     for strategy in SAME:

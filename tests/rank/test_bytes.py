@@ -62,9 +62,15 @@ def test_meeting_every_few_steps_sends_as_many_times_less(ranks, name):
     assert 7 * sum(expected) == sum(sent(ranks, "ddp", 2)[0])
 
 
-def test_gossip_sends_all_to_one(ranks):
-    assert set(sent(ranks, "gossip", 2)[0]) == {S}
-    found = sent(ranks, "gossip", 3)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_gossip_writes_all_to_one(ranks, num_ranks):
+    expected = S if num_ranks > 1 else 0
+    assert {size for rank in sent(ranks, "gossip", num_ranks) for size in rank} == {expected}
+
+
+def test_gossip_in_pairs_sends_all_to_one(ranks):
+    assert set(sent(ranks, "gossip:together=on", 2)[0]) == {S}
+    found = sent(ranks, "gossip:together=on", 3)
     assert [sum(step) for step in zip(*found, strict=True)] == [2 * S] * len(found[0])
 
 

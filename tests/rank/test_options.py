@@ -184,7 +184,7 @@ def test_asynchronous_workers_make_more_updates_in_an_epoch():
 
 @pytest.mark.parametrize(
     ("word", "num_updates"),
-    [("async:bound=0", 4), ("async:period=2", 8), ("hogwild", 4)],
+    [("async:bound=0", 4), ("async:period=2", 8), ("hogwild", 4), ("gossip", 4)],
 )
 def test_who_makes_fewer_updates_warms_up_in_as_many_epochs(word, num_updates):
     """Of 4 workers in an epoch of 4 steps: each gradient alone would make 16 updates."""

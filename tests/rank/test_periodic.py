@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.gossip import met_in
+from ddpnb.rank.strategies.pairs import met_in
 from ddpnb.wire import RunHeader
 from tests.rank.fit import Fit, Problem, by_strategy, distance, fit_of
 from tests.rank.test_options import spec_of, train_job
@@ -123,7 +123,7 @@ def test_gossip_is_averaging_in_pairs(ranks, num_ranks):
             if other is not None and other > rank:
                 average([model, models[other]])
 
-    fits = ranks(num_ranks).call(by_strategy, "gossip", Problem())
+    fits = ranks(num_ranks).call(by_strategy, "gossip:together=on", Problem())
     expected = trained_apart(Problem(), num_ranks, meet)
     assert all(distance(fit, expected) < 1e-5 for fit in fits)
 

@@ -27,7 +27,7 @@ def data(split):
 """
 
 
-ASYNCHRONOUS = ("async", "hogwild")
+ASYNCHRONOUS = ("async", "hogwild", "gossip")
 
 
 def spec_of(strategy: str, **changes) -> RunSpec:
@@ -60,7 +60,7 @@ def run_job(state, folder, spec, stop_at=math.inf, stop_rank=0):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "gossip:together=on"])
 def test_header_events_and_reports_tell_the_same(ranks, strategy, num_ranks):
     reports, events = unzip(ranks(num_ranks).call(run_job, spec_of(strategy)))
     header = events[0][0]
@@ -123,14 +123,17 @@ def test_every_strategy_starts_from_the_same_weights_and_batch(ranks):
 
 
 @pytest.mark.parametrize("stop_rank", [0, 1])
-@pytest.mark.parametrize("strategy", ["ddp", "ddp-shm", "async", "hogwild", "local-sgd", "gossip"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "ddp-shm", "async", "hogwild", "local-sgd", "gossip", "gossip:together=on"],
+)
 def test_one_ranks_wish_to_stop_ends_the_run_on_all(ranks, strategy, stop_rank):
     spec = spec_of(strategy, num_epochs=300)
     reports, events = unzip(ranks(2).call(run_job, spec, 20, stop_rank))
     planned = next(e.num_samples for e in events[0] if isinstance(e, RunHeader))
     assert sum(report.num_samples for report in reports) < planned
     assert reports[stop_rank].num_steps >= 20
-    if strategy not in ("async", "hogwild"):
+    if strategy not in ASYNCHRONOUS:
         most = {"local-sgd": 50}.get(strategy, 30)  # with 8 steps from one average to the next
         assert reports[0].num_steps == reports[1].num_steps <= most
     assert reports[0].held_out_accuracy > 0.7

@@ -1,110 +1,109 @@
-"""How do ranks train that each talk to one neighbour at a time?  (Every rank.)
+"""How do ranks train that each average with one neighbour at a time?  (Every rank.)
 
-    w_i'  =   w_i - lr * g_i(w_i)          on each rank i
-    w_i  <-   (w_i' + w_j') / 2            j: the neighbour that i meets in this step
+    worker i:  g    =   g_i(w_old)                     w_old: w_i as i has read it
+               w_i, w_j  <-  (w_i + w_j) / 2           j: any other, chosen at random
+               w_i  <-  w_i - lr * g
 
-with g_i the gradient of the mean loss over rank i's own part of the global batch.  The
-ranks stand in a ring; in step k those at k, k + 2, ... each meet the next one, so that
-each meets its left and its right neighbour in turn.  Of an odd number one rests, each
-step another.  Nobody waits for more than the neighbour; weights agree only nearly, and
-their mean moves as in synchronous SGD.
+with g_i the gradient of the mean loss over a share of i's own.  All weights lie in memory that
+the ranks share; i averages under the locks of both, taken in the order of ranks, whatever j is
+at, and its step is made before it lets go of its own.  Nobody waits for anybody but for a lock;
+a faster worker takes more shares.  Meanwhile others may have averaged with w_i, so that w_old is
+not what the gradient is used on: staleness counts the updates by others between.
 
-References: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?",
-NeurIPS 2017 (D-PSGD); Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient
-Descent", ICML 2018 (pairwise averages).  Here the pairs of a step are fixed beforehand.
+Reference: Lian, Zhang, Zhang and Liu, "Asynchronous Decentralized Parallel Stochastic Gradient
+Descent", ICML 2018 (AD-PSGD), algorithm 1; the graph is complete.  Each worker has its own
+optimizer, momentum included, which the paper leaves out.
 
-Messages per step and rank: all weights to one neighbour, and its own back (for each dtype);
-at the end one all-reduce of all weights.
-Bytes sent per step and rank: S, the bytes of all parameters; 0 by a rank that rests.
+Messages per step: none.  Bytes sent per step and rank: S, those of all parameters: the mean,
+written into the neighbour's memory; 0 by a rank alone.  (As many are read there.)
+
+A worker that dies costs the share it was at, and those being fetched ahead for it; it may join
+anew, with the mean of the others.  All end with the mean of all weights, the dead's left out.
+
+Options:
+
+    together=on    the ranks meet in pairs, step by step, which waits for the slower of two:
+                   D-PSGD, in ``pairs``.  So it is on GPUs, which share no such memory
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import final
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.average import Mean
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
-from ddpnb.rank.strategies.flat import Flat, meeting_place, memory_of
+from ddpnb.rank.strategies.neighbours import Neighbours
+from ddpnb.rank.strategies.pairs import Pairs
+from ddpnb.rank.transport.master import Log, no_log
 from ddpnb.wire import RankState
+
+_TOGETHER_NOTE = "On GPUs gossip meets in pairs, step by step: they share no memory (together=on)."
 
 
 @final
 class Gossip(Strategy):
-    """Averages in pairs that change from step to step."""
+    """Gossip in the way that the ranks allow.
+
+    Args:
+        together: whether ranks meet in pairs, step by step, also where they could share memory.
+        timeout_seconds: how long it may be that no worker at all makes progress.
+        log: is told of every read and update of this worker, where none waits.
+    """
+
+    def __init__(
+        self, *, together: bool = False, timeout_seconds: float = 60.0, log: Log = no_log
+    ) -> None:
+        self._way: Strategy = (
+            Pairs() if together else Neighbours(timeout_seconds=timeout_seconds, log=log)
+        )
 
     def plan(self, state: RankState) -> Plan:
-        """Every rank; one is ahead of another by as many steps as it takes news to come by."""
-        num = state.world_size
-        return Plan(num_ranks=num, num_workers=num, synchronous=True, num_ahead=num)
+        """Every rank trains."""
+        if state.device.startswith("cpu") or isinstance(self._way, Pairs):
+            return self._way.plan(state)
+        return replace(Pairs().plan(state), notes=(_TOGETHER_NOTE,))
 
     def setup(self, replica: Replica) -> None:
-        """Make this rank's own optimizer; all weights are the same already."""
-        self._replica = replica
-        self._optimizer = replica.optimizer(replica.parameters)
-        self._mine = Flat(replica.parameters, meeting_place(replica.device))
-        self._theirs = Flat(replica.parameters, meeting_place(replica.device))
-        self._num_steps = 0
+        """Get ready in that way; takes part: every rank, or the one that joins.
+
+        Raises:
+            UserError: the ranks share no memory.
+            RunOverError: there is nothing to join.
+        """
+        if replica.device.type != "cpu":
+            self._way = Pairs()
+        self._way.setup(replica)
 
     def shares(self) -> Iterator[Share]:
-        """This rank's part of every global batch."""
-        return self._replica.shares()
+        """Whatever share is next; together: this rank's part of every global batch."""
+        return self._way.shares()
 
     def step(self, batch: Batch) -> StepReport:
-        """Train on this rank's part of one global batch; takes part: one neighbour."""
-        replica = self._replica
-        # forward, backward, update: each rank alone
-        loss = replica.compute_gradients(batch)
-        replica.update(self._optimizer)
-        # agree: takes part: this rank and the one that it meets
-        neighbour = met_in(self._num_steps, rank=replica.rank, world_size=replica.world_size)
-        num_sent = 0 if neighbour is None else self._average_with(neighbour)
-        self._num_steps += 1
-        return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
+        """Train on one share; takes part: this rank, and together its neighbour."""
+        return self._way.step(batch)
 
     def memory(self) -> Memory:
-        """All of both."""
-        return memory_of(self._replica.model.parameters(), self._optimizer)
+        """What that way holds."""
+        return self._way.memory()
 
     def finish(self) -> nn.Module:
-        """Average over all; takes part: every rank."""
-        Mean(self._replica).of_parameters()
-        return self._replica.model
+        """Take the mean; takes part: every living rank."""
+        return self._way.finish()
 
     def save(self, replica: Replica) -> State:
-        """Return what every strategy needs, and how many steps have been made."""
-        return super().save(replica) | {"num_steps": self._num_steps}
+        """Return what that way needs."""
+        return self._way.save(replica)
 
     def load(self, replica: Replica, state: State) -> None:
         """Go on from there."""
-        super().load(replica, state)
-        self._num_steps = state["num_steps"]
+        self._way.load(replica, state)
+
+    def lost_shares(self) -> Sequence[Share]:
+        """Return, on rank 0, what was handed out to workers that died; together: nothing."""
+        return self._way.lost_shares()
 
     def close(self) -> None:
-        """Nothing to let go of."""
-
-    def _average_with(self, neighbour: int) -> int:
-        """Take the mean of both ranks' weights; return the bytes sent."""
-        self._replica.timer.begin("communication")
-        self._mine.gather(self._replica.parameters)
-        both = [
-            dist.P2POp(operation, buffer, neighbour)
-            for operation, flat in ((dist.isend, self._mine), (dist.irecv, self._theirs))
-            for buffer in flat.buffers
-        ]
-        for work in dist.batch_isend_irecv(both):
-            work.wait()
-        for mine, theirs in zip(self._mine.buffers, self._theirs.buffers, strict=True):
-            torch.add(mine, theirs, out=mine).div_(2)
-        self._mine.scatter(self._replica.parameters)
-        return self._mine.num_bytes
-
-
-def met_in(step: int, *, rank: int, world_size: int) -> int | None:
-    """Return the rank that a rank meets in a step; None where it rests."""
-    place = (rank - step) % world_size
-    other = place ^ 1
-    return None if other >= world_size else (other + step) % world_size
+        """Close it."""
+        self._way.close()

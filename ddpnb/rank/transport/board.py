@@ -32,6 +32,8 @@ class Standing(IntEnum):
     DONE = 2
     GONE = 3
     """Dead, or silent for too long."""
+    LAST = 4
+    """Trains no more; has something to do when all others are done."""
 
 
 class Fate(IntEnum):
@@ -108,10 +110,17 @@ class Board:
     def standing(self, rank: int) -> Standing:
         """Return how far a worker is; find out whether it has died."""
         noted = Standing(self._words[self._at(rank)])
-        if noted is Standing.TRAINING and not self._is_alive(rank):
-            self.stand(rank, Standing.GONE)
-            return Standing.GONE
-        return noted
+        if noted not in (Standing.TRAINING, Standing.LAST) or self._is_alive(rank):
+            return noted
+        with self._locked():
+            if not self._is_alive(rank):  # nobody has taken its place meanwhile
+                self.stand(rank, Standing.GONE)
+        return Standing(self._words[self._at(rank)])
+
+    def living(self) -> list[int]:
+        """Return who has come and is not known to have died: nobody looks for it now."""
+        dead = (Standing.NOT_HERE, Standing.GONE)
+        return [r for r in range(self._world_size) if self._words[self._at(r)] not in dead]
 
     def fail(self, rank: int) -> None:
         """Note that a worker has failed, which ends the run for all."""

@@ -60,6 +60,16 @@ def map_shared(path: Path, like: Sequence[Tensor]) -> Packed:
     return _cut(raw, like)
 
 
+def map_copies(path: Path, like: Sequence[Tensor], num_copies: int) -> list[Packed]:
+    """Return so many times tensors like these, one behind the other in such a file."""
+    all_of_it = map_shared(path, [*like] * num_copies)
+    size, num = num_bytes(like), len(like)
+    return [
+        Packed(all_of_it.raw[at * size :][:size], all_of_it.tensors[at * num :][:num])
+        for at in range(num_copies)
+    ]
+
+
 def num_bytes(like: Sequence[Tensor]) -> int:
     """Return how many bytes tensors like these take when packed."""
     return max(_ALIGNMENT, sum(_padded_bytes(tensor) for tensor in like))

@@ -14,7 +14,7 @@ from typing import Self, final
 from torch import Tensor
 
 from ddpnb.rank.transport.message import PeerGoneError
-from ddpnb.rank.transport.packed import Packed, create_shared, map_shared, num_bytes
+from ddpnb.rank.transport.packed import Packed, create_shared, map_copies, num_bytes
 
 
 @final
@@ -33,12 +33,7 @@ class SharedMemory:
     def __init__(self, descriptor: int, like: Sequence[Tensor], num_workers: int) -> None:
         self._descriptor = descriptor
         # Mapped by a name that is this process's own: the file has none any more.
-        all_of_it = map_shared(Path(f"/dev/fd/{descriptor}"), [*like] * (2 * num_workers - 1))
-        size, num = num_bytes(like), len(like)
-        pieces = [
-            Packed(all_of_it.raw[at * size :][:size], all_of_it.tensors[at * num :][:num])
-            for at in range(2 * num_workers - 1)
-        ]
+        pieces = map_copies(Path(f"/dev/fd/{descriptor}"), like, 2 * num_workers - 1)
         self.copies: list[Packed] = pieces[:num_workers]
         self._gradients = pieces[num_workers:]
 

@@ -1,0 +1,94 @@
+"""Do averages of two workers' weights keep the mean, and does nobody wait for a lock for ever?"""
+
+import contextlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddpnb.rank.lifeline import Lifeline
+from ddpnb.rank.strategies.neighbours import chosen_by
+from ddpnb.rank.transport.message import RankLostError
+from ddpnb.rank.transport.packed import create_shared, map_copies, num_bytes
+from ddpnb.rank.transport.weights import Weights
+
+LIKE = [torch.empty(400, 500), torch.empty(2, dtype=torch.float64)]
+
+
+def weights_in(folder: Path, num_copies: int, timeout_seconds: float = 60.0, lifeline=None):
+    path = folder / "weights"
+    copies = map_copies(path, LIKE, num_copies)
+    return Weights(path, copies, timeout_seconds, lifeline or Lifeline()), copies
+
+
+def some_weights(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(like.shape, generator=generator, dtype=like.dtype) for like in LIKE]
+
+
+def average_often(state, folder):
+    if state.rank == 0:
+        create_shared(folder / "weights", state.world_size * num_bytes(LIKE))
+    dist.barrier()
+    weights, copies = weights_in(folder, state.world_size)
+    weights.write(state.rank, some_weights(state.rank))
+    dist.barrier()
+    for step in range(300):
+        with weights.averaged(state.rank, chosen_by(state.rank, step, range(state.world_size))):
+            pass
+    dist.barrier()
+    weights.close()
+    weights.close()
+    (folder / "weights").unlink(missing_ok=True)
+    return [[tensor.clone() for tensor in packed.tensors] for packed in copies]
+
+
+def test_averages_in_pairs_keep_the_mean_and_lead_to_it(ranks):
+    expected = [
+        torch.stack(same).mean(dim=0) for same in zip(*map(some_weights, range(3)), strict=True)
+    ]
+    for found in ranks(3).call(average_often)[0]:
+        for mine, mean in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, mean, atol=1e-5, rtol=0)
+
+
+def test_two_take_the_mean_and_a_third_stays(tmp_path):
+    create_shared(tmp_path / "weights", 3 * num_bytes(LIKE))
+    weights, _ = weights_in(tmp_path, 3)
+    for rank in range(3):
+        weights.write(rank, [torch.full_like(like, 4.0 * rank) for like in LIKE])
+    with weights.averaged(1, 0), weights.averaged(2, None):
+        pass
+    found = [torch.empty_like(like) for like in LIKE]
+    for rank, value in enumerate([2.0, 2.0, 8.0]):
+        weights.read(rank, found)
+        assert all((tensor == value).all() for tensor in found)
+    weights.close()
+
+
+def wait_for_a_lock(state, folder):
+    """Rank 0 holds its lock; rank 1 waits for it in vain, until its time is up or all is cut."""
+    if state.rank == 0:
+        create_shared(folder / "weights", 2 * num_bytes(LIKE))
+    dist.barrier()
+    lifeline = Lifeline()
+    weights, _ = weights_in(folder, 2, 0.2, lifeline)
+    causes = []
+    with weights.averaged(0, None) if state.rank == 0 else contextlib.nullcontext():
+        dist.barrier()
+        for _ in range(2 * state.rank):
+            try:
+                weights.read(0, LIKE)
+            except RuntimeError as error:
+                causes.append(error)
+            lifeline.cut()
+        dist.barrier()
+    weights.close()
+    (folder / "weights").unlink(missing_ok=True)
+    return causes
+
+
+def test_who_waits_for_a_lock_is_freed_in_time(ranks):
+    _, (late, cut) = ranks(2).call(wait_for_a_lock)
+    assert isinstance(late, RankLostError)
+    assert "freed from its wait" in str(cut)
