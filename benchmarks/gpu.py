@@ -27,7 +27,8 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.session import this_session
 from ddpnb.rank.clock import Clock, clock_of
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Replica, Strategy, Untimed
+from ddpnb.rank.strategies.base import Batch, Replica, Strategy
+from ddpnb.rank.strategies.timer import Untimed
 from ddpnb.rank.tasks import digits
 from ddpnb.wire import RankState
 

@@ -19,7 +19,8 @@ from torch import nn
 from benchmarks.measure import Figure
 from ddpnb.rank.clock import CpuClock
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Replica, Strategy, Untimed
+from ddpnb.rank.strategies.base import Batch, Replica, Strategy
+from ddpnb.rank.strategies.timer import Untimed
 from ddpnb.rank.tasks import digits
 
 NUM_RANKS = 2

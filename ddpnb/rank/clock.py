@@ -15,7 +15,8 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ddpnb.rank.strategies.base import Moment, Part, StepReport, Timer
+from ddpnb.rank.strategies.base import StepReport
+from ddpnb.rank.strategies.timer import Moment, Part, Timer
 from ddpnb.wire import Parts
 
 MAX_PENDING = 8

@@ -24,7 +24,8 @@ from typing import final
 import torch
 
 from ddpnb.faults import SOONEST_SECONDS, Kill, Slow, parse_kill, parse_slow
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, Timer
+from ddpnb.rank.strategies.base import Batch, Plan, Replica
+from ddpnb.rank.strategies.timer import Timer
 from ddpnb.wire import KILLED, Mark, RunSpec
 
 _NUM_TRIALS = 3

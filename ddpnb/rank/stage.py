@@ -14,15 +14,8 @@ from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.loader import NUM_AHEAD, Ahead, Direct, Source
 from ddpnb.rank.order import Order, Share
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import (
-    Batch,
-    Plan,
-    Replica,
-    State,
-    Strategy,
-    Timer,
-    no_delay,
-)
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, no_delay
+from ddpnb.rank.strategies.timer import Timer
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import OptimizerFactory, Task
 from ddpnb.rank.tasks.samples import DatasetSamples, Pair

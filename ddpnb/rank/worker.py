@@ -29,7 +29,8 @@ from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.loader import Source
 from ddpnb.rank.stage import Stage, build
 from ddpnb.rank.stop import Stop
-from ddpnb.rank.strategies.base import Strategy, Untimed
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.timer import Untimed
 from ddpnb.rank.tally import Publish, Tally, header_of
 from ddpnb.rank.transport.meeting import excused
 from ddpnb.rank.transport.message import RunOverError

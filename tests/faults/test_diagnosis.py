@@ -64,7 +64,7 @@ STUCK = {
         "from ddpnb.rank.calls import this_engine\n"
         "from ddpnb.rank.strategies import ddp_shm\n"
         "from ddpnb.rank.transport.shared_sum import SharedSum\n"
-        "from ddpnb.rank.strategies.base import Untimed\n"
+        "from ddpnb.rank.strategies.timer import Untimed\n"
         "group = this_engine().group\n"
         "shared = SharedSum.open(group.folder, 'stuck', rank=rank, num_ranks=world_size,\n"
         "                        timeout_seconds=60, lifeline=group.lifeline)\n"

@@ -11,7 +11,8 @@ from ddpnb.errors import UserError
 from ddpnb.rank import worker
 from ddpnb.rank.drag import Drag, faults_of, notes
 from ddpnb.rank.strategies import STRATEGIES
-from ddpnb.rank.strategies.base import Plan, Untimed
+from ddpnb.rank.strategies.base import Plan
+from ddpnb.rank.strategies.timer import Untimed
 from ddpnb.wire import Mark, RunHeader, RunSpec, StepEvent
 from tests.rank.ranks import make_state
 from tests.rank.test_options import CELL, train_job

@@ -8,7 +8,7 @@ from torch import nn
 
 from ddpnb.rank.keeper import set_up
 from ddpnb.rank.stage import build
-from ddpnb.rank.strategies.base import Untimed
+from ddpnb.rank.strategies.timer import Untimed
 from ddpnb.rank.untouched import untouched
 from tests.rank.ranks import make_state
 from tests.rank.test_checkpoint import spec_of

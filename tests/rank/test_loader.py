@@ -12,7 +12,7 @@ import pytest
 
 from ddpnb.rank import worker
 from ddpnb.rank.stage import build
-from ddpnb.rank.strategies.base import Untimed
+from ddpnb.rank.strategies.timer import Untimed
 from ddpnb.wire import RunHeader, RunSpec, StepEvent
 
 CELL = """

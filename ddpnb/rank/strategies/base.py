@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.strategies.timer import Timer, Untimed
 from ddpnb.rank.tasks.base import LossFunction, OptimizerFactory
 from ddpnb.wire import RankState
-
-Part = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
-"""What a step's time can be spent on; the fields of ``wire.Parts`` that exclude each other."""
 
 State = dict[str, Any]
 """What a checkpoint keeps: tensors, numbers and texts, in dicts and lists."""
@@ -29,10 +27,6 @@ State = dict[str, Any]
 
 def no_delay() -> None:
     """Take no time."""
-
-
-Moment = Any
-"""A point in time of the device's own: what ``Timer.moment`` returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,36 +46,6 @@ class Plan:
     survives_deaths: bool = False
     """Whether the others train on where a rank other than 0 dies; it may join where it can."""
     notes: tuple[str, ...] = ()
-
-
-class Timer(ABC):
-    """Divides the time of a step into parts, on the device's own clock."""
-
-    @abstractmethod
-    def begin(self, part: Part, at: Moment = None) -> None:
-        """Count the time from now on, or from a moment not long ago, to ``part``."""
-
-    @abstractmethod
-    def moment(self, seconds_ago: float = 0.0) -> Moment:
-        """Return this point in time, or on a CPU one before it; costs no waiting for the device."""
-
-    @abstractmethod
-    def hide(self, begun: Moment, ended: Moment) -> None:
-        """Count communication between two moments as hidden behind other work."""
-
-
-@final
-class Untimed(Timer):
-    """A timer that counts nothing."""
-
-    def begin(self, part: Part, at: Moment = None) -> None:
-        """Count nothing."""
-
-    def moment(self, seconds_ago: float = 0.0) -> Moment:
-        """Return nothing."""
-
-    def hide(self, begun: Moment, ended: Moment) -> None:
-        """Count nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.strategies.base import Moment, Part, Timer
+from ddpnb.rank.strategies.timer import Moment, Part, Timer
 
 Flight = Callable[[], AbstractContextManager[None]]
 """Makes the context that a collective is called in."""

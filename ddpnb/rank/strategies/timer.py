@@ -1,0 +1,40 @@
+"""Who is told what a step's time is spent on?  (Every rank.)"""
+
+from abc import ABC, abstractmethod
+from typing import Any, Literal, final
+
+Part = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
+"""What a step's time can be spent on; the fields of ``wire.Parts`` that exclude each other."""
+
+Moment = Any
+"""A point in time of the device's own: what ``Timer.moment`` returned."""
+
+
+class Timer(ABC):
+    """Divides the time of a step into parts, on the device's own clock."""
+
+    @abstractmethod
+    def begin(self, part: Part, at: Moment = None) -> None:
+        """Count the time from now on, or from a moment not long ago, to ``part``."""
+
+    @abstractmethod
+    def moment(self, seconds_ago: float = 0.0) -> Moment:
+        """Return this point in time, or on a CPU one before it; costs no waiting for the device."""
+
+    @abstractmethod
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Count communication between two moments as hidden behind other work."""
+
+
+@final
+class Untimed(Timer):
+    """A timer that counts nothing."""
+
+    def begin(self, part: Part, at: Moment = None) -> None:
+        """Count nothing."""
+
+    def moment(self, seconds_ago: float = 0.0) -> Moment:
+        """Return nothing."""
+
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Count nothing."""
