@@ -127,5 +127,5 @@ def _notes(stage: Stage) -> list[str]:
 def _where_resumed(stage: Stage) -> str:
     name = stage.spec.resumed or "another run"
     num_samples = stage.order.num_samples_before(stage.first_step)
-    about = "" if stage.plan.synchronous else ", about where its server was"
-    return f"Resumed from {name} at {num_samples} samples{about}; time begins anew."
+    about = "" if stage.plan.synchronous else "about "
+    return f"Resumed from {name} at {about}{num_samples} samples; time begins anew."
