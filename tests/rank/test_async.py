@@ -116,6 +116,25 @@ def test_a_bound_of_0_and_a_period_exclude_each_other():
         AsyncParameterServer(period=2, bound=0)
 
 
+def fit_apart(state, folder, problem):
+    """Train in a folder of this rank's own, as on a host of its own."""
+    own = folder / f"own-{state.rank}"
+    own.mkdir()
+    try:
+        return fit_async(state, own, problem, {"bound": 0})
+    finally:
+        own.rmdir()
+
+
+def test_where_ranks_share_no_memory_gloo_takes_over(ranks):
+    problem = Problem(num_epochs=2)
+    for fit in ranks(2).call(fit_apart, problem):
+        assert fit.num_files_while_training == 0  # neither memory nor sockets
+        assert distance(fit, by_hand(problem, 2)) < 1e-5
+    together = ranks(2).call(fit_async, problem, {"bound": 0})
+    assert any(fit.num_files_while_training for fit in together)
+
+
 def test_each_step_hands_over_the_gradients_bytes(ranks):
     problem = Problem(num_epochs=1)
     size = sum(4 * p.numel() for p in problem.build().parameters())
