@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
@@ -76,6 +76,14 @@ class Cell:
         return ANSI.sub("", "\n".join(parts)) + self.told
 
 
+def waits_for(sign: Path) -> str:
+    """Source that waits until a file is there, for a minute at most."""
+    return (
+        "import time\nfrom pathlib import Path\nended_at = time.monotonic() + 60\n"
+        f"while not Path({str(sign)!r}).exists() and time.monotonic() < ended_at: time.sleep(.01)\n"
+    )
+
+
 def both(*lines: str) -> dict[int, list[str]]:
     """What ``Cell.by_rank`` is where two ranks print the same."""
     return {0: list(lines), 1: list(lines)}
@@ -134,6 +142,12 @@ class Kernel:
                 break
         return cell
 
+    def wait_until(self, condition: Callable[[], bool], *, timeout: float = 30.0) -> None:
+        """Take in output, also of cells that have ended, until a condition holds."""
+        messages = self.messages(timeout)
+        while not condition():
+            next(messages)
+
     def interrupt(self) -> None:
         """Press the square button."""
         self.manager.interrupt_kernel()
@@ -178,6 +192,8 @@ class Kernel:
         if cell is None:
             return
         match kind:
+            case "stream" if cell.outputs and cell.outputs[-1].get("name") == content["name"]:
+                cell.outputs[-1]["text"] += content["text"]  # as clients do
             case "stream" | "error" | "display_data" | "execute_result":
                 cell.outputs.append({"type": kind, **content})
                 if place := content.get("transient", {}).get("display_id"):
