@@ -76,14 +76,6 @@ class Cell:
         return ANSI.sub("", "\n".join(parts)) + self.told
 
 
-def waits_for(sign: Path) -> str:
-    """Source that waits until a file is there, for a minute at most."""
-    return (
-        "import time\nfrom pathlib import Path\nended_at = time.monotonic() + 60\n"
-        f"while not Path({str(sign)!r}).exists() and time.monotonic() < ended_at: time.sleep(.01)\n"
-    )
-
-
 def both(*lines: str) -> dict[int, list[str]]:
     """What ``Cell.by_rank`` is where two ranks print the same."""
     return {0: list(lines), 1: list(lines)}

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernel.client import Kernel, both, waits_for
+from tests.cluster.rig import waits_for
+from tests.kernel.client import Kernel, both
 
 
 def test_each_rank_knows_its_place(kernel: Kernel):
