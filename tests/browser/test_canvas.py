@@ -25,6 +25,11 @@ INK = """canvas => {
     return Array.from(data);
 }"""
 
+CHECKSUM = """canvas => {
+    const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+    return data.reduce((sum, value) => (31 * sum + value) | 0, 0);
+}"""
+
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
 
@@ -94,12 +99,13 @@ def steady_ink(page: Page, canvas: Locator) -> np.ndarray:
 
     Its size may still change a moment after it has appeared.
     """
-    before = np.zeros(4)
+    before = 0
     for _ in range(60):
         page.wait_for_timeout(500)
-        now = np.array(canvas.evaluate(INK))
-        if np.array_equal(now, before) and len(np.unique(now.reshape(-1, 4), axis=0)) > 50:
-            return now
+        if (now := canvas.evaluate(CHECKSUM)) == before:
+            ink = np.array(canvas.evaluate(INK))
+            if len(np.unique(ink.reshape(-1, 4), axis=0)) > 50:
+                return ink
         before = now
     raise AssertionError("no figure was drawn, or it did not come to rest")
 
