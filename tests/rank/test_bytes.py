@@ -87,7 +87,7 @@ def test_in_shared_memory_gradients_are_written_once(ranks, num_ranks):
     assert {size for rank in sent(ranks, "ddp-shm", num_ranks) for size in rank} == {expected}
 
 
-EXCHANGES = ["ddp", "ddp-by-hand", "central", "local-sgd:every=3,after=2", "zero"]
+EXCHANGES = ["ddp", "ddp-by-hand", "central", "local-sgd:every=2", "local-sgd:after=9", "zero"]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
