@@ -7,10 +7,10 @@ import nbformat
 import numpy as np
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Locator, Page, expect, sync_playwright
 
 from tests.browser.lab import CHROMIUM_FLAGS, find_chromium, lab_server
-from tests.browser.test_lab import command, screenshot
+from tests.browser.test_lab import command, screenshot, wait_for_saved
 from tests.browser.test_panel import cell, run_cell
 
 RACE = 1
@@ -25,19 +25,29 @@ INK = """canvas => {
     return Array.from(data);
 }"""
 
+CHECKSUM = """canvas => {
+    const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+    return data.reduce((sum, value) => (31 * sum + value) | 0, 0);
+}"""
+
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """A comparison that has ended, open in JupyterLab; the cluster is stopped at the end."""
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A notebook's file, in a project of its own."""
     folder = tmp_path_factory.mktemp("canvas")
     (folder / "data").mkdir()
-    path: Path = folder / "canvas.ipynb"
+    return folder / "canvas.ipynb"
+
+
+@pytest.fixture(scope="module")
+def page(path: Path) -> Iterator[Page]:
+    """A comparison that has ended, open in JupyterLab; the cluster is stopped at the end."""
     notebook = new_notebook(cells=[new_code_cell(source) for source in SOURCES])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
     nbformat.write(notebook, path)
-    with lab_server(folder) as address, sync_playwright() as playwright:
+    with lab_server(path.parent) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_chromium(), args=CHROMIUM_FLAGS)
         opened = browser.new_page(viewport={"width": 1400, "height": 1900})
         opened.goto(address.format(path=path.name))
@@ -57,12 +67,10 @@ def test_the_canvas_is_drawn_below_picture_and_table_and_zooms(page: Page) -> No
     canvas = race.locator(".jupyter-matplotlib canvas").first
     canvas.wait_for(timeout=30_000)
     canvas.scroll_into_view_if_needed()
-    page.wait_for_timeout(1500)
+    before = steady_ink(page, canvas)
     fits = "canvas => canvas.getBoundingClientRect().right <= innerWidth"
     assert canvas.evaluate(fits)
-    before = np.array(canvas.evaluate(INK))
     screenshot(page, "canvas")
-    assert len(np.unique(before.reshape(-1, 4), axis=0)) > 50  # a figure, not an empty sheet
     race.locator(".jupyter-matplotlib").hover()
     race.locator(".jupyter-matplotlib button[title*='Zoom']").first.click()
     box = canvas.bounding_box()
@@ -86,9 +94,25 @@ def test_the_canvas_is_drawn_below_picture_and_table_and_zooms(page: Page) -> No
     assert (after != before).mean() > 0.001
 
 
-def test_a_saved_notebook_keeps_picture_and_table(page: Page) -> None:
+def steady_ink(page: Page, canvas: Locator) -> np.ndarray:
+    """Return a canvas's pixels as soon as they are a figure, no empty sheet, and stay as they are.
+
+    Its size may still change a moment after it has appeared.
+    """
+    before = 0
+    for _ in range(60):
+        page.wait_for_timeout(500)
+        if (now := canvas.evaluate(CHECKSUM)) == before:
+            ink = np.array(canvas.evaluate(INK))
+            if len(np.unique(ink.reshape(-1, 4), axis=0)) > 50:
+                return ink
+        before = now
+    raise AssertionError("no figure was drawn, or it did not come to rest")
+
+
+def test_a_saved_notebook_keeps_picture_and_table(page: Page, path: Path) -> None:
     command(page, "docmanager:save")
-    page.wait_for_timeout(1500)
+    wait_for_saved(page, path, "image/png")
     page.reload()
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
     race = cell(page, RACE)

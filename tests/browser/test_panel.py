@@ -123,14 +123,14 @@ def test_it_trains_by_keyboard_alone_and_the_figure_changes(page: Page) -> None:
     page.keyboard.type("2")
     tab_to(page, "epochs")
     page.keyboard.press("Control+A")
-    page.keyboard.type("500")
+    page.keyboard.type("100000")
     tab_to(page, "name")
     page.keyboard.type("mine")
     tab_to(page, "as a magic")
     magic = page.get_by_label("as a magic")
     expect(magic).to_have_value(
         "%ddp_start -n 2\n"
-        "%ddp_compare ddp --task digits --epochs 500 --batch-size 256 --lr 0.02 --name mine"
+        "%ddp_compare ddp --task digits --epochs 100000 --batch-size 256 --lr 0.02 --name mine"
     )
     tab_to(page, "Run")
     page.keyboard.press("Space")

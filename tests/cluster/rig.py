@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,6 +22,14 @@ import torch, torch.distributed as dist
 total = torch.ones(1)
 dist.all_reduce(total)
 """
+
+
+def waits_for(sign: Path) -> str:
+    """Source that waits until a file is there, for a minute at most."""
+    return (
+        "import time\nfrom pathlib import Path\nended_at = time.monotonic() + 60\n"
+        f"while not Path({str(sign)!r}).exists() and time.monotonic() < ended_at: time.sleep(.01)\n"
+    )
 
 
 @contextlib.contextmanager
@@ -131,7 +140,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = 10.0) -> float:
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = 30.0) -> float:
     """Wait for a condition; return how many seconds that took."""
     began = time.monotonic()
     while not condition():
@@ -140,7 +149,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout: float = 10.0) 
     return time.monotonic() - began
 
 
-def wait_until_gone(processes: Sequence[psutil.Process], timeout: float = 10.0) -> None:
+def wait_until_gone(processes: Sequence[psutil.Process], timeout: float = 30.0) -> None:
     deadline = time.monotonic() + timeout
     while left := [process for process in processes if is_alive(process)]:
         assert time.monotonic() < deadline, f"still there after {timeout:g} s: {left}"

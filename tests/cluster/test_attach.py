@@ -29,15 +29,20 @@ from tests.cluster.rig import (
 )
 
 OWNER = """
-import json, sys, time
+import json, sys
+from ddpnb.notebook.cluster.call import Output
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.plan import ClusterSpec
 from tests.cluster.rig import begin, processes_of, run
 spec = ClusterSpec(num_ranks=2, device="cpu", linger_seconds=float(sys.argv[1]))
 cluster = Cluster.start(spec)
 run(cluster, "kept = 7 + 10 * rank")
-begin(cluster, sys.argv[2])
-time.sleep(1)  # a cell that is sent at the very moment of the kill may never leave
+cell = begin(cluster, "print('begun')\\n" + sys.argv[2])
+said = {}
+while set(said) != {0, 1}:  # a cell that is sent at the very moment of the kill may never leave
+    for happening in cell.watch.call.happenings(30.0):
+        if isinstance(happening, Output):
+            said[happening.rank] = happening
 print(json.dumps([str(cluster.folder), [p.pid for p in processes_of(cluster)]]), flush=True)
 sys.stdin.read()
 """
@@ -106,9 +111,9 @@ def test_ranks_outlive_a_killed_owner_and_are_found_with_their_variables():
 
 
 def test_when_the_time_is_over_nothing_is_left():
-    with left_by_a_kill(2) as (folder, processes):
+    with left_by_a_kill(10) as (folder, processes):
         assert all(map(is_alive, processes))
-        wait_until_gone(processes, timeout=20)
+        wait_until_gone(processes, timeout=60)
         wait_until(lambda: not folder.exists(), "the end of the run folder")
         with pytest.raises(UserError, match="There is no cluster"):
             attach(folder)

@@ -2,6 +2,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.cluster.rig import (
     run,
     started,
     wait_until,
+    waits_for,
 )
 
 IMPORTS = """
@@ -67,28 +69,31 @@ def stop_soon(cell: Ended) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "seconds"),
-    [(LOOP, 2), (COLLECTIVE, 3), (AWAIT, 2), (STUBBORN, 5)],
+    "source",
+    [LOOP, COLLECTIVE, AWAIT, STUBBORN],
     ids=["loop", "collective", "await", "caught once"],
 )
-def test_an_interrupt_reaches_every_rank(cluster: Cluster, source: str, seconds: float):
+def test_an_interrupt_reaches_every_rank(cluster: Cluster, source: str):
     run(cluster, f"{IMPORTS}\nkept = rank")
     cell = begin(cluster, source)
     stop_soon(cell)
     finish(cell)
     assert set(cell.failures) == {0, 1}
     assert "KeyboardInterrupt" in {failure.name for failure in cell.failures.values()}
-    assert cell.seconds < seconds
+    assert cell.seconds < 20
     check_it_goes_on(cluster, [0, 1])
 
 
-def test_what_was_awaited_does_not_go_on_in_the_next_cell(cluster: Cluster):
-    run(cluster, "import asyncio\nseen = []")
-    cell = begin(cluster, "print('begun')\nawait asyncio.sleep(1.5)\nseen.append('late')")
+def test_what_was_awaited_does_not_go_on_in_the_next_cell(cluster: Cluster, tmp_path: Path):
+    sign = tmp_path / "sign"
+    run(cluster, "import asyncio\nfrom pathlib import Path\nseen = []")
+    awaits = f"while not Path({str(sign)!r}).exists():\n    await asyncio.sleep(0.01)\n"
+    cell = begin(cluster, f"print('begun')\n{awaits}seen.append('late')")
     stop_soon(cell)
     finish(cell)
     assert set(cell.failures) == {0, 1}
-    assert not run(cluster, "await asyncio.sleep(2)").failures
+    sign.touch()  # what is awaited comes to an end now
+    assert not run(cluster, "await asyncio.sleep(1)").failures
     assert pull(cluster, "seen") == [[], []]
 
 
@@ -97,7 +102,7 @@ def test_a_timeout_stops_every_rank(cluster: Cluster):
     cell = run(cluster, COLLECTIVE, timeout=0.4)
     assert cell.watch.timed_out
     assert set(cell.failures) == {0, 1}
-    assert 0.4 <= cell.seconds < 4
+    assert 0.4 <= cell.seconds < 20
     check_it_goes_on(cluster, [0, 1])
 
 
@@ -117,7 +122,7 @@ def test_an_interrupt_also_stops_what_the_cell_waits_behind(cluster: Cluster):
     finish(first)
     assert set(first.failures) == {0}
     assert set(second.failures) == {0, 1}
-    assert second.seconds < 5
+    assert second.seconds < 20
     check_it_goes_on(cluster, [0, 1])
 
 
@@ -129,7 +134,7 @@ def test_an_interrupt_loses_no_message_at_whatever_moment_it_comes(cluster: Clus
         cell = begin(cluster, "x = 1")
         time.sleep(delay_ms / 4000)  # the moment is what varies here
         cluster.interrupt(cluster.ranks)
-        cell.watch.timeout = 10.0
+        cell.watch.timeout = 30.0
         finish(cell)
         assert not cell.lost
         assert not cell.watch.timed_out
@@ -137,27 +142,32 @@ def test_an_interrupt_loses_no_message_at_whatever_moment_it_comes(cluster: Clus
     check_it_goes_on(cluster, [0, 1])
 
 
-def test_a_killed_rank_is_reported_at_once_and_the_others_keep_their_state():
+def test_a_killed_rank_is_reported_at_once_and_the_others_keep_their_state(tmp_path: Path):
+    sign = tmp_path / "sign"
     with started(2) as cluster:
         run(cluster, f"{IMPORTS}\nkept = rank + 10")
-        seen: list[tuple[float, Happening]] = []
+        seen: list[Happening] = []
+
+        def take(happening: Happening) -> None:
+            seen.append(happening)
+            if isinstance(happening, Lost):  # while rank 0 still runs
+                sign.touch()
+
         cell = begin(
             cluster,
-            "print('begun')\ntime.sleep(1000 if rank else 2)\nafter = 'went on'",
-            on_happening=lambda happening: seen.append((time.monotonic(), happening)),
+            f"print('begun')\nif rank: time.sleep(1000)\n{waits_for(sign)}after = 'went on'",
+            on_happening=take,
         )
-        killed: list[float] = []
 
         def kill() -> None:
             wait_until(lambda: len(cell.printed) == 2, "both ranks to begin")
-            killed.append(time.monotonic())
             os.kill(cluster.states[1].pid, signal.SIGKILL)
 
         threading.Thread(target=kill).start()
         finish(cell)
-        told_at, lost = next((at, h) for at, h in seen if isinstance(h, Lost))
+        lost = next(happening for happening in seen if isinstance(happening, Lost))
         assert (lost.rank, lost.cause) == (1, "was killed by SIGKILL")
-        assert told_at - killed[0] < 1.0
+        assert cell.seconds < 40, "it was told when the wait was over"
         assert cell.lost == {1: "was killed by SIGKILL"}
         assert not cell.failures
 
@@ -182,20 +192,27 @@ def test_a_rank_that_ends_itself_frees_those_that_wait_for_it(source: str, cause
         cell = run(cluster, f"if rank == 1:\n  {source}\ndist.all_reduce(torch.ones(1))")
         assert cell.lost == {1: cause}
         assert cell.failures[0].is_consequence
-        assert cell.seconds < 3
+        assert cell.seconds < 20
         assert pull(cluster, "kept", ranks=[0]) == [0]
 
 
-def test_what_is_printed_comes_while_the_cell_runs_and_none_of_it_is_lost(cluster: Cluster):
-    first_seen: list[float] = []
+def test_what_is_printed_comes_while_the_cell_runs_and_none_of_it_is_lost(
+    cluster: Cluster, tmp_path: Path
+):
+    sign, seen = tmp_path / "sign", set()
+
+    def take(happening: Happening) -> None:
+        if isinstance(happening, Output):
+            seen.add(happening.rank)
+            if seen == {0, 1}:  # both wait for this
+                sign.touch()
+
     cell = begin(
         cluster,
-        "import time\nprint('first')\ntime.sleep(1)\nprint('x' * 1_600_000)\nprint('last')",
-        on_happening=lambda h: (
-            first_seen.append(time.monotonic()) if isinstance(h, Output) else None
-        ),
+        f"print('first')\n{waits_for(sign)}print('x' * 1_600_000)\nprint('last')",
+        on_happening=take,
     )
     finish(cell)
-    assert time.monotonic() - first_seen[0] > 0.7
+    assert cell.seconds < 40, "what was printed came when the wait was over"
     for text in cell.printed.values():
         assert text == "first\n" + "x" * 1_600_000 + "\nlast\n"

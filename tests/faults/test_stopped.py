@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import psutil
 import pytest
@@ -20,6 +21,15 @@ LOOP = """
 print("begun")
 for _ in range({num}):
     dist.all_reduce(torch.ones(10))
+    time.sleep(0.01)
+"""
+UNTIL = """
+from pathlib import Path
+print("begun")
+is_over = torch.zeros(1)
+while not is_over.item():
+    is_over.fill_(Path({sign!r}).exists())
+    dist.all_reduce(is_over)
     time.sleep(0.01)
 """
 ENDLESS = LOOP.format(num=1_000_000)
@@ -54,7 +64,7 @@ def do_once_told(cell, do) -> list[float]:
     told_at: list[float] = []
 
     def wait() -> None:
-        wait_until(lambda: bool(cell.notes), "a note", timeout=20)
+        wait_until(lambda: bool(cell.notes), "a note", timeout=60)
         told_at.append(time.monotonic())
         do()
 
@@ -82,16 +92,22 @@ def test_the_status_shows_a_stopped_rank_and_the_ways_out(
 
 
 def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_with_it(
-    three: Cluster, stopped: psutil.Process
+    three: Cluster, stopped: psutil.Process, tmp_path: Path
 ) -> None:
-    cell = begin(three, LOOP.format(num=100))
+    sign = tmp_path / "sign"
+
+    def resume() -> None:
+        stopped.resume()
+        sign.touch()
+
+    cell = begin(three, UNTIL.format(sign=str(sign)))
     began = time.monotonic()
     stop_once_begun(cell, stopped)
-    told_at = do_once_told(cell, stopped.resume)
+    told_at = do_once_told(cell, resume)
     finish(cell)
     assert len(cell.notes) == 1
     assert f"Rank 1 is stopped (SIGSTOP): `kill -CONT {stopped.pid}`" in cell.notes[0]
-    assert told_at[0] - began < 12, "told within 6 s; the rest is for a busy machine"
+    assert told_at[0] - began < 30, "told within 6 s; the rest is for a busy machine"
     assert not cell.failures
     assert not cell.watch.stuck
     assert pull(three, "kept") == [10, 11, 12]
@@ -104,7 +120,7 @@ def test_an_interrupt_ends_a_cell_with_a_stopped_rank_and_keeps_its_variables(
     stop_once_begun(cell, stopped)
     interrupted_at = do_once_told(cell, lambda: setattr(cell.watch, "stop_requested", True))
     finish(cell)
-    assert time.monotonic() - interrupted_at[0] < 6
+    assert time.monotonic() - interrupted_at[0] < 20
     assert set(cell.failures) == {0, 1, 2}
     assert not cell.lost
     assert not run(three, LOOP.format(num=2)).failures

@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
@@ -134,6 +134,12 @@ class Kernel:
                 break
         return cell
 
+    def wait_until(self, condition: Callable[[], bool], *, timeout: float = 30.0) -> None:
+        """Take in output, also of cells that have ended, until a condition holds."""
+        messages = self.messages(timeout)
+        while not condition():
+            next(messages)
+
     def interrupt(self) -> None:
         """Press the square button."""
         self.manager.interrupt_kernel()
@@ -178,6 +184,8 @@ class Kernel:
         if cell is None:
             return
         match kind:
+            case "stream" if cell.outputs and cell.outputs[-1].get("name") == content["name"]:
+                cell.outputs[-1]["text"] += content["text"]  # as clients do
             case "stream" | "error" | "display_data" | "execute_result":
                 cell.outputs.append({"type": kind, **content})
                 if place := content.get("transient", {}).get("display_id"):

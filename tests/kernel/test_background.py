@@ -8,7 +8,7 @@ import pytest
 
 from tests.kernel.client import Cell, Kernel
 
-LONG = "%ddp_compare ddp --task digits --epochs 400 --no-baseline --no-wait"
+LONG = "%ddp_compare ddp --task digits --epochs 100000 --no-baseline --no-wait"
 BUSY = "A comparison trains on the ranks: %ddp_interrupt stops it"
 
 
@@ -19,14 +19,9 @@ def ended(kernel: Kernel, *, timeout: float = 30.0) -> None:
         time.sleep(0.1)
 
 
-def pause(kernel: Kernel, seconds: float) -> None:
-    """Let the comparison go on, and take in what it draws meanwhile."""
-    kernel.run(f"import time\ntime.sleep({seconds})")
-
-
 @pytest.fixture
 def training(kernel: Kernel) -> Iterator[Cell]:
-    """A comparison that would take minutes, a moment after its first updates."""
+    """A comparison that would take hours, a moment after its first updates."""
     request = kernel.begin(f"running = {LONG} --name long")
     cell = kernel.wait(request)
     assert not cell.error, cell.told
@@ -45,9 +40,8 @@ def test_the_notebook_goes_on_and_the_figure_is_redrawn_where_it_began(
     before = training.num_updates
     seconds = [kernel.run("1 + 1").seconds for _ in range(20)]
     print(f"a cell took {sorted(seconds)[10]:.3f} s, at most {max(seconds):.3f} s")
-    assert max(seconds) < 2
-    pause(kernel, 2)
-    assert training.num_updates > before
+    assert max(seconds) < 10
+    kernel.wait_until(lambda: training.num_updates > before)
     assert len(training.outputs) == 2
     shown = kernel.run("running").text
     assert re.fullmatch(
@@ -98,7 +92,7 @@ def test_interrupt_stops_it_and_keeps_what_was_trained(training: Cell, kernel: K
     assert kernel.value("running") == "<comparison: stopped>"
     assert kernel.value("running.result.comparison.runs[0].status") == "stopped"
     assert kernel.value("len(running.result.steps()) >= first > 0") == "True"
-    pause(kernel, 0.2)
+    kernel.wait_until(lambda: bool(training.bundles("text/html")))
     assert len(training.bundles("text/html")) == 1
     assert "<table" in training.bundles("text/html")[0]
     assert kernel.run("%%ddp\n1 + rank").by_rank == {0: ["1"], 1: ["2"]}
@@ -116,7 +110,7 @@ def test_one_that_ends_gives_its_result_and_shows_it_where_it_began(kernel: Kern
     assert not cell.error, cell.told
     done = kernel.run("short.wait(60).table()", timeout=90)
     assert not done.error, done.told
-    pause(kernel, 0.2)
+    kernel.wait_until(lambda: len(cell.outputs) == 2)
     assert [set(output["data"]) for output in cell.outputs] == [
         {"image/png", "text/plain"},
         {"text/html", "text/plain"},
@@ -134,7 +128,8 @@ def test_a_wrong_wish_is_told_in_the_cell_that_made_it(kernel: Kernel):
 def test_a_rank_that_dies_ends_it_and_is_told_under_its_cell(training: Cell, kernel: Kernel):
     kernel.run("import os, signal\nos.kill(cluster.states[1].pid, signal.SIGKILL)")
     ended(kernel)
-    pause(kernel, 0.2)
+    kernel.wait_until(lambda: bool(training.bundles("text/html")))
+    kernel.wait_until(lambda: "%ddp_restart" in training.stdout)
     assert "rank 1" in training.stdout
     assert "%ddp_restart --ranks 1" in training.stdout
     assert kernel.value("running") == "<comparison: failed>"

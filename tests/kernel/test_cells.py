@@ -1,7 +1,9 @@
 import re
+from pathlib import Path
 
 import pytest
 
+from tests.cluster.rig import waits_for
 from tests.kernel.client import Kernel, both
 
 
@@ -12,8 +14,11 @@ def test_each_rank_knows_its_place(kernel: Kernel):
 
 def test_equal_lines_are_shown_once_and_others_are_labelled(kernel: Kernel):
     expected = ["[0-1] same", "[0] mine 0", "[1] mine 1", "[0-1] end"]
-    for _ in range(5):  # on a busy machine the ranks may be too far apart to be merged
-        cell = kernel.run("%%ddp\nprint('same')\nprint('mine', rank)\nprint('end')")
+    meet = "dist.barrier()\n"
+    kernel.run("%%ddp\nimport torch.distributed as dist")
+    for _ in range(20):  # on a busy machine the ranks may be too far apart to be merged
+        source = f"{meet}print('same')\n{meet}print('mine', rank)\n{meet}print('end')"
+        cell = kernel.run(f"%%ddp\n{source}")
         assert cell.by_rank == {rank: ["same", f"mine {rank}", "end"] for rank in (0, 1)}
         if cell.lines == expected:
             break
@@ -31,10 +36,12 @@ def test_what_a_child_process_writes_is_shown(kernel: Kernel):
     assert cell.by_rank == both("from below")
 
 
-def test_output_comes_while_the_cell_runs(kernel: Kernel):
-    request = kernel.begin("%%ddp\nimport time\nprint('first')\ntime.sleep(1.5)\nprint('last')")
+def test_output_comes_while_the_cell_runs(kernel: Kernel, tmp_path: Path):
+    sign = tmp_path / "sign"
+    request = kernel.begin(f"%%ddp\nprint('first')\n{waits_for(sign)}print('last')")
     cell = kernel.wait_for_text(request, "first")
     assert "last" not in cell.text
+    sign.touch()
     assert kernel.wait(request).by_rank == both("first", "last")
 
 
@@ -128,7 +135,7 @@ def test_the_root_cause_comes_first_and_the_others_are_folded(kernel: Kernel):
     assert cell.told.startswith("RankError: rank 1 failed: ValueError: on purpose")
     assert "rank 0 was waiting in a collective" in cell.told.splitlines()[-1]
     assert "gloo" not in cell.told
-    assert cell.seconds < 4
+    assert cell.seconds < 15
     after = kernel.run("%%ddp\ntotal = torch.ones(1)\ndist.all_reduce(total)\nkept, total.item()")
     assert after.by_rank == {0: ["(10, 2.0)"], 1: ["(11, 2.0)"]}
 
@@ -187,17 +194,19 @@ def test_bad_input_is_one_sentence_and_loses_nothing(kernel: Kernel, source: str
     assert kernel.run("%%ddp\nkept").by_rank == {0: ["0"], 1: ["1"]}
 
 
-def test_a_cell_can_go_on_in_the_background(kernel: Kernel):
+def test_a_cell_can_go_on_in_the_background(kernel: Kernel, tmp_path: Path):
+    sign = tmp_path / "sign"
     request = kernel.begin(
-        "%%ddp --no-wait\nimport time\nfor i in range(4):\n    time.sleep(.2)\n    print('tick', i)"
+        f"%%ddp --no-wait\n{waits_for(sign)}for i in range(4):\n    print('tick', i)"
     )
-    cell = kernel.wait(request)
-    assert cell.seconds < 0.7
+    cell = kernel.wait(request)  # which the cell on the ranks has not ended for
     shown = r"<cell on ranks 0-1, begun \d\d:\d\d:\d\d; %ddp_status tells how it is>"
     assert re.search(shown, cell.text)
     kernel.run("handle = _")
     assert kernel.run("%ddp_status").text.count("busy") == 2
     assert kernel.run("1 + 1").text == "2"  # the notebook goes on
+    assert "tick" not in cell.text
+    sign.touch()
     kernel.run("handle.wait(30)")
     kernel.wait_for_text(request, "tick 3")  # under the cell that it belongs to
     kernel.run("handle")
@@ -225,10 +234,12 @@ def test_a_background_cell_can_be_interrupted(kernel: Kernel):
     assert kernel.run("%%ddp\nkept").by_rank == {0: ["0"], 1: ["1"]}
 
 
-def test_waiting_may_have_a_timeout_and_the_cell_goes_on(kernel: Kernel):
-    kernel.run("%%ddp --no-wait\nimport time\ntime.sleep(1)\nlate = 1")
+def test_waiting_may_have_a_timeout_and_the_cell_goes_on(kernel: Kernel, tmp_path: Path):
+    sign = tmp_path / "sign"
+    kernel.run(f"%%ddp --no-wait\n{waits_for(sign)}late = 1")
     kernel.run("handle = _")
     assert kernel.run("handle.wait(0.1)").error == "TimeoutError"
+    sign.touch()
     assert not kernel.run("handle.wait(20)").error
     assert kernel.run("%%ddp\nlate").by_rank == both("1")
 

@@ -111,7 +111,8 @@ class Fit:
 
 
 def by_hand(problem: Problem, num_ranks: int = 1) -> Fit:
-    """Plain torch, one process, whole batches."""
+    """Plain torch, one process, whole batches; one thread, as on the ranks."""
+    torch.set_num_threads(1)
     model, (inputs, targets), order = problem.build(), problem.data(), problem.order(num_ranks)
     optimizer = problem.factory()([p for p in model.parameters() if p.requires_grad])
     reports = []

@@ -2,6 +2,8 @@
 
 import time
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from ddpnb.errors import UserError
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.transport.master import Access
 from tests.rank.fit import Fit, Problem, by_hand, by_strategy, distance, drive
+from tests.rank.hold import hold_rank_1, wait_for
 
 TRANSPORTS = ["shm", "gloo", "rpc", "auto"]
 OPTIONS = [
@@ -49,11 +52,12 @@ def test_staleness_is_what_the_log_of_reads_and_writes_says(ranks, transport, op
     assert list(ranks(3).folder.iterdir()) == []
 
 
-def test_without_options_staleness_is_the_number_of_writes_by_others(ranks):
-    fits = ranks(3).call(fit_async, Problem(num_epochs=20))
+def test_without_options_staleness_is_the_number_of_writes_by_others(ranks, tmp_path):
+    hold = partial(hold_rank_1, tmp_path / "sign", 10)
+    fits = ranks(3).call(fit_async, Problem(num_epochs=20, learning_rate=0.02), {}, "auto", hold)
     for rank, fit in enumerate(fits):
         assert [report.staleness for report in fit.reports] == writes_of_others(fits[0].log, rank)
-    assert max(report.staleness for fit in fits for report in fit.reports) > 0
+    assert fits[1].reports[2].staleness > 0  # rank 0 made an update while rank 1 was held
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -66,10 +70,20 @@ def test_a_bound_of_0_is_synchronous(ranks, transport, optimizer):
     assert {report.staleness for fit in fits for report in fit.reports} == {0}
 
 
+def hold_at_the_bound(sign: Path, bound: int, rank: int, step: int) -> None:
+    """Hold rank 1 until rank 0 is as far ahead as it may be, and a moment longer."""
+    if rank == 0 and step == 2 + bound:
+        sign.touch()
+    if rank == 1 and step == 2:
+        wait_for(sign)
+        time.sleep(0.3)  # in which nobody may get further
+
+
 @pytest.mark.parametrize("bound", [0, 1, 3])
-def test_no_worker_begins_further_ahead_than_the_bound(ranks, bound):
+def test_no_worker_begins_further_ahead_than_the_bound(ranks, tmp_path, bound):
     problem = Problem(num_epochs=6, learning_rate=0.05)
-    fits = ranks(3).call(fit_async, problem, {"bound": bound}, "shm", slow_down)
+    hold = partial(hold_at_the_bound, tmp_path / "sign", bound)
+    fits = ranks(3).call(fit_async, problem, {"bound": bound}, "shm", hold)
     clocks, largest = dict.fromkeys(range(3), 0), 0
     for access in fits[0].log:
         clocks[access.rank] += access.is_write
@@ -107,6 +121,25 @@ def test_what_is_never_stale_cannot_be_damped():
         AsyncParameterServer(damping=True, bound=0)
 
 
+def fit_apart(state, folder, problem):
+    """Train in a folder of this rank's own, as on a host of its own."""
+    own = folder / f"own-{state.rank}"
+    own.mkdir()
+    try:
+        return fit_async(state, own, problem, {"bound": 0})
+    finally:
+        own.rmdir()
+
+
+def test_where_ranks_share_no_memory_gloo_takes_over(ranks):
+    problem = Problem(num_epochs=2)
+    for fit in ranks(2).call(fit_apart, problem):
+        assert fit.num_files_while_training == 0  # neither memory nor sockets
+        assert distance(fit, by_hand(problem, 2)) < 1e-5
+    together = ranks(2).call(fit_async, problem, {"bound": 0})
+    assert any(fit.num_files_while_training for fit in together)
+
+
 def test_each_step_hands_over_the_gradients_bytes(ranks):
     problem = Problem(num_epochs=1)
     size = sum(4 * p.numel() for p in problem.build().parameters())
@@ -141,9 +174,11 @@ def test_one_pass_moves_the_parameters_as_far_as_synchronous_sgd(ranks):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_slow_worker_holds_nobody_up(ranks, transport):
-    fast, slow = ranks(2).call(fit_async, Problem(num_epochs=10), {}, transport, slow_down)
-    assert len(fast.reports) > 3 * len(slow.reports)
+def test_a_slow_worker_holds_nobody_up(ranks, tmp_path, transport):
+    problem = Problem(num_epochs=20, learning_rate=0.02)
+    hold = partial(hold_rank_1, tmp_path / "sign", 220)
+    fast, slow = ranks(2).call(fit_async, problem, {}, transport, hold)
+    assert len(fast.reports) >= 220 > 3 * len(slow.reports)
     assert distance(fast, slow) == 0
 
 
@@ -170,7 +205,3 @@ def writes_of_others(log: list[Access], rank: int) -> list[int]:
         else:
             num_others = 0
     return found
-
-
-def slow_down(rank: int, step: int) -> None:
-    time.sleep(0.03 if rank == 1 else 0.001)

@@ -1,8 +1,13 @@
 """Are the bytes that a strategy tells of those of the formula?"""
 
+import json
+import math
+import time
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from torch._C._distributed_c10d import _dump_fr_trace_json
 
 from tests.rank.fit import Problem, by_strategy
 
@@ -36,10 +41,11 @@ def test_a_ring_sends_as_little_as_there_is_to_send(ranks, num_ranks):
     assert max(map(max, found)) <= 2 * (num_ranks - 1) * largest_chunk
 
 
-def test_a_central_store_is_told_by_each_and_tells_each(ranks):
-    first, *others = sent(ranks, "central", 3)
-    assert set(first) == {2 * S}
-    assert all(set(other) == {S} for other in others)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_a_central_store_is_told_by_each_and_tells_each(ranks, num_ranks):
+    first, *others = sent(ranks, "central", num_ranks)
+    assert set(first) == {(num_ranks - 1) * S}
+    assert [set(other) for other in others] == [{S}] * (num_ranks - 1)
 
 
 def test_replicas_get_parameters_and_give_gradients(ranks):
@@ -75,6 +81,49 @@ def test_gossip_in_pairs_sends_all_to_one(ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_without_locks_each_update_is_written_to_the_memory_of_all(ranks, num_ranks):
+    found = sent(ranks, "hogwild", num_ranks)
+    assert {size for rank in found for size in rank} == {S}
+    assert sum(map(len, found)) == PROBLEM.order(num_ranks).num_steps * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_in_shared_memory_gradients_are_written_once(ranks, num_ranks):
     expected = S if num_ranks > 1 else 0
     assert {size for rank in sent(ranks, "ddp-shm", num_ranks) for size in rank} == {expected}
+
+
+EXCHANGES = ["ddp", "ddp-by-hand", "central", "local-sgd:every=2", "local-sgd:after=9", "zero"]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("word", EXCHANGES)
+def test_what_is_told_is_what_torch_has_recorded(ranks, word, num_ranks):
+    """Of the last four of eight steps: what setting up and finishing take is left out."""
+    few, many = (ranks(num_ranks).call(told_and_recorded, word, num) for num in (4, 8))
+    told = [long - short for (short, _), (long, _) in zip(few, many, strict=True)]
+    recorded = {long - short for (_, short), (_, long) in zip(few, many, strict=True)}
+    assert len(recorded) == 1  # every rank makes every call
+    assert sum(told) == pytest.approx(recorded.pop(), abs=4 * num_ranks)  # each tells whole bytes
+    assert sum(told) > 0
+
+
+def told_and_recorded(state, folder, word: str, num_steps: int) -> tuple[int, int]:
+    """What a rank says that it sent, and what all ranks send for its calls."""
+    problem = replace(PROBLEM, num_epochs=num_steps / 7)
+    since = time.time_ns()
+    fit = by_strategy(state, folder, word, problem)
+    assert len(fit.reports) == num_steps
+    entries = json.loads(_dump_fr_trace_json())["entries"]
+    recorded = [sent_for(e, state.world_size) for e in entries if e["time_created_ns"] > since]
+    return sum(report.num_bytes_sent for report in fit.reports), sum(recorded)
+
+
+def sent_for(entry, num_ranks: int) -> int:
+    """Bytes that all ranks together send for one call."""
+    size = (
+        math.prod(entry["input_sizes"][0])
+        * {"Float": 4, "Long": 8, "Int": 4}[entry["input_dtypes"][0]]
+    )
+    times = {"all_reduce": 2, "reduce": 1, "broadcast": 1, "all_gather": num_ranks}
+    return times[entry["profiling_name"].removeprefix("gloo:")] * (num_ranks - 1) * size

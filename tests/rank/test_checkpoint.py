@@ -237,7 +237,7 @@ def test_an_asynchronous_server_is_copied_between_two_updates(ranks, tmp_path):
     spec = spec_of("async", tmp_path, source=COUNTING, save_every=0.1, num_warmup_steps=0)
     ranks(2).call(keep_all_job, spec)
     paths = sorted(tmp_path.glob("old/step-*/rank-0-of-*.pt"))
-    assert len(paths) > 3
+    assert len(paths) >= 1
     for path in paths:
         state = torch.load(path, weights_only=True)["strategy"]
         held = {float(value) for tensor in state["model"].values() for value in tensor.flatten()}

@@ -48,6 +48,9 @@ def test_on_one_rank_it_is_plain_sgd(ranks, word, optimizer, accumulate):
     problem = Problem(optimizer=optimizer, accumulate=accumulate)
     (fit,) = ranks(1).call(by_strategy, word, problem)
     reference = by_hand(problem)
+    if accumulate == 1 and word != PLAIN_OUTER_STEP:  # the same sums in the same order
+        assert distance(fit, reference) == 0
+        assert losses(fit) == losses(reference)
     assert distance(fit, reference) < 1e-5
     assert losses(fit) == pytest.approx(losses(reference), abs=1e-5)
     assert fit.num_files_left == 0
@@ -61,7 +64,7 @@ def test_on_one_rank_any_model_trains_as_in_plain_torch(ranks, word, model):
     problem = Problem(model=model, batch_size=16)
     (fit,) = ranks(1).call(by_strategy, word, problem)
     reference = by_hand(problem)
-    assert distance(fit, reference) < 1e-6
+    assert distance(fit, reference) <= (1e-6 if word == PLAIN_OUTER_STEP else 0)
     for mine, theirs in zip(fit.buffers, reference.buffers, strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -71,7 +74,7 @@ def test_on_one_rank_any_model_trains_as_in_plain_torch(ranks, word, model):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", [*SYNCHRONOUS, "async:bound=0"])
 def test_on_several_ranks_it_is_one_process_with_the_whole_batch(
     ranks, name, num_ranks, optimizer, accumulate
 ):
@@ -104,7 +107,7 @@ def test_gradients_are_clipped_as_in_one_process(ranks, name):
 def test_all_ranks_agree_in_the_end_and_leave_nothing(ranks, name, model, num_ranks):
     fits = took_part(ranks(num_ranks).call(by_strategy, name, Problem(model=model)))
     assert all(distance(fit, fits[0]) == 0 for fit in fits)
-    assert list(ranks(2).folder.iterdir()) == []
+    assert list(ranks(num_ranks).folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)

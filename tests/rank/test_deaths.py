@@ -15,6 +15,7 @@ from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.transport.meeting import excused
 from ddpnb.rank.transport.message import RankLostError, RunOverError
 from tests.rank.fit import Problem, by_strategy, distance, drive
+from tests.rank.hold import wait_for
 from tests.rank.test_async import fit_async
 
 LONG = Problem(num_epochs=24, learning_rate=0.02)
@@ -118,8 +119,9 @@ def test_where_a_worker_fails_before_it_comes_the_others_know_at_once(ranks):
     assert distance(fits[0], fits[2]) == 0
 
 
-def test_who_is_silent_is_given_up(ranks):
-    first, second, third = ranks(3).attempt(hang_on_rank_1, Problem(num_epochs=5))
+def test_who_is_silent_is_given_up(ranks, tmp_path):
+    problem = Problem(num_epochs=5)
+    first, second, third = ranks(3).attempt(hang_on_rank_1, problem, tmp_path / "sign")
     assert "Rank 1 left" in str(second.cause)
     (fit, lost), (other, _) = first, third
     assert len(lost) == 1
@@ -197,16 +199,19 @@ def unhurried(rank: int, step: int) -> None:
     time.sleep(0.004)
 
 
-def hang(rank: int, step: int) -> None:
-    if rank == 1 and step == 5:
-        time.sleep(4)
+def hang(sign: Path, rank: int, step: int) -> None:
+    """Have rank 1 do nothing until there is a sign."""
+    if rank == 1 and step == 2:
+        wait_for(sign)
     unhurried(rank, step)
 
 
-def hang_on_rank_1(state, folder, problem):
-    strategy = AsyncParameterServer(timeout_seconds=1)
+def hang_on_rank_1(state, folder, problem, sign):
+    strategy = AsyncParameterServer(timeout_seconds=5)
     try:
-        return drive(strategy, state, folder, problem, hang), strategy.lost_shares()
+        fit = drive(strategy, state, folder, problem, partial(hang, sign))
+        sign.touch()  # the others have ended without rank 1
+        return fit, strategy.lost_shares()
     finally:
         strategy.close()
 

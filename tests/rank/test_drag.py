@@ -65,17 +65,19 @@ def marks(result) -> list[tuple[int, str]]:
 def test_one_slow_worker_holds_up_all_that_wait_for_it(ranks, strategy):
     usual = ranks(2).call(train_job, spec_of(strategy, source=HEAVY))
     late = ranks(2).call(train_job, spec_of(strategy, source=HEAVY, slow=("1:10x",)))
-    assert 1.5 < step_seconds(late[0]) / step_seconds(usual[0]) < 40
+    assert step_seconds(late[0]) > 1.5 * step_seconds(usual[0])
+    if strategy == "ddp":  # its ranks are in step
+        assert step_seconds(late[0]) == pytest.approx(step_seconds(late[1]), rel=0.5)
     assert [mark for result in late for mark in marks(result)] == [(1, "10x slower")]
     (header,) = [event for event in late[0][1] if isinstance(event, RunHeader)]
     assert "Rank 1 is 10x slower on purpose." in header.notes
 
 
 def test_asynchronous_workers_do_not_wait_for_the_slow_one(ranks):
-    fast, slow = ranks(2).call(train_job, spec_of("async", slow=("1:10ms",), num_epochs=60))
+    fast, slow = ranks(2).call(train_job, spec_of("async", slow=("1:20ms",), num_epochs=400))
     assert fast[0].num_steps > slow[0].num_steps > 2
-    assert step_seconds(slow) > 0.01 > step_seconds(fast)
-    assert marks(slow) == [(1, "10 ms slower")]
+    assert step_seconds(slow) > max(0.02, step_seconds(fast))
+    assert marks(slow) == [(1, "20 ms slower")]
 
 
 @pytest.mark.parametrize("strategy", ["async", "hogwild", "gossip"])
@@ -91,7 +93,7 @@ def test_a_fixed_delay_counts_as_computing(ranks):
     assert step_seconds(first) > 0.045  # it waits for the other
     assert step_seconds(second) > 0.045
     usually = [statistics.median(e.parts.forward for e in steps(r)) for r in (first, second)]
-    assert usually[0] < 0.045 < usually[1]
+    assert usually[1] > max(0.045, usually[0])
 
 
 def test_two_slow_ranks_do_not_slow_each_other_down_for_ever(ranks):
@@ -102,11 +104,10 @@ def test_two_slow_ranks_do_not_slow_each_other_down_for_ever(ranks):
 
 
 def test_single_knows_only_its_own_rank(ranks):
-    result = ranks(2).call(train_job, spec_of("single", slow=("1:50ms",)))[0]
-    assert marks(result) == []
-    assert step_seconds(result) < 0.05
-    result = ranks(2).call(train_job, spec_of("single", slow=("0:50ms",)))[0]
-    assert step_seconds(result) > 0.05
+    other = ranks(2).call(train_job, spec_of("single", slow=("1:50ms",)))[0]
+    assert marks(other) == []
+    own = ranks(2).call(train_job, spec_of("single", slow=("0:50ms",)))[0]
+    assert step_seconds(own) > max(0.05, step_seconds(other))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -150,7 +151,7 @@ def kill_job(state, folder, spec, marks_file):
         folder=folder,
         publish=publish,
         namespace={},
-        should_stop=lambda: time.monotonic() - began > 20,
+        should_stop=lambda: time.monotonic() - began > 60,
     )
 
 
@@ -161,7 +162,7 @@ def test_a_rank_dies_when_it_should_and_says_so_before(fresh_ranks, tmp_path, st
     told = tmp_path / "marks"
     began = time.monotonic()
     results = group.attempt(kill_job, spec, told)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 45
     victim = 0 if strategy == "dp" else 1  # all of dp's replicas live in rank 0
     assert "died" in str(results[victim])
     rank, text, seconds = told.read_text().split()

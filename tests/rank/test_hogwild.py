@@ -1,11 +1,14 @@
 """Is lock-free training on shared memory exact where it can be, and honest about staleness?"""
 
-import time
-from dataclasses import replace
+import itertools
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from ddpnb.errors import UserError
 from ddpnb.rank.strategies.hogwild import Hogwild
@@ -14,10 +17,11 @@ from ddpnb.rank.transport.master import Access
 from ddpnb.rank.transport.message import RankLostError, RunOverError
 from ddpnb.wire import RunSpec
 from tests.rank.fit import Fit, Problem, distance, drive
+from tests.rank.hold import hold_rank_1, wait_for
 from tests.rank.ranks import make_state
-from tests.rank.test_async import slow_down
 from tests.rank.test_deaths import (
     LONG,
+    hang,
     kill_rank_0,
     kill_rank_1,
     raise_on_rank_1,
@@ -30,29 +34,76 @@ CALM = Problem(num_epochs=10, learning_rate=0.02)
 
 
 def fit_hogwild(
-    state, folder, problem, before_step=None, timeout_seconds=60.0, joins=False, num_ahead=0
+    state,
+    folder,
+    problem,
+    before_step=None,
+    timeout_seconds=60.0,
+    joins=False,
+    num_ahead=0,
+    ended=None,
 ):
     log: list[Access] = []
     strategy = Hogwild(timeout_seconds=timeout_seconds, log=log.append)
     try:
         place = {"joins": joins, "num_ahead": num_ahead}
         fit: Fit = drive(strategy, state, folder, problem, before_step, **place)
+        if ended is not None:
+            ended.touch()
         return replace(fit, log=log), strategy.lost_shares()
     finally:
         strategy.close()
         strategy.close()
 
 
-def test_staleness_is_what_the_logs_of_all_workers_say(ranks):
-    fits = [fit for fit, _ in ranks(3).call(fit_hogwild, CALM)]
-    writes = sorted(a.version for fit in fits for a in fit.log if a.is_write)
-    assert writes == list(range(1, CALM.order(3).num_steps * 3 + 1))
-    for fit in fits:
+@dataclass(frozen=True, kw_only=True)
+class OverlapProblem(Problem):
+    """Rank 0 makes an update while rank 1 is in its third forward pass."""
+
+    folder: Path
+
+    def build(self) -> nn.Module:
+        model, calls = super().build(), itertools.count()
+
+        def before_forward(*_: object) -> None:
+            if dist.get_rank() == 1 and next(calls) == 2:
+                (self.folder / "computing").touch()
+                wait_for(self.folder / "updated")
+
+        model.register_forward_pre_hook(before_forward)
+        return model
+
+    def meet(self, rank: int, step: int) -> None:
+        """Before each step."""
+        if rank == 0 and step == 3:
+            wait_for(self.folder / "computing")
+        if rank == 0 and step == 4:
+            (self.folder / "updated").touch()
+        if rank == 2 and step == 3:
+            wait_for(self.folder / "updated")
+
+
+def test_staleness_is_what_the_logs_of_all_workers_say(ranks, tmp_path):
+    problem = OverlapProblem(num_epochs=10, learning_rate=0.02, folder=tmp_path)
+    fits = [fit for fit, _ in ranks(3).call(fit_hogwild, problem, problem.meet)]
+    writes = {access.version: rank for rank, fit in enumerate(fits) for access in writes_in(fit)}
+    assert sum(len(writes_in(fit)) for fit in fits) == len(writes)  # each has its own number
+    assert sorted(writes) == list(range(1, problem.order(3).num_steps * 3 + 1))
+    for rank, fit in enumerate(fits):
         pairs = zip(fit.log[::2], fit.log[1::2], strict=True)
-        staleness = [write.version - 1 - read.version for read, write in pairs]
-        assert [report.staleness for report in fit.reports] == staleness
-    assert max(report.staleness for fit in fits for report in fit.reports) > 0
+        assert all(write.is_write and not read.is_write for read, write in pairs)
+        pairs = zip(fit.log[::2], fit.log[1::2], strict=True)
+        by_others = [
+            sum(writes[number] != rank for number in range(read.version + 1, write.version))
+            for read, write in pairs
+        ]
+        assert [report.staleness for report in fit.reports] == by_others
+    assert fits[1].reports[2].staleness > 0
     assert list(ranks(3).folder.iterdir()) == []
+
+
+def writes_in(fit: Fit) -> list[Access]:
+    return [access for access in fit.log if access.is_write]
 
 
 def test_all_ranks_end_with_the_same_parameters_in_memory_of_their_own(ranks):
@@ -70,9 +121,10 @@ def test_it_finds_the_known_optimum_of_a_convex_problem(ranks):
     torch.testing.assert_close(fit.parameters[1], optimum[6], atol=1e-3, rtol=0)
 
 
-def test_a_slow_worker_holds_nobody_up(ranks):
-    (fast, _), (slow, _) = ranks(2).call(fit_hogwild, CALM, slow_down)
-    assert len(fast.reports) > 3 * len(slow.reports)
+def test_a_slow_worker_holds_nobody_up(ranks, tmp_path):
+    hold = partial(hold_rank_1, tmp_path / "sign", 110)
+    (fast, _), (slow, _) = ranks(2).call(fit_hogwild, CALM, hold)
+    assert len(fast.reports) >= 110 > 3 * len(slow.reports)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 3])
@@ -120,8 +172,11 @@ def test_the_death_of_rank_0_ends_the_run_with_a_sentence(fresh_ranks):
     assert "Rank 0 left" in str(failures[1].cause)
 
 
-def test_who_is_silent_is_given_up(ranks):
-    (fit, lost), second, (other, _) = ranks(3).attempt(fit_hogwild, CALM, hang, 1.0)
+def test_who_is_silent_is_given_up(ranks, tmp_path):
+    sign = tmp_path / "sign"
+    (fit, lost), second, (other, _) = ranks(3).attempt(
+        fit_hogwild, CALM, partial(hang, sign), 5.0, False, 0, sign
+    )
     assert isinstance(second.cause, RankLostError)
     assert len(lost) == 1
     assert distance(fit, other) == 0
@@ -157,9 +212,3 @@ def come_late(state, folder):
         fit_hogwild(state, folder, LONG, joins=True)
     except RunOverError:
         return "over"
-
-
-def hang(rank: int, step: int) -> None:
-    if rank == 1 and step == 2:
-        time.sleep(4)
-    unhurried(rank, step)

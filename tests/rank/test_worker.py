@@ -72,7 +72,10 @@ def test_header_events_and_reports_tell_the_same(ranks, strategy, num_ranks):
     assert header.num_workers == (1 if strategy == "single" else num_ranks)
     assert header.synchronous == (strategy not in ASYNCHRONOUS)
     for report, mine in zip(reports, steps, strict=True):
-        assert report.took_part == bool(mine)
+        if strategy in ASYNCHRONOUS:  # who wakes up late may find no share left
+            assert report.took_part or not mine
+        else:
+            assert report.took_part == bool(mine)
         assert [e.step for e in mine] == list(range(report.num_steps))
         assert report.num_samples == sum(e.num_samples for e in mine)
         assert [e.seconds for e in mine] == sorted(e.seconds for e in mine)
