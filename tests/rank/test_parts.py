@@ -6,8 +6,8 @@ from ddpnb.rank.strategies import STRATEGIES
 from ddpnb.wire import StepEvent
 from tests.rank.test_options import spec_of, train_job
 
-INSIDE = ("hogwild", "fsdp")
-"""Strategies that exchange inside another part: the optimizer's update, both passes."""
+INSIDE = ("hogwild",)
+"""Strategies that exchange inside another part: the optimizer's update."""
 
 
 def all_steps(ranks, strategy: str) -> list[list[StepEvent]]:
