@@ -13,7 +13,7 @@ from ddpnb.rank.order import Order, Share
 from ddpnb.rank.stage import build
 from ddpnb.rank.strategies import STRATEGIES, make_strategy
 from ddpnb.rank.strategies.base import Batch, Plan
-from ddpnb.rank.strategies.replicas import Cast, ThreadReplicas
+from ddpnb.rank.strategies.support.replicas import Cast, ThreadReplicas
 from ddpnb.rank.tasks.base import default_optimizer
 from ddpnb.rank.tuning import notes, tuned
 from ddpnb.wire import RunHeader, RunSpec, StepEvent

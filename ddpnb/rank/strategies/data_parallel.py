@@ -24,8 +24,8 @@ from torch import nn
 
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
-from ddpnb.rank.strategies.flat import memory_of, num_bytes
-from ddpnb.rank.strategies.replicas import GpuReplicas, Replicas, ThreadReplicas, fewest_of
+from ddpnb.rank.strategies.support.flat import memory_of, num_bytes
+from ddpnb.rank.strategies.support.replicas import GpuReplicas, Replicas, ThreadReplicas, fewest_of
 from ddpnb.wire import RankState
 
 

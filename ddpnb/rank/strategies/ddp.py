@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpnb.errors import UserError
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
-from ddpnb.rank.strategies.compression import compression
-from ddpnb.rank.strategies.flat import all_reduce_bytes, memory_of, num_bytes
-from ddpnb.rank.strategies.overlap import observe
-from ddpnb.rank.strategies.power import check_matrices
+from ddpnb.rank.strategies.support.compression import compression
+from ddpnb.rank.strategies.support.flat import all_reduce_bytes, memory_of, num_bytes
+from ddpnb.rank.strategies.support.overlap import observe
+from ddpnb.rank.strategies.support.power import check_matrices
 from ddpnb.wire import RankState
 
 _DEFAULT_CAP_MB: Final = 25.0

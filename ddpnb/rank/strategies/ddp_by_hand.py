@@ -21,7 +21,7 @@ from torch import nn
 
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
-from ddpnb.rank.strategies.flat import (
+from ddpnb.rank.strategies.support.flat import (
     Flat,
     all_reduce_bytes,
     gradients,

@@ -31,9 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
-from ddpnb.rank.strategies.compression import Compression
-from ddpnb.rank.strategies.flat import all_reduce_bytes, memory_of, num_bytes
-from ddpnb.rank.strategies.overlap import Overlap, Unobserved, observe, observe_buffers
+from ddpnb.rank.strategies.support.compression import Compression
+from ddpnb.rank.strategies.support.flat import all_reduce_bytes, memory_of, num_bytes
+from ddpnb.rank.strategies.support.overlap import Overlap, Unobserved, observe, observe_buffers
 from ddpnb.rank.strategies.timer import Timer
 from ddpnb.rank.transport.shared_sum import SharedSum
 from ddpnb.wire import RankState

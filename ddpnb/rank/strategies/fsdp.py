@@ -48,9 +48,9 @@ from ddpnb.rank.strategies.base import (
     StepReport,
     Strategy,
 )
-from ddpnb.rank.strategies.flat import memory_of
-from ddpnb.rank.strategies.gathers import NCCL_NOTE, Messages
-from ddpnb.rank.strategies.layers import layers_of
+from ddpnb.rank.strategies.support.flat import memory_of
+from ddpnb.rank.strategies.support.gathers import NCCL_NOTE, Messages
+from ddpnb.rank.strategies.support.layers import layers_of
 from ddpnb.wire import RankState
 
 

@@ -26,8 +26,8 @@ from torch import nn
 from ddpnb.errors import UserError
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, Strategy
-from ddpnb.rank.strategies.crew import Crew
-from ddpnb.rank.strategies.flat import num_bytes
+from ddpnb.rank.strategies.support.crew import Crew
+from ddpnb.rank.strategies.support.flat import num_bytes
 from ddpnb.rank.transport.master import Access, Log, no_log
 from ddpnb.rank.transport.quick_step import ScaledStep
 from ddpnb.wire import RankState

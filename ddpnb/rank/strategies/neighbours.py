@@ -15,8 +15,8 @@ from torch import nn
 
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
-from ddpnb.rank.strategies.crew import Crew
-from ddpnb.rank.strategies.flat import memory_of, num_bytes
+from ddpnb.rank.strategies.support.crew import Crew
+from ddpnb.rank.strategies.support.flat import memory_of, num_bytes
 from ddpnb.rank.transport.master import Access, Log, no_log
 from ddpnb.rank.transport.message import RunOverError
 from ddpnb.rank.transport.weights import Weights

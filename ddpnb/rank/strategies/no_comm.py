@@ -23,7 +23,7 @@ from torch import nn
 
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
-from ddpnb.rank.strategies.flat import Flat, meeting_place, memory_of
+from ddpnb.rank.strategies.support.flat import Flat, meeting_place, memory_of
 from ddpnb.wire import RankState
 
 _NOTE = "no-comm sends nothing: its model has learnt from rank 0's share of the samples alone."

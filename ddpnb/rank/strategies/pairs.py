@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.average import Mean
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
-from ddpnb.rank.strategies.flat import Flat, meeting_place, memory_of
+from ddpnb.rank.strategies.support.average import Mean
+from ddpnb.rank.strategies.support.flat import Flat, meeting_place, memory_of
 from ddpnb.wire import RankState
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
-from ddpnb.rank.strategies.flat import Flat, gradients, meeting_place, memory_of, num_bytes
+from ddpnb.rank.strategies.support.flat import Flat, gradients, meeting_place, memory_of, num_bytes
 from ddpnb.wire import RankState
 
 

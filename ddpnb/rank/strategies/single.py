@@ -15,7 +15,7 @@ from torch import nn
 
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
-from ddpnb.rank.strategies.flat import memory_of
+from ddpnb.rank.strategies.support.flat import memory_of
 from ddpnb.wire import RankState
 
 

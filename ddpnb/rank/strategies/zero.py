@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 from ddpnb.errors import UserError
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
-from ddpnb.rank.strategies.compression import compression
-from ddpnb.rank.strategies.flat import all_reduce_bytes, memory_of, num_bytes
-from ddpnb.rank.strategies.overlap import observe
+from ddpnb.rank.strategies.support.compression import compression
+from ddpnb.rank.strategies.support.flat import all_reduce_bytes, memory_of, num_bytes
+from ddpnb.rank.strategies.support.overlap import observe
 from ddpnb.wire import RankState
 
 

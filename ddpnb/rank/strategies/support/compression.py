@@ -28,8 +28,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 
 from ddpnb.errors import UserError
 from ddpnb.rank.strategies.base import State
-from ddpnb.rank.strategies.flat import num_bytes
-from ddpnb.rank.strategies.power import PowerMemory
+from ddpnb.rank.strategies.support.flat import num_bytes
+from ddpnb.rank.strategies.support.power import PowerMemory
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 

@@ -5,7 +5,7 @@ from typing import final
 import torch.distributed as dist
 
 from ddpnb.rank.strategies.base import Replica
-from ddpnb.rank.strategies.flat import Flat, all_reduce_bytes, gradients, meeting_place
+from ddpnb.rank.strategies.support.flat import Flat, all_reduce_bytes, gradients, meeting_place
 
 
 @final

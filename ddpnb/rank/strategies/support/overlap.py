@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import GradBucket, Logger
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddpnb.rank.strategies.compression import Compression
+from ddpnb.rank.strategies.support.compression import Compression
 from ddpnb.rank.strategies.timer import Moment, Timer, Untimed
 
 

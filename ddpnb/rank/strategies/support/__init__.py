@@ -1,0 +1,1 @@
+"""What are strategies made of that are too large for one file, or have something in common?"""
