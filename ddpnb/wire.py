@@ -73,8 +73,6 @@ class RunHeader:
     """Training samples the whole run will see, over all workers."""
     num_samples_before: int = 0
     """Those that the run it resumes had seen when the checkpoint was made."""
-    survives_deaths: bool = False
-    """Whether the others train on where a rank other than 0 dies."""
     notes: tuple[str, ...] = ()
     """What is emulated, synthetic or adjusted: one short sentence each, shown with every result."""
 
@@ -132,6 +130,16 @@ class StepEvent:
     parts: Parts = NO_PARTS
     num_bytes_sent: int = 0
     """What this worker handed over for others in this step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What a rank knows of a training that can be trained."""
+
+    num_samples: int
+    """Of the training split here; should be as many on every rank."""
+    survives_deaths: bool
+    """Whether the others train on where a rank other than 0 dies."""
 
 
 NO_STALENESS = -1

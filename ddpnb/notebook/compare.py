@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 
 from ddpnb import catalogue
@@ -96,6 +96,7 @@ class Training:
         cluster: where.
         recorder: keeps the runs.
         specs: the trainings, in order.
+        survivors: the strategies that train on where a rank other than 0 dies.
         live: shows them.
         view: what of them is shown.
     """
@@ -103,6 +104,7 @@ class Training:
     cluster: Cluster
     recorder: Recorder
     specs: Sequence[RunSpec]
+    survivors: Collection[str]
     live: Live = field(default_factory=live)
     view: View = EVERYTHING
     _watch: Watch | None = None
@@ -170,7 +172,12 @@ class Training:
     def _train(self, spec: RunSpec) -> None:
         tell_stale(self.cluster.ensure_group())
         self.recorder.begin(spec.run_id, spec.strategy, spec)
-        comeback = Comeback(cluster=self.cluster, spec=spec, handle=self._handle)
+        comeback = Comeback(
+            cluster=self.cluster,
+            spec=spec,
+            handle=self._handle,
+            survives_deaths=spec.strategy in self.survivors,
+        )
         self._watch = watch = Watch(
             cluster=self.cluster,
             call=self.cluster.submit(OnRank("train"), spec, ranks=self.cluster.ranks),
@@ -267,8 +274,8 @@ def prepare(
     """
     specs = with_checkpoints(spec.run_specs(), spec.strategies, store)
     tell_stale(cluster.ensure_group())
-    for run_spec in {run_spec.strategy: run_spec for run_spec in specs}.values():
-        check(cluster, run_spec)
+    each = {run_spec.strategy: run_spec for run_spec in specs}
+    found = {name: check(cluster, run_spec) for name, run_spec in each.items()}
     recorder = Recorder(
         store,
         name=spec.name,
@@ -279,4 +286,11 @@ def prepare(
     )
     shown = shown_by or live(spec.view)
     shown.begin(recorder.comparison)
-    return Training(cluster=cluster, recorder=recorder, specs=specs, live=shown, view=spec.view)
+    return Training(
+        cluster=cluster,
+        recorder=recorder,
+        specs=specs,
+        survivors=frozenset(name for name, told in found.items() if told.survives_deaths),
+        live=shown,
+        view=spec.view,
+    )

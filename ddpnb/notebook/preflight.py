@@ -8,14 +8,17 @@ from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.watch import Watch
 from ddpnb.notebook.ranks import spoken_ranks
 from ddpnb.notebook.show.failures import CellInterrupt, RankError
-from ddpnb.wire import OnRank, RunSpec
+from ddpnb.wire import Checked, OnRank, RunSpec
 
 FREE_AFTER_SECONDS = 5.0
 """How long ranks may still check after one has refused; to free them costs the group."""
 
 
-def check(cluster: Cluster, spec: RunSpec) -> None:
+def check(cluster: Cluster, spec: RunSpec) -> Checked:
     """Have every rank look for what would stop a training.
+
+    Returns:
+        What rank 0 knows of it.
 
     Raises:
         UserError: where the user's own mistake would.
@@ -39,17 +42,19 @@ def check(cluster: Cluster, spec: RunSpec) -> None:
             raise UserError(failure.text)
     if failures:
         raise RankError(failures)
-    _check_sizes(watch.returned)
+    found = {rank: told for rank, told in watch.returned.items() if isinstance(told, Checked)}
+    _check_sizes(found)
+    return found[0]
 
 
-def _check_sizes(num_samples: Mapping[int, object]) -> None:
+def _check_sizes(found: Mapping[int, Checked]) -> None:
     """Refuse a training split that is larger on one rank than on another."""
-    by_size: dict[object, list[int]] = {}
-    for rank, size in sorted(num_samples.items()):
-        by_size.setdefault(size, []).append(rank)
+    by_size: dict[int, list[int]] = {}
+    for rank, told in sorted(found.items()):
+        by_size.setdefault(told.num_samples, []).append(rank)
     if len(by_size) > 1:
-        told = [f"{size} samples on {spoken_ranks(on)}" for size, on in by_size.items()]
+        sizes = [f"{size} samples on {spoken_ranks(on)}" for size, on in by_size.items()]
         raise UserError(
-            f"data('train') has {' and '.join(told)}; return the same data on every rank, "
+            f"data('train') has {' and '.join(sizes)}; return the same data on every rank, "
             "each trains on its own part of them."
         )

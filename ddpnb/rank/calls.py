@@ -19,7 +19,17 @@ from ddpnb.rank.group import Group
 from ddpnb.rank.publish import Publisher
 from ddpnb.rank.tied import tied_variables
 from ddpnb.unsent import UnsentSteps
-from ddpnb.wire import CellReport, CellSpec, Failure, Joining, RankState, RunReport, RunSpec, Tied
+from ddpnb.wire import (
+    CellReport,
+    CellSpec,
+    Checked,
+    Failure,
+    Joining,
+    RankState,
+    RunReport,
+    RunSpec,
+    Tied,
+)
 
 
 def state() -> RankState:
@@ -43,8 +53,8 @@ def run_cell(spec: CellSpec) -> CellReport:
     return cell.run_cell(spec, this_engine())
 
 
-def check(spec: RunSpec) -> Failure | int:
-    """Find what would stop a training, before anything trains; else count its samples here."""
+def check(spec: RunSpec) -> Failure | Checked:
+    """Find what would stop a training, before anything trains."""
     engine = this_engine()
     try:
         return cell.interruptible(

@@ -110,6 +110,7 @@ class Publisher:
                 self._thread = thread
 
     def _run(self) -> None:
+        self._flush()  # the run's header, or this rank's first step: there is something to show
         while not self._stop.wait(FLUSH_SECONDS):
             self._flush()
 

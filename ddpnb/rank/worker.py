@@ -35,7 +35,7 @@ from ddpnb.rank.tally import Publish, Tally, header_of
 from ddpnb.rank.transport.meeting import excused
 from ddpnb.rank.transport.message import RunOverError
 from ddpnb.rank.untouched import untouched
-from ddpnb.wire import Joining, RankState, RunReport, RunSpec
+from ddpnb.wire import Checked, Joining, RankState, RunReport, RunSpec
 
 UNNAMED = "<comparison>"
 """What a comparison's cell is called in tracebacks where it has no number."""
@@ -47,13 +47,10 @@ def check(
     state: RankState,
     namespace: Mapping[str, object],
     filename: str = UNNAMED,
-) -> int:
+) -> Checked:
     """Refuse what cannot be trained, before anything trains.
 
     Every rank may call it alone: nothing is sent.
-
-    Returns:
-        The samples of the training split here, which should be as many on every rank.
 
     Args:
         spec: the training to check.
@@ -74,7 +71,9 @@ def check(
         strategy.check(replica)
         if stage.saved is not None:
             likeness.check_replica(replica, stage.saved)
-        return len(stage.task.train)
+        return Checked(
+            num_samples=len(stage.task.train), survives_deaths=stage.plan.survives_deaths
+        )
 
 
 def run(

@@ -192,7 +192,9 @@ specs = ComparisonSpec(strategies=("ddp", "async"), training=training, baseline=
 recorder = Recorder(
     this_session().store, name="ended", task="digits", source="", specs=specs
 )
-running = Training(cluster=this_session()._cluster, recorder=recorder, specs=specs)
+running = Training(
+    cluster=this_session()._cluster, recorder=recorder, specs=specs, survivors=()
+)
 
 def call_in_the_midst():
     for strategy, call in CALLS:

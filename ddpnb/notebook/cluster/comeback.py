@@ -46,15 +46,15 @@ class Comeback:
         cluster: where it trains.
         spec: the run.
         handle: takes what the ranks send, and marks.
+        survives_deaths: whether the run goes on without a rank, unless that is rank 0.
     """
 
     cluster: Cluster
     spec: RunSpec
     handle: Callable[[Happening], None]
+    survives_deaths: bool
     came_back: set[int] = field(default_factory=set)
     """Ranks whose process is another than when the run began."""
-    survives_deaths: bool = False
-    """Whether the run goes on without a rank; known from its header on."""
     _began_at: float = float("inf")
     _num_batches: dict[int, int] = field(default_factory=dict)
     _num_steps: dict[int, int] = field(default_factory=dict)
@@ -118,8 +118,6 @@ class Comeback:
         if not isinstance(happening, Events):
             return
         rank, batch = happening.rank, happening.batch
-        if batch.header is not None:
-            self.survives_deaths = batch.header.survives_deaths
         if batch.num_steps:
             last = rows_of(batch)[-1]
             self._began_at = min(self._began_at, time.time() - float(last["seconds"]))
