@@ -43,11 +43,14 @@ def a_spec(
     folder: Path,
     *,
     rank: int = 1,
-    num_calls: int = 50,
+    num_calls: int = 200,
     num_epochs: float = 8,
     transport: str = "auto",
 ) -> ComparisonSpec:
-    """A training in which a rank kills its own process, once."""
+    """A training in which a rank kills its own process, once.
+
+    After two seconds: by then the notebook knows that the run can go on without it.
+    """
     return ComparisonSpec(
         strategies=(strategy,),
         training=TrainingSpec(
@@ -80,7 +83,7 @@ def test_a_killed_rank_costs_its_share_and_comes_back(tmp_path, capsys, strategy
         came_back = snapshot.marks[1].seconds  # with a step, not when that was told
         assert came_back in events["seconds"]
         assert (events["seconds"] >= came_back).sum() > 10
-        assert 10 < (events["seconds"] < came_back).sum() < 50  # the dead process's own
+        assert 10 < (events["seconds"] < came_back).sum() < 200  # the dead process's own
         assert len(set(events["step"])) == len(events)
         assert f"lost {rank_0.num_lost_samples} samples" in capsys.readouterr().err
         again = prepare(cluster, store, a_spec("ddp", tmp_path, num_epochs=0.2)).run()
@@ -126,7 +129,7 @@ def model():
 def test_a_rank_that_comes_when_the_run_is_over_is_there_for_the_next(tmp_path):
     store = Store(tmp_path)
     late = LATE.format(marker=str(tmp_path / "marker"), over=str(tmp_path / "over"))
-    spec = a_spec("async", tmp_path, num_epochs=2)
+    spec = a_spec("async", tmp_path, num_epochs=4)
     spec = replace(spec, training=replace(spec.training, source=spec.training.source + late))
     with started(2, method="fork") as cluster:
         result = prepare(cluster, store, spec).run()
