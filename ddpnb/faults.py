@@ -18,8 +18,6 @@ _UNIT_SECONDS = {"s": 1.0, "ms": 1e-3}
 MAX_SECONDS = 86_400.0
 """A day: longer than any step here, or any training."""
 MAX_FACTOR = 10_000.0
-SOONEST_SECONDS = 0.6
-"""When a rank is killed at the earliest: the notebook must know what the run is by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +39,7 @@ class Kill:
 
     rank: int
     seconds: float
-    """Of training, until it does; ``SOONEST_SECONDS`` at least."""
+    """Of training, until it does."""
 
 
 def parse_slow(text: str) -> Slow:
@@ -76,7 +74,7 @@ def parse_kill(text: str) -> Kill:
     if found is None:
         raise UserError(f"Write --kill as 1@5s, rank and training time, not {text!r}.")
     seconds = _seconds(f"--kill {text}", float(found[2]), found[3])
-    return Kill(rank=int(found[1]), seconds=max(seconds, SOONEST_SECONDS))
+    return Kill(rank=int(found[1]), seconds=seconds)
 
 
 def parse_kills(texts: Sequence[str]) -> tuple[Kill, ...]:

@@ -23,7 +23,7 @@ from typing import final
 
 import torch
 
-from ddpnb.faults import SOONEST_SECONDS, Kill, Slow, parse_kill, parse_slow
+from ddpnb.faults import Kill, Slow, parse_kill, parse_slow
 from ddpnb.rank.strategies.base import Batch, Plan, Replica
 from ddpnb.rank.strategies.timer import Timer
 from ddpnb.wire import KILLED, Mark, RunSpec
@@ -81,9 +81,7 @@ def _told_of_kills(kills: Sequence[Kill], plan: Plan) -> list[str]:
 
 
 def _told_of_kill(fault: Kill, plan: Plan) -> str:
-    soonest = " (the soonest)" if fault.seconds == SOONEST_SECONDS else ""
-    told = f"Rank {fault.rank} is to be killed after {fault.seconds:g} s{soonest} of training"
-    told += ", on purpose"
+    told = f"Rank {fault.rank} is to be killed after {fault.seconds:g} s of training, on purpose"
     if fault.rank >= plan.num_ranks:
         return f"{told}; here it is a thread of rank 0, whose process dies with it."
     return f"{told}."

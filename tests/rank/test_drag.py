@@ -194,7 +194,7 @@ def spare_job(state, folder, spec):
 
 
 def test_who_is_spared_at_the_last_moment_is_not_said_to_have_died(ranks):
-    assert ranks(1).call(spare_job, spec_of("ddp", kill=("0@100ms",))) == [[]]
+    assert ranks(1).call(spare_job, spec_of("ddp", kill=("0@800ms",))) == [[]]
 
 
 DP = Plan(num_ranks=1, num_workers=2, synchronous=True)
@@ -213,7 +213,7 @@ SINGLE = Plan(num_ranks=1, num_workers=1, synchronous=True)
             {"kill": ("1@5s", "0@100ms")},
             [
                 "Rank 1 is to be killed after 5 s of training, on purpose.",
-                "Rank 0 is to be killed after 0.6 s (the soonest) of training, on purpose.",
+                "Rank 0 is to be killed after 0.1 s of training, on purpose.",
             ],
         ),
         (
