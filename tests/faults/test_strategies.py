@@ -40,7 +40,7 @@ class Moody(nn.Linear):
 
     def forward(self, x):
         Moody.num_calls += 1
-        if rank == 1 and Moody.num_calls == 20:
+        if rank == 1 and Moody.num_calls == 10:
             Path({marker!r}).touch()
             {mood}
         time.sleep(0.002)
@@ -63,7 +63,7 @@ SLEEPS_A_WHILE = "time.sleep(3)"
 OF_A_RUN = (".s", ".k", ".sum", ".w", ".b", ".stop")
 """How the names of files end that a run makes in the cluster's folder."""
 LONG = 500.0
-SHORT = 1.0
+SHORT = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ class Called:
 
     def begin(self, function: Callable[[], object]) -> None:
         def call() -> None:
-            wait_until(self.marker.exists, "a rank is at its 20th step", timeout=30)
+            wait_until(self.marker.exists, "a rank is at its 10th step", timeout=30)
             time.sleep(0.1)  # the others come to wait
             self.at = time.monotonic()
             function()
