@@ -44,7 +44,7 @@ def model():
     return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
 
 def data(split):
-    return Late(320 if split == "train" else 2)
+    return Late(192 if split == "train" else 2)
 """
 LATE_UPDATE = """
 import time
@@ -98,7 +98,7 @@ def middle(steps: list[StepEvent], *names: str) -> float:
 @pytest.mark.parametrize("strategy", WAITING)
 def test_to_wait_for_a_slow_rank_is_no_computing(ranks, strategy):
     late = (f"1:{round(1000 * DELAY_SECONDS)}ms",)
-    prompt, slow = steps_of(ranks(2), strategy, slow=late, batch_size=128)
+    prompt, slow = steps_of(ranks(2), strategy, slow=late, batch_size=256)
     waited = statistics.fmean(e.parts.communication + e.parts.waiting for e in prompt)
     assert waited > 0.6 * DELAY_SECONDS
     assert middle(prompt, "data", "forward", "backward", "optimizer") < 0.6 * DELAY_SECONDS
