@@ -233,10 +233,11 @@ def test_a_gradient_is_clipped_as_it_is_not_as_it_is_weighted():
     assert pushed(clipped, 0.25, 1) == pytest.approx(0.25 * 0.1 * 0.5)
 
 
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
 @pytest.mark.parametrize("is_hooked", [False, True])
-def test_a_step_at_a_share_of_its_rate_leaves_the_rate_as_it_was(is_hooked):
+def test_a_step_at_a_share_of_its_rate_leaves_the_rate_as_it_was(is_hooked, rate):
     parameter = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer = torch.optim.SGD([parameter], lr=rate)
 
     def warm_up(*_):
         optimizer.param_groups[0]["lr"] = 0.2
@@ -246,9 +247,9 @@ def test_a_step_at_a_share_of_its_rate_leaves_the_rate_as_it_was(is_hooked):
     step = ScaledStep(optimizer)
     parameter.grad = torch.ones(1)
     step(0.5)
-    rate = 0.2 if is_hooked else 0.1
-    assert parameter.item() == pytest.approx(-0.5 * rate)
-    assert optimizer.param_groups[0]["lr"] == rate
+    expected = 0.2 if is_hooked else 0.1
+    assert parameter.item() == pytest.approx(-0.5 * expected)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(expected)
 
 
 def test_a_parameter_without_a_gradient_is_left_alone(parameters):

@@ -61,11 +61,15 @@ class ScaledStep:
         if self._is_hooked or share == 1.0:
             make_step(self._optimizer)
             return
-        self._scale()
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * share
         try:
             make_step(self._optimizer)
         finally:
-            self._restore()
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
     def _scale(self, *_: object) -> None:
         self._rates = [group["lr"] for group in self._optimizer.param_groups]

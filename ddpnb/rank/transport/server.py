@@ -104,13 +104,14 @@ class Server:
             self._check()
             if rank in self._workers:  # its death has not been noticed yet
                 self._lose(rank)
-            worker = self._workers[rank] = _Worker(life=life, clock=self._slowest())
+            self._workers[rank] = _Worker(life=life, clock=self._slowest())
             if not self._has_begun and len(self._workers) == self._num_workers:
                 self._has_begun = True
                 self._deal()
             self._note_progress()
             self._wait(lambda: self._has_begun)
-            return self._answer(rank, life, worker.dealt or self._take(1 + self._num_ahead))
+            worker = self._living(rank, life)
+            return self._answer(rank, worker, worker.dealt or self._take(1 + self._num_ahead))
 
     def push(
         self,
@@ -145,7 +146,7 @@ class Server:
                     )
                 )
                 self._living(rank, life)  # it may have died in its wait
-            return self._answer(rank, life, self._take(1), staleness, waited_seconds)
+            return self._answer(rank, worker, self._take(1), staleness, waited_seconds)
 
     def finish(self, rank: int, life: object = None) -> Reply:
         """Wait until all workers are done; give the final parameters."""
@@ -228,12 +229,12 @@ class Server:
     def _answer(
         self,
         rank: int,
-        life: object,
+        worker: _Worker,
         shares: range,
         staleness: int = 0,
         waited_seconds: float = 0.0,
     ) -> Reply:
-        self._living(rank, life).shares.extend(shares)
+        worker.shares.extend(shares)
         return Reply(
             staleness=staleness,
             first_share=shares.start,
