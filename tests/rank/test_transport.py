@@ -246,9 +246,12 @@ def test_a_step_at_a_share_of_its_rate_leaves_the_rate_as_it_was(is_hooked, rate
         optimizer.register_step_pre_hook(warm_up)
     step = ScaledStep(optimizer)
     parameter.grad = torch.ones(1)
-    step(0.5)
     expected = 0.2 if is_hooked else 0.1
-    assert parameter.item() == pytest.approx(-0.5 * expected)
+    for share, so_far in ((0.5, 0.5), (0.5, 1.0), (0.25, 1.25), (1.0, 2.25), (0.5, 2.75)):
+        step(share)
+        assert parameter.item() == pytest.approx(-so_far * expected)
+    step.restore()
+    step.restore()
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(expected)
 
 

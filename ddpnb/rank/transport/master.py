@@ -154,6 +154,7 @@ class Master:
     def snapshot(self) -> tuple[list[Tensor], dict[str, Any]]:
         """Return copies of the parameters and of the optimizer's state."""
         parameters = [tensor.clone() for tensor in self.tensors]
+        self._make_step.restore()
         return parameters, copy.deepcopy(self._optimizer.state_dict())
 
     def _note(self, rank: int, *, is_write: bool) -> None:

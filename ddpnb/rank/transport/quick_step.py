@@ -53,30 +53,30 @@ class ScaledStep:
         self._is_hooked = _has_hooks(optimizer)
         if self._is_hooked:  # a hook may set the rate: this one comes after it
             optimizer.register_step_pre_hook(self._scale)
-            optimizer.register_step_post_hook(self._restore)
+            optimizer.register_step_post_hook(self._unscale)
 
     def __call__(self, share: float = 1.0) -> None:
         """Make a step at ``share`` times the learning rate."""
-        self._share = share
-        if self._is_hooked or share == 1.0:
-            make_step(self._optimizer)
-            return
-        groups = self._optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * share
-        try:
-            make_step(self._optimizer)
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
+        if self._is_hooked:
+            self._share = share
+        elif share != self._share:  # hardly ever: then the rate stays scaled
+            self.restore()
+            self._share = share
+            self._scale()
+        make_step(self._optimizer)
+
+    def restore(self) -> None:
+        """Leave the optimizer at its whole rate, to be saved."""
+        if not self._is_hooked and self._share != 1.0:
+            self._share = 1.0
+            self._unscale()
 
     def _scale(self, *_: object) -> None:
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group["lr"] = group["lr"] * self._share
 
-    def _restore(self, *_: object) -> None:
+    def _unscale(self, *_: object) -> None:
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
 
