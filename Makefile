@@ -1,18 +1,21 @@
-# Each target sets up what it needs in .venv, with python3.11 and the package registry alone.
+# Each target sets up what it needs in .venv, with a Python of 3.11 or newer and the package registry alone.
 
-PYTHON ?= python3.11
+IS_NEW = import sys; sys.exit(sys.version_info < (3, 11))
+CANDIDATES := python3 python3.11 python3.12 python3.13 python3.14 python
+PYTHON ?= $(shell for p in $(CANDIDATES); do if $$p -c '$(IS_NEW)' 2>/dev/null; then echo $$p; break; fi; done)
 VENV := .venv
 BIN := $(VENV)/bin
 ALLOW_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help lab demo test check bench soak gpu clean
+.PHONY: help lab demo quick test check bench soak gpu clean
 
-help:  ## Say what the targets do
+help:  ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "ddpnb needs Python 3.11 or newer; none is on PATH. Name one: make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -24,7 +27,10 @@ lab: $(STAMP)  ## Open JupyterLab on the first lesson
 demo: $(STAMP)  ## Run the main comparison without a browser; writes build/demo
 	$(BIN)/python -m ddpnb.notebook.demo build/demo
 
-test: $(STAMP)  ## Run all tests
+quick: $(STAMP)  ## Run the unit tests: pure logic, no cluster, under a minute
+	$(BIN)/pytest tests/unit
+
+test: $(STAMP)  ## Run all tests: real processes, kernels and a browser
 	$(BIN)/pytest
 
 check: $(STAMP)  ## Lint, type check, and check that imports point one way
@@ -33,7 +39,7 @@ check: $(STAMP)  ## Lint, type check, and check that imports point one way
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP)  ## Measure what benchmarks/README.md tells
+bench: $(STAMP)  ## Run all benchmarks; see benchmarks/README.md
 	$(BIN)/python -m benchmarks
 
 soak: $(STAMP)  ## Raise, kill and restart for ten minutes; see benchmarks/README.md
