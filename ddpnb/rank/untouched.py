@@ -36,6 +36,16 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def seed_from_entropy() -> None:
+    """Start all global random numbers where no other process does, those of GPUs when used.
+
+    A forked process begins with the numbers of its parent, and so would all its siblings.
+    """
+    random.seed()
+    np.random.seed()
+    torch.seed()
+
+
 def _set_num_threads(num_threads: int) -> None:
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
