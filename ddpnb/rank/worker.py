@@ -18,12 +18,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ddpnb.rank import drag, likeness
-from ddpnb.rank.check import check_dense, check_training
+from ddpnb.rank.check import check_dense, check_evaluation, check_training, summary_of
 from ddpnb.rank.clock import Clock, clock_of
 from ddpnb.rank.drag import Drag
-from ddpnb.rank.evaluate import evaluate
+from ddpnb.rank.evaluate import Verdict, evaluate
 from ddpnb.rank.keeper import Keeper, set_up
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.loader import Source
@@ -66,9 +67,12 @@ def check(
         stage = build(spec, state, namespace, filename=filename)
         replica = stage.replica("check", num_steps=1, timer=Untimed(), is_grouped=False)
         strategy = stage.strategy()
-        check_training(replica, stage.smallest_batch(strategy))
+        batch = stage.smallest_batch(strategy)
+        check_training(replica, batch)
         check_dense(replica, spec.strategy)
         strategy.check(replica)
+        if state.rank == 0:
+            check_evaluation(replica, stage.task, batch.num_samples)
         if stage.saved is not None:
             likeness.check_replica(replica, stage.saved)
         return Checked(
@@ -166,13 +170,22 @@ def _perform(stage: Stage, publish: Publish, should_stop: Callable[[], bool]) ->
     if stage.state.rank != 0:
         return tally.report()
     course.keeper.finish(model)
-    verdict = evaluate(model, stage.task, stage.device)
+    verdict = _verdict(model, tally)
     return tally.report(
         final_loss=verdict.train.loss,
         held_out_loss=verdict.held_out.loss,
         held_out_accuracy=verdict.held_out.accuracy,
         num_lost_samples=lost,
     )
+
+
+def _verdict(model: nn.Module, tally: Tally) -> Verdict:
+    """Evaluate the model; where that fails, say so and keep what was trained."""
+    try:
+        return evaluate(model, tally.stage.task, tally.stage.device)
+    except Exception as error:  # noqa: BLE001  whatever the user's model, loss or data raise
+        tally.mark(f"could not evaluate the model: {summary_of(error)}")
+        return Verdict()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
