@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ddpnb import catalogue
 from ddpnb.catalogue import STRATEGIES
-from ddpnb.errors import UserError
+from ddpnb.errors import UserError, summary_of
 from ddpnb.rank.evaluate import score
 from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.tasks.base import Task
@@ -113,12 +113,6 @@ def attempt(failed: str, call: Callable[[], Result]) -> Result:
         return call()
     except Exception as error:
         raise UserError(f"{failed}: {summary_of(error)}") from error
-
-
-def summary_of(error: Exception) -> str:
-    """Return an exception in one line: its class and the first line of what it says."""
-    reason = (str(error).strip().splitlines() or ["no message"])[0]
-    return f"{type(error).__name__}: {reason}"
 
 
 def _loss_of(replica: Replica, outputs: Tensor, batch: Batch) -> Callable[[], Tensor]:

@@ -1,11 +1,13 @@
 """How good is a trained model?  (Rank 0, after the clock has stopped.)"""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ddpnb.errors import summary_of
 from ddpnb.rank.tasks.base import LossFunction, Task
 from ddpnb.rank.tasks.samples import Samples
 
@@ -29,17 +31,31 @@ class Score:
 class Verdict:
     """How a model does on what it was trained on, and on what it never saw."""
 
-    train: Score = Score()
-    held_out: Score = Score()
+    train: Score
+    held_out: Score
 
 
-def evaluate(model: nn.Module, task: Task, device: torch.device) -> Verdict:
-    """Judge a model on both splits, in evaluation mode."""
+def evaluate(
+    model: nn.Module, task: Task, device: torch.device, *, failed: Callable[[str], None]
+) -> Verdict:
+    """Judge a model on both splits, in evaluation mode.
+
+    Args:
+        model: the trained model.
+        task: its loss and its samples.
+        device: where the model is.
+        failed: takes what went wrong on a split; what was trained is worth keeping all the same.
+    """
     model.eval()
-    return Verdict(
-        train=score(model, task.loss, task.train, device),
-        held_out=score(model, task.loss, task.held_out, device),
-    )
+
+    def judge(split: str, samples: Samples) -> Score:
+        try:
+            return score(model, task.loss, samples, device)
+        except Exception as error:  # noqa: BLE001  whatever the user's model, loss or data raise
+            failed(f"could not evaluate the model on {split} samples ({summary_of(error)})")
+            return Score()
+
+    return Verdict(train=judge("training", task.train), held_out=judge("held-out", task.held_out))
 
 
 @torch.no_grad()

@@ -18,13 +18,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ddpnb.rank import drag, likeness
-from ddpnb.rank.check import check_dense, check_evaluation, check_training, summary_of
+from ddpnb.rank.check import check_dense, check_evaluation, check_training
 from ddpnb.rank.clock import Clock, clock_of
 from ddpnb.rank.drag import Drag
-from ddpnb.rank.evaluate import Verdict, evaluate
+from ddpnb.rank.evaluate import evaluate
 from ddpnb.rank.keeper import Keeper, set_up
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.loader import Source
@@ -170,22 +169,13 @@ def _perform(stage: Stage, publish: Publish, should_stop: Callable[[], bool]) ->
     if stage.state.rank != 0:
         return tally.report()
     course.keeper.finish(model)
-    verdict = _verdict(model, tally)
+    verdict = evaluate(model, stage.task, stage.device, failed=tally.mark)
     return tally.report(
         final_loss=verdict.train.loss,
         held_out_loss=verdict.held_out.loss,
         held_out_accuracy=verdict.held_out.accuracy,
         num_lost_samples=lost,
     )
-
-
-def _verdict(model: nn.Module, tally: Tally) -> Verdict:
-    """Evaluate the model; where that fails, say so and keep what was trained."""
-    try:
-        return evaluate(model, tally.stage.task, tally.stage.device)
-    except Exception as error:  # noqa: BLE001  whatever the user's model, loss or data raise
-        tally.mark(f"could not evaluate the model: {summary_of(error)}")
-        return Verdict()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,7 +166,7 @@ BAD_CELLS = {
     "one column": (
         GOOD + "def model(): return nn.Linear(4, 1)\n"
         "def data(split): return torch.randn(20, 4), torch.zeros(20).long()",
-        r"returned one column, \(5, 1\), and the default loss, .*: define loss\(outputs, targets\)\.",
+        r"one column, \(5, 1\), and the default loss, .*: define loss\(outputs, targets\)\.",
     ),
     "no column": (
         GOOD + "def model(): return nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))\n"

@@ -13,6 +13,7 @@ from ddpnb.catalogue import STRATEGIES as ENTRIES
 from ddpnb.rank import worker
 from ddpnb.rank.strategies import STRATEGIES
 from ddpnb.wire import Mark, RunHeader, RunReport, RunSpec, StepEvent
+from tests.rank.ranks import make_state
 
 CELL = """
 import torch
@@ -209,16 +210,22 @@ def test_a_model_of_one_column_is_judged_by_its_loss_alone(ranks, first):
 
 def test_a_run_whose_evaluation_fails_is_kept_and_says_so(ranks):
     source = CELL + (
-        "def loss(outputs, targets):\n"
-        "    if not outputs.requires_grad: raise ValueError('too many')\n"
-        "    return nn.functional.cross_entropy(outputs, targets)\n"
+        "def data(split):\n"
+        "    x = torch.randn(200, 4)\n"
+        "    targets = (x.sum(dim=1) > 0).long()\n"
+        "    if split == 'test': targets[199] = 2\n"  # not among the samples that are tried
+        "    return x, targets\n"
     )
-    report, events = ranks(2).call(run_job, spec_of("ddp", source=source))[0]
-    assert report.took_part
+    spec = spec_of("ddp", source=source)
+    worker.check(spec, state=make_state(0, 2), namespace={})
+    report, events = ranks(2).call(run_job, spec)[0]
     assert report.num_steps == sum(isinstance(event, StepEvent) for event in events) > 0
+    assert report.final_loss < 0.6
     assert math.isnan(report.held_out_loss)
     (mark,) = [event for event in events if isinstance(event, Mark)]
-    assert mark.text == "could not evaluate the model: ValueError: too many"
+    assert mark.text == (
+        "could not evaluate the model on held-out samples (IndexError: Target 2 is out of bounds.)"
+    )
 
 
 def drawn_job(state, folder, spec, seed):
