@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -42,8 +43,9 @@ def seed_from_entropy() -> None:
     A forked process begins with the numbers of its parent, and so would all its siblings.
     """
     random.seed()
-    np.random.seed()
     torch.seed()
+    if "numpy.random" in sys.modules:  # else it is imported, and seeded so, when first used
+        np.random.seed()
 
 
 def _set_num_threads(num_threads: int) -> None:
