@@ -85,6 +85,7 @@ def run_rank(
     die_with_parent()
     redirect_output(folder / f"rank-{rank}.log")
     os.environ.update(environment)
+    sys.argv[:] = [""]  # as in an interpreter that runs no script, not the fork server's
     from ddpnb.rank import engine  # noqa: PLC0415  torch is imported here, after the controller's fork
 
     engine.run(settings, pipe=pipe, folder=folder)

@@ -54,3 +54,9 @@ def kind_of(value: object) -> str:
     """Return what a value is, for a sentence: ``"a Tensor"``, ``"an int"``, ``"None"``."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def summary_of(error: Exception) -> str:
+    """Return an exception in one line: its class and the first line of what it says."""
+    reason = (str(error).strip().splitlines() or ["no message"])[0]
+    return f"{type(error).__name__}: {reason}"

@@ -1,7 +1,18 @@
-"""What a machine lacks is skipped with its reason."""
+"""What a machine lacks is skipped with its reason; interrupts reach the tests."""
+
+import signal
 
 import pytest
 import torch
+
+
+def pytest_configure() -> None:
+    """Take interrupts also where they are ignored at the start, as under ``nohup make test &``.
+
+    Python installs no handler then, and neither does any process that a test starts.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

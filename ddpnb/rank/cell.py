@@ -1,9 +1,13 @@
 """How does a notebook cell run on this rank?  As a real IPython cell.  (Rank side.)"""
 
+import contextlib
 import signal
+import sys
 import traceback
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from IPython.core.interactiveshell import InteractiveShell
 
 from ddpnb.rank.children import children_page_faults, wait_for_children_output
 from ddpnb.rank.engine import RankEngine
@@ -41,12 +45,33 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     shell.execution_count = spec.execution_count
     faults = children_page_faults()
     try:
-        result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
+        with errors_shown_by(shell) as shown:
+            result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
         wait_for_children_output(children_page_faults() > faults)
     except KeyboardInterrupt as interrupt:  # it came when the cell had just ended
         return interrupt
     error: BaseException | None = result.error_before_exec or result.error_in_exec
-    return error or aborted(engine)
+    return next(iter(shown), error) or aborted(engine)
+
+
+@contextlib.contextmanager
+def errors_shown_by(shell: InteractiveShell) -> Iterator[list[BaseException]]:
+    """Collect the errors that IPython shows, also those that it does not raise, as in ``%run``."""
+    shown: list[BaseException] = []
+    show = shell.showtraceback
+
+    def record(exc_tuple: Any = None, *args: Any, **options: Any) -> None:
+        error = (exc_tuple or sys.exc_info())[1]
+        if error is not None:  # else an earlier one is shown again, as by %tb
+            shown.append(error)
+        show(exc_tuple, *args, **options)
+
+    shell.showtraceback = record  # type: ignore[method-assign]
+    try:
+        yield shown
+    finally:
+        if shell.showtraceback is record:  # the cell may have put another in its place
+            shell.showtraceback = show  # type: ignore[method-assign]
 
 
 def aborted(engine: RankEngine) -> BaseException | None:

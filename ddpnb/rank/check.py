@@ -4,6 +4,7 @@ Each mistake is one sentence that says what to do about it.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -13,8 +14,10 @@ from torch.nn.parameter import UninitializedParameter
 
 from ddpnb import catalogue
 from ddpnb.catalogue import STRATEGIES
-from ddpnb.errors import UserError
+from ddpnb.errors import UserError, summary_of
+from ddpnb.rank.evaluate import score
 from ddpnb.rank.strategies.base import Batch, Replica
+from ddpnb.rank.tasks.base import Task
 
 Result = TypeVar("Result")
 
@@ -39,11 +42,28 @@ def _forward(replica: Replica, batch: Batch) -> Tensor:
     where = f"on a batch of {batch.num_samples} samples, inputs of shape {_shape(batch.inputs)}"
     outputs = attempt(f"model(inputs) failed {where}", lambda: replica.model(batch.inputs))
     _check_outputs(outputs, batch)
+    _check_classes(outputs, replica.loss)
     where = f"for outputs of shape {_shape(outputs)} and targets of shape {_shape(batch.targets)}"
     loss = attempt(f"loss(outputs, targets) failed {where}", _loss_of(replica, outputs, batch))
     _check_loss(loss)
     _check_mean(loss, replica, outputs, batch)
     return loss
+
+
+def check_evaluation(replica: Replica, task: Task, num_samples: int) -> None:
+    """Evaluate the model on a few samples of each split, so that no run fails only at its end.
+
+    The replica is in evaluation mode afterwards.
+
+    Raises:
+        UserError: what failed.
+    """
+    replica.model.eval()
+    for split, samples in (("train", task.train), ("test", task.held_out)):
+        attempt(
+            f"The model cannot be evaluated on data({split!r})",
+            partial(score, replica.model, task.loss, samples, replica.device, num_samples),
+        )
 
 
 def check_dense(replica: Replica, strategy: str) -> None:
@@ -92,8 +112,7 @@ def attempt(failed: str, call: Callable[[], Result]) -> Result:
     try:
         return call()
     except Exception as error:
-        reason = (str(error).strip().splitlines() or ["no message"])[0]
-        raise UserError(f"{failed}: {type(error).__name__}: {reason}") from error
+        raise UserError(f"{failed}: {summary_of(error)}") from error
 
 
 def _loss_of(replica: Replica, outputs: Tensor, batch: Batch) -> Callable[[], Tensor]:
@@ -111,6 +130,16 @@ def _check_outputs(outputs: object, batch: Batch) -> None:
         f"model(inputs) returned {_shape(outputs)} for {batch.num_samples} samples; "
         "return one tensor with a row for each sample."
     )
+
+
+def _check_classes(outputs: Tensor, loss: object) -> None:
+    """Refuse cross-entropy over one class: it is 0 whatever the model returns."""
+    if loss is nn.functional.cross_entropy and (outputs.ndim == 1 or outputs.shape[1] == 1):
+        raise UserError(
+            f"model(inputs) returned one column, {_shape(outputs)}, and the default loss, "
+            "cross-entropy, needs one for each of two or more classes: "
+            "define loss(outputs, targets)."
+        )
 
 
 def _check_loss(loss: object) -> None:

@@ -18,6 +18,7 @@ from traitlets import Instance
 from ddpnb.rank.control import ControlThread
 from ddpnb.rank.group import Group
 from ddpnb.rank.monitor import users_stack, whereabouts
+from ddpnb.rank.untouched import seed_from_entropy
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hints
@@ -97,6 +98,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     log = os.fdopen(os.dup(2), "w")
     faulthandler.enable(log, all_threads=False)  # a crash leaves its stack in the log
     torch.set_num_threads(settings["num_threads"])
+    seed_from_entropy()
     group = group_of(settings, folder)
     engine = RankEngine.instance(group=group)
     handlers = {

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -34,6 +35,17 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def seed_from_entropy() -> None:
+    """Start all global random numbers where no other process does, those of GPUs when used.
+
+    A forked process begins with the numbers of its parent, and so would all its siblings.
+    """
+    random.seed()
+    torch.seed()
+    if "numpy.random" in sys.modules:  # else it is imported, and seeded so, when first used
+        np.random.seed()
 
 
 def _set_num_threads(num_threads: int) -> None:

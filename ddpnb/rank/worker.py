@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.rank import drag, likeness
-from ddpnb.rank.check import check_dense, check_training
+from ddpnb.rank.check import check_dense, check_evaluation, check_training
 from ddpnb.rank.clock import Clock, clock_of
 from ddpnb.rank.drag import Drag
 from ddpnb.rank.evaluate import evaluate
@@ -66,9 +66,12 @@ def check(
         stage = build(spec, state, namespace, filename=filename)
         replica = stage.replica("check", num_steps=1, timer=Untimed(), is_grouped=False)
         strategy = stage.strategy()
-        check_training(replica, stage.smallest_batch(strategy))
+        batch = stage.smallest_batch(strategy)
+        check_training(replica, batch)
         check_dense(replica, spec.strategy)
         strategy.check(replica)
+        if state.rank == 0:
+            check_evaluation(replica, stage.task, batch.num_samples)
         if stage.saved is not None:
             likeness.check_replica(replica, stage.saved)
         return Checked(
@@ -166,7 +169,7 @@ def _perform(stage: Stage, publish: Publish, should_stop: Callable[[], bool]) ->
     if stage.state.rank != 0:
         return tally.report()
     course.keeper.finish(model)
-    verdict = evaluate(model, stage.task, stage.device)
+    verdict = evaluate(model, stage.task, stage.device, failed=tally.mark)
     return tally.report(
         final_loss=verdict.train.loss,
         held_out_loss=verdict.held_out.loss,

@@ -106,6 +106,18 @@ def test_a_timeout_stops_every_rank(cluster: Cluster):
     check_it_goes_on(cluster, [0, 1])
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_ranks_are_interrupted_where_the_kernel_was_started_to_ignore_it(method: str):
+    """As ``nohup jupyter lab &`` starts it: what it starts inherits that."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with started(1, method=method) as cluster:
+            cell = run(cluster, f"{IMPORTS}{LOOP}", timeout=0.5)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert [failure.name for failure in cell.failures.values()] == ["KeyboardInterrupt"]
+
+
 def test_a_cell_in_time_is_not_stopped(cluster: Cluster):
     cell = run(cluster, "x = 1", timeout=20)
     assert not cell.watch.timed_out

@@ -63,6 +63,25 @@ def test_cells_run_in_the_notebooks_folder(any_cluster: Cluster):
     assert pull(any_cluster, "__import__('os').getcwd()") == [os.getcwd()] * 2
 
 
+def test_a_rank_has_no_arguments_as_an_interpreter_without_a_script(any_cluster: Cluster):
+    assert pull(any_cluster, "__import__('sys').argv") == [[""]] * 2
+
+
+DRAW = """
+import random, numpy, torch
+drawn = random.random(), numpy.random.rand(), torch.rand(1).item()
+"""
+
+
+def test_every_rank_draws_other_random_numbers(any_cluster: Cluster):
+    assert not run(any_cluster, DRAW).failures
+    numbers = pull(any_cluster, "drawn")
+    any_cluster.bring_back([1])
+    assert not run(any_cluster, DRAW, ranks=[1]).failures
+    numbers += pull(any_cluster, "drawn", ranks=[1])
+    assert [len(set(drawn)) for drawn in zip(*numbers, strict=True)] == [3, 3, 3]
+
+
 def test_no_key_stands_in_the_environment_or_command_line_of_a_process(any_cluster: Cluster):
     secrets = [
         value

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.rig import waits_for
+from tests.cluster.rig import ALL_REDUCE, waits_for
 from tests.kernel.client import Kernel, both
 
 
@@ -149,6 +149,42 @@ def test_different_errors_are_all_told(kernel: Kernel):
 def test_exit_in_a_cell_is_an_error_and_ends_no_rank(kernel: Kernel):
     assert "SystemExit" in kernel.run("%%ddp\nimport sys\nsys.exit(3)").told
     assert kernel.run("%%ddp\nworld_size").by_rank == both("2")
+
+
+FAILING = (
+    "import os, torch, torch.distributed as dist\ndef broken():\n    1 / 0\n"
+    "if os.environ['RANK'] == '1': broken()\ndist.all_reduce(torch.ones(1))\n"
+)
+
+
+@pytest.mark.parametrize("run", ["%run failing.py", "%run -m failing"])
+def test_a_script_that_raises_fails_the_cell(kernel: Kernel, run: str):
+    kernel.run("%%ddp\nkept = rank + 10")
+    (kernel.folder / "failing.py").write_text(FAILING)
+    cell = kernel.run(f"%%ddp\nimport sys; sys.path.insert(0, '')\n{run}")
+    assert cell.error == "RankError"
+    assert cell.told.startswith("RankError: rank 1 failed: ZeroDivisionError: division by zero")
+    assert "in broken()" in cell.told
+    assert "rank 0 was waiting in a collective" in cell.told.splitlines()[-1]
+    assert "safe_execfile" not in cell.told
+    after = kernel.run(f"%%ddp\n{ALL_REDUCE}\nkept, total.item()")
+    assert after.by_rank == {0: ["(10, 2.0)"], 1: ["(11, 2.0)"]}
+
+
+def test_a_script_fails_by_its_exit_status(kernel: Kernel):
+    (kernel.folder / "ends.py").write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
+    assert kernel.run("%%ddp\n%run ends.py 0").status == "ok"
+    cell = kernel.run("%%ddp\n%run ends.py 3")
+    assert cell.told.startswith("RankError: ranks 0-1 failed: SystemExit: 3")
+    assert kernel.run("%%ddp\nworld_size").by_rank == both("2")
+
+
+def test_what_cannot_be_shown_fails_the_cell(kernel: Kernel):
+    source = "class Odd:\n    def _repr_html_(self): return 1 / 0\nOdd();\n"
+    assert kernel.run(f"%%ddp\n{source}").status == "ok"
+    cell = kernel.run(f"%%ddp\n{source}Odd()")
+    assert cell.told.startswith("RankError: ranks 0-1 failed: ZeroDivisionError")
+    assert kernel.run("%%ddp\n%tb").status == "ok"  # shown again, it is no failure anew
 
 
 def test_some_ranks_only(kernel: Kernel):

@@ -163,6 +163,28 @@ BAD_CELLS = {
         GOOD + "def model(): return nn.LSTM(4, 3)",
         "returned tuple for 5 samples; return one tensor",
     ),
+    "one column": (
+        GOOD + "def model(): return nn.Linear(4, 1)\n"
+        "def data(split): return torch.randn(20, 4), torch.zeros(20).long()",
+        r"one column, \(5, 1\), and the default loss, .*: define loss\(outputs, targets\)\.",
+    ),
+    "no column": (
+        GOOD + "def model(): return nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))\n"
+        "def data(split): return torch.randn(20, 4), torch.rand(20)",
+        r"returned one column, \(5,\), and the default loss",
+    ),
+    "test samples of another size": (
+        GOOD + "def data(split):\n"
+        "    return torch.randn(20, 4 if split == 'train' else 5), torch.randint(3, (20,))",
+        r"cannot be evaluated on data\('test'\): RuntimeError: mat1 and mat2",
+    ),
+    "fails in evaluation mode": (
+        GOOD + "class M(nn.Linear):\n"
+        "    def forward(self, inputs):\n"
+        "        return super().forward(inputs) if self.training else None\n"
+        "def model(): return M(4, 3)",
+        r"cannot be evaluated on data\('train'\): TypeError",
+    ),
     "optimizer is no function": (GOOD + "optimizer = 3", "optimizer in the cell is an int, not a"),
     "optimizer returns nothing": (
         GOOD + "def optimizer(params): pass",

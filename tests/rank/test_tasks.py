@@ -1,5 +1,7 @@
 """Is each built-in task what it says: real data where it says so, and something to learn?"""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -63,6 +65,30 @@ def test_every_character_counts_as_its_share_of_the_sample():
     samples = TensorSamples(scores, targets)
     found = score(nn.Identity(), nn.functional.cross_entropy, samples, torch.device("cpu"))
     assert found.accuracy == pytest.approx((0.75 + 0.5) / 2)
+
+
+NO_CLASSES = {
+    "one column": (torch.randn(6, 1), torch.randint(2, (6,))),
+    "one column, one target column": (torch.randn(6, 1), torch.randint(2, (6, 1))),
+    "no column": (torch.randn(6), torch.randint(2, (6,))),
+    "labels below 0": (torch.randn(6, 3), torch.tensor([0, 1, 2, -1, 0, 0])),
+    "labels beyond the columns": (torch.randn(6, 3), torch.tensor([0, 1, 2, 3, 0, 0])),
+    "floating-point targets": (torch.randn(6, 3), torch.zeros(6)),
+    "a target for each column": (torch.randn(6, 3), torch.randint(2, (6, 3))),
+    "yes or no": (torch.randn(6, 2), torch.zeros(6, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize(("outputs", "targets"), NO_CLASSES.values(), ids=NO_CLASSES)
+def test_what_is_no_classification_has_a_loss_and_no_accuracy(outputs, targets):
+    found = score(
+        nn.Identity(),
+        lambda outputs, targets: (outputs.sum() - targets.sum()).abs(),
+        TensorSamples(outputs, targets),
+        torch.device("cpu"),
+    )
+    assert found.loss == pytest.approx((outputs.sum() - targets.sum()).abs().item())
+    assert math.isnan(found.accuracy)
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import torch
 from ddpnb.catalogue import STRATEGIES as ENTRIES
 from ddpnb.rank import worker
 from ddpnb.rank.strategies import STRATEGIES
-from ddpnb.wire import RunHeader, RunReport, RunSpec, StepEvent
+from ddpnb.wire import Mark, RunHeader, RunReport, RunSpec, StepEvent
+from tests.rank.ranks import make_state
 
 CELL = """
 import torch
@@ -182,6 +183,71 @@ def test_regression_has_no_accuracy(ranks):
     report, _ = ranks(1).call(run_job, spec_of("ddp", source=source))[0]
     assert math.isnan(report.held_out_accuracy)
     assert report.held_out_loss > 0
+
+
+ONE_COLUMN = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(4, 1), nn.Flatten({first}))
+
+def data(split):
+    x = torch.randn(200, 4)
+    return x, (x.sum(dim=1) > 0).long()
+
+def loss(outputs, targets):
+    return nn.functional.binary_cross_entropy_with_logits(outputs.flatten(), targets.float())
+"""
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["(N,)", "(N, 1)"])
+def test_a_model_of_one_column_is_judged_by_its_loss_alone(ranks, first):
+    report, _ = ranks(1).call(run_job, spec_of("ddp", source=ONE_COLUMN.format(first=first)))[0]
+    assert report.held_out_loss < 0.5
+    assert math.isnan(report.held_out_accuracy)
+
+
+def test_a_run_whose_evaluation_fails_is_kept_and_says_so(ranks):
+    source = CELL + (
+        "def data(split):\n"
+        "    x = torch.randn(200, 4)\n"
+        "    targets = (x.sum(dim=1) > 0).long()\n"
+        "    if split == 'test': targets[199] = 2\n"  # not among the samples that are tried
+        "    return x, targets\n"
+    )
+    spec = spec_of("ddp", source=source)
+    worker.check(spec, state=make_state(0, 2), namespace={})
+    report, events = ranks(2).call(run_job, spec)[0]
+    assert report.num_steps == sum(isinstance(event, StepEvent) for event in events) > 0
+    assert report.final_loss < 0.6
+    assert math.isnan(report.held_out_loss)
+    (mark,) = [event for event in events if isinstance(event, Mark)]
+    assert mark.text == (
+        "could not evaluate the model on held-out samples (IndexError: Target 2 is out of bounds.)"
+    )
+
+
+def drawn_job(state, folder, spec, seed):
+    """Run it after so many of the user's random numbers; return its losses."""
+    events: list[RunHeader | StepEvent] = []
+    with torch.random.fork_rng():
+        torch.manual_seed(seed + state.rank)
+        worker.run(
+            spec,
+            state=state,
+            folder=folder,
+            publish=events.append,
+            namespace={},
+            should_stop=lambda: False,
+        )
+    return curve((None, events))
+
+
+def test_a_run_repeats_whatever_random_numbers_came_before(ranks):
+    one, other = (ranks(2).call(drawn_job, spec_of("ddp"), seed) for seed in (3, 30))
+    assert one == other
+    assert one != ranks(2).call(drawn_job, spec_of("ddp", seed=1), 3)
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
