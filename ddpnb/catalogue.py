@@ -7,10 +7,13 @@ The constructor of a strategy, and the builder of a task, take these options by 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ddpnb.errors import UserError, advice, one_of
 
 Value = bool | int | float | str
+Dashes = Literal["solid", "dashed", "dash-dot", "long", "dotted", "dash-dot-dot", "long-short"]
+"""How a line is drawn; a line and a marker together name a strategy without any colour."""
 
 CELL_TASK = "cell"
 """The task whose model, data, loss and optimizer the notebook's cell defines."""
@@ -33,10 +36,30 @@ class Entry:
 
     about: str
     options: Mapping[str, Option] = field(default_factory=dict)
-    transports: tuple[str, ...] = ()
-    """Those of ``training.TRANSPORTS`` that it can train by; empty: it has none to choose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyEntry(Entry):
+    """All that is known of a strategy outside its own file."""
+
+    class_path: str
+    """Module and class, ``"ddpnb.rank.strategies.ddp:Ddp"``: imported on the ranks alone."""
+    colour: str
+    """The first ten are matplotlib's ``petroff10`` (M. Petroff, arXiv:2107.02270), which any
+    colour vision tells apart.  A family of strategies shares a hue, in different lightness."""
+    dashes: Dashes
+    marker: str
+    """As matplotlib spells it."""
+    aliases: tuple[str, ...] = ()
+    """What other libraries call it: whoever writes that is shown the name here."""
+    is_asynchronous: bool = False
+    """Whether its updates have a staleness."""
     is_dense: bool = False
     """Whether it moves gradients as plain memory, and cannot train with sparse ones."""
+    may_be_emulated: bool = False
+    """Whether its plan says that it is emulated on some machines."""
+    transports: tuple[str, ...] = ()
+    """Those of ``training.TRANSPORTS`` that it can train by; empty: it has none to choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +71,35 @@ class Choice:
     """Those that were given."""
 
 
-STRATEGIES: Mapping[str, Entry] = {
-    "single": Entry(about="one device"),
-    "dp": Entry(about="torch DataParallel; emulated on CPU threads where there are not two GPUs"),
-    "ddp": Entry(
+STRATEGIES: Mapping[str, StrategyEntry] = {
+    "single": StrategyEntry(
+        about="one device",
+        class_path="ddpnb.rank.strategies.single:Single",
+        colour="#717581",
+        dashes="solid",
+        marker="s",
+        aliases=("OneDeviceStrategy",),
+    ),
+    "dp": StrategyEntry(
+        about="torch DataParallel; emulated on CPU threads where there are not two GPUs",
+        class_path="ddpnb.rank.strategies.data_parallel:DataParallel",
+        colour="#e76300",
+        dashes="dashed",
+        marker="^",
+        aliases=("DataParallel",),
+        may_be_emulated=True,
+    ),
+    "ddp": StrategyEntry(
         about="torch DistributedDataParallel",
+        class_path="ddpnb.rank.strategies.ddp:Ddp",
+        colour="#3f90da",
+        dashes="solid",
+        marker="o",
+        aliases=(
+            "DistributedDataParallel",
+            "MirroredStrategy",
+            "MultiWorkerMirroredStrategy",
+        ),
         options={
             "bucket_cap_mb": Option(
                 default=25.0,
@@ -69,20 +116,49 @@ STRATEGIES: Mapping[str, Entry] = {
             "powersgd_rank": Option(default=1, about="rank of PowerSGD's matrices", least=1),
         },
     ),
-    "ddp-shm": Entry(
-        about="the same, with an all-reduce in the memory that CPU ranks share", is_dense=True
-    ),
-    "ddp-by-hand": Entry(about="flatten the gradients, all-reduce, step", is_dense=True),
-    "ring-by-hand": Entry(
-        about="the same, with a ring all-reduce from sends and receives", is_dense=True
-    ),
-    "central": Entry(
-        about="parameters in one place on the host, updated there once", is_dense=True
-    ),
-    "async": Entry(
-        about="one parameter server, workers never wait for each other",
-        transports=("auto", "shm", "gloo", "rpc"),
+    "ddp-shm": StrategyEntry(
+        about="the same, with an all-reduce in the memory that CPU ranks share",
+        class_path="ddpnb.rank.strategies.ddp_shm:DdpShm",
+        colour="#174f86",
+        dashes="dashed",
+        marker="h",
         is_dense=True,
+    ),
+    "ddp-by-hand": StrategyEntry(
+        about="flatten the gradients, all-reduce, step",
+        class_path="ddpnb.rank.strategies.ddp_by_hand:DdpByHand",
+        colour="#93c4f2",
+        dashes="dash-dot",
+        marker="8",
+        is_dense=True,
+    ),
+    "ring-by-hand": StrategyEntry(
+        about="the same, with a ring all-reduce from sends and receives",
+        class_path="ddpnb.rank.strategies.ring_by_hand:RingByHand",
+        colour="#a96b59",
+        dashes="long",
+        marker="X",
+        is_dense=True,
+    ),
+    "central": StrategyEntry(
+        about="parameters in one place on the host, updated there once",
+        class_path="ddpnb.rank.strategies.central:Central",
+        colour="#b9ac70",
+        dashes="dash-dot-dot",
+        marker="P",
+        aliases=("CentralStorageStrategy",),
+        is_dense=True,
+    ),
+    "async": StrategyEntry(
+        about="one parameter server, workers never wait for each other",
+        class_path="ddpnb.rank.strategies.async_ps:AsyncParameterServer",
+        colour="#832db6",
+        dashes="dash-dot",
+        marker="D",
+        aliases=("ParameterServerStrategy",),
+        is_asynchronous=True,
+        is_dense=True,
+        transports=("auto", "shm", "gloo", "rpc"),
         options={
             "period": Option(
                 default=1, least=1, about="gradients, whoever's, that make one update"
@@ -97,19 +173,32 @@ STRATEGIES: Mapping[str, Entry] = {
             ),
         },
     ),
-    "hogwild": Entry(
+    "hogwild": StrategyEntry(
         about="lock-free updates of parameters in shared memory; CPU ranks only",
+        class_path="ddpnb.rank.strategies.hogwild:Hogwild",
+        colour="#c58ae8",
+        dashes="dotted",
+        marker="d",
+        is_asynchronous=True,
         transports=("auto", "shm"),
     ),
-    "local-sgd": Entry(
+    "local-sgd": StrategyEntry(
         about="each rank alone, weights averaged every few steps",
+        class_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
+        colour="#bd1f01",
+        dashes="solid",
+        marker="v",
         options={
             "every": Option(default=8, about="steps from one average to the next", least=1),
             "after": Option(default=0, about="steps of synchronous SGD at first", least=0),
         },
     ),
-    "diloco": Entry(
+    "diloco": StrategyEntry(
         about="each rank alone, an outer Nesterov step on the averaged change every few steps",
+        class_path="ddpnb.rank.strategies.diloco:DiLoCo",
+        colour="#f0857a",
+        dashes="dashed",
+        marker="<",
         options={
             "every": Option(default=8, about="inner steps of an outer one", least=1),
             "outer_lr": Option(
@@ -118,25 +207,46 @@ STRATEGIES: Mapping[str, Entry] = {
             "outer_momentum": Option(default=0.9, about="the outer Nesterov momentum", least=0),
         },
     ),
-    "zero": Entry(about="torch ZeroRedundancyOptimizer: each rank keeps a part of its state"),
-    "fsdp": Entry(
+    "zero": StrategyEntry(
+        about="torch ZeroRedundancyOptimizer: each rank keeps a part of its state",
+        class_path="ddpnb.rank.strategies.zero:Zero",
+        colour="#ffa90e",
+        dashes="solid",
+        marker="p",
+    ),
+    "fsdp": StrategyEntry(
         about="torch FSDP2: each rank keeps a part of parameters, gradients and state",
+        class_path="ddpnb.rank.strategies.fsdp:Fsdp",
+        colour="#b57a00",
+        dashes="long-short",
+        marker="H",
         is_dense=True,
         options={
             "reshard": Option(default=True, about="let go of a layer before its backward pass")
         },
     ),
-    "gossip": Entry(
+    "gossip": StrategyEntry(
         about="each rank averages its weights with a random neighbour, waiting for nobody",
+        class_path="ddpnb.rank.strategies.gossip:Gossip",
+        colour="#92dadd",
+        dashes="long",
+        marker=">",
+        is_asynchronous=True,
         options={
             "together": Option(
                 default=False, about="meet in pairs, step by step (on, off); on GPUs always on"
             )
         },
     ),
-    "no-comm": Entry(about="each rank alone on its even share: how fast that could be here"),
+    "no-comm": StrategyEntry(
+        about="each rank alone on its even share: how fast that could be here",
+        class_path="ddpnb.rank.strategies.no_comm:NoComm",
+        colour="#6db38a",
+        dashes="dotted",
+        marker="*",
+    ),
 }
-"""Strategies by name, in the order shown to users."""
+"""Strategies by name, in the order shown to users.  To add one is a file and an entry here."""
 
 TASKS: Mapping[str, Entry] = {
     "digits": Entry(about="scikit-learn's 1797 handwritten digits, 8x8 pixels: real data"),

@@ -75,6 +75,8 @@ class RunHeader:
     """Those that the run it resumes had seen when the checkpoint was made."""
     notes: tuple[str, ...] = ()
     """What is emulated, synthetic or adjusted: one short sentence each, shown with every result."""
+    is_emulated: bool = False
+    """Whether the strategy itself is: its speed says nothing about the real one."""
 
 
 class Parts(NamedTuple):

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddpnb.catalogue import STRATEGIES as ENTRIES
+from ddpnb.catalogue import STRATEGIES
 from ddpnb.rank import worker
-from ddpnb.rank.strategies import STRATEGIES
 from ddpnb.wire import RunHeader, RunReport, RunSpec, StepEvent
 
 CELL = """
@@ -163,7 +162,7 @@ def data(split):
 """
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not ENTRIES[name].is_dense])
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not STRATEGIES[name].is_dense])
 def test_sparse_gradients_train_as_dense_ones_do(ranks, strategy):
     sparse, dense = (
         ranks(2).call(run_job, spec_of(strategy, source=SPARSE.format(sparse=sparse)))[0][0]

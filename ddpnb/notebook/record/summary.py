@@ -86,6 +86,8 @@ class StrategySummary:
     num_diverged: int = 0
     """Losses that were NaN or infinite."""
     notes: tuple[str, ...] = ()
+    is_emulated: bool = False
+    """Whether the strategy itself was: its speed says nothing about the real one."""
 
 
 def summarise(comparison: Comparison, target: float | None = None) -> tuple[StrategySummary, ...]:
@@ -212,6 +214,7 @@ def _summary(
         num_missed_target=sum(math.isnan(seconds) for seconds, _ in reached),
         num_diverged=sum(num_diverged(run) for run in runs),
         notes=_notes(runs),
+        is_emulated=any(run.header is not None and run.header.is_emulated for run in runs),
     )
 
 

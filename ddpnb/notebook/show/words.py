@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from ddpnb.catalogue import CELL_TASK
+from ddpnb.catalogue import CELL_TASK, STRATEGIES
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.repeat import body_of
 from ddpnb.notebook.record.runs import RunSnapshot
@@ -83,12 +83,13 @@ def labels(comparison: Comparison) -> dict[Key, str]:
 
 def longest_label(strategy: str) -> str:
     """Return what a strategy that has not begun may be called at most."""
-    return f"{strategy} (emulated)" if strategy.partition(":")[0] == "dp" else strategy
+    entry = STRATEGIES.get(strategy.partition(":")[0])
+    return f"{strategy} (emulated)" if entry and entry.may_be_emulated else strategy
 
 
 def is_emulated(run: RunSnapshot) -> bool:
     """Return whether the ranks said that the strategy itself is emulated."""
-    return run.header is not None and any("emulated" in note for note in run.header.notes)
+    return run.header is not None and run.header.is_emulated
 
 
 def title(comparison: Comparison) -> str:

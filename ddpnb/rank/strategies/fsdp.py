@@ -27,7 +27,8 @@ reduce-scatter of an all-reduce; what that sends more is not counted, nor the no
 
 import copy
 import importlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, final
@@ -38,24 +39,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddpnb.errors import UserError
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import (
-    Batch,
-    Memory,
-    Plan,
-    Replica,
-    State,
-    StepReport,
-    Strategy,
-)
-from ddpnb.rank.strategies.support.flat import memory_of
+from ddpnb.rank.strategies.base import Batch, Replica, State, StepReport, SynchronousStrategy
 from ddpnb.rank.strategies.support.gathers import NCCL_NOTE, Messages
-from ddpnb.rank.strategies.support.layers import layers_of
-from ddpnb.wire import RankState
 
 
 @final
-class Fsdp(Strategy):
+class Fsdp(SynchronousStrategy):
     """Torch's ``fully_shard`` over the default process group.
 
     Args:
@@ -64,10 +53,6 @@ class Fsdp(Strategy):
 
     def __init__(self, *, reshard: bool = True) -> None:
         self._reshard = reshard
-
-    def plan(self, state: RankState) -> Plan:
-        """Every rank."""
-        return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
 
     def check(self, replica: Replica) -> None:
         """Refuse parameters without rows to cut between, and layers of several types."""
@@ -85,9 +70,8 @@ class Fsdp(Strategy):
             )
 
     def setup(self, replica: Replica) -> None:
-        """Cut the parameters up; takes part: every rank."""
+        """Cut the parameters up, then make this rank's optimizer; takes part: every rank."""
         self._messages = Messages(replica.timer, replica.device)
-        self._replica = replace(replica, timer=self._messages.timer)
         self._skeleton = _without_parameters(replica.model)
         assert dist.group.WORLD is not None, "this rank is in a group"
         # Imported when asked for: it takes a second, and every rank would pay it at start.
@@ -98,11 +82,7 @@ class Fsdp(Strategy):
             # Gloo adds on the GPU, but takes no mean there.
             layer.set_force_sum_reduction_for_comms(dist.get_backend() == "gloo")
             self._messages.carry(layer)
-        self._optimizer = replica.optimizer(replica.parameters)
-
-    def shares(self) -> Iterator[Share]:
-        """This rank's part of every global batch."""
-        return self._replica.shares()
+        super().setup(replace(replica, timer=self._messages.timer))
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""
@@ -130,10 +110,6 @@ class Fsdp(Strategy):
         is_apart = self._messages.is_exposed or self._replica.world_size == 1
         return () if is_apart else (NCCL_NOTE,)
 
-    def memory(self) -> Memory:
-        """This rank's part of both."""
-        return memory_of(self._replica.model.parameters(), self._optimizer)
-
     def finish(self) -> nn.Module:
         """Gather all into a plain model; takes part: every rank."""
         model = self._replica.model
@@ -160,9 +136,6 @@ class Fsdp(Strategy):
                 for name, value in held.items():
                     held[name] = _like(parameter, value)
 
-    def close(self) -> None:
-        """Nothing to let go of: the process group belongs to the rank."""
-
     @contextmanager
     def _unsynced(self) -> Iterator[None]:
         """Keep gradients here for a while, whole."""
@@ -172,6 +145,57 @@ class Fsdp(Strategy):
             yield
         finally:
             model.set_requires_gradient_sync(True)
+
+
+def layers_of(model: nn.Module) -> list[Any]:
+    """Return what is gathered by itself, inner modules before those that hold them.
+
+    Those that are surely called by themselves, as the blocks of a transformer are: torch gathers
+    what a module holds when it is called.
+    """
+    candidates = set(_listed(model))
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    places = Counter(_note_owners(model, model, candidates, owners))
+    shared = {owner for found in owners.values() if len(set(found)) > 1 for owner in found}
+    repeated = {layer for layer in candidates if places[layer] > 1}
+    chosen = candidates - shared - repeated - {model}
+    return [module for module in reversed(list(model.modules())) if module in chosen]
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules with parameters that stand in a list, at whatever depth the list is.
+
+    A list is a ``Sequential``, or what cannot be called, as ``ModuleList`` and ``ModuleDict``:
+    each module in it is called by itself.
+    """
+    for child in module.children():
+        if not _is_list(module) or _is_list(child):
+            yield from _listed(child)
+        elif next(child.parameters(), None) is not None:
+            yield child
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
+
+
+def _note_owners(
+    module: nn.Module,
+    owner: nn.Module,
+    layers: Collection[nn.Module],
+    owners: dict[nn.Parameter, list[nn.Module]],
+) -> Iterator[nn.Module]:
+    """Note the layer, or else the model, that each parameter is in; yield all modules.
+
+    One that is registered at several places is yielded for each.
+    """
+    yield module
+    owner = module if module in layers else owner
+    for parameter in module.parameters(recurse=False):
+        owners.setdefault(parameter, []).append(owner)
+    for child in module._modules.values():
+        if child is not None:
+            yield from _note_owners(child, owner, layers, owners)
 
 
 def _types_of_layers(model: nn.Module) -> Iterator[set[torch.dtype]]:

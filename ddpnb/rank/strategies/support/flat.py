@@ -1,12 +1,10 @@
-"""How do many tensors become few messages, and what does a rank hold?  (Every rank.)"""
+"""How do many tensors become few messages?  (Every rank.)"""
 
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from ddpnb.rank.strategies.base import Memory
 
 
 class Flat:
@@ -45,6 +43,30 @@ class Flat:
         for view, tensor in zip(self.views, tensors, strict=True):
             tensor.copy_(view)
 
+    def sum(self, tensors: Sequence[Tensor]) -> int:
+        """Replace tensors by their sums over all ranks; takes part: every rank.
+
+        Returns:
+            The bytes that each rank sends.
+        """
+        self.gather(tensors)
+        for buffer in self.buffers:
+            dist.all_reduce(buffer)
+        self.scatter(tensors)
+        return all_reduce_bytes(self.num_bytes, dist.get_world_size())
+
+    @torch.no_grad()
+    def average(self, tensors: Sequence[Tensor]) -> int:
+        """Replace tensors by their means over all ranks; takes part: every rank.
+
+        Returns:
+            The bytes that each rank sends.
+        """
+        num_sent = self.sum(tensors)
+        for tensor in tensors:
+            tensor /= dist.get_world_size()
+        return num_sent
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
@@ -74,13 +96,6 @@ def all_reduce_bytes(size: int, world_size: int) -> int:
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors; of one that is spread over ranks, those that lie here."""
     return sum(tensor.numel() * tensor.element_size() for tensor in map(_local, tensors))
-
-
-def memory_of(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None) -> Memory:
-    """Return what parameters and an optimizer's state take on this rank."""
-    states = optimizer.state.values() if optimizer is not None else ()
-    held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return Memory(parameters=num_bytes(parameters), optimizer=num_bytes(held))
 
 
 def _local(tensor: Tensor) -> Tensor:
