@@ -7,13 +7,18 @@ The constructor of a strategy, and the builder of a task, take these options by 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ddpnb.errors import UserError, advice, one_of
 
 Value = bool | int | float | str
 Dashes = Literal["solid", "dashed", "dash-dot", "long", "dotted", "dash-dot-dot", "long-short"]
-"""How a line is drawn; a line and a marker together name a strategy without any colour."""
+
+BASELINE = "single"
+"""Speed-up is measured against this strategy, run in the same comparison."""
+
+CEILING = "no-comm"
+"""Even shares without any communication: none that shares evenly can be expected to be faster."""
 
 CELL_TASK = "cell"
 """The task whose model, data, loss and optimizer the notebook's cell defines."""
@@ -38,18 +43,26 @@ class Entry:
     options: Mapping[str, Option] = field(default_factory=dict)
 
 
+class Look(NamedTuple):
+    """How a strategy is drawn; dashes and marker together name it without any colour.
+
+    Ten colours are matplotlib's ``petroff10`` (M. Petroff, arXiv:2107.02270), which any colour
+    vision tells apart.  A family of strategies shares a hue, in clearly different lightness.
+    """
+
+    colour: str
+    dashes: Dashes
+    marker: str
+    """As matplotlib spells it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyEntry(Entry):
     """All that is known of a strategy outside its own file."""
 
     class_path: str
     """Module and class, ``"ddpnb.rank.strategies.ddp:Ddp"``: imported on the ranks alone."""
-    colour: str
-    """The first ten are matplotlib's ``petroff10`` (M. Petroff, arXiv:2107.02270), which any
-    colour vision tells apart.  A family of strategies shares a hue, in different lightness."""
-    dashes: Dashes
-    marker: str
-    """As matplotlib spells it."""
+    look: Look
     aliases: tuple[str, ...] = ()
     """What other libraries call it: whoever writes that is shown the name here."""
     is_asynchronous: bool = False
@@ -75,26 +88,20 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "single": StrategyEntry(
         about="one device",
         class_path="ddpnb.rank.strategies.single:Single",
-        colour="#717581",
-        dashes="solid",
-        marker="s",
+        look=Look("#717581", "solid", "s"),
         aliases=("OneDeviceStrategy",),
     ),
     "dp": StrategyEntry(
         about="torch DataParallel; emulated on CPU threads where there are not two GPUs",
         class_path="ddpnb.rank.strategies.data_parallel:DataParallel",
-        colour="#e76300",
-        dashes="dashed",
-        marker="^",
+        look=Look("#e76300", "dashed", "^"),
         aliases=("DataParallel",),
         may_be_emulated=True,
     ),
     "ddp": StrategyEntry(
         about="torch DistributedDataParallel",
         class_path="ddpnb.rank.strategies.ddp:Ddp",
-        colour="#3f90da",
-        dashes="solid",
-        marker="o",
+        look=Look("#3f90da", "solid", "o"),
         aliases=(
             "DistributedDataParallel",
             "MirroredStrategy",
@@ -119,42 +126,32 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "ddp-shm": StrategyEntry(
         about="the same, with an all-reduce in the memory that CPU ranks share",
         class_path="ddpnb.rank.strategies.ddp_shm:DdpShm",
-        colour="#174f86",
-        dashes="dashed",
-        marker="h",
+        look=Look("#174f86", "dashed", "h"),
         is_dense=True,
     ),
     "ddp-by-hand": StrategyEntry(
         about="flatten the gradients, all-reduce, step",
         class_path="ddpnb.rank.strategies.ddp_by_hand:DdpByHand",
-        colour="#93c4f2",
-        dashes="dash-dot",
-        marker="8",
+        look=Look("#93c4f2", "dash-dot", "8"),
         is_dense=True,
     ),
     "ring-by-hand": StrategyEntry(
         about="the same, with a ring all-reduce from sends and receives",
         class_path="ddpnb.rank.strategies.ring_by_hand:RingByHand",
-        colour="#a96b59",
-        dashes="long",
-        marker="X",
+        look=Look("#a96b59", "long", "X"),
         is_dense=True,
     ),
     "central": StrategyEntry(
         about="parameters in one place on the host, updated there once",
         class_path="ddpnb.rank.strategies.central:Central",
-        colour="#b9ac70",
-        dashes="dash-dot-dot",
-        marker="P",
+        look=Look("#b9ac70", "dash-dot-dot", "P"),
         aliases=("CentralStorageStrategy",),
         is_dense=True,
     ),
     "async": StrategyEntry(
         about="one parameter server, workers never wait for each other",
         class_path="ddpnb.rank.strategies.async_ps:AsyncParameterServer",
-        colour="#832db6",
-        dashes="dash-dot",
-        marker="D",
+        look=Look("#832db6", "dash-dot", "D"),
         aliases=("ParameterServerStrategy",),
         is_asynchronous=True,
         is_dense=True,
@@ -176,18 +173,14 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "hogwild": StrategyEntry(
         about="lock-free updates of parameters in shared memory; CPU ranks only",
         class_path="ddpnb.rank.strategies.hogwild:Hogwild",
-        colour="#c58ae8",
-        dashes="dotted",
-        marker="d",
+        look=Look("#c58ae8", "dotted", "d"),
         is_asynchronous=True,
         transports=("auto", "shm"),
     ),
     "local-sgd": StrategyEntry(
         about="each rank alone, weights averaged every few steps",
         class_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
-        colour="#bd1f01",
-        dashes="solid",
-        marker="v",
+        look=Look("#bd1f01", "solid", "v"),
         options={
             "every": Option(default=8, about="steps from one average to the next", least=1),
             "after": Option(default=0, about="steps of synchronous SGD at first", least=0),
@@ -196,9 +189,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "diloco": StrategyEntry(
         about="each rank alone, an outer Nesterov step on the averaged change every few steps",
         class_path="ddpnb.rank.strategies.diloco:DiLoCo",
-        colour="#f0857a",
-        dashes="dashed",
-        marker="<",
+        look=Look("#f0857a", "dashed", "<"),
         options={
             "every": Option(default=8, about="inner steps of an outer one", least=1),
             "outer_lr": Option(
@@ -210,16 +201,12 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "zero": StrategyEntry(
         about="torch ZeroRedundancyOptimizer: each rank keeps a part of its state",
         class_path="ddpnb.rank.strategies.zero:Zero",
-        colour="#ffa90e",
-        dashes="solid",
-        marker="p",
+        look=Look("#ffa90e", "solid", "p"),
     ),
     "fsdp": StrategyEntry(
         about="torch FSDP2: each rank keeps a part of parameters, gradients and state",
         class_path="ddpnb.rank.strategies.fsdp:Fsdp",
-        colour="#b57a00",
-        dashes="long-short",
-        marker="H",
+        look=Look("#b57a00", "long-short", "H"),
         is_dense=True,
         options={
             "reshard": Option(default=True, about="let go of a layer before its backward pass")
@@ -228,9 +215,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "gossip": StrategyEntry(
         about="each rank averages its weights with a random neighbour, waiting for nobody",
         class_path="ddpnb.rank.strategies.gossip:Gossip",
-        colour="#92dadd",
-        dashes="long",
-        marker=">",
+        look=Look("#92dadd", "long", ">"),
         is_asynchronous=True,
         options={
             "together": Option(
@@ -241,9 +226,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "no-comm": StrategyEntry(
         about="each rank alone on its even share: how fast that could be here",
         class_path="ddpnb.rank.strategies.no_comm:NoComm",
-        colour="#6db38a",
-        dashes="dotted",
-        marker="*",
+        look=Look("#6db38a", "dotted", "*"),
     ),
 }
 """Strategies by name, in the order shown to users.  To add one is a file and an entry here."""

@@ -14,9 +14,7 @@ from ddpnb import catalogue
 catalogue.STRATEGIES["added"] = catalogue.StrategyEntry(
     about="one that was added",
     class_path="added_strategy:Added",
-    colour="#123456",
-    dashes="long",
-    marker="$a$",
+    look=catalogue.Look("#123456", "long", "$a$"),
     is_asynchronous=True,
     may_be_emulated=True,
     options={"every": catalogue.Option(default=2, about="steps", least=1)},
@@ -57,17 +55,21 @@ assert fit.memory.parameters > 0
 IN_THE_KERNEL = """
 import sys
 from ddpnb.notebook.choices import catalogue_text
-from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.complete import choices
-from ddpnb.notebook.show.detail import Detail
-from ddpnb.notebook.show.figure import Figure, FigureCanvasAgg
+from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.show.figure import draw
 from ddpnb.notebook.show.theme import style_of
 from ddpnb.notebook.show.words import longest_label
+from ddpnb.wire import RunSpec
 
 assert "one that was added" in catalogue_text() and "added:every=2" in catalogue_text()
 assert list(choices(catalogue.STRATEGIES, "added:")) == ["added:every="]
 assert longest_label("added") == "added (emulated)"
 assert (style_of("added").colour, style_of("added").marker) == ("#123456", "$a$")
+titles = [axes.get_title("left") for axes in draw(Comparison(
+    comparison_id="c", name="c", specs=(RunSpec(run_id="r", strategy="added", task="digits"),),
+)).axes]
+assert any("stale" in title.lower() for title in titles), titles
 assert "torch" not in sys.modules
 """
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpnb.catalogue import BASELINE, CEILING
 from ddpnb.errors import UserError
 from ddpnb.faults import parse_kill
 from ddpnb.notebook.record.comparison import Comparison
@@ -23,12 +24,6 @@ Counts = NDArray[np.int64]
 
 Key = tuple[str, str]
 """Comparison and name: what the repeats of one strategy have in common."""
-
-BASELINE = "single"
-"""Speed-up is measured against this strategy, run in the same comparison."""
-
-CEILING = "no-comm"
-"""Even shares without any communication: none that shares evenly can be expected to be faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,10 @@ import math
 from collections.abc import Sequence
 from itertools import combinations
 
+from ddpnb.catalogue import BASELINE
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import Status
-from ddpnb.notebook.record.summary import BASELINE, StrategySummary, summarise
+from ddpnb.notebook.record.summary import StrategySummary, summarise
 from ddpnb.notebook.show.words import labels, listed, number, percent
 
 

@@ -87,8 +87,7 @@ def contrast_on_white(colour: str) -> float:
 
 
 STYLES: Mapping[str, Style] = {
-    name: _style(entry.colour, entry.dashes, entry.marker)
-    for name, entry in catalogue.STRATEGIES.items()
+    name: _style(*entry.look) for name, entry in catalogue.STRATEGIES.items()
 }
 """The style of each strategy in the catalogue."""
 

@@ -116,7 +116,6 @@ class Replica:
         weight: float = 1.0,
         model: nn.Module | None = None,
         unsynced: Callable[[], AbstractContextManager[object]] = nullcontext,
-        most: int | None = None,
     ) -> Tensor:
         """Run forward and backward on a batch, part by part if gradients are accumulated.
 
@@ -127,15 +126,13 @@ class Replica:
             weight: e.g. this worker's share of the global batch.
             model: what to call in place of the plain model: a wrapper of it.
             unsynced: the context for all parts but the last, e.g. DDP's ``no_sync``.
-            most: the most parts to cut the batch into, where each takes a message and all
-                ranks must cut into as many.
 
         Returns:
             The mean loss over the batch, before any update; shape (), detached.
         """
         called = self.model if model is None else model
         called.zero_grad()
-        parts = batch.split(min(self.accumulate, most or self.accumulate))
+        parts = batch.split(self.accumulate)
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts, start=1):
             share = part.num_samples / batch.num_samples

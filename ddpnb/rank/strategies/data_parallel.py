@@ -17,7 +17,6 @@ those of all buffers; samples and outputs are not counted.
 """
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -42,7 +41,7 @@ class DataParallel(SynchronousStrategy):
     """Torch's ``DataParallel`` on two GPUs or more; else the same steps on threads."""
 
     def __init__(self) -> None:
-        self._replicas: Replicas | None = None
+        self._replicas: GpuReplicas | ThreadReplicas | None = None
 
     def plan(self, state: RankState) -> Plan:
         """Rank 0 alone, with a replica for each rank, or for each GPU where there are fewer."""
@@ -123,30 +122,8 @@ class DataParallel(SynchronousStrategy):
             self._replicas.close()
 
 
-class Replicas(ABC):
-    """Copies of a model that share each batch; the model itself is the first of them."""
-
-    num_replicas: int
-
-    @abstractmethod
-    def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
-        """Return the outputs of the whole batch, on the first device."""
-
-    @abstractmethod
-    def backward(self) -> None:
-        """Go on from the gradient of these outputs, through each replica."""
-
-    @abstractmethod
-    def reduce(self) -> None:
-        """Add the gradients of all replicas to those of the first."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of threads; may be called twice."""
-
-
 @final
-class GpuReplicas(Replicas):
+class GpuReplicas:
     """Torch's ``DataParallel``: its outputs remember the way back."""
 
     def __init__(self, model: nn.Module, device_ids: list[int]) -> None:
@@ -189,7 +166,7 @@ class Cast(nn.Module):
 
 
 @final
-class ThreadReplicas(Replicas):
+class ThreadReplicas:
     """The same steps as torch's ``DataParallel``, each replica on a thread of its own."""
 
     def __init__(self, model: nn.Module, num_replicas: int) -> None:

@@ -17,7 +17,6 @@ read (0 where there are no others).  Where ranks cannot share memory: as ``ddp``
 """
 
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, final
 
@@ -50,7 +49,7 @@ class DdpShm(SynchronousStrategy):
     """
 
     def __init__(self, *, timeout_seconds: float = default_pg_timeout.total_seconds()) -> None:
-        self._timeout = timedelta(seconds=timeout_seconds)
+        self._timeout = timeout_seconds
         self._sum: SharedSum | None = None
         self._is_shared = True
 
@@ -103,12 +102,14 @@ class DdpShm(SynchronousStrategy):
             replica.name,
             rank=replica.rank,
             num_ranks=replica.world_size,
-            timeout_seconds=self._timeout.total_seconds(),
+            timeout_seconds=self._timeout,
             lifeline=replica.lifeline,
         )
-        self._sum.tell(
-            lambda is_waiting: replica.timer.begin("waiting" if is_waiting else "communication")
-        )
+
+        def on_wait(is_waiting: bool) -> None:
+            replica.timer.begin("waiting" if is_waiting else "communication")
+
+        self._sum.tell(on_wait)
         observe_buffers(self._ddp, replica.timer)
         self._ddp.register_comm_hook((self._sum, replica.timer), _add_in_shared_memory)
         return Unobserved()
@@ -144,6 +145,7 @@ def _add_by_backend(state: Any, bucket: GradBucket) -> torch.futures.Future[Tens
 
 def _is_one_place(folder: Path, num_ranks: int) -> bool:
     """Return whether the folder is the same one for all ranks; takes part: every rank."""
+    running = Path("/proc/sys/kernel/random/boot_id").read_text()  # hosts may share a name
     places = [""] * num_ranks
-    dist.all_gather_object(places, this_host(folder))
+    dist.all_gather_object(places, running + this_host(folder))
     return len(set(places)) == 1

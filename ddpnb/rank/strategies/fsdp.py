@@ -23,13 +23,19 @@ part of the gradients: P, but for frozen parameters, which have none.  Rows are 
 multiple of N: P is about S / N.  Counted are the messages that torch really sends: a frozen
 layer may be gathered once only, one that a step does not use never.  Gloo makes each
 reduce-scatter of an all-reduce; what that sends more is not counted, nor the norm for clipping.
+
+Gloo's collectives keep the thread until they are done, on CPUs and on GPUs: all their time is
+exposed, with what they wait for other ranks, and none is hidden.  Copying parameters into a
+message and out of it counts as the pass that needs them.  NCCL's run on streams of their own.
+Each counts as hidden from its start to its end, also while the GPU waits for it: where that
+is, torch lets nobody know.
 """
 
 import copy
 import importlib
 from collections import Counter
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -40,7 +46,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddpnb.errors import UserError
 from ddpnb.rank.strategies.base import Batch, Replica, State, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.support.gathers import NCCL_NOTE, Messages
+from ddpnb.rank.strategies.timer import Moment, Timer
+
+Flight = Callable[[], AbstractContextManager[None]]
+"""Makes the context that a collective is called in."""
+
+_NCCL_NOTE = (
+    "fsdp over NCCL: all communication counts as overlapped, also where the GPU waits for it."
+)
 
 
 @final
@@ -71,7 +84,7 @@ class Fsdp(SynchronousStrategy):
 
     def setup(self, replica: Replica) -> None:
         """Cut the parameters up, then make this rank's optimizer; takes part: every rank."""
-        self._messages = Messages(replica.timer, replica.device)
+        self._messages = _Messages(replica.timer, replica.device)
         self._skeleton = _without_parameters(replica.model)
         assert dist.group.WORLD is not None, "this rank is in a group"
         # Imported when asked for: it takes a second, and every rank would pay it at start.
@@ -82,20 +95,18 @@ class Fsdp(SynchronousStrategy):
             # Gloo adds on the GPU, but takes no mean there.
             layer.set_force_sum_reduction_for_comms(dist.get_backend() == "gloo")
             self._messages.carry(layer)
-        super().setup(replace(replica, timer=self._messages.timer))
+        super().setup(replica)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""
         replica = self._replica
         # forward, backward: each layer's parameters come, its gradients go.  They are divided
         # by the number of ranks; the weight makes that a mean over samples.
-        smallest_share = batch.num_global // replica.world_size
-        num_parts = min(replica.accumulate, smallest_share)  # the same on every rank
+        most_parts = batch.num_global // replica.world_size  # the same on every rank
         loss = replica.compute_gradients(
-            batch,
+            replace(batch, most_parts=most_parts),
             weight=replica.world_size * batch.weight,
             unsynced=self._unsynced,
-            most=num_parts,
         )
         # update: each rank its part
         replica.update(self._optimizer)
@@ -108,7 +119,7 @@ class Fsdp(SynchronousStrategy):
     def notes(self) -> tuple[str, ...]:
         """Say where communication cannot be told apart."""
         is_apart = self._messages.is_exposed or self._replica.world_size == 1
-        return () if is_apart else (NCCL_NOTE,)
+        return () if is_apart else (_NCCL_NOTE,)
 
     def finish(self) -> nn.Module:
         """Gather all into a plain model; takes part: every rank."""
@@ -218,8 +229,7 @@ def _without_parameters(model: nn.Module) -> nn.Module:
 
 def _gathered(parameter: nn.Parameter) -> nn.Parameter:
     """Return the whole of a parameter that is spread over the ranks; takes part: every rank."""
-    held: Any = parameter.detach()  # a DTensor since setup
-    return nn.Parameter(held.full_tensor(), parameter.requires_grad)
+    return nn.Parameter(_whole(parameter.detach()), parameter.requires_grad)
 
 
 def _whole(value: Tensor) -> Tensor:
@@ -254,3 +264,109 @@ def _like(parameter: Any, value: Any) -> Any:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+@final
+class _Messages:
+    """The all-gathers and reduce-scatters of one rank: torch's own, but counted and timed.
+
+    Args:
+        timer: whom to tell.
+        device: where the parameters are.
+    """
+
+    def __init__(self, timer: Timer, device: torch.device) -> None:
+        self.is_exposed = dist.get_backend() == "gloo"
+        self._flight = _exposed(timer, device) if self.is_exposed else _hidden(timer)
+        self._num_bytes = 0
+
+    def carry(self, layer: Any) -> None:
+        """Be the messages of a layer that was fully sharded."""
+        layer.set_custom_all_gather(_AllGather(self))
+        layer.set_custom_reduce_scatter(_ReduceScatter(self))
+
+    def take_num_bytes(self) -> int:
+        """Return the bytes that this rank has sent since it was last asked."""
+        taken, self._num_bytes = self._num_bytes, 0
+        return taken
+
+    def under_way(self, part: Tensor, group: dist.ProcessGroup) -> AbstractContextManager[None]:
+        """Return the context of a collective that sends as much as ``part`` to each other rank."""
+        self._num_bytes += (group.size() - 1) * part.numel() * part.element_size()
+        return self._flight()
+
+
+class _Comm:
+    """What torch wants of both: it looks at no base class."""
+
+    def __init__(self, messages: _Messages) -> None:
+        self._messages = messages
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a message."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+@final
+class _AllGather(_Comm):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        with self._messages.under_way(input_tensor, group):
+            work: dist.Work | None = dist.all_gather_single(
+                output_tensor, input_tensor, group=group, async_op=async_op
+            )
+        return work
+
+
+@final
+class _ReduceScatter(_Comm):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        with self._messages.under_way(output_tensor, group):
+            work: dist.Work | None = dist.reduce_scatter_single(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
+        return work
+
+
+def _exposed(timer: Timer, device: torch.device) -> Flight:
+    """Count a flight as communication, and what follows as what was before."""
+    computing = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def moment() -> Moment:
+        # Torch calls collectives on streams of their own; what waits is where it computes.
+        with torch.cuda.stream(computing) if computing is not None else nullcontext():
+            return timer.moment()
+
+    @contextmanager
+    def flight() -> Iterator[None]:
+        before = timer.begin("communication", at=moment())
+        try:
+            yield
+        finally:
+            timer.begin(before, at=moment())
+
+    return flight
+
+
+def _hidden(timer: Timer) -> Flight:
+    """Count a flight as hidden, on the stream that it is on."""
+
+    @contextmanager
+    def flight() -> Iterator[None]:
+        begun = timer.moment()
+        yield
+        timer.hide(begun, timer.moment())
+
+    return flight
