@@ -80,9 +80,9 @@ class StrategySummary:
     """Repeats that never reached it."""
     num_diverged: int = 0
     """Losses that were NaN or infinite."""
-    notes: tuple[str, ...] = ()
     is_emulated: bool = False
-    """Whether the strategy itself was: its speed says nothing about the real one."""
+    """Whether its speed says nothing about that of the real strategy."""
+    notes: tuple[str, ...] = ()
 
 
 def summarise(comparison: Comparison, target: float | None = None) -> tuple[StrategySummary, ...]:
@@ -208,9 +208,14 @@ def _summary(
         samples_to_target=spread([samples for _, samples in reached]),
         num_missed_target=sum(math.isnan(seconds) for seconds, _ in reached),
         num_diverged=sum(num_diverged(run) for run in runs),
+        is_emulated=is_emulated(runs),
         notes=_notes(runs),
-        is_emulated=any(run.header is not None and run.header.is_emulated for run in runs),
     )
+
+
+def is_emulated(runs: Sequence[RunSnapshot]) -> bool:
+    """Return whether the strategy itself is emulated where these runs were trained."""
+    return any(run.header is not None and run.header.is_emulated for run in runs)
 
 
 def _num_workers(run: RunSnapshot) -> int:

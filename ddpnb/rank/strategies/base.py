@@ -44,10 +44,10 @@ class Plan:
     """Steps that one synchronous worker may be ahead of another: 0 where each waits for all."""
     updates_per_batch: float = 1.0
     """Updates that one optimizer makes for each global batch."""
-    is_emulated: bool = False
-    """Whether it is another thing than its name says; ``notes`` say what."""
     survives_deaths: bool = False
     """Whether the others train on where a rank other than 0 dies; it may join where it can."""
+    is_emulated: bool = False
+    """Whether this only stands for the strategy, which cannot run here; a note says how."""
     notes: tuple[str, ...] = ()
 
 
