@@ -18,7 +18,7 @@ read (0 where there are no others).  Where ranks cannot share memory: as ``ddp``
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -71,14 +71,18 @@ class DdpShm(SynchronousStrategy):
         if on_cpu and self._is_shared:
             self._overlap = self._share_memory(replica)
         else:
-            self._overlap = observe(self._ddp, replica.timer, _add_by_backend)
+            self._overlap = observe(self._ddp, replica.timer)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""
         # forward; backward, and agree in between: bucket by bucket.  With the weight in the
-        # loss, the sum over the ranks is a mean over samples.
+        # loss, the sum over the ranks is a mean over samples; DDP itself divides it by N.
+        divided_by = 1 if self._sum is not None else self._replica.world_size
         loss = self._replica.compute_gradients(
-            batch, weight=batch.weight, model=self._ddp, unsynced=self._ddp.no_sync
+            batch,
+            weight=divided_by * batch.weight,
+            model=self._ddp,
+            unsynced=self._ddp.no_sync,
         )
         self._overlap.tell()
         # update: every rank the same
@@ -133,14 +137,6 @@ def _add_in_shared_memory(
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(buffer)
     return done
-
-
-def _add_by_backend(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Sum a bucket over all ranks by the default group, as a hook of DDP's."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    assert work is not None, "this rank is in the group"
-    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda sums: sums.value()[0])
-    return summed
 
 
 def _is_one_place(folder: Path, num_ranks: int) -> bool:

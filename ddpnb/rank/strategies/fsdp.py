@@ -271,8 +271,8 @@ class _Messages:
 
     def carry(self, layer: Any) -> None:
         """Be the messages of a layer that was fully sharded."""
-        layer.set_custom_all_gather(_AllGather(self))
-        layer.set_custom_reduce_scatter(_ReduceScatter(self))
+        layer.set_custom_all_gather(_Counted(self, dist.all_gather_single))
+        layer.set_custom_reduce_scatter(_Counted(self, dist.reduce_scatter_single))
 
     def take_num_bytes(self) -> int:
         """Return the bytes that this rank has sent since it was last asked."""
@@ -285,48 +285,25 @@ class _Messages:
         return self._flight()
 
 
-class _Comm:
-    """What torch wants of both: it looks at no base class."""
+@final
+class _Counted:
+    """A collective as torch wants to be given one: it looks at no base class."""
 
-    def __init__(self, messages: _Messages) -> None:
+    def __init__(self, messages: _Messages, collective: Callable[..., dist.Work | None]) -> None:
         self._messages = messages
+        self._collective = collective
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for a message."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-@final
-class _AllGather(_Comm):
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **more: Any
     ) -> dist.Work | None:
-        with self._messages.under_way(input_tensor, group):
-            work: dist.Work | None = dist.all_gather_single(
-                output_tensor, input_tensor, group=group, async_op=async_op
-            )
-        return work
-
-
-@final
-class _ReduceScatter(_Comm):
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        with self._messages.under_way(output_tensor, group):
-            work: dist.Work | None = dist.reduce_scatter_single(
-                output_tensor, input_tensor, op=op, group=group, async_op=async_op
-            )
-        return work
+        """Call it; one of the tensors is the whole, the other this rank's part."""
+        part = min(output_tensor, input_tensor, key=Tensor.numel)
+        with self._messages.under_way(part, group):
+            return self._collective(output_tensor, input_tensor, group=group, **more)
 
 
 def _exposed(timer: Timer, device: torch.device) -> Flight:
