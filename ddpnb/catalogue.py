@@ -4,10 +4,11 @@ A choice is written as one word: ``ddp``, or with options ``ddp:hook=fp16,bucket
 The constructor of a strategy, and the builder of a task, take these options by name.
 """
 
+import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ddpnb.errors import UserError, advice, one_of
 
@@ -40,7 +41,14 @@ class Entry:
     """One strategy or task: what it is, in a line, and what can be chosen about it."""
 
     about: str
+    import_path: str
+    """What makes it: a module and a name in it, ``"ddpnb.rank.strategies.ddp:Ddp"``."""
     options: Mapping[str, Option] = field(default_factory=dict)
+
+    def load(self) -> Any:
+        """Import what makes it; on the ranks alone, for it imports torch."""
+        module, _, name = self.import_path.partition(":")
+        return getattr(importlib.import_module(module), name)
 
 
 class Look(NamedTuple):
@@ -60,8 +68,6 @@ class Look(NamedTuple):
 class StrategyEntry(Entry):
     """All that is known of a strategy outside its own file."""
 
-    class_path: str
-    """Module and class, ``"ddpnb.rank.strategies.ddp:Ddp"``: imported on the ranks alone."""
     look: Look
     aliases: tuple[str, ...] = ()
     """What other libraries call it: whoever writes that is shown the name here."""
@@ -87,20 +93,20 @@ class Choice:
 STRATEGIES: Mapping[str, StrategyEntry] = {
     "single": StrategyEntry(
         about="one device",
-        class_path="ddpnb.rank.strategies.single:Single",
+        import_path="ddpnb.rank.strategies.single:Single",
         look=Look("#717581", "solid", "s"),
         aliases=("OneDeviceStrategy",),
     ),
     "dp": StrategyEntry(
         about="torch DataParallel; emulated on CPU threads where there are not two GPUs",
-        class_path="ddpnb.rank.strategies.data_parallel:DataParallel",
+        import_path="ddpnb.rank.strategies.data_parallel:DataParallel",
         look=Look("#e76300", "dashed", "^"),
         aliases=("DataParallel",),
         may_be_emulated=True,
     ),
     "ddp": StrategyEntry(
         about="torch DistributedDataParallel",
-        class_path="ddpnb.rank.strategies.ddp:Ddp",
+        import_path="ddpnb.rank.strategies.ddp:Ddp",
         look=Look("#3f90da", "solid", "o"),
         aliases=(
             "DistributedDataParallel",
@@ -125,32 +131,32 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     ),
     "ddp-shm": StrategyEntry(
         about="the same, with an all-reduce in the memory that CPU ranks share",
-        class_path="ddpnb.rank.strategies.ddp_shm:DdpShm",
+        import_path="ddpnb.rank.strategies.ddp_shm:DdpShm",
         look=Look("#174f86", "dashed", "h"),
         is_dense=True,
     ),
     "ddp-by-hand": StrategyEntry(
         about="flatten the gradients, all-reduce, step",
-        class_path="ddpnb.rank.strategies.ddp_by_hand:DdpByHand",
+        import_path="ddpnb.rank.strategies.ddp_by_hand:DdpByHand",
         look=Look("#93c4f2", "dash-dot", "8"),
         is_dense=True,
     ),
     "ring-by-hand": StrategyEntry(
         about="the same, with a ring all-reduce from sends and receives",
-        class_path="ddpnb.rank.strategies.ring_by_hand:RingByHand",
+        import_path="ddpnb.rank.strategies.ring_by_hand:RingByHand",
         look=Look("#a96b59", "long", "X"),
         is_dense=True,
     ),
     "central": StrategyEntry(
         about="parameters in one place on the host, updated there once",
-        class_path="ddpnb.rank.strategies.central:Central",
+        import_path="ddpnb.rank.strategies.central:Central",
         look=Look("#b9ac70", "dash-dot-dot", "P"),
         aliases=("CentralStorageStrategy",),
         is_dense=True,
     ),
     "async": StrategyEntry(
         about="one parameter server, workers never wait for each other",
-        class_path="ddpnb.rank.strategies.async_ps:AsyncParameterServer",
+        import_path="ddpnb.rank.strategies.async_ps:AsyncParameterServer",
         look=Look("#832db6", "dash-dot", "D"),
         aliases=("ParameterServerStrategy",),
         is_asynchronous=True,
@@ -172,14 +178,14 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     ),
     "hogwild": StrategyEntry(
         about="lock-free updates of parameters in shared memory; CPU ranks only",
-        class_path="ddpnb.rank.strategies.hogwild:Hogwild",
+        import_path="ddpnb.rank.strategies.hogwild:Hogwild",
         look=Look("#c58ae8", "dotted", "d"),
         is_asynchronous=True,
         transports=("auto", "shm"),
     ),
     "local-sgd": StrategyEntry(
         about="each rank alone, weights averaged every few steps",
-        class_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
+        import_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
         look=Look("#bd1f01", "solid", "v"),
         options={
             "every": Option(default=8, about="steps from one average to the next", least=1),
@@ -188,7 +194,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     ),
     "diloco": StrategyEntry(
         about="each rank alone, an outer Nesterov step on the averaged change every few steps",
-        class_path="ddpnb.rank.strategies.diloco:DiLoCo",
+        import_path="ddpnb.rank.strategies.diloco:DiLoCo",
         look=Look("#f0857a", "dashed", "<"),
         options={
             "every": Option(default=8, about="inner steps of an outer one", least=1),
@@ -200,12 +206,12 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     ),
     "zero": StrategyEntry(
         about="torch ZeroRedundancyOptimizer: each rank keeps a part of its state",
-        class_path="ddpnb.rank.strategies.zero:Zero",
+        import_path="ddpnb.rank.strategies.zero:Zero",
         look=Look("#ffa90e", "solid", "p"),
     ),
     "fsdp": StrategyEntry(
         about="torch FSDP2: each rank keeps a part of parameters, gradients and state",
-        class_path="ddpnb.rank.strategies.fsdp:Fsdp",
+        import_path="ddpnb.rank.strategies.fsdp:Fsdp",
         look=Look("#b57a00", "long-short", "H"),
         is_dense=True,
         options={
@@ -214,7 +220,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     ),
     "gossip": StrategyEntry(
         about="each rank averages its weights with a random neighbour, waiting for nobody",
-        class_path="ddpnb.rank.strategies.gossip:Gossip",
+        import_path="ddpnb.rank.strategies.gossip:Gossip",
         look=Look("#92dadd", "long", ">"),
         is_asynchronous=True,
         options={
@@ -225,20 +231,28 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     ),
     "no-comm": StrategyEntry(
         about="each rank alone on its even share: how fast that could be here",
-        class_path="ddpnb.rank.strategies.no_comm:NoComm",
+        import_path="ddpnb.rank.strategies.no_comm:NoComm",
         look=Look("#6db38a", "dotted", "*"),
     ),
 }
 """Strategies by name, in the order shown to users.  To add one is a file and an entry here."""
 
 TASKS: Mapping[str, Entry] = {
-    "digits": Entry(about="scikit-learn's 1797 handwritten digits, 8x8 pixels: real data"),
-    "cifar10": Entry(
-        about="ResNet-18 on data/cifar-10-batches-bin; on synthetic images where there is none"
+    "digits": Entry(
+        about="scikit-learn's 1797 handwritten digits, 8x8 pixels: real data",
+        import_path="ddpnb.rank.tasks.digits:build",
     ),
-    "text": Entry(about="a small transformer learns Python's own sources, by character: real data"),
+    "cifar10": Entry(
+        about="ResNet-18 on data/cifar-10-batches-bin; on synthetic images where there is none",
+        import_path="ddpnb.rank.tasks.cifar10:build",
+    ),
+    "text": Entry(
+        about="a small transformer learns Python's own sources, by character: real data",
+        import_path="ddpnb.rank.tasks.text:build",
+    ),
     "synthetic": Entry(
         about="CIFAR-shaped images made from a seed: synthetic data",
+        import_path="ddpnb.rank.tasks.synthetic:build",
         options={
             "samples": Option(default=4096, least=16, about="images to train on"),
             "parameters": Option(

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ddpnb.catalogue import STRATEGIES
-from ddpnb.rank.strategies import strategy_class
 from tests.rank.fit import OPTIMIZERS, Fit, Problem, by_hand, by_strategy, distance
 
 ALL = list(STRATEGIES)
@@ -31,7 +30,7 @@ DETERMINISTIC = [name for name in WITH_PAIRS if name not in ("async", "hogwild",
 
 @pytest.mark.parametrize("name", ALL)
 def test_options_are_the_constructors(name):
-    parameters = inspect.signature(strategy_class(name)).parameters
+    parameters = inspect.signature(STRATEGIES[name].load()).parameters
     for key, option in STRATEGIES[name].options.items():
         assert parameters[key].default == option.default
         assert type(parameters[key].default) is type(option.default)
@@ -123,7 +122,7 @@ def test_of_batchnorm_in_replicas_only_the_first_ones_statistics_last(ranks):
 
 @pytest.mark.parametrize("name", ALL)
 def test_close_needs_no_setup(name):
-    strategy_class(name)().close()
+    STRATEGIES[name].load()().close()
 
 
 def took_part(fits: list[Fit]) -> list[Fit]:

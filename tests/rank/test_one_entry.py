@@ -13,7 +13,7 @@ ADDED = """
 from ddpnb import catalogue
 catalogue.STRATEGIES["added"] = catalogue.StrategyEntry(
     about="one that was added",
-    class_path="added_strategy:Added",
+    import_path="added_strategy:Added",
     look=catalogue.Look("#123456", "long", "$a$"),
     is_asynchronous=True,
     may_be_emulated=True,

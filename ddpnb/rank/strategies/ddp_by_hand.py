@@ -18,7 +18,7 @@ from typing import final
 import torch.distributed as dist
 
 from ddpnb.rank.strategies.base import Batch, Replica, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.support.flat import Flat, all_reduce_bytes, gradients, meeting_place
+from ddpnb.rank.strategies.support.flat import Flat, all_reduce_bytes, gradients
 
 
 @final
@@ -28,7 +28,7 @@ class DdpByHand(SynchronousStrategy):
     def setup(self, replica: Replica) -> None:
         """Make the optimizer and the flat gradients."""
         super().setup(replica)
-        self._flat = Flat(replica.parameters, meeting_place(replica.device))
+        self._flat = Flat(replica.parameters)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""

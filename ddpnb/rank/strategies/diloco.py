@@ -33,7 +33,7 @@ from ddpnb.rank.strategies.base import (
     StepReport,
     SynchronousStrategy,
 )
-from ddpnb.rank.strategies.support.flat import Flat, meeting_place
+from ddpnb.rank.strategies.support.flat import Flat
 from ddpnb.wire import RankState
 
 
@@ -61,7 +61,7 @@ class DiLoCo(SynchronousStrategy):
     def setup(self, replica: Replica) -> None:
         """Make both optimizers; the outer one is the same on every rank."""
         super().setup(replica)
-        self._flat = Flat(replica.parameters, meeting_place(replica.device))
+        self._flat = Flat(replica.parameters)
         self._agreed = [nn.Parameter(p.detach().clone()) for p in replica.parameters]
         self._outer = torch.optim.SGD(
             self._agreed,

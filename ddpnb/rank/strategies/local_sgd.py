@@ -22,7 +22,7 @@ from typing import final
 from torch import nn
 
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.support.flat import Flat, gradients, meeting_place
+from ddpnb.rank.strategies.support.flat import Flat, gradients
 from ddpnb.wire import RankState
 
 
@@ -46,7 +46,7 @@ class LocalSgd(SynchronousStrategy):
     def setup(self, replica: Replica) -> None:
         """Make this rank's own optimizer, and room for the weights of one message."""
         super().setup(replica)
-        self._flat = Flat(replica.parameters, meeting_place(replica.device))
+        self._flat = Flat(replica.parameters)
         self._num_steps = replica.first_step
 
     def step(self, batch: Batch) -> StepReport:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpnb.rank.strategies.base import Batch, Plan, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.support.flat import Flat, meeting_place
+from ddpnb.rank.strategies.support.flat import Flat
 from ddpnb.wire import RankState
 
 _NOTE = "no-comm sends nothing: its model has learnt from rank 0's share of the samples alone."
@@ -50,7 +50,7 @@ class NoComm(SynchronousStrategy):
     def finish(self) -> nn.Module:
         """Take rank 0's weights; takes part: every rank."""
         parameters = self._replica.parameters
-        flat = Flat(parameters, meeting_place(self._replica.device))
+        flat = Flat(parameters)
         flat.gather(parameters)
         for buffer in flat.buffers:
             dist.broadcast(buffer, src=0)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.support.flat import Flat, meeting_place
+from ddpnb.rank.strategies.support.flat import Flat
 from ddpnb.wire import RankState
 
 
@@ -40,8 +40,8 @@ class Pairs(SynchronousStrategy):
     def setup(self, replica: Replica) -> None:
         """Make this rank's own optimizer, and room for both ranks' weights."""
         super().setup(replica)
-        self._mine = Flat(replica.parameters, meeting_place(replica.device))
-        self._theirs = Flat(replica.parameters, meeting_place(replica.device))
+        self._mine = Flat(replica.parameters)
+        self._theirs = Flat(replica.parameters)
         self._num_steps = replica.first_step
 
     def step(self, batch: Batch) -> StepReport:

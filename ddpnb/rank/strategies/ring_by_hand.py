@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpnb.rank.strategies.base import Batch, Replica, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.support.flat import Flat, gradients, meeting_place, num_bytes
+from ddpnb.rank.strategies.support.flat import Flat, gradients, num_bytes
 
 
 @final
@@ -32,7 +32,7 @@ class RingByHand(SynchronousStrategy):
     def setup(self, replica: Replica) -> None:
         """Make the optimizer and the flat gradients."""
         super().setup(replica)
-        self._flat = Flat(replica.parameters, meeting_place(replica.device))
+        self._flat = Flat(replica.parameters)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""

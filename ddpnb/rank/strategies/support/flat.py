@@ -10,12 +10,14 @@ from torch import Tensor, nn
 class Flat:
     """Tensors laid end to end: one flat tensor for each dtype among them.
 
+    They are where the default group can send them from: gloo's, in the host's memory.
+
     Args:
-        like: says shapes and dtypes.
-        device: where the flat tensors are.
+        like: gives shapes, dtypes and device; at least one.
     """
 
-    def __init__(self, like: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        device = torch.device("cpu") if dist.get_backend() == "gloo" else like[0].device
         sizes: dict[torch.dtype, int] = {}
         for tensor in like:
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
@@ -71,11 +73,6 @@ class Flat:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return num_bytes(self.buffers)
-
-
-def meeting_place(device: torch.device) -> torch.device:
-    """Return where the default group's messages must lie: gloo sends from the host's memory."""
-    return torch.device("cpu") if dist.get_backend() == "gloo" else device
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
