@@ -73,6 +73,8 @@ class RunHeader:
     """Training samples the whole run will see, over all workers."""
     num_samples_before: int = 0
     """Those that the run it resumes had seen when the checkpoint was made."""
+    is_emulated: bool = False
+    """Whether the strategy's real form cannot run here: its speed says nothing about that."""
     notes: tuple[str, ...] = ()
     """What is emulated, synthetic or adjusted: one short sentence each, shown with every result."""
 

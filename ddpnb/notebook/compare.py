@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 
 from ddpnb import catalogue
-from ddpnb.catalogue import CELL_TASK, STRATEGIES
+from ddpnb.catalogue import BASELINE, CELL_TASK, STRATEGIES
 from ddpnb.errors import UserError
 from ddpnb.notebook.cells import error_of, tell_stale
 from ddpnb.notebook.cluster.call import Events, Happening, Returned
@@ -27,7 +27,6 @@ from ddpnb.notebook.show.view import EVERYTHING, View
 from ddpnb.training import TrainingSpec
 from ddpnb.wire import OnRank, RunReport, RunSpec
 
-BASELINE = "single"
 ORDER_SECONDS = 0.3
 """How often the ranks are told to stop, until they have."""
 PATIENCE_SECONDS = 1.2

@@ -77,11 +77,12 @@ class CpuClock(Clock):
         self._part: Part = "data"
         self._spent: dict[str, float] = {}
 
-    def begin(self, part: Part, at: Moment = None) -> None:
+    def begin(self, part: Part, at: Moment = None) -> Part:
         """Read the clock."""
-        now = time.perf_counter() if at is None else at
-        self._spent[self._part] = self._spent.get(self._part, 0.0) + now - self._since
+        before, now = self._part, time.perf_counter() if at is None else at
+        self._spent[before] = self._spent.get(before, 0.0) + now - self._since
         self._part, self._since = part, now
+        return before
 
     def moment(self, seconds_ago: float = 0.0) -> Moment:
         """Return what the clock shows, or showed."""
@@ -150,9 +151,11 @@ class CudaClock(Clock):
         self._seconds = 0.0
         self._paused_seconds = 0.0
 
-    def begin(self, part: Part, at: Moment = None) -> None:
+    def begin(self, part: Part, at: Moment = None) -> Part:
         """Record an event behind what the GPU has been given so far."""
+        before = self._marks[-1][0] if self._marks else "data"
         self._marks.append((part, self.moment() if at is None else at))
+        return before
 
     def moment(self, seconds_ago: float = 0.0) -> Moment:
         """Record an event on the current stream."""

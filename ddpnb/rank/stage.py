@@ -74,6 +74,7 @@ class Stage:
         phase: str,
         *,
         num_steps: int,
+        first_step: int = 0,
         timer: Timer,
         is_grouped: bool = True,
         delay: Callable[[], None] = no_delay,
@@ -83,6 +84,7 @@ class Stage:
         Args:
             phase: what it is for.
             num_steps: global batches that it will see.
+            first_step: global batches that its weights will have been trained on.
             timer: is told of what a step is at.
             is_grouped: whether all ranks that take part use it together.
             delay: makes its steps take longer.
@@ -103,6 +105,7 @@ class Stage:
             rank=self.state.rank,
             world_size=self.state.world_size,
             num_steps=num_steps,
+            first_step=first_step,
             folder=self.folder,
             name=self.name(phase),
             timer=timer,

@@ -209,7 +209,13 @@ def _prepare(
         timer=tally.clock,
         publish=tally.publish,
     )
-    replica = stage.replica("t", num_steps=stage.num_steps, timer=tally.clock, delay=late.delay)
+    replica = stage.replica(
+        "t",
+        num_steps=stage.num_steps,
+        first_step=stage.first_step,
+        timer=tally.clock,
+        delay=late.delay,
+    )
     num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
     set_up(stage, strategy, replica)
     if stage.state.rank == 0:

@@ -8,14 +8,13 @@ import time
 import pytest
 import torch
 
+from ddpnb.catalogue import STRATEGIES
 from ddpnb.rank import checkpoint
 from ddpnb.rank.checkpoint import Checkpoints, Place
-from ddpnb.rank.strategies import STRATEGIES
 from ddpnb.wire import Mark, RunHeader, RunSpec, StepEvent
 from tests.rank.test_options import CELL, train_job
 
 DROPOUT = CELL.replace("nn.ReLU(),", "nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2),")
-DEEP = CELL.replace("nn.ReLU(),", "nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16),")
 PER_EPOCH = 7  # steps: 200 samples in batches of 32
 
 
@@ -40,8 +39,6 @@ def notes(result) -> tuple[str, ...]:
         ("single", DROPOUT),
         ("ddp", CELL),
         ("ddp", DROPOUT),
-        ("ddp:hook=powersgd", CELL),
-        ("ddp:hook=powersgd,powersgd_rank=2", DEEP),
         ("dp", CELL),  # whose replicas draw dropout's masks in no fixed order
         *((name, CELL) for name in ("ddp-shm", "ddp-by-hand", "ring-by-hand", "central")),
         *((name, CELL) for name in ("zero", "fsdp", "no-comm", "local-sgd:every=1")),
@@ -79,6 +76,17 @@ def test_every_strategy_can_be_resumed(ranks, tmp_path, strategy):
     assert resumed[0][0].final_loss < first[0][0].final_loss
     is_exact = strategy not in ("async", "hogwild", "gossip")
     assert any(" at about " in n for n in notes(resumed[0])) != is_exact
+
+
+def test_powersgd_begins_anew_where_a_run_is_resumed_and_says_so(ranks, tmp_path):
+    word = "ddp:hook=powersgd"
+    first = ranks(2).call(train_job, spec_of(word, tmp_path, num_epochs=1))
+    again = ranks(2).call(train_job, spec_of(word, tmp_path, run_id="new", resume="old"))
+    sent = [[e.num_bytes_sent for e in r[0][1] if isinstance(e, StepEvent)] for r in (first, again)]
+    assert sent[0] == sent[1][:PER_EPOCH]  # the plain steps at first, too
+    assert sent[0][0] > sent[0][-1]
+    assert [any("begins anew" in note for note in notes(r[0])) for r in (first, again)] == [0, 1]
+    assert again[0][0].final_loss < first[0][0].final_loss
 
 
 def test_an_asynchronous_server_gets_its_optimizers_state_back(ranks, tmp_path):

@@ -12,7 +12,7 @@ from ddpnb.errors import UserError
 from ddpnb.rank.clock import CpuClock
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Replica
-from ddpnb.rank.strategies.support.power import NUM_PLAIN_STEPS
+from ddpnb.rank.strategies.ddp import NUM_PLAIN_STEPS
 from tests.rank.fit import Problem, batch_of, by_hand, by_strategy, distance
 
 

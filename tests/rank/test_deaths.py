@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpnb.rank.strategies import STRATEGIES
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.transport.meeting import excused
 from ddpnb.rank.transport.message import RankLostError, RunOverError
@@ -217,7 +216,7 @@ def hang_on_rank_1(state, folder, problem, sign):
 
 
 def break_optimizer(state, folder, transport):
-    strategy = STRATEGIES["async"]()
+    strategy = AsyncParameterServer()
     try:
         drive(strategy, state, folder, BrokenProblem(), transport=transport)
     finally:

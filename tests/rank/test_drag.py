@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
+from ddpnb.catalogue import STRATEGIES
 from ddpnb.errors import UserError
 from ddpnb.rank import worker
 from ddpnb.rank.drag import Drag, faults_of, notes
-from ddpnb.rank.strategies import STRATEGIES
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.strategies.timer import Untimed
 from ddpnb.wire import Mark, RunHeader, RunSpec, StepEvent

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from ddpnb.catalogue import STRATEGIES
 from ddpnb.rank import worker
 from ddpnb.rank.order import Order, Share
 from ddpnb.rank.stage import build
-from ddpnb.rank.strategies import STRATEGIES, make_strategy
+from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Plan
-from ddpnb.rank.strategies.support.replicas import Cast, ThreadReplicas
+from ddpnb.rank.strategies.data_parallel import Cast, ThreadReplicas
 from ddpnb.rank.tasks.base import default_optimizer
 from ddpnb.rank.tuning import notes, tuned
 from ddpnb.wire import RunHeader, RunSpec, StepEvent

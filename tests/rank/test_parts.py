@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddpnb.rank.strategies import STRATEGIES
+from ddpnb.catalogue import STRATEGIES
 from ddpnb.wire import StepEvent
 from tests.rank.test_options import spec_of, train_job
 

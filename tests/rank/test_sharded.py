@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import _dump_fr_trace_json
 
-from ddpnb.rank.strategies.support.layers import layers_of
+from ddpnb.rank.strategies.fsdp import layers_of
 from ddpnb.rank.tasks import text
 from tests.rank import fit
 from tests.rank.fit import Problem, by_hand, by_strategy, distance

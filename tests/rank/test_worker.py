@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddpnb.catalogue import STRATEGIES as ENTRIES
+from ddpnb.catalogue import STRATEGIES
 from ddpnb.rank import worker
-from ddpnb.rank.strategies import STRATEGIES
 from ddpnb.wire import Mark, RunHeader, RunReport, RunSpec, StepEvent
 from tests.rank.ranks import make_state
 
@@ -95,10 +94,12 @@ def assert_judged(first: RunReport, *others: RunReport) -> None:
 
 
 def test_what_is_emulated_or_adjusted_is_said(ranks):
-    notes = {
-        name: ranks(2).call(run_job, spec_of(name))[0][1][0].notes
+    headers = {
+        name: ranks(2).call(run_job, spec_of(name))[0][1][0]
         for name in ("single", "dp", "ddp", "async")
     }
+    assert [name for name, header in headers.items() if header.is_emulated] == ["dp"]
+    notes = {name: header.notes for name, header in headers.items()}
     assert notes["single"] == notes["ddp"] == ()
     assert notes["dp"] == ("DataParallel is emulated on CPU threads.",)
     assert "weighted by their share" in notes["async"][0]
@@ -164,7 +165,7 @@ def data(split):
 """
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not ENTRIES[name].is_dense])
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not STRATEGIES[name].is_dense])
 def test_sparse_gradients_train_as_dense_ones_do(ranks, strategy):
     sparse, dense = (
         ranks(2).call(run_job, spec_of(strategy, source=SPARSE.format(sparse=sparse)))[0][0]

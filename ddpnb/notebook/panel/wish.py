@@ -3,9 +3,7 @@
 import shlex
 from dataclasses import dataclass
 
-from ddpnb.catalogue import CELL_TASK
-
-BASELINE = "single"
+from ddpnb.catalogue import BASELINE, CELL_TASK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

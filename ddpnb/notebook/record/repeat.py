@@ -4,15 +4,13 @@ import dataclasses
 import shlex
 from collections.abc import Iterator
 
-from ddpnb.catalogue import CELL_TASK
+from ddpnb.catalogue import BASELINE, CELL_TASK
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.training import Flag, flags
 from ddpnb.wire import RunSpec
 
 ALWAYS = ("num_epochs", "batch_size", "learning_rate", "seed")
 """Fields that are written out even where they are the default, which may change."""
-
-BASELINE = "single"
 
 
 def magic_of(comparison: Comparison) -> str:

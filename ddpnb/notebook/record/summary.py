@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpnb.catalogue import BASELINE, CEILING
 from ddpnb.errors import UserError
 from ddpnb.faults import parse_kill
 from ddpnb.notebook.record.comparison import Comparison
@@ -23,12 +24,6 @@ Counts = NDArray[np.int64]
 
 Key = tuple[str, str]
 """Comparison and name: what the repeats of one strategy have in common."""
-
-BASELINE = "single"
-"""Speed-up is measured against this strategy, run in the same comparison."""
-
-CEILING = "no-comm"
-"""Even shares without any communication: none that shares evenly can be expected to be faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +80,8 @@ class StrategySummary:
     """Repeats that never reached it."""
     num_diverged: int = 0
     """Losses that were NaN or infinite."""
+    is_emulated: bool = False
+    """Whether its speed says nothing about that of the real strategy."""
     notes: tuple[str, ...] = ()
 
 
@@ -211,8 +208,14 @@ def _summary(
         samples_to_target=spread([samples for _, samples in reached]),
         num_missed_target=sum(math.isnan(seconds) for seconds, _ in reached),
         num_diverged=sum(num_diverged(run) for run in runs),
+        is_emulated=is_emulated(runs),
         notes=_notes(runs),
     )
+
+
+def is_emulated(runs: Sequence[RunSnapshot]) -> bool:
+    """Return whether the strategy itself is emulated where these runs were trained."""
+    return any(run.header is not None and run.header.is_emulated for run in runs)
 
 
 def _num_workers(run: RunSnapshot) -> int:

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
+from ddpnb.catalogue import STRATEGIES
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import RunSnapshot
 from ddpnb.notebook.show.canvas import Piece
@@ -19,9 +20,6 @@ from ddpnb.notebook.show.series import Series
 from ddpnb.notebook.show.split_column import SplitColumn
 from ddpnb.notebook.show.stale_column import StaleColumn, centre_staleness_ticks
 from ddpnb.notebook.show.theme import MUTED, SMALL_POINTS, Style, style_of
-
-ASYNCHRONOUS = ("async", "hogwild", "gossip")
-"""Strategies whose updates have a staleness."""
 
 RATE, SPLIT, RANKS, STALE = (1.0, 1.68), (1.35, 2.12), (0.9, 1.12), (0.62, 0.84)
 """Width of each column, as a share, and inches of text at its right."""
@@ -54,8 +52,9 @@ class Detail:
             self._add(SplitColumn(figure.add_axes((0, 0, 1, 1))), SPLIT)
         if may_come or any(len(run.digest.ranks) > 1 for run in comparison.runs):
             self._add(RankColumn(figure.add_axes((0, 0, 1, 1))), RANKS)
-        planned = {spec.strategy.partition(":")[0] for spec in comparison.specs if may_come}
-        if planned & set(ASYNCHRONOUS) or any(len(r.digest.staleness) for r in comparison.runs):
+        planned = [STRATEGIES.get(s.strategy.partition(":")[0]) for s in comparison.specs]
+        may_be_stale = may_come and any(entry and entry.is_asynchronous for entry in planned)
+        if may_be_stale or any(len(run.digest.staleness) for run in comparison.runs):
             self._add(StaleColumn(figure.add_axes((0, 0, 1, 1))), STALE)
             centre_staleness_ticks(self._columns[-1].axes)
 

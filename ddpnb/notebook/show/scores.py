@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Sequence
 
+from ddpnb.catalogue import BASELINE, CEILING
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import Status
-from ddpnb.notebook.record.summary import BASELINE, CEILING, Spread, StrategySummary, summarise
+from ddpnb.notebook.record.summary import Spread, StrategySummary, summarise
 from ddpnb.notebook.show.table import Cell, Column, Table
 from ddpnb.notebook.show.theme import Style, style_of
 from ddpnb.notebook.show.words import NOTHING, labels, notes, number, percent, short, size, title

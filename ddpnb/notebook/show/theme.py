@@ -1,14 +1,14 @@
 """What does each strategy look like, everywhere?  (Notebook side.)
 
-Ten colours are matplotlib's ``petroff10`` (M. Petroff, arXiv:2107.02270), chosen to be told
-apart with any colour vision.  A family of strategies shares a hue, in clearly different
-lightness; line style and marker together name each once more, without any colour.
+The colour, line and marker of each are in ``catalogue.STRATEGIES``.
 """
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
+
+from ddpnb import catalogue
 
 INK = "#1f2329"
 """Titles and numbers."""
@@ -38,13 +38,15 @@ TITLE_POINTS = 15.0
 Dashes = Literal["-", "--", "-."] | tuple[float, tuple[float, ...]]
 """A matplotlib line style."""
 
-SOLID: Dashes = "-"
-DASHED: Dashes = "--"
-DASH_DOT: Dashes = "-."
-DOTTED: Dashes = (0, (1.0, 1.1))
-LONG: Dashes = (0, (7.0, 2.0))
-DASH_DOT_DOT: Dashes = (0, (5.0, 1.4, 1.0, 1.4, 1.0, 1.4))
-LONG_SHORT: Dashes = (0, (6.0, 1.6, 2.6, 1.6))
+DASHES: Mapping[catalogue.Dashes, Dashes] = {
+    "solid": "-",
+    "dashed": "--",
+    "dash-dot": "-.",
+    "long": (0, (7.0, 2.0)),
+    "dotted": (0, (1.0, 1.1)),
+    "dash-dot-dot": (0, (5.0, 1.4, 1.0, 1.4, 1.0, 1.4)),
+    "long-short": (0, (6.0, 1.6, 2.6, 1.6)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +62,8 @@ class Style:
     """Whether the marker is but an outline: a variant of a strategy."""
 
 
-def _style(colour: str, dashes: Dashes, marker: str) -> Style:
-    return Style(colour=colour, ink=_readable(colour), dashes=dashes, marker=marker)
+def _style(colour: str, dashes: catalogue.Dashes, marker: str) -> Style:
+    return Style(colour=colour, ink=_readable(colour), dashes=DASHES[dashes], marker=marker)
 
 
 def _scaled(colour: str, factor: float) -> str:
@@ -84,41 +86,22 @@ def contrast_on_white(colour: str) -> float:
     return 1.05 / (luminance + 0.05)
 
 
-GREY, ORANGE, BLUE, BROWN = "#717581", "#e76300", "#3f90da", "#a96b59"
-SAND, PURPLE, RED, YELLOW, CYAN = "#b9ac70", "#832db6", "#bd1f01", "#ffa90e", "#92dadd"
-GREEN, DARK_BLUE, PALE_BLUE = "#6db38a", "#174f86", "#93c4f2"
-PALE_PURPLE, PALE_RED, DARK_YELLOW = "#c58ae8", "#f0857a", "#b57a00"
-
 STYLES: Mapping[str, Style] = {
-    "single": _style(GREY, SOLID, "s"),
-    "no-comm": _style(GREEN, DOTTED, "*"),
-    "dp": _style(ORANGE, DASHED, "^"),
-    "ddp": _style(BLUE, SOLID, "o"),
-    "ddp-shm": _style(DARK_BLUE, DASHED, "h"),
-    "ddp-by-hand": _style(PALE_BLUE, DASH_DOT, "8"),
-    "ring-by-hand": _style(BROWN, LONG, "X"),
-    "central": _style(SAND, DASH_DOT_DOT, "P"),
-    "async": _style(PURPLE, DASH_DOT, "D"),
-    "hogwild": _style(PALE_PURPLE, DOTTED, "d"),
-    "local-sgd": _style(RED, SOLID, "v"),
-    "diloco": _style(PALE_RED, DASHED, "<"),
-    "zero": _style(YELLOW, SOLID, "p"),
-    "fsdp": _style(DARK_YELLOW, LONG_SHORT, "H"),
-    "gossip": _style(CYAN, LONG, ">"),
+    name: _style(*entry.look) for name, entry in catalogue.STRATEGIES.items()
 }
-"""The strategies that everybody compares; a strategy added later gets its line here."""
+"""The style of each strategy in the catalogue."""
 
 SPARE_STYLES: Sequence[Style] = (
-    _style("#2b7a3d", SOLID, "P"),
-    _style("#c2528b", DASHED, "X"),
-    _style("#1f3a93", DASH_DOT, "v"),
-    _style("#7a8b00", LONG, "^"),
-    _style("#6b3410", DASH_DOT_DOT, "<"),
-    _style("#128a8a", LONG_SHORT, ">"),
+    _style("#2b7a3d", "solid", "P"),
+    _style("#c2528b", "dashed", "X"),
+    _style("#1f3a93", "dash-dot", "v"),
+    _style("#7a8b00", "long", "^"),
+    _style("#6b3410", "dash-dot-dot", "<"),
+    _style("#128a8a", "long-short", ">"),
 )
 """For the names of hand-written loops and for classes of the user's own."""
 
-VARIANT_DASHES: Sequence[Dashes] = (DASHED, DASH_DOT, LONG, DOTTED, DASH_DOT_DOT, LONG_SHORT)
+VARIANT_DASHES: Sequence[Dashes] = [dashes for dashes in DASHES.values() if dashes != "-"]
 VARIANT_SHADES = (0.72, 1.22, 0.52)
 """How much darker or lighter than its strategy a variant's colour is."""
 

@@ -6,7 +6,7 @@ logs or publishes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.order import Share, every_step
+from ddpnb.rank.strategies.support.flat import num_bytes
 from ddpnb.rank.strategies.timer import Timer, Untimed
 from ddpnb.rank.tasks.base import LossFunction, OptimizerFactory
 from ddpnb.wire import RankState
@@ -45,6 +46,8 @@ class Plan:
     """Updates that one optimizer makes for each global batch."""
     survives_deaths: bool = False
     """Whether the others train on where a rank other than 0 dies; it may join where it can."""
+    is_emulated: bool = False
+    """Whether this only stands for the strategy, which cannot run here; a note says how."""
     notes: tuple[str, ...] = ()
 
 
@@ -62,6 +65,8 @@ class Replica:
     world_size: int
     num_steps: int
     """Global batches to train on."""
+    first_step: int = 0
+    """Global batches that the run to resume was trained on."""
     folder: Path
     """A directory that all ranks of this host, and nobody else, can reach."""
     name: str
@@ -111,7 +116,6 @@ class Replica:
         weight: float = 1.0,
         model: nn.Module | None = None,
         unsynced: Callable[[], AbstractContextManager[object]] = nullcontext,
-        most: int | None = None,
     ) -> Tensor:
         """Run forward and backward on a batch, part by part if gradients are accumulated.
 
@@ -122,15 +126,13 @@ class Replica:
             weight: e.g. this worker's share of the global batch.
             model: what to call in place of the plain model: a wrapper of it.
             unsynced: the context for all parts but the last, e.g. DDP's ``no_sync``.
-            most: the most parts to cut the batch into, where each takes a message and all
-                ranks must cut into as many.
 
         Returns:
             The mean loss over the batch, before any update; shape (), detached.
         """
         called = self.model if model is None else model
         called.zero_grad()
-        parts = batch.split(min(self.accumulate, most or self.accumulate))
+        parts = batch.split(self.accumulate)
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts, start=1):
             share = part.num_samples / batch.num_samples
@@ -200,6 +202,13 @@ class Memory:
     parameters: int = 0
     optimizer: int = 0
     """The optimizer's state: momentum and the like."""
+
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor], *optimizers: torch.optim.Optimizer) -> "Memory":
+        """Return what parameters and the states of optimizers take on this rank."""
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return cls(parameters=num_bytes(parameters), optimizer=num_bytes(held))
 
 
 class Strategy(ABC):
@@ -292,3 +301,37 @@ class Strategy(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of threads, files and sockets; may be called twice, and after any failure."""
+
+
+class SynchronousStrategy(Strategy):
+    """Every rank trains a copy of the model on its part of every global batch, in step.
+
+    What differs is overridden; ``step`` is always a strategy's own.
+    """
+
+    _replica: Replica
+    _optimizer: torch.optim.Optimizer
+
+    def plan(self, state: RankState) -> Plan:
+        """Every rank."""
+        return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
+
+    def setup(self, replica: Replica) -> None:
+        """Make this rank's optimizer; all weights are the same already."""
+        self._replica = replica
+        self._optimizer = replica.optimizer(replica.parameters)
+
+    def shares(self) -> Iterator[Share]:
+        """This rank's part of every global batch."""
+        return self._replica.shares()
+
+    def memory(self) -> Memory:
+        """All parameters, and the optimizer's state."""
+        return Memory.of(self._replica.model.parameters(), self._optimizer)
+
+    def finish(self) -> nn.Module:
+        """Return the model: all ranks have the same weights since the last step."""
+        return self._replica.model
+
+    def close(self) -> None:
+        """Nothing to let go of: the process group belongs to the rank."""

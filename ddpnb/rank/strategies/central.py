@@ -14,40 +14,27 @@ Bytes sent per step: S by each rank but rank 0, its gradients; (N - 1) S by rank
 parameters for each of the others; S is the bytes of all parameters.
 """
 
-from collections.abc import Iterator
 from typing import final
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
-from ddpnb.rank.strategies.support.flat import Flat, gradients, meeting_place, memory_of
-from ddpnb.wire import RankState
+from ddpnb.rank.strategies.base import Batch, Memory, Replica, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.support.flat import Flat, gradients
 
 
 @final
-class Central(Strategy):
+class Central(SynchronousStrategy):
     """One copy of the parameters counts: rank 0's, in the host's memory."""
-
-    def plan(self, state: RankState) -> Plan:
-        """Every rank computes; rank 0 also updates."""
-        return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
 
     def setup(self, replica: Replica) -> None:
         """Make the flat messages and, on rank 0, the one copy and its optimizer."""
         self._replica = replica
-        self._flat = Flat(replica.parameters, meeting_place(replica.device))
+        self._flat = Flat(replica.parameters)
         self._held: list[nn.Parameter] = []
-        self._optimizer: torch.optim.Optimizer | None = None
         if replica.rank == 0:
             self._held = [nn.Parameter(p.detach().cpu().clone()) for p in replica.parameters]
             self._optimizer = replica.optimizer(self._held)
-
-    def shares(self) -> Iterator[Share]:
-        """This rank's part of every global batch."""
-        return self._replica.shares()
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""
@@ -60,7 +47,7 @@ class Central(Strategy):
         for buffer in flat.buffers:
             dist.reduce(buffer, dst=0)
         # update: on rank 0
-        if self._optimizer is not None:
+        if replica.rank == 0:
             for parameter, view in zip(self._held, flat.views, strict=True):
                 parameter.grad = view.cpu().clone()
             replica.update(self._optimizer)
@@ -77,11 +64,5 @@ class Central(Strategy):
 
     def memory(self) -> Memory:
         """The copy to compute with; on rank 0 also the one that counts, and the optimizer."""
-        return memory_of([*self._replica.model.parameters(), *self._held], self._optimizer)
-
-    def finish(self) -> nn.Module:
-        """Return the model: every rank has the parameters since the last step."""
-        return self._replica.model
-
-    def close(self) -> None:
-        """Nothing to let go of."""
+        held = [*self._replica.model.parameters(), *self._held]
+        return Memory.of(held, *([self._optimizer] if self._replica.rank == 0 else []))

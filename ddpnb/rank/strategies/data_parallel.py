@@ -16,25 +16,32 @@ Bytes sent per step, in A parts: A (N - 1) (2 S + U), with S the bytes of all pa
 those of all buffers; samples and outputs are not counted.
 """
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import repeat
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
-from ddpnb.rank.strategies.support.flat import memory_of, num_bytes
-from ddpnb.rank.strategies.support.replicas import GpuReplicas, Replicas, ThreadReplicas, fewest_of
+from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.support.flat import num_bytes
 from ddpnb.wire import RankState
+
+Autocast = Callable[[], AbstractContextManager[object]]
+"""Makes the context to compute in, which torch keeps for each thread apart."""
 
 
 @final
-class DataParallel(Strategy):
+class DataParallel(SynchronousStrategy):
     """Torch's ``DataParallel`` on two GPUs or more; else the same steps on threads."""
 
     def __init__(self) -> None:
-        self._replicas: Replicas | None = None
+        self._replicas: GpuReplicas | ThreadReplicas | None = None
 
     def plan(self, state: RankState) -> Plan:
         """Rank 0 alone, with a replica for each rank, or for each GPU where there are fewer."""
@@ -43,18 +50,23 @@ class DataParallel(Strategy):
             return Plan(num_ranks=1, num_workers=num_gpus, synchronous=True)
         where = "CPU threads" if state.device == "cpu" else "threads that share one GPU"
         note = f"DataParallel is emulated on {where}."
-        return Plan(num_ranks=1, num_workers=state.world_size, synchronous=True, notes=(note,))
+        return Plan(
+            num_ranks=1,
+            num_workers=state.world_size,
+            synchronous=True,
+            is_emulated=True,
+            notes=(note,),
+        )
 
     def fewest_samples(self, num_samples: int, plan: Plan, accumulate: int) -> int:
         """Those of the last replica: the batch is cut into parts, and each for the replicas."""
         num_parts = min(accumulate, num_samples)
         sizes = (num_samples // num_parts, -(-num_samples // num_parts))
-        return min(fewest_of(size, plan.num_workers) for size in sizes)
+        return min(_fewest_of(size, plan.num_workers) for size in sizes)
 
     def setup(self, replica: Replica) -> None:
         """Make the replicas, and one optimizer for the first."""
-        self._replica = replica
-        self._optimizer = replica.optimizer(replica.parameters)
+        super().setup(replica)
         gpus = _gpus(replica.device, replica.world_size)
         if len(gpus) >= 2:
             self._replicas = GpuReplicas(replica.model, gpus)
@@ -101,18 +113,108 @@ class DataParallel(Strategy):
     def memory(self) -> Memory:
         """The parameters of each replica, and one optimizer's state."""
         assert self._replicas is not None, "not set up"
-        one = memory_of(self._replica.model.parameters(), self._optimizer)
-        num = self._replicas.num_replicas
-        return Memory(parameters=num * one.parameters, optimizer=one.optimizer)
-
-    def finish(self) -> nn.Module:
-        """Return the first replica, which is the model."""
-        return self._replica.model
+        one = super().memory()
+        return replace(one, parameters=self._replicas.num_replicas * one.parameters)
 
     def close(self) -> None:
         """End the replicas' threads."""
         if self._replicas is not None:
             self._replicas.close()
+
+
+@final
+class GpuReplicas:
+    """Torch's ``DataParallel``: its outputs remember the way back."""
+
+    def __init__(self, model: nn.Module, device_ids: list[int]) -> None:
+        self.num_replicas = len(device_ids)
+        self._inner = Cast(model)
+        self._module = nn.DataParallel(self._inner, device_ids=device_ids)
+
+    def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
+        """Replicate, scatter, run, gather."""
+        self._inner.autocast = autocast
+        outputs: Tensor = self._module(inputs)
+        return outputs
+
+    def backward(self) -> None:
+        """Nothing: torch did it when the loss went backward."""
+
+    def reduce(self) -> None:
+        """Nothing: torch did it when the loss went backward."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+@final
+class Cast(nn.Module):
+    """A model that enters its context itself, on whatever thread it is called.
+
+    Torch's ``DataParallel`` opens one in each of its threads, but forgets its type: that would
+    be float16 on every GPU.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.autocast: Autocast = nullcontext
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Call the model in the context."""
+        return _forward(self.model, inputs, self.autocast)
+
+
+@final
+class ThreadReplicas:
+    """The same steps as torch's ``DataParallel``, each replica on a thread of its own."""
+
+    def __init__(self, model: nn.Module, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+        self._models = [model, *(copy.deepcopy(model) for _ in range(num_replicas - 1))]
+        self._pool = ThreadPoolExecutor(num_replicas, thread_name_prefix="ddpnb-replica")
+        self._outputs: list[Tensor] = []
+        self._gathered = torch.empty(0)
+
+    def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
+        """Replicate, scatter, run, gather."""
+        self._replicate()
+        # as torch does: fewer than replicas where the batch is small, and the last may be smaller
+        parts = inputs.chunk(len(self._models))
+        self._outputs = list(self._pool.map(_forward, self._models, parts, repeat(autocast)))
+        self._gathered = torch.cat([output.detach() for output in self._outputs])
+        return self._gathered.requires_grad_()
+
+    def backward(self) -> None:
+        """Scatter the gradient of the outputs; run each replica's backward pass."""
+        assert self._gathered.grad is not None, "the loss has not gone backward"
+        parts = self._gathered.grad.split([len(output) for output in self._outputs])
+        list(self._pool.map(_backward, self._outputs, parts))  # the list waits, and raises
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Add up in the first replica, which the optimizer updates; the others forget theirs."""
+        first, *others = self._models
+        for other in others:
+            for mine, theirs in zip(first.parameters(), other.parameters(), strict=True):
+                if mine.grad is not None and theirs.grad is not None:
+                    mine.grad.add_(theirs.grad)
+            other.zero_grad()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+    @torch.no_grad()
+    def _replicate(self) -> None:
+        """Copy parameters and buffers to all but the first.
+
+        So of what replicas write into buffers only the first one's lasts, as in torch.
+        """
+        first, *others = self._models
+        for other in others:
+            for mine, theirs in zip(_state(first), _state(other), strict=True):
+                theirs.copy_(mine)
 
 
 def _gpus(device: torch.device, world_size: int) -> list[int]:
@@ -122,3 +224,23 @@ def _gpus(device: torch.device, world_size: int) -> list[int]:
     own = device.index or 0
     others = [gpu for gpu in range(torch.cuda.device_count()) if gpu != own]
     return [own, *others][:world_size]
+
+
+def _fewest_of(num_samples: int, num_replicas: int) -> int:
+    """Return how many samples the last replica that has any gets: 7 for 3 are cut 3, 3, 1."""
+    most = -(-num_samples // num_replicas)
+    return (num_samples - 1) % most + 1
+
+
+def _state(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _forward(model: nn.Module, inputs: Tensor, autocast: Autocast) -> Tensor:
+    with autocast():
+        outputs: Tensor = model(inputs)
+    return outputs
+
+
+def _backward(outputs: Tensor, gradient: Tensor) -> None:
+    outputs.backward(gradient)

@@ -6,40 +6,58 @@ with g_i the gradient of the mean loss over rank i's b_i samples of the global b
 of B: exactly the gradient of the mean loss over the whole batch, but for what a
 compressing hook leaves out.
 
-Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data
-Parallel Training", PVLDB 13(12), 2020.
+With ``hook`` gradients are made smaller before they are sent, by torch's own hooks:
+
+    fp16        as float16: half the bytes of float32; what is above 65504 becomes infinite
+    bf16        as bfloat16: half the bytes, the range of float32, 8 bits of precision
+    powersgd    each matrix of gradients as the product of two thin ones, of a rank that is
+                given, and what that leaves out is added to the next step's (error feedback)
+
+References: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training", PVLDB 13(12), 2020; Vogels et al., "PowerSGD: Practical Low-Rank Gradient
+Compression for Distributed Optimization", NeurIPS 2019.
 
 Messages per step: one all-reduce for each bucket of gradients (25 MB), sent while
 the backward pass still works on the next; with buffers (BatchNorm's statistics)
 also one broadcast from rank 0.
 Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients as they
-are sent (see ``compression.py``); buffers are not counted.
+are sent; buffers are not counted.
 """
 
-from collections.abc import Iterator
-from typing import Final, final
+from typing import Any, Final, final
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.errors import UserError
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
-from ddpnb.rank.strategies.support.compression import compression
-from ddpnb.rank.strategies.support.flat import all_reduce_bytes, memory_of, num_bytes
-from ddpnb.rank.strategies.support.overlap import observe
-from ddpnb.rank.strategies.support.power import check_matrices
-from ddpnb.wire import RankState
+from ddpnb.rank.strategies.base import Batch, Replica, State, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.support.flat import all_reduce_bytes, num_bytes
+from ddpnb.rank.strategies.support.overlap import CommHook, observe
+
+NUM_PLAIN_STEPS: Final = 2
+"""Steps before PowerSGD compresses: DDP forms its final buckets after the first."""
 
 _DEFAULT_CAP_MB: Final = 25.0
 _ONE_BUCKET_NOTE: Final = (
     "ddp:hook=powersgd sends one bucket: on CPUs torch's hook makes its later calls from other "
     "threads, and those of several buckets would meet in another order on each rank."
 )
+_RESUMED_NOTE: Final = (
+    f"ddp:hook=powersgd begins anew where a run is resumed: {NUM_PLAIN_STEPS} steps without "
+    "compression, and nothing left over from before."
+)
 
 
 @final
-class Ddp(Strategy):
+class Ddp(SynchronousStrategy):
     """Torch's own ``DistributedDataParallel``, over the default process group.
 
     Args:
@@ -58,18 +76,15 @@ class Ddp(Strategy):
         hook: str = "none",
         powersgd_rank: int = 1,
     ) -> None:
-        if bucket_cap_mb <= 0:
-            raise UserError("ddp:bucket_cap_mb must be greater than 0, e.g. 25.")
         if powersgd_rank != 1 and hook != "powersgd":
             raise UserError("ddp:powersgd_rank goes with ddp:hook=powersgd; give both, or neither.")
         self._bucket_cap_mb = bucket_cap_mb
         self._static_graph = static_graph
         self._hook = hook
         self._powersgd_rank = powersgd_rank
-
-    def plan(self, state: RankState) -> Plan:
-        """Every rank."""
-        return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
+        self._power_state: PowerSGDState | None = None
+        self._num_compressed = 0
+        self._is_resumed = False
 
     def check(self, replica: Replica) -> None:
         """Refuse a static graph whose gradients accumulate, and what PowerSGD cannot send."""
@@ -79,27 +94,19 @@ class Ddp(Strategy):
                 "leave one of the two out."
             )
         if self._hook == "powersgd":
-            check_matrices(replica)
+            _check_matrices(replica)
 
     def setup(self, replica: Replica) -> None:
         """Wrap the model, which broadcasts rank 0's weights; takes part: every rank."""
-        self._replica = replica
+        super().setup(replica)
         self._needs_one_bucket = self._hook == "powersgd" and replica.device.type == "cpu"
         self._ddp = DistributedDataParallel(
             replica.model,
             device_ids=[replica.device] if replica.device.type == "cuda" else None,
-            bucket_cap_mb=self._cap_mb(replica),
+            bucket_cap_mb=self._cap_mb(),
             static_graph=self._static_graph,
         )
-        self._compression = compression(
-            self._hook, replica.parameters, replica.device, self._powersgd_rank
-        )
-        self._overlap = observe(self._ddp, self._compression, replica.timer)
-        self._optimizer = replica.optimizer(replica.parameters)
-
-    def shares(self) -> Iterator[Share]:
-        """This rank's part of every global batch."""
-        return self._replica.shares()
+        self._overlap = observe(self._ddp, replica.timer, self._comm_hook(), self._power_state)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""
@@ -117,37 +124,88 @@ class Ddp(Strategy):
         return StepReport(
             loss=loss,
             num_samples=batch.num_samples,
-            num_bytes_sent=all_reduce_bytes(
-                self._compression.num_bytes(), self._replica.world_size
-            ),
+            num_bytes_sent=all_reduce_bytes(self._gradient_bytes(), self._replica.world_size),
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Say where the buckets are not those that were asked for."""
-        return (_ONE_BUCKET_NOTE,) if self._needs_one_bucket else ()
-
-    def memory(self) -> Memory:
-        """All of both."""
-        return memory_of(self._replica.model.parameters(), self._optimizer)
-
-    def finish(self) -> nn.Module:
-        """Return the model inside the wrapper."""
-        return self._replica.model
-
-    def save(self, replica: Replica) -> State:
-        """Return what every strategy needs, and what the hook remembers."""
-        return super().save(replica) | {"compression": self._compression.save()}
+        """Say where the buckets are not those that were asked for, and what was not resumed."""
+        one_bucket = (_ONE_BUCKET_NOTE,) if self._needs_one_bucket else ()
+        is_new = self._power_state is not None and self._is_resumed
+        return one_bucket + ((_RESUMED_NOTE,) if is_new else ())
 
     def load(self, replica: Replica, state: State) -> None:
-        """Go on from there."""
+        """Go on from there, but for what a hook remembers of earlier steps."""
         super().load(replica, state)
-        self._compression.load(state.get("compression", {}))
+        self._is_resumed = True
 
-    def close(self) -> None:
-        """Nothing to let go of: the process group belongs to the rank."""
+    def _comm_hook(self) -> CommHook | None:
+        """Return what sends the gradients; takes part: every rank."""
+        match self._hook:
+            case "fp16":
+                return fp16_compress_hook
+            case "bf16":
+                _refuse_without_bf16(self._replica.device)
+                return _bf16
+            case "powersgd":
+                self._power_state = PowerSGDState(
+                    process_group=None,
+                    matrix_approximation_rank=self._powersgd_rank,
+                    start_powerSGD_iter=NUM_PLAIN_STEPS,
+                )
+                return powerSGD_hook
+            case _:
+                return None
 
-    def _cap_mb(self, replica: Replica) -> float | None:
+    def _gradient_bytes(self) -> int:
+        """Return what the gradients of the step just made took when they were sent."""
+        parameters = self._replica.parameters
+        size, num_values = num_bytes(parameters), sum(p.numel() for p in parameters)
+        if self._power_state is not None:
+            before, self._num_compressed = (
+                self._num_compressed,
+                self._power_state.total_numel_after_compression,
+            )
+            num_sent = self._num_compressed - before  # 0 in the plain steps
+            return size * num_sent // num_values if num_sent else size
+        return size if self._hook == "none" else 2 * num_values
+
+    def _cap_mb(self) -> float | None:
         """Return how large buckets are; None leaves it to torch."""
         if self._needs_one_bucket:
-            return num_bytes(replica.parameters) / 2**20 + 1
+            return num_bytes(self._replica.parameters) / 2**20 + 1
         return None if self._bucket_cap_mb == _DEFAULT_CAP_MB else self._bucket_cap_mb
+
+
+def _bf16(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Call torch's hook, which DDP refuses by its name on gloo, though gloo can add bfloat16."""
+    return bf16_compress_hook(state, bucket)
+
+
+def _refuse_without_bf16(device: torch.device) -> None:
+    try:
+        dist.all_reduce(torch.zeros(1, dtype=torch.bfloat16, device=device))
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"{dist.get_backend()} cannot add bfloat16 here; take ddp:hook=fp16 instead."
+        ) from error
+
+
+def _check_matrices(replica: Replica) -> None:
+    """Refuse what PowerSGD cannot send.
+
+    Raises:
+        UserError: a parameter has no rows, or there are several types on CPUs.
+    """
+    for name, parameter in replica.model.named_parameters():
+        if parameter.requires_grad and (parameter.ndim == 0 or parameter.numel() == 0):
+            raise UserError(
+                f"ddp:hook=powersgd makes matrices of gradients, and {name}, of shape "
+                f"{tuple(parameter.shape)}, has no rows: give it one, e.g. the shape (1,), "
+                "or leave the hook out."
+            )
+    types = {parameter.dtype for parameter in replica.parameters}
+    if replica.device.type == "cpu" and len(types) > 1:
+        raise UserError(
+            "ddp:hook=powersgd sends one bucket on CPUs, and torch makes one for each "
+            "floating-point type: give the model one type, or leave the hook out."
+        )

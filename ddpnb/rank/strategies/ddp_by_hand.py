@@ -13,41 +13,22 @@ Messages per step: one all-reduce of all gradients (one for each dtype).
 Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients.
 """
 
-from collections.abc import Iterator
 from typing import final
 
 import torch.distributed as dist
-from torch import nn
 
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
-from ddpnb.rank.strategies.support.flat import (
-    Flat,
-    all_reduce_bytes,
-    gradients,
-    meeting_place,
-    memory_of,
-)
-from ddpnb.wire import RankState
+from ddpnb.rank.strategies.base import Batch, Replica, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.support.flat import Flat, all_reduce_bytes, gradients
 
 
 @final
-class DdpByHand(Strategy):
+class DdpByHand(SynchronousStrategy):
     """Flatten, all-reduce, step."""
 
-    def plan(self, state: RankState) -> Plan:
-        """Every rank."""
-        return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
-
     def setup(self, replica: Replica) -> None:
-        """Make the optimizer and the flat gradients; all weights are the same already."""
-        self._replica = replica
-        self._optimizer = replica.optimizer(replica.parameters)
-        self._flat = Flat(replica.parameters, meeting_place(replica.device))
-
-    def shares(self) -> Iterator[Share]:
-        """This rank's part of every global batch."""
-        return self._replica.shares()
+        """Make the optimizer and the flat gradients."""
+        super().setup(replica)
+        self._flat = Flat(replica.parameters)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""
@@ -68,14 +49,3 @@ class DdpByHand(Strategy):
             num_samples=batch.num_samples,
             num_bytes_sent=all_reduce_bytes(self._flat.num_bytes, replica.world_size),
         )
-
-    def memory(self) -> Memory:
-        """All of both."""
-        return memory_of(self._replica.model.parameters(), self._optimizer)
-
-    def finish(self) -> nn.Module:
-        """Return the model."""
-        return self._replica.model
-
-    def close(self) -> None:
-        """Nothing to let go of."""

@@ -16,25 +16,22 @@ Bytes sent per step and rank: S, the bytes of all gradients, written once for th
 read (0 where there are no others).  Where ranks cannot share memory: as ``ddp``.
 """
 
-import hashlib
-from collections.abc import Iterator
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
-from ddpnb.rank.strategies.support.compression import Compression
-from ddpnb.rank.strategies.support.flat import all_reduce_bytes, memory_of, num_bytes
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.support.flat import all_reduce_bytes, num_bytes
 from ddpnb.rank.strategies.support.overlap import Overlap, Unobserved, observe, observe_buffers
 from ddpnb.rank.strategies.timer import Timer
+from ddpnb.rank.transport.meeting import this_host
 from ddpnb.rank.transport.shared_sum import SharedSum
 from ddpnb.wire import RankState
 
@@ -43,7 +40,7 @@ _GPU_NOTE = "ddp-shm is for CPU ranks; on GPUs gradients went through the group'
 
 
 @final
-class DdpShm(Strategy):
+class DdpShm(SynchronousStrategy):
     """Torch's ``DistributedDataParallel`` with an all-reduce in shared memory.
 
     Args:
@@ -52,19 +49,17 @@ class DdpShm(Strategy):
     """
 
     def __init__(self, *, timeout_seconds: float = default_pg_timeout.total_seconds()) -> None:
-        self._timeout = timedelta(seconds=timeout_seconds)
+        self._timeout = timeout_seconds
         self._sum: SharedSum | None = None
         self._is_shared = True
 
     def plan(self, state: RankState) -> Plan:
         """Every rank."""
-        num, on_cpu = state.world_size, state.device == "cpu"
-        notes = () if on_cpu else (_GPU_NOTE,)
-        return Plan(num_ranks=num, num_workers=num, synchronous=True, notes=notes)
+        return replace(super().plan(state), notes=() if state.device == "cpu" else (_GPU_NOTE,))
 
     def setup(self, replica: Replica) -> None:
         """Wrap the model, and meet in shared memory; takes part: every rank."""
-        self._replica = replica
+        super().setup(replica)
         on_cpu = replica.device.type == "cpu"
         self._ddp = DistributedDataParallel(
             replica.model,
@@ -76,19 +71,18 @@ class DdpShm(Strategy):
         if on_cpu and self._is_shared:
             self._overlap = self._share_memory(replica)
         else:
-            self._overlap = self._send_otherwise(replica)
-        self._optimizer = replica.optimizer(replica.parameters)
-
-    def shares(self) -> Iterator[Share]:
-        """This rank's part of every global batch."""
-        return self._replica.shares()
+            self._overlap = observe(self._ddp, replica.timer)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""
         # forward; backward, and agree in between: bucket by bucket.  With the weight in the
-        # loss, the sum over the ranks is a mean over samples.
+        # loss, the sum over the ranks is a mean over samples; DDP itself divides it by N.
+        divided_by = 1 if self._sum is not None else self._replica.world_size
         loss = self._replica.compute_gradients(
-            batch, weight=batch.weight, model=self._ddp, unsynced=self._ddp.no_sync
+            batch,
+            weight=divided_by * batch.weight,
+            model=self._ddp,
+            unsynced=self._ddp.no_sync,
         )
         self._overlap.tell()
         # update: every rank the same
@@ -101,14 +95,6 @@ class DdpShm(Strategy):
         """Say where shared memory could not be used."""
         return () if self._is_shared else (_NO_SHARING_NOTE,)
 
-    def memory(self) -> Memory:
-        """All of both."""
-        return memory_of(self._replica.model.parameters(), self._optimizer)
-
-    def finish(self) -> nn.Module:
-        """Return the model inside the wrapper."""
-        return self._replica.model
-
     def close(self) -> None:
         """Hang up, so that no other rank waits for this one."""
         if self._sum is not None:
@@ -120,21 +106,17 @@ class DdpShm(Strategy):
             replica.name,
             rank=replica.rank,
             num_ranks=replica.world_size,
-            timeout_seconds=self._timeout.total_seconds(),
+            timeout_seconds=self._timeout,
             lifeline=replica.lifeline,
         )
-        self._sum.tell(
-            lambda is_waiting: replica.timer.begin("waiting" if is_waiting else "communication")
-        )
+
+        def on_wait(is_waiting: bool) -> None:
+            replica.timer.begin("waiting" if is_waiting else "communication")
+
+        self._sum.tell(on_wait)
         observe_buffers(self._ddp, replica.timer)
         self._ddp.register_comm_hook((self._sum, replica.timer), _add_in_shared_memory)
         return Unobserved()
-
-    def _send_otherwise(self, replica: Replica) -> Overlap:
-        plain = Compression(
-            hook=_add_by_backend, state=None, is_plain=False, num_bytes=lambda: self._num_bytes
-        )
-        return observe(self._ddp, plain, replica.timer)
 
     def _num_bytes_sent(self) -> int:
         num = self._replica.world_size
@@ -157,20 +139,9 @@ def _add_in_shared_memory(
     return done
 
 
-def _add_by_backend(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Sum a bucket over all ranks by the default group, as a hook of DDP's."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    assert work is not None, "this rank is in the group"
-    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda sums: sums.value()[0])
-    return summed
-
-
 def _is_one_place(folder: Path, num_ranks: int) -> bool:
-    """Tell whether the folder is the same one for all ranks; takes part: every rank."""
-    found = folder.stat()
-    running = Path("/proc/sys/kernel/random/boot_id").read_text()
-    place = hashlib.sha256(f"{running} {found.st_dev} {found.st_ino}".encode()).digest()
-    mine = torch.tensor(list(place[:8]), dtype=torch.uint8)
-    places = [torch.empty_like(mine) for _ in range(num_ranks)]
-    dist.all_gather(places, mine)
-    return all(torch.equal(mine, other) for other in places)
+    """Return whether the folder is the same one for all ranks; takes part: every rank."""
+    running = Path("/proc/sys/kernel/random/boot_id").read_text()  # hosts may share a name
+    places = [""] * num_ranks
+    dist.all_gather_object(places, running + this_host(folder))
+    return len(set(places)) == 1

@@ -18,21 +18,27 @@ Bytes sent per rank: 2 (N - 1) / N * S in each H-th step, 0 in the others; S is 
 of all parameters.
 """
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import final
 
 import torch
 from torch import nn
 
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
-from ddpnb.rank.strategies.support.average import Mean
-from ddpnb.rank.strategies.support.flat import memory_of
+from ddpnb.rank.strategies.base import (
+    Batch,
+    Memory,
+    Plan,
+    Replica,
+    State,
+    StepReport,
+    SynchronousStrategy,
+)
+from ddpnb.rank.strategies.support.flat import Flat
 from ddpnb.wire import RankState
 
 
 @final
-class DiLoCo(Strategy):
+class DiLoCo(SynchronousStrategy):
     """Inner steps alone, outer steps together.
 
     Args:
@@ -50,18 +56,12 @@ class DiLoCo(Strategy):
 
     def plan(self, state: RankState) -> Plan:
         """Every rank; between two outer steps none waits for another."""
-        return Plan(
-            num_ranks=state.world_size,
-            num_workers=state.world_size,
-            synchronous=True,
-            num_ahead=self._every,
-        )
+        return replace(super().plan(state), num_ahead=self._every)
 
     def setup(self, replica: Replica) -> None:
         """Make both optimizers; the outer one is the same on every rank."""
-        self._replica = replica
-        self._mean = Mean(replica)
-        self._inner = replica.optimizer(replica.parameters)
+        super().setup(replica)
+        self._flat = Flat(replica.parameters)
         self._agreed = [nn.Parameter(p.detach().clone()) for p in replica.parameters]
         self._outer = torch.optim.SGD(
             self._agreed,
@@ -69,18 +69,14 @@ class DiLoCo(Strategy):
             momentum=self._outer_momentum,
             nesterov=self._outer_momentum > 0,
         )
-        self._num_inner = 0
-
-    def shares(self) -> Iterator[Share]:
-        """This rank's part of every global batch."""
-        return self._replica.shares()
+        self._num_inner = replica.first_step % self._every
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; every H-th ends with an outer step."""
         replica = self._replica
         # forward, backward, update: each rank alone
         loss = replica.compute_gradients(batch)
-        replica.update(self._inner)
+        replica.update(self._optimizer)
         self._num_inner += 1
         # agree: takes part: every rank
         num_sent = self._agree() if self._num_inner == self._every else 0
@@ -96,12 +92,8 @@ class DiLoCo(Strategy):
 
     def memory(self) -> Memory:
         """The weights of this rank and the agreed ones; the states of both optimizers."""
-        inner = memory_of(self._replica.model.parameters(), self._inner)
-        outer = memory_of(self._agreed, self._outer)
-        return Memory(
-            parameters=inner.parameters + outer.parameters,
-            optimizer=inner.optimizer + outer.optimizer,
-        )
+        parameters = [*self._replica.model.parameters(), *self._agreed]
+        return Memory.of(parameters, self._optimizer, self._outer)
 
     def finish(self) -> nn.Module:
         """Make a last outer step where inner ones are left; takes part: every rank."""
@@ -114,7 +106,6 @@ class DiLoCo(Strategy):
         return super().save(replica) | {
             "agreed": [parameter.detach().clone() for parameter in self._agreed],
             "outer": self._outer.state_dict(),
-            "num_inner": self._num_inner,
         }
 
     def load(self, replica: Replica, state: State) -> None:
@@ -123,17 +114,13 @@ class DiLoCo(Strategy):
         for mine, theirs in zip(self._agreed, state["agreed"], strict=True):
             mine.data.copy_(theirs)
         self._outer.load_state_dict(state["outer"])
-        self._num_inner = state["num_inner"]
-
-    def close(self) -> None:
-        """Nothing to let go of."""
 
     @torch.no_grad()
     def _agree(self) -> int:
         """Make an outer step; takes part: every rank.  Return the bytes that each rank sends."""
         replica = self._replica
         replica.timer.begin("communication")
-        num_sent = self._mean.of_parameters()
+        num_sent = self._flat.average(replica.parameters)
         # The mean of w - w_i is w less the mean of w_i.
         replica.timer.begin("optimizer")
         for agreed, mean in zip(self._agreed, replica.parameters, strict=True):

@@ -23,12 +23,19 @@ part of the gradients: P, but for frozen parameters, which have none.  Rows are 
 multiple of N: P is about S / N.  Counted are the messages that torch really sends: a frozen
 layer may be gathered once only, one that a step does not use never.  Gloo makes each
 reduce-scatter of an all-reduce; what that sends more is not counted, nor the norm for clipping.
+
+Gloo's collectives keep the thread until they are done, on CPUs and on GPUs: all their time is
+exposed, with what they wait for other ranks, and none is hidden.  Copying parameters into a
+message and out of it counts as the pass that needs them.  NCCL's run on streams of their own.
+Each counts as hidden from its start to its end, also while the GPU waits for it: where that
+is, torch lets nobody know.
 """
 
 import copy
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -38,24 +45,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddpnb.errors import UserError
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import (
-    Batch,
-    Memory,
-    Plan,
-    Replica,
-    State,
-    StepReport,
-    Strategy,
+from ddpnb.rank.strategies.base import Batch, Replica, State, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.timer import Moment, Timer
+
+Flight = Callable[[], AbstractContextManager[None]]
+"""Makes the context that a collective is called in."""
+
+_NCCL_NOTE = (
+    "fsdp over NCCL: all communication counts as overlapped, also where the GPU waits for it."
 )
-from ddpnb.rank.strategies.support.flat import memory_of
-from ddpnb.rank.strategies.support.gathers import NCCL_NOTE, Messages
-from ddpnb.rank.strategies.support.layers import layers_of
-from ddpnb.wire import RankState
 
 
 @final
-class Fsdp(Strategy):
+class Fsdp(SynchronousStrategy):
     """Torch's ``fully_shard`` over the default process group.
 
     Args:
@@ -64,10 +66,6 @@ class Fsdp(Strategy):
 
     def __init__(self, *, reshard: bool = True) -> None:
         self._reshard = reshard
-
-    def plan(self, state: RankState) -> Plan:
-        """Every rank."""
-        return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
 
     def check(self, replica: Replica) -> None:
         """Refuse parameters without rows to cut between, and layers of several types."""
@@ -85,9 +83,8 @@ class Fsdp(Strategy):
             )
 
     def setup(self, replica: Replica) -> None:
-        """Cut the parameters up; takes part: every rank."""
-        self._messages = Messages(replica.timer, replica.device)
-        self._replica = replace(replica, timer=self._messages.timer)
+        """Cut the parameters up, then make this rank's optimizer; takes part: every rank."""
+        self._messages = _Messages(replica.timer, replica.device)
         self._skeleton = _without_parameters(replica.model)
         assert dist.group.WORLD is not None, "this rank is in a group"
         # Imported when asked for: it takes a second, and every rank would pay it at start.
@@ -98,24 +95,18 @@ class Fsdp(Strategy):
             # Gloo adds on the GPU, but takes no mean there.
             layer.set_force_sum_reduction_for_comms(dist.get_backend() == "gloo")
             self._messages.carry(layer)
-        self._optimizer = replica.optimizer(replica.parameters)
-
-    def shares(self) -> Iterator[Share]:
-        """This rank's part of every global batch."""
-        return self._replica.shares()
+        super().setup(replica)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""
         replica = self._replica
         # forward, backward: each layer's parameters come, its gradients go.  They are divided
         # by the number of ranks; the weight makes that a mean over samples.
-        smallest_share = batch.num_global // replica.world_size
-        num_parts = min(replica.accumulate, smallest_share)  # the same on every rank
+        most_parts = batch.num_global // replica.world_size  # the same on every rank
         loss = replica.compute_gradients(
-            batch,
+            replace(batch, most_parts=most_parts),
             weight=replica.world_size * batch.weight,
             unsynced=self._unsynced,
-            most=num_parts,
         )
         # update: each rank its part
         replica.update(self._optimizer)
@@ -128,11 +119,7 @@ class Fsdp(Strategy):
     def notes(self) -> tuple[str, ...]:
         """Say where communication cannot be told apart."""
         is_apart = self._messages.is_exposed or self._replica.world_size == 1
-        return () if is_apart else (NCCL_NOTE,)
-
-    def memory(self) -> Memory:
-        """This rank's part of both."""
-        return memory_of(self._replica.model.parameters(), self._optimizer)
+        return () if is_apart else (_NCCL_NOTE,)
 
     def finish(self) -> nn.Module:
         """Gather all into a plain model; takes part: every rank."""
@@ -160,9 +147,6 @@ class Fsdp(Strategy):
                 for name, value in held.items():
                     held[name] = _like(parameter, value)
 
-    def close(self) -> None:
-        """Nothing to let go of: the process group belongs to the rank."""
-
     @contextmanager
     def _unsynced(self) -> Iterator[None]:
         """Keep gradients here for a while, whole."""
@@ -172,6 +156,46 @@ class Fsdp(Strategy):
             yield
         finally:
             model.set_requires_gradient_sync(True)
+
+
+def layers_of(model: nn.Module) -> list[Any]:
+    """Return what is gathered by itself, inner modules before those that hold them.
+
+    Those that are surely called by themselves, as the blocks of a transformer are: torch gathers
+    what a module holds when it is called.
+    """
+    candidates = set(_listed(model))
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    places: Counter[nn.Module] = Counter()
+    holders: dict[str, nn.Module] = {}
+    # A module that is registered at several places is met at each.
+    for path, module in model.named_modules(remove_duplicate=False):
+        places[module] += 1
+        outer = holders.get(path.rpartition(".")[0], model)
+        holders[path] = module if module in candidates else outer
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(holders[path])
+    shared = {owner for found in owners.values() if len(set(found)) > 1 for owner in found}
+    repeated = {layer for layer in candidates if places[layer] > 1}
+    chosen = candidates - shared - repeated - {model}
+    return [module for module in reversed(list(model.modules())) if module in chosen]
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules with parameters that stand in a list, at whatever depth the list is.
+
+    A list is a ``Sequential``, or what cannot be called, as ``ModuleList`` and ``ModuleDict``:
+    each module in it is called by itself.
+    """
+    for child in module.children():
+        if not _is_list(module) or _is_list(child):
+            yield from _listed(child)
+        elif next(child.parameters(), None) is not None:
+            yield child
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
 
 
 def _types_of_layers(model: nn.Module) -> Iterator[set[torch.dtype]]:
@@ -194,8 +218,7 @@ def _without_parameters(model: nn.Module) -> nn.Module:
 
 def _gathered(parameter: nn.Parameter) -> nn.Parameter:
     """Return the whole of a parameter that is spread over the ranks; takes part: every rank."""
-    held: Any = parameter.detach()  # a DTensor since setup
-    return nn.Parameter(held.full_tensor(), parameter.requires_grad)
+    return nn.Parameter(_whole(parameter.detach()), parameter.requires_grad)
 
 
 def _whole(value: Tensor) -> Tensor:
@@ -230,3 +253,86 @@ def _like(parameter: Any, value: Any) -> Any:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+@final
+class _Messages:
+    """The all-gathers and reduce-scatters of one rank: torch's own, but counted and timed.
+
+    Args:
+        timer: whom to tell.
+        device: where the parameters are.
+    """
+
+    def __init__(self, timer: Timer, device: torch.device) -> None:
+        self.is_exposed = dist.get_backend() == "gloo"
+        self._flight = _exposed(timer, device) if self.is_exposed else _hidden(timer)
+        self._num_bytes = 0
+
+    def carry(self, layer: Any) -> None:
+        """Be the messages of a layer that was fully sharded."""
+        layer.set_custom_all_gather(_Counted(self, dist.all_gather_single))
+        layer.set_custom_reduce_scatter(_Counted(self, dist.reduce_scatter_single))
+
+    def take_num_bytes(self) -> int:
+        """Return the bytes that this rank has sent since it was last asked."""
+        taken, self._num_bytes = self._num_bytes, 0
+        return taken
+
+    def under_way(self, part: Tensor, group: dist.ProcessGroup) -> AbstractContextManager[None]:
+        """Return the context of a collective that sends as much as ``part`` to each other rank."""
+        self._num_bytes += (group.size() - 1) * part.numel() * part.element_size()
+        return self._flight()
+
+
+@final
+class _Counted:
+    """A collective as torch wants to be given one: it looks at no base class."""
+
+    def __init__(self, messages: _Messages, collective: Callable[..., dist.Work | None]) -> None:
+        self._messages = messages
+        self._collective = collective
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a message."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **more: Any
+    ) -> dist.Work | None:
+        """Call it; one of the tensors is the whole, the other this rank's part."""
+        part = min(output_tensor, input_tensor, key=Tensor.numel)
+        with self._messages.under_way(part, group):
+            return self._collective(output_tensor, input_tensor, group=group, **more)
+
+
+def _exposed(timer: Timer, device: torch.device) -> Flight:
+    """Count a flight as communication, and what follows as what was before."""
+    computing = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def moment() -> Moment:
+        # Torch calls collectives on streams of their own; what waits is where it computes.
+        with torch.cuda.stream(computing) if computing is not None else nullcontext():
+            return timer.moment()
+
+    @contextmanager
+    def flight() -> Iterator[None]:
+        before = timer.begin("communication", at=moment())
+        try:
+            yield
+        finally:
+            timer.begin(before, at=moment())
+
+    return flight
+
+
+def _hidden(timer: Timer) -> Flight:
+    """Count a flight as hidden, on the stream that it is on."""
+
+    @contextmanager
+    def flight() -> Iterator[None]:
+        begun = timer.moment()
+        yield
+        timer.hide(begun, timer.moment())
+
+    return flight

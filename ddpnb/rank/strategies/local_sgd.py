@@ -16,20 +16,18 @@ Bytes sent per rank: 2 (N - 1) / N * S in each of these steps, 0 in the others; 
 bytes of all parameters.
 """
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import final
 
 from torch import nn
 
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
-from ddpnb.rank.strategies.support.average import Mean
-from ddpnb.rank.strategies.support.flat import memory_of
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.support.flat import Flat, gradients
 from ddpnb.wire import RankState
 
 
 @final
-class LocalSgd(Strategy):
+class LocalSgd(SynchronousStrategy):
     """Local SGD, and post-local SGD.
 
     Args:
@@ -43,23 +41,13 @@ class LocalSgd(Strategy):
 
     def plan(self, state: RankState) -> Plan:
         """Every rank; between two averages none waits for another."""
-        return Plan(
-            num_ranks=state.world_size,
-            num_workers=state.world_size,
-            synchronous=True,
-            num_ahead=self._every,
-        )
+        return replace(super().plan(state), num_ahead=self._every)
 
     def setup(self, replica: Replica) -> None:
-        """Make this rank's own optimizer; all weights are the same already."""
-        self._replica = replica
-        self._mean = Mean(replica)
-        self._optimizer = replica.optimizer(replica.parameters)
-        self._num_steps = 0
-
-    def shares(self) -> Iterator[Share]:
-        """This rank's part of every global batch."""
-        return self._replica.shares()
+        """Make this rank's own optimizer, and room for the weights of one message."""
+        super().setup(replica)
+        self._flat = Flat(replica.parameters)
+        self._num_steps = replica.first_step
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; some steps end with an average."""
@@ -71,40 +59,24 @@ class LocalSgd(Strategy):
         # agree on gradients: takes part: every rank
         if not is_local:
             replica.timer.begin("communication")
-            num_sent = self._mean.of_weighted_gradients()
+            num_sent = self._flat.sum(gradients(replica.parameters))
         # update: each rank its own weights
         replica.update(self._optimizer)
         # agree on weights: takes part: every rank
         if is_local and (self._num_steps - self._after) % self._every == 0:
             replica.timer.begin("communication")
-            num_sent = self._mean.of_parameters()
+            num_sent = self._flat.average(replica.parameters)
         return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
 
     def notes(self) -> tuple[str, ...]:
         """Say where the end comes before the first average."""
-        num_steps = self._num_steps + self._replica.num_steps
+        num_steps = self._replica.first_step + self._replica.num_steps
         if num_steps - self._after >= self._every:
             return ()
         few = f"{num_steps} steps are fewer than {self._after + self._every}"
         return (f"Weights are averaged at the end alone: {few}.",)
 
-    def memory(self) -> Memory:
-        """All of both."""
-        return memory_of(self._replica.model.parameters(), self._optimizer)
-
     def finish(self) -> nn.Module:
         """Average once more; takes part: every rank."""
-        self._mean.of_parameters()
+        self._flat.average(self._replica.parameters)
         return self._replica.model
-
-    def save(self, replica: Replica) -> State:
-        """Return what every strategy needs, and how many steps have been made."""
-        return super().save(replica) | {"num_steps": self._num_steps}
-
-    def load(self, replica: Replica, state: State) -> None:
-        """Go on from there."""
-        super().load(replica, state)
-        self._num_steps = state["num_steps"]
-
-    def close(self) -> None:
-        """Nothing to let go of."""

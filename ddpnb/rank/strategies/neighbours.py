@@ -16,7 +16,7 @@ from torch import nn
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
 from ddpnb.rank.strategies.support.crew import Crew
-from ddpnb.rank.strategies.support.flat import memory_of, num_bytes
+from ddpnb.rank.strategies.support.flat import num_bytes
 from ddpnb.rank.transport.master import Access, Log, no_log
 from ddpnb.rank.transport.message import RunOverError
 from ddpnb.rank.transport.weights import Weights
@@ -104,7 +104,7 @@ class Neighbours(Strategy):
 
     def memory(self) -> Memory:
         """The copy that is trained on, the weights that others see, and the optimizer's state."""
-        return memory_of([*self._replica.model.parameters(), *self._mine], self._optimizer)
+        return Memory.of([*self._replica.model.parameters(), *self._mine], self._optimizer)
 
     def finish(self) -> nn.Module:
         """Wait until all are done, and take the mean; takes part: every living rank."""

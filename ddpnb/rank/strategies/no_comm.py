@@ -15,39 +15,28 @@ Messages per step: none.  Bytes sent per step and rank: 0.  After the last step 
 weights are broadcast.
 """
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import final
 
 import torch.distributed as dist
 from torch import nn
 
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
-from ddpnb.rank.strategies.support.flat import Flat, meeting_place, memory_of
+from ddpnb.rank.strategies.base import Batch, Plan, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.support.flat import Flat
 from ddpnb.wire import RankState
 
 _NOTE = "no-comm sends nothing: its model has learnt from rank 0's share of the samples alone."
 
 
 @final
-class NoComm(Strategy):
+class NoComm(SynchronousStrategy):
     """Each rank for itself."""
 
     def plan(self, state: RankState) -> Plan:
         """Every rank."""
-        num = state.world_size
-        notes = (_NOTE,) if num > 1 else ()
+        notes = (_NOTE,) if state.world_size > 1 else ()
         # Nobody waits for anybody: num_ahead is what a stop allows for.
-        return Plan(num_ranks=num, num_workers=num, synchronous=True, num_ahead=1, notes=notes)
-
-    def setup(self, replica: Replica) -> None:
-        """Make the optimizer."""
-        self._replica = replica
-        self._optimizer = replica.optimizer(replica.parameters)
-
-    def shares(self) -> Iterator[Share]:
-        """This rank's part of every global batch."""
-        return self._replica.shares()
+        return replace(super().plan(state), num_ahead=1, notes=notes)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch, alone."""
@@ -58,19 +47,12 @@ class NoComm(Strategy):
         self._replica.update(self._optimizer)
         return StepReport(loss=loss, num_samples=batch.num_samples)
 
-    def memory(self) -> Memory:
-        """All of both."""
-        return memory_of(self._replica.model.parameters(), self._optimizer)
-
     def finish(self) -> nn.Module:
         """Take rank 0's weights; takes part: every rank."""
         parameters = self._replica.parameters
-        flat = Flat(parameters, meeting_place(self._replica.device))
+        flat = Flat(parameters)
         flat.gather(parameters)
         for buffer in flat.buffers:
             dist.broadcast(buffer, src=0)
         flat.scatter(parameters)
         return self._replica.model
-
-    def close(self) -> None:
-        """Nothing to let go of."""

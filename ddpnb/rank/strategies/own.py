@@ -22,16 +22,24 @@ Any class with ``setup(replica)``, ``step(batch)`` and ``finish()`` will do:
 to hold besides the model and its optimizers, and ``load(state)`` takes it back.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from ddpnb.catalogue import Choice
+from ddpnb.catalogue import STRATEGIES, Choice
 from ddpnb.errors import UserError, kind_of
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
+from ddpnb.rank.strategies.base import (
+    Batch,
+    Memory,
+    Plan,
+    Replica,
+    State,
+    StepReport,
+    SynchronousStrategy,
+)
 from ddpnb.wire import RankState
 
 _METHODS = ("setup", "step", "finish")
@@ -45,6 +53,9 @@ def own_strategy(choice: Choice, namespace: Mapping[str, object]) -> "OwnStrateg
     """
     made = namespace.get(choice.name)
     if not isinstance(made, type):
+        for name, entry in STRATEGIES.items():
+            if choice.name in entry.aliases:
+                raise UserError(f"{choice.name} is called {name} here: write that.")
         raise UserError(
             f"There is no strategy {choice.name!r}: define a class of that name with setup, step "
             "and finish, in the comparison's cell or in a %%ddp cell before it."
@@ -59,7 +70,7 @@ def own_strategy(choice: Choice, namespace: Mapping[str, object]) -> "OwnStrateg
 
 
 @final
-class OwnStrategy(Strategy):
+class OwnStrategy(SynchronousStrategy):
     """A user's object, given what it does not say itself.
 
     Every rank trains on its part of every global batch.  ``synchronous = False`` in the class
@@ -76,19 +87,14 @@ class OwnStrategy(Strategy):
 
     def plan(self, state: RankState) -> Plan:
         """Every rank."""
-        num = state.world_size
         synchronous = bool(getattr(self._strategy, "synchronous", True))
         # Whether its ranks wait for each other is not known: num_ahead is what a stop allows for.
-        return Plan(num_ranks=num, num_workers=num, synchronous=synchronous, num_ahead=1)
+        return replace(super().plan(state), synchronous=synchronous, num_ahead=1)
 
     def setup(self, replica: Replica) -> None:
         """Hand the replica over."""
         self._replica = replica
         self._strategy.setup(replica)
-
-    def shares(self) -> Iterator[Share]:
-        """This rank's part of every global batch."""
-        return self._replica.shares()
 
     def step(self, batch: Batch) -> StepReport:
         """Have the user's object train on a batch; it returns the loss, or a ``StepReport``."""
@@ -105,6 +111,10 @@ class OwnStrategy(Strategy):
             f"{self._name}.step(batch) returned {kind_of(told)}{shape}; "
             "return the mean loss over the batch, a tensor of shape ()."
         )
+
+    def memory(self) -> Memory:
+        """What the user's object holds is not known."""
+        return Memory()
 
     def finish(self) -> nn.Module:
         """Return the model that the user's object returns; the replica's where that is None."""

@@ -17,40 +17,32 @@ at the end one all-reduce of all weights.
 Bytes sent per step and rank: S, the bytes of all parameters; 0 by a rank that rests.
 """
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
-from ddpnb.rank.strategies.support.average import Mean
-from ddpnb.rank.strategies.support.flat import Flat, meeting_place, memory_of
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.support.flat import Flat
 from ddpnb.wire import RankState
 
 
 @final
-class Pairs(Strategy):
+class Pairs(SynchronousStrategy):
     """Averages in pairs that change from step to step: ``gossip:together=on``."""
 
     def plan(self, state: RankState) -> Plan:
         """Every rank; one is ahead of another by as many steps as it takes news to come by."""
-        num = state.world_size
-        return Plan(num_ranks=num, num_workers=num, synchronous=True, num_ahead=num)
+        return replace(super().plan(state), num_ahead=state.world_size)
 
     def setup(self, replica: Replica) -> None:
-        """Make this rank's own optimizer; all weights are the same already."""
-        self._replica = replica
-        self._optimizer = replica.optimizer(replica.parameters)
-        self._mine = Flat(replica.parameters, meeting_place(replica.device))
-        self._theirs = Flat(replica.parameters, meeting_place(replica.device))
-        self._num_steps = 0
-
-    def shares(self) -> Iterator[Share]:
-        """This rank's part of every global batch."""
-        return self._replica.shares()
+        """Make this rank's own optimizer, and room for both ranks' weights."""
+        super().setup(replica)
+        self._mine = Flat(replica.parameters)
+        self._theirs = Flat(replica.parameters)
+        self._num_steps = replica.first_step
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: one neighbour."""
@@ -64,26 +56,10 @@ class Pairs(Strategy):
         self._num_steps += 1
         return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
 
-    def memory(self) -> Memory:
-        """All of both."""
-        return memory_of(self._replica.model.parameters(), self._optimizer)
-
     def finish(self) -> nn.Module:
         """Average over all; takes part: every rank."""
-        Mean(self._replica).of_parameters()
+        self._mine.average(self._replica.parameters)
         return self._replica.model
-
-    def save(self, replica: Replica) -> State:
-        """Return what every strategy needs, and how many steps have been made."""
-        return super().save(replica) | {"num_steps": self._num_steps}
-
-    def load(self, replica: Replica, state: State) -> None:
-        """Go on from there."""
-        super().load(replica, state)
-        self._num_steps = state["num_steps"]
-
-    def close(self) -> None:
-        """Nothing to let go of."""
 
     def _average_with(self, neighbour: int) -> int:
         """Take the mean of both ranks' weights; return the bytes sent."""

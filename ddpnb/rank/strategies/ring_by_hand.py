@@ -15,36 +15,24 @@ Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradien
 does not divide them, chunks differ by one element.  Counted at each send.
 """
 
-from collections.abc import Iterator
 from typing import final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
-from ddpnb.rank.strategies.support.flat import Flat, gradients, meeting_place, memory_of, num_bytes
-from ddpnb.wire import RankState
+from ddpnb.rank.strategies.base import Batch, Replica, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.support.flat import Flat, gradients, num_bytes
 
 
 @final
-class RingByHand(Strategy):
+class RingByHand(SynchronousStrategy):
     """All-reduce from sends and receives."""
 
-    def plan(self, state: RankState) -> Plan:
-        """Every rank."""
-        return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
-
     def setup(self, replica: Replica) -> None:
-        """Make the optimizer and the flat gradients; all weights are the same already."""
-        self._replica = replica
-        self._optimizer = replica.optimizer(replica.parameters)
-        self._flat = Flat(replica.parameters, meeting_place(replica.device))
-
-    def shares(self) -> Iterator[Share]:
-        """This rank's part of every global batch."""
-        return self._replica.shares()
+        """Make the optimizer and the flat gradients."""
+        super().setup(replica)
+        self._flat = Flat(replica.parameters)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""
@@ -63,17 +51,6 @@ class RingByHand(Strategy):
         # update: every rank the same
         replica.update(self._optimizer)
         return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
-
-    def memory(self) -> Memory:
-        """All of both."""
-        return memory_of(self._replica.model.parameters(), self._optimizer)
-
-    def finish(self) -> nn.Module:
-        """Return the model."""
-        return self._replica.model
-
-    def close(self) -> None:
-        """Nothing to let go of."""
 
 
 def ring_all_reduce(flat: Tensor, *, rank: int, world_size: int) -> int:

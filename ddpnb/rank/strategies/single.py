@@ -11,26 +11,18 @@ Messages per step: none.  Bytes sent per step: 0.
 from collections.abc import Iterator
 from typing import final
 
-from torch import nn
-
 from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, Strategy
-from ddpnb.rank.strategies.support.flat import memory_of
+from ddpnb.rank.strategies.base import Batch, Plan, StepReport, SynchronousStrategy
 from ddpnb.wire import RankState
 
 
 @final
-class Single(Strategy):
+class Single(SynchronousStrategy):
     """Plain stochastic gradient descent; the other ranks rest."""
 
     def plan(self, state: RankState) -> Plan:
         """Rank 0 alone."""
         return Plan(num_ranks=1, num_workers=1, synchronous=True)
-
-    def setup(self, replica: Replica) -> None:
-        """Make the optimizer."""
-        self._replica = replica
-        self._optimizer = replica.optimizer(replica.parameters)
 
     def shares(self) -> Iterator[Share]:
         """Every global batch, whole."""
@@ -44,14 +36,3 @@ class Single(Strategy):
         # update
         self._replica.update(self._optimizer)
         return StepReport(loss=loss, num_samples=batch.num_samples)
-
-    def memory(self) -> Memory:
-        """All of both."""
-        return memory_of(self._replica.model.parameters(), self._optimizer)
-
-    def finish(self) -> nn.Module:
-        """Return the model."""
-        return self._replica.model
-
-    def close(self) -> None:
-        """Nothing to let go of."""

@@ -14,8 +14,12 @@ class Timer(ABC):
     """Divides the time of a step into parts, on the device's own clock."""
 
     @abstractmethod
-    def begin(self, part: Part, at: Moment = None) -> None:
-        """Count the time from now on, or from a moment not long ago, to ``part``."""
+    def begin(self, part: Part, at: Moment = None) -> Part:
+        """Count the time from now on, or from a moment not long ago, to ``part``.
+
+        Returns:
+            The part that it was counted to before.
+        """
 
     @abstractmethod
     def moment(self, seconds_ago: float = 0.0) -> Moment:
@@ -30,8 +34,9 @@ class Timer(ABC):
 class Untimed(Timer):
     """A timer that counts nothing."""
 
-    def begin(self, part: Part, at: Moment = None) -> None:
+    def begin(self, part: Part, at: Moment = None) -> Part:
         """Count nothing."""
+        return part
 
     def moment(self, seconds_ago: float = 0.0) -> Moment:
         """Return nothing."""

@@ -18,31 +18,29 @@ gradients and P those of the parameters in this rank's part; P adds up to S.
 
 import importlib
 import inspect
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, final
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddpnb.errors import UserError
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
-from ddpnb.rank.strategies.support.compression import compression
-from ddpnb.rank.strategies.support.flat import all_reduce_bytes, memory_of, num_bytes
+from ddpnb.rank.strategies.base import (
+    Batch,
+    Memory,
+    Replica,
+    State,
+    StepReport,
+    SynchronousStrategy,
+)
+from ddpnb.rank.strategies.support.flat import all_reduce_bytes, num_bytes
 from ddpnb.rank.strategies.support.overlap import observe
-from ddpnb.wire import RankState
 
 
 @final
-class Zero(Strategy):
+class Zero(SynchronousStrategy):
     """Torch's ``DistributedDataParallel`` with its ``ZeroRedundancyOptimizer``."""
-
-    def plan(self, state: RankState) -> Plan:
-        """Every rank."""
-        return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
 
     def check(self, replica: Replica) -> None:
         """Refuse parameters of several types."""
@@ -54,21 +52,14 @@ class Zero(Strategy):
 
     def setup(self, replica: Replica) -> None:
         """Wrap the model and share its optimizer out; takes part: every rank."""
-        self._replica = replica
+        super().setup(replica)
         device_ids = [replica.device] if replica.device.type == "cuda" else None
         self._ddp = DistributedDataParallel(replica.model, device_ids=device_ids)
-        plain = compression("none", replica.parameters, replica.device, 0)
-        self._overlap = observe(self._ddp, plain, replica.timer)
-        self._optimizer = _shared_out(replica.optimizer(replica.parameters))
-        self._part = [p for group in self._optimizer.optim.param_groups for p in group["params"]]
+        self._overlap = observe(self._ddp, replica.timer)
+        self._optimizer = self._shared = _shared_out(self._optimizer)
+        self._part = [p for group in self._shared.optim.param_groups for p in group["params"]]
         # What follows the step of this rank's part is the exchange of parts.
-        self._optimizer.optim.register_step_post_hook(
-            lambda *_: replica.timer.begin("communication")
-        )
-
-    def shares(self) -> Iterator[Share]:
-        """This rank's part of every global batch."""
-        return self._replica.shares()
+        self._shared.optim.register_step_post_hook(lambda *_: replica.timer.begin("communication"))
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""
@@ -91,29 +82,22 @@ class Zero(Strategy):
 
     def memory(self) -> Memory:
         """All parameters; of the optimizer's state this rank's part."""
-        return memory_of(self._replica.model.parameters(), self._optimizer.optim)
-
-    def finish(self) -> nn.Module:
-        """Return the model inside the wrapper."""
-        return self._replica.model
+        return Memory.of(self._replica.model.parameters(), self._shared.optim)
 
     def save(self, replica: Replica) -> State:
         """Return the model, this rank's part of the optimizer, and the settings of the whole."""
-        groups = [_settings(group) for group in self._optimizer.param_groups]
+        groups = [_settings(group) for group in self._shared.param_groups]
         return {
             "model": replica.model.state_dict(),
-            "part": self._optimizer.optim.state_dict(),
+            "part": self._shared.optim.state_dict(),
             "groups": groups,
         }
 
     def load(self, replica: Replica, state: State) -> None:
         """Go on from there; the model was loaded before it was wrapped."""
-        self._optimizer.optim.load_state_dict(state["part"])
-        for mine, theirs in zip(self._optimizer.param_groups, state["groups"], strict=True):
+        self._shared.optim.load_state_dict(state["part"])
+        for mine, theirs in zip(self._shared.param_groups, state["groups"], strict=True):
             mine.update(theirs | {"lr": mine["lr"]})  # the rate is this run's, as in all others
-
-    def close(self) -> None:
-        """Nothing to let go of: the process group belongs to the rank."""
 
 
 def _shared_out(sample: Optimizer) -> Any:

@@ -1,6 +1,5 @@
 """Which task does a spec name?  (Every rank.)"""
 
-import importlib
 from collections.abc import Callable, Mapping
 
 from ddpnb import catalogue
@@ -8,14 +7,6 @@ from ddpnb.catalogue import CELL_TASK
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.cell import cell_task
 from ddpnb.wire import RunSpec
-
-_BUILT_IN: Mapping[str, str] = {
-    "digits": "ddpnb.rank.tasks.digits",
-    "cifar10": "ddpnb.rank.tasks.cifar10",
-    "text": "ddpnb.rank.tasks.text",
-    "synthetic": "ddpnb.rank.tasks.synthetic",
-}
-"""The module of each name in ``catalogue.TASKS``; ``build(spec, **options)`` makes the task."""
 
 
 def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> Task:
@@ -35,5 +26,5 @@ def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
     choice = catalogue.task(spec.task)
     if choice.name == CELL_TASK:
         return cell_task(spec, namespace, filename)
-    build: Callable[..., Task] = importlib.import_module(_BUILT_IN[choice.name]).build
+    build: Callable[..., Task] = catalogue.TASKS[choice.name].load()
     return build(spec, **choice.options)

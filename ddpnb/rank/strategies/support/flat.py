@@ -1,4 +1,4 @@
-"""How do many tensors become few messages, and what does a rank hold?  (Every rank.)"""
+"""How do many tensors become few messages?  (Every rank.)"""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -6,18 +6,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpnb.rank.strategies.base import Memory
-
 
 class Flat:
     """Tensors laid end to end: one flat tensor for each dtype among them.
 
+    They are where the default group can send them from: gloo's, in the host's memory.
+
     Args:
-        like: says shapes and dtypes.
-        device: where the flat tensors are.
+        like: gives shapes, dtypes and device; at least one.
     """
 
-    def __init__(self, like: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        device = torch.device("cpu") if dist.get_backend() == "gloo" else like[0].device
         sizes: dict[torch.dtype, int] = {}
         for tensor in like:
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
@@ -45,15 +45,34 @@ class Flat:
         for view, tensor in zip(self.views, tensors, strict=True):
             tensor.copy_(view)
 
+    def sum(self, tensors: Sequence[Tensor]) -> int:
+        """Replace tensors by their sums over all ranks; takes part: every rank.
+
+        Returns:
+            The bytes that each rank sends.
+        """
+        self.gather(tensors)
+        for buffer in self.buffers:
+            dist.all_reduce(buffer)
+        self.scatter(tensors)
+        return all_reduce_bytes(self.num_bytes, dist.get_world_size())
+
+    @torch.no_grad()
+    def average(self, tensors: Sequence[Tensor]) -> int:
+        """Replace tensors by their means over all ranks; takes part: every rank.
+
+        Returns:
+            The bytes that each rank sends.
+        """
+        num_sent = self.sum(tensors)
+        for tensor in tensors:
+            tensor /= dist.get_world_size()
+        return num_sent
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return num_bytes(self.buffers)
-
-
-def meeting_place(device: torch.device) -> torch.device:
-    """Return where the default group's messages must lie: gloo sends from the host's memory."""
-    return torch.device("cpu") if dist.get_backend() == "gloo" else device
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -74,13 +93,6 @@ def all_reduce_bytes(size: int, world_size: int) -> int:
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors; of one that is spread over ranks, those that lie here."""
     return sum(tensor.numel() * tensor.element_size() for tensor in map(_local, tensors))
-
-
-def memory_of(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None) -> Memory:
-    """Return what parameters and an optimizer's state take on this rank."""
-    states = optimizer.state.values() if optimizer is not None else ()
-    held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return Memory(parameters=num_bytes(parameters), optimizer=num_bytes(held))
 
 
 def _local(tensor: Tensor) -> Tensor:

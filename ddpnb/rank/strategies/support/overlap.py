@@ -14,15 +14,19 @@ Before a forward pass DDP sends the model's buffers, BatchNorm's statistics: all
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
 from torch._C._distributed_c10d import GradBucket, Logger
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddpnb.rank.strategies.support.compression import Compression
 from ddpnb.rank.strategies.timer import Moment, Timer, Untimed
+
+CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+"""Sends one bucket of gradients, and returns what it becomes."""
 
 
 class Overlap(ABC):
@@ -33,22 +37,24 @@ class Overlap(ABC):
         """Tell of the backward pass that has just ended."""
 
 
-def observe(ddp: DistributedDataParallel, compression: Compression, timer: Timer) -> Overlap:
-    """Have gradients compressed, and their communication told to the timer.
+def observe(
+    ddp: DistributedDataParallel, timer: Timer, hook: CommHook | None = None, state: object = None
+) -> Overlap:
+    """Have gradients sent by a hook, and their communication reported to the timer.
 
     Args:
         ddp: that has made no step yet, and has no hook.
-        compression: what its hook shall be.
         timer: whom to tell.
+        hook: what sends a bucket of gradients; None: DDP as it is.
+        state: what the hook is called with.
     """
     observe_buffers(ddp, timer)
-    if isinstance(timer, Untimed):
-        _register(ddp, compression)
-        return Unobserved()
-    if ddp.device_type == "cuda":
-        return _ByEvents(ddp, compression, timer)
-    _register(ddp, compression)
-    return _ByTimers(ddp, timer)
+    is_timed = not isinstance(timer, Untimed)
+    if is_timed and ddp.device_type == "cuda":
+        return _ByEvents(ddp, timer, hook or allreduce_hook, state)
+    if hook is not None:
+        ddp.register_comm_hook(state, hook)
+    return _ByTimers(ddp, timer) if is_timed else Unobserved()
 
 
 def observe_buffers(ddp: DistributedDataParallel, timer: Timer) -> None:
@@ -69,11 +75,6 @@ def observe_buffers(ddp: DistributedDataParallel, timer: Timer) -> None:
 
     if not isinstance(timer, Untimed) and next(model.buffers(), None) is not None:
         ddp.register_forward_pre_hook(before)
-
-
-def _register(ddp: DistributedDataParallel, compression: Compression) -> None:
-    if not compression.is_plain:
-        ddp.register_comm_hook(compression.state, compression.hook)
 
 
 @final
@@ -129,18 +130,17 @@ class _ByEvents(Overlap):
     """Notes when each bucket's flight begins and ends, on the streams of a GPU."""
 
     def __init__(
-        self, ddp: DistributedDataParallel, compression: Compression, timer: Timer
+        self, ddp: DistributedDataParallel, timer: Timer, hook: CommHook, state: object
     ) -> None:
         self._timer = timer
         self._begun: list[Moment] = []
         self._ended: list[Moment] = []
 
-        def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def timed(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             self._begun.append(timer.moment())
-            sent = compression.hook(state, bucket)
-            return sent.then(self._note_end)
+            return hook(state, bucket).then(self._note_end)
 
-        ddp.register_comm_hook(compression.state, hook)
+        ddp.register_comm_hook(state, timed)
 
     def tell(self) -> None:
         """Count what follows the last bucket's start; the flights of all others are hidden."""

@@ -1,0 +1,92 @@
+"""Is a strategy added by one file and one entry in the catalogue?"""
+
+import subprocess
+import sys
+
+import pytest
+
+from ddpnb.catalogue import STRATEGIES
+from ddpnb.errors import UserError
+from ddpnb.rank.strategies import make_strategy
+
+ADDED = """
+from ddpnb import catalogue
+catalogue.STRATEGIES["added"] = catalogue.StrategyEntry(
+    about="one that was added",
+    import_path="added_strategy:Added",
+    look=catalogue.Look("#123456", "long", "$a$"),
+    is_asynchronous=True,
+    may_be_emulated=True,
+    options={"every": catalogue.Option(default=2, about="steps", least=1)},
+)
+"""
+
+FILE = """
+from ddpnb.rank.strategies.base import StepReport, SynchronousStrategy
+
+class Added(SynchronousStrategy):
+    def __init__(self, *, every=2):
+        self.every = every
+
+    def step(self, batch):
+        loss = self._replica.compute_gradients(batch)
+        self._replica.update(self._optimizer)
+        return StepReport(loss=loss, num_samples=batch.num_samples)
+"""
+
+ON_A_RANK = """
+from pathlib import Path
+import torch
+from ddpnb.rank.strategies import make_strategy
+from tests.rank.fit import Problem, by_hand, distance, drive
+from ddpnb.wire import RankState
+
+strategy = make_strategy("added:every=3", {})
+assert strategy.every == 3
+state = RankState(rank=0, local_rank=0, world_size=1, pid=1, host="", device="cpu",
+                  device_name="", num_threads=1, backend="gloo")
+assert strategy.plan(state).num_workers == 1
+torch.set_num_threads(1)
+fit = drive(strategy, state, Path("."), Problem())
+assert distance(fit, by_hand(Problem())) == 0
+assert fit.memory.parameters > 0
+"""
+
+IN_THE_KERNEL = """
+import sys
+from ddpnb.notebook.choices import catalogue_text
+from ddpnb.notebook.complete import choices
+from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.show.figure import draw
+from ddpnb.notebook.show.theme import style_of
+from ddpnb.notebook.show.words import longest_label
+from ddpnb.wire import RunSpec
+
+assert "one that was added" in catalogue_text() and "added:every=2" in catalogue_text()
+assert list(choices(catalogue.STRATEGIES, "added:")) == ["added:every="]
+assert longest_label("added") == "added (emulated)"
+assert (style_of("added").colour, style_of("added").marker) == ("#123456", "$a$")
+titles = [axes.get_title("left") for axes in draw(Comparison(
+    comparison_id="c", name="c", specs=(RunSpec(run_id="r", strategy="added", task="digits"),),
+)).axes]
+assert any("stale" in title.lower() for title in titles), titles
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("side", [ON_A_RANK, IN_THE_KERNEL], ids=["rank", "kernel"])
+def test_a_strategy_is_one_file_and_one_entry(tmp_path, side):
+    (tmp_path / "added_strategy.py").write_text(FILE)
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, '.']\n{ADDED}{side}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_each_alias_is_answered_with_the_name_here():
+    aliases = {alias: name for name, entry in STRATEGIES.items() for alias in entry.aliases}
+    assert len(aliases) == sum(len(entry.aliases) for entry in STRATEGIES.values())
+    for alias, name in aliases.items():
+        with pytest.raises(UserError, match=f"^{alias} is called {name} here"):
+            make_strategy(alias, {})
