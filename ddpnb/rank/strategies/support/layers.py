@@ -5,7 +5,7 @@ what a module holds when it is called.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,15 @@ def layers_of(model: nn.Module) -> list[Any]:
     """Return what is gathered by itself, inner modules before those that hold them."""
     candidates = set(_listed(model))
     owners: dict[nn.Parameter, list[nn.Module]] = {}
-    places = Counter(_note_owners(model, model, candidates, owners))
+    places: Counter[nn.Module] = Counter()
+    holders: dict[str, nn.Module] = {}
+    # A module that is registered at several places is met at each.
+    for path, module in model.named_modules(remove_duplicate=False):
+        places[module] += 1
+        outer = holders.get(path.rpartition(".")[0], model)
+        holders[path] = module if module in candidates else outer
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(holders[path])
     shared = {owner for found in owners.values() if len(set(found)) > 1 for owner in found}
     repeated = {layer for layer in candidates if places[layer] > 1}
     chosen = candidates - shared - repeated - {model}
@@ -37,22 +45,3 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
 
 def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
-
-
-def _note_owners(
-    module: nn.Module,
-    owner: nn.Module,
-    layers: Collection[nn.Module],
-    owners: dict[nn.Parameter, list[nn.Module]],
-) -> Iterator[nn.Module]:
-    """Note the layer, or else the model, that each parameter is in; yield all modules.
-
-    One that is registered at several places is yielded for each.
-    """
-    yield module
-    owner = module if module in layers else owner
-    for parameter in module.parameters(recurse=False):
-        owners.setdefault(parameter, []).append(owner)
-    for child in module._modules.values():
-        if child is not None:
-            yield from _note_owners(child, owner, layers, owners)

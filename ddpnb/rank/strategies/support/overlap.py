@@ -17,10 +17,11 @@ from abc import ABC, abstractmethod
 from typing import Any, final
 
 import torch
-from torch._C._distributed_c10d import GradBucket, Logger
+from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from ddpnb.compat.torch_internals import DdpTimers, times_ddp
 from ddpnb.rank.strategies.support.compression import Compression
 from ddpnb.rank.strategies.timer import Moment, Timer, Untimed
 
@@ -45,7 +46,7 @@ def observe(ddp: DistributedDataParallel, compression: Compression, timer: Timer
     if isinstance(timer, Untimed):
         _register(ddp, compression)
         return Unobserved()
-    if ddp.device_type == "cuda":
+    if ddp.device_type == "cuda" or not times_ddp.works:
         return _ByEvents(ddp, compression, timer)
     _register(ddp, compression)
     return _ByTimers(ddp, timer)
@@ -86,42 +87,19 @@ class Unobserved(Overlap):
 
 @final
 class _ByTimers(Overlap):
-    """Reads what DDP measures itself, in nanoseconds; -1 where it has not."""
+    """Reads what DDP measures itself."""
 
     def __init__(self, ddp: DistributedDataParallel, timer: Timer) -> None:
-        assert ddp.logger is not None
-        self._logger = ddp.logger
+        self._timers = DdpTimers(ddp)
         self._timer = timer
-        ddp._set_ddp_runtime_logging_sample_rate(1)
-        ddp.logger = _Silent(ddp.logger)
 
     def tell(self) -> None:
         """Count the end of the backward pass as communication, and what hid before it."""
-        self._logger.set_runtime_stats_and_log()
-        measured = self._logger._get_ddp_logging_data().ints_map
-        total = max(0.0, measured.get("backward_comm_time", 0) / 1e9)
-        hidden = max(0.0, measured.get("backward_compute_comm_overlap_time", 0) / 1e9)
+        total, hidden = self._timers.read()
         exposed = max(0.0, total - hidden)
         began = self._timer.moment(seconds_ago=exposed)
         self._timer.hide(self._timer.moment(seconds_ago=exposed + hidden), began)
         self._timer.begin("communication", at=began)
-
-
-@final
-class _Silent:
-    """DDP's logger, for DDP itself: it takes no statistics before a forward pass.
-
-    They have been taken after the backward pass before it, and cost 25 us each time.
-    """
-
-    def __init__(self, logger: Logger) -> None:
-        self._logger = logger
-
-    def set_runtime_stats_and_log(self) -> None:
-        """Do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._logger, name)
 
 
 @final
