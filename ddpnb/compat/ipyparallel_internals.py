@@ -113,7 +113,7 @@ def _outcome(future: Any) -> Any:
 def replaces_heartbeats() -> bool:
     """Whether the controller can be made to beat at another rate at first."""
     return (
-        {"HeartMonitor"} <= {*heartmonitor.start_heartmonitor.__code__.co_names}
+        "HeartMonitor" in heartmonitor._setup_heartmonitor.__code__.co_names
         and {"PeriodicCallback", "caller"} <= {*heartmonitor.HeartMonitor.start.__code__.co_names}
         and "loop" in heartmonitor.HeartMonitor.class_trait_names()
     )

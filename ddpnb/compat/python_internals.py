@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ddpnb.compat.probe import missing, probe
 
 
-@probe("Python", "a cell on the ranks cannot use await outside a function; asyncio.run works")
+@probe("Python", "a cell on the ranks cannot use await outside a function")
 def leaves_loops() -> bool:
     """Whether another event loop can run inside a running one."""
     running = asyncio._get_running_loop()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Logger
+from torch.distributed import Logger, rpc
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import dataloader
 
@@ -267,6 +267,20 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
     return list(before.values()), list(after.values())
 
 
+@probe(
+    "torch",
+    "`--transport rpc` cannot be used after a rank has come back, until %ddp_restart",
+)
+def numbers_rpc_agents() -> bool:
+    """Whether torch's count of a process's agents can be set."""
+    return isinstance(rpc._init_counter, int)
+
+
+def forget_rpc_agents() -> None:
+    """Have the next agent meet the others as the first one of this process."""
+    rpc._init_counter = 0
+
+
 # ------------------------------------------------------------------------------------------
 
 PROBES = (
@@ -276,6 +290,7 @@ PROBES = (
     times_ddp,
     ends_data_workers,
     lists_step_hooks,
+    numbers_rpc_agents,
 )
 GPU_PROBES: tuple[Probe, ...] = (lists_groups,)
 """Of what is used only where a backend can abort."""
