@@ -56,6 +56,11 @@ def with_another_start(module: Any) -> None:
     module.HeartMonitor.start = lambda self: original(self)
 
 
+def with_another_registration(module: Any) -> None:
+    original = module.Optimizer.register_step_pre_hook
+    module.Optimizer.register_step_pre_hook = lambda self, hook: original(self, hook)
+
+
 def delete(*path: str) -> Callable[[Any], None]:
     def apply(module: Any) -> None:
         *owners, name = path
@@ -87,7 +92,7 @@ BREAKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     ),
     "lists_step_hooks": (
         "torch.optim.optimizer",
-        lambda module: hide(module.Optimizer, "_optimizer_step_pre_hooks"),
+        with_another_registration,
     ),
     "numbers_rpc_agents": ("torch.distributed.rpc", delete("_init_counter")),
     "follows_calls": ("ipyparallel.client.client", without_message_hook),
