@@ -176,6 +176,14 @@ def process_groups() -> list[Any]:
     return [dist.group.WORLD]
 
 
+def group_store() -> Any:
+    """Return the store in which the default group has met."""
+    group: Any = dist.group.WORLD
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return dist.distributed_c10d._get_default_store()  # torch 2.8 has no other way
+
+
 # -- training ------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from typing import final
 import psutil
 import torch.distributed as dist
 
+from ddpnb.compat.torch_internals import group_store
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport.message import NOBODY, RankLostError
 
@@ -36,8 +37,7 @@ class Meeting:
     def __init__(
         self, name: str, rank: int, folder: Path, timeout_seconds: float, lifeline: Lifeline
     ) -> None:
-        assert dist.group.WORLD is not None
-        self._store = dist.PrefixStore(f"ddpnb/{name}", dist.group.WORLD.get_group_store())
+        self._store = dist.PrefixStore(f"ddpnb/{name}", group_store())
         self._rank = rank
         self._timeout = timeout_seconds
         self._lifeline = lifeline
