@@ -5,22 +5,14 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from ipyparallel.controller import heartmonitor
 from ipyparallel.controller.app import IPController
+
+from ddpnb.compat.ipyparallel_internals import beat_quickly_at_first
 
 QUICK_MILLISECONDS = 25
 """Time between heartbeats while ranks are expected: an engine is registered on a heartbeat."""
 QUICK_SECONDS = 10.0
-
-
-class QuickHeartMonitor(heartmonitor.HeartMonitor):  # type: ignore[misc]  # has no type hints
-    """Beats quickly at first, then at the period that the command line says."""
-
-    def start(self) -> None:
-        """Begin to beat."""
-        super().start()
-        calm, self.caller.callback_time = self.caller.callback_time, QUICK_MILLISECONDS
-        self.loop.call_later(QUICK_SECONDS, setattr, self.caller, "callback_time", calm)
+"""How long that is."""
 
 
 def run(arguments: list[str], folder: Path, in_each_child: Callable[[], None]) -> None:
@@ -33,7 +25,7 @@ def run(arguments: list[str], folder: Path, in_each_child: Callable[[], None]) -
     """
     os.chdir(folder)
     os.register_at_fork(after_in_child=in_each_child)
-    heartmonitor.HeartMonitor = QuickHeartMonitor
+    beat_quickly_at_first(QUICK_MILLISECONDS, QUICK_SECONDS)
     # CurveZMQ authenticates and encrypts; ipyparallel would leave out the signatures then.
     key = f"--Session.key={secrets.token_hex(32)}"
     IPController.launch_instance([*arguments, key])

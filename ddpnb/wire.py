@@ -30,6 +30,8 @@ class RankState:
     backend: str
     shares_device: bool = False
     """Whether another rank computes on the same GPU."""
+    missing: tuple[str, ...] = ()
+    """What is off because a library here is of another version: one sentence each."""
 
 
 MODEL_FILE = "model.pt"

@@ -14,9 +14,7 @@ from ddpnb.training import GROUPS, Flag, TrainingSpec, flags
 class training_arguments(ArgDecorator):  # noqa: N801  as IPython's own
     """Gives a magic an option for each choice of a training, under headings."""
 
-    def add_to_parser(
-        self, parser: argparse.ArgumentParser, group: argparse._ArgumentGroup | None
-    ) -> None:
+    def add_to_parser(self, parser: argparse.ArgumentParser, group: object) -> None:
         """Add the options."""
         headings = {name: parser.add_argument_group(name) for name in GROUPS}
         for _, flag in flags():

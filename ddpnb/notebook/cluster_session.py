@@ -15,7 +15,7 @@ from ddpnb.notebook.left import left_cell
 from ddpnb.notebook.ranks import format_ranks, parse_ranks
 from ddpnb.notebook.show.listing import ranks_table
 from ddpnb.notebook.show.table import Table
-from ddpnb.notebook.status import status_table, tell_running, tell_where, with_linger
+from ddpnb.notebook.status import status_table, tell_running, tell_where, with_notes
 
 NOT_STARTED = "No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
 
@@ -47,7 +47,7 @@ class ClusterSession:
             self._jobs.refuse_if_training()  # the panel may be starting one
         self.stop()
         cluster = self._launch(spec, method, progress)
-        return with_linger(ranks_table(cluster.states), cluster)
+        return with_notes(ranks_table(cluster.states), cluster)
 
     def attach(self, spec: ClusterSpec, name: str = "", *, method: str | None = None) -> Table:
         """Take over ranks that have outlived their kernel; return their states.
@@ -124,7 +124,7 @@ class ClusterSession:
         """Return the state of every rank."""
         cluster = self._require(lost_is_fine=True)
         table = status_table(cluster, self._jobs.running, self._jobs.notes())
-        return with_linger(table, cluster)
+        return with_notes(table, cluster)
 
     def interrupt(self) -> str:
         """Stop what runs on the ranks in the background, and say what it was."""
@@ -167,4 +167,4 @@ class ClusterSession:
         print(tell_running(cluster, spec.num_ranks))
         if spec.linger_seconds:
             cluster.linger(spec.linger_seconds)
-        return with_linger(ranks_table(cluster.states), cluster)
+        return with_notes(ranks_table(cluster.states), cluster)

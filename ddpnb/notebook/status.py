@@ -125,12 +125,14 @@ def tell_running(cluster: Cluster, num_ranks: int | None) -> str:
     return f"The cluster is running already, with ranks {ranks}: it is used as it is."
 
 
-def with_linger(table: Table, cluster: Cluster) -> Table:
-    """Return a table that tells, too, where the cluster outlives the kernel."""
-    if not cluster.spec.linger_seconds or cluster.lost is not None:
+def with_notes(table: Table, cluster: Cluster) -> Table:
+    """Return a table with what is off in a cluster, and whether it outlives the kernel."""
+    if cluster.lost is not None:
         return table
-    note = (
-        f"outlives the kernel by {cluster.spec.linger_seconds:g} s: "
-        f"%ddp_start --attach finds it again ({name_of(cluster.folder)})"
-    )
-    return replace(table, notes=(*table.notes, note))
+    notes = list(cluster.missing)
+    if cluster.spec.linger_seconds:
+        notes.append(
+            f"outlives the kernel by {cluster.spec.linger_seconds:g} s: "
+            f"%ddp_start --attach finds it again ({name_of(cluster.folder)})"
+        )
+    return replace(table, notes=(*table.notes, *notes))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from IPython.core import magic_arguments as ipython
 from IPython.core.error import UsageError
 
+from ddpnb.compat.python_internals import options_of
 from ddpnb.errors import UserError, closest
 
 Magic = TypeVar("Magic", bound=Callable[..., Any])
@@ -43,7 +44,7 @@ def options(magic: object) -> list[str]:
     parser: argparse.ArgumentParser | None = getattr(magic, "parser", None)
     if parser is None:
         return []
-    return [option for action in parser._actions for option in action.option_strings]
+    return options_of(parser)
 
 
 def arguments(magic: Callable[..., object], line: str) -> Namespace:

@@ -18,14 +18,17 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroup
+from torch.distributed import ProcessGroup
 
+from ddpnb.compat import torch_internals
+from ddpnb.compat.probe import sentence
 from ddpnb.rank.collectives import METHODS, NO_ROOT, Collective, is_match, spelled
 from ddpnb.rank.ledger import Entry, Ledger
 
@@ -34,10 +37,10 @@ CELLS = f"{os.sep}ipykernel_"
 """What is in the file name of every cell's code."""
 USUAL_DEPTH = 5
 """How far up the user's line is where a cell calls a function of ``torch.distributed``."""
+BACKWARD = torch.autograd.backward.__code__.co_filename
+"""Torch's file of what computes gradients."""
 MAX_FRAMES = 24
 """How far up the stack the user's line is looked for."""
-
-_BELOW_AUTOGRAD = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class CollectiveMismatchError(RuntimeError):
@@ -53,7 +56,8 @@ class Agreement:
         self._generation = -1
         self._ledgers: dict[int, tuple[weakref.ref[ProcessGroup], Ledger | None]] = {}
         self._num_opened: Counter[str] = Counter()
-        self._library: Any = None
+        self._kernels: torch_internals.CollectiveKernels | None = None
+        self._compared: dict[str, Collective] = {}
 
     def begin(self, folder: Path, generation: int) -> None:
         """Start anew with a new default group, and remove what older ones have left.
@@ -68,10 +72,19 @@ class Agreement:
         for path in folder.glob(FILES.format(generation="*") + "*"):
             if int(path.name.split("-")[1]) < generation:
                 path.unlink(missing_ok=True)
-        if self._library is None:
-            for name, collective in METHODS.items():
-                setattr(ProcessGroup, name, self._method(getattr(ProcessGroup, name), collective))
+        if self._kernels is None and torch_internals.intercepts_collectives.works:
+            self._compared = {name: each for name, each in METHODS.items() if is_known(each)}
+            for name, collective in self._compared.items():
+                torch_internals.replace_method(name, partial(self._method, collective))
             self._watch_torch()
+
+    def missing_features(self) -> tuple[str, ...]:
+        """Return a sentence where some collectives alone are not compared with this torch."""
+        names = sorted({each.name for each in METHODS.values() if not is_known(each)})
+        if not names or not torch_internals.intercepts_collectives.works:
+            return ()  # that none is compared is said of all at once
+        lost = f"{', '.join(names)} not compared before gloo; `--check` still does it"
+        return (sentence("torch", lost),)
 
     @contextlib.contextmanager
     def trusting_torch(self) -> Iterator[None]:
@@ -80,10 +93,10 @@ class Agreement:
         For a training that is known to call the same on all ranks: two calls from DDP in a
         step of 15 ms take 2 % of it.
         """
-        if self._library is None:
+        if self._kernels is None:
             yield
             return
-        self._library._destroy()
+        self._kernels.remove()
         try:
             yield
         finally:
@@ -91,12 +104,12 @@ class Agreement:
 
     def _watch_torch(self) -> None:
         """Step in between torch's own callers and the backends."""
-        self._library = torch.library.Library("c10d", "IMPL")
-        for collective in {each.operation: each for each in METHODS.values()}.values():
-            kernel = self._kernel(collective)
-            self._library.impl(collective.operation, kernel, "Autograd", with_keyset=True)
+        by_operation = {each.operation: each for each in self._compared.values()}
+        self._kernels = torch_internals.CollectiveKernels(
+            {operation: self._kernel(collective) for operation, collective in by_operation.items()}
+        )
 
-    def _method(self, original: Callable[..., Any], collective: Collective) -> Callable[..., Any]:
+    def _method(self, collective: Collective, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return what stands in for a method of ``ProcessGroup``."""
 
         @functools.wraps(original)
@@ -105,14 +118,14 @@ class Agreement:
             if root is None:  # not called as torch.distributed does: the kernel sees it
                 return original(group, *arguments, **options)
             ledger = self._enter(group, collective, arguments, root)
-            with _taken_back_if_refused(ledger), torch._C._AutoDispatchBelowAutograd():
+            with _taken_back_if_refused(ledger), torch_internals.below_autograd():
                 return original(group, *arguments, **options)
 
         return method
 
     def _kernel(self, collective: Collective) -> Callable[..., Any]:
         """Return what the dispatcher calls before the backend's own kernel."""
-        operation = getattr(torch.ops.c10d, collective.operation).default
+        carry_out = torch_internals.next_kernel(collective.operation)
         num = collective.num_tensors
 
         def kernel(keys: Any, *arguments: Any) -> Any:
@@ -120,7 +133,7 @@ class Agreement:
             root = NO_ROOT if collective.root is None else rest[collective.root]
             ledger = self._enter(group, collective, arguments[:num] + rest, root)
             with _taken_back_if_refused(ledger):
-                return operation.redispatch(keys & _BELOW_AUTOGRAD, *arguments)
+                return carry_out(keys, *arguments)
 
         return kernel
 
@@ -150,8 +163,9 @@ class Agreement:
 
     def _open(self, group: ProcessGroup) -> Ledger | None:
         """Return the ledger of a group's life; None where there is no use or no room for it."""
-        ranks = dist.distributed_c10d._world.pg_group_ranks.get(group)
-        if ranks is None:  # not a group of torch.distributed's, or not yet
+        try:
+            ranks = dist.get_process_group_ranks(group)
+        except KeyError:  # not a group of torch.distributed's, or not yet
             return None
         ledger = None
         if len(ranks) > 1:
@@ -160,9 +174,8 @@ class Agreement:
             self._num_opened[name] += 1
             start = FILES.format(generation=self._generation)
             path = self._folder / f"{start}{name}-{self._num_opened[name]}"
-            in_order = sorted(ranks, key=lambda rank: ranks[rank])
             with contextlib.suppress(OSError):
-                ledger = Ledger.open(path, place=group.rank(), ranks=in_order)
+                ledger = Ledger.open(path, place=group.rank(), ranks=ranks)
         self._ledgers[id(group)] = (weakref.ref(group), ledger)
         return ledger
 
@@ -176,6 +189,13 @@ def _taken_back_if_refused(ledger: Ledger | None) -> Iterator[None]:
         if ledger is not None:
             ledger.take_back()
         raise
+
+
+def is_known(collective: Collective) -> bool:
+    """Tell whether torch's dispatcher has a collective as it stands in ``METHODS``."""
+    return torch_internals.has_operation(
+        collective.operation, collective.num_tensors, collective.root
+    )
 
 
 def _root_of(collective: Collective, arguments: Sequence[Any]) -> int | None:
@@ -206,7 +226,7 @@ def _nearest_place(frame: FrameType | None) -> tuple[int, bool]:
             break
         if CELLS in frame.f_code.co_filename:
             return frame.f_lineno, in_backward
-        in_backward = in_backward or frame.f_code.co_name == "_engine_run_backward"
+        in_backward = in_backward or frame.f_code.co_filename == BACKWARD
         frame = frame.f_back
     return 0, in_backward
 

@@ -3,13 +3,13 @@
 Each function here is called by its name, through ``ddpnb.wire.OnRank``.
 """
 
+import copy
 import pickle
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from ipyparallel.serialize import deserialize_object, serialize_object
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ddpnb import catalogue
 from ddpnb.rank import cell, worker
@@ -125,11 +125,27 @@ def pull(expression: str) -> bytes | Failure:
     try:
         value = eval(expression, engine.kernel.shell.user_ns)
         if engine.group.device.type == "cuda":
-            value = tree_map_only(Tensor, Tensor.cpu, value)
+            value = off_gpu(value)
         buffers = serialize_object([value], buffer_threshold=0)
         return pickle.dumps([bytearray(buffer) for buffer in buffers])  # writable on arrival
     except Exception as error:  # noqa: BLE001  told in the notebook
         return failure_of(error, engine)
+
+
+def off_gpu(value: object) -> object:
+    """Return a value whose tensors, also in lists, tuples and dicts, have left the GPU."""
+    match value:
+        case Tensor():
+            return value.cpu()
+        case dict():
+            copied = copy.copy(value)  # of its own class, as a state_dict is
+            copied.update((key, off_gpu(item)) for key, item in value.items())
+            return copied
+        case tuple() if hasattr(value, "_make"):  # a named tuple
+            return value._make(map(off_gpu, value))
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)(map(off_gpu, value))
+    return value
 
 
 def trusted(spec: RunSpec, group: Group) -> AbstractContextManager[None]:

@@ -15,6 +15,8 @@ import torch
 from ipyparallel.engine.app import IPEngine
 from traitlets import Instance
 
+from ddpnb.compat.python_internals import leaves_loops, outside_of_loop
+from ddpnb.errors import UserError
 from ddpnb.rank.control import ControlThread
 from ddpnb.rank.group import Group
 from ddpnb.rank.monitor import users_stack, whereabouts
@@ -70,18 +72,18 @@ class CellLoop:
 
     def __call__(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run ``coroutine`` to its end on the cells' loop."""
-        outer = asyncio._get_running_loop()
-        asyncio._set_running_loop(None)
-        task = self.loop.create_task(coroutine)
-        try:
-            return self.loop.run_until_complete(task)
-        except KeyboardInterrupt:
-            task.cancel()  # else it would go on in the next cell that awaits
-            with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
-                self.loop.run_until_complete(task)
-            raise
-        finally:
-            asyncio._set_running_loop(outer)
+        if not leaves_loops.works:
+            coroutine.close()
+            raise UserError(f"{leaves_loops.sentence}.")
+        with outside_of_loop():
+            task = self.loop.create_task(coroutine)
+            try:
+                return self.loop.run_until_complete(task)
+            except KeyboardInterrupt:
+                task.cancel()  # else it would go on in the next cell that awaits
+                with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+                    self.loop.run_until_complete(task)
+                raise
 
 
 def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import DebugLevel, FileStore, set_debug_level
 
+from ddpnb.compat import torch_internals
 from ddpnb.rank.agreement import Agreement
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.wire import RankState
@@ -74,11 +74,12 @@ class Group:
             RuntimeError: where a rank did not come within ``JOIN_TIMEOUT``.
         """
         self.leave()
-        store = FileStore(str(self.folder / f"group-{generation}"), self.world_size)
+        store = dist.FileStore(str(self.folder / f"group-{generation}"), self.world_size)
         store.set_timeout(JOIN_TIMEOUT)
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
-        set_debug_level(DebugLevel.DETAIL if is_checked else DebugLevel.OFF)
+        level = dist.DebugLevel.DETAIL if is_checked else dist.DebugLevel.OFF
+        dist.set_debug_level(level)
         self.agreement.begin(self.folder, generation)
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size
@@ -161,6 +162,10 @@ class Group:
             num_threads=torch.get_num_threads(),
             backend=self.backend,
             shares_device=self.shares_device,
+            missing=(
+                *torch_internals.missing_features(can_abort=self.is_aborted_to_end),
+                *self.agreement.missing_features(),
+            ),
         )
 
 
@@ -173,7 +178,7 @@ def abort_groups(seconds: float) -> bool:
     them.  Each abort may take as long as its group's timeout and wait for another's, so each
     has a thread of its own.
     """
-    groups = list(dist.distributed_c10d._world.pg_names)
+    groups = torch_internals.process_groups()
     return ends_in_time([group.abort for group in groups], seconds)
 
 

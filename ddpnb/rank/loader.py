@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ddpnb.compat.torch_internals import end_data_workers
 from ddpnb.rank.order import Share
 from ddpnb.rank.tasks.samples import Pair, Samples
 
@@ -107,7 +108,7 @@ class Ahead(Source):
         """End the processes now: an exception's traceback may keep the iterator alive."""
         batches, self._batches = self._batches, None
         if batches is not None:
-            batches._shutdown_workers()  # type: ignore[attr-defined]
+            end_data_workers(batches)
 
     def _noted(self, shares: Iterable[Share]) -> Iterator[Share]:
         for share in shares:

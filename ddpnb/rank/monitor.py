@@ -9,31 +9,34 @@ gloo's.  A thread that waits for a GPU is busy asking: it is not known to wait.
 """
 
 import contextlib
-import json
+import inspect
 import os
 import platform
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
+from ddpnb.compat import torch_internals
 from ddpnb.rank.group import Group
 from ddpnb.wire import Whereabouts
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}
 """Linux's number of the system call in which a thread waits for a lock."""
 
-DISTRIBUTED = os.path.join("torch", "distributed", "distributed_c10d.py")
+DISTRIBUTED = inspect.unwrap(dist.all_reduce).__code__.co_filename
+"""Torch's file of the calls that take several ranks."""
 SHARED_SUM = os.path.join("ddpnb", "rank", "transport", "shared_sum.py")
 TRAINING = os.path.join("ddpnb", "rank", "worker.py")
-BACKWARD = os.path.join("torch", "autograd", "graph.py")
+BACKWARD = torch.autograd.backward.__code__.co_filename
+"""Torch's file of what computes gradients."""
 
 POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 """Calls between two ranks, each with the argument that names the other."""
@@ -48,9 +51,10 @@ def whereabouts(group: Group, shell: Any) -> Whereabouts:
     """
     frames = list(main_thread_frames())
     call, peer = distributed_call(frames)
-    pending = pending_collective(group.joined_ns) if call or sleeps_on_lock() else None
+    is_asked = call or sleeps_on_lock()
+    pending = torch_internals.pending_collective(group.joined_ns) if is_asked else None
     if not call and pending is not None:
-        call = pending["profiling_name"].partition(":")[2]
+        call = pending.name
     cell, line = (0, 0) if shell is None else place(frames, shell)
     return Whereabouts(
         rank=group.rank,
@@ -59,7 +63,7 @@ def whereabouts(group: Group, shell: Any) -> Whereabouts:
         line=line,
         call=call,
         in_backward=bool(call) and any(map(is_backward, frames)),
-        tensor=described(pending) if call and pending else "",
+        tensor=pending.tensor if call and pending else "",
         peer=peer,
         num_collectives=num_collectives(),
         cpu_seconds=time.process_time(),
@@ -70,9 +74,15 @@ def place(frames: list[FrameType], shell: Any) -> tuple[int, int]:
     """Return the cell, and its line, that the main thread is at; zeros if in none."""
     for frame in frames:
         if is_users(frame, shell):
-            cells = shell.compile._filename_map
-            return cells.get(frame.f_code.co_filename, 0), frame.f_lineno
+            return cell_number(shell, frame.f_code.co_filename), frame.f_lineno
     return 0, 0
+
+
+def cell_number(shell: Any, filename: str) -> int:
+    """Return the ``n`` of the cell ``In [n]`` whose code IPython calls so; 0 if it is none."""
+    label, name = shell.compile.format_code_name(filename) or ("", "")
+    number = name.removeprefix("In[").removesuffix("]")
+    return int(number) if label == "Cell" and number.isdecimal() else 0
 
 
 def users_stack(shell: Any) -> list[str]:
@@ -121,35 +131,10 @@ def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
     return name, peer if isinstance(peer, int) else None
 
 
-def pending_collective(since_ns: int) -> dict[str, Any] | None:
-    """Return the oldest collective that has begun on this rank since then, and not ended."""
-    if not dist.is_initialized():
-        return None
-    entries = json.loads(recorder()()).get("entries", ())
-    pending = (e for e in entries if not e["retired"] and e["time_created_ns"] > since_ns)
-    return next(pending, None)
-
-
-def recorder() -> Callable[[], bytes]:
-    """Return what tells the flight recorder's entries: NCCL, where it was built in, has its own."""
-    name = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
-    dump: Callable[[], bytes] = getattr(_distributed_c10d, name)
-    return dump
-
-
-def described(entry: dict[str, Any]) -> str:
-    """Return the tensor of a collective: ``"Float [3, 4]"``."""
-    kinds, sizes = entry["input_dtypes"], entry["input_sizes"]
-    return ", ".join(f"{kind} {size}" for kind, size in zip(kinds, sizes, strict=False))
-
-
 def num_collectives() -> int:
     """Return how many collectives of the default group have begun on this rank."""
-    if not dist.is_initialized():
-        return 0
     with contextlib.suppress(RuntimeError):
-        group: Any = dist.distributed_c10d._get_default_group()
-        return int(group._get_sequence_number_for_group())
+        return torch_internals.num_collectives()
     return 0
 
 

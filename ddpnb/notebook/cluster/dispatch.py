@@ -11,6 +11,7 @@ from typing import Any
 import ipyparallel as ipp
 from ipyparallel.error import RemoteError
 
+from ddpnb.compat import ipyparallel_internals, python_internals
 from ddpnb.notebook.cluster.call import Call, Lost, Returned
 from ddpnb.wire import OnRank
 
@@ -27,6 +28,11 @@ class Dispatcher:
         self.client = client
         self.engine_of: dict[int, int] = {}
         self._calls: list[Call] = []
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What is off on this side because a library is of another version."""
+        return (*ipyparallel_internals.missing_features(), *python_internals.missing_features())
 
     def submit(self, function: OnRank, *arguments: object, ranks: Sequence[int]) -> Call:
         """Start ``function(*arguments)`` on some ranks and return at once."""
@@ -70,43 +76,17 @@ class Dispatcher:
 
     def _send(self, call: Call, rank: int, function: OnRank, arguments: tuple[object, ...]) -> None:
         engine = self.engine_of.get(rank, rank)
-        future = self.client.send_apply_request(
-            self.client._mux_stream,  # as DirectView does; a view has no hook for callbacks
-            function,
-            list(arguments),
-            ident=self.client._engines[engine].encode(),
-            message_future_hook=lambda future: hook(future, call, rank),
-        )
-        future.add_done_callback(lambda future: resolve(future, call, rank))
+
+        def receive(kind: str, content: Any) -> None:
+            if kind == "result" and isinstance(content, BaseException):
+                kind, content = "lost", lost(content)
+            call.inbox.put((rank, kind, content))
+
+        ipyparallel_internals.send(self.client, engine, function, list(arguments), receive)
 
 
-def hook(future: Any, call: Call, rank: int) -> None:
-    """Have every output message of a request put in the call's queue."""
-
-    def on_message(message: dict[str, Any]) -> None:
-        kind, content = message["header"]["msg_type"], message["content"]
-        metadata = future.output.metadata
-        match kind:
-            case "status":
-                pass  # the output future below resolves on "idle"
-            case "data_message":
-                for batch in list(metadata["data"].values()):
-                    call.inbox.put((rank, "events", batch))
-                metadata["data"].clear()
-            case _:
-                metadata.update(stdout="", stderr="")  # taken over here: not kept twice
-                call.inbox.put((rank, kind, content))
-
-    future.iopub_callbacks.append(on_message)
-    future.output.add_done_callback(lambda _: call.inbox.put((rank, "idle", None)))
-
-
-def resolve(future: Any, call: Call, rank: int) -> None:
-    """Put a request's result in the call's queue."""
-    value = future.exception() or future.result()
-    if isinstance(value, RemoteError):
-        call.inbox.put((rank, "lost", f"{value.ename}: {value.evalue}"))
-    elif isinstance(value, BaseException):
-        call.inbox.put((rank, "lost", str(value)))
-    else:
-        call.inbox.put((rank, "result", value))
+def lost(error: BaseException) -> str:
+    """Say why there is no result of a call."""
+    if isinstance(error, RemoteError):
+        return f"{error.ename}: {error.evalue}"
+    return str(error)

@@ -71,6 +71,13 @@ class Engines:
                 return f"the {name} {describe_exit(exit_)}"
         return None
 
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What is off because a library is of another version: one sentence each."""
+        here = self._roster.dispatcher.missing if self._roster is not None else ()
+        there = (each for state in self.states for each in state.missing)
+        return tuple(dict.fromkeys((*here, *there)))
+
     def submit(self, function: OnRank, *arguments: object, ranks: Sequence[int]) -> Call:
         """Start a call on some ranks and return at once.
 

@@ -80,7 +80,10 @@ def read(folder: Path) -> Saved:
         "server": tuple(content["server"]),
         "spec": ClusterSpec(**content["spec"]),
         "plan": Plan(**plan | {"devices": tuple(plan["devices"])}),
-        "states": tuple(RankState(**state) for state in content["states"]),
+        "states": tuple(
+            RankState(**state | {"missing": tuple(state.get("missing", ()))})
+            for state in content["states"]
+        ),
         "engine_of": {int(rank): engine for rank, engine in content["engine_of"].items()},
     }
     return Saved(**content)

@@ -29,7 +29,7 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     bf16_compress_hook,
     fp16_compress_hook,

@@ -23,7 +23,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 

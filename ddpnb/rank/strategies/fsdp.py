@@ -44,6 +44,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ddpnb.compat.probe import sentence
 from ddpnb.errors import UserError
 from ddpnb.rank.strategies.base import Batch, Replica, State, StepReport, SynchronousStrategy
 from ddpnb.rank.strategies.timer import Moment, Timer
@@ -69,6 +70,10 @@ class Fsdp(SynchronousStrategy):
 
     def check(self, replica: Replica) -> None:
         """Refuse parameters without rows to cut between, and layers of several types."""
+        module = importlib.import_module("torch.distributed.fsdp").FSDPModule
+        if not hasattr(module, "set_custom_all_gather"):
+            told = "fsdp needs a newer version; leave fsdp out of the comparison."
+            raise UserError(sentence("torch", told))
         for name, parameter in replica.model.named_parameters():
             if parameter.ndim == 0 or parameter.numel() == 0:
                 raise UserError(

@@ -25,6 +25,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddpnb.compat.torch_internals import lists_step_hooks, step_hooks
 from ddpnb.errors import UserError
 from ddpnb.rank.strategies.base import (
     Batch,
@@ -43,7 +44,9 @@ class Zero(SynchronousStrategy):
     """Torch's ``DistributedDataParallel`` with its ``ZeroRedundancyOptimizer``."""
 
     def check(self, replica: Replica) -> None:
-        """Refuse parameters of several types."""
+        """Refuse parameters of several types, and a torch that is not known well enough."""
+        if not lists_step_hooks.works:
+            raise UserError(f"{lists_step_hooks.sentence}.")
         if len({parameter.dtype for parameter in replica.parameters}) > 1:
             raise UserError(
                 "zero wants all parameters in one floating-point type; "
@@ -113,9 +116,10 @@ def _shared_out(sample: Optimizer) -> Any:
     # Imported when asked for: it takes half a second, and every rank would pay it at start.
     optim = importlib.import_module("torch.distributed.optim")
     whole = optim.ZeroRedundancyOptimizer(sample.param_groups, optimizer_class=constructor)
-    for hook in sample._optimizer_step_pre_hooks.values():
+    before, after = step_hooks(sample)
+    for hook in before:
         whole.register_step_pre_hook(hook)
-    for hook in sample._optimizer_step_post_hooks.values():
+    for hook in after:
         whole.register_step_post_hook(hook)
     return whole
 

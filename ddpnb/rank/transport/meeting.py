@@ -14,9 +14,8 @@ from typing import final
 
 import psutil
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.distributed_c10d import _get_default_store
 
+from ddpnb.compat.torch_internals import group_store
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport.message import NOBODY, RankLostError
 
@@ -38,7 +37,7 @@ class Meeting:
     def __init__(
         self, name: str, rank: int, folder: Path, timeout_seconds: float, lifeline: Lifeline
     ) -> None:
-        self._store = PrefixStore(f"ddpnb/{name}", _get_default_store())
+        self._store = dist.PrefixStore(f"ddpnb/{name}", group_store())
         self._rank = rank
         self._timeout = timeout_seconds
         self._lifeline = lifeline

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
 
+from ddpnb.compat.torch_internals import forget_rpc_agents
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport.host import Host
 from ddpnb.rank.transport.link import Landing, Link
@@ -64,7 +65,7 @@ class RpcAgent:
             warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own way
             # Torch counts a process's agents, and has each meet under its number: a process that
             # has just taken a dead one's place would wait under another.  The file is new anyway.
-            rpc._init_counter = 0
+            forget_rpc_agents()
             rpc.init_rpc(
                 _worker_name(rank),
                 rank=rank,

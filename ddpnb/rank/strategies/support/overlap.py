@@ -18,11 +18,12 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch._C._distributed_c10d import GradBucket, Logger
+from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from ddpnb.compat.torch_internals import DdpTimers, times_ddp
 from ddpnb.rank.strategies.timer import Moment, Timer, Untimed
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -50,7 +51,7 @@ def observe(
     """
     observe_buffers(ddp, timer)
     is_timed = not isinstance(timer, Untimed)
-    if is_timed and ddp.device_type == "cuda":
+    if is_timed and (ddp.device_type == "cuda" or not times_ddp.works):
         return _ByEvents(ddp, timer, hook or allreduce_hook, state)
     if hook is not None:
         ddp.register_comm_hook(state, hook)
@@ -87,42 +88,19 @@ class Unobserved(Overlap):
 
 @final
 class _ByTimers(Overlap):
-    """Reads what DDP measures itself, in nanoseconds; -1 where it has not."""
+    """Reads what DDP measures itself."""
 
     def __init__(self, ddp: DistributedDataParallel, timer: Timer) -> None:
-        assert ddp.logger is not None
-        self._logger = ddp.logger
+        self._timers = DdpTimers(ddp)
         self._timer = timer
-        ddp._set_ddp_runtime_logging_sample_rate(1)
-        ddp.logger = _Silent(ddp.logger)
 
     def tell(self) -> None:
         """Count the end of the backward pass as communication, and what hid before it."""
-        self._logger.set_runtime_stats_and_log()
-        measured = self._logger._get_ddp_logging_data().ints_map
-        total = max(0.0, measured.get("backward_comm_time", 0) / 1e9)
-        hidden = max(0.0, measured.get("backward_compute_comm_overlap_time", 0) / 1e9)
+        total, hidden = self._timers.read()
         exposed = max(0.0, total - hidden)
         began = self._timer.moment(seconds_ago=exposed)
         self._timer.hide(self._timer.moment(seconds_ago=exposed + hidden), began)
         self._timer.begin("communication", at=began)
-
-
-@final
-class _Silent:
-    """DDP's logger, for DDP itself: it takes no statistics before a forward pass.
-
-    They have been taken after the backward pass before it, and cost 25 us each time.
-    """
-
-    def __init__(self, logger: Logger) -> None:
-        self._logger = logger
-
-    def set_runtime_stats_and_log(self) -> None:
-        """Do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._logger, name)
 
 
 @final

@@ -1,0 +1,146 @@
+"""Private parts of ipyparallel.  (Notebook side, and the controller's process.)"""
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ipyparallel as ipp
+from ipyparallel.client.futures import MessageFuture
+from ipyparallel.controller import heartmonitor
+
+from ddpnb.compat.probe import missing, probe
+
+Receive = Callable[[str, Any], None]
+"""Takes what comes back of a call, its kind and its content; in another thread.
+
+``"events"`` is an object of ``publish_data``; ``"result"`` the call's value, or the exception in
+its place; ``"idle"``, with None, follows the last output.  Any other kind is a message of the
+engine's output channel, as Jupyter names it.
+"""
+
+# -- calls ---------------------------------------------------------------------------------
+
+
+@probe("ipyparallel", "output and curves appear when a cell or a training ends, not before")
+def follows_calls() -> bool:
+    """Whether what an engine sends during a call can be had at once."""
+    return (
+        "message_future_hook" in inspect.signature(ipp.Client.send_apply_request).parameters
+        and "_mux_stream" in ipp.Client._setup_streams.__code__.co_names
+        and "_engines" in ipp.Client.class_trait_names()
+        and MessageFuture("").iopub_callbacks == []
+    )
+
+
+def send(
+    client: ipp.Client,
+    engine: int,
+    function: Callable[..., object],
+    arguments: list[object],
+    receive: Receive,
+) -> None:
+    """Start ``function(*arguments)`` on an engine and return at once.
+
+    Args:
+        client: that is connected to the engine.
+        engine: its id.
+        function: importable there.
+        arguments: what it is called with.
+        receive: called with all that comes back.
+    """
+    if not follows_calls.works:
+        result = client[engine].apply_async(function, *arguments)
+        threading.Thread(target=_hand_over, args=(result, receive), daemon=True).start()
+        return
+    future = client.send_apply_request(
+        client._mux_stream,  # as DirectView does; a view has no hook for callbacks
+        function,
+        arguments,
+        ident=client._engines[engine].encode(),
+        message_future_hook=lambda future: _follow(future, receive),
+    )
+    future.add_done_callback(lambda future: receive("result", _outcome(future)))
+
+
+def _follow(future: Any, receive: Receive) -> None:
+    """Have every output message of a request handed over as it comes."""
+
+    def on_message(message: dict[str, Any]) -> None:
+        kind, content = message["header"]["msg_type"], message["content"]
+        metadata = future.output.metadata
+        match kind:
+            case "status":
+                pass  # the output future below resolves on "idle"
+            case "data_message":
+                for published in list(metadata["data"].values()):
+                    receive("events", published)
+                metadata["data"].clear()
+            case _:
+                metadata.update(stdout="", stderr="")  # taken over here: not kept twice
+                receive(kind, content)
+
+    future.iopub_callbacks.append(on_message)
+    future.output.add_done_callback(lambda _: receive("idle", None))
+
+
+def _hand_over(result: ipp.AsyncResult, receive: Receive) -> None:
+    """Wait for a call's end, then hand over all that its engine has sent."""
+    result.wait()
+    result.wait_for_output()
+    metadata = result.metadata
+    for name in ("stdout", "stderr"):
+        if text := metadata[name]:
+            receive("stream", {"name": name, "text": text})
+    for content in metadata["outputs"]:
+        receive("display_data", content)
+    if content := metadata["execute_result"]:
+        receive("execute_result", content)
+    for published in metadata["data"].values():
+        receive("events", published)
+    receive("idle", None)
+    receive("result", _outcome(result))
+
+
+def _outcome(future: Any) -> Any:
+    return future.exception() or future.result()
+
+
+# -- heartbeats ----------------------------------------------------------------------------
+
+
+@probe("ipyparallel", "ranks start a few seconds later")
+def replaces_heartbeats() -> bool:
+    """Whether the controller can be made to beat at another rate at first."""
+    return (
+        "HeartMonitor" in heartmonitor._setup_heartmonitor.__code__.co_names
+        and {"PeriodicCallback", "caller"} <= {*heartmonitor.HeartMonitor.start.__code__.co_names}
+        and "loop" in heartmonitor.HeartMonitor.class_trait_names()
+    )
+
+
+def beat_quickly_at_first(milliseconds: int, seconds: float) -> None:
+    """Have this process's controller, not yet started, beat quickly at first.
+
+    Args:
+        milliseconds: the period between heartbeats at first; engines are registered on one.
+        seconds: after which the period is as the command line says.
+    """
+    if not replaces_heartbeats.works:
+        return
+
+    class QuickHeartMonitor(heartmonitor.HeartMonitor):  # type: ignore[misc]  # has no type hints
+        def start(self) -> None:
+            super().start()
+            calm, self.caller.callback_time = self.caller.callback_time, milliseconds
+            self.loop.call_later(seconds, setattr, self.caller, "callback_time", calm)
+
+    heartmonitor.HeartMonitor = QuickHeartMonitor
+
+
+# ------------------------------------------------------------------------------------------
+
+
+def missing_features() -> tuple[str, ...]:
+    """Return one sentence for each feature that is off with this version of ipyparallel."""
+    return missing((follows_calls, replaces_heartbeats))

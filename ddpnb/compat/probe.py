@@ -1,0 +1,64 @@
+"""Is a private part of a library as this code knows it?  (Both sides.)
+
+Private parts change without notice.  Each use has a probe, which runs when a rank, or the
+kernel's side of a cluster, starts.  Where it fails, one feature is off, and the user is told so.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from typing import final
+
+
+@final
+class Probe:
+    """Looks once whether a private part is as expected.
+
+    Args:
+        library: its name in the package index; ``"Python"`` for the standard library.
+        without: what is missing where the probe fails, as a clause without a full stop.
+        check: returns False, or raises, where the part is not as expected.
+    """
+
+    def __init__(self, library: str, without: str, check: Callable[[], bool]) -> None:
+        self._library = library
+        self._without = without
+        self._check = check
+
+    @cached_property
+    def works(self) -> bool:
+        """Whether the feature can be used."""
+        try:
+            return self._check()
+        except Exception:  # noqa: BLE001  whatever a version unknown here raises
+            return False
+
+    @property
+    def sentence(self) -> str:
+        """What to tell the user where the probe has failed."""
+        return sentence(self._library, self._without)
+
+
+def probe(library: str, without: str) -> Callable[[Callable[[], bool]], Probe]:
+    """Make a probe of a function; the arguments are those of ``Probe``."""
+    return lambda check: Probe(library, without, check)
+
+
+def missing(probes: Iterable[Probe]) -> tuple[str, ...]:
+    """Return one sentence for each probe that fails."""
+    return tuple(each.sentence for each in probes if not each.works)
+
+
+def sentence(library: str, without: str) -> str:
+    """Return ``"torch 2.15.0: ..."``: which version of a library lacks what."""
+    return f"{library} {_version(library)}: {without}"
+
+
+def _version(library: str) -> str:
+    if library == "Python":
+        return ".".join(map(str, sys.version_info[:3]))
+    try:
+        return version(library).partition("+")[0]
+    except PackageNotFoundError:  # built from source, on a path of its own
+        return "of unknown version"

@@ -1,0 +1,317 @@
+"""Private parts of torch.  (Rank side.)
+
+Torch's own names without an underscore that the documentation does not list, ``ProcessGroup``'s
+methods and the operations in its dispatcher among them, count as private too.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Logger, rpc
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import dataloader
+
+from ddpnb.compat.probe import Probe, missing, probe
+
+ProcessGroup: Any = dist.ProcessGroup
+
+# -- collectives, before the backend has them ----------------------------------------------
+
+
+@probe("torch", "calls are not compared before gloo; `--check` still does it")
+def intercepts_collectives() -> bool:
+    """Whether methods of ``ProcessGroup`` and kernels of its operations can be replaced."""
+    is_removable = hasattr(torch.library.Library, "_destroy")
+    if not is_removable or not hasattr(ProcessGroup, "unbox"):
+        return False
+    ProcessGroup.allreduce = ProcessGroup.allreduce
+    below_autograd()
+    CollectiveKernels({"barrier": next_kernel("barrier")}).remove()
+    return True
+
+
+def has_operation(operation: str, num_tensors: int, root: int | None) -> bool:
+    """Tell whether torch's dispatcher has a collective with the arguments that are known here.
+
+    Args:
+        operation: its name.
+        num_tensors: how many arguments stand before the group.
+        root: which argument after the group is the root; None if there is none.
+    """
+    try:
+        arguments = getattr(torch.ops.c10d, operation).default._schema.arguments
+        if not str(arguments[num_tensors].type).endswith("c10d.ProcessGroup"):
+            return False
+        return root is None or arguments[num_tensors + 1 + root].name == "root_rank"
+    except (AttributeError, IndexError):
+        return False
+
+
+def replace_method(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method of ``ProcessGroup``, if this version has it.
+
+    Args:
+        name: of the method.
+        make: takes the method, and returns what stands in for it.
+    """
+    if (original := getattr(ProcessGroup, name, None)) is not None:
+        setattr(ProcessGroup, name, make(original))
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Return a context in which calls pass ``CollectiveKernels`` by."""
+    guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
+    return guard
+
+
+@final
+class CollectiveKernels:
+    """Python functions that torch's dispatcher calls before the backend's own kernels.
+
+    Args:
+        kernels: by operation; each takes a key set and the operation's arguments.
+    """
+
+    def __init__(self, kernels: Mapping[str, Callable[..., Any]]) -> None:
+        self._library: Any = torch.library.Library("c10d", "IMPL")
+        for operation, kernel in kernels.items():
+            self._library.impl(operation, kernel, "Autograd", with_keyset=True)
+
+    def remove(self) -> None:
+        """Give the operations back to the backends."""
+        self._library._destroy()
+
+
+def next_kernel(operation: str) -> Callable[..., Any]:
+    """Return what a kernel of ``CollectiveKernels`` calls to have the operation carried out."""
+    redispatch = getattr(torch.ops.c10d, operation).default.redispatch
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.ADInplaceOrView)
+    return lambda keys, *arguments: redispatch(keys & below, *arguments)
+
+
+# -- collectives in progress ---------------------------------------------------------------
+
+
+class Recorded(NamedTuple):
+    """A collective in torch's flight recorder that has begun and not ended."""
+
+    name: str
+    """As users call it."""
+    tensor: str
+    """What it sends: ``"Float [3, 4]"``."""
+
+
+@probe(
+    "torch",
+    "a rank that waits inside DDP's backward pass is not seen to wait; "
+    "interrupt and --timeout still end it",
+)
+def records_collectives() -> bool:
+    """Whether the flight recorder can be read; it holds what has been called so far."""
+    for entry in _recorded():
+        _is_pending(entry, 0)
+        _described(entry)
+    return True
+
+
+def pending_collective(since_ns: int) -> Recorded | None:
+    """Return the oldest collective that has begun on this rank since then, and not ended."""
+    if not dist.is_initialized() or not records_collectives.works:
+        return None
+    pending = (_described(entry) for entry in _recorded() if _is_pending(entry, since_ns))
+    return next(pending, None)
+
+
+def _recorded() -> Iterable[dict[str, Any]]:
+    is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    c10d: Any = torch._C._distributed_c10d
+    # NCCL, where it was built in, has its own.
+    dump = c10d._dump_nccl_trace_json if is_nccl else c10d._dump_fr_trace_json
+    entries: Iterable[dict[str, Any]] = json.loads(dump()).get("entries", ())
+    return entries
+
+
+def _is_pending(entry: dict[str, Any], since_ns: int) -> bool:
+    return not entry["retired"] and bool(entry["time_created_ns"] > since_ns)
+
+
+def _described(entry: dict[str, Any]) -> Recorded:
+    pairs = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+    tensor = ", ".join(f"{kind} {size}" for kind, size in pairs)
+    return Recorded(entry["profiling_name"].partition(":")[2], tensor)
+
+
+@probe("torch", "ranks that finished a cell early are named, but not by how many calls")
+def counts_collectives() -> bool:
+    """Whether a process group counts its collectives."""
+    return callable(ProcessGroup._get_sequence_number_for_group)
+
+
+def num_collectives() -> int:
+    """Return how many collectives of the default group have begun on this rank.
+
+    Raises:
+        RuntimeError: the backend does not count them.
+    """
+    if not dist.is_initialized() or not counts_collectives.works:
+        return 0
+    group: Any = dist.group.WORLD
+    return int(group._get_sequence_number_for_group())
+
+
+@probe("torch", "on GPUs only waits in the default process group can be ended, none in sub-groups")
+def lists_groups() -> bool:
+    """Whether all process groups of this rank are known."""
+    return isinstance(dist.distributed_c10d._world.pg_names, dict)
+
+
+def process_groups() -> list[Any]:
+    """Return all process groups of this rank, sub-groups too."""
+    if lists_groups.works:
+        return list(dist.distributed_c10d._world.pg_names)
+    return [dist.group.WORLD]
+
+
+def group_store() -> Any:
+    """Return the store in which the default group has met."""
+    group: Any = dist.group.WORLD
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return dist.distributed_c10d._get_default_store()  # torch 2.8 has no other way
+
+
+# -- training ------------------------------------------------------------------------------
+
+
+class CommunicationTimes(NamedTuple):
+    """What DDP measured of its last backward pass, in seconds."""
+
+    total: float
+    """From the first bucket's start to the last one's end."""
+    hidden: float
+    """The part of it before the last gradient had been computed."""
+
+
+@probe(
+    "torch",
+    "on CPUs DDP's communication is timed by a hook in Python, which slows a step by up to 5 %",
+)
+def times_ddp() -> bool:
+    """Whether DDP's own timers can be read after each step."""
+    return (
+        callable(DistributedDataParallel._set_ddp_runtime_logging_sample_rate)
+        and callable(Logger._get_ddp_logging_data)
+        and callable(Logger.set_runtime_stats_and_log)
+    )
+
+
+@final
+class DdpTimers:
+    """DDP's own timers, read after each backward pass.
+
+    Args:
+        ddp: on CPUs; it has made no step yet.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        assert ddp.logger is not None
+        self._logger = ddp.logger
+        ddp._set_ddp_runtime_logging_sample_rate(1)
+        silent: Any = _Silent(ddp.logger)
+        ddp.logger = silent
+
+    def read(self) -> CommunicationTimes:
+        """Return what was measured; 0 where nothing was."""
+        self._logger.set_runtime_stats_and_log()
+        measured = self._logger._get_ddp_logging_data().ints_map
+        total = max(0.0, measured.get("backward_comm_time", 0) / 1e9)
+        hidden = max(0.0, measured.get("backward_compute_comm_overlap_time", 0) / 1e9)
+        return CommunicationTimes(total, hidden)
+
+
+@final
+class _Silent:
+    """DDP's logger, for DDP itself: it takes no statistics before a forward pass.
+
+    They have been taken after the backward pass before it, and cost 25 us each time.
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+
+@probe("torch", "processes of --data-workers may outlive a failed training for a while")
+def ends_data_workers() -> bool:
+    """Whether the processes of a ``DataLoader`` can be ended at once."""
+    return callable(dataloader._MultiProcessingDataLoaderIter._shutdown_workers)
+
+
+def end_data_workers(batches: Iterator[Any]) -> None:
+    """End the processes of a ``DataLoader``'s iterator now, whoever still refers to it."""
+    if ends_data_workers.works:
+        batches._shutdown_workers()  # type: ignore[attr-defined]
+
+
+@probe("torch", "zero cannot be trained: the hooks of an optimizer are not known")
+def lists_step_hooks() -> bool:
+    """Whether an optimizer's hooks can be given to another."""
+    # Looked up in the code: to make an optimizer imports 800 modules, which takes a second.
+    names = {
+        *torch.optim.Optimizer.register_step_pre_hook.__code__.co_names,
+        *torch.optim.Optimizer.register_step_post_hook.__code__.co_names,
+    }
+    return {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"} <= names
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
+    """Return an optimizer's hooks: those before a step, and those after it."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return list(before.values()), list(after.values())
+
+
+@probe(
+    "torch",
+    "`--transport rpc` cannot be used after a rank has come back, until %ddp_restart",
+)
+def numbers_rpc_agents() -> bool:
+    """Whether torch's count of a process's agents can be set."""
+    return isinstance(rpc._init_counter, int)
+
+
+def forget_rpc_agents() -> None:
+    """Have the next agent meet the others as the first one of this process."""
+    rpc._init_counter = 0
+
+
+# ------------------------------------------------------------------------------------------
+
+PROBES = (
+    intercepts_collectives,
+    records_collectives,
+    counts_collectives,
+    times_ddp,
+    ends_data_workers,
+    lists_step_hooks,
+    numbers_rpc_agents,
+)
+GPU_PROBES: tuple[Probe, ...] = (lists_groups,)
+"""Of what is used only where a backend can abort."""
+
+
+def missing_features(*, can_abort: bool) -> tuple[str, ...]:
+    """Return one sentence for each feature that is off with this version of torch.
+
+    Args:
+        can_abort: whether the group's backend can abort a wait, as NCCL can.
+    """
+    return missing((*PROBES, *GPU_PROBES) if can_abort else PROBES)

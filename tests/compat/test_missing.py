@@ -1,0 +1,103 @@
+"""With a version of everything that ddpnb does not know, a session still works, and says so."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpnb.compat import ipyparallel_internals, python_internals, torch_internals
+from tests.kernel.client import Kernel, both
+
+SENTENCES = [
+    each.sentence
+    for each in (
+        *torch_internals.PROBES,
+        ipyparallel_internals.follows_calls,
+        ipyparallel_internals.replaces_heartbeats,
+        python_internals.leaves_loops,
+        python_internals.lists_options,
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A kernel in which each private part is missing, with two ranks."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "data").mkdir()
+    here = Path(__file__).parent
+    paths = [str(here / "broken"), str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        kernel = Kernel(folder)
+    kernel.run("%load_ext ddpnb")
+    started = kernel.run("%ddp_start -n 2 --device cpu")
+    assert not started.error, started.told
+    assert_all_told(started.text)
+    yield kernel
+    kernel.stop()
+
+
+def assert_all_told(text: str) -> None:
+    assert [text.count(each) for each in SENTENCES] == [1] * len(SENTENCES), text
+
+
+def test_status_tells_each_missing_feature_once(kernel: Kernel):
+    assert_all_told(kernel.run("%ddp_status").text)
+
+
+def test_a_cell_runs_and_its_output_comes_at_its_end(kernel: Kernel):
+    cell = kernel.run(
+        """%%ddp --name mine
+import sys, torch, torch.distributed as dist, ddpnb
+from IPython.display import display, HTML
+total = torch.ones(1)
+dist.all_reduce(total)
+ddpnb.log(loss=1.0, samples=3)
+print("sum", total.item())
+print("aside", file=sys.stderr)
+display(HTML("<b>shown</b>"))
+print(hasattr(dist.ProcessGroup.allreduce, "__wrapped__"))
+total.shape
+"""
+    )
+    assert not cell.error, cell.told
+    assert cell.by_rank == both("sum 2.0", "False", "", "torch.Size([1])")
+    assert "aside" in cell.stderr
+    assert cell.bundles("text/html").count("<b>shown</b>") == 1
+    assert "mine" in kernel.run("%ddp_runs").text
+
+
+def test_an_error_on_a_rank_is_told(kernel: Kernel):
+    cell = kernel.run("%%rank 1\n1 / 0")
+    assert "ZeroDivisionError" in cell.told
+
+
+def test_a_top_level_await_is_refused_in_a_sentence(kernel: Kernel):
+    cell = kernel.run("%%ddp\nimport asyncio\nawait asyncio.sleep(0)")
+    assert python_internals.leaves_loops.sentence in cell.told
+    assert kernel.run("%%ddp\nprint(1)").by_rank == both("1")
+
+
+def test_check_still_compares_calls(kernel: Kernel):
+    cell = kernel.run("%%ddp --check\ndist.all_reduce(torch.ones(3 + rank))", timeout=90)
+    assert "all_reduce" in cell.told.lower() or "ALLREDUCE" in cell.told
+    assert kernel.run("%%ddp\nprint(1)").by_rank == both("1")
+
+
+def test_a_misspelt_option_is_refused(kernel: Kernel):
+    assert "--epochz" in kernel.run("%ddp_compare ddp --task digits --epochz 1").told
+
+
+def test_strategies_are_trained(kernel: Kernel):
+    line = "%ddp_compare ddp async --task digits --epochs 1 --data-workers 1"
+    cell = kernel.run(line, timeout=200)
+    assert not cell.error, cell.told
+    assert "ddp" in cell.text
+    assert "async" in cell.text
+
+
+def test_zero_alone_is_refused_in_a_sentence(kernel: Kernel):
+    cell = kernel.run("%ddp_compare zero --task digits --epochs 1", timeout=200)
+    assert torch_internals.lists_step_hooks.sentence in cell.told
