@@ -21,6 +21,7 @@ from ddpnb.notebook.cluster.linger import DOOR, Saved, is_held, read
 from ddpnb.notebook.cluster.plan import ClusterSpec, asks_for_gpus, make_plan, num_cores
 from ddpnb.notebook.cluster.processes import HeldError, Processes
 from ddpnb.notebook.cluster.roster import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Roster
+from ddpnb.processes import process_id
 from ddpnb.wire import OnRank, Tied
 
 
@@ -232,7 +233,7 @@ class Cluster(Engines):
                 folder=self.folder,
                 home=self.home,
                 began=self.began,
-                server=(server, psutil.Process(server).create_time()),
+                server=process_id(server),
                 spec=self.spec,
                 method=self.method,
                 plan=self.plan,

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ddpnb.notebook.cluster.exits import Exit
-from ddpnb.notebook.cluster.folder import Owner, is_alive
+from ddpnb.processes import ProcessId, is_alive
 
 STOP_TIMEOUT_SECONDS = 8.0
 KNOCK_SECONDS = 2.0
@@ -114,7 +115,9 @@ class Processes:
         return processes
 
     @classmethod
-    def attach(cls, address: Path, server: Owner, on_exit: Callable[[Exit], None]) -> "Processes":
+    def attach(
+        cls, address: Path, server: ProcessId, on_exit: Callable[[Exit], None]
+    ) -> "Processes":
         """Take over a fork server that has outlived its kernel.
 
         Args:
@@ -191,9 +194,11 @@ class Processes:
             self._pipe.send_bytes(json.dumps(message).encode())
 
     def _listen(self) -> None:
-        with contextlib.suppress(EOFError, OSError, TypeError):  # TypeError: closed meanwhile
-            while True:
-                self._handle(json.loads(self._pipe.recv_bytes()))
+        while (event := self._receive()) is not None:
+            try:
+                self._handle(event)
+            except Exception:  # noqa: BLE001  the edge of the thread, which must hear the next event
+                traceback.print_exc()
         if not self._stopped:
             code = self._server.wait(1.0)
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -201,6 +206,14 @@ class Processes:
             self._on_exit(Exit(name="fork server", code=code))
         if not self.ready.done():
             self.ready.set_exception(RuntimeError("the fork server ended before it was ready"))
+
+    def _receive(self) -> Event | None:
+        """Wait for the next event; return None once the pipe is closed, at either end."""
+        try:
+            event: Event = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError, TypeError):  # TypeError: closed here meanwhile
+            return None
+        return event
 
     def _handle(self, event: Event) -> None:
         match event.pop("event"):
@@ -220,7 +233,7 @@ class Processes:
 class Adopted:
     """A fork server that another process has started."""
 
-    owner: Owner
+    owner: ProcessId
 
     @property
     def pid(self) -> int:

@@ -2,23 +2,16 @@
 
 import platform
 
-import psutil
+from ddpnb import processes
 
 
 def this_process() -> str:
     """Return host, process id and start time of this process, as the store keeps them."""
-    process = psutil.Process()
-    return f"{platform.node()} {process.pid} {process.create_time():.2f}"
+    pid, began = processes.process_id()
+    return f"{platform.node()} {pid} {began:.2f}"
 
 
 def is_alive(writer: str) -> bool:
     """Return whether that process still runs; on another host nobody knows, so yes."""
-    host, pid, started = writer.rsplit(" ", 2)
-    if host != platform.node():
-        return True
-    try:
-        process = psutil.Process(int(pid))
-        has_ended = process.status() == psutil.STATUS_ZOMBIE  # its parent has not looked yet
-        return not has_ended and f"{process.create_time():.2f}" == started
-    except psutil.NoSuchProcess:
-        return False
+    host, pid, began = writer.rsplit(" ", 2)
+    return host != platform.node() or processes.is_alive((int(pid), float(began)))
