@@ -4,7 +4,6 @@ Frozen, checked, picklable values only: specs go down, events and reports come
 back.  Nothing here imports torch, IPython or matplotlib.
 """
 
-import importlib
 import math
 import struct
 from dataclasses import dataclass
@@ -317,18 +316,3 @@ class Whereabouts:
     """Collectives of the default group that have begun here."""
     cpu_seconds: float = 0.0
     """Processor time that the process has used."""
-
-
-@dataclass(frozen=True, slots=True)
-class OnRank:
-    """A call by name of a function of ``ddpnb.rank.calls``: ``OnRank("state")()``.
-
-    The notebook's side never imports the rank's: this is the one import between
-    them, and it happens on the rank.
-    """
-
-    function: str
-
-    def __call__(self, *args: object) -> object:
-        """Import the function and call it; runs on the rank."""
-        return getattr(importlib.import_module("ddpnb.rank.calls"), self.function)(*args)

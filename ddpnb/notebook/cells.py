@@ -24,7 +24,8 @@ from ddpnb.notebook.show.failures import (
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.output import CellOutput
 from ddpnb.notebook.show.result import ComparisonResult
-from ddpnb.wire import CellSpec, EventBatch, Failure, OnRank, Tied
+from ddpnb.remote_call import OnRank
+from ddpnb.wire import CellSpec, EventBatch, Failure, Tied
 
 
 class RunningCell:

@@ -24,8 +24,9 @@ from ddpnb.notebook.show.failures import CellInterrupt, RankError, StuckError
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.view import EVERYTHING, View
+from ddpnb.remote_call import OnRank
 from ddpnb.training import TrainingSpec
-from ddpnb.wire import OnRank, RunReport, RunSpec
+from ddpnb.wire import RunReport, RunSpec
 
 BASELINE = "single"
 ORDER_SECONDS = 0.3

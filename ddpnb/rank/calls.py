@@ -1,6 +1,6 @@
 """What may the notebook ask of a rank?  (Rank side.)
 
-Each function here is called by its name, through ``ddpnb.wire.OnRank``.
+Each function here is called by its name, through ``ddpnb.remote_call.OnRank``.
 """
 
 import pickle

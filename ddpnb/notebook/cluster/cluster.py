@@ -22,7 +22,8 @@ from ddpnb.notebook.cluster.plan import ClusterSpec, asks_for_gpus, make_plan, n
 from ddpnb.notebook.cluster.processes import HeldError, Processes
 from ddpnb.notebook.cluster.roster import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Roster
 from ddpnb.processes import process_id
-from ddpnb.wire import OnRank, Tied
+from ddpnb.remote_call import OnRank
+from ddpnb.wire import Tied
 
 
 class Cluster(Engines):

@@ -15,18 +15,9 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.call import Call, Events, Happening, Lost, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.record.events import EVENT, rows_of
+from ddpnb.remote_call import OnRank
 from ddpnb.unsent import read_death, read_unsent
-from ddpnb.wire import (
-    CAME_BACK,
-    DIED,
-    KILLED,
-    EventBatch,
-    Failure,
-    Joining,
-    Mark,
-    OnRank,
-    RunSpec,
-)
+from ddpnb.wire import CAME_BACK, DIED, KILLED, EventBatch, Failure, Joining, Mark, RunSpec
 
 NOTEBOOK = -1
 """The rank that the notebook's own marks go by."""

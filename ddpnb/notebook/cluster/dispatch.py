@@ -12,7 +12,7 @@ import ipyparallel as ipp
 from ipyparallel.error import RemoteError
 
 from ddpnb.notebook.cluster.call import Call, Lost, Returned
-from ddpnb.wire import OnRank
+from ddpnb.remote_call import OnRank
 
 
 class Dispatcher:

@@ -19,7 +19,8 @@ from ddpnb.notebook.cluster.plan import Plan, free_port, torchrun_environment
 from ddpnb.notebook.cluster.processes import Processes
 from ddpnb.notebook.cluster.roster import CALL_TIMEOUT_SECONDS, Roster
 from ddpnb.notebook.ranks import format_ranks
-from ddpnb.wire import OnRank, RankState
+from ddpnb.remote_call import OnRank
+from ddpnb.wire import RankState
 
 
 class Engines:
