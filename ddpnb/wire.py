@@ -7,6 +7,7 @@ back.  Nothing here imports torch, IPython or matplotlib.
 import math
 import struct
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 from ddpnb import catalogue
@@ -95,10 +96,12 @@ class Parts(NamedTuple):
 NO_PARTS = Parts()
 
 
-KILLED = "killed"
-DIED = "died"
-CAME_BACK = "came back"
-"""What is said of a rank that trains no more, and of one that does again."""
+class RankEvent(StrEnum):
+    """What can happen to a rank's process in a run; the text of its mark."""
+
+    KILLED = "killed"
+    DIED = "died"
+    CAME_BACK = "came back"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +111,8 @@ class Mark:
     rank: int
     seconds: float
     """Training time since the run began."""
-    text: str
-    """A few words, e.g. ``"killed"``, ``"3x slower"``."""
+    text: RankEvent | str
+    """Or a few words: ``"3x slower"``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
