@@ -1,12 +1,12 @@
 """Which magic trains a stored comparison again?  (Notebook side.)"""
 
-import dataclasses
 import shlex
 from collections.abc import Iterator
 
 from ddpnb.catalogue import CELL_TASK
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.training import Flag, flags
+from ddpnb.options import Option
+from ddpnb.training import training_options
 from ddpnb.wire import RunSpec
 
 ALWAYS = ("num_epochs", "batch_size", "learning_rate", "seed")
@@ -45,27 +45,19 @@ def body_of(source: str) -> str:
     return rest if first.startswith("# %%ddp_compare") else source
 
 
-def chosen(spec: RunSpec) -> Iterator[tuple[str, Flag]]:
+def chosen(spec: RunSpec) -> Iterator[tuple[str, Option]]:
     """Yield the fields of a spec that are other than where nothing is chosen."""
-    defaults = {entry.name: entry.default for entry in dataclasses.fields(spec)}
-    for name, flag in flags():
-        if getattr(spec, name) != defaults[name]:
-            yield name, flag
+    for name, option in training_options():
+        if getattr(spec, name) != option.default:
+            yield name, option
 
 
 def _given(spec: RunSpec) -> list[str]:
+    always = {name: option for name, option in training_options() if name in ALWAYS}
     words = []
-    told = {name: flag for name, flag in flags() if name in ALWAYS} | dict(chosen(spec))
-    for name, flag in told.items():
-        value = getattr(spec, name)
-        if name == "task":
-            continue
+    for name, option in (always | dict(chosen(spec))).items():
         if name == "resume" and spec.resumed:  # the comparison: each strategy resumes its own run
-            words += [flag.option, spec.resumed.partition("/")[0]]
-        elif value is True:
-            words += [flag.option]
-        elif isinstance(value, tuple):
-            words += [flag.option, ",".join(value)]
-        else:
-            words += [flag.option, f"{value:.12g}" if isinstance(value, float) else str(value)]
+            words += [option.flag, spec.resumed.partition("/")[0]]
+        elif name != "task":
+            words += option.words(getattr(spec, name))
     return words
