@@ -8,12 +8,46 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
+from enum import StrEnum
 from pathlib import Path
 
 import psutil
 
 ProcessId = tuple[int, float]
 """A process: its pid, and when it began (seconds since 1970), since pids are used again."""
+
+
+class Request(StrEnum):
+    """What the notebook's kernel asks of the fork server, as ``op`` of a JSON frame."""
+
+    START_RANK = "start_rank"
+    TELL = "tell"
+    SIGNAL = "signal"
+    LINGER = "linger"
+    DETACH = "detach"
+    STOP = "stop"
+
+
+class Notice(StrEnum):
+    """What the fork server reports to the kernel, as ``event`` of a JSON frame."""
+
+    READY = "ready"
+    FAILED = "failed"
+    STARTED = "started"
+    EXITED = "exited"
+    ANSWER = "answer"
+    ATTACHED = "attached"
+    REFUSED = "refused"
+
+
+class Order(StrEnum):
+    """What a rank's control thread does, whatever its main thread is at."""
+
+    CUT = "cut"
+    WHERE = "where"
+    STACK = "stack"
+    STOP = "stop"
+
 
 _SAME_SECONDS = 1.5
 """How far apart two readings of one start may lie: they depend on an adjustable clock."""

@@ -206,7 +206,7 @@ def failures_of(watch: Watch) -> list[Failure]:
     """Return how the call failed, on whichever ranks it did."""
     failures = [f for f in map(failure_in, watch.returned.values()) if f is not None]
     for rank, cause in watch.lost.items():
-        log = watch.cluster.log_tail(str(rank))
+        log = watch.cluster.log_tail(rank)
         lost = Failure(rank=rank, name=LOST, text=cause, traceback=(log,), failed_at=0.0)
         failures.append(lost)
     return failures

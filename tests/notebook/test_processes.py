@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddpnb.errors import UserError
-from ddpnb.notebook.cluster.exits import Exit
+from ddpnb.notebook.cluster.exits import Exit, Member, Service
 from ddpnb.notebook.cluster.folder import private_folder
 from ddpnb.notebook.cluster.linger import SAVED, find, lingering, name_of
 from ddpnb.notebook.cluster.processes import Processes
@@ -34,11 +34,11 @@ class EndedServer:
 @pytest.mark.parametrize("error", [OSError, TypeError, KeyError])
 def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception], capsys):
     ours, theirs = Pipe()
-    heard: list[str] = []
+    heard: list[Member] = []
 
     def note(exit_: Exit) -> None:
-        heard.append(exit_.name)
-        if exit_.name == "0":
+        heard.append(exit_.member)
+        if exit_.member == 0:
             raise error("a handler failed")
 
     processes = Processes(pipe=ours, server=EndedServer(), on_exit=note)
@@ -48,7 +48,7 @@ def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception],
         theirs.send_bytes(json.dumps(event).encode())
     theirs.close()
     processes._listener.join(10)
-    assert heard == ["0", "1", "fork server"]
+    assert heard == [0, 1, Service.FORK_SERVER]
     assert "a handler failed" in capsys.readouterr().err
 
 

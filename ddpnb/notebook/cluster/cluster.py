@@ -21,7 +21,7 @@ from ddpnb.notebook.cluster.linger import DOOR, Saved, is_held, read
 from ddpnb.notebook.cluster.plan import ClusterSpec, asks_for_gpus, make_plan, num_cores
 from ddpnb.notebook.cluster.processes import HeldError, Processes
 from ddpnb.notebook.cluster.roster import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Roster
-from ddpnb.processes import process_id
+from ddpnb.processes import Order, process_id
 from ddpnb.remote_call import OnRank
 from ddpnb.wire import Tied
 
@@ -129,7 +129,7 @@ class Cluster(Engines):
         self._group.is_cut = True
         self._save()
         for rank in set(ranks) & set(self.living):
-            self._group.cuts[rank] = self.processes.order(rank, "cut")
+            self._group.cuts[rank] = self.processes.order(rank, Order.CUT)
 
     def ensure_group(self, *, is_checked: bool = False) -> dict[Tied, list[int]]:
         """Have all ranks form a new process group if the old one was cut, or is of another kind.

@@ -68,11 +68,11 @@ class Comeback:
     def attend(self) -> None:
         """Start the dead anew, have those join that have arrived, take what they send."""
         for rank in sorted(self._dead):
-            if str(rank) in self.cluster.exits:  # it is told by another way than the call's loss
+            if rank in self.cluster.exits:  # it is told by another way than the call's loss
                 self._dead.discard(rank)
                 self._start(rank)
         for rank in sorted(self._on_their_way):
-            if str(rank) in self.cluster.exits:
+            if rank in self.cluster.exits:
                 self._on_their_way.discard(rank)
                 self._dead.add(rank)
             elif self.cluster.has_come(rank):
@@ -106,7 +106,7 @@ class Comeback:
             self.cluster.kill([rank])
 
     def _start(self, rank: int) -> None:
-        exit_ = self.cluster.exits[str(rank)]
+        exit_ = self.cluster.exits[rank]
         if rank in self._killed:
             self._killed.remove(rank)
         else:

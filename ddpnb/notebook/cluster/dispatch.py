@@ -11,7 +11,7 @@ from typing import Any
 import ipyparallel as ipp
 from ipyparallel.error import RemoteError
 
-from ddpnb.notebook.cluster.call import Call, Lost, Returned
+from ddpnb.notebook.cluster.call import Call, Events, Lost, Output, OutputEnded, Returned
 from ddpnb.remote_call import OnRank
 
 
@@ -91,22 +91,22 @@ def hook(future: Any, call: Call, rank: int) -> None:
                 pass  # the output future below resolves on "idle"
             case "data_message":
                 for batch in list(metadata["data"].values()):
-                    call.inbox.put((rank, "events", batch))
+                    call.inbox.put(Events(rank=rank, batch=batch))
                 metadata["data"].clear()
             case _:
                 metadata.update(stdout="", stderr="")  # taken over here: not kept twice
-                call.inbox.put((rank, kind, content))
+                call.inbox.put(Output(rank=rank, kind=kind, content=content))
 
     future.iopub_callbacks.append(on_message)
-    future.output.add_done_callback(lambda _: call.inbox.put((rank, "idle", None)))
+    future.output.add_done_callback(lambda _: call.inbox.put(OutputEnded(rank=rank)))
 
 
 def resolve(future: Any, call: Call, rank: int) -> None:
     """Put a request's result in the call's queue."""
     value = future.exception() or future.result()
     if isinstance(value, RemoteError):
-        call.inbox.put((rank, "lost", f"{value.ename}: {value.evalue}"))
+        call.lose(rank, f"{value.ename}: {value.evalue}")
     elif isinstance(value, BaseException):
-        call.inbox.put((rank, "lost", str(value)))
+        call.lose(rank, str(value))
     else:
-        call.inbox.put((rank, "result", value))
+        call.inbox.put(Returned(rank=rank, value=value))
