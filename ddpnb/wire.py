@@ -151,36 +151,21 @@ _ROW = struct.Struct("<ddqqiiq7f")
 ROW_BYTES = _ROW.size
 
 
-def row_of(
-    *,
-    rank: int,
-    step: int,
-    seconds: float,
-    num_samples: int,
-    loss: float,
-    staleness: int | None = None,
-    num_bytes_sent: int = 0,
-    parts: Parts = NO_PARTS,
-) -> bytes:
+def pack_step(rank: int, step: StepEvent) -> bytes:
     """Return one step as the 76 bytes that cross, lie in the store and are read as numpy rows.
 
     Packing costs a rank less than pickling would, and the kernel nothing at all.
     """
-    stale = NO_STALENESS if staleness is None else staleness
-    return _ROW.pack(seconds, loss, num_samples, step, stale, rank, num_bytes_sent, *parts)
-
-
-def pack_step(rank: int, step: StepEvent) -> bytes:
-    """Return a step of one rank as a row."""
-    return row_of(
-        rank=rank,
-        step=step.step,
-        seconds=step.seconds,
-        num_samples=step.num_samples,
-        loss=step.loss,
-        staleness=step.staleness,
-        num_bytes_sent=step.num_bytes_sent,
-        parts=step.parts,
+    stale = NO_STALENESS if step.staleness is None else step.staleness
+    return _ROW.pack(
+        step.seconds,
+        step.loss,
+        step.num_samples,
+        step.step,
+        stale,
+        rank,
+        step.num_bytes_sent,
+        *step.parts,
     )
 
 
@@ -193,7 +178,7 @@ class EventBatch:
     sequence: int
     header: RunHeader | None = None
     rows: bytes = b""
-    """What ``row_of`` made of each step, or of each call of ``ddpnb.log``."""
+    """What ``pack_step`` made of each step, or of each call of ``ddpnb.log``."""
     metrics: tuple[tuple[int, str, float], ...] = ()
     """Further numbers of the user's own: index of the row, name, value."""
     marks: tuple[Mark, ...] = ()

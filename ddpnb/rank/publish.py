@@ -14,7 +14,7 @@ from ipyparallel.datapub import publish_data
 
 from ddpnb.errors import UserError
 from ddpnb.rank.engine import RankEngine
-from ddpnb.wire import EventBatch, Mark, RankEvent, RunHeader, StepEvent, pack_step, row_of
+from ddpnb.wire import EventBatch, Mark, RankEvent, RunHeader, StepEvent, pack_step
 
 FLUSH_SECONDS = 0.5
 """How long an event may wait on the rank: twice a second is as often as pictures need.
@@ -129,7 +129,10 @@ class Publisher:
     def _rows_of(self, logged: Sequence[Logged]) -> bytes:
         first, self._num_logged = self._num_logged, self._num_logged + len(logged)
         return b"".join(
-            row_of(rank=self.rank, step=step, seconds=seconds, num_samples=samples, loss=loss)
+            pack_step(
+                self.rank,
+                StepEvent(step=step, seconds=seconds, num_samples=samples, loss=loss),
+            )
             for step, (seconds, loss, samples, _) in enumerate(logged, start=first)
         )
 

@@ -14,7 +14,7 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.call import Call
 from ddpnb.notebook.cluster.exits import Exit, Member, Service, describe_exit, log_tail, spoken
 from ddpnb.notebook.cluster.launch import rank_settings
-from ddpnb.notebook.cluster.plan import Plan, free_port, torchrun_environment
+from ddpnb.notebook.cluster.plan import Placement, free_port, torchrun_environment
 from ddpnb.notebook.cluster.processes import Processes
 from ddpnb.notebook.cluster.roster import CALL_TIMEOUT_SECONDS, Roster
 from ddpnb.notebook.ranks import format_ranks
@@ -32,7 +32,7 @@ class Engines:
     processes: Processes
 
     def __init__(self, folder: Path) -> None:
-        self.plan: Plan | None = None
+        self.placement: Placement | None = None
         self.folder = folder
         self.profile = folder / "profile"
         self.home = Path.cwd()
@@ -130,13 +130,13 @@ class Engines:
             rank: which one; its end, if it has ended, is forgotten.
             generation: of the process group that it joins; None for none.
         """
-        assert self.plan is not None
+        assert self.placement is not None
         self.exits.pop(rank, None)
         self.processes.start_rank(
             rank,
-            environment=torchrun_environment(self.plan, rank, self._master_port),
+            environment=torchrun_environment(self.placement, rank, self._master_port),
             settings=rank_settings(
-                self.plan, rank, profile=self.profile, home=self.home, generation=generation
+                self.placement, rank, profile=self.profile, home=self.home, generation=generation
             ),
         )
 

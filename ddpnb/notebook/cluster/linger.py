@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.folder import PREFIX, living_owners, own_folders
-from ddpnb.notebook.cluster.plan import ClusterSpec, Plan
+from ddpnb.notebook.cluster.plan import ClusterSpec, Placement
 from ddpnb.processes import ProcessId, atomic_write, is_alive
 from ddpnb.wire import RankState
 
@@ -38,7 +38,7 @@ class Saved:
     """The fork server."""
     spec: ClusterSpec
     method: str
-    plan: Plan
+    placement: Placement
     master_port: int
     states: tuple[RankState, ...]
     engine_of: dict[int, int]
@@ -84,13 +84,13 @@ def read(folder: Path) -> Saved:
 
 def _parse(folder: Path, text: str) -> Saved:
     content: dict[str, Any] = json.loads(text)
-    plan = content["plan"]
+    placement = content["placement"]
     content |= {
         "folder": folder,
         "home": Path(content["home"]),
         "server": tuple(content["server"]),
         "spec": ClusterSpec(**content["spec"]),
-        "plan": Plan(**plan | {"devices": tuple(plan["devices"])}),
+        "placement": Placement(**placement | {"devices": tuple(placement["devices"])}),
         "states": tuple(RankState(**state) for state in content["states"]),
         "engine_of": {int(rank): engine for rank, engine in content["engine_of"].items()},
     }

@@ -1,14 +1,12 @@
 """What do the controls ask for, and which magic asks for the same?  (Notebook side.)"""
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddpnb.catalogue import CELL_TASK
+from ddpnb.notebook.record.repeat import line_of
 from ddpnb.options import Value
 from ddpnb.training import training_options
-
-BASELINE = "single"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,22 +24,15 @@ class Wish:
 
     def line(self) -> str:
         """Return the line of ``%ddp_compare``, without its name."""
-        others = [strategy for strategy in self.strategies if strategy != BASELINE]
-        words = others or list(self.strategies)
-        if self.task != CELL_TASK:
-            words += ["--task", self.task]
+        words: list[str] = []
         for name, option in training_options():
             chosen = self.choices.get(name, "")
             if isinstance(chosen, str):
                 chosen = chosen.replace(" ", "")
             words += option.words(chosen) if chosen != "" else []
-        if self.num_repeats != 1:
-            words += ["--repeats", str(self.num_repeats)]
-        if self.name:
-            words += ["--name", self.name]
-        if others and BASELINE not in self.strategies:
-            words += ["--no-baseline"]
-        return shlex.join(words)
+        return line_of(
+            self.strategies, self.task, words, num_repeats=self.num_repeats, name=self.name
+        )
 
     def magic(self, *, cell: str, has_ranks: bool) -> str:
         """Return a notebook cell that does the same.

@@ -1,7 +1,7 @@
 """Which magic trains a stored comparison again?  (Notebook side.)"""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ddpnb.catalogue import CELL_TASK
 from ddpnb.notebook.record.comparison import Comparison
@@ -25,18 +25,42 @@ def magic_of(comparison: Comparison) -> str:
         return ""
     strategies = tuple(dict.fromkeys(spec.strategy for spec in specs))
     first = specs[0]
-    words = [name for name in strategies if name != BASELINE] or list(strategies)
-    if first.task != CELL_TASK:
-        words += ["--task", first.task]
-    words += _given(first)
-    if (num_repeats := max(spec.repeat for spec in specs) + 1) > 1:
-        words += ["--repeats", str(num_repeats)]
-    if BASELINE not in strategies:
-        words += ["--no-baseline"]
-    line = shlex.join(words)
+    num_repeats = max(spec.repeat for spec in specs) + 1
+    line = line_of(strategies, first.task, _given(first), num_repeats=num_repeats)
     if first.task != CELL_TASK:
         return f"%ddp_compare {line}"
     return f"%%ddp_compare {line}\n{body_of(first.source)}"
+
+
+def line_of(
+    strategies: Sequence[str],
+    task: str,
+    choices: Sequence[str],
+    *,
+    num_repeats: int = 1,
+    name: str = "",
+) -> str:
+    """Return the line of ``%ddp_compare``, without its name.
+
+    Args:
+        strategies: as they are written; ``single`` among them is the baseline.
+        task: what is trained.
+        choices: the words for the choices of the training.
+        num_repeats: how often each strategy is trained.
+        name: what the comparison is stored as; empty: left to ddpnb.
+    """
+    others = [strategy for strategy in strategies if strategy != BASELINE]
+    words = others or list(strategies)
+    if task != CELL_TASK:
+        words += ["--task", task]
+    words += choices
+    if num_repeats != 1:
+        words += ["--repeats", str(num_repeats)]
+    if name:
+        words += ["--name", name]
+    if others and BASELINE not in strategies:
+        words += ["--no-baseline"]
+    return shlex.join(words)
 
 
 def body_of(source: str) -> str:

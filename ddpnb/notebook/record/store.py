@@ -42,7 +42,7 @@ class Store:
     could not be written is kept and tried again at the next call.
 
     Args:
-        folder: where they lie; ``folder.runs_folder()`` finds the project's.
+        folder: where they lie; ``runs_folder()`` finds the project's.
         flush_seconds: how long batches may gather before they are written.
     """
 
@@ -209,3 +209,23 @@ class Store:
         with self._database.write() as connection:
             connection.executemany("UPDATE runs SET header = ? WHERE id = ?", headers)
             connection.executemany(INSERT_BATCH, map(codec.batch_row, batches))
+
+
+def runs_folder(start: Path | None = None) -> Path:
+    """Return the folder that runs are stored under; it need not exist.
+
+    It is ``data/runs`` in the project around ``start``: the nearest folder upwards
+    that holds ``data/`` beside ``pyproject.toml`` or ``notebooks/``.  Outside a
+    project it is ``data/runs`` in ``start`` itself.
+
+    Args:
+        start: where to look from; the working directory if not given.
+    """
+    here = (start or Path.cwd()).resolve()
+    project = next((folder for folder in (here, *here.parents) if _is_project(folder)), here)
+    return project / "data" / "runs"
+
+
+def _is_project(folder: Path) -> bool:
+    marks = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
+    return marks and (folder / "data").is_dir()
