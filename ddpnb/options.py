@@ -14,7 +14,7 @@ from ddpnb.errors import UserError, kind_of, one_of
 
 Value = bool | int | float | str
 
-WORDS = {bool: "on or off", int: "a whole number", float: "a number", str: "a text"}
+WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,9 @@ class Option:
         if self.value_kind is tuple:
             texts = as_kind(name, [given] if isinstance(given, str) else given, tuple)
             value = tuple(part for text in texts for part in text.split(","))
-        elif self.value_kind is bool and given in ("on", "off"):
+        elif self.value_kind is bool and isinstance(given, str):
+            if given not in self.values:
+                raise UserError(f"{name} takes on or off, not {given!r}.")
             value = given == "on"
         elif self.value_kind in (int, float) and isinstance(given, str):
             try:

@@ -23,9 +23,6 @@ LR_SCALING = ("none", "linear", "sqrt")
 TRANSPORTS = ("auto", "shm", "gloo", "rpc")
 """How an asynchronous worker and its server may exchange tensors."""
 
-GROUPS = ("training", "steps", "data", "faults on purpose", "checkpoints")
-"""Under which headings the choices are told, in this order."""
-
 
 def _option(default: Any, flag: str, **described: Any) -> Any:
     option = Option(default=default, flag=flag, **described)

@@ -10,7 +10,7 @@ from IPython.core.magic_arguments import ArgDecorator
 
 from ddpnb.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.options import Option
-from ddpnb.training import GROUPS, TrainingSpec, training_options
+from ddpnb.training import TrainingSpec, training_options
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -22,8 +22,10 @@ class training_arguments(ArgDecorator):  # noqa: N801  as IPython's own
         self, parser: argparse.ArgumentParser, group: argparse._ArgumentGroup | None
     ) -> None:
         """Add the options."""
-        headings = {name: parser.add_argument_group(name) for name in GROUPS}
+        headings: dict[str, argparse._ArgumentGroup] = {}
         for _, option in training_options():
+            if option.group not in headings:
+                headings[option.group] = parser.add_argument_group(option.group)
             headings[option.group].add_argument(option.flag, **_settings(option))
 
 

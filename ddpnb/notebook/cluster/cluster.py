@@ -103,7 +103,11 @@ class Cluster(Engines):
             ) from error
         try:
             saved = read(saved.folder)  # nobody else changes it from now on
-            cluster.spec, cluster.placement, cluster.states = saved.spec, saved.placement, saved.states
+            cluster.spec, cluster.placement, cluster.states = (
+                saved.spec,
+                saved.placement,
+                saved.states,
+            )
             cluster.home, cluster.began = saved.home, saved.began
             cluster._master_port = saved.master_port
             cluster._group = GroupState(

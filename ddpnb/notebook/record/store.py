@@ -19,7 +19,6 @@ from ddpnb.notebook.record.comparison import Comparison, overlay
 from ddpnb.notebook.record.database import Database
 from ddpnb.notebook.record.names import StoredRun
 from ddpnb.notebook.record.runs import RunSnapshot, Status
-from ddpnb.notebook.record.writer import this_process
 from ddpnb.wire import EventBatch, RunReport
 
 FILE_NAME = "runs.sqlite3"
@@ -94,7 +93,7 @@ class Store:
                     run.name,
                     run.repeat,
                     run.created,
-                    this_process(),
+                    rows.this_process(),
                     run.status,
                     spec,
                 ),
