@@ -82,13 +82,18 @@ def die_with_parent() -> None:
 
 
 def atomic_write(
-    path: Path, content: bytes | memoryview, *, synced_folders: Iterable[Path] = ()
+    path: Path,
+    content: bytes | memoryview,
+    *,
+    mode: int = 0o666,
+    synced_folders: Iterable[Path] = (),
 ) -> None:
     """Write a file that is there as a whole, or as it was before, whenever this process ends.
 
     Args:
         path: the file.
         content: all of it.
+        mode: of the file, less the umask.
         synced_folders: where the machine itself may go down: the folder of the file, and those
             above that may be new.  They, and the file, are on the disk when this returns.
 
@@ -98,7 +103,8 @@ def atomic_write(
     folders = tuple(synced_folders)
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with draft.open("wb") as file:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with open(descriptor, "wb") as file:
             file.write(content)
             if folders:
                 file.flush()
