@@ -5,14 +5,13 @@ The constructor of a strategy, and the builder of a task, take these options by 
 """
 
 import importlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ddpnb.errors import UserError, advice, one_of
+from ddpnb.options import Option, Value
 
-Value = bool | int | float | str
 Dashes = Literal["solid", "dashed", "dash-dot", "long", "dotted", "dash-dot-dot", "long-short"]
 
 BASELINE = "single"
@@ -23,17 +22,6 @@ CEILING = "no-comm"
 
 CELL_TASK = "cell"
 """The task whose model, data, loss and optimizer the notebook's cell defines."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One thing to choose; a value is of its default's type."""
-
-    default: Value
-    about: str
-    choices: tuple[str, ...] = ()
-    least: float = -math.inf
-    is_least_allowed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +316,7 @@ def _choice(kind: str, word: str, entries: Mapping[str, Entry]) -> Choice:
             raise UserError(f"{name} has no option {key!r}; {advice(key, options)}")
     return Choice(
         name=name,
-        options={key: _value(f"{name}:{key}", options[key], text) for key, text in given.items()},
+        options={key: options[key].read(f"{name}:{key}", text) for key, text in given.items()},
     )
 
 
@@ -341,34 +329,6 @@ def _split(word: str) -> tuple[str, dict[str, str]]:
     if len(given) < len(pairs):
         raise UserError(f"{word} gives an option twice: leave one of them out.")
     return name, given
-
-
-def _value(what: str, option: Option, text: str) -> Value:
-    if isinstance(option.default, bool):
-        if text not in ("on", "off"):
-            raise UserError(f"{what} is on or off, not {text}.")
-        return text == "on"
-    if option.choices and text not in option.choices:
-        raise one_of(what, text, option.choices)
-    if isinstance(option.default, str):
-        return text
-    return _number(what, option, text)
-
-
-def _number(what: str, option: Option, text: str) -> int | float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise UserError(f"{what} is a number, not {text}.") from None
-    is_low = number < option.least or (number == option.least and not option.is_least_allowed)
-    if not math.isfinite(number) or is_low:
-        bound = "at least" if option.is_least_allowed else "greater than"
-        raise UserError(f"{what} must be {bound} {option.least:g}, not {text}.")
-    if isinstance(option.default, float):
-        return number
-    if number != int(number):
-        raise UserError(f"{what} is a whole number, not {text}.")
-    return int(number)
 
 
 def _guess(text: str) -> Value:

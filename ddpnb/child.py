@@ -4,7 +4,6 @@ Nothing here imports torch before a rank's own time: the controller is forked fi
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -18,8 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpnb import controller
-
-PR_SET_PDEATHSIG = 1
+from ddpnb.processes import die_with_parent
 
 Frame = dict[str, Any]
 """What is said over a pipe, as JSON."""
@@ -42,12 +40,6 @@ def run_child(main: Callable[[], None]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends (prctl(2))."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def redirect_output(path: Path) -> None:

@@ -1,19 +1,18 @@
 """What can be chosen about a training, whatever the strategy?  (Both sides.)
 
-Every choice is written once, as a field of ``TrainingSpec``: the option of the magic, its
-help, its check and its name in Python are read off the field.
+Every choice is written once, as a field of ``TrainingSpec`` with its ``Option``.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ddpnb import catalogue
-from ddpnb.catalogue import CELL_TASK, TASKS, Value
-from ddpnb.errors import UserError, one_of
+from ddpnb.catalogue import CELL_TASK, TASKS
+from ddpnb.errors import UserError
 from ddpnb.faults import parse_kills, parse_slow
+from ddpnb.options import Option
 
 AMP = ("none", "bf16")
 """What mixed precision there is: bfloat16 needs no scaling of the loss."""
@@ -24,43 +23,29 @@ LR_SCALING = ("none", "linear", "sqrt")
 TRANSPORTS = ("auto", "shm", "gloo", "rpc")
 """How an asynchronous worker and its server may exchange tensors."""
 
-GROUPS = ("training", "steps", "data", "faults on purpose", "checkpoints")
-"""Under which headings the choices are told, in this order."""
+
+def _option(default: Any, flag: str, **described: Any) -> Any:
+    option = Option(default=default, flag=flag, **described)
+    return field(default=default, metadata={"option": option})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
-    """How a field of ``TrainingSpec`` is chosen in a magic's line."""
-
-    option: str
-    """``"--batch-size"``; in Python it is called ``batch_size``."""
-    about: str
-    group: str
-    default: Value | tuple[str, ...] | None
-    kind: type
-    """What its text is read as; ``bool`` for a switch, ``tuple`` for a list."""
-    example: str = "N"
-    choices: tuple[str, ...] = ()
-    least: float = -math.inf
-    is_least_allowed: bool = True
-    most: float = math.inf
-
-    @property
-    def keyword(self) -> str:
-        """What it is called in Python."""
-        return self.option.lstrip("-").replace("-", "_")
-
-
-def _flag(default: Value | tuple[str, ...] | None, option: str, **told: Any) -> Any:
-    flag = Flag(option=option, default=default, **{"kind": type(default)} | told)
-    return field(default=default, metadata={"flag": flag})
+def _share(name: str, text: str) -> float:
+    """Return the number that ``20%`` or ``0.2`` says."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise UserError(f"{name} is a share, 20% or 0.2, not {text}.") from None
+    if share > 1 and not text.endswith("%"):
+        advised = f"write {share:g}% or {share / 100:g}"
+        raise UserError(f"{name} {text} would be {100 * share:g} %; {advised}.")
+    return share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
     """One way of training: the same for every strategy that is compared."""
 
-    task: str = _flag(
+    task: str = _option(
         CELL_TASK,
         "--task",
         group="training",
@@ -72,30 +57,33 @@ class TrainingSpec:
     """The comparison cell; defines ``model()`` and ``data(split)`` when ``task`` is ``"cell"``."""
     cell: int = 0
     """The ``n`` of the cell ``In [n]`` that ``source`` stands in; 0: in none."""
-    num_epochs: float = _flag(
+    num_epochs: float = _option(
         2.0,
         "--epochs",
         group="training",
         least=0,
         is_least_allowed=False,
+        label="epochs",
         about="passes over the training data; for asynchronous runs counted in samples seen",
     )
-    batch_size: int = _flag(
+    batch_size: int = _option(
         256,
         "--batch-size",
         group="training",
         least=1,
+        label="global batch",
         about="the global batch: samples a step, over all workers together",
     )
-    learning_rate: float = _flag(
+    learning_rate: float = _option(
         0.05,
         "--lr",
         group="training",
         least=0,
         is_least_allowed=False,
+        label="learning rate",
         about="learning rate of the default optimizer, SGD with momentum 0.9",
     )
-    seed: int = _flag(
+    seed: int = _option(
         0,
         "--seed",
         group="training",
@@ -105,14 +93,14 @@ class TrainingSpec:
     )
     num_warmup_steps: int = 3
     """Steps trained on a throwaway replica first, so that no clock sees a cold start."""
-    accumulate: int = _flag(
+    accumulate: int = _option(
         1,
         "--accumulate",
         group="steps",
         least=1,
         about="parts that a worker's share of a step is cut into, to save memory",
     )
-    amp: str = _flag(
+    amp: str = _option(
         "none",
         "--amp",
         group="steps",
@@ -120,7 +108,7 @@ class TrainingSpec:
         example="TYPE",
         about="what the forward pass computes in where that is safe",
     )
-    clip: float | None = _flag(
+    clip: float | None = _option(
         None,
         "--clip",
         kind=float,
@@ -129,7 +117,7 @@ class TrainingSpec:
         is_least_allowed=False,
         about="largest norm of all gradients together; larger ones are scaled down to it",
     )
-    lr_scaling: str = _flag(
+    lr_scaling: str = _option(
         "none",
         "--lr-scaling",
         group="steps",
@@ -137,20 +125,20 @@ class TrainingSpec:
         example="RULE",
         about="how the learning rate grows with the number of workers",
     )
-    num_lr_warmup_epochs: float = _flag(
+    num_lr_warmup_epochs: float = _option(
         0.0,
         "--lr-warmup",
         group="steps",
         least=0,
         about="epochs over which the learning rate grows from almost nothing",
     )
-    sync_batchnorm: bool = _flag(
+    sync_batchnorm: bool = _option(
         False,
         "--sync-batchnorm",
         group="steps",
         about="BatchNorm takes its statistics over all ranks; on GPUs only",
     )
-    transport: str = _flag(
+    transport: str = _option(
         "auto",
         "--transport",
         group="steps",
@@ -158,7 +146,7 @@ class TrainingSpec:
         example="WAY",
         about="how asynchronous workers and their server exchange tensors",
     )
-    num_data_workers: int = _flag(
+    num_data_workers: int = _option(
         0,
         "--data-workers",
         group="data",
@@ -166,31 +154,33 @@ class TrainingSpec:
         most=256,
         about="processes of each rank that fetch samples ahead (torch's DataLoader)",
     )
-    slow: tuple[str, ...] = _flag(
+    slow: tuple[str, ...] = _option(
         (),
         "--slow",
         group="faults on purpose",
         example="1:3x",
+        label="straggler",
         about="rank 1 computes 3 times as long; 1:50ms: its steps take 50 ms longer; "
         "several with commas",
     )
-    jitter: float = _flag(
+    jitter: float = _option(
         0.0,
         "--jitter",
         group="faults on purpose",
         example="20%",
+        from_text=_share,
         least=0,
         most=100,
         about="each step of each rank takes longer at random, by up to this share",
     )
-    kill: tuple[str, ...] = _flag(
+    kill: tuple[str, ...] = _option(
         (),
         "--kill",
         group="faults on purpose",
         example="1@5s",
         about="rank 1 is killed after 5 seconds of training",
     )
-    save_every: float = _flag(
+    save_every: float = _option(
         0.0,
         "--save-every",
         group="checkpoints",
@@ -198,7 +188,7 @@ class TrainingSpec:
         about="epochs between checkpoints, one at the end among them, kept in "
         "data/runs/checkpoints; the last two stay",
     )
-    resume: str = _flag(
+    resume: str = _option(
         "",
         "--resume",
         group="checkpoints",
@@ -213,28 +203,15 @@ class TrainingSpec:
                 "Nothing to train: define model() and data(split) in the cell, "
                 f"or name a task with --task ({', '.join(TASKS)})."
             )
-        for name, flag in flags():
-            _check(flag, getattr(self, name))
+        for name, option in training_options():
+            object.__setattr__(self, name, option.check(option.flag, getattr(self, name)))
         for text in self.slow:
             parse_slow(text)
         parse_kills(self.kill)
 
 
-def flags() -> Iterator[tuple[str, Flag]]:
-    """Yield each field of ``TrainingSpec`` that is a choice, with how it is chosen."""
+def training_options() -> Iterator[tuple[str, Option]]:
+    """Yield each field of ``TrainingSpec`` that can be chosen, with its option."""
     for entry in dataclasses.fields(TrainingSpec):
-        if "flag" in entry.metadata:
-            yield entry.name, entry.metadata["flag"]
-
-
-def _check(flag: Flag, value: Any) -> None:
-    if flag.choices and value not in flag.choices:
-        raise one_of(flag.option, value, flag.choices)
-    if flag.least == -math.inf or value is None:
-        return
-    if value > flag.most:
-        raise UserError(f"{flag.option} must be at most {flag.most}, not {value}.")
-    is_low = value < flag.least or (value == flag.least and not flag.is_least_allowed)
-    if is_low or (isinstance(value, float) and not math.isfinite(value)):
-        bound = "at least" if flag.is_least_allowed else "greater than"
-        raise UserError(f"{flag.option} must be {bound} {flag.least:g}, not {value}.")
+        if "option" in entry.metadata:
+            yield entry.name, entry.metadata["option"]

@@ -4,10 +4,10 @@ Frozen, checked, picklable values only: specs go down, events and reports come
 back.  Nothing here imports torch, IPython or matplotlib.
 """
 
-import importlib
 import math
 import struct
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 from ddpnb import catalogue
@@ -100,10 +100,12 @@ class Parts(NamedTuple):
 NO_PARTS = Parts()
 
 
-KILLED = "killed"
-DIED = "died"
-CAME_BACK = "came back"
-"""What is said of a rank that trains no more, and of one that does again."""
+class RankEvent(StrEnum):
+    """What can happen to a rank's process in a run; the text of its mark."""
+
+    KILLED = "killed"
+    DIED = "died"
+    CAME_BACK = "came back"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +115,8 @@ class Mark:
     rank: int
     seconds: float
     """Training time since the run began."""
-    text: str
-    """A few words, e.g. ``"killed"``, ``"3x slower"``."""
+    text: RankEvent | str
+    """Or a few words: ``"3x slower"``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,36 +155,21 @@ _ROW = struct.Struct("<ddqqiiq7f")
 ROW_BYTES = _ROW.size
 
 
-def row_of(
-    *,
-    rank: int,
-    step: int,
-    seconds: float,
-    num_samples: int,
-    loss: float,
-    staleness: int | None = None,
-    num_bytes_sent: int = 0,
-    parts: Parts = NO_PARTS,
-) -> bytes:
+def pack_step(rank: int, step: StepEvent) -> bytes:
     """Return one step as the 76 bytes that cross, lie in the store and are read as numpy rows.
 
     Packing costs a rank less than pickling would, and the kernel nothing at all.
     """
-    stale = NO_STALENESS if staleness is None else staleness
-    return _ROW.pack(seconds, loss, num_samples, step, stale, rank, num_bytes_sent, *parts)
-
-
-def pack_step(rank: int, step: StepEvent) -> bytes:
-    """Return a step of one rank as a row."""
-    return row_of(
-        rank=rank,
-        step=step.step,
-        seconds=step.seconds,
-        num_samples=step.num_samples,
-        loss=step.loss,
-        staleness=step.staleness,
-        num_bytes_sent=step.num_bytes_sent,
-        parts=step.parts,
+    stale = NO_STALENESS if step.staleness is None else step.staleness
+    return _ROW.pack(
+        step.seconds,
+        step.loss,
+        step.num_samples,
+        step.step,
+        stale,
+        rank,
+        step.num_bytes_sent,
+        *step.parts,
     )
 
 
@@ -195,7 +182,7 @@ class EventBatch:
     sequence: int
     header: RunHeader | None = None
     rows: bytes = b""
-    """What ``row_of`` made of each step, or of each call of ``ddpnb.log``."""
+    """What ``pack_step`` made of each step, or of each call of ``ddpnb.log``."""
     metrics: tuple[tuple[int, str, float], ...] = ()
     """Further numbers of the user's own: index of the row, name, value."""
     marks: tuple[Mark, ...] = ()
@@ -321,18 +308,3 @@ class Whereabouts:
     """Collectives of the default group that have begun here."""
     cpu_seconds: float = 0.0
     """Processor time that the process has used."""
-
-
-@dataclass(frozen=True, slots=True)
-class OnRank:
-    """A call by name of a function of ``ddpnb.rank.calls``: ``OnRank("state")()``.
-
-    The notebook's side never imports the rank's: this is the one import between
-    them, and it happens on the rank.
-    """
-
-    function: str
-
-    def __call__(self, *args: object) -> object:
-        """Import the function and call it; runs on the rank."""
-        return getattr(importlib.import_module("ddpnb.rank.calls"), self.function)(*args)

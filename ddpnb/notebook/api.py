@@ -1,14 +1,12 @@
 """What does each magic read like in plain Python?  (Notebook side.)"""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpnb.catalogue import CELL_TASK
 from ddpnb.errors import UserError, one_of
 from ddpnb.notebook.background import RunningComparison
 from ddpnb.notebook.cells import RunningCell
-from ddpnb.notebook.choices import training_of
+from ddpnb.notebook.choices import takes_training_options, training_of
 from ddpnb.notebook.cluster.plan import METHODS, ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.export.export import export as write_export
@@ -156,64 +154,31 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
 
 
 @typed
+@takes_training_options
 def compare(
     *strategies: str,
-    task: str = CELL_TASK,
     source: str = "",
-    epochs: float = 2.0,
-    batch_size: int = 256,
-    lr: float = 0.05,
-    seed: int = 0,
-    accumulate: int = 1,
-    amp: str = "none",
-    clip: float | None = None,
-    lr_scaling: str = "none",
-    lr_warmup: float = 0.0,
-    sync_batchnorm: bool = False,
-    transport: str = "auto",
-    data_workers: int = 0,
-    slow: str | Sequence[str] = (),
-    jitter: float | str = 0.0,
-    kill: str | Sequence[str] = (),
-    save_every: float = 0.0,
-    resume: str = "",
     repeats: int = 1,
     name: str = "",
     baseline: bool = True,
     wait: bool = True,
     log: bool = False,
     target: float | None = None,
+    **choices: Any,
 ) -> ComparisonResult | RunningComparison:
     """Train strategies on the same task and compare them live; the twin of ``%%ddp_compare``.
 
     Args:
         *strategies: ``"ddp"``, or with options ``"ddp:hook=fp16"``; a class of your own.
-        task: a built-in task; left out where ``source`` defines the task.
         source: a cell that defines ``model()`` and ``data(split)``, and if wanted
             ``loss`` and ``optimizer(params)``.
-        epochs: passes over the training data.
-        batch_size: samples per step over all workers together.
-        lr: learning rate of the default optimizer, SGD with momentum 0.9.
-        seed: of the initial weights and the order of samples, the same for all.
-        accumulate: parts that a worker's share of a step is cut into, to save memory.
-        amp: ``"bf16"`` computes the forward pass in it where that is safe.
-        clip: largest norm of all gradients together; larger ones are scaled down to it.
-        lr_scaling: ``"linear"`` or ``"sqrt"``: how ``lr`` grows with the number of workers.
-        lr_warmup: epochs over which the learning rate grows from almost nothing.
-        sync_batchnorm: BatchNorm takes its statistics over all ranks; on GPUs only.
-        transport: how asynchronous workers and their server exchange tensors.
-        data_workers: processes of each rank that fetch samples ahead.
-        slow: ``"1:3x"``: rank 1 computes 3 times as long; ``"1:50ms"``: its steps take longer.
-        jitter: share by which each step takes longer at random at most, 0.2 or ``"20%"``.
-        kill: ``"1@5s"``: rank 1 is killed after 5 seconds of training.
-        save_every: epochs between checkpoints, one at the end among them; 0: none.
-        resume: the runs from whose last checkpoints to begin, as ``runs`` lists them.
         repeats: how often each strategy is trained, in turns with the others.
         name: what the comparison is stored as; by default made from the task.
         baseline: whether to train ``single`` too, so that there is a speed-up to tell.
         wait: whether to return only when all is trained.
         log: whether losses are drawn on a logarithmic axis.
         target: a training loss whose reaching is marked and timed.
+        **choices: as listed.
 
     Returns:
         The result; ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(folder)``.  Where ``wait``
@@ -223,7 +188,7 @@ def compare(
         UserError: where something cannot be trained, before anything is.
         RankError: where a training failed.
     """
-    training = training_of(locals(), source=source)
+    training = training_of(choices, in_python=True, source=source)
     spec = ComparisonSpec(
         strategies=strategies,
         training=training,

@@ -24,7 +24,8 @@ from ddpnb.notebook.show.failures import (
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.output import CellOutput
 from ddpnb.notebook.show.result import ComparisonResult
-from ddpnb.wire import CellSpec, EventBatch, Failure, OnRank, Tied
+from ddpnb.remote_call import OnRank
+from ddpnb.wire import CellSpec, EventBatch, Failure, Tied
 
 
 class RunningCell:
@@ -205,7 +206,7 @@ def failures_of(watch: Watch) -> list[Failure]:
     """Return how the call failed, on whichever ranks it did."""
     failures = [f for f in map(failure_in, watch.returned.values()) if f is not None]
     for rank, cause in watch.lost.items():
-        log = watch.cluster.log_tail(str(rank))
+        log = watch.cluster.log_tail(rank)
         lost = Failure(rank=rank, name=LOST, text=cause, traceback=(log,), failed_at=0.0)
         failures.append(lost)
     return failures

@@ -1,14 +1,18 @@
 """How do the choices of a training become options of a magic, and back?  (Notebook side.)"""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping
+from inspect import Parameter
+from typing import Any, TypeVar
 
 from IPython.core.magic_arguments import ArgDecorator
 
-from ddpnb.catalogue import CELL_TASK, STRATEGIES, TASKS, Option
-from ddpnb.errors import UserError
-from ddpnb.training import GROUPS, Flag, TrainingSpec, flags
+from ddpnb.catalogue import CELL_TASK, STRATEGIES, TASKS
+from ddpnb.options import Option
+from ddpnb.training import TrainingSpec, training_options
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class training_arguments(ArgDecorator):  # noqa: N801  as IPython's own
@@ -16,9 +20,11 @@ class training_arguments(ArgDecorator):  # noqa: N801  as IPython's own
 
     def add_to_parser(self, parser: argparse.ArgumentParser, group: object) -> None:
         """Add the options."""
-        headings = {name: parser.add_argument_group(name) for name in GROUPS}
-        for _, flag in flags():
-            headings[flag.group].add_argument(flag.option, **_settings(flag))
+        headings: dict[str, argparse._ArgumentGroup] = {}
+        for _, option in training_options():
+            if option.group not in headings:
+                headings[option.group] = parser.add_argument_group(option.group)
+            headings[option.group].add_argument(option.flag, **_settings(option))
 
 
 def catalogue_text() -> str:
@@ -29,73 +35,54 @@ def catalogue_text() -> str:
         for name, entry in entries.items():
             lines.append(f"  {name:<17}  {entry.about}")
             for key, option in entry.options.items():
-                lines.append(f"    {name}:{key}={_written(option)}  {option.about}")
+                written = "|".join(option.values) or option.default
+                lines.append(f"    {name}:{key}={written}  {option.about}")
     return "\n".join(lines[1:])
 
 
-def _written(option: Option) -> str:
-    """Return what an option may be: its choices, or what it is where nothing is chosen."""
-    if isinstance(option.default, bool):
-        return "on|off"
-    return "|".join(option.choices) or str(option.default)
-
-
-def training_of(chosen: Mapping[str, Any], **others: Any) -> TrainingSpec:
+def training_of(
+    chosen: Mapping[str, Any], *, in_python: bool = False, **others: Any
+) -> TrainingSpec:
     """Return the training that was chosen.
 
     Args:
-        chosen: by the names that the choices have in Python; more names do no harm.
-        **others: fields that are no choices.
+        chosen: texts or values, by the names that the options have in Python; more do no harm.
+        in_python: whether errors name the options as in Python, or as in a magic's line.
+        **others: fields that are no options.
 
     Raises:
         UserError: something cannot be.
     """
-    fields = {name: chosen[flag.keyword] for name, flag in flags() if flag.keyword in chosen}
-    as_fields = {name: _as_field(flag, fields[name]) for name, flag in flags() if name in fields}
-    return TrainingSpec(**as_fields, **others)
+    fields = {
+        name: option.read(option.keyword if in_python else option.flag, chosen[option.keyword])
+        for name, option in training_options()
+        if option.keyword in chosen
+    }
+    return TrainingSpec(**fields, **others)
 
 
-def _as_field(flag: Flag, value: Any) -> Any:
-    if flag.kind is tuple:
-        return tuple([value] if isinstance(value, str) else value)
-    return _share(str(value)) if flag.keyword == "jitter" else value
+def takes_training_options(function: Function) -> Function:
+    """Give a function's signature and help each option in place of ``**choices``."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    options = [option for _, option in training_options()]
+    chosen = [
+        Parameter(option.keyword, Parameter.KEYWORD_ONLY, default=option.default)
+        for option in options
+    ]
+    function.__signature__ = signature.replace(parameters=own + chosen)  # type: ignore[attr-defined]
+    told = "\n".join(f"        {option.keyword}: {option.meaning}." for option in options)
+    function.__doc__ = (function.__doc__ or "").replace("        **choices: as listed.", told)
+    return function
 
 
-def _settings(flag: Flag) -> dict[str, Any]:
-    about = flag.about.replace("%", "%%")
-    if flag.kind is bool:
+def _settings(option: Option) -> dict[str, Any]:
+    about = option.meaning.replace("%", "%%")
+    if option.value_kind is bool:
         return {"action": "store_true", "help": about}
-    if flag.default not in (None, (), "", CELL_TASK):
-        about = f"{about} [{str(flag.default).removesuffix('.0')}]"
-    choices = f"{' | '.join(flag.choices)}: " if flag.choices else ""
-    settings = {"metavar": flag.example, "help": choices + about}
-    settings |= {"dest": flag.keyword, "default": argparse.SUPPRESS}
-    if flag.kind is tuple:
-        return settings | {"action": _Extend}
-    # A share may be written in percent: its text is read in training_of, as in Python.
-    return settings | {"type": str if flag.keyword == "jitter" else flag.kind}
-
-
-class _Extend(argparse.Action):
-    """Collects what is given several times, or with commas."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        before = getattr(namespace, self.dest, ())
-        setattr(namespace, self.dest, (*before, *str(values).split(",")))
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        raise UserError(f"--jitter is a share, 20% or 0.2, not {text}.") from None
-    if share > 1 and not text.endswith("%"):
-        told = f"write {share:g}% or {share / 100:g}"
-        raise UserError(f"--jitter {text} would be {100 * share:g} %; {told}.")
-    return share
+    if option.default not in (None, (), "", CELL_TASK):
+        about = f"{about} [{str(option.default).removesuffix('.0')}]"
+    settings = {"metavar": option.example, "help": about}
+    if option.value_kind is tuple:
+        settings["action"] = "append"
+    return settings | {"dest": option.keyword, "default": argparse.SUPPRESS}

@@ -24,8 +24,10 @@ from ddpnb.notebook.show.failures import CellInterrupt, RankError, StuckError
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.view import EVERYTHING, View
+from ddpnb.processes import Order
+from ddpnb.remote_call import OnRank
 from ddpnb.training import TrainingSpec
-from ddpnb.wire import OnRank, RunReport, RunSpec
+from ddpnb.wire import RunReport, RunSpec
 
 ORDER_SECONDS = 0.3
 """How often the ranks are told to stop, until they have."""
@@ -239,7 +241,7 @@ class Training:
         if now >= self._next_order_seconds:
             self._next_order_seconds = now + ORDER_SECONDS  # one that came too early was lost
             for rank in self.cluster.living:
-                self.cluster.processes.order(rank, "stop")
+                self.cluster.processes.order(rank, Order.STOP)
 
     def _tell_lost(self, comeback: Comeback, report: object) -> None:
         if comeback.came_back and isinstance(report, RunReport):

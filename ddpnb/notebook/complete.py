@@ -12,16 +12,16 @@ from IPython.core.completer import (
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
-from ddpnb.catalogue import STRATEGIES, TASKS, Entry, Option
+from ddpnb.catalogue import STRATEGIES, TASKS, Entry
 from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.linger import lingering
 from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES
 from ddpnb.notebook.session import this_session
 from ddpnb.notebook.usage import options
-from ddpnb.training import flags
+from ddpnb.training import training_options
 
 VALUES = {"--device": DEVICES, "--backend": BACKENDS} | {
-    flag.option: flag.choices for _, flag in flags() if flag.choices
+    option.flag: option.choices for _, option in training_options() if option.choices
 }
 """What may follow an option."""
 
@@ -99,12 +99,7 @@ def choices(entries: Mapping[str, Entry], begun: str) -> Iterable[str]:
     table = entries[name].options
     if not equals:
         return [f"{stem}{option}=" for option in table]
-    return [f"{stem}{key}={value}" for value in values(table[key])] if key in table else ()
-
-
-def values(option: Option) -> Iterable[str]:
-    """Return what an option of a strategy or task may be, where that can be listed."""
-    return ("on", "off") if isinstance(option.default, bool) else option.choices
+    return [f"{stem}{key}={value}" for value in table[key].values] if key in table else ()
 
 
 def names(magic: str, namespace: dict[str, object], begun: str) -> Iterator[SimpleCompletion]:

@@ -11,7 +11,7 @@ import time
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.watch import Watch
 from ddpnb.notebook.ranks import format_ranks
-from ddpnb.wire import OnRank
+from ddpnb.remote_call import OnRank
 
 IDLE_SECONDS = 2.0
 """A rank that does not answer in this time is at something."""

@@ -8,7 +8,8 @@ from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.watch import Watch
 from ddpnb.notebook.ranks import spoken_ranks
 from ddpnb.notebook.show.failures import CellInterrupt, RankError
-from ddpnb.wire import Checked, OnRank, RunSpec
+from ddpnb.remote_call import OnRank
+from ddpnb.wire import Checked, RunSpec
 
 FREE_AFTER_SECONDS = 5.0
 """How long ranks may still check after one has refused; to free them costs the group."""

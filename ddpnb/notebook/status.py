@@ -13,6 +13,7 @@ from ddpnb.notebook.cluster.stopped import stopped_ranks, tell_stopped
 from ddpnb.notebook.ranks import format_ranks
 from ddpnb.notebook.show.table import Cell, Column, Table
 from ddpnb.notebook.show.words import counted
+from ddpnb.processes import Order
 from ddpnb.wire import Whereabouts
 
 ANSWER_SECONDS = 3.0
@@ -43,7 +44,7 @@ def status_table(cluster: Cluster, running: Sequence[Running], notes: Sequence[s
     stopped = stopped_ranks(cluster, cluster.ranks)
     rows = []
     for state in cluster.states:
-        exit_ = cluster.exits.get(str(state.rank))
+        exit_ = cluster.exits.get(state.rank)
         doing = describe_exit(exit_) if exit_ else "busy" if state.rank in busy else "idle"
         doing = "stopped" if state.rank in stopped else doing
         doing = doing if state.rank in cluster.living or exit_ else "gone"
@@ -79,7 +80,7 @@ def status_table(cluster: Cluster, running: Sequence[Running], notes: Sequence[s
 def tell_where(cluster: Cluster) -> str:
     """Say where each rank stands at this moment, and give the stacks of those that are busy."""
     asked = {
-        rank: [cluster.processes.order(rank, order) for order in ("where", "stack")]
+        rank: [cluster.processes.order(rank, order) for order in (Order.WHERE, Order.STACK)]
         for rank in cluster.living
     }
     deadline = time.monotonic() + ANSWER_SECONDS

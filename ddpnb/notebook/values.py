@@ -11,7 +11,8 @@ from typing import Any
 
 from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.cluster import Cluster
-from ddpnb.wire import Failure, OnRank
+from ddpnb.remote_call import OnRank
+from ddpnb.wire import Failure
 
 
 def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
 """What may the notebook ask of a rank?  (Rank side.)
 
-Each function here is called by its name, through ``ddpnb.wire.OnRank``.
+Each function here is called by its name, through ``ddpnb.remote_call.OnRank``.
 """
 
 import copy
@@ -18,7 +18,6 @@ from ddpnb.rank.failure import failure_of
 from ddpnb.rank.group import Group
 from ddpnb.rank.publish import Publisher
 from ddpnb.rank.tied import tied_variables
-from ddpnb.unsent import UnsentSteps
 from ddpnb.wire import (
     CellReport,
     CellSpec,
@@ -77,12 +76,7 @@ def train(spec: RunSpec, joining: Joining | None = None) -> RunReport | Failure:
     try:
         first_batch = joining.first_batch if joining else 0
         with (
-            Publisher(
-                rank=group.rank,
-                run_id=spec.run_id,
-                first_batch=first_batch,
-                unsent=UnsentSteps.open(group.folder, rank=group.rank, run_id=spec.run_id),
-            ) as publisher,
+            Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch) as publisher,
             trusted(spec, group),
         ):
             report = cell.interruptible(

@@ -10,7 +10,6 @@ slowest has written its parts.  Nothing is unpickled: ``weights_only``.
 
 import contextlib
 import io
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,12 +21,15 @@ import torch
 from torch import nn
 
 from ddpnb.errors import UserError
+from ddpnb.processes import atomic_write
 from ddpnb.rank.likeness import check_spec
 from ddpnb.rank.strategies.base import State
 from ddpnb.wire import MODEL_FILE, RunSpec
 
 NUM_KEPT = 2
 """Complete checkpoints of a run that stay, and all newer ones."""
+NUM_OWN_FOLDERS = 3
+"""Folders above a checkpoint's file that may be new: of the step, the run, all runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,15 +134,7 @@ def write(path: Path, state: State) -> None:
     """
     content = io.BytesIO()
     torch.save(state, content)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with draft.open("wb") as file:
-            file.write(content.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    atomic_write(path, content.getbuffer(), synced_folders=path.parents[:NUM_OWN_FOLDERS])
 
 
 def last_step(place: Place) -> int:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ddpnb.processes import Notice, Order
+
 Handler = Callable[[], object]
 
 
@@ -26,7 +28,7 @@ class ControlThread(threading.Thread):
         handlers: what to do on each order; the value returned is sent back.
     """
 
-    def __init__(self, rank: int, pipe: Connection, handlers: Mapping[str, Handler]) -> None:
+    def __init__(self, rank: int, pipe: Connection, handlers: Mapping[Order, Handler]) -> None:
         super().__init__(name="ddpnb-control", daemon=True)
         self.rank = rank
         self.pipe = pipe
@@ -45,8 +47,8 @@ class ControlThread(threading.Thread):
         """Carry out one order and send its result back."""
         value: object = None
         try:
-            value = self.handlers[order]()
+            value = self.handlers[Order(order)]()
         except Exception:  # noqa: BLE001  the edge of the thread, which must live on: to the log
             traceback.print_exc()
-        message = {"event": "answer", "rank": self.rank, "id": order_id, "value": value}
+        message = {"event": Notice.ANSWER, "rank": self.rank, "id": order_id, "value": value}
         self.pipe.send_bytes(json.dumps(message).encode())

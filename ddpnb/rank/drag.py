@@ -8,6 +8,9 @@ wished to be; u: a new random share of up to the jitter.  The rank sleeps betwee
 and its backward pass: what it has read grows so much older, what it sends comes so much later.
 The sleep counts as forward.
 
+A rank is killed between two steps, at the first that begins at or after its time: all the steps
+that it has finished are sent first, and it holds a share that is lost with it.
+
 Where one process holds several workers, as in DataParallel, the slowest holds up its step.
 """
 
@@ -15,19 +18,20 @@ import os
 import random
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import NoReturn, final
 
 import torch
 
 from ddpnb.faults import Kill, Slow, parse_kill, parse_slow
 from ddpnb.rank.strategies.base import Batch, Plan, Replica
 from ddpnb.rank.strategies.timer import Timer
-from ddpnb.wire import KILLED, Mark, RunSpec
+from ddpnb.wire import Mark, RankEvent, RunSpec
 
+KILL_TIMEOUT_SECONDS = 1.0
+"""How long the notebook may take to kill a rank on purpose."""
 _NUM_TRIALS = 3
 
 
@@ -123,16 +127,32 @@ class Drag:
         self._timer = timer
         self._publish = publish
         self._random = {r: random.Random(f"{faults.seed} {r}") for r in faults.workers}
-        self._cancelled = threading.Event()
         self._seconds = 0.0
+        self._began = time.perf_counter()
 
     def begin(self) -> None:
-        """Mark who is slow from now on, and let the time of those run who are to die."""
+        """Mark what is slow from now on, and count the time until a kill."""
         for fault in self._faults.slow:
             self._publish(Mark(rank=fault.rank, seconds=0.0, text=fault.text))
-        if self._faults.kill:
-            args = (_first(self._faults.kill), time.perf_counter())
-            threading.Thread(target=self._die, args=args, name="ddpnb-kill", daemon=True).start()
+        self._began = time.perf_counter()
+
+    @property
+    def is_kill_due(self) -> bool:
+        """Whether this process is to die before its next step."""
+        kills = self._faults.kill
+        return bool(kills) and time.perf_counter() - self._began >= _first(kills).seconds
+
+    def kill(self) -> NoReturn:
+        """Publish when this process is killed, and wait for it: the notebook kills it.
+
+        By then all of its steps have arrived there.  Where nobody listens, it kills itself.
+        """
+        seconds = time.perf_counter() - self._began
+        rank = _first(self._faults.kill).rank
+        self._publish(Mark(rank=rank, seconds=seconds, text=RankEvent.KILLED))
+        time.sleep(KILL_TIMEOUT_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
 
     def begin_step(self) -> None:
         """Find out how much longer the next step is to take."""
@@ -148,24 +168,12 @@ class Drag:
             torch.cuda.synchronize(self._device)
         time.sleep(seconds)
 
-    def close(self) -> None:
-        """Let nobody die any more."""
-        self._cancelled.set()
-
     def _delay(self, worker: int) -> float:
         mine: Sequence[Slow] = [fault for fault in self._faults.slow if fault.rank == worker]
         factor = 1 + self._faults.jitter * self._random[worker].random()
         for fault in mine:
             factor *= fault.factor
         return (factor - 1) * self._compute_seconds + sum(fault.seconds for fault in mine)
-
-    def _die(self, fault: Kill, began: float) -> None:
-        """Be the thread that kills this process."""
-        if self._cancelled.wait(fault.seconds):
-            return
-        seconds = time.perf_counter() - began
-        self._publish(Mark(rank=fault.rank, seconds=seconds, text=KILLED))
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _seconds_of(replica: Replica, batch: Batch) -> float:

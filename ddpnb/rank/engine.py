@@ -17,6 +17,7 @@ from traitlets import Instance
 
 from ddpnb.compat.python_internals import leaves_loops, outside_of_loop
 from ddpnb.errors import UserError
+from ddpnb.processes import Order
 from ddpnb.rank.control import ControlThread
 from ddpnb.rank.group import Group
 from ddpnb.rank.monitor import users_stack, whereabouts
@@ -104,10 +105,10 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     group = group_of(settings, folder)
     engine = RankEngine.instance(group=group)
     handlers = {
-        "cut": group.cut,
-        "where": engine.whereabouts,
-        "stack": engine.stack,
-        "stop": engine.stop_wanted.set,
+        Order.CUT: group.cut,
+        Order.WHERE: engine.whereabouts,
+        Order.STACK: engine.stack,
+        Order.STOP: engine.stop_wanted.set,
     }
     ControlThread(group.rank, pipe, handlers).start()
     if settings["generation"] is None:  # the others train: a group is formed when they are done

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
+from ddpnb.processes import atomic_write
 from ddpnb.rank.agreement import Agreement
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.wire import RankState
@@ -115,7 +116,7 @@ class Group:
 
     def announce(self) -> None:
         """Tell the other ranks of this host which process this rank is."""
-        (self.folder / f"rank-{self.rank}.pid").write_text(str(os.getpid()))
+        atomic_write(self.folder / f"rank-{self.rank}.pid", str(os.getpid()).encode())
 
     def peers(self) -> list[psutil.Process]:
         """Return the living processes of the other ranks on this host."""

@@ -5,8 +5,6 @@ their order; its processes live as long as the run.  Where shares go to whoever 
 it asks early: ``NUM_AHEAD`` shares for each of its processes are this worker's already.
 """
 
-import ctypes
-import signal
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
@@ -18,12 +16,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ddpnb.compat.torch_internals import end_data_workers
+from ddpnb.processes import die_with_parent
 from ddpnb.rank.order import Share
 from ddpnb.rank.tasks.samples import Pair, Samples
 
 NUM_AHEAD = 2
 """Shares that each process has in work, or ready, while this worker trains on one."""
-_PR_SET_PDEATHSIG = 1
 
 Indices = Callable[[Share], Tensor]
 
@@ -91,7 +89,7 @@ class Ahead(Source):
                 batch_sampler=(indices(share).tolist() for share in self._noted(shares)),
                 num_workers=num_processes,
                 prefetch_factor=NUM_AHEAD,
-                worker_init_fn=_end_with_parent,
+                worker_init_fn=_end_with_rank,
                 # A class from a notebook cell cannot be pickled, which other ways need.
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
                 generator=torch.Generator().manual_seed(seed),  # leaves the run's numbers alone
@@ -116,7 +114,5 @@ class Ahead(Source):
             yield share
 
 
-def _end_with_parent(_: int) -> None:
-    """Ask Linux to kill this process when the rank dies (prctl(2))."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _end_with_rank(_: int) -> None:
+    die_with_parent()

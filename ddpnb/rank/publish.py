@@ -14,13 +14,13 @@ from ipyparallel.datapub import publish_data
 
 from ddpnb.errors import UserError
 from ddpnb.rank.engine import RankEngine
-from ddpnb.unsent import UnsentSteps
-from ddpnb.wire import KILLED, EventBatch, Mark, RunHeader, StepEvent, pack_step, row_of
+from ddpnb.wire import EventBatch, Mark, RankEvent, RunHeader, StepEvent, pack_step
 
 FLUSH_SECONDS = 0.5
 """How long an event may wait on the rank: twice a second is as often as pictures need.
 
-Sent ten times a second, events took 2 % of a training that kept all cores busy.
+A process that dies takes with it what waits: the last steps of its curve.  Sent ten times a
+second, events took 2 % of a training that kept all cores busy.
 """
 
 Logged = tuple[float, float, int, Mapping[str, float]]
@@ -37,23 +37,13 @@ class Publisher:
         rank: this rank.
         run_id: the run that the events belong to; empty: there is none.
         first_batch: the number of the first batch.
-        unsent: where the notebook finds the steps that were not sent when the process died;
-            closed with the publisher.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        run_id: str,
-        first_batch: int = 0,
-        unsent: UnsentSteps | None = None,
-    ) -> None:
+    def __init__(self, *, rank: int, run_id: str, first_batch: int = 0) -> None:
         self.rank = rank
         self.run_id = run_id
         self.num_batches = first_batch
         self._header: RunHeader | None = None
-        self._unsent = unsent
         self._rows: deque[bytes] = deque()
         self._marks: deque[Mark] = deque()
         self._logged: deque[Logged] = deque()
@@ -61,6 +51,7 @@ class Publisher:
         self._started_seconds = time.perf_counter()
         self._stop = threading.Event()
         self._starting = threading.Lock()
+        self._flushing = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "Publisher":
@@ -74,15 +65,11 @@ class Publisher:
         if isinstance(event, RunHeader):
             self._header = event
         elif isinstance(event, Mark):
-            if event.text == KILLED and self._unsent is not None:
-                self._unsent.add_death(event)  # there is no time to send it
-            else:
-                self._marks.append(event)
+            self._marks.append(event)
+            if event.text == RankEvent.KILLED:
+                self._flush()  # this process will not be there half a second from now
         else:
-            row = pack_step(self.rank, event)
-            if self._unsent is not None:
-                self._unsent.add(row)
-            self._rows.append(row)
+            self._rows.append(pack_step(self.rank, event))
         if self._thread is None:
             self._start()
 
@@ -99,8 +86,6 @@ class Publisher:
             self._thread.join()
             self._thread = None
             self._flush()
-        if self._unsent is not None:
-            self._unsent.close()
 
     def _start(self) -> None:
         with self._starting:
@@ -115,6 +100,10 @@ class Publisher:
             self._flush()
 
     def _flush(self) -> None:
+        with self._flushing:
+            self._send()
+
+    def _send(self) -> None:
         rows = [self._rows.popleft() for _ in range(len(self._rows))]
         logged = [self._logged.popleft() for _ in range(len(self._logged))]
         marks = [self._marks.popleft() for _ in range(len(self._marks))]
@@ -140,7 +129,10 @@ class Publisher:
     def _rows_of(self, logged: Sequence[Logged]) -> bytes:
         first, self._num_logged = self._num_logged, self._num_logged + len(logged)
         return b"".join(
-            row_of(rank=self.rank, step=step, seconds=seconds, num_samples=samples, loss=loss)
+            pack_step(
+                self.rank,
+                StepEvent(step=step, seconds=seconds, num_samples=samples, loss=loss),
+            )
             for step, (seconds, loss, samples, _) in enumerate(logged, start=first)
         )
 

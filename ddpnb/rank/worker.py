@@ -225,7 +225,7 @@ def _prepare(
         strategy=strategy,
         source=opened.enter_context(closing(stage.source(strategy))),
         stop=stop,
-        late=opened.enter_context(closing(late)),
+        late=late,
         keeper=Keeper(
             stage=stage,
             strategy=strategy,
@@ -273,6 +273,9 @@ def _train(course: _Course) -> None:
             break
         stage.lifeline.check(is_waiting=False)  # who seldom waits, or never, ends with the others
         batch = stage.batch(share, pair)
+        if course.late.is_kill_due:
+            tally.add(tally.clock.stop())  # steps that a GPU has yet to finish
+            course.late.kill()
         course.late.begin_step()
         report = course.strategy.step(batch)
         course.late.delay()  # here where the strategy computes in a way of its own

@@ -15,7 +15,8 @@ from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.plan import ClusterSpec
 from ddpnb.notebook.cluster.watch import Watch, failure_in
 from ddpnb.notebook.values import unpack
-from ddpnb.wire import CellSpec, Failure, OnRank
+from ddpnb.remote_call import OnRank
+from ddpnb.wire import CellSpec, Failure
 
 ALL_REDUCE = """
 import torch, torch.distributed as dist

@@ -16,7 +16,7 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.folder import remove_leftovers
 from ddpnb.notebook.cluster.linger import Saved, choose, find, lingering, name_of
-from ddpnb.notebook.cluster.plan import ClusterSpec, Plan
+from ddpnb.notebook.cluster.plan import ClusterSpec, Placement
 from ddpnb.notebook.left import left_cell
 from tests.cluster.rig import (
     ALL_REDUCE,
@@ -229,7 +229,7 @@ def saved(name: str, home: str) -> Saved:
         server=(1, 0.0),
         spec=ClusterSpec(num_ranks=2, linger_seconds=600),
         method="fork",
-        plan=Plan(devices=("cpu", "cpu"), backend="gloo", num_threads=1),
+        placement=Placement(devices=("cpu", "cpu"), backend="gloo", num_threads=1),
         master_port=1,
         states=(),
         engine_of={},

@@ -71,16 +71,16 @@ def test_a_killed_rank_costs_its_share_and_comes_back(tmp_path, capsys, strategy
         assert [mark.text for mark in snapshot.marks] == ["killed", "came back"]
         assert {mark.rank for mark in snapshot.marks} == {1}
         rank_0 = snapshot.reports[0]
-        # every step that the killed rank had finished is told, though it had not sent them all
+        # what the rank had finished in its last half second it may not have sent
         num_samples = snapshot.events["num_samples"].sum() + rank_0.num_lost_samples
-        assert num_samples == 8000
+        assert 8000 - 50 * 5 <= num_samples <= 8000
         assert 0 < rank_0.num_lost_samples <= 5
         assert rank_0.held_out_accuracy > 0.9
         events = snapshot.events[snapshot.events["rank"] == 1]
         came_back = snapshot.marks[1].seconds  # with a step, not when that was told
         assert came_back in events["seconds"]
         assert (events["seconds"] >= came_back).sum() > 10
-        assert 10 < (events["seconds"] < came_back).sum() < 50  # the dead process's own
+        assert 1 <= (events["seconds"] < came_back).sum() < 50  # the dead process's own
         assert len(set(events["step"])) == len(events)
         assert f"lost {rank_0.num_lost_samples} samples" in capsys.readouterr().err
         again = prepare(cluster, store, a_spec("ddp", tmp_path, num_epochs=0.2)).run()
@@ -148,7 +148,27 @@ def test_who_dies_as_soon_as_it_trains_comes_back_too(tmp_path, strategy):
         assert snapshot.status == "finished"
         assert [mark.text for mark in snapshot.marks] == ["killed", "came back"]
         lost = snapshot.reports[0].num_lost_samples
-        assert snapshot.events["num_samples"].sum() + lost == 4000
+        assert 4000 - 8 * 5 <= snapshot.events["num_samples"].sum() + lost <= 4000
+
+
+@pytest.mark.parametrize("strategy", ["async", "async:bound=1", "hogwild", "gossip"])
+def test_of_a_rank_killed_on_purpose_every_step_is_there(tmp_path, strategy):
+    store = Store(tmp_path)
+    spec = a_spec(strategy, tmp_path, num_calls=-1)
+    spec = replace(spec, training=replace(spec.training, kill=("1@1s",)))
+    with started(2, method="fork") as cluster:
+        result = prepare(cluster, store, spec).run()
+    (snapshot,) = result.comparison.runs
+    assert [mark.text for mark in snapshot.marks] == ["killed", "came back"]
+    killed, came_back = (mark.seconds for mark in snapshot.marks)
+    lost = snapshot.reports[0].num_lost_samples
+    assert 0 < lost <= 5
+    assert snapshot.events["num_samples"].sum() + lost == 8000
+    ended = snapshot.events[snapshot.events["rank"] == 1]["seconds"]
+    before = ended[ended < came_back].max()
+    assert killed >= 1.0
+    assert before <= killed + 0.01
+    assert killed - before < 0.5
 
 
 def test_the_death_of_rank_0_fails_the_run(tmp_path):
@@ -156,14 +176,18 @@ def test_the_death_of_rank_0_fails_the_run(tmp_path):
         prepare(cluster, Store(tmp_path), a_spec("async", tmp_path, rank=0)).run()
 
 
-def test_what_a_rank_did_before_its_death_failed_the_run_is_told(tmp_path):
+def test_what_a_rank_did_before_its_kill_failed_the_run_is_told(tmp_path):
     store = Store(tmp_path)
-    with started(2, method="fork") as cluster, pytest.raises(RankError):
-        prepare(cluster, store, a_spec("ddp", tmp_path, num_calls=20)).run()
+    spec = a_spec("ddp", tmp_path, num_calls=-1)
+    spec = replace(spec, training=replace(spec.training, kill=("1@700ms",)))
+    with started(2, method="fork") as cluster:
+        prepare(cluster, store, spec).run()
     (snapshot,) = store.load("cell-1").runs
-    told = snapshot.events[snapshot.events["rank"] == 1]["step"]
-    assert list(told) == list(range(len(told)))
-    assert 10 < len(told) < 20  # a few of its calls were the rehearsal's
+    assert (snapshot.status, [mark.text for mark in snapshot.marks]) == ("failed", ["killed"])
+    killed = snapshot.marks[0].seconds
+    told = snapshot.events[snapshot.events["rank"] == 1]
+    assert list(told["step"]) == list(range(len(told)))
+    assert killed - 0.3 < told["seconds"][-1] <= killed + 0.01
 
 
 def test_the_strategies_after_one_that_a_death_ended_are_trained(tmp_path, capsys):

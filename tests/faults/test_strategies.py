@@ -18,8 +18,9 @@ from ddpnb.notebook.compare import ComparisonSpec, Training, prepare
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
 from ddpnb.notebook.show.failures import RankError
+from ddpnb.remote_call import OnRank
 from ddpnb.training import TrainingSpec
-from ddpnb.wire import OnRank, RunSpec
+from ddpnb.wire import RunSpec
 from tests.cluster.rig import pull, run, started, wait_until
 
 ONE_PROCESS = {"single", "dp"}

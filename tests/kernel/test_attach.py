@@ -180,7 +180,10 @@ def test_two_kernels_in_one_folder(fresh_kernel: Kernel):
     [
         ("--linger -1", "--linger must be a number of seconds, 0 or more, not -1."),
         ("--linger inf", "--linger must be a number of seconds, 0 or more, not inf."),
-        ("--linger soon", "--linger takes a number, not 'soon'."),
+        (
+            "--linger soon",
+            "argument --linger: invalid float value: 'soon'; %ddp_start? explains it.",
+        ),
         ("--attach -n 4", "--attach takes a cluster as it was started: leave out the other"),
         ("--attach --device cpu", "--attach takes a cluster as it was started: leave out"),
     ],

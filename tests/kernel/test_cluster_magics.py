@@ -111,7 +111,7 @@ def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
         ("-n 0", "-n must be between 1 and 256, not 0."),
         ("--threads 0", "--threads must be at least 1, not 0."),
         ("--device cpu --backend nccl", "NCCL works on GPUs only: use --backend gloo"),
-        ("-n two", "-n takes a whole number, not 'two'."),
+        ("-n two", "argument -n: invalid int value: 'two'; %ddp_start? explains it."),
         ("--ranks 2", "ddp_start has no option --ranks; its options are: -n, "),
     ],
 )

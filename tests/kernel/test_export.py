@@ -149,7 +149,7 @@ def test_the_report_is_one_page_with_everything(compared: Cell, kernel: Kernel):
     ("wish", "told"),
     [
         ("out out.xlsx", "the endings are: .csv, .json, .html, .png, .py, .runs.csv"),
-        ("out", "%ddp_export? tells what it takes."),
+        ("out", "%ddp_export? explains it."),
         ("nobody x.csv", "There is no run 'nobody'"),
     ],
 )

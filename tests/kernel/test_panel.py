@@ -19,7 +19,8 @@ def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel
     again = kernel.run("%ddp_panel")
     assert not again.error, again.told
     setting = (
-        f"form = {FORM}\nform._epochs.value, form._batch.value = 1, 32\n"
+        f"form = {FORM}\nchoices = form._choices\n"
+        "choices['num_epochs'].value, choices['batch_size'].value = 1, 32\n"
         "form._strategies['async'].value = False\nform._name.value = 'paneled'\nform._run.click()"
     )
     assert not kernel.run(setting).error
@@ -41,7 +42,9 @@ def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel
 def test_run_and_stop_at_the_wrong_moment_are_told(kernel: Kernel):
     kernel.run(f"%ddp_panel\nform = {FORM}\nform._stop.click()")
     assert "Nothing trains." in kernel.value("form._status.value")
-    kernel.run("form._epochs.value, form._task.value = 500, 'digits'\nform._run.click()")
+    kernel.run(
+        "form._choices['num_epochs'].value, form._task.value = 500, 'digits'\nform._run.click()"
+    )
     kernel.run("form._run.click()")
     assert "A comparison trains on the ranks" in kernel.value("form._status.value")
     kernel.run("form._stop.click()")

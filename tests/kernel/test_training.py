@@ -236,7 +236,7 @@ def test_a_rank_killed_on_purpose_ends_its_run_and_the_comparison_goes_on(kernel
     assert "async: rank 1 died, which lost" in cell.text
     runs = kernel.value("[(run.name, run.status.value) for run in result.comparison.runs]")
     assert runs == "[('ddp', 'failed'), ('async', 'finished')]"
-    marks = "[[m.text for m in run.marks if m.seconds] for run in result.comparison.runs]"
+    marks = "[[str(m.text) for m in run.marks if m.seconds] for run in result.comparison.runs]"
     assert kernel.value(marks) == "[['killed'], ['killed', 'came back']]"
     killed = "m for run in result.comparison.runs for m in run.marks if m.text == 'killed'"
     assert kernel.value(f"[m.seconds >= 1 for m in ({killed})]") == "[True, True]"

@@ -9,7 +9,7 @@ from ddpnb.notebook.choices import training_of
 from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.magics import DdpMagics
 from ddpnb.notebook.usage import arguments
-from ddpnb.training import TrainingSpec, flags
+from ddpnb.training import TrainingSpec, training_options
 from ddpnb.wire import RunSpec
 
 CELL = "def model(): ...\ndef data(split): ..."
@@ -139,20 +139,20 @@ def test_a_wrong_comparison_is_one_sentence(
 
 
 WRONG_LINES = {
-    "--epochs 0": "--epochs must be greater than 0, not 0.0.",
+    "--epochs 0": "--epochs must be greater than 0, not 0.",
     "--epochs nan": "--epochs must be greater than 0, not nan.",
     "--epochs one": "--epochs takes a number, not 'one'.",
     "--batch-size 0": "--batch-size must be at least 1, not 0.",
-    "--lr=-1": "--lr must be greater than 0, not -1.0.",
+    "--lr=-1": "--lr must be greater than 0, not -1.",
     "--lr nan": "--lr must be greater than 0",
     "--seed=-1": "--seed must be at least 0, not -1.",
     f"--seed {2**63}": f"--seed must be at most {2**63 - 1}, not {2**63}.",
     f"--seed {10**400}": f"--seed must be at most {2**63 - 1}, not 1000",
     "--accumulate 0": "--accumulate must be at least 1, not 0.",
     "--amp fp8": "There is no --amp 'fp8'; choose one of: none, bf16.",
-    "--clip 0": "--clip must be greater than 0, not 0.0.",
+    "--clip 0": "--clip must be greater than 0, not 0.",
     "--lr-scaling cubic": "There is no --lr-scaling 'cubic'; choose one of: none, linear, sqrt.",
-    "--lr-warmup=-1": "--lr-warmup must be at least 0, not -1.0.",
+    "--lr-warmup=-1": "--lr-warmup must be at least 0, not -1.",
     "--data-workers=-1": "--data-workers must be at least 0, not -1.",
     "--data-workers 100000": "--data-workers must be at most 256, not 100000.",
     "--transport usb": "There is no --transport 'usb'; choose one of: auto, shm, gloo, rpc.",
@@ -168,11 +168,11 @@ WRONG_LINES = {
     "--kill 1": "Write --kill as 1@5s, rank and training time, not '1'.",
     "--jitter lots": "--jitter is a share, 20% or 0.2, not lots.",
     "--jitter 20": "--jitter 20 would be 2000 %; write 20% or 0.2.",
-    "--jitter=-5%": "--jitter must be at least 0, not -0.05.",
-    "--jitter 99999999999%": "--jitter must be at most 100, not 999999999.99.",
-    "--save-every=-1": "--save-every must be at least 0, not -1.0.",
+    "--jitter=-5%": "--jitter must be at least 0, not -5%.",
+    "--jitter 99999999999%": "--jitter must be at most 100, not 99999999999%.",
+    "--save-every=-1": "--save-every must be at least 0, not -1.",
     "--epoxs 1": "ddp_compare has no option --epoxs; did you mean --epochs?",
-    "--epochs": "--epochs takes a value: %ddp_compare? tells which.",
+    "--epochs": "argument --epochs: expected one argument; %ddp_compare? explains it.",
     "--lucky": "ddp_compare has no option --lucky; its options are: --repeats,",
     "--name 'lines": "No closing quotation",
 }
@@ -237,8 +237,10 @@ def test_what_is_not_chosen_is_as_in_the_spec():
 
 def test_the_python_twin_has_the_same_choices_and_defaults():
     parameters = inspect.signature(compare).parameters
-    chosen = {flag.keyword: parameters[flag.keyword].default for _, flag in flags()}
+    chosen = {o.keyword: parameters[o.keyword].default for _, o in training_options()}
     assert training_of(chosen, source=CELL) == TrainingSpec(source=CELL)
+    told = compare.__doc__ or ""
+    assert all(f"\n        {o.keyword}: {o.meaning}." in told for _, o in training_options())
     assert training_of({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
         source=CELL, jitter=0.2, slow=("1:3x",)
     )

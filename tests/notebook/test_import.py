@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 
+import grimp
 import pytest
 
 import ddpnb
@@ -41,3 +42,12 @@ def test_a_name_of_the_ranks_says_where_it_works():
         ddpnb.log  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         ddpnb.nope  # noqa: B018
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = grimp.build_graph("ddpnb", cache_dir=None)
+    left = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    while leaves := [module for module, imported in left.items() if not imported & left.keys()]:
+        for module in leaves:
+            del left[module]
+    assert not left

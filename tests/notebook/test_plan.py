@@ -5,16 +5,16 @@ import pytest
 from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.plan import (
     ClusterSpec,
-    Plan,
+    Placement,
     free_port,
-    make_plan,
     num_cores,
+    place_ranks,
     torchrun_environment,
 )
 
 
 def test_without_gpus_the_ranks_share_the_cores():
-    plan = make_plan(ClusterSpec(), 0)
+    plan = place_ranks(ClusterSpec(), 0)
     assert plan.num_ranks == max(2, min(4, num_cores()))
     assert set(plan.devices) == {"cpu"}
     assert plan.backend == "gloo"
@@ -23,37 +23,37 @@ def test_without_gpus_the_ranks_share_the_cores():
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 64])
 def test_threads_are_the_cores_divided_by_the_ranks_and_at_least_one(num_ranks: int):
-    plan = make_plan(ClusterSpec(num_ranks=num_ranks), 0)
+    plan = place_ranks(ClusterSpec(num_ranks=num_ranks), 0)
     assert plan.num_threads == max(1, num_cores() // num_ranks)
     assert plan.num_ranks == num_ranks
 
 
 def test_threads_may_be_given():
-    assert make_plan(ClusterSpec(num_ranks=2, num_threads=5), 0).num_threads == 5
+    assert place_ranks(ClusterSpec(num_ranks=2, num_threads=5), 0).num_threads == 5
 
 
 def test_each_gpu_gets_a_rank_and_nccl():
-    plan = make_plan(ClusterSpec(), 4)
+    plan = place_ranks(ClusterSpec(), 4)
     assert plan.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
     assert plan.backend == "nccl"
     assert not any(map(plan.shares_device, range(4)))
 
 
 def test_fewer_ranks_than_gpus_keep_nccl():
-    plan = make_plan(ClusterSpec(num_ranks=2), 4)
+    plan = place_ranks(ClusterSpec(num_ranks=2), 4)
     assert plan.devices == ("cuda:0", "cuda:1")
     assert plan.backend == "nccl"
 
 
 def test_ranks_that_share_a_gpu_use_gloo_and_are_known():
-    plan = make_plan(ClusterSpec(num_ranks=3), 2)
+    plan = place_ranks(ClusterSpec(num_ranks=3), 2)
     assert plan.devices == ("cuda:0", "cuda:1", "cuda:0")
     assert plan.backend == "gloo"
     assert [plan.shares_device(rank) for rank in range(3)] == [True, False, True]
 
 
 def test_cpu_ranks_share_no_gpu():
-    plan = make_plan(ClusterSpec(num_ranks=2, device="cpu"), 8)
+    plan = place_ranks(ClusterSpec(num_ranks=2, device="cpu"), 8)
     assert plan.devices == ("cpu", "cpu")
     assert plan.backend == "gloo"
     assert not plan.shares_device(0)
@@ -69,7 +69,7 @@ def test_cpu_ranks_share_no_gpu():
 )
 def test_what_the_machine_cannot_do_is_refused(wish: dict[str, object], num_gpus: int, told: str):
     with pytest.raises(UserError) as caught:
-        make_plan(ClusterSpec(**wish), num_gpus)  # type: ignore[arg-type]
+        place_ranks(ClusterSpec(**wish), num_gpus)  # type: ignore[arg-type]
     assert told in str(caught.value)
 
 
@@ -91,7 +91,7 @@ def test_a_wrong_wish_is_refused_at_once(wish: dict[str, object], told: str):
 
 
 def test_the_environment_is_torchruns():
-    plan = Plan(devices=("cpu",) * 3, backend="gloo", num_threads=2)
+    plan = Placement(devices=("cpu",) * 3, backend="gloo", num_threads=2)
     environment = torchrun_environment(plan, 2, 4242)
     assert (
         environment

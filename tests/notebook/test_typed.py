@@ -15,30 +15,43 @@ from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.record.codec import to_text
 
 WRONG = {
-    "epochs is a number, not 'two'.": lambda: api.compare("ddp", task="digits", epochs="two"),
-    "repeats is a whole number, not 1.5.": lambda: api.compare("ddp", repeats=1.5),
-    "each of strategies is a text, not a class: write its name, 'Callable'.": (
+    "epochs takes a number, not 'two'.": lambda: api.compare("ddp", task="digits", epochs="two"),
+    "repeats takes a whole number, not 1.5.": lambda: api.compare("ddp", repeats=1.5),
+    "each of strategies takes a text, not a class: write its name, 'Callable'.": (
         lambda: api.compare(Callable, task="digits")
     ),
-    "each of strategies is a text, not a list.": lambda: api.compare(["ddp"], task="digits"),
-    "slow is a text or a list of texts, not a list.": lambda: api.compare("ddp", slow=[1]),
-    "clip is a number or None, not '1'.": lambda: api.compare("ddp", clip="1"),
-    "target is a number or None, not an object.": lambda: api.compare("ddp", target=object()),
-    "n is a whole number or None, not True.": lambda: api.start(True),
-    "attach is True or False or a text, not 3.": lambda: api.start(attach=3),
-    "source is a text, not None.": lambda: api.run_cell(None),
-    "ranks is a text or None, not 3.": lambda: api.push(3, a=1),
-    "path is a path or a text, not 3.": lambda: api.export("race", 3),
+    "each of strategies takes a text, not a list.": lambda: api.compare(["ddp"], task="digits"),
+    "each of slow takes a text, not 1.": lambda: api.compare("ddp", slow=[1]),
+    "clip takes a number, not 'one'.": lambda: api.compare("ddp", clip="one"),
+    "slow takes a text or a list of texts, not 3.": lambda: api.compare("ddp", slow=3),
+    "sync_batchnorm takes True or False, not 1.": lambda: api.compare("ddp", sync_batchnorm=1),
+    "sync_batchnorm takes on or off, not 'yes'.": (
+        lambda: api.compare("ddp", sync_batchnorm="yes")
+    ),
+    "wait takes True or False, not 3.": lambda: api.run_cell("1", wait=3),
+    "lr must be greater than 0, not 0.": lambda: api.compare("ddp", lr=0),
+    "target takes a number, not an object.": lambda: api.compare("ddp", target=object()),
+    "n takes a whole number, not True.": lambda: api.start(True),
+    "attach takes a text, not 3.": lambda: api.start(attach=3),
+    "source takes a text, not None.": lambda: api.run_cell(None),
+    "ranks takes a text, not 3.": lambda: api.push(3, a=1),
+    "path takes a text, not 3.": lambda: api.export("race", 3),
     "epochs is too large a number.": lambda: api.compare("ddp", epochs=10**400),
-    "compare has no argument epoch; did you mean epochs?": lambda: api.compare("ddp", epoch=3),
-    "compare takes strategies without a name: compare('...', '...').": (
+    "compare: got an unexpected keyword argument 'epoch'; did you mean epochs?": lambda: (
+        api.compare("ddp", epoch=3)
+    ),
+    "compare: got an unexpected keyword argument 'strategies'; ddpnb.compare? explains it.": (
         lambda: api.compare(strategies=("ddp",))
     ),
-    "restart has no argument lucky; its arguments are: n, ranks.": lambda: api.restart(lucky=1),
-    "stop has no argument now; it takes none.": lambda: api.stop(now=True),
-    "stop: too many positional arguments; ddpnb.stop? tells what it takes.": lambda: api.stop(1),
-    "pull needs expression: ddpnb.pull? tells what it takes.": lambda: api.pull(),
-    "start was given n twice: leave one of them out.": lambda: api.start(2, n=3),
+    "restart: got an unexpected keyword argument 'lucky'; ddpnb.restart? explains it.": lambda: (
+        api.restart(lucky=1)
+    ),
+    "stop: got an unexpected keyword argument 'now'; ddpnb.stop? explains it.": lambda: api.stop(
+        now=True
+    ),
+    "stop: too many positional arguments; ddpnb.stop? explains it.": lambda: api.stop(1),
+    "pull: missing a required argument: 'expression'; ddpnb.pull? explains it.": lambda: api.pull(),
+    "start: multiple values for argument 'n'; ddpnb.start? explains it.": lambda: api.start(2, n=3),
     "There is no method 'threads'; choose one of: fork, spawn.": (
         lambda: api.start(method="threads")
     ),

@@ -9,9 +9,7 @@ WISH = {
     "strategies": ("single", "ddp"),
     "task": "digits",
     "num_ranks": 2,
-    "batch_size": 64,
-    "num_epochs": 1.5,
-    "learning_rate": 0.02,
+    "choices": {"batch_size": 64, "num_epochs": 1.5, "learning_rate": 0.02},
 }
 
 
@@ -46,7 +44,8 @@ def test_single_is_trained_where_it_is_chosen(strategies: tuple[str, ...], train
 
 
 def test_a_straggler_is_written_as_the_magic_takes_it():
-    assert "--slow 1:3x,0:50ms" in Wish(**WISH, slow="1:3x, 0:50ms").line()
+    wish = Wish(**(WISH | {"choices": {"slow": "1:3x, 0:50ms"}}))
+    assert "--slow 1:3x,0:50ms" in wish.line()
 
 
 def test_the_magic_starts_ranks_only_where_none_run():

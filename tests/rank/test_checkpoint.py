@@ -256,3 +256,12 @@ def test_an_asynchronous_server_is_copied_between_two_updates(ranks, tmp_path):
 
 def model_of(folder):
     return torch.load(folder / "model.pt", weights_only=True)
+
+
+def test_a_checkpoint_is_on_the_disk_with_its_name(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    place = Place(folder=tmp_path / "run", part=0, num_parts=1)
+    Checkpoints(place, every=1, tell=pytest.fail).after(1, dict)
+    new = [place.path(1).parent, tmp_path / "run", tmp_path]
+    assert synced[1:] == [str(folder) for folder in new]

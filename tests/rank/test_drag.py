@@ -176,27 +176,6 @@ def test_nobody_dies_after_the_run(ranks):
     assert all(report.took_part for report, _ in results)
 
 
-def spare_job(state, folder, spec):
-    """Let a run end before the fault strikes; return what was published."""
-    told = []
-    drag = Drag(
-        faults_of(spec, [state.rank]),
-        compute_seconds=1.0,
-        device=torch.device("cpu"),
-        timer=Untimed(),
-        publish=told.append,
-    )
-    drag.begin()
-    time.sleep(0.05)
-    drag.close()
-    time.sleep(1.0)
-    return told
-
-
-def test_who_is_spared_at_the_last_moment_is_not_said_to_have_died(ranks):
-    assert ranks(1).call(spare_job, spec_of("ddp", kill=("0@800ms",))) == [[]]
-
-
 DP = Plan(num_ranks=1, num_workers=2, synchronous=True)
 DDP = Plan(num_ranks=2, num_workers=2, synchronous=True)
 SINGLE = Plan(num_ranks=1, num_workers=1, synchronous=True)

@@ -19,11 +19,10 @@ import pytest
 from ddpnb.errors import UserError
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.database import StoreError
-from ddpnb.notebook.record.folder import runs_folder
 from ddpnb.notebook.record.recorder import Recorder
 from ddpnb.notebook.record.repeat import magic_of
 from ddpnb.notebook.record.runs import Run, RunSnapshot, Status
-from ddpnb.notebook.record.store import FILE_NAME, Store
+from ddpnb.notebook.record.store import FILE_NAME, Store, runs_folder
 from ddpnb.notebook.record.summary import summarise
 from ddpnb.notebook.show.details import Details
 from ddpnb.notebook.show.listing import runs_table

@@ -6,7 +6,7 @@ import pytest
 from ddpnb.notebook.record.comparison import Comparison, environment, overlay
 from ddpnb.notebook.record.runs import Run, Status
 from ddpnb.notebook.record.summary import Spread, samples_per_second, spread, summarise
-from ddpnb.wire import KILLED, Mark, RunReport
+from ddpnb.wire import Mark, RankEvent, RunReport
 from tests.record.fake_runs import batch, fake_comparison, fake_run, header, spec, step
 
 
@@ -42,13 +42,22 @@ def test_a_fault_that_did_not_strike_is_told():
     faulty = replace(
         run,
         spec=replace(run.spec, kill=("1@30s", "0@100ms")),
-        marks=(Mark(rank=0, seconds=0.7, text=KILLED),),
+        marks=(Mark(rank=0, seconds=0.7, text=RankEvent.KILLED),),
     )
     (ddp,) = summarise(Comparison(comparison_id="c", name="c", runs=(faulty,)))
     assert ddp.notes == (
         "rank 0 killed at 0.7 s",
-        "rank 1 was not killed: training ended before 30 s",
+        "rank 1 was not killed: it began no step after 30 s",
     )
+
+
+@pytest.mark.parametrize("event", [RankEvent.KILLED, RankEvent.DIED])
+def test_what_is_not_known_of_a_death_that_nobody_asked_for_is_said(event: RankEvent):
+    marks = (Mark(rank=1, seconds=0.7, text=event),)
+    run = replace(timed("async", (2.0, 2.0)).snapshot(), marks=marks)
+    (summary,) = summarise(Comparison(comparison_id="c", name="c", runs=(run,)))
+    lost = "its steps of the last half second before may be missing"
+    assert summary.notes == (f"rank 1 {event} at 0.7 s; {lost}",)
 
 
 def test_samples_per_second_waits_for_the_slowest_worker():

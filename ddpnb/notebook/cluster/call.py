@@ -58,6 +58,13 @@ class Silent:
     rank: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputEnded:
+    """A rank's output for the call has come; its result may be yet to come."""
+
+    rank: int
+
+
 Happening = Output | Events | Returned | Lost | Silent
 
 
@@ -66,7 +73,7 @@ class Call:
     """One call on several ranks, in progress."""
 
     ranks: tuple[int, ...]
-    inbox: "queue.SimpleQueue[tuple[int, str, Any]]" = field(default_factory=queue.SimpleQueue)
+    inbox: "queue.SimpleQueue[Happening | OutputEnded]" = field(default_factory=queue.SimpleQueue)
     running: set[int] = field(init=False)
     """Ranks whose result is still to come."""
     speaking: set[int] = field(init=False)
@@ -87,37 +94,31 @@ class Call:
         """Yield what has happened, waiting up to ``timeout`` seconds for the first."""
         while not self.done:
             try:
-                rank, kind, content = self.inbox.get(timeout=timeout)
+                event = self.inbox.get(timeout=timeout)
             except queue.Empty:
                 return
             timeout = 0.0
-            yield from self._handle(rank, kind, content)
+            yield from self._handle(event)
 
     def lose(self, rank: int, cause: str) -> None:
         """Note, from any thread, that a rank will not answer any more."""
-        self.inbox.put((rank, "lost", cause))
+        self.inbox.put(Lost(rank=rank, cause=cause))
 
-    def _handle(self, rank: int, kind: str, content: Any) -> Iterator[Happening]:
-        match kind:
-            case "idle":
+    def _handle(self, event: Happening | OutputEnded) -> Iterator[Happening]:
+        match event:
+            case Returned() | Lost():
+                if isinstance(event, Lost):
+                    self.speaking.discard(event.rank)
+                if event.rank in self.running:
+                    self.running.remove(event.rank)
+                    self.output_deadline = time.monotonic() + OUTPUT_TIMEOUT_SECONDS
+                    yield event
+                    yield from self._silence(event.rank)
+            case OutputEnded(rank=rank):
                 self.speaking.discard(rank)
                 yield from self._silence(rank)
-            case "result":
-                yield from self._finish(rank, Returned(rank=rank, value=content))
-            case "lost":
-                self.speaking.discard(rank)
-                yield from self._finish(rank, Lost(rank=rank, cause=content))
-            case "events":
-                yield Events(rank=rank, batch=content)
             case _:
-                yield Output(rank=rank, kind=kind, content=content)
-
-    def _finish(self, rank: int, happening: Happening) -> Iterator[Happening]:
-        if rank in self.running:
-            self.running.remove(rank)
-            self.output_deadline = time.monotonic() + OUTPUT_TIMEOUT_SECONDS
-            yield happening
-            yield from self._silence(rank)
+                yield event
 
     def _silence(self, rank: int) -> Iterator[Happening]:
         if rank not in self.running and rank not in self.speaking:

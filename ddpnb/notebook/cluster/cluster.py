@@ -18,10 +18,12 @@ from ddpnb.notebook.cluster.folder import private_folder, write_owners
 from ddpnb.notebook.cluster.group import GroupState, ranks_of
 from ddpnb.notebook.cluster.launch import controller_arguments
 from ddpnb.notebook.cluster.linger import DOOR, Saved, is_held, read
-from ddpnb.notebook.cluster.plan import ClusterSpec, asks_for_gpus, make_plan, num_cores
+from ddpnb.notebook.cluster.plan import ClusterSpec, asks_for_gpus, num_cores, place_ranks
 from ddpnb.notebook.cluster.processes import HeldError, Processes
 from ddpnb.notebook.cluster.roster import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Roster
-from ddpnb.wire import OnRank, Tied
+from ddpnb.processes import Order, process_id
+from ddpnb.remote_call import OnRank
+from ddpnb.wire import Tied
 
 
 class Cluster(Engines):
@@ -59,14 +61,14 @@ class Cluster(Engines):
             UserError: where the wish cannot be met on this host.
             RuntimeError: where a process failed; carries the end of its log.
         """
-        plan = None if asks_for_gpus(spec) else make_plan(spec, 0)
+        placement = None if asks_for_gpus(spec) else place_ranks(spec, 0)
         method = method or ("fork" if sys.platform == "linux" else "spawn")
         cluster = cls(spec, method, private_folder())
-        cluster.plan = plan
+        cluster.placement = placement
         cluster.processes = Processes.start(
             folder=cluster.folder,
             controller_arguments=controller_arguments(cluster.profile),
-            num_threads=plan.num_threads if plan else spec.num_threads or num_cores(),
+            num_threads=placement.num_threads if placement else spec.num_threads or num_cores(),
             method=method,
             on_exit=cluster.note_exit,
         )
@@ -101,7 +103,11 @@ class Cluster(Engines):
             ) from error
         try:
             saved = read(saved.folder)  # nobody else changes it from now on
-            cluster.spec, cluster.plan, cluster.states = saved.spec, saved.plan, saved.states
+            cluster.spec, cluster.placement, cluster.states = (
+                saved.spec,
+                saved.placement,
+                saved.states,
+            )
             cluster.home, cluster.began = saved.home, saved.began
             cluster._master_port = saved.master_port
             cluster._group = GroupState(
@@ -127,7 +133,7 @@ class Cluster(Engines):
         self._group.is_cut = True
         self._save()
         for rank in set(ranks) & set(self.living):
-            self._group.cuts[rank] = self.processes.order(rank, "cut")
+            self._group.cuts[rank] = self.processes.order(rank, Order.CUT)
 
     def ensure_group(self, *, is_checked: bool = False) -> dict[Tied, list[int]]:
         """Have all ranks form a new process group if the old one was cut, or is of another kind.
@@ -223,7 +229,7 @@ class Cluster(Engines):
         """Write what another kernel must know, where one may come."""
         if not self.spec.linger_seconds or (roster := self._roster) is None:
             return
-        assert self.plan is not None
+        assert self.placement is not None
         server = self.processes.pid
         # Cells in the background cut the group in threads of their own.  Where the fork
         # server has ended, so has the folder.
@@ -232,10 +238,10 @@ class Cluster(Engines):
                 folder=self.folder,
                 home=self.home,
                 began=self.began,
-                server=(server, psutil.Process(server).create_time()),
+                server=process_id(server),
                 spec=self.spec,
                 method=self.method,
-                plan=self.plan,
+                placement=self.placement,
                 master_port=self._master_port,
                 states=self.states,
                 engine_of=roster.of(self.ranks),
@@ -246,10 +252,10 @@ class Cluster(Engines):
 
     def _start_ranks(self, progress: Callable[[str], None]) -> None:
         progress("importing torch")
-        if self.plan is None:
+        if self.placement is None:
             gpus = self.processes.ready.result(START_TIMEOUT_SECONDS)
-            self.plan = make_plan(self.spec, len(gpus))
-        ranks = range(self.plan.num_ranks)
+            self.placement = place_ranks(self.spec, len(gpus))
+        ranks = range(self.placement.num_ranks)
         for rank in ranks:
             self.start_rank(rank, generation=self.generation)
         self._roster = Roster.connect(self.profile, self.raise_if_dead)

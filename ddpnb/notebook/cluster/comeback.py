@@ -9,24 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.call import Call, Events, Happening, Lost, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
-from ddpnb.notebook.record.events import EVENT, rows_of
-from ddpnb.unsent import read_death, read_unsent
-from ddpnb.wire import (
-    CAME_BACK,
-    DIED,
-    KILLED,
-    EventBatch,
-    Failure,
-    Joining,
-    Mark,
-    OnRank,
-    RunSpec,
-)
+from ddpnb.notebook.record.events import rows_of
+from ddpnb.remote_call import OnRank
+from ddpnb.wire import EventBatch, Failure, Joining, Mark, RankEvent, RunSpec
 
 NOTEBOOK = -1
 """The rank that the notebook's own marks go by."""
@@ -61,7 +49,8 @@ class Comeback:
     _num_starts: dict[int, int] = field(default_factory=dict)
     _on_their_way: set[int] = field(default_factory=set)
     _calls: dict[int, Call] = field(default_factory=dict)
-    _deaths: set[Mark] = field(default_factory=set)
+    _killed: set[int] = field(default_factory=set)
+    """Ranks that have sent all they had, and are killed on purpose."""
     _dead: set[int] = field(default_factory=set)
     _is_back: set[int] = field(default_factory=set)
 
@@ -79,11 +68,11 @@ class Comeback:
     def attend(self) -> None:
         """Start the dead anew, have those join that have arrived, take what they send."""
         for rank in sorted(self._dead):
-            if str(rank) in self.cluster.exits:  # it is told by another way than the call's loss
+            if rank in self.cluster.exits:  # it is told by another way than the call's loss
                 self._dead.discard(rank)
                 self._start(rank)
         for rank in sorted(self._on_their_way):
-            if str(rank) in self.cluster.exits:
+            if rank in self.cluster.exits:
                 self._on_their_way.discard(rank)
                 self._dead.add(rank)
             elif self.cluster.has_come(rank):
@@ -94,18 +83,7 @@ class Comeback:
                 self._take_joined(rank, happening)
 
     def end(self) -> None:
-        """Wait for ranks that are on their way, or that have joined; kill who does not end.
-
-        Whoever is dead by then will tell nothing any more: what it had not sent is taken in.
-        """
-        try:
-            self._wait_for_joined()
-        finally:
-            for rank in self.cluster.dead:
-                self._take_unsent(rank)
-                self._take_death(rank)
-
-    def _wait_for_joined(self) -> None:
+        """Wait for ranks that are on their way, or that have joined; kill those that do not end."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while self._on_their_way or any(not call.done for call in self._calls.values()):
             self.attend()
@@ -123,11 +101,16 @@ class Comeback:
             self._began_at = min(self._began_at, time.time() - float(last["seconds"]))
             self._num_steps[rank] = int(last["step"]) + 1
         self._num_batches[rank] = batch.sequence + 1
+        if any(mark.text == RankEvent.KILLED for mark in batch.marks):
+            self._killed.add(rank)
+            self.cluster.kill([rank])
 
     def _start(self, rank: int) -> None:
-        exit_ = self.cluster.exits[str(rank)]
-        if not self._take_death(rank):
-            self._mark(rank, KILLED if (exit_.code or 0) < 0 else DIED)
+        exit_ = self.cluster.exits[rank]
+        if rank in self._killed:
+            self._killed.remove(rank)
+        else:
+            self._mark(rank, RankEvent.KILLED if (exit_.code or 0) < 0 else RankEvent.DIED)
         self._is_back.discard(rank)
         self._num_starts[rank] = self._num_starts.get(rank, 0) + 1
         if self._num_starts[rank] <= MAX_STARTS:
@@ -135,24 +118,7 @@ class Comeback:
             self.came_back.add(rank)
             self._on_their_way.add(rank)
 
-    def _take_unsent(self, rank: int) -> None:
-        """Take in the steps that a rank had not sent when its process died; may be called twice."""
-        last = read_unsent(self.cluster.folder, rank=rank, run_id=self.spec.run_id)
-        rows = np.frombuffer(last, dtype=EVENT)
-        rows = rows[rows["step"] >= self._num_steps.get(rank, 0)]
-        if len(rows):
-            self._tell(rank, rows=rows.tobytes())
-
-    def _take_death(self, rank: int) -> bool:
-        """Tell when a rank was killed on purpose; return whether it was.  May be called twice."""
-        mark = read_death(self.cluster.folder, rank=rank, run_id=self.spec.run_id)
-        if mark is not None and mark not in self._deaths:
-            self._deaths.add(mark)
-            self._tell(NOTEBOOK, marks=(mark,))
-        return mark is not None
-
     def _join(self, rank: int) -> None:
-        self._take_unsent(rank)
         if self.spec.transport in CLOSED_TRANSPORTS:
             self._mark(rank, f"came back too late to join over {self.spec.transport}")
             return
@@ -175,7 +141,7 @@ class Comeback:
         elif isinstance(happening, Events) and happening.batch.num_steps and is_first:
             self._is_back.add(rank)
             first = rows_of(happening.batch)[0]
-            self._mark(rank, CAME_BACK, seconds=float(first["seconds"]))
+            self._mark(rank, RankEvent.CAME_BACK, seconds=float(first["seconds"]))
         self._note(happening)
         self.handle(happening)
 
@@ -183,17 +149,11 @@ class Comeback:
         """Note what has happened to a rank, then or at this moment of the training."""
         if seconds is None:
             seconds = max(0.0, time.time() - self._began_at)
-        self._tell(NOTEBOOK, marks=(Mark(rank=rank, seconds=seconds, text=text),))
-
-    def _tell(self, rank: int, *, rows: bytes = b"", marks: tuple[Mark, ...] = ()) -> None:
-        """Hand over what comes from no rank's process as if it had sent it."""
         batch = EventBatch(
             run_id=self.spec.run_id,
-            rank=rank,
-            sequence=self._num_batches.get(rank, 0),
-            rows=rows,
-            marks=marks,
+            rank=NOTEBOOK,
+            sequence=self._num_batches.get(NOTEBOOK, 0),
+            marks=(Mark(rank=rank, seconds=seconds, text=text),),
         )
-        told = Events(rank=rank, batch=batch)
-        self._note(told)
-        self.handle(told)
+        self._num_batches[NOTEBOOK] = batch.sequence + 1
+        self.handle(Events(rank=NOTEBOOK, batch=batch))

@@ -12,8 +12,8 @@ import ipyparallel as ipp
 from ipyparallel.error import RemoteError
 
 from ddpnb.compat import ipyparallel_internals, python_internals
-from ddpnb.notebook.cluster.call import Call, Lost, Returned
-from ddpnb.wire import OnRank
+from ddpnb.notebook.cluster.call import Call, Events, Lost, Output, OutputEnded, Returned
+from ddpnb.remote_call import OnRank
 
 
 class Dispatcher:
@@ -78,9 +78,17 @@ class Dispatcher:
         engine = self.engine_of.get(rank, rank)
 
         def receive(kind: str, content: Any) -> None:
-            if kind == "result" and isinstance(content, BaseException):
-                kind, content = "lost", lost(content)
-            call.inbox.put((rank, kind, content))
+            match kind:
+                case "result" if isinstance(content, BaseException):
+                    call.lose(rank, lost(content))
+                case "result":
+                    call.inbox.put(Returned(rank=rank, value=content))
+                case "events":
+                    call.inbox.put(Events(rank=rank, batch=content))
+                case "idle":
+                    call.inbox.put(OutputEnded(rank=rank))
+                case _:
+                    call.inbox.put(Output(rank=rank, kind=kind, content=content))
 
         ipyparallel_internals.send(self.client, engine, function, list(arguments), receive)
 

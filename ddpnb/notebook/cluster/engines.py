@@ -12,14 +12,14 @@ from typing import Any
 
 from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.call import Call
-from ddpnb.notebook.cluster.exits import Exit, describe_exit, spoken
+from ddpnb.notebook.cluster.exits import Exit, Member, Service, describe_exit, log_tail, spoken
 from ddpnb.notebook.cluster.launch import rank_settings
-from ddpnb.notebook.cluster.logs import log_tail
-from ddpnb.notebook.cluster.plan import Plan, free_port, torchrun_environment
+from ddpnb.notebook.cluster.plan import Placement, free_port, torchrun_environment
 from ddpnb.notebook.cluster.processes import Processes
 from ddpnb.notebook.cluster.roster import CALL_TIMEOUT_SECONDS, Roster
 from ddpnb.notebook.ranks import format_ranks
-from ddpnb.wire import OnRank, RankState
+from ddpnb.remote_call import OnRank
+from ddpnb.wire import RankState
 
 
 class Engines:
@@ -32,14 +32,14 @@ class Engines:
     processes: Processes
 
     def __init__(self, folder: Path) -> None:
-        self.plan: Plan | None = None
+        self.placement: Placement | None = None
         self.folder = folder
         self.profile = folder / "profile"
         self.home = Path.cwd()
         """Where cells run at first, on every rank."""
         self.states: tuple[RankState, ...] = ()
-        self.exits: dict[str, Exit] = {}
-        """How processes ended that nobody asked to end: by rank number or name."""
+        self.exits: dict[Member, Exit] = {}
+        """How processes ended that nobody asked to end."""
         self.is_over = False
         """Whether this kernel has done with it: ended it, or left it to another."""
         self._master_port = free_port()
@@ -54,9 +54,9 @@ class Engines:
     @property
     def living(self) -> tuple[int, ...]:
         """The ranks whose process runs; they end with the fork server."""
-        if "fork server" in self.exits:
+        if Service.FORK_SERVER in self.exits:
             return ()
-        return tuple(rank for rank in self.ranks if str(rank) not in self.exits)
+        return tuple(rank for rank in self.ranks if rank not in self.exits)
 
     @property
     def dead(self) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class Engines:
     @property
     def lost(self) -> str | None:
         """Why the cluster as a whole cannot be used any more, if so."""
-        for name in ("fork server", "controller"):
+        for name in (Service.FORK_SERVER, Service.CONTROLLER):
             if (exit_ := self.exits.get(name)) is not None:
                 return f"the {name} {describe_exit(exit_)}"
         return None
@@ -104,7 +104,7 @@ class Engines:
         if (lost := self.lost) is not None:
             raise UserError(f"The cluster is gone: {lost}. Start anew with %ddp_restart.")
         for rank in ranks:
-            if (exit_ := self.exits.get(str(rank))) is not None:
+            if (exit_ := self.exits.get(rank)) is not None:
                 raise UserError(
                     f"Rank {rank} {describe_exit(exit_)}: %ddp_restart --ranks {rank} brings it "
                     "back, the other ranks keep their variables."
@@ -118,9 +118,9 @@ class Engines:
         """End ranks at once."""
         self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGKILL)
 
-    def log_tail(self, name: str, num_lines: int = 15) -> str:
+    def log_tail(self, member: Member, num_lines: int = 15) -> str:
         """Return the last lines that a process wrote to its log, a crash from its beginning."""
-        return log_tail(self.folder, name, num_lines)
+        return log_tail(self.folder, member, num_lines)
 
     # -- for the cluster -------------------------------------------------------------
 
@@ -137,13 +137,13 @@ class Engines:
             rank: which one; its end, if it has ended, is forgotten.
             generation: of the process group that it joins; None for none.
         """
-        assert self.plan is not None
-        self.exits.pop(str(rank), None)
+        assert self.placement is not None
+        self.exits.pop(rank, None)
         self.processes.start_rank(
             rank,
-            environment=torchrun_environment(self.plan, rank, self._master_port),
+            environment=torchrun_environment(self.placement, rank, self._master_port),
             settings=rank_settings(
-                self.plan, rank, profile=self.profile, home=self.home, generation=generation
+                self.placement, rank, profile=self.profile, home=self.home, generation=generation
             ),
         )
 
@@ -159,10 +159,10 @@ class Engines:
     def note_exit(self, exit_: Exit) -> None:
         """Remember, from the listening thread, that a process ended."""
         with self._exit_lock:
-            self.exits[exit_.name] = exit_
+            self.exits[exit_.member] = exit_
         if (roster := self._roster) is None:
             return
-        lost = [int(exit_.name)] if exit_.name.isdigit() else list(self.ranks)
+        lost = [exit_.member] if isinstance(exit_.member, int) else list(self.ranks)
         for rank in lost:
             roster.dispatcher.lose(rank, describe_exit(exit_))
 
@@ -174,8 +174,8 @@ class Engines:
             raise RuntimeError(f"The ranks could not be prepared: {cause}")
         for exit_ in exits:
             raise RuntimeError(
-                f"{spoken(exit_.name)} {describe_exit(exit_)} while starting.\n"
-                f"{self.log_tail(exit_.name)}"
+                f"{spoken(exit_.member)} {describe_exit(exit_)} while starting.\n"
+                f"{self.log_tail(exit_.member)}"
             )
 
     def disconnect(self, why: str) -> None:

@@ -1,15 +1,37 @@
-"""How did a process of the cluster end, in words?  (Notebook side.)"""
+"""How did a process of the cluster end, and what did it write last?  (Notebook side.)"""
 
 import signal
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+CRASH = "Fatal Python error"
+"""How faulthandler begins what it writes."""
+BEFORE_CRASH = 3
+"""Lines of a log shown before that."""
+
+
+class Service(StrEnum):
+    """A process of the cluster that is no rank."""
+
+    CONTROLLER = "controller"
+    FORK_SERVER = "fork server"
+
+
+Member = int | Service
+"""A process of the cluster: a rank by its number, or a service."""
+
+
+def member_of(name: str) -> Member:
+    """Return the process that the fork server calls so."""
+    return int(name) if name.isdigit() else Service(name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exit:
     """How a process of the cluster ended."""
 
-    name: str
-    """``"controller"``, ``"fork server"``, or the rank's number."""
+    member: Member
     code: int | None
     """The exit code; the negative signal number where a signal ended it; None if not known."""
 
@@ -26,6 +48,26 @@ def describe_exit(exit_: Exit) -> str:
         return f"was killed by signal {-exit_.code}"
 
 
-def spoken(name: str) -> str:
-    """Return a process's name for a sentence's start: ``"Rank 1"``, ``"The controller"``."""
-    return f"Rank {name}" if name.isdigit() else f"The {name}"
+def spoken(member: Member) -> str:
+    """Return a process for a sentence's start: ``"Rank 1"``, ``"The controller"``."""
+    return f"Rank {member}" if isinstance(member, int) else f"The {member}"
+
+
+def log_tail(folder: Path, member: Member, num_lines: int) -> str:
+    """Return the last lines that a process wrote to its log, a crash from its beginning.
+
+    With a few lines before a crash: native code often says there why it gives up.
+
+    Args:
+        folder: the cluster's run folder.
+        member: which process.
+        num_lines: how many, at most.
+    """
+    name = f"rank-{member}" if isinstance(member, int) else member.replace(" ", "")
+    try:
+        lines = (folder / f"{name}.log").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), -num_lines)
+    crash = max(0, crash - BEFORE_CRASH) if crash >= 0 else crash
+    return "\n".join(lines[crash:][:num_lines])

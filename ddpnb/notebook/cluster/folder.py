@@ -11,13 +11,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import psutil
+from ddpnb.processes import atomic_write, is_alive, process_id
 
 PREFIX = "ddpnb-"
 OWNERS = "owners.json"
-
-Owner = tuple[int, float]
-"""A process: its id, and when it began, since ids are used again."""
 
 
 def parent_folder() -> Path:
@@ -34,15 +31,8 @@ def private_folder() -> Path:
 
 def write_owners(folder: Path, pids: list[int]) -> None:
     """Note the processes that need the folder; as long as one lives, it is no leftover."""
-    owners = [(pid, psutil.Process(pid).create_time()) for pid in pids]
-    write_json(folder / OWNERS, owners)
-
-
-def write_json(path: Path, content: object) -> None:
-    """Write a file that is there as a whole, or as it was before."""
-    draft = path.with_name(f"{path.name}.new")
-    draft.write_text(json.dumps(content))
-    draft.rename(path)
+    owners = [process_id(pid) for pid in pids]
+    atomic_write(folder / OWNERS, json.dumps(owners).encode())
 
 
 def living_owners(folder: Path) -> list[int]:
@@ -69,14 +59,3 @@ def remove_leftovers() -> list[Path]:
                 shutil.rmtree(folder)
                 removed.append(folder)
     return removed
-
-
-def is_alive(owner: Owner) -> bool:
-    """Tell whether a process still runs."""
-    pid, began = owner
-    try:
-        process = psutil.Process(pid)
-        is_the_same = bool(process.create_time() == began)
-        return is_the_same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

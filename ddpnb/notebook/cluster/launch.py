@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ddpnb.notebook.cluster.plan import Plan
+from ddpnb.notebook.cluster.plan import Placement
 
 CONTROLLER = (
     "--ip=127.0.0.1",
@@ -38,22 +38,22 @@ def engine_arguments(profile: Path, rank: int) -> list[str]:
 
 
 def rank_settings(
-    plan: Plan, rank: int, *, profile: Path, home: Path, generation: int | None
+    placement: Placement, rank: int, *, profile: Path, home: Path, generation: int | None
 ) -> dict[str, Any]:
     """Return what a rank's process must know, as ``ddpnb.rank.engine`` takes it.
 
     Args:
-        plan: which rank computes where.
+        placement: which rank computes where.
         rank: which one.
         profile: ipyparallel's profile folder.
         home: where cells run at first.
         generation: of the process group that it joins; None for none.
     """
     return {
-        "device": plan.devices[rank],
-        "shares_device": plan.shares_device(rank),
-        "backend": plan.backend,
-        "num_threads": plan.num_threads,
+        "device": placement.devices[rank],
+        "shares_device": placement.shares_device(rank),
+        "backend": placement.backend,
+        "num_threads": placement.num_threads,
         "generation": generation,
         "cells_folder": str(home),
         "engine_arguments": engine_arguments(profile, rank),

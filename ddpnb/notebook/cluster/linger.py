@@ -12,15 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ddpnb.errors import UserError
-from ddpnb.notebook.cluster.folder import (
-    PREFIX,
-    Owner,
-    is_alive,
-    living_owners,
-    own_folders,
-    write_json,
-)
-from ddpnb.notebook.cluster.plan import ClusterSpec, Plan
+from ddpnb.notebook.cluster.folder import PREFIX, living_owners, own_folders
+from ddpnb.notebook.cluster.plan import ClusterSpec, Placement
+from ddpnb.processes import ProcessId, atomic_write, is_alive
 from ddpnb.wire import RankState
 
 SAVED = "cluster.json"
@@ -40,11 +34,11 @@ class Saved:
     """Where the notebook lies that started it, and where cells run."""
     began: float
     """``time.time()`` when it was started."""
-    server: Owner
+    server: ProcessId
     """The fork server."""
     spec: ClusterSpec
     method: str
-    plan: Plan
+    placement: Placement
     master_port: int
     states: tuple[RankState, ...]
     engine_of: dict[int, int]
@@ -62,7 +56,7 @@ class Saved:
     def write(self) -> None:
         """Write it into the run folder, in place of what was true before."""
         content = asdict(self) | {"folder": str(self.folder), "home": str(self.home)}
-        write_json(self.folder / SAVED, content)
+        atomic_write(self.folder / SAVED, json.dumps(content).encode())
 
 
 def name_of(folder: Path) -> str:
@@ -71,15 +65,32 @@ def name_of(folder: Path) -> str:
 
 
 def read(folder: Path) -> Saved:
-    """Read what was written last; raises what ``json`` and the dataclasses raise."""
-    content: dict[str, Any] = json.loads((folder / SAVED).read_text())
-    plan = content["plan"]
+    """Read what was written last.
+
+    Raises:
+        OSError: there is nothing: no cluster that outlives its kernel, or it has just ended.
+        UserError: it cannot be read; says which file, and what to do.
+    """
+    path = folder / SAVED
+    try:
+        return _parse(folder, path.read_text())
+    except (ValueError, TypeError, KeyError, AttributeError, UserError) as error:
+        server = living_owners(folder)[-1]  # before it stands the kernel, if one holds it
+        raise UserError(
+            f"{path} is damaged, or another version of ddpnb wrote it: its cluster cannot be "
+            f"attached to; end it with `kill {server}` and start anew with %ddp_start."
+        ) from error
+
+
+def _parse(folder: Path, text: str) -> Saved:
+    content: dict[str, Any] = json.loads(text)
+    placement = content["placement"]
     content |= {
         "folder": folder,
         "home": Path(content["home"]),
         "server": tuple(content["server"]),
         "spec": ClusterSpec(**content["spec"]),
-        "plan": Plan(**plan | {"devices": tuple(plan["devices"])}),
+        "placement": Placement(**placement | {"devices": tuple(placement["devices"])}),
         "states": tuple(
             RankState(**state | {"missing": tuple(state.get("missing", ()))})
             for state in content["states"]
@@ -91,14 +102,25 @@ def read(folder: Path) -> Saved:
 
 def lingering() -> list[Saved]:
     """Return this user's clusters that outlive their kernels, held or not, oldest first."""
-    found = []
+    return _read_all()[0]
+
+
+def _read_all() -> tuple[list[Saved], dict[str, UserError]]:
+    """Return this user's clusters that outlive their kernels, and by name why others cannot."""
+    found: list[Saved] = []
+    damaged: dict[str, UserError] = {}
     for folder in own_folders():
-        # Half-made, just ended, or another version's: nothing to attach to.
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, UserError):
-            saved = read(folder)
-            if saved.spec.linger_seconds and is_alive(saved.server):
-                found.append(saved)
-    return sorted(found, key=lambda saved: saved.began)
+        with contextlib.suppress(OSError, ValueError):  # half-made, or it has just ended
+            if not living_owners(folder):
+                continue
+            try:
+                saved = read(folder)
+            except UserError as error:
+                damaged[name_of(folder)] = error
+            else:
+                if saved.spec.linger_seconds and is_alive(saved.server):
+                    found.append(saved)
+    return sorted(found, key=lambda saved: saved.began), damaged
 
 
 def holder(saved: Saved) -> int | None:
@@ -117,15 +139,20 @@ def find(name: str, here: Path) -> Saved:
         here: where the notebook lies.
 
     Raises:
-        UserError: where there is none, or more than one.
+        UserError: where there is none, or more than one, or its file is damaged.
     """
     waiting: list[Saved] = []
     held: dict[str, int] = {}
-    for saved in lingering():
+    found, damaged = _read_all()
+    for saved in found:
         if (kernel := holder(saved)) is None:
             waiting.append(saved)
         else:
             held[saved.name] = kernel
+    if name in damaged:
+        raise damaged[name]
+    if damaged and not (name or waiting):
+        raise next(iter(damaged.values()))
     return choose(waiting, held, name, here)
 
 

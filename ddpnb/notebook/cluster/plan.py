@@ -18,7 +18,7 @@ MAX_DEFAULT_CPU_RANKS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """What the user asked for; ``None`` and ``"auto"`` leave the choice to the plan."""
+    """What the user asked for; ``None`` and ``"auto"`` leave the choice to the placement."""
 
     num_ranks: int | None = None
     device: str = "auto"
@@ -45,7 +45,7 @@ class ClusterSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Placement:
     """Where each rank computes."""
 
     devices: tuple[str, ...]
@@ -77,11 +77,11 @@ def num_cores() -> int:
 
 
 def asks_for_gpus(spec: ClusterSpec) -> bool:
-    """Tell whether the fork server must say which GPUs there are before there is a plan."""
+    """Tell whether the fork server must say which GPUs there are before ranks can be placed."""
     return spec.device == "cuda" or (spec.device == "auto" and may_have_gpus())
 
 
-def make_plan(spec: ClusterSpec, num_gpus: int) -> Plan:
+def place_ranks(spec: ClusterSpec, num_gpus: int) -> Placement:
     """Place the ranks: one per GPU where there are GPUs, else on the CPU's cores.
 
     Raises:
@@ -93,7 +93,7 @@ def make_plan(spec: ClusterSpec, num_gpus: int) -> Plan:
     default = num_gpus if on_gpus else max(2, min(num_cores(), MAX_DEFAULT_CPU_RANKS))
     num_ranks = spec.num_ranks or default
     devices = tuple(f"cuda:{rank % num_gpus}" if on_gpus else "cpu" for rank in range(num_ranks))
-    return Plan(
+    return Placement(
         devices=devices,
         backend=choose_backend(spec, num_ranks, num_gpus if on_gpus else 0),
         num_threads=spec.num_threads or max(1, num_cores() // num_ranks),
@@ -114,9 +114,9 @@ def choose_backend(spec: ClusterSpec, num_ranks: int, num_gpus: int) -> str:
     return "nccl" if num_gpus and num_ranks <= num_gpus else "gloo"
 
 
-def torchrun_environment(plan: Plan, rank: int, master_port: int) -> dict[str, str]:
+def torchrun_environment(placement: Placement, rank: int, master_port: int) -> dict[str, str]:
     """Return the variables torchrun sets, so that code moves to scripts unchanged."""
-    size = str(plan.num_ranks)
+    size = str(placement.num_ranks)
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -125,7 +125,7 @@ def torchrun_environment(plan: Plan, rank: int, master_port: int) -> dict[str, s
         "LOCAL_WORLD_SIZE": size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(master_port),
-        "OMP_NUM_THREADS": str(plan.num_threads),
+        "OMP_NUM_THREADS": str(placement.num_threads),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "TP_SOCKET_IFNAME": "lo",

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from ddpnb.notebook.cluster.exits import Exit
-from ddpnb.notebook.cluster.folder import Owner, is_alive
+from ddpnb.notebook.cluster.exits import Exit, Service, member_of
+from ddpnb.processes import Notice, Order, ProcessId, Request, is_alive
 
 STOP_TIMEOUT_SECONDS = 8.0
 KNOCK_SECONDS = 2.0
@@ -114,7 +115,9 @@ class Processes:
         return processes
 
     @classmethod
-    def attach(cls, address: Path, server: Owner, on_exit: Callable[[Exit], None]) -> "Processes":
+    def attach(
+        cls, address: Path, server: ProcessId, on_exit: Callable[[Exit], None]
+    ) -> "Processes":
         """Take over a fork server that has outlived its kernel.
 
         Args:
@@ -130,7 +133,7 @@ class Processes:
         processes = cls(pipe=pipe, server=Adopted(owner=server), on_exit=on_exit)
         processes.ready.set_result([])  # ranks can be started: they have been
         for name, code in exits.items():
-            on_exit(Exit(name=name, code=code))
+            on_exit(Exit(member=member_of(name), code=code))
         processes._listener.start()
         return processes
 
@@ -143,9 +146,9 @@ class Processes:
         self, rank: int, environment: Mapping[str, str], settings: Mapping[str, object]
     ) -> None:
         """Start one rank; it joins the process group by itself."""
-        self._send(op="start_rank", rank=rank, environment=environment, settings=settings)
+        self._send(op=Request.START_RANK, rank=rank, environment=environment, settings=settings)
 
-    def order(self, rank: int, order: str) -> "Future[Any]":
+    def order(self, rank: int, order: Order) -> "Future[Any]":
         """Have a rank's control thread do something, whatever its main thread is at.
 
         Where the rank is gone, and be it with the whole cluster, no answer comes.
@@ -154,23 +157,23 @@ class Processes:
         answer: Future[Any] = Future()
         self._orders[order_id] = answer
         with contextlib.suppress(OSError):
-            self._send(op="tell", rank=rank, message={"order": order, "id": order_id})
+            self._send(op=Request.TELL, rank=rank, message={"order": order, "id": order_id})
         return answer
 
     def signal(self, ranks: list[int], number: int) -> None:
         """Send a signal to some ranks; those that are gone get none."""
         with contextlib.suppress(OSError):
-            self._send(op="signal", ranks=ranks, number=number)
+            self._send(op=Request.SIGNAL, ranks=ranks, number=number)
 
     def linger(self, seconds: float, address: Path) -> None:
         """Have the processes outlive this one, awaiting another at ``address``."""
-        self._send(op="linger", seconds=seconds, address=str(address))
+        self._send(op=Request.LINGER, seconds=seconds, address=str(address))
 
     def detach(self) -> None:
         """Leave the processes to the next kernel; may be called twice."""
         self._stopped = True
         with contextlib.suppress(OSError):
-            self._send(op="detach")
+            self._send(op=Request.DETACH)
         self._listener.join(STOP_TIMEOUT_SECONDS)  # the fork server closes its end
         self._pipe.close()
 
@@ -178,7 +181,7 @@ class Processes:
         """End every process of the cluster and wait for it; may be called twice."""
         self._stopped = True
         with contextlib.suppress(OSError):
-            self._send(op="stop")
+            self._send(op=Request.STOP)
         try:
             self._server.wait(STOP_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -191,36 +194,46 @@ class Processes:
             self._pipe.send_bytes(json.dumps(message).encode())
 
     def _listen(self) -> None:
-        with contextlib.suppress(EOFError, OSError, TypeError):  # TypeError: closed meanwhile
-            while True:
-                self._handle(json.loads(self._pipe.recv_bytes()))
+        while (event := self._receive()) is not None:
+            try:
+                self._handle(event)
+            except Exception:  # noqa: BLE001  the edge of the thread, which must hear the next event
+                traceback.print_exc()
         if not self._stopped:
             code = self._server.wait(1.0)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._server.pid, signal.SIGKILL)  # what its children had started
-            self._on_exit(Exit(name="fork server", code=code))
+            self._on_exit(Exit(member=Service.FORK_SERVER, code=code))
         if not self.ready.done():
             self.ready.set_exception(RuntimeError("the fork server ended before it was ready"))
 
+    def _receive(self) -> Event | None:
+        """Wait for the next event; return None once the pipe is closed, at either end."""
+        try:
+            event: Event = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError, TypeError):  # TypeError: closed here meanwhile
+            return None
+        return event
+
     def _handle(self, event: Event) -> None:
         match event.pop("event"):
-            case "ready":
+            case Notice.READY:
                 self.ready.set_result(event["gpus"])
-            case "failed":
+            case Notice.FAILED:
                 self.ready.set_exception(RuntimeError(event["cause"]))
-            case "answer":
+            case Notice.ANSWER:
                 if (order := self._orders.pop(event["id"], None)) is not None:
                     order.set_result(event["value"])
-            case "exited":
+            case Notice.EXITED:
                 if not self._stopped:
-                    self._on_exit(Exit(name=event["name"], code=event["code"]))
+                    self._on_exit(Exit(member=member_of(event["name"]), code=event["code"]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adopted:
     """A fork server that another process has started."""
 
-    owner: Owner
+    owner: ProcessId
 
     @property
     def pid(self) -> int:
@@ -259,7 +272,7 @@ def knock(address: Path) -> tuple[Connection, dict[str, int]]:
             pipe.close()
             raise TimeoutError("the fork server does not answer")
         answer: Event = json.loads(pipe.recv_bytes())
-        if answer["event"] == "attached":
+        if answer["event"] == Notice.ATTACHED:
             return pipe, answer["exits"]
         pipe.close()
         if time.monotonic() > deadline:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpnb.notebook.cluster.processes import wait_for_file
-from ddpnb.wire import OnRank
+from ddpnb.remote_call import OnRank
 
 if TYPE_CHECKING:
     from ddpnb.notebook.cluster.dispatch import Dispatcher

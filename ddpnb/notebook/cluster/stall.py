@@ -9,6 +9,7 @@ from typing import Any
 from ddpnb.notebook.cluster.call import Call
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.diagnosis import diagnose, is_stuck
+from ddpnb.processes import Order
 from ddpnb.wire import Whereabouts
 
 ASK_SECONDS = 0.8
@@ -54,7 +55,7 @@ class StallDetector:
         if now - self._asked_at > ASK_SECONDS:
             self._asked_at = now
             ranks = sorted(self.call.running & set(self.cluster.living))
-            self._asked = {rank: self.cluster.processes.order(rank, "where") for rank in ranks}
+            self._asked = {rank: self.cluster.processes.order(rank, Order.WHERE) for rank in ranks}
         return ""
 
     def begin_anew(self) -> None:

@@ -185,5 +185,5 @@ def _num_ranks(comparison: Comparison) -> int:
 
 
 def _missing(spec: RunSpec) -> str:
-    used = [flag.option for name, flag in chosen(spec) if name not in (*CARRIED, "task")]
+    used = [option.flag for name, option in chosen(spec) if name not in (*CARRIED, "task")]
     return f"\nThe comparison also used {', '.join(used)}: this script does not.\n" if used else ""

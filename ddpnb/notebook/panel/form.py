@@ -12,9 +12,13 @@ import ipywidgets as widgets
 from ddpnb.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.notebook.cluster.plan import MAX_RANKS
 from ddpnb.notebook.panel.wish import Wish
+from ddpnb.options import Option
+from ddpnb.training import training_options
 
 CHOSEN_AT_FIRST = ("single", "ddp", "async")
 NUM_RANKS_AT_FIRST = 2
+AT_FIRST = {"num_epochs": 6.0, "learning_rate": 0.02}
+"""Choices that the panel does not begin with at their defaults."""
 FIELD = {"width": "21em"}
 LABEL = {"description_width": "8.5em"}
 OWN_CELL = "own cell"
@@ -61,18 +65,11 @@ class Form:
             max=MAX_RANKS,
             **_told("ranks", "how many are started where no cluster runs"),
         )
-        self._batch = widgets.IntText(
-            value=256, **_told("global batch", "samples a step, over all workers together")
-        )
-        self._epochs = widgets.FloatText(
-            value=6.0, **_told("epochs", "passes over the training data")
-        )
-        self._rate = widgets.FloatText(
-            value=0.02, **_told("learning rate", "of the default optimizer, SGD with momentum 0.9")
-        )
-        self._slow = widgets.Text(
-            placeholder="1:3x", **_told("straggler", "1:3x makes rank 1 three times as slow")
-        )
+        self._choices = {
+            name: _control(option, AT_FIRST.get(name, option.default))
+            for name, option in training_options()
+            if option.label
+        }
         self._repeats = widgets.BoundedIntText(
             value=1, min=1, max=1000, **_told("repeats", "how often each strategy is trained")
         )
@@ -114,11 +111,8 @@ class Form:
             strategies=(*chosen, *self._more.value.split()),
             task=CELL_TASK if task == OWN_CELL else task,
             num_ranks=self._ranks.value,
-            batch_size=self._batch.value,
-            num_epochs=self._epochs.value,
-            learning_rate=self._rate.value,
+            choices={name: control.value for name, control in self._choices.items()},
             num_repeats=self._repeats.value,
-            slow=self._slow.value.strip(),
             name=self._name.value.strip(),
         )
 
@@ -162,15 +156,9 @@ class Form:
 
     def _settings(self) -> list[Any]:
         """Return the controls that the magic's line is made of."""
-        numbers = [self._ranks, self._batch, self._epochs, self._rate, self._repeats]
-        return [
-            self._task,
-            *self._strategies.values(),
-            self._more,
-            *numbers,
-            self._slow,
-            self._name,
-        ]
+        boxes, choices = self._strategies.values(), self._choices.values()
+        others = [self._task, self._more, self._ranks, self._repeats, self._name]
+        return [*boxes, *choices, *others]
 
     def _placed(self) -> Any:
         boxes = widgets.HBox(
@@ -178,8 +166,8 @@ class Form:
             layout={"flex_flow": "row wrap", "align_items": "center", "max_width": "99%"},
         )
         columns = [
-            widgets.VBox([self._task, self._ranks, self._more, self._slow]),
-            widgets.VBox([self._epochs, self._batch, self._rate, self._repeats, self._name]),
+            widgets.VBox([self._task, self._ranks, self._more, self._repeats, self._name]),
+            widgets.VBox([*self._choices.values()]),
             widgets.VBox([self._stored]),
         ]
         wrapped = {"flex_flow": "row wrap", "max_width": "99%"}
@@ -193,6 +181,17 @@ class Form:
                 widgets.HBox(buttons, layout=wrapped | {"align_items": "center"}),
             ]
         )
+
+
+def _control(option: Option, value: Any) -> Any:
+    """Return the control of a choice that begins with a value."""
+    said = _told(option.label, option.meaning)
+    if option.choices:
+        return widgets.Dropdown(options=option.choices, value=value, **said)
+    kinds = {bool: widgets.Checkbox, int: widgets.IntText, float: widgets.FloatText}
+    if value is not None and option.value_kind in kinds and option.from_text is None:
+        return kinds[option.value_kind](value=value, **said)
+    return widgets.Text(placeholder=option.example, **said)
 
 
 def _told(description: str, tip: str) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """What do the controls ask for, and which magic asks for the same?  (Notebook side.)"""
 
-import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddpnb.catalogue import BASELINE, CELL_TASK
+from ddpnb.catalogue import CELL_TASK
+from ddpnb.notebook.record.repeat import line_of
+from ddpnb.options import Value
+from ddpnb.training import training_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,31 +17,22 @@ class Wish:
     """As they are written in the magic; ``single`` among them is the baseline."""
     task: str
     num_ranks: int
-    batch_size: int
-    num_epochs: float
-    learning_rate: float
+    choices: Mapping[str, Value]
+    """By the fields of ``TrainingSpec``; a text is as the magic takes it, an empty one is none."""
     num_repeats: int = 1
-    slow: str = ""
-    """Stragglers: ``"1:3x"``, several with commas."""
     name: str = ""
 
     def line(self) -> str:
         """Return the line of ``%ddp_compare``, without its name."""
-        others = [strategy for strategy in self.strategies if strategy != BASELINE]
-        words = others or list(self.strategies)
-        if self.task != CELL_TASK:
-            words += ["--task", self.task]
-        words += ["--epochs", f"{self.num_epochs:g}", "--batch-size", str(self.batch_size)]
-        words += ["--lr", f"{self.learning_rate:g}"]
-        if self.num_repeats != 1:
-            words += ["--repeats", str(self.num_repeats)]
-        if self.slow:
-            words += ["--slow", self.slow.replace(" ", "")]
-        if self.name:
-            words += ["--name", self.name]
-        if others and BASELINE not in self.strategies:
-            words += ["--no-baseline"]
-        return shlex.join(words)
+        words: list[str] = []
+        for name, option in training_options():
+            chosen = self.choices.get(name, "")
+            if isinstance(chosen, str):
+                chosen = chosen.replace(" ", "")
+            words += option.words(chosen) if chosen != "" else []
+        return line_of(
+            self.strategies, self.task, words, num_repeats=self.num_repeats, name=self.name
+        )
 
     def magic(self, *, cell: str, has_ranks: bool) -> str:
         """Return a notebook cell that does the same.

@@ -29,7 +29,7 @@ FIRST_EVENT = np.dtype(_FIRST_FIELDS)
 EVENT = np.dtype(
     [*_FIRST_FIELDS, ("num_bytes_sent", "<i8"), *((part, "<f4") for part in Parts._fields)]
 )
-"""One step of one worker, as ``wire.row_of`` packs it.
+"""One step of one worker, as ``wire.pack_step`` packs it.
 
 Little-endian, so that a stored run can be read anywhere.  The parts of the step, ``data``
 to ``hidden``, are seconds.

@@ -1,12 +1,12 @@
 """Which magic trains a stored comparison again?  (Notebook side.)"""
 
-import dataclasses
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ddpnb.catalogue import BASELINE, CELL_TASK
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.training import Flag, flags
+from ddpnb.options import Option
+from ddpnb.training import training_options
 from ddpnb.wire import RunSpec
 
 ALWAYS = ("num_epochs", "batch_size", "learning_rate", "seed")
@@ -23,18 +23,42 @@ def magic_of(comparison: Comparison) -> str:
         return ""
     strategies = tuple(dict.fromkeys(spec.strategy for spec in specs))
     first = specs[0]
-    words = [name for name in strategies if name != BASELINE] or list(strategies)
-    if first.task != CELL_TASK:
-        words += ["--task", first.task]
-    words += _given(first)
-    if (num_repeats := max(spec.repeat for spec in specs) + 1) > 1:
-        words += ["--repeats", str(num_repeats)]
-    if BASELINE not in strategies:
-        words += ["--no-baseline"]
-    line = shlex.join(words)
+    num_repeats = max(spec.repeat for spec in specs) + 1
+    line = line_of(strategies, first.task, _given(first), num_repeats=num_repeats)
     if first.task != CELL_TASK:
         return f"%ddp_compare {line}"
     return f"%%ddp_compare {line}\n{body_of(first.source)}"
+
+
+def line_of(
+    strategies: Sequence[str],
+    task: str,
+    choices: Sequence[str],
+    *,
+    num_repeats: int = 1,
+    name: str = "",
+) -> str:
+    """Return the line of ``%ddp_compare``, without its name.
+
+    Args:
+        strategies: as they are written; ``single`` among them is the baseline.
+        task: what is trained.
+        choices: the words for the choices of the training.
+        num_repeats: how often each strategy is trained.
+        name: what the comparison is stored as; empty: left to ddpnb.
+    """
+    others = [strategy for strategy in strategies if strategy != BASELINE]
+    words = others or list(strategies)
+    if task != CELL_TASK:
+        words += ["--task", task]
+    words += choices
+    if num_repeats != 1:
+        words += ["--repeats", str(num_repeats)]
+    if name:
+        words += ["--name", name]
+    if others and BASELINE not in strategies:
+        words += ["--no-baseline"]
+    return shlex.join(words)
 
 
 def body_of(source: str) -> str:
@@ -43,27 +67,19 @@ def body_of(source: str) -> str:
     return rest if first.startswith("# %%ddp_compare") else source
 
 
-def chosen(spec: RunSpec) -> Iterator[tuple[str, Flag]]:
+def chosen(spec: RunSpec) -> Iterator[tuple[str, Option]]:
     """Yield the fields of a spec that are other than where nothing is chosen."""
-    defaults = {entry.name: entry.default for entry in dataclasses.fields(spec)}
-    for name, flag in flags():
-        if getattr(spec, name) != defaults[name]:
-            yield name, flag
+    for name, option in training_options():
+        if getattr(spec, name) != option.default:
+            yield name, option
 
 
 def _given(spec: RunSpec) -> list[str]:
+    always = {name: option for name, option in training_options() if name in ALWAYS}
     words = []
-    told = {name: flag for name, flag in flags() if name in ALWAYS} | dict(chosen(spec))
-    for name, flag in told.items():
-        value = getattr(spec, name)
-        if name == "task":
-            continue
+    for name, option in (always | dict(chosen(spec))).items():
         if name == "resume" and spec.resumed:  # the comparison: each strategy resumes its own run
-            words += [flag.option, spec.resumed.partition("/")[0]]
-        elif value is True:
-            words += [flag.option]
-        elif isinstance(value, tuple):
-            words += [flag.option, ",".join(value)]
-        else:
-            words += [flag.option, f"{value:.12g}" if isinstance(value, float) else str(value)]
+            words += [option.flag, spec.resumed.partition("/")[0]]
+        elif name != "task":
+            words += option.words(getattr(spec, name))
     return words

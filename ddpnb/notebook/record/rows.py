@@ -1,6 +1,7 @@
 """How do the rows of the file become runs and comparisons?  (Notebook side.)"""
 
 import json
+import platform
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.database import Database
 from ddpnb.notebook.record.names import StoredRun
 from ddpnb.notebook.record.runs import Run, RunSnapshot, Status
-from ddpnb.notebook.record.writer import is_alive
+from ddpnb.processes import is_alive, process_id
 from ddpnb.wire import RunHeader, RunReport, RunSpec
 
 LIST = """
@@ -64,10 +65,16 @@ def read_run(database: Database, stored: StoredRun, *, keeps_events: bool = Fals
     return run.snapshot()
 
 
+def this_process() -> str:
+    """Return host, process id and start time of this process, as the store keeps them."""
+    pid, began = process_id()
+    return f"{platform.node()} {pid} {began:.2f}"
+
+
 def _stored_run(row: tuple[Any, ...]) -> StoredRun:
     (run_id, comparison_id, comparison, name, repeat, created, task) = row[:7]
     (status, detail, writer, spec, header, num_events, num_ranks) = row[7:]
-    if status == Status.RUNNING and not is_alive(writer):
+    if status == Status.RUNNING and not _is_written(writer):
         status, detail = Status.STOPPED, "its kernel ended; kept up to the last flush"
     return StoredRun(
         run_id=run_id,
@@ -98,3 +105,9 @@ def _comparison(row: tuple[Any, ...]) -> Comparison:
         specs=codec.specs_from_text(specs),
         environment=versions,
     )
+
+
+def _is_written(writer: str) -> bool:
+    """Return whether the kernel that wrote a run still runs; on another host nobody knows: yes."""
+    host, pid, began = writer.rsplit(" ", 2)
+    return host != platform.node() or is_alive((int(pid), float(began)))

@@ -19,7 +19,6 @@ from ddpnb.notebook.record.comparison import Comparison, overlay
 from ddpnb.notebook.record.database import Database
 from ddpnb.notebook.record.names import StoredRun
 from ddpnb.notebook.record.runs import RunSnapshot, Status
-from ddpnb.notebook.record.writer import this_process
 from ddpnb.wire import EventBatch, RunReport
 
 FILE_NAME = "runs.sqlite3"
@@ -42,7 +41,7 @@ class Store:
     could not be written is kept and tried again at the next call.
 
     Args:
-        folder: where they lie; ``folder.runs_folder()`` finds the project's.
+        folder: where they lie; ``runs_folder()`` finds the project's.
         flush_seconds: how long batches may gather before they are written.
     """
 
@@ -94,7 +93,7 @@ class Store:
                     run.name,
                     run.repeat,
                     run.created,
-                    this_process(),
+                    rows.this_process(),
                     run.status,
                     spec,
                 ),
@@ -209,3 +208,23 @@ class Store:
         with self._database.write() as connection:
             connection.executemany("UPDATE runs SET header = ? WHERE id = ?", headers)
             connection.executemany(INSERT_BATCH, map(codec.batch_row, batches))
+
+
+def runs_folder(start: Path | None = None) -> Path:
+    """Return the folder that runs are stored under; it need not exist.
+
+    It is ``data/runs`` in the project around ``start``: the nearest folder upwards
+    that holds ``data/`` beside ``pyproject.toml`` or ``notebooks/``.  Outside a
+    project it is ``data/runs`` in ``start`` itself.
+
+    Args:
+        start: where to look from; the working directory if not given.
+    """
+    here = (start or Path.cwd()).resolve()
+    project = next((folder for folder in (here, *here.parents) if _is_project(folder)), here)
+    return project / "data" / "runs"
+
+
+def _is_project(folder: Path) -> bool:
+    marks = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
+    return marks and (folder / "data").is_dir()

@@ -18,7 +18,7 @@ from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.curves import first_reached, num_diverged, smoothed_loss, tenths
 from ddpnb.notebook.record.parts import StepSplit, step_split
 from ddpnb.notebook.record.runs import RunSnapshot, Status, ending
-from ddpnb.wire import KILLED, RunReport
+from ddpnb.wire import Mark, RankEvent, RunReport
 
 Counts = NDArray[np.int64]
 
@@ -256,9 +256,7 @@ def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
             notes.append(ending(run.status, run.detail))
     diverged = sum(num_diverged(run) for run in runs)
     lost = sum(run.num_lost_batches for run in runs)
-    later = (mark for run in runs for mark in run.marks if mark.seconds > 0)
-    for mark in dict.fromkeys(later):  # what held from the start is told by the header
-        notes.append(f"rank {mark.rank} {mark.text} at {mark.seconds:.1f} s")
+    notes += [_described(mark, run) for run in runs for mark in run.marks if mark.seconds > 0]
     notes += [note for run in runs for note in _spared(run)]
     if diverged:
         notes.append(f"{diverged} {'loss was' if diverged == 1 else 'losses were'} NaN or infinite")
@@ -267,14 +265,24 @@ def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
+def _described(mark: Mark, run: RunSnapshot) -> str:
+    """Return what happened later than at the start, which the header describes."""
+    text = f"rank {mark.rank} {mark.text} at {mark.seconds:.1f} s"
+    is_death = mark.text in (RankEvent.KILLED, RankEvent.DIED)
+    on_purpose = () if run.spec is None else run.spec.kill
+    if is_death and not any(kill.startswith(f"{mark.rank}@") for kill in on_purpose):
+        return f"{text}; its steps of the last half second before may be missing"
+    return text
+
+
 def _spared(run: RunSnapshot) -> list[str]:
     """Say which ranks were to be killed, but not before the training had ended."""
     if run.status is not Status.FINISHED or run.spec is None or run.header is None:
         return []
-    killed = {mark.rank for mark in run.marks if mark.text == KILLED}
+    killed = {mark.rank for mark in run.marks if mark.text == RankEvent.KILLED}
     with contextlib.suppress(UserError):  # a stored fault may be one that is refused by now
         return [
-            f"rank {kill.rank} was not killed: training ended before {kill.seconds:g} s"
+            f"rank {kill.rank} was not killed: it began no step after {kill.seconds:g} s"
             for kill in map(parse_kill, run.spec.kill)
             if kill.rank < run.header.num_workers and kill.rank not in killed
         ]

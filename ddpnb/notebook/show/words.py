@@ -7,7 +7,7 @@ from ddpnb.catalogue import CELL_TASK, STRATEGIES
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.repeat import body_of
 from ddpnb.notebook.record.summary import Key, StrategySummary, group_runs, is_emulated
-from ddpnb.training import flags
+from ddpnb.training import training_options
 from ddpnb.wire import RunSpec
 
 NOTHING = "–"
@@ -123,8 +123,8 @@ def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tup
 def differences(specs: Sequence[RunSpec]) -> list[str]:
     """Return which choices, as they are called in a magic's line, are not the same for all."""
     told = [
-        flag.keyword.replace("_", " ")
-        for name, flag in flags()
+        option.keyword.replace("_", " ")
+        for name, option in training_options()
         if len({_choice(spec, name) for spec in specs}) > 1
     ]
     cells = {body_of(spec.source).strip() for spec in specs if spec.task == CELL_TASK}

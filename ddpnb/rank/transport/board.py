@@ -13,8 +13,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import final
 
-import psutil
-
+from ddpnb.processes import is_alive, process_id
 from ddpnb.rank.transport.message import NOBODY
 from ddpnb.rank.transport.packed import create_shared
 
@@ -71,11 +70,11 @@ class Board:
 
     def enter(self, rank: int) -> None:
         """Note that a worker is here, as this process."""
-        process = psutil.Process()
+        pid, began = process_id()
         with self._locked():
             at = self._at(rank)
-            self._words[at + 1] = process.pid
-            self._words[at + 2] = round(process.create_time() * 1000)
+            self._words[at + 1] = pid
+            self._words[at + 2] = round(began * 1000)
             self._words[at] = Standing.TRAINING
 
     def take(self) -> int:
@@ -150,12 +149,7 @@ class Board:
 
     def _is_alive(self, rank: int) -> bool:
         _, pid, created_ms = self._words[self._at(rank) :][:_PER_RANK]
-        try:
-            process = psutil.Process(pid)
-            is_the_same = round(process.create_time() * 1000) == created_ms
-            return bool(is_the_same and process.status() != psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
-            return False
+        return is_alive((pid, created_ms / 1000))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

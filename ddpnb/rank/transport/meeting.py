@@ -16,6 +16,7 @@ import psutil
 import torch.distributed as dist
 
 from ddpnb.compat.torch_internals import group_store
+from ddpnb.processes import ProcessId, is_alive, process_id
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport.message import NOBODY, RankLostError
 
@@ -75,7 +76,7 @@ class Meeting:
 
     def dead(self) -> list[int]:
         """Return the ranks of this host whose processes have died."""
-        return [rank for process, rank in self._peers if not _is_alive(process)]
+        return [rank for process, rank in self._peers if process is None or not is_alive(process)]
 
     def forget(self, *what: str) -> None:
         """Remove texts that nobody will read any more; that somebody failed may be read yet."""
@@ -98,22 +99,14 @@ def excused(name: str, rank: int, folder: Path) -> Iterator[None]:
         raise
 
 
-def _peers(folder: Path) -> Iterator[tuple[psutil.Process | None, int]]:
+def _peers(folder: Path) -> Iterator[tuple[ProcessId | None, int]]:
     """Yield the processes of the ranks of this host, as ``Group.announce`` has noted them."""
     for path in folder.glob("rank-*.pid"):
         rank = int(path.stem.removeprefix("rank-"))
         try:
-            yield psutil.Process(int(path.read_text())), rank
+            yield process_id(int(path.read_text())), rank
         except (psutil.NoSuchProcess, ValueError):
             yield None, rank
-
-
-def _is_alive(process: psutil.Process | None) -> bool:
-    if process is None:
-        return False
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def this_host(folder: Path) -> str:

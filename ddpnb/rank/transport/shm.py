@@ -18,6 +18,7 @@ from typing import final
 
 from torch import nn
 
+from ddpnb.processes import atomic_write
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport.host import Caller, Host, serve
 from ddpnb.rank.transport.link import Landing, Link, write_gradients
@@ -82,7 +83,7 @@ class ShmHost(Host):
             self._listener.bind(str(path))
             self._listener.listen()
             opened.callback(key_path(folder, name).unlink, missing_ok=True)
-            _write_private(key_path(folder, name), self.key)
+            atomic_write(key_path(folder, name), self.key, mode=0o600)
             self._opened = opened.pop_all()
 
     def start(self) -> None:
@@ -259,12 +260,3 @@ def socket_path(folder: Path, name: str) -> Path:
     path = folder / f"{name}.s"
     assert len(bytes(path)) <= _MAX_SOCKET_PATH_BYTES, f"too long for a socket: {path}"
     return path
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    """Write a file for this user alone; it appears with its content."""
-    draft = path.with_suffix(".new")
-    descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(content)
-    draft.rename(path)
