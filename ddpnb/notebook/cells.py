@@ -10,10 +10,7 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.call import Events, Happening, Output, Silent
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.watch import Watch, failure_in
-from ddpnb.notebook.ranks import format_ranks, spoken_ranks
-from ddpnb.notebook.record.recorder import Recorder
-from ddpnb.notebook.record.runs import Status
-from ddpnb.notebook.show.failures import (
+from ddpnb.notebook.errors import (
     LOST,
     CellInterrupt,
     CellTimeoutError,
@@ -21,6 +18,9 @@ from ddpnb.notebook.show.failures import (
     StuckError,
     told,
 )
+from ddpnb.notebook.ranks import format_ranks, spoken_ranks
+from ddpnb.notebook.record.recorder import Recorder
+from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.output import CellOutput
 from ddpnb.notebook.show.result import ComparisonResult

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from ddpnb.notebook.show.failures import (
+from ddpnb.notebook.errors import (
     LOST,
     CellInterrupt,
     CellTimeoutError,

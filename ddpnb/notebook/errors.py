@@ -1,4 +1,7 @@
-"""How do the errors of several ranks read?  Root cause first.  (Notebook side.)"""
+"""How does a cell or a run fail, and how do the errors of several ranks read?  (Notebook side.)
+
+The root cause comes first.
+"""
 
 import re
 from collections.abc import Collection, Sequence
@@ -10,6 +13,14 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 LOST = "RankLost"
 """The name of a failure that is the death of the rank's process."""
+
+
+class _OneLine(BaseException):
+    """An error that IPython shows in one line, without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows (its protocol for exceptions that render themselves)."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class RankError(Exception):
@@ -38,7 +49,7 @@ class RankError(Exception):
         return render(self.failures)
 
 
-class CellTimeoutError(TimeoutError):
+class CellTimeoutError(_OneLine, TimeoutError):
     """A cell took longer than its ``--timeout`` and was stopped."""
 
     def __init__(self, seconds: float) -> None:
@@ -47,32 +58,18 @@ class CellTimeoutError(TimeoutError):
             "their variables are kept"
         )
 
-    def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows (its protocol for exceptions that render themselves)."""
-        return [f"{type(self).__name__}: {self}"]
 
-
-class CellInterrupt(KeyboardInterrupt):
+class CellInterrupt(_OneLine, KeyboardInterrupt):
     """A cell was interrupted, and its ranks have stopped."""
 
     def __init__(self) -> None:
         super().__init__("the ranks have stopped; their variables are kept")
 
-    def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows (its protocol for exceptions that render themselves)."""
-        return [f"{type(self).__name__}: {self}"]
-
 
 CellInterrupt.__name__ = "KeyboardInterrupt"  # what Jupyter's clients know
 
 
-def told(error: BaseException) -> str:
-    """Return what IPython would show of an error that reaches nobody."""
-    lines = error._render_traceback_() if hasattr(error, "_render_traceback_") else [repr(error)]
-    return "\n".join(lines)
-
-
-class StuckError(Exception):
+class StuckError(_OneLine, Exception):
     """The ranks of a cell waited for each other without end, and were freed."""
 
     def __init__(self, why: str, lost: Collection[int] = ()) -> None:
@@ -85,9 +82,11 @@ class StuckError(Exception):
             )
         super().__init__(f"{why}. {ending}")
 
-    def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows (its protocol for exceptions that render themselves)."""
-        return [f"{type(self).__name__}: {self}"]
+
+def told(error: BaseException) -> str:
+    """Return what IPython would show of an error that reaches nobody."""
+    lines = error._render_traceback_() if hasattr(error, "_render_traceback_") else [repr(error)]
+    return "\n".join(lines)
 
 
 def sentence(failures: Sequence[Failure]) -> str:
