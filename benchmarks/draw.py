@@ -5,6 +5,7 @@ redrawn at the pace that the live display keeps.
 """
 
 import gc
+import os
 import time
 import tracemalloc
 from pathlib import Path
@@ -17,13 +18,13 @@ from ddpnb.notebook.record.events import EVENT
 from ddpnb.notebook.record.recorder import Recorder
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
-from ddpnb.notebook.show.figure import LiveFigure
-from ddpnb.notebook.show.pace import MAX_SHARE, REDRAW_SECONDS
+from ddpnb.notebook.show.drawing.figure import LiveFigure
+from ddpnb.notebook.show.live import MAX_SHARE, REDRAW_SECONDS
 from ddpnb.wire import NO_STALENESS, EventBatch, RunHeader, RunSpec
 
 STRATEGIES = ("single", "dp", "ddp", "async")
 TELLERS = {"single": 1, "dp": 1, "ddp": 2, "async": 2}
-NUM_EVENTS = 1_000_000
+NUM_EVENTS = int(os.environ.get("DDPNB_DRAW_EVENTS", "1000000"))
 EVENTS_IN_BATCH = 500
 NUM_SAMPLED = 40
 """How often memory is read and a redraw timed, in each run."""

@@ -158,3 +158,11 @@ def test_the_environment_says_where_and_with_what():
     found = environment({"torch": "2.13.0"})
     assert found["torch"] == "2.13.0"
     assert {"python", "host", "CPU cores", "ddpnb"} <= set(found)
+
+
+def test_nothing_is_measured_against_a_run_that_is_under_way():
+    ended, under_way = fake_run("ddp", num_steps=60), fake_run("single", num_steps=60, share=0.5)
+    for baseline, known in ((under_way, False), (fake_run("single", num_steps=60), True)):
+        runs = (ended.snapshot(), baseline.snapshot())
+        ddp, _ = summarise(Comparison(comparison_id="c", name="c", runs=runs))
+        assert math.isfinite(ddp.speed_up) == known

@@ -97,13 +97,18 @@ def summarise(comparison: Comparison, target: float | None = None) -> tuple[Stra
     """
     groups = group_runs(comparison.runs)
     speeds = {key: _speed_of(_counted(runs)) for key, runs in groups.items()}
+    settled = {  # nothing is measured against a run that is under way
+        key: speeds[key].middle
+        for key, runs in groups.items()
+        if not any(run.is_running for run in _counted(runs))
+    }
     return tuple(
         _summary(
             key,
             runs,
             speeds[key],
-            speeds.get((key[0], BASELINE), Spread()).middle,
-            speeds.get((key[0], CEILING), Spread()).middle,
+            settled.get((key[0], BASELINE), math.nan),
+            settled.get((key[0], CEILING), math.nan),
             target,
         )
         for key, runs in groups.items()

@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import pytest
 
-from ddpnb.notebook.show.labels import spread_out
+from ddpnb.notebook.show.drawing.layout import spread_out
 
 
 def test_labels_far_apart_stay_where_they_are():

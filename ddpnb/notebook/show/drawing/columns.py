@@ -5,7 +5,7 @@ Every column has the same rows, so a strategy is named but once, at the left.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,12 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter
 
-from ddpnb.notebook.show.axes import RoomyLocator, tick
-from ddpnb.notebook.show.series import Series
-from ddpnb.notebook.show.stamp import Stamp
-from ddpnb.notebook.show.theme import FONT_POINTS, INK, MUTED, RULE, SMALL_POINTS
+from ddpnb.notebook.show.drawing.axes import prepare
+from ddpnb.notebook.show.drawing.panels import set_live
+from ddpnb.notebook.show.drawing.series import Series
+from ddpnb.notebook.show.theme import INK, SMALL_POINTS
 
 BAR = 0.56
 """Height of a bar, of its row."""
@@ -33,7 +32,7 @@ class Head:
     below: str = ""
 
 
-class Column(ABC):
+class FigureColumn(ABC):
     """One quantity of all strategies; its limits only ever grow, unless they are of time."""
 
     head: ClassVar[Head]
@@ -68,25 +67,9 @@ class Column(ABC):
             self.axes.set_xlim(0, limits[1])
             self.axes.tick_params(labelbottom=self._right > 0)
 
-    def moving(self) -> list[Artist]:
-        """Return what changes at every update, from back to front."""
-        return [artist for row in self._rows if row.is_live for artist in row.artists]
-
-    def layers(self) -> list[Artist]:
-        """Return all that is ever animated."""
+    def artists(self) -> list[Artist]:
+        """Return what may change at an update, from back to front."""
         return [artist for row in self._rows for artist in row.artists]
-
-    def settled(self) -> list[Artist]:
-        """Return what belongs to runs that have ended."""
-        return [artist for row in self._rows if not row.is_live for artist in row.artists]
-
-    def settled_state(self) -> tuple[object, ...]:
-        """Return what tells two states of that apart."""
-        return tuple(row.state() for row in self._rows)
-
-    def limits(self) -> tuple[object, ...]:
-        """Return what the axes and their ticks depend on."""
-        return (*self._limits, self.axes.get_xlabel())
 
     @abstractmethod
     def _new_row(self) -> "Row":
@@ -106,8 +89,6 @@ class Row(ABC):
         for artist in artists:
             artist.set_animated(True)
         self.middle = 0.5
-        self.is_live = False
-        self._num_changes = 0
         self._shown: tuple[Series, float, float] | None = None
 
     def place(self, middle: float) -> None:
@@ -120,13 +101,9 @@ class Row(ABC):
         if self._shown == shown:
             return
         self._shown = shown
-        self._num_changes += 1
-        self.is_live = series.is_live
+        for artist in self.artists:
+            set_live(artist, series.is_live)
         self.show(series, right)
-
-    def state(self) -> Hashable:
-        """Return what tells two states apart, of a row that has settled."""
-        return None if self.is_live else self._num_changes
 
     @abstractmethod
     def show(self, series: Series, right: float) -> None:
@@ -134,20 +111,12 @@ class Row(ABC):
 
 
 def _prepare(axes: Axes, head: Head) -> None:
-    axes.set_facecolor("none")
-    axes.set_title(
-        head.title, loc="left", fontsize=FONT_POINTS, fontweight="bold", color=INK, pad=8, y=1.0
-    )
-    axes.set_xlabel(head.below, fontsize=SMALL_POINTS, color=MUTED, labelpad=4, loc="left")
-    for side in ("left", "right", "top", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.grid(axis="x", color=RULE, linewidth=1.0)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=SMALL_POINTS, labelcolor=MUTED, length=0)
+    prepare(axes, head.title, head.below, pad=8, lines="x", num_ticks=3)
+    axes.set_xlabel(head.below, loc="left")
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(length=0)
     axes.set_yticks([])
     axes.set_navigate(False)  # there is nothing to zoom into, and what stands beside would stay
-    axes.xaxis.set_major_locator(RoomyLocator(3))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
 
 
 def rectangle(axes: Axes, **look: object) -> Rectangle:
@@ -164,9 +133,15 @@ def line(axes: Axes, **look: object) -> Line2D:
 
 def beside(axes: Axes) -> Text:
     """Return a text at the right of a row."""
-    text = Stamp(axes, x=1.03, fontsize=SMALL_POINTS, color=INK, va="center")
-    text.set_transform(axes.get_yaxis_transform())
-    return text
+    return axes.text(
+        1.03,
+        0,
+        "",
+        fontsize=SMALL_POINTS,
+        color=INK,
+        va="center",
+        transform=axes.get_yaxis_transform(),
+    )
 
 
 def tell(text: Text, told: str, middle: float) -> None:

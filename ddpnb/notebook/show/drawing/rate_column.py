@@ -6,15 +6,25 @@ from typing import final
 
 from matplotlib.axes import Axes
 
-from ddpnb.notebook.show.axes import round_up
-from ddpnb.notebook.show.columns import BAR, Column, Head, Row, beside, line, place, rectangle, tell
-from ddpnb.notebook.show.series import Series
+from ddpnb.notebook.show.drawing.axes import round_up
+from ddpnb.notebook.show.drawing.columns import (
+    BAR,
+    FigureColumn,
+    Head,
+    Row,
+    beside,
+    line,
+    place,
+    rectangle,
+    tell,
+)
+from ddpnb.notebook.show.drawing.series import Series
 from ddpnb.notebook.show.theme import INK, MUTED
 from ddpnb.notebook.show.words import percent, short
 
 
 @final
-class RateColumn(Column):
+class RateColumn(FigureColumn):
     """Samples per second: bar, range, the ideal as an outline, the ceiling as a tick."""
 
     head = Head(title="Samples per second")
@@ -43,8 +53,8 @@ class RateColumn(Column):
 @final
 class _Rate(Row):
     def __init__(self, axes: Axes) -> None:
-        self.ideal = rectangle(axes, facecolor="none", edgecolor=MUTED, linewidth=1.0)
         self.bar = rectangle(axes, linewidth=0)
+        self.ideal = rectangle(axes, facecolor="none", edgecolor=MUTED, linewidth=1.0)
         self.range = line(axes, color=INK, linewidth=1.6)
         self.ceiling = line(axes, color=INK, linewidth=3.0)
         self.text = beside(axes)

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import final
+from typing import Literal, final
 
 from matplotlib.axes import Axes
 from matplotlib.axis import XAxis
-from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.record.runs import RunSnapshot
 from ddpnb.notebook.show.theme import FONT_POINTS, INK, MUTED, RULE, SMALL_POINTS
 from ddpnb.notebook.show.words import short
 
@@ -18,40 +19,42 @@ DIGIT_WIDTH, GAP_WIDTH = 0.66, 1.0
 """What a digit takes, and what is kept free between two numbers, as shares of their height."""
 
 
-def prepare(axes: Axes, title: str, x_label: str, log: bool) -> Text:
-    """Give bare axes their look; return the text that is shown while there is nothing else."""
+LEAST_SHARE = 0.02
+"""Of a run, from which on its length is estimated."""
+
+SLACK = 1.1
+"""How much longer than estimated the axis is at first: rates vary."""
+
+LONGEST = 1.7
+"""How many times too long it may be before it is cut."""
+
+
+def prepare(
+    axes: Axes, title: str, x_label: str, *, pad: float, lines: Literal["x", "y"], num_ticks: int
+) -> None:
+    """Give bare axes the look that all share.
+
+    Args:
+        axes: whose look it is.
+        title: stands above, at the left.
+        x_label: stands below.
+        pad: points between the title and the axes.
+        lines: which axis has grid lines.
+        num_ticks: at most so many numbers stand below.
+    """
     axes.set_facecolor("none")
     axes.set_title(
-        title, loc="left", fontsize=FONT_POINTS, fontweight="bold", color=INK, pad=10, y=1.0
+        title, loc="left", fontsize=FONT_POINTS, fontweight="bold", color=INK, pad=pad, y=1.0
     )  # without y, matplotlib looks for a place above the ticks, a third of the drawing
     axes.set_xlabel(x_label, fontsize=SMALL_POINTS, color=MUTED, labelpad=4)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(MUTED)
-    axes.grid(axis="y", color=RULE, linewidth=1.0)
+    axes.grid(axis=lines, color=RULE, linewidth=1.0)
     axes.set_axisbelow(True)
-    axes.tick_params(labelsize=SMALL_POINTS, labelcolor=MUTED, color=MUTED, length=4)
-    axes.tick_params(axis="y", length=0)
-    if log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=6))
-        axes.yaxis.set_minor_locator(NullLocator())
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_locator(RoomyLocator(4))
+    axes.tick_params(labelsize=SMALL_POINTS, labelcolor=MUTED, color=MUTED)
+    axes.xaxis.set_major_locator(RoomyLocator(num_ticks))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
-    return axes.text(
-        0.5,
-        0.5,
-        "waiting for the first steps",
-        ha="center",
-        va="center",
-        fontsize=SMALL_POINTS,
-        color=MUTED,
-        transform=axes.transAxes,
-        animated=True,
-    )
 
 
 @final
@@ -114,3 +117,35 @@ def round_up(value: float) -> float:
         return 0.0
     unit = 10.0 ** math.floor(math.log10(value))
     return next((step * unit for step in ROUND if step * unit >= value * (1 - 1e-9)), 10 * unit)
+
+
+def planned_samples(comparison: Comparison) -> int:
+    """Return up to which sample the longest run will see; of runs that are over, has seen."""
+    known = [(run, run.header) for run in comparison.runs if run.header is not None]
+    if any(run.is_running for run, _ in known):
+        return max(header.num_samples_before + header.num_samples for _, header in known)
+    return max((run.num_samples_before + run.digest.num_samples for run, _ in known), default=0)
+
+
+def planned_seconds(comparison: Comparison, shown: float) -> float:
+    """Return where an axis of seconds ends, at a round number.
+
+    Args:
+        comparison: what is shown.
+        shown: where the axis has ended so far; kept while it fits.
+    """
+    longest = max(map(_seconds_of, comparison.runs), default=0.0)
+    if not any(run.is_running for run in comparison.runs):
+        return round_up(longest)
+    if longest <= shown <= LONGEST * longest:
+        return shown
+    return round_up(SLACK * longest)
+
+
+def _seconds_of(run: RunSnapshot) -> float:
+    """Return how long a run has taken, or as far as can be told, will have taken."""
+    seconds = run.digest.seconds
+    if not run.is_running or run.header is None or run.header.num_samples == 0:
+        return seconds
+    share = run.digest.num_samples / run.header.num_samples
+    return seconds / share if LEAST_SHARE <= share < 1 else seconds

@@ -10,8 +10,8 @@ from matplotlib.image import AxesImage
 
 from ddpnb.notebook.record.parts import slowness
 from ddpnb.notebook.record.pyramid import Floats
-from ddpnb.notebook.show.columns import Column, Head, Row, beside, line, tell
-from ddpnb.notebook.show.series import Series
+from ddpnb.notebook.show.drawing.columns import FigureColumn, Head, Row, beside, line, tell
+from ddpnb.notebook.show.drawing.series import Series
 from ddpnb.notebook.show.theme import INK
 
 LANE_POINTS = 80
@@ -22,7 +22,7 @@ SLOW = 1.25
 
 
 @final
-class RankColumn(Column):
+class RankColumn(FigureColumn):
     """One lane per rank, the darker the slower its own part of a step; blank: it was away."""
 
     head = Head(title="Own work of each rank", below="seconds; darker: slower")

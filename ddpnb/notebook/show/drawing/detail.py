@@ -1,6 +1,6 @@
 """Which columns stand below the curves, and how are their rows named?  (Notebook side.)"""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 from matplotlib.artist import Artist
@@ -10,14 +10,13 @@ from matplotlib.text import Text
 
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import RunSnapshot
-from ddpnb.notebook.show.canvas import Piece
-from ddpnb.notebook.show.columns import Column
-from ddpnb.notebook.show.layout import LABEL_CHARACTERS, WIDTH, Layout
-from ddpnb.notebook.show.rank_column import RankColumn
-from ddpnb.notebook.show.rate_column import RateColumn
-from ddpnb.notebook.show.series import Series
-from ddpnb.notebook.show.split_column import SplitColumn
-from ddpnb.notebook.show.stale_column import StaleColumn, centre_staleness_ticks
+from ddpnb.notebook.show.drawing.columns import FigureColumn
+from ddpnb.notebook.show.drawing.layout import WIDTH, Layout, cut
+from ddpnb.notebook.show.drawing.rank_column import RankColumn
+from ddpnb.notebook.show.drawing.rate_column import RateColumn
+from ddpnb.notebook.show.drawing.series import Series
+from ddpnb.notebook.show.drawing.split_column import SplitColumn
+from ddpnb.notebook.show.drawing.stale_column import StaleColumn, centre_staleness_ticks
 from ddpnb.notebook.show.theme import MUTED, SMALL_POINTS, Style, style_of
 
 ASYNCHRONOUS = ("async", "hogwild", "gossip")
@@ -48,7 +47,7 @@ class Detail:
         self._layout = layout
         self._names: list[_Name] = []
         self._places: list[tuple[float, float]] = [RATE]
-        self._columns: list[Column] = [RateColumn(figure.add_axes((0, 0, 1, 1)))]
+        self._columns: list[FigureColumn] = [RateColumn(figure.add_axes((0, 0, 1, 1)))]
         may_come = len(comparison.specs) > sum(not run.is_running for run in comparison.runs)
         if may_come or any(map(_is_split, comparison.runs)):
             self._add(SplitColumn(figure.add_axes((0, 0, 1, 1))), SPLIT)
@@ -89,31 +88,11 @@ class Detail:
         for column, box in zip(self._columns, boxes, strict=True):
             column.axes.set_position(box)
 
-    def moving(self) -> list[Artist]:
-        """Return what changes at every update, from back to front."""
-        return [artist for column in self._columns for artist in column.moving()]
+    def artists(self) -> list[Artist]:
+        """Return what may change at an update, from back to front."""
+        return [artist for column in self._columns for artist in column.artists()]
 
-    def layers(self) -> list[Artist]:
-        """Return all that is ever animated."""
-        return [artist for column in self._columns for artist in column.layers()]
-
-    def settled(self) -> list[Artist]:
-        """Return what belongs to runs that have ended."""
-        return [artist for column in self._columns for artist in column.settled()]
-
-    def settled_state(self) -> tuple[object, ...]:
-        """Return what tells two states of that apart."""
-        return tuple(column.settled_state() for column in self._columns)
-
-    def names(self) -> Hashable:
-        """Return what the names at the left depend on."""
-        return tuple(name.state for name in self._names)
-
-    def pieces(self, room: Hashable) -> list[Piece]:
-        """Return the columns' axes, which depend on their limits and on the room for labels."""
-        return [Piece(axes=each.axes, state=(room, *each.limits())) for each in self._columns]
-
-    def _add(self, column: Column, place: tuple[float, float]) -> None:
+    def _add(self, column: FigureColumn, place: tuple[float, float]) -> None:
         self._columns.append(column)
         self._places.append(place)
 
@@ -127,11 +106,13 @@ class _Name:
         self._line = Line2D([], [], linewidth=2.6, markersize=9, transform=figure.transFigure)
         figure.add_artist(self._line)
         self._text: Text = figure.text(0, 0, "", fontsize=SMALL_POINTS, va="center")
-        self.state: tuple[object, ...] = ()
+        self._shown: tuple[object, ...] = ()
 
     def show(self, label: str, style: Style, middle: float, *, is_begun: bool) -> None:
-        self.state = (label, style, middle, is_begun)
-        most = LABEL_CHARACTERS
+        shown = (label, style, middle, is_begun)
+        if shown == self._shown:
+            return
+        self._shown = shown
         self._line.set_data([self._left], [middle])
         self._line.set_marker(style.marker)
         self._line.set_markerfacecolor("white" if style.is_hollow else style.colour)
@@ -139,7 +120,7 @@ class _Name:
         self._line.set_markeredgewidth(2.0 if style.is_hollow else 1.0)
         self._line.set_alpha(1.0 if is_begun else 0.45)
         self._text.set_position((self._left + 0.2 / WIDTH, middle))
-        self._text.set_text(label if len(label) <= most else f"{label[: most - 1]}…")
+        self._text.set_text(cut(label))
         self._text.set_color(style.ink if is_begun else MUTED)
         self._text.set_fontweight("bold" if is_begun else "normal")
 

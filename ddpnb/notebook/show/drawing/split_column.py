@@ -7,9 +7,18 @@ from matplotlib.legend import Legend
 from matplotlib.patches import Rectangle
 from matplotlib.transforms import ScaledTranslation
 
-from ddpnb.notebook.show.axes import round_up
-from ddpnb.notebook.show.columns import BAR, Column, Head, Row, beside, place, rectangle, tell
-from ddpnb.notebook.show.series import Series
+from ddpnb.notebook.show.drawing.axes import round_up
+from ddpnb.notebook.show.drawing.columns import (
+    BAR,
+    FigureColumn,
+    Head,
+    Row,
+    beside,
+    place,
+    rectangle,
+    tell,
+)
+from ddpnb.notebook.show.drawing.series import Series
 from ddpnb.notebook.show.theme import MUTED, PART_COLOURS, SMALL_POINTS
 from ddpnb.notebook.show.words import number, percent
 
@@ -18,7 +27,7 @@ STACKED = ("data", "forward", "backward", "optimizer", "communication", "waiting
 
 
 @final
-class SplitColumn(Column):
+class SplitColumn(FigureColumn):
     """Where the time of a step goes; what is hidden lies hatched below the backward pass."""
 
     head = Head(title="Time of one step, ms")

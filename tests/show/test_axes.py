@@ -2,7 +2,7 @@ import pytest
 
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.runs import Run, Status
-from ddpnb.notebook.show.horizon import planned_samples, planned_seconds
+from ddpnb.notebook.show.drawing.axes import planned_samples, planned_seconds
 from tests.record.fake_runs import BATCH_SIZE, batch, header, spec, step
 
 NUM_STEPS = 200

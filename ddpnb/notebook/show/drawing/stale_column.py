@@ -6,15 +6,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Polygon
 
-from ddpnb.notebook.show.columns import Column, Head, Row, beside, tell
-from ddpnb.notebook.show.series import Series
+from ddpnb.notebook.show.drawing.columns import FigureColumn, Head, Row, beside, tell
+from ddpnb.notebook.show.drawing.series import Series
 
 MAX_SHOWN_STALENESS = 8
 """Greater staleness is drawn at this."""
 
 
 @final
-class StaleColumn(Column):
+class StaleColumn(FigureColumn):
     """How many updates had which staleness."""
 
     head = Head(title="Staleness", below="updates by others")

@@ -3,29 +3,38 @@
 One kept figure, redrawn in place from a snapshot; no pyplot, so none leaks.
 """
 
+import io
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
+import numpy as np
 from matplotlib.artist import Artist
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.text import Text
+from PIL import Image
 
 from ddpnb.notebook.record.comparison import Comparison
+from ddpnb.notebook.record.summary import StrategySummary
 from ddpnb.notebook.show import words
-from ddpnb.notebook.show.canvas import QuickCanvas
-from ddpnb.notebook.show.detail import Detail, has_detail
-from ddpnb.notebook.show.footer import footer
-from ddpnb.notebook.show.horizon import planned_samples, planned_seconds
-from ddpnb.notebook.show.layout import LABEL_CHARACTERS, LEAST_LABEL_WIDTH, WIDTH, Layout
-from ddpnb.notebook.show.measure import width_inches
-from ddpnb.notebook.show.panel import Panel
-from ddpnb.notebook.show.series import Line, Preparer, Series
-from ddpnb.notebook.show.strokes import Labelled
+from ddpnb.notebook.show.drawing.axes import planned_samples, planned_seconds
+from ddpnb.notebook.show.drawing.detail import Detail, has_detail
+from ddpnb.notebook.show.drawing.layout import (
+    DPI,
+    LEAST_LABEL_WIDTH,
+    WIDTH,
+    Layout,
+    cut,
+    width_inches,
+)
+from ddpnb.notebook.show.drawing.panels import CurvePanel, Labelled
+from ddpnb.notebook.show.drawing.series import Line, Preparer, Series
 from ddpnb.notebook.show.theme import INK, MUTED, PAPER, RULE, SMALL_POINTS, TITLE_POINTS
 from ddpnb.notebook.show.view import EVERYTHING, View
 
-DPI = 100
+FOOTER_INCHES = WIDTH - 0.7
+MORE = "more below the table"
 X_LABELS = {
     "samples": "samples seen",
     "seconds": "training seconds",
@@ -62,7 +71,7 @@ class LiveFigure:
         self._drawing.update(comparison, self._preparer.series_of(comparison))
 
     def png(self) -> bytes:
-        """Return the figure as it is now, with round corners on nothing."""
+        """Return the figure as it is now; around its round corners it is clear."""
         return self._drawn().png()
 
     def finish(self) -> Figure:
@@ -93,7 +102,8 @@ class _Drawing:
         self._layout = Layout(num_strategies=num_strategies, has_rows=has_detail(comparison))
         self._view = view
         self._figure = Figure(figsize=(WIDTH, self._layout.height), dpi=DPI, facecolor="none")
-        self._canvas = QuickCanvas(self._figure)
+        self._canvas: Any = FigureCanvasAgg(self._figure)  # matplotlib leaves its methods untyped
+        self._still: Any = None
         self._figure.add_artist(_paper(self._figure, self._layout.height))
         self._title = self._text(self._layout.height - 0.38, TITLE_POINTS, INK)
         self._footer = self._text(0.3, SMALL_POINTS, MUTED)
@@ -126,31 +136,34 @@ class _Drawing:
         self._footer.set_text(footer(comparison, tuple(each.summary for each in series)))
 
     def png(self) -> bytes:
-        parts: list[Panel | Detail] = [*self._panels()]
-        parts += [self._detail] if self._detail else []
-        return self._canvas.png(
-            ground_state=(
-                self._title.get_text(),
-                self._footer.get_text(),
-                self._detail.names() if self._detail else (),
-            ),
-            pieces=[piece for part in parts for piece in part.pieces(self._room)],
-            settled=[artist for part in parts for artist in part.settled()],
-            settled_state=tuple(part.settled_state() for part in parts),
-            moving=[artist for part in parts for artist in part.moving()],
-        )
+        """Return the figure; what stands still is drawn only when some of it has changed."""
+        if self._figure.stale:
+            self._canvas.draw()
+            self._still = self._canvas.copy_from_bbox(self._figure.bbox)
+        self._canvas.restore_region(self._still)
+        for artist in self._artists():
+            if artist.get_animated():
+                artist.draw(self._canvas.get_renderer())
+        buffer = io.BytesIO()
+        image = Image.fromarray(np.asarray(self._canvas.buffer_rgba()))
+        image.save(buffer, "png", compress_level=1)
+        return buffer.getvalue()
 
     def finish(self) -> Figure:
-        animated: list[Artist] = [artist for panel in self._panels() for artist in panel.layers()]
-        animated += self._detail.layers() if self._detail else []
-        for artist in animated:
+        for artist in self._artists():
             artist.set_animated(False)
         return self._figure
+
+    def _artists(self) -> list[Artist]:
+        """Return what may change at an update, from back to front."""
+        parts: list[CurvePanel | Detail] = [*self._panels()]
+        parts += [self._detail] if self._detail else []
+        return [artist for part in parts for artist in part.artists()]
 
     def __repr__(self) -> str:
         return self._title.get_text()
 
-    def _loss_panel(self, x: str) -> Panel:
+    def _loss_panel(self, x: str) -> CurvePanel:
         by = {"samples": "samples", "seconds": "time", "updates": "updates"}[x]
         return self._panel(
             f"Training loss by {by}", X_LABELS[x], log=self._view.log, target=self._view.target
@@ -164,9 +177,9 @@ class _Drawing:
         log: bool = False,
         target: float | None = None,
         names_marks: bool = False,
-    ) -> Panel:
+    ) -> CurvePanel:
         axes = self._figure.add_axes((0, 0, 1, 1))
-        return Panel(
+        return CurvePanel(
             axes, title=title, x_label=x_label, log=log, target=target, names_marks=names_marks
         )
 
@@ -185,7 +198,7 @@ class _Drawing:
         if self._detail is not None:
             self._detail.make_room(bold)
 
-    def _panels(self) -> tuple[Panel, ...]:
+    def _panels(self) -> tuple[CurvePanel, ...]:
         return (*self._losses.values(), self._rate)
 
     def _text(self, inches_up: float, points: float, colour: str) -> Text:
@@ -200,10 +213,19 @@ class _Drawing:
         )
 
 
-def cut(label: str) -> str:
-    """Return a label that fits the room there is."""
-    is_whole = len(label) <= LABEL_CHARACTERS
-    return label if is_whole else f"{label[: LABEL_CHARACTERS - 1]}…"
+def footer(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> str:
+    """Return what the lines mean, and what must be said beside them, in one line of whole notes."""
+    repeats = max((run.repeat for run in comparison.runs), default=0) > 0
+    faint, strong = ("each repeat", "median") if repeats else ("every update", "moving average")
+    text, told = f"Faint: {faint}, strong: {strong}.", ""
+    notes = [note.rstrip(".") for note in words.notes(comparison, summaries)]
+    for index, note in enumerate(notes):
+        longer = f"{told}; {note}" if told else f" {note}"
+        rest = "" if index == len(notes) - 1 else f"; {MORE}"
+        if width_inches(text + longer + rest) > FOOTER_INCHES:
+            return f"{text}{told}; {MORE}" if told else f"{text} {MORE.capitalize()}"
+        told = longer
+    return text + told
 
 
 def _planned(comparison: Comparison) -> set[tuple[str, str]]:

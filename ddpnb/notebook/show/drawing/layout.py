@@ -6,6 +6,15 @@ for a projector.  The size is chosen once, before anything is drawn.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+from matplotlib.backends.backend_agg import RendererAgg
+from matplotlib.font_manager import FontProperties
+
+from ddpnb.notebook.show.theme import SMALL_POINTS
+
+DPI = 100
 
 WIDTH = 14.0
 TOP, BOTTOM = 0.92, 1.06
@@ -18,7 +27,7 @@ TICKS_WIDTH = 0.56
 LEAST_LABEL_WIDTH = 0.74
 """Inches that there are for a label at least."""
 LABEL_CHARACTERS = 26
-"""Greatest length of a label; a longer one is cut."""
+"""Greatest length of a label; ``cut`` shortens a longer one."""
 
 ROWS_TOP, ROWS_BOTTOM = 1.06, 1.24
 """What the ticks of the panels above and the heads take; what ticks, legend and footer take."""
@@ -108,3 +117,63 @@ class Layout:
 
     def _box(self, left: float, bottom: float, width: float, height: float) -> Box:
         return (left / WIDTH, bottom / self.height, width / WIDTH, height / self.height)
+
+
+def cut(label: str) -> str:
+    """Return a label that fits the room there is."""
+    is_whole = len(label) <= LABEL_CHARACTERS
+    return label if is_whole else f"{label[: LABEL_CHARACTERS - 1]}…"
+
+
+@lru_cache(maxsize=1000)
+def width_inches(text: str, *, is_bold: bool = False) -> float:
+    """Return how many inches a line of small text takes."""
+    look = FontProperties(size=SMALL_POINTS, weight="bold" if is_bold else "normal")
+    width, _, _ = _canvas().get_text_width_height_descent(text, look, ismath=False)
+    return float(width) / DPI
+
+
+@cache
+def _canvas() -> Any:  # matplotlib leaves its methods untyped
+    return RendererAgg(1, 1, DPI)  # type: ignore[no-untyped-call]
+
+
+def spread_out(
+    wanted: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0
+) -> list[float]:
+    """Return positions at least ``gap`` apart, each as near as can be to the one wanted.
+
+    Neighbours that are too close form a block around the mean of what they want;
+    blocks that touch are joined.  Order is kept.  If they cannot all lie between
+    ``low`` and ``high``, they are packed evenly there.
+
+    Args:
+        wanted: positions, in any order.
+        gap: least distance between two positions.
+        low: least position.
+        high: greatest position.
+    """
+    gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
+    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    blocks: list[list[int]] = []
+    starts: list[float] = []
+    for index in order:
+        blocks.append([index])
+        starts.append(_start(blocks[-1], wanted, gap, low, high))
+        while len(blocks) > 1 and starts[-2] + gap * len(blocks[-2]) > starts[-1]:
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+            starts[-2:] = [_start(blocks[-1], wanted, gap, low, high)]
+    placed = [0.0] * len(wanted)
+    for block, start in zip(blocks, starts, strict=True):
+        for offset, index in enumerate(block):
+            placed[index] = start + offset * gap
+    return placed
+
+
+def _start(
+    block: Sequence[int], wanted: Sequence[float], gap: float, low: float, high: float
+) -> float:
+    """Return where the block's first label goes, so that the block is near what it wants."""
+    length = gap * (len(block) - 1)
+    middle = sum(wanted[index] for index in block) / len(block)
+    return min(max(middle - length / 2, low), max(high - length, low))
