@@ -13,7 +13,7 @@ import struct
 from pathlib import Path
 from typing import Final, Self, final
 
-from ddpnb.wire import KILLED, ROW_BYTES, Mark
+from ddpnb.wire import ROW_BYTES, Mark, MarkKind
 
 NUM_KEPT: Final = 4096
 """Steps that are kept: those of half a second, and more, of any training."""
@@ -108,7 +108,9 @@ def read_death(folder: Path, *, rank: int, run_id: str) -> Mark | None:
     if not data:
         return None
     worker, seconds = _DEATH.unpack_from(data, _DEATH_OFFSET)
-    return None if math.isnan(seconds) else Mark(rank=worker, seconds=seconds, text=KILLED)
+    if math.isnan(seconds):
+        return None
+    return Mark(rank=worker, seconds=seconds, kind=MarkKind.KILLED)
 
 
 def _read(folder: Path, rank: int, run_id: str) -> bytes:

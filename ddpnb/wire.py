@@ -8,6 +8,7 @@ import importlib
 import math
 import struct
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 from ddpnb import catalogue
@@ -73,6 +74,8 @@ class RunHeader:
     """Training samples the whole run will see, over all workers."""
     num_samples_before: int = 0
     """Those that the run it resumes had seen when the checkpoint was made."""
+    is_emulated: bool = False
+    """Whether the strategy's real form cannot run here: its speed says nothing about that."""
     notes: tuple[str, ...] = ()
     """What is emulated, synthetic or adjusted: one short sentence each, shown with every result."""
 
@@ -96,10 +99,14 @@ class Parts(NamedTuple):
 NO_PARTS = Parts()
 
 
-KILLED = "killed"
-DIED = "died"
-CAME_BACK = "came back"
-"""What is said of a rank that trains no more, and of one that does again."""
+class MarkKind(StrEnum):
+    """What happened to a rank; its text says what there is no kind for."""
+
+    KILLED = "killed"
+    """By a signal: on purpose, or by somebody else."""
+    DIED = "died"
+    CAME_BACK = "came back"
+    OTHER = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +116,12 @@ class Mark:
     rank: int
     seconds: float
     """Training time since the run began."""
-    text: str
-    """A few words, e.g. ``"killed"``, ``"3x slower"``."""
+    text: str = ""
+    """A few words, e.g. ``"3x slower"``; where none are given, those of its kind."""
+    kind: MarkKind = MarkKind.OTHER
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", self.text or self.kind.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +280,8 @@ class Failure:
     """Whether it failed only because another rank did: its connection was closed."""
     was_waiting: bool = True
     """Of a consequence: whether the rank was waiting for others, or was ended in the midst."""
+    is_death: bool = False
+    """Whether the rank's process died; ``text`` then says how."""
     breaks_group: bool = False
     """Whether the ranks' next collectives would not meet either: the group is to be formed anew."""
 

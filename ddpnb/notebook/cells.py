@@ -11,7 +11,6 @@ from ddpnb.notebook.cluster.call import Events, Happening, Output, Silent
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.watch import Watch, failure_in
 from ddpnb.notebook.errors import (
-    LOST,
     CellInterrupt,
     CellTimeoutError,
     RankError,
@@ -206,6 +205,13 @@ def failures_of(watch: Watch) -> list[Failure]:
     failures = [f for f in map(failure_in, watch.returned.values()) if f is not None]
     for rank, cause in watch.lost.items():
         log = watch.cluster.log_tail(str(rank))
-        lost = Failure(rank=rank, name=LOST, text=cause, traceback=(log,), failed_at=0.0)
+        lost = Failure(
+            rank=rank,
+            name="RankLost",
+            text=cause,
+            traceback=(log,),
+            failed_at=0.0,
+            is_death=True,
+        )
         failures.append(lost)
     return failures

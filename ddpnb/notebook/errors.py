@@ -11,9 +11,6 @@ from ddpnb.wire import Failure
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
-LOST = "RankLost"
-"""The name of a failure that is the death of the rank's process."""
-
 
 class _OneLine(BaseException):
     """An error that IPython shows in one line, without a traceback."""
@@ -38,7 +35,7 @@ class RankError(Exception):
     def cause(self) -> str:
         """What happened, in a few words that stay right: without what to do about it."""
         first = self.failures[0]
-        if first.name == LOST:
+        if first.is_death:
             return f"rank {first.rank} {first.text}"
         said = f" ({first.text.splitlines()[0]})" if first.text.strip() else ""
         where = spoken_ranks([failure.rank for failure in alike(first, self.failures)])
@@ -92,7 +89,7 @@ def told(error: BaseException) -> str:
 def sentence(failures: Sequence[Failure]) -> str:
     """Say in one sentence which rank failed first, and how."""
     first = failures[0]
-    if first.name == LOST:
+    if first.is_death:
         return (
             f"rank {first.rank} {first.text}; %ddp_restart --ranks {first.rank} brings it back, "
             "the other ranks keep their variables"

@@ -26,7 +26,7 @@ import torch
 from ddpnb.faults import Kill, Slow, parse_kill, parse_slow
 from ddpnb.rank.strategies.base import Batch, Plan, Replica
 from ddpnb.rank.strategies.timer import Timer
-from ddpnb.wire import KILLED, Mark, RunSpec
+from ddpnb.wire import Mark, MarkKind, RunSpec
 
 _NUM_TRIALS = 3
 
@@ -164,7 +164,7 @@ class Drag:
         if self._cancelled.wait(fault.seconds):
             return
         seconds = time.perf_counter() - began
-        self._publish(Mark(rank=fault.rank, seconds=seconds, text=KILLED))
+        self._publish(Mark(rank=fault.rank, seconds=seconds, kind=MarkKind.KILLED))
         os.kill(os.getpid(), signal.SIGKILL)
 
 

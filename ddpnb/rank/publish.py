@@ -15,7 +15,7 @@ from ipyparallel.datapub import publish_data
 from ddpnb.errors import UserError
 from ddpnb.rank.engine import RankEngine
 from ddpnb.unsent import UnsentSteps
-from ddpnb.wire import KILLED, EventBatch, Mark, RunHeader, StepEvent, pack_step, row_of
+from ddpnb.wire import EventBatch, Mark, MarkKind, RunHeader, StepEvent, pack_step, row_of
 
 FLUSH_SECONDS = 0.5
 """How long an event may wait on the rank: twice a second is as often as pictures need.
@@ -74,7 +74,7 @@ class Publisher:
         if isinstance(event, RunHeader):
             self._header = event
         elif isinstance(event, Mark):
-            if event.text == KILLED and self._unsent is not None:
+            if event.kind is MarkKind.KILLED and self._unsent is not None:
                 self._unsent.add_death(event)  # there is no time to send it
             else:
                 self._marks.append(event)

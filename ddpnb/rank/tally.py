@@ -101,6 +101,7 @@ def header_of(stage: Stage, num_parameters: int, found: tuple[str, ...]) -> RunH
         num_parameters=num_parameters,
         num_samples=stage.order.num_samples - num_before,
         num_samples_before=num_before,
+        is_emulated=stage.plan.is_emulated,
         notes=stage.plan.notes + found + stage.task.notes + tuple(_notes(stage)),
     )
 

@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 from ddpnb.notebook.errors import (
-    LOST,
     CellInterrupt,
     CellTimeoutError,
     RankError,
@@ -102,7 +101,7 @@ def test_a_timeout_and_an_interrupt_are_one_line():
 def test_the_cause_is_told_once_and_without_blank_lines_at_the_end():
     lines = render([failure(1, traceback=("line 2", "", "\x1b[31mValueError\x1b[39m: bad"))])
     assert lines == ["RankError: rank 1 failed: ValueError: bad", "line 2"]
-    lost = failure(1, LOST, "was killed by SIGKILL", traceback=("",))
+    lost = failure(1, "RankLost", "was killed by SIGKILL", is_death=True, traceback=("",))
     assert render([lost, closed(0, 2)])[1:3] == [
         "",
         "(rank 0 was waiting in a collective for it and stopped: connection closed by peer)",
@@ -110,7 +109,7 @@ def test_the_cause_is_told_once_and_without_blank_lines_at_the_end():
 
 
 def test_what_is_kept_of_a_failure_gives_no_advice():
-    lost = failure(1, LOST, "was killed by SIGKILL")
+    lost = failure(1, "RankLost", "was killed by SIGKILL", is_death=True)
     assert RankError([lost, closed(0, 2)]).cause == "rank 1 was killed by SIGKILL"
     assert "%ddp_restart --ranks 1" in str(RankError([lost]))
     assert RankError([failure(0), failure(1)]).cause == "ValueError on ranks 0-1 (bad)"

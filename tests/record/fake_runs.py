@@ -48,6 +48,7 @@ def header(run_spec: RunSpec, num_steps: int, synchronous: bool | None = None) -
         backend="gloo",
         num_parameters=12_345,
         num_samples=num_steps * BATCH_SIZE,
+        is_emulated=strategy == "dp",
         notes=NOTES.get(strategy, ()),
     )
 

@@ -4,7 +4,7 @@ import pytest
 
 from ddpnb.notebook.record.parts import absences, slowness, step_split
 from ddpnb.notebook.record.runs import Run
-from ddpnb.wire import Mark
+from ddpnb.wire import Mark, MarkKind
 from tests.record.fake_runs import batch, fake_run, step
 
 
@@ -38,13 +38,13 @@ def test_a_rank_that_died_is_away_from_its_last_step_until_its_next(told_at: flo
     run = Run(run_id="m", name="mine", num_ranks=2)
     run.add(batch("m", [step(i, i + 1.0) for i in range(9)]))
     told = [
-        Mark(rank=1, seconds=at, text=text)
-        for at, text in ((3.4, "killed"), (told_at, "came back"))
+        Mark(rank=1, seconds=at, kind=kind)
+        for at, kind in ((3.4, MarkKind.KILLED), (told_at, MarkKind.CAME_BACK))
     ]
     run.add(
         batch("m", [step(i, at) for i, at in enumerate((1.0, 3.0, 7.0, 8.0))], rank=1, marks=told)
     )
     run.end("finished")
     assert absences(run.snapshot()) == {1: [(3.0, 7.0)]}
-    run.add(batch("m", [], sequence=1, marks=[Mark(rank=0, seconds=9.5, text="died")]))
+    run.add(batch("m", [], sequence=1, marks=[Mark(rank=0, seconds=9.5, kind=MarkKind.DIED)]))
     assert absences(run.snapshot()) == {1: [(3.0, 7.0)], 0: [(9.0, math.inf)]}

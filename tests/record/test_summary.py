@@ -6,7 +6,7 @@ import pytest
 from ddpnb.notebook.record.comparison import Comparison, environment, overlay
 from ddpnb.notebook.record.runs import Run, Status
 from ddpnb.notebook.record.summary import Spread, samples_per_second, spread, summarise
-from ddpnb.wire import KILLED, Mark, RunReport
+from ddpnb.wire import Mark, MarkKind, RunReport
 from tests.record.fake_runs import batch, fake_comparison, fake_run, header, spec, step
 
 
@@ -42,7 +42,7 @@ def test_a_fault_that_did_not_strike_is_told():
     faulty = replace(
         run,
         spec=replace(run.spec, kill=("1@30s", "0@100ms")),
-        marks=(Mark(rank=0, seconds=0.7, text=KILLED),),
+        marks=(Mark(rank=0, seconds=0.7, kind=MarkKind.KILLED),),
     )
     (ddp,) = summarise(Comparison(comparison_id="c", name="c", runs=(faulty,)))
     assert ddp.notes == (

@@ -9,7 +9,7 @@ import pytest
 
 from ddpnb.notebook.record.events import EVENT
 from ddpnb.unsent import NUM_KEPT, UnsentSteps, read_death, read_unsent
-from ddpnb.wire import KILLED, Mark, pack_step
+from ddpnb.wire import Mark, MarkKind, pack_step
 from tests.record.fake_runs import step
 
 
@@ -42,7 +42,7 @@ def test_they_are_of_one_run_and_one_rank(tmp_path: Path):
 
 
 def test_a_death_on_purpose_is_there_with_its_time(tmp_path: Path):
-    ring, mark = a_ring(tmp_path), Mark(rank=3, seconds=1.25, text=KILLED)
+    ring, mark = a_ring(tmp_path), Mark(rank=3, seconds=1.25, kind=MarkKind.KILLED)
     assert read_death(tmp_path, rank=1, run_id="run") is None
     ring.add(pack_step(1, step(0, 0.1)))
     ring.add_death(mark)

@@ -18,7 +18,7 @@ from ddpnb.notebook.show.drawing.figure import LiveFigure, draw
 from ddpnb.notebook.show.drawing.series import Preparer, series_of
 from ddpnb.notebook.show.view import ACROSS, EVERYTHING, View
 from ddpnb.notebook.show.words import notes
-from ddpnb.wire import Mark, Parts
+from ddpnb.wire import Mark, MarkKind, Parts
 from tests.record.fake_runs import batch, fake_comparison, fake_run, header, spec, step
 
 
@@ -238,7 +238,8 @@ def slowed(*strategies: str) -> Comparison:
 
 
 def test_the_lane_of_a_rank_is_blank_while_it_was_away():
-    marks = [Mark(rank=1, seconds=at, text=text) for at, text in ((1, "killed"), (2, "came back"))]
+    kinds = ((1, MarkKind.KILLED), (2, MarkKind.CAME_BACK))
+    marks = [Mark(rank=1, seconds=at, kind=kind) for at, kind in kinds]
     run = Run.of_spec(spec("async"))
     for rank in range(2):
         times = [0.04 * i for i in range(1, 100) if rank == 0 or not 25 <= i < 50]

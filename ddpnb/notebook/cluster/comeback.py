@@ -17,13 +17,11 @@ from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.record.events import EVENT, rows_of
 from ddpnb.unsent import read_death, read_unsent
 from ddpnb.wire import (
-    CAME_BACK,
-    DIED,
-    KILLED,
     EventBatch,
     Failure,
     Joining,
     Mark,
+    MarkKind,
     OnRank,
     RunSpec,
 )
@@ -127,7 +125,7 @@ class Comeback:
     def _start(self, rank: int) -> None:
         exit_ = self.cluster.exits[str(rank)]
         if not self._take_death(rank):
-            self._mark(rank, KILLED if (exit_.code or 0) < 0 else DIED)
+            self._mark(rank, MarkKind.KILLED if (exit_.code or 0) < 0 else MarkKind.DIED)
         self._is_back.discard(rank)
         self._num_starts[rank] = self._num_starts.get(rank, 0) + 1
         if self._num_starts[rank] <= MAX_STARTS:
@@ -154,7 +152,7 @@ class Comeback:
     def _join(self, rank: int) -> None:
         self._take_unsent(rank)
         if self.spec.transport in CLOSED_TRANSPORTS:
-            self._mark(rank, f"came back too late to join over {self.spec.transport}")
+            self._mark(rank, text=f"came back too late to join over {self.spec.transport}")
             return
         joining = Joining(
             first_batch=self._num_batches.get(rank, 0),
@@ -171,19 +169,26 @@ class Comeback:
         if isinstance(happening, Lost):
             self._dead.add(rank)
         elif isinstance(happening, Returned) and isinstance(happening.value, Failure) and is_first:
-            self._mark(rank, f"did not come back: {happening.value.name}")
+            self._mark(rank, text=f"did not come back: {happening.value.name}")
         elif isinstance(happening, Events) and happening.batch.num_steps and is_first:
             self._is_back.add(rank)
             first = rows_of(happening.batch)[0]
-            self._mark(rank, CAME_BACK, seconds=float(first["seconds"]))
+            self._mark(rank, MarkKind.CAME_BACK, seconds=float(first["seconds"]))
         self._note(happening)
         self.handle(happening)
 
-    def _mark(self, rank: int, text: str, *, seconds: float | None = None) -> None:
+    def _mark(
+        self,
+        rank: int,
+        kind: MarkKind = MarkKind.OTHER,
+        *,
+        text: str = "",
+        seconds: float | None = None,
+    ) -> None:
         """Note what has happened to a rank, then or at this moment of the training."""
         if seconds is None:
             seconds = max(0.0, time.time() - self._began_at)
-        self._tell(NOTEBOOK, marks=(Mark(rank=rank, seconds=seconds, text=text),))
+        self._tell(NOTEBOOK, marks=(Mark(rank=rank, seconds=seconds, kind=kind, text=text),))
 
     def _tell(self, rank: int, *, rows: bytes = b"", marks: tuple[Mark, ...] = ()) -> None:
         """Hand over what comes from no rank's process as if it had sent it."""

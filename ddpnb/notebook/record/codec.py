@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ddpnb.errors import UserError
 from ddpnb.notebook.record.events import of_any_format
-from ddpnb.wire import EventBatch, Mark, RunHeader, RunReport, RunSpec
+from ddpnb.wire import EventBatch, Mark, MarkKind, RunHeader, RunReport, RunSpec
 
 Wire = TypeVar("Wire", RunSpec, RunHeader, RunReport)
 
@@ -30,6 +30,8 @@ def from_text(kind: type[Wire], text: str) -> Wire:
     known = {entry.name for entry in dataclasses.fields(kind)}
     given: Mapping[str, Any] = json.loads(text)
     values = {name: _as_tuple(value) for name, value in given.items() if name in known}
+    if kind is RunHeader and "is_emulated" not in given:  # stored before there was this field
+        values["is_emulated"] = any("emulated" in note for note in given["notes"])
     try:
         return kind(**values)
     except UserError:
@@ -74,10 +76,17 @@ def batch_of(
         rows=of_any_format(events, num_events),
         metrics=tuple((index, name, value) for index, name, value in json.loads(metrics or "[]")),
         marks=tuple(
-            Mark(rank=rank, seconds=seconds, text=text)
-            for rank, seconds, text in json.loads(marks or "[]")
+            Mark(rank=rank, seconds=seconds, text=text, kind=_kind_of(text, *kind))
+            for rank, seconds, text, *kind in json.loads(marks or "[]")
         ),
     )
+
+
+def _kind_of(text: str, kind: str | None = None) -> MarkKind:
+    """Return the kind of a mark; one stored before marks had kinds has it as its text."""
+    if kind is None:
+        kind = text if text in set(MarkKind) else MarkKind.OTHER
+    return MarkKind(kind)
 
 
 def _unchecked(kind: type[Wire], values: Mapping[str, Any]) -> Wire:

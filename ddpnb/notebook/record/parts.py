@@ -12,7 +12,7 @@ import numpy as np
 from ddpnb.notebook.record.digest import RankDigest
 from ddpnb.notebook.record.pyramid import Floats
 from ddpnb.notebook.record.runs import RunSnapshot
-from ddpnb.wire import CAME_BACK, DIED, KILLED, NO_PARTS, Parts
+from ddpnb.wire import NO_PARTS, MarkKind, Parts
 
 Absences = Mapping[int, Sequence[tuple[float, float]]]
 """From when to when each rank was away; none of a rank that never was."""
@@ -73,10 +73,10 @@ def absences(run: RunSnapshot) -> Absences:
     for mark in sorted(run.marks, key=lambda mark: mark.seconds):
         own = away.get(mark.rank, [])
         is_away = bool(own) and math.isinf(own[-1][1])
-        if mark.text in (KILLED, DIED) and not is_away:
+        if mark.kind in (MarkKind.KILLED, MarkKind.DIED) and not is_away:
             before = [at for at in steps.get(mark.rank, ()) if at <= mark.seconds]
             away[mark.rank] = [*own, (max(before, default=0.0), math.inf)]
-        elif mark.text == CAME_BACK and is_away:
+        elif mark.kind is MarkKind.CAME_BACK and is_away:
             own[-1] = _longest_pause(steps.get(mark.rank, np.empty(0)), own[-1][0], mark.seconds)
     return away
 

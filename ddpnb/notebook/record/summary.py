@@ -17,7 +17,7 @@ from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.curves import first_reached, num_diverged, smoothed_loss, tenths
 from ddpnb.notebook.record.parts import StepSplit, step_split
 from ddpnb.notebook.record.runs import RunSnapshot, Status, ending
-from ddpnb.wire import KILLED, RunReport
+from ddpnb.wire import MarkKind, RunReport
 
 Counts = NDArray[np.int64]
 
@@ -85,6 +85,8 @@ class StrategySummary:
     """Repeats that never reached it."""
     num_diverged: int = 0
     """Losses that were NaN or infinite."""
+    is_emulated: bool = False
+    """Whether its speed says nothing about that of the real strategy."""
     notes: tuple[str, ...] = ()
 
 
@@ -216,8 +218,14 @@ def _summary(
         samples_to_target=spread([samples for _, samples in reached]),
         num_missed_target=sum(math.isnan(seconds) for seconds, _ in reached),
         num_diverged=sum(num_diverged(run) for run in runs),
+        is_emulated=is_emulated(runs),
         notes=_notes(runs),
     )
+
+
+def is_emulated(runs: Sequence[RunSnapshot]) -> bool:
+    """Return whether the strategy itself is emulated where these runs were trained."""
+    return any(run.header is not None and run.header.is_emulated for run in runs)
 
 
 def _num_workers(run: RunSnapshot) -> int:
@@ -273,7 +281,7 @@ def _spared(run: RunSnapshot) -> list[str]:
     """Say which ranks were to be killed, but not before the training had ended."""
     if run.status is not Status.FINISHED or run.spec is None or run.header is None:
         return []
-    killed = {mark.rank for mark in run.marks if mark.text == KILLED}
+    killed = {mark.rank for mark in run.marks if mark.kind is MarkKind.KILLED}
     with contextlib.suppress(UserError):  # a stored fault may be one that is refused by now
         return [
             f"rank {kill.rank} was not killed: training ended before {kill.seconds:g} s"

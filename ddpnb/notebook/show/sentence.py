@@ -25,14 +25,14 @@ def sentence(comparison: Comparison, target: float | None = None) -> str:
     called = {id(summary): names[summary.comparison, summary.name] for summary in summaries}
     done = [summary for summary in summaries if summary.status is Status.FINISHED]
     parts = [
-        _speeds([s for s in done if not _is_emulated(s, called)], called),
+        _speeds([s for s in done if not s.is_emulated], called),
         "" if target is None else _reached(done, called, target),
         _scores(done, called),
         *(_trouble(summary, called[id(summary)]) for summary in summaries),
         *(
             f"{called[id(s)]} says nothing about the speed of the real one"
             for s in done
-            if _is_emulated(s, called)
+            if s.is_emulated
         ),
     ]
     told = "; ".join(part for part in parts if part)
@@ -47,10 +47,6 @@ def _alone(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
     """Return the speeds of runs that have nothing to be compared with."""
     known = [s for s in done if math.isfinite(_speed(s))]
     return listed([f"{called[id(s)]} ran at {number(_speed(s))} samples/s" for s in known])
-
-
-def _is_emulated(summary: StrategySummary, called: dict[int, str]) -> bool:
-    return called[id(summary)].endswith("(emulated)")
 
 
 def _speeds(done: Sequence[StrategySummary], called: dict[int, str]) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from ddpnb.catalogue import CELL_TASK
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.repeat import body_of
-from ddpnb.notebook.record.runs import RunSnapshot
-from ddpnb.notebook.record.summary import Key, StrategySummary, group_runs
+from ddpnb.notebook.record.summary import Key, StrategySummary, group_runs, is_emulated
 from ddpnb.training import flags
 from ddpnb.wire import RunSpec
 
@@ -76,7 +75,7 @@ def labels(comparison: Comparison) -> dict[Key, str]:
     several = len({key[0] for key in groups}) > 1
     return {
         key: (f"{key[0]}/{key[1]}" if several and key[0] not in ("", key[1]) else key[1])
-        + (" (emulated)" if any(is_emulated(run) for run in runs) else "")
+        + (" (emulated)" if is_emulated(runs) else "")
         for key, runs in groups.items()
     }
 
@@ -84,11 +83,6 @@ def labels(comparison: Comparison) -> dict[Key, str]:
 def longest_label(strategy: str) -> str:
     """Return what a strategy that has not begun may be called at most."""
     return f"{strategy} (emulated)" if strategy.partition(":")[0] == "dp" else strategy
-
-
-def is_emulated(run: RunSnapshot) -> bool:
-    """Return whether the ranks said that the strategy itself is emulated."""
-    return run.header is not None and any("emulated" in note for note in run.header.notes)
 
 
 def title(comparison: Comparison) -> str:

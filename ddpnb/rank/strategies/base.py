@@ -45,6 +45,8 @@ class Plan:
     """Updates that one optimizer makes for each global batch."""
     survives_deaths: bool = False
     """Whether the others train on where a rank other than 0 dies; it may join where it can."""
+    is_emulated: bool = False
+    """Whether this only stands for the strategy, which cannot run here; a note says how."""
     notes: tuple[str, ...] = ()
 
 

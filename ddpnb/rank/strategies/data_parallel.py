@@ -43,7 +43,13 @@ class DataParallel(Strategy):
             return Plan(num_ranks=1, num_workers=num_gpus, synchronous=True)
         where = "CPU threads" if state.device == "cpu" else "threads that share one GPU"
         note = f"DataParallel is emulated on {where}."
-        return Plan(num_ranks=1, num_workers=state.world_size, synchronous=True, notes=(note,))
+        return Plan(
+            num_ranks=1,
+            num_workers=state.world_size,
+            synchronous=True,
+            is_emulated=True,
+            notes=(note,),
+        )
 
     def fewest_samples(self, num_samples: int, plan: Plan, accumulate: int) -> int:
         """Those of the last replica: the batch is cut into parts, and each for the replicas."""
