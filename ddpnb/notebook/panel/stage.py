@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import final
 
 from ddpnb.notebook.record.comparison import Comparison, overlay
+from ddpnb.notebook.show.display import Slot
 from ddpnb.notebook.show.drawing.figure import LiveFigure
 from ddpnb.notebook.show.live import RedrawThrottle, picture_bundle, table_bundle
 from ddpnb.notebook.show.progress import progress_of
 from ddpnb.notebook.show.result import ComparisonResult
-from ddpnb.notebook.show.slot import Slot
 
 NOTHING_YET = "Run trains the chosen strategies; their figure and table appear here."
 

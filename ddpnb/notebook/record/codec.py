@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from ddpnb.errors import UserError
-from ddpnb.notebook.record.events import of_any_format
 from ddpnb.wire import EventBatch, Mark, MarkKind, RunHeader, RunReport, RunSpec
 
 Wire = TypeVar("Wire", RunSpec, RunHeader, RunReport)
@@ -67,13 +66,13 @@ def batch_of(
     row: tuple[str, int, int, int, bytes, str, str], header: RunHeader | None
 ) -> EventBatch:
     """Return the batch that ``batch_row`` wrote, and give it ``header``."""
-    run_id, rank, sequence, num_events, events, metrics, marks = row
+    run_id, rank, sequence, _, events, metrics, marks = row
     return EventBatch(
         run_id=run_id,
         rank=rank,
         sequence=sequence,
         header=header,
-        rows=of_any_format(events, num_events),
+        rows=events,
         metrics=tuple((index, name, value) for index, name, value in json.loads(metrics or "[]")),
         marks=tuple(
             Mark(rank=rank, seconds=seconds, text=text, kind=_kind_of(text, *kind))

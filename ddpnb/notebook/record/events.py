@@ -11,23 +11,22 @@ from numpy.typing import NDArray
 
 from ddpnb.wire import EventBatch, Parts
 
+Floats = NDArray[np.float64]
+
 Records = NDArray[Any]
 """A structured array: one row per event, one named field per column."""
 
-_FIRST_FIELDS = [
-    ("seconds", "<f8"),
-    ("loss", "<f8"),
-    ("num_samples", "<i8"),
-    ("step", "<i8"),
-    ("staleness", "<i4"),
-    ("rank", "<i4"),
-]
-
-FIRST_EVENT = np.dtype(_FIRST_FIELDS)
-"""What a row was in the first format of the store."""
-
 EVENT = np.dtype(
-    [*_FIRST_FIELDS, ("num_bytes_sent", "<i8"), *((part, "<f4") for part in Parts._fields)]
+    [
+        ("seconds", "<f8"),
+        ("loss", "<f8"),
+        ("num_samples", "<i8"),
+        ("step", "<i8"),
+        ("staleness", "<i4"),
+        ("rank", "<i4"),
+        ("num_bytes_sent", "<i8"),
+        *((part, "<f4") for part in Parts._fields),
+    ]
 )
 """One step of one worker, as ``wire.row_of`` packs it.
 
@@ -42,15 +41,6 @@ METRIC = np.dtype([("event", "<i8"), ("value", "<f8")])
 def rows_of(batch: EventBatch) -> Records:
     """Return what a rank flushed as rows, read-only and without a copy."""
     return np.frombuffer(batch.rows, dtype=EVENT)
-
-
-def of_any_format(data: bytes, num_events: int) -> bytes:
-    """Return rows that were stored, in this format or the first, as this format's bytes."""
-    if num_events == 0 or len(data) == num_events * EVENT.itemsize:
-        return data
-    rows = np.zeros(num_events, dtype=EVENT)
-    rows[list(FIRST_EVENT.names or ())] = np.frombuffer(data, dtype=FIRST_EVENT)
-    return rows.tobytes()
 
 
 @final

@@ -14,8 +14,14 @@ from numpy.typing import NDArray
 from ddpnb.errors import UserError
 from ddpnb.faults import parse_kill
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.curves import first_reached, num_diverged, smoothed_loss, tenths
-from ddpnb.notebook.record.parts import StepSplit, step_split
+from ddpnb.notebook.record.metrics import (
+    StepSplit,
+    first_reached,
+    num_diverged,
+    smoothed_loss,
+    step_split,
+    tenths,
+)
 from ddpnb.notebook.record.runs import RunSnapshot, Status, ending
 from ddpnb.wire import MarkKind, RunReport
 

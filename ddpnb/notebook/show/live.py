@@ -10,10 +10,9 @@ import psutil
 from IPython.core.getipython import get_ipython
 
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.show.interactive import is_chosen, show_canvas
+from ddpnb.notebook.show.display import Bundle, Slot, is_chosen, show_canvas
 from ddpnb.notebook.show.progress import progress_of
 from ddpnb.notebook.show.result import ComparisonResult
-from ddpnb.notebook.show.slot import Bundle, Slot
 from ddpnb.notebook.show.view import EVERYTHING, View
 
 REDRAW_SECONDS = 0.5

@@ -6,7 +6,6 @@ Every column has the same rows, so a strategy is named but once, at the left.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from matplotlib.artist import Artist
@@ -24,18 +23,12 @@ BAR = 0.56
 """Height of a bar, of its row."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """What stands above and below a column."""
-
-    title: str
-    below: str = ""
-
-
 class FigureColumn(ABC):
     """One quantity of all strategies; its limits only ever grow, unless they are of time."""
 
-    head: ClassVar[Head]
+    title: ClassVar[str]
+    below: ClassVar[str] = ""
+    """What stands below the ticks."""
     is_of_time: ClassVar[bool] = False
     """Whether it reaches as far as the training will last."""
 
@@ -45,7 +38,7 @@ class FigureColumn(ABC):
         self._right = 0.0
         self._num_rows = 1
         self._limits = (0, 0.0)
-        _prepare(axes, self.head)
+        _prepare(axes, self.title, self.below)
 
     def update(self, series: Sequence[Series], num_rows: int, seconds: float) -> None:
         """Show one row per series, of ``num_rows`` that there will be, in so many seconds."""
@@ -110,9 +103,9 @@ class Row(ABC):
         """Set the artists."""
 
 
-def _prepare(axes: Axes, head: Head) -> None:
-    prepare(axes, head.title, head.below, pad=8, lines="x", num_ticks=3)
-    axes.set_xlabel(head.below, loc="left")
+def _prepare(axes: Axes, title: str, below: str) -> None:
+    prepare(axes, title, below, pad=8, lines="x", num_ticks=3)
+    axes.set_xlabel(below, loc="left")
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(length=0)
     axes.set_yticks([])

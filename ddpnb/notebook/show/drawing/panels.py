@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from ddpnb.notebook.record.pyramid import Floats
+from ddpnb.notebook.record.events import Floats
 from ddpnb.notebook.show.drawing.axes import prepare, round_down, round_up, tick
 from ddpnb.notebook.show.drawing.layout import spread_out, width_inches
 from ddpnb.notebook.show.drawing.series import Line

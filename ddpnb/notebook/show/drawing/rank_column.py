@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.image import AxesImage
 
-from ddpnb.notebook.record.parts import slowness
-from ddpnb.notebook.record.pyramid import Floats
-from ddpnb.notebook.show.drawing.columns import FigureColumn, Head, Row, beside, line, tell
+from ddpnb.notebook.record.events import Floats
+from ddpnb.notebook.record.metrics import slowness
+from ddpnb.notebook.show.drawing.columns import FigureColumn, Row, beside, line, tell
 from ddpnb.notebook.show.drawing.series import Series
 from ddpnb.notebook.show.theme import INK
 
@@ -25,7 +25,8 @@ SLOW = 1.25
 class RankColumn(FigureColumn):
     """One lane per rank, the darker the slower its own part of a step; blank: it was away."""
 
-    head = Head(title="Own work of each rank", below="seconds; darker: slower")
+    title = "Own work of each rank"
+    below = "seconds; darker: slower"
     is_of_time = True
 
     def _new_row(self) -> Row:

@@ -10,7 +10,6 @@ from ddpnb.notebook.show.drawing.axes import round_up
 from ddpnb.notebook.show.drawing.columns import (
     BAR,
     FigureColumn,
-    Head,
     Row,
     beside,
     line,
@@ -27,7 +26,7 @@ from ddpnb.notebook.show.words import percent, short
 class RateColumn(FigureColumn):
     """Samples per second: bar, range, the ideal as an outline, the ceiling as a tick."""
 
-    head = Head(title="Samples per second")
+    title = "Samples per second"
 
     def update(self, series: Sequence[Series], num_rows: int, seconds: float) -> None:
         """Show one row per series; say what outlines and ticks mean, where there are any."""

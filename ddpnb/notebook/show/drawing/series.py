@@ -10,10 +10,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.curves import samples_at, smoothed_loss, throughput, window_for
 from ddpnb.notebook.record.digest import Curve, RankDigest
-from ddpnb.notebook.record.parts import Absences, absences
-from ddpnb.notebook.record.pyramid import Floats
+from ddpnb.notebook.record.events import Floats
+from ddpnb.notebook.record.metrics import (
+    Absences,
+    absences,
+    samples_at,
+    smoothed_loss,
+    throughput,
+    window_for,
+)
 from ddpnb.notebook.record.runs import RunSnapshot
 from ddpnb.notebook.record.summary import (
     Counts,

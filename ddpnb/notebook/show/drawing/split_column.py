@@ -11,7 +11,6 @@ from ddpnb.notebook.show.drawing.axes import round_up
 from ddpnb.notebook.show.drawing.columns import (
     BAR,
     FigureColumn,
-    Head,
     Row,
     beside,
     place,
@@ -30,7 +29,7 @@ STACKED = ("data", "forward", "backward", "optimizer", "communication", "waiting
 class SplitColumn(FigureColumn):
     """Where the time of a step goes; what is hidden lies hatched below the backward pass."""
 
-    head = Head(title="Time of one step, ms")
+    title = "Time of one step, ms"
 
     def __init__(self, axes: Axes) -> None:
         super().__init__(axes)

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Polygon
 
-from ddpnb.notebook.show.drawing.columns import FigureColumn, Head, Row, beside, tell
+from ddpnb.notebook.show.drawing.columns import FigureColumn, Row, beside, tell
 from ddpnb.notebook.show.drawing.series import Series
 
 MAX_SHOWN_STALENESS = 8
@@ -17,7 +17,8 @@ MAX_SHOWN_STALENESS = 8
 class StaleColumn(FigureColumn):
     """How many updates had which staleness."""
 
-    head = Head(title="Staleness", below="updates by others")
+    title = "Staleness"
+    below = "updates by others"
 
     def _new_row(self) -> Row:
         return _Stale(self.axes)

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from ddpnb.notebook.show.merge import HOLD_SECONDS, Item, OutputMerger, visible
+from ddpnb.notebook.show.output import HOLD_SECONDS, Item, OutputMerger, visible
 
 Shown = list[tuple[list[int], Item]]
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from ddpnb.notebook.record.parts import absences, slowness, step_split
+from ddpnb.notebook.record.metrics import absences, slowness, step_split
 from ddpnb.notebook.record.runs import Run
 from ddpnb.wire import Mark, MarkKind
 from tests.record.fake_runs import batch, fake_run, step

@@ -3,9 +3,8 @@ import time
 import pytest
 
 from ddpnb.errors import UserError
-from ddpnb.notebook.record.names import StoredRun
+from ddpnb.notebook.record.query import Search, StoredRun
 from ddpnb.notebook.record.runs import Status
-from ddpnb.notebook.record.search import Search
 
 HOUR = 3600.0
 
