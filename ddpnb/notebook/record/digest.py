@@ -232,11 +232,8 @@ class DigestBuilder:
 
     def add(self, rows: Records, header: RunHeader | None = None) -> None:
         """Take in rows of one rank, in the order of its steps."""
-        if self._joiner is None and (header is not None or self._spec is None):
-            self._joiner = joiner_of(header, self._spec, self._num_ranks)
-            for early in self._waiting_for_header:
-                self._take(self._joiner.add(early))
-            self._waiting_for_header = []
+        if header is not None or self._spec is None:
+            self._joined_by(header)
         if len(rows):
             self._count(rows)
             if self._joiner is None:
@@ -247,12 +244,7 @@ class DigestBuilder:
 
     def end(self) -> None:
         """Nobody is waited for any more."""
-        if self._joiner is None:
-            self._joiner = joiner_of(None, self._spec, self._num_ranks)
-            for early in self._waiting_for_header:
-                self._take(self._joiner.add(early))
-            self._waiting_for_header = []
-        self._take(self._joiner.end())
+        self._take(self._joined_by(None).end())
         self._view = None
 
     def view(self) -> Digest:
@@ -271,6 +263,15 @@ class DigestBuilder:
             )
             self._view = view
         return view
+
+    def _joined_by(self, header: RunHeader | None) -> Joiner:
+        """Return what joins the events, from now on if nothing did; the header says how."""
+        if self._joiner is None:
+            self._joiner = joiner_of(header, self._spec, self._num_ranks)
+            for early in self._waiting_for_header:
+                self._take(self._joiner.add(early))
+            self._waiting_for_header = []
+        return self._joiner
 
     def _count(self, rows: Records) -> None:
         self._num_events += len(rows)

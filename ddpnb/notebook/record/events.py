@@ -4,7 +4,7 @@ As a numpy structured array: 76 bytes an event, as the rank has packed them.  Th
 same bytes go into the store, so nothing is ever pickled.
 """
 
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,36 +41,3 @@ METRIC = np.dtype([("event", "<i8"), ("value", "<f8")])
 def rows_of(batch: EventBatch) -> Records:
     """Return what a rank flushed as rows, read-only and without a copy."""
     return np.frombuffer(batch.rows, dtype=EVENT)
-
-
-@final
-class Rows:
-    """Rows that are only ever appended: ``view`` costs nothing and never changes.
-
-    A view stays what it was because rows already written are never touched
-    again, and growing copies them into a new buffer.
-    """
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._buffer: Records = np.empty(256, dtype=dtype)
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def extend(self, rows: Records) -> None:
-        """Append ``rows``; amortised constant time per row."""
-        end = self._length + len(rows)
-        if end > len(self._buffer):
-            grown: Records = np.empty(max(end, 2 * len(self._buffer)), dtype=self._buffer.dtype)
-            grown[: self._length] = self._buffer[: self._length]
-            self._buffer = grown
-        self._buffer[self._length : end] = rows
-        self._length = end
-
-    def view(self) -> Records:
-        """Return the rows so far, read-only; safe while another thread appends."""
-        length = self._length  # before the buffer: a newer buffer holds all of the older rows
-        rows = self._buffer[:length]
-        rows.flags.writeable = False
-        return rows
