@@ -94,10 +94,12 @@ def assert_judged(first: RunReport, *others: RunReport) -> None:
 
 
 def test_what_is_emulated_or_adjusted_is_said(ranks):
-    notes = {
-        name: ranks(2).call(run_job, spec_of(name))[0][1][0].notes
+    headers = {
+        name: ranks(2).call(run_job, spec_of(name))[0][1][0]
         for name in ("single", "dp", "ddp", "async")
     }
+    assert [name for name, header in headers.items() if header.is_emulated] == ["dp"]
+    notes = {name: header.notes for name, header in headers.items()}
     assert notes["single"] == notes["ddp"] == ()
     assert notes["dp"] == ("DataParallel is emulated on CPU threads.",)
     assert "weighted by their share" in notes["async"][0]
