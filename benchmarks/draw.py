@@ -125,7 +125,7 @@ def measure() -> list[Figure]:
     interval = [max(REDRAW_SECONDS, cost / MAX_SHARE) for cost in late]
     return [
         Figure(
-            name="one redraw at up to 1,000,000 events of 4 strategies, second half",
+            name=f"one redraw at up to {NUM_EVENTS:,} events of 4 strategies, second half",
             unit="ms of CPU",
             ours=[1000 * cost for cost in late],
             limit="<= 60.0",
