@@ -100,12 +100,14 @@ class Parts(NamedTuple):
 NO_PARTS = Parts()
 
 
-class RankEvent(StrEnum):
-    """What can happen to a rank's process in a run; the text of its mark."""
+class MarkKind(StrEnum):
+    """What happened to a rank; its text says what there is no kind for."""
 
     KILLED = "killed"
+    """By a signal: on purpose, or by somebody else."""
     DIED = "died"
     CAME_BACK = "came back"
+    OTHER = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +117,12 @@ class Mark:
     rank: int
     seconds: float
     """Training time since the run began."""
-    text: RankEvent | str
-    """Or a few words: ``"3x slower"``."""
+    text: str = ""
+    """A few words, e.g. ``"3x slower"``; where none are given, those of its kind."""
+    kind: MarkKind = MarkKind.OTHER
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", self.text or self.kind.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +266,8 @@ class Failure:
     """Whether it failed only because another rank did: its connection was closed."""
     was_waiting: bool = True
     """Of a consequence: whether the rank was waiting for others, or was ended in the midst."""
+    is_death: bool = False
+    """Whether the rank's process died; ``text`` then says how."""
     breaks_group: bool = False
     """Whether the ranks' next collectives would not meet either: the group is to be formed anew."""
 

@@ -10,9 +10,9 @@ from ddpnb.notebook.choices import takes_training_options, training_of
 from ddpnb.notebook.cluster.plan import METHODS, ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.export.export import export as write_export
-from ddpnb.notebook.record.search import Search
+from ddpnb.notebook.record.query import Search
 from ddpnb.notebook.session import this_session
-from ddpnb.notebook.show.details import Details
+from ddpnb.notebook.show.listing import Details
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.table import Table
 from ddpnb.notebook.show.view import View

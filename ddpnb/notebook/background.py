@@ -12,7 +12,7 @@ from typing import final
 
 from ddpnb.errors import UserError
 from ddpnb.notebook.compare import Training
-from ddpnb.notebook.show.failures import CellInterrupt, told
+from ddpnb.notebook.errors import CellInterrupt, told
 from ddpnb.notebook.show.progress import Progress, progress_of
 from ddpnb.notebook.show.result import ComparisonResult
 

@@ -10,17 +10,16 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.cluster.call import Events, Happening, Output, Silent
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.watch import Watch, failure_in
-from ddpnb.notebook.ranks import format_ranks, spoken_ranks
-from ddpnb.notebook.record.recorder import Recorder
-from ddpnb.notebook.record.runs import Status
-from ddpnb.notebook.show.failures import (
-    LOST,
+from ddpnb.notebook.errors import (
     CellInterrupt,
     CellTimeoutError,
     RankError,
     StuckError,
     told,
 )
+from ddpnb.notebook.ranks import format_ranks, spoken_ranks
+from ddpnb.notebook.record.recorder import Recorder
+from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.output import CellOutput
 from ddpnb.notebook.show.result import ComparisonResult
@@ -207,6 +206,8 @@ def failures_of(watch: Watch) -> list[Failure]:
     failures = [f for f in map(failure_in, watch.returned.values()) if f is not None]
     for rank, cause in watch.lost.items():
         log = watch.cluster.log_tail(rank)
-        lost = Failure(rank=rank, name=LOST, text=cause, traceback=(log,), failed_at=0.0)
+        lost = Failure(
+            rank=rank, name="RankLost", text=cause, traceback=(log,), failed_at=0.0, is_death=True
+        )
         failures.append(lost)
     return failures

@@ -14,13 +14,13 @@ from ddpnb.notebook.cluster.call import Events, Happening, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.comeback import Comeback
 from ddpnb.notebook.cluster.watch import Watch
+from ddpnb.notebook.errors import CellInterrupt, RankError, StuckError
 from ddpnb.notebook.preflight import check
 from ddpnb.notebook.ranks import format_ranks
 from ddpnb.notebook.record.recorder import Recorder, new_id
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
 from ddpnb.notebook.resume import with_checkpoints
-from ddpnb.notebook.show.failures import CellInterrupt, RankError, StuckError
 from ddpnb.notebook.show.live import Live, live
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.notebook.show.view import EVERYTHING, View

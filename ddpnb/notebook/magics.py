@@ -28,11 +28,11 @@ from ddpnb.notebook.cluster.plan import BACKENDS, DEVICES, ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
 from ddpnb.notebook.complete import complete_magics
 from ddpnb.notebook.export.export import export
-from ddpnb.notebook.record.search import Search
+from ddpnb.notebook.record.query import Search
 from ddpnb.notebook.session import this_cell_number, this_session
-from ddpnb.notebook.show.details import Details
+from ddpnb.notebook.show.display import Slot
+from ddpnb.notebook.show.listing import Details
 from ddpnb.notebook.show.live import show_result
-from ddpnb.notebook.show.slot import Slot
 from ddpnb.notebook.show.view import ACROSS, View
 from ddpnb.notebook.usage import arguments, magic_arguments, no_arguments
 

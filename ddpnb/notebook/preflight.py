@@ -6,8 +6,8 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.cells import failures_of
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.watch import Watch
+from ddpnb.notebook.errors import CellInterrupt, RankError
 from ddpnb.notebook.ranks import spoken_ranks
-from ddpnb.notebook.show.failures import CellInterrupt, RankError
 from ddpnb.remote_call import OnRank
 from ddpnb.wire import Checked, RunSpec
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ddpnb.errors import UserError
-from ddpnb.notebook.record.names import StoredRun, resolve
+from ddpnb.notebook.record.query import StoredRun, resolve
 from ddpnb.notebook.record.store import Store
 from ddpnb.wire import RunSpec
 

@@ -13,9 +13,8 @@ from ddpnb.notebook.cluster.plan import ClusterSpec
 from ddpnb.notebook.cluster_session import ClusterSession
 from ddpnb.notebook.compare import ComparisonSpec, Training, prepare
 from ddpnb.notebook.ranks import parse_ranks
-from ddpnb.notebook.record.names import all_names
+from ddpnb.notebook.record.query import Search, all_names
 from ddpnb.notebook.record.recorder import Recorder, new_id
-from ddpnb.notebook.record.search import Search
 from ddpnb.notebook.record.store import Store, runs_folder
 from ddpnb.notebook.show.listing import runs_table
 from ddpnb.notebook.show.live import Live

@@ -28,7 +28,7 @@ import torch
 from ddpnb.faults import Kill, Slow, parse_kill, parse_slow
 from ddpnb.rank.strategies.base import Batch, Plan, Replica
 from ddpnb.rank.strategies.timer import Timer
-from ddpnb.wire import Mark, RankEvent, RunSpec
+from ddpnb.wire import Mark, MarkKind, RunSpec
 
 KILL_TIMEOUT_SECONDS = 1.0
 """How long the notebook may take to kill a rank on purpose."""
@@ -149,7 +149,7 @@ class Drag:
         """
         seconds = time.perf_counter() - self._began
         rank = _first(self._faults.kill).rank
-        self._publish(Mark(rank=rank, seconds=seconds, text=RankEvent.KILLED))
+        self._publish(Mark(rank=rank, seconds=seconds, kind=MarkKind.KILLED))
         time.sleep(KILL_TIMEOUT_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")

@@ -14,7 +14,7 @@ from ipyparallel.datapub import publish_data
 
 from ddpnb.errors import UserError
 from ddpnb.rank.engine import RankEngine
-from ddpnb.wire import EventBatch, Mark, RankEvent, RunHeader, StepEvent, pack_step
+from ddpnb.wire import EventBatch, Mark, MarkKind, RunHeader, StepEvent, pack_step
 
 FLUSH_SECONDS = 0.5
 """How long an event may wait on the rank: twice a second is as often as pictures need.
@@ -66,7 +66,7 @@ class Publisher:
             self._header = event
         elif isinstance(event, Mark):
             self._marks.append(event)
-            if event.text == RankEvent.KILLED:
+            if event.kind is MarkKind.KILLED:
                 self._flush()  # this process will not be there half a second from now
         else:
             self._rows.append(pack_step(self.rank, event))

@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from playwright.sync_api import Locator, Page, sync_playwright
 
-from ddpnb.notebook.show.figure import DPI
+from ddpnb.notebook.show.drawing.figure import DPI
 from ddpnb.notebook.show.theme import SMALL_POINTS
 from tests.browser.lab import CHROMIUM_FLAGS, SCREENSHOTS, find_chromium, lab_server
 

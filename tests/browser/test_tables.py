@@ -7,7 +7,7 @@ import pytest
 from playwright.sync_api import Page, sync_playwright
 
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.names import StoredRun
+from ddpnb.notebook.record.query import StoredRun
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.show.listing import runs_table
 from ddpnb.notebook.show.page import page as saved_page

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from ddpnb.notebook.compare import ComparisonSpec, prepare
+from ddpnb.notebook.errors import RankError
 from ddpnb.notebook.record.store import Store
-from ddpnb.notebook.show.failures import RankError
 from ddpnb.training import TrainingSpec
 from tests.cluster.rig import ALL_REDUCE, pull, run, started
 

@@ -15,9 +15,9 @@ from ddpnb.notebook.cluster.call import Happening, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.cluster.watch import Watch, failure_in
 from ddpnb.notebook.compare import ComparisonSpec, Training, prepare
+from ddpnb.notebook.errors import RankError
 from ddpnb.notebook.record.runs import Status
 from ddpnb.notebook.record.store import Store
-from ddpnb.notebook.show.failures import RankError
 from ddpnb.remote_call import OnRank
 from ddpnb.training import TrainingSpec
 from ddpnb.wire import RunSpec

@@ -9,8 +9,8 @@ import torch
 import ddpnb
 from ddpnb.catalogue import STRATEGIES
 from ddpnb.errors import UserError
+from ddpnb.notebook.errors import RankError
 from ddpnb.notebook.session import this_session
-from ddpnb.notebook.show.failures import RankError
 from ddpnb.rank.clock import MAX_PENDING, CudaClock
 from ddpnb.rank.strategies.base import StepReport
 

@@ -3,7 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from ddpnb.notebook.record.curves import (
+from ddpnb.notebook.record.digest import MAX_POINTS, Curve
+from ddpnb.notebook.record.metrics import (
     first_reached,
     num_diverged,
     smooth,
@@ -12,7 +13,6 @@ from ddpnb.notebook.record.curves import (
     throughput,
     window_for,
 )
-from ddpnb.notebook.record.digest import MAX_POINTS, Curve
 from ddpnb.notebook.record.runs import Run, Status
 from tests.record.fake_runs import batch, fake_run, header, spec, step
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ddpnb.notebook.record.pyramid import Pyramid
+from ddpnb.notebook.record.digest import Pyramid
 
 
 def filled(values: np.ndarray, at_once: int, max_cells: int) -> Pyramid:

@@ -4,7 +4,6 @@ import os
 import signal
 import sqlite3
 import stat
-import struct
 import subprocess
 import sys
 import threading
@@ -24,8 +23,7 @@ from ddpnb.notebook.record.repeat import magic_of
 from ddpnb.notebook.record.runs import Run, RunSnapshot, Status
 from ddpnb.notebook.record.store import FILE_NAME, Store, runs_folder
 from ddpnb.notebook.record.summary import summarise
-from ddpnb.notebook.show.details import Details
-from ddpnb.notebook.show.listing import runs_table
+from ddpnb.notebook.show.listing import Details, runs_table
 from ddpnb.notebook.show.result import ComparisonResult
 from ddpnb.wire import Parts, StepEvent
 from tests.record.fake_runs import batch, fake_run, header, spec, step
@@ -242,66 +240,15 @@ def test_a_run_being_written_elsewhere_is_still_running(store: Store, tmp_path: 
     assert Store(tmp_path / "runs").list()[0].status == "running"
 
 
-def test_a_newer_format_is_refused_in_one_sentence(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("written", "said"), [(99, "newer ddpnb.*update ddpnb"), (1, "older ddpnb.*move the file away")]
+)
+def test_another_format_is_refused_in_one_sentence(tmp_path: Path, written: int, said: str):
     Store(tmp_path).close()
     with sqlite3.connect(tmp_path / FILE_NAME) as connection:
-        connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreError, match=r"newer ddpnb.*update ddpnb"):
+        connection.execute(f"PRAGMA user_version = {written}")
+    with pytest.raises(StoreError, match=said):
         Store(tmp_path)
-
-
-FIRST_FORMAT = """
-CREATE TABLE comparisons (
-    id TEXT PRIMARY KEY, name TEXT NOT NULL UNIQUE, created REAL NOT NULL,
-    task TEXT NOT NULL, source TEXT NOT NULL, specs TEXT NOT NULL, environment TEXT NOT NULL
-);
-CREATE TABLE runs (
-    id TEXT PRIMARY KEY, comparison TEXT NOT NULL REFERENCES comparisons ON DELETE CASCADE,
-    name TEXT NOT NULL, repeat INTEGER NOT NULL, created REAL NOT NULL, writer TEXT NOT NULL,
-    status TEXT NOT NULL, detail TEXT NOT NULL DEFAULT '', spec TEXT, header TEXT
-);
-CREATE TABLE batches (
-    run TEXT NOT NULL REFERENCES runs ON DELETE CASCADE, rank INTEGER NOT NULL,
-    sequence INTEGER NOT NULL, num_events INTEGER NOT NULL, events BLOB NOT NULL,
-    metrics TEXT NOT NULL, PRIMARY KEY (run, rank, sequence)
-);
-CREATE TABLE reports (
-    run TEXT NOT NULL REFERENCES runs ON DELETE CASCADE, rank INTEGER NOT NULL,
-    report TEXT NOT NULL, PRIMARY KEY (run, rank)
-);
-INSERT INTO comparisons VALUES ('c1', 'digits-1', 5.0, 'digits', '', '[]', '{"torch": "2.13.0"}');
-INSERT INTO runs VALUES ('r1', 'c1', 'ddp', 0, 5.0, 'lab:1:1', 'finished', '',
-    '{"run_id": "r1", "strategy": "ddp", "task": "digits", "batch_size": 32, "seed": 3}',
-    '{"run_id": "r1", "strategy": "ddp", "synchronous": true, "num_workers": 2,
-      "num_threads": 1, "device": "cpu", "backend": "gloo", "num_parameters": 9,
-      "num_samples": 64, "notes": ["a note"]}');
-INSERT INTO reports VALUES ('r1', 0, '{"run_id": "r1", "rank": 0, "took_part": true,
-    "num_steps": 2, "num_samples": 32, "seconds": 2.0, "final_loss": 0.25,
-    "num_batches_sent": 1}');
-PRAGMA user_version = 1;
-"""
-"""A file as the first version of ddpnb wrote it."""
-
-
-def test_a_file_of_the_first_format_is_read_and_written_on(tmp_path: Path):
-    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
-        connection.executescript(FIRST_FORMAT)
-        for rank in (0, 1):  # seconds, loss, samples, step, staleness, rank: 40 bytes a row
-            rows = [struct.pack("<ddqqii", i + 1.0, 2.0 - i, 16, i, -1, rank) for i in range(2)]
-            row = ("r1", rank, 0, 2, b"".join(rows), '[[1, "grad", 0.5]]')
-            connection.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?)", row)
-    connection.close()
-    store = Store(tmp_path)
-    (run,) = store.load("digits-1").runs
-    assert run.events["loss"].tolist() == [2.0, 1.0, 2.0, 1.0]
-    assert run.digest.curve.loss.tolist() == [2.0, 1.0]
-    assert run.digest.curve.samples.tolist() == [32, 64]
-    assert run.metrics["grad"].tolist() == [(1, 0.5), (3, 0.5)]
-    assert not run.events["forward"].any()
-    assert (run.marks, run.reports[0].final_loss, run.spec.batch_size) == ((), 0.25, 32)
-    keep(store, ("ddp",), number=2)
-    store.close()
-    assert len(Store(tmp_path).list()) == 2
 
 
 def test_the_events_of_a_long_run_come_back_from_the_store(store: Store):

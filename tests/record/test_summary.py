@@ -1,12 +1,13 @@
 import math
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 
 from ddpnb.notebook.record.comparison import Comparison, environment, overlay
 from ddpnb.notebook.record.runs import Run, Status
 from ddpnb.notebook.record.summary import Spread, samples_per_second, spread, summarise
-from ddpnb.wire import Mark, RankEvent, RunReport
+from ddpnb.wire import Mark, MarkKind, RunReport
 from tests.record.fake_runs import batch, fake_comparison, fake_run, header, spec, step
 
 
@@ -42,7 +43,7 @@ def test_a_fault_that_did_not_strike_is_told():
     faulty = replace(
         run,
         spec=replace(run.spec, kill=("1@30s", "0@100ms")),
-        marks=(Mark(rank=0, seconds=0.7, text=RankEvent.KILLED),),
+        marks=(Mark(rank=0, seconds=0.7, kind=MarkKind.KILLED),),
     )
     (ddp,) = summarise(Comparison(comparison_id="c", name="c", runs=(faulty,)))
     assert ddp.notes == (
@@ -51,9 +52,9 @@ def test_a_fault_that_did_not_strike_is_told():
     )
 
 
-@pytest.mark.parametrize("event", [RankEvent.KILLED, RankEvent.DIED])
-def test_what_is_not_known_of_a_death_that_nobody_asked_for_is_said(event: RankEvent):
-    marks = (Mark(rank=1, seconds=0.7, text=event),)
+@pytest.mark.parametrize("event", [MarkKind.KILLED, MarkKind.DIED])
+def test_what_is_not_known_of_a_death_that_nobody_asked_for_is_said(event: MarkKind):
+    marks = (Mark(rank=1, seconds=0.7, kind=event),)
     run = replace(timed("async", (2.0, 2.0)).snapshot(), marks=marks)
     (summary,) = summarise(Comparison(comparison_id="c", name="c", runs=(run,)))
     lost = "its steps of the last half second before may be missing"
@@ -164,6 +165,14 @@ def test_overlaying_keeps_each_run_once_and_what_is_shared():
 
 
 def test_the_environment_says_where_and_with_what():
-    found = environment({"torch": "2.13.0"})
-    assert found["torch"] == "2.13.0"
+    found = environment()
+    assert found["torch"] == version("torch")
     assert {"python", "host", "CPU cores", "ddpnb"} <= set(found)
+
+
+def test_nothing_is_measured_against_a_run_that_is_under_way():
+    ended, under_way = fake_run("ddp", num_steps=60), fake_run("single", num_steps=60, share=0.5)
+    for baseline, known in ((under_way, False), (fake_run("single", num_steps=60), True)):
+        runs = (ended.snapshot(), baseline.snapshot())
+        ddp, _ = summarise(Comparison(comparison_id="c", name="c", runs=runs))
+        assert math.isfinite(ddp.speed_up) == known

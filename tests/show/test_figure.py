@@ -7,17 +7,18 @@ from typing import Any
 import matplotlib.text
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from PIL import Image
 
 from ddpnb.notebook.record.comparison import Comparison, overlay
 from ddpnb.notebook.record.runs import Run, RunSnapshot, Status
 from ddpnb.notebook.record.summary import time_to_target
-from ddpnb.notebook.show.figure import LiveFigure, draw
-from ddpnb.notebook.show.series import Preparer, series_of
+from ddpnb.notebook.show.drawing.figure import LiveFigure, draw
+from ddpnb.notebook.show.drawing.series import Preparer, series_of
 from ddpnb.notebook.show.view import ACROSS, EVERYTHING, View
 from ddpnb.notebook.show.words import notes
-from ddpnb.wire import Mark, Parts
+from ddpnb.wire import Mark, MarkKind, Parts
 from tests.record.fake_runs import batch, fake_comparison, fake_run, header, spec, step
 
 
@@ -237,7 +238,8 @@ def slowed(*strategies: str) -> Comparison:
 
 
 def test_the_lane_of_a_rank_is_blank_while_it_was_away():
-    marks = [Mark(rank=1, seconds=at, text=text) for at, text in ((1, "killed"), (2, "came back"))]
+    kinds = ((1, MarkKind.KILLED), (2, MarkKind.CAME_BACK))
+    marks = [Mark(rank=1, seconds=at, kind=kind) for at, kind in kinds]
     run = Run.of_spec(spec("async"))
     for rank in range(2):
         times = [0.04 * i for i in range(1, 100) if rank == 0 or not 25 <= i < 50]
@@ -467,3 +469,19 @@ def test_a_resumed_run_goes_on_where_the_other_was():
     seconds, samples = time_to_target(anew, 1.0)
     assert time_to_target(on, 1.0) == (seconds, samples + 64_000)
     assert draw(both).axes[0].get_xlim()[1] > 64_000 + 60 * 256 * 0.9
+
+
+def test_what_stands_still_is_drawn_once_while_a_run_trains(monkeypatch: pytest.MonkeyPatch):
+    drawn: list[Figure] = []
+    whole = Figure.draw
+    monkeypatch.setattr(Figure, "draw", lambda self, to: (drawn.append(self), whole(self, to)))
+    live = LiveFigure()
+    shares = (0.6, 0.61, 0.62, 0.63, 1.0)
+    counts = []
+    for share in shares:
+        live.update(fake_comparison(("single", "ddp", "no-comm"), share=share))
+        live.png()
+        counts.append(len(drawn))
+    assert counts[0] == 1
+    assert counts[-2] <= 2, "axes may have grown once"
+    assert counts[-1] == counts[-2] + 1, "the last runs have ended"

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 import pytest
 
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.names import StoredRun
+from ddpnb.notebook.record.query import StoredRun
 from ddpnb.notebook.record.runs import Run, Status
 from ddpnb.notebook.show.listing import ranks_table, runs_table
 from ddpnb.notebook.show.progress import progress_of

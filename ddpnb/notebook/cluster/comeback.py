@@ -14,7 +14,7 @@ from ddpnb.notebook.cluster.call import Call, Events, Happening, Lost, Returned
 from ddpnb.notebook.cluster.cluster import Cluster
 from ddpnb.notebook.record.events import rows_of
 from ddpnb.remote_call import OnRank
-from ddpnb.wire import EventBatch, Failure, Joining, Mark, RankEvent, RunSpec
+from ddpnb.wire import EventBatch, Failure, Joining, Mark, MarkKind, RunSpec
 
 NOTEBOOK = -1
 """The rank that the notebook's own marks go by."""
@@ -101,7 +101,7 @@ class Comeback:
             self._began_at = min(self._began_at, time.time() - float(last["seconds"]))
             self._num_steps[rank] = int(last["step"]) + 1
         self._num_batches[rank] = batch.sequence + 1
-        if any(mark.text == RankEvent.KILLED for mark in batch.marks):
+        if any(mark.kind is MarkKind.KILLED for mark in batch.marks):
             self._killed.add(rank)
             self.cluster.kill([rank])
 
@@ -110,7 +110,7 @@ class Comeback:
         if rank in self._killed:
             self._killed.remove(rank)
         else:
-            self._mark(rank, RankEvent.KILLED if (exit_.code or 0) < 0 else RankEvent.DIED)
+            self._mark(rank, MarkKind.KILLED if (exit_.code or 0) < 0 else MarkKind.DIED)
         self._is_back.discard(rank)
         self._num_starts[rank] = self._num_starts.get(rank, 0) + 1
         if self._num_starts[rank] <= MAX_STARTS:
@@ -120,7 +120,7 @@ class Comeback:
 
     def _join(self, rank: int) -> None:
         if self.spec.transport in CLOSED_TRANSPORTS:
-            self._mark(rank, f"came back too late to join over {self.spec.transport}")
+            self._mark(rank, text=f"came back too late to join over {self.spec.transport}")
             return
         joining = Joining(
             first_batch=self._num_batches.get(rank, 0),
@@ -137,15 +137,22 @@ class Comeback:
         if isinstance(happening, Lost):
             self._dead.add(rank)
         elif isinstance(happening, Returned) and isinstance(happening.value, Failure) and is_first:
-            self._mark(rank, f"did not come back: {happening.value.name}")
+            self._mark(rank, text=f"did not come back: {happening.value.name}")
         elif isinstance(happening, Events) and happening.batch.num_steps and is_first:
             self._is_back.add(rank)
             first = rows_of(happening.batch)[0]
-            self._mark(rank, RankEvent.CAME_BACK, seconds=float(first["seconds"]))
+            self._mark(rank, MarkKind.CAME_BACK, seconds=float(first["seconds"]))
         self._note(happening)
         self.handle(happening)
 
-    def _mark(self, rank: int, text: str, *, seconds: float | None = None) -> None:
+    def _mark(
+        self,
+        rank: int,
+        kind: MarkKind = MarkKind.OTHER,
+        *,
+        text: str = "",
+        seconds: float | None = None,
+    ) -> None:
         """Note what has happened to a rank, then or at this moment of the training."""
         if seconds is None:
             seconds = max(0.0, time.time() - self._began_at)
@@ -153,7 +160,7 @@ class Comeback:
             run_id=self.spec.run_id,
             rank=NOTEBOOK,
             sequence=self._num_batches.get(NOTEBOOK, 0),
-            marks=(Mark(rank=rank, seconds=seconds, text=text),),
+            marks=(Mark(rank=rank, seconds=seconds, kind=kind, text=text),),
         )
         self._num_batches[NOTEBOOK] = batch.sequence + 1
         self.handle(Events(rank=NOTEBOOK, batch=batch))

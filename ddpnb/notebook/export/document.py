@@ -5,7 +5,7 @@
      "runs": [{"comparison", "name", "repeat", "status", "detail", "created",
                "spec": {...} or null, "header": {...} or null,
                "reports": [{...}, one per worker],
-               "marks": [{"rank", "seconds", "text"}],
+               "marks": [{"rank", "seconds", "text", "kind"}],
                "num_lost_batches",
                "steps": {"rank": [...], "step": [...], "seconds": [...], "loss": [...], ...},
                "metrics": {"name": [...]}}]}

@@ -15,10 +15,10 @@ from ddpnb.errors import UserError
 from ddpnb.notebook.background import RunningComparison
 from ddpnb.notebook.cluster.plan import ClusterSpec
 from ddpnb.notebook.compare import ComparisonSpec
+from ddpnb.notebook.errors import ANSI, told
 from ddpnb.notebook.panel.form import Form
 from ddpnb.notebook.panel.stage import Stage
 from ddpnb.notebook.session import this_session
-from ddpnb.notebook.show.failures import ANSI, told
 
 MAX_STORED = 200
 """How many stored runs are offered, the newest."""

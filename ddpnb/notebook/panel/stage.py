@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from typing import final
 
 from ddpnb.notebook.record.comparison import Comparison, overlay
-from ddpnb.notebook.show.figure import LiveFigure
-from ddpnb.notebook.show.live import picture_bundle, table_bundle
-from ddpnb.notebook.show.pace import Pace
+from ddpnb.notebook.show.display import Slot
+from ddpnb.notebook.show.drawing.figure import LiveFigure
+from ddpnb.notebook.show.live import RedrawThrottle, picture_bundle, table_bundle
 from ddpnb.notebook.show.progress import progress_of
 from ddpnb.notebook.show.result import ComparisonResult
-from ddpnb.notebook.show.slot import Slot
 
 NOTHING_YET = "Run trains the chosen strategies; their figure and table appear here."
 
@@ -31,7 +30,7 @@ class Stage:
         self._current: Comparison | None = None
         self._beside: tuple[Comparison, ...] = ()
         self._is_training = False
-        self._pace = Pace()
+        self._throttle = RedrawThrottle()
 
     def show(self) -> None:
         """Appear under the current cell; where it stands already, in both places."""
@@ -55,13 +54,13 @@ class Stage:
 
     def is_due(self) -> bool:
         """Tell whether it is time to draw."""
-        return self._pace.is_due()
+        return self._throttle.is_due()
 
     def update(self, comparison: Comparison) -> None:
         """Show the comparison as it is now."""
         with self._lock:
             self._current = comparison
-            self._pace.draw(lambda: self._show_progress(comparison))
+            self._throttle.draw(lambda: self._show_progress(comparison))
 
     def finish(self, result: ComparisonResult) -> None:
         """Show the figure for the last time, and the table in place of the progress."""

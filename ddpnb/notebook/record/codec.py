@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from ddpnb.errors import UserError
-from ddpnb.notebook.record.events import of_any_format
-from ddpnb.wire import EventBatch, Mark, RunHeader, RunReport, RunSpec
+from ddpnb.wire import EventBatch, Mark, MarkKind, RunHeader, RunReport, RunSpec
 
 Wire = TypeVar("Wire", RunSpec, RunHeader, RunReport)
 
@@ -67,19 +66,26 @@ def batch_of(
     row: tuple[str, int, int, int, bytes, str, str], header: RunHeader | None
 ) -> EventBatch:
     """Return the batch that ``batch_row`` wrote, and give it ``header``."""
-    run_id, rank, sequence, num_events, events, metrics, marks = row
+    run_id, rank, sequence, _, events, metrics, marks = row
     return EventBatch(
         run_id=run_id,
         rank=rank,
         sequence=sequence,
         header=header,
-        rows=of_any_format(events, num_events),
+        rows=events,
         metrics=tuple((index, name, value) for index, name, value in json.loads(metrics or "[]")),
         marks=tuple(
-            Mark(rank=rank, seconds=seconds, text=text)
-            for rank, seconds, text in json.loads(marks or "[]")
+            Mark(rank=rank, seconds=seconds, text=text, kind=_kind_of(text, *kind))
+            for rank, seconds, text, *kind in json.loads(marks or "[]")
         ),
     )
+
+
+def _kind_of(text: str, kind: str | None = None) -> MarkKind:
+    """Return the kind of a mark; one stored before marks had kinds has it as its text."""
+    if kind is None:
+        kind = text if text in set(MarkKind) else MarkKind.OTHER
+    return MarkKind(kind)
 
 
 def _unchecked(kind: type[Wire], values: Mapping[str, Any]) -> Wire:

@@ -12,6 +12,9 @@ from pathlib import Path
 from ddpnb.notebook.record.runs import RunSnapshot
 from ddpnb.wire import RankState, RunSpec
 
+LIBRARIES = ("ddpnb", "torch", "ipyparallel", "numpy")
+"""Their versions are kept; none is imported for that."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Comparison:
@@ -58,15 +61,14 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
     )
 
 
-def environment(versions: Mapping[str, str]) -> dict[str, str]:
-    """Return where a comparison runs, with the versions the caller knows (e.g. torch's)."""
-    try:
-        own = version("ddpnb")
-    except PackageNotFoundError:
-        own = "unknown"
+def environment() -> dict[str, str]:
+    """Return where a comparison runs, with the versions of what is installed."""
+    installed = {}
+    for library in LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            installed[library] = version(library)
     return {
-        "ddpnb": own,
-        **versions,
+        **installed,
         "python": platform.python_version(),
         "system": platform.platform(),
         "host": platform.node(),

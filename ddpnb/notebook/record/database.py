@@ -14,7 +14,7 @@ from typing import Any, final
 from ddpnb.errors import UserError
 
 FORMAT = 2
-"""Version of the tables below; raised whenever an older ddpnb could not read them."""
+"""Version of the tables below; raised whenever another ddpnb could not read them."""
 
 WAIT_SECONDS = 5.0
 """How long to wait while another notebook writes."""
@@ -39,9 +39,6 @@ CREATE TABLE reports (
     report TEXT NOT NULL, PRIMARY KEY (run, rank)
 );
 """
-
-
-TO_FORMAT_2 = "ALTER TABLE batches ADD COLUMN marks TEXT NOT NULL DEFAULT ''"
 
 
 class StoreError(UserError):
@@ -112,17 +109,12 @@ class Database:
                     for statement in TABLES.split(";"):
                         connection.execute(statement)
                     connection.execute(f"PRAGMA user_version = {FORMAT}")
-        if self._format() == 1:
-            with self.write():
-                if self._format() == 1:
-                    connection.execute(TO_FORMAT_2)
-                    connection.execute(f"PRAGMA user_version = {FORMAT}")
-        if self._format() > FORMAT:
-            found = self._format()
+        if (found := self._format()) != FORMAT:
             self.close()
+            age, advice = ("newer", "update ddpnb, or") if found > FORMAT else ("older", "please")
             raise StoreError(
-                f"The runs in {self._path} were written by a newer ddpnb "
-                f"(format {found}, this one knows {FORMAT}): update ddpnb, or move the file away."
+                f"The runs in {self._path} were written by a {age} ddpnb "
+                f"(format {found}, this one reads {FORMAT}): {advice} move the file away."
             )
 
     def _format(self) -> int:

@@ -4,30 +4,29 @@ As a numpy structured array: 76 bytes an event, as the rank has packed them.  Th
 same bytes go into the store, so nothing is ever pickled.
 """
 
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.wire import EventBatch, Parts
 
+Floats = NDArray[np.float64]
+
 Records = NDArray[Any]
 """A structured array: one row per event, one named field per column."""
 
-_FIRST_FIELDS = [
-    ("seconds", "<f8"),
-    ("loss", "<f8"),
-    ("num_samples", "<i8"),
-    ("step", "<i8"),
-    ("staleness", "<i4"),
-    ("rank", "<i4"),
-]
-
-FIRST_EVENT = np.dtype(_FIRST_FIELDS)
-"""What a row was in the first format of the store."""
-
 EVENT = np.dtype(
-    [*_FIRST_FIELDS, ("num_bytes_sent", "<i8"), *((part, "<f4") for part in Parts._fields)]
+    [
+        ("seconds", "<f8"),
+        ("loss", "<f8"),
+        ("num_samples", "<i8"),
+        ("step", "<i8"),
+        ("staleness", "<i4"),
+        ("rank", "<i4"),
+        ("num_bytes_sent", "<i8"),
+        *((part, "<f4") for part in Parts._fields),
+    ]
 )
 """One step of one worker, as ``wire.pack_step`` packs it.
 
@@ -42,45 +41,3 @@ METRIC = np.dtype([("event", "<i8"), ("value", "<f8")])
 def rows_of(batch: EventBatch) -> Records:
     """Return what a rank flushed as rows, read-only and without a copy."""
     return np.frombuffer(batch.rows, dtype=EVENT)
-
-
-def of_any_format(data: bytes, num_events: int) -> bytes:
-    """Return rows that were stored, in this format or the first, as this format's bytes."""
-    if num_events == 0 or len(data) == num_events * EVENT.itemsize:
-        return data
-    rows = np.zeros(num_events, dtype=EVENT)
-    rows[list(FIRST_EVENT.names or ())] = np.frombuffer(data, dtype=FIRST_EVENT)
-    return rows.tobytes()
-
-
-@final
-class Rows:
-    """Rows that are only ever appended: ``view`` costs nothing and never changes.
-
-    A view stays what it was because rows already written are never touched
-    again, and growing copies them into a new buffer.
-    """
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._buffer: Records = np.empty(256, dtype=dtype)
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def extend(self, rows: Records) -> None:
-        """Append ``rows``; amortised constant time per row."""
-        end = self._length + len(rows)
-        if end > len(self._buffer):
-            grown: Records = np.empty(max(end, 2 * len(self._buffer)), dtype=self._buffer.dtype)
-            grown[: self._length] = self._buffer[: self._length]
-            self._buffer = grown
-        self._buffer[self._length : end] = rows
-        self._length = end
-
-    def view(self) -> Records:
-        """Return the rows so far, read-only; safe while another thread appends."""
-        length = self._length  # before the buffer: a newer buffer holds all of the older rows
-        rows = self._buffer[:length]
-        rows.flags.writeable = False
-        return rows

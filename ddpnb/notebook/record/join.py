@@ -14,8 +14,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpnb.notebook.record.events import EVENT, Records
-from ddpnb.notebook.record.pyramid import Floats
+from ddpnb.notebook.record.events import EVENT, Floats, Records
 from ddpnb.wire import RunHeader, RunSpec
 
 Steps = NDArray[np.int64]

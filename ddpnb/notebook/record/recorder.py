@@ -4,7 +4,6 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import final
 
 from ddpnb.notebook.record.comparison import Comparison, circumstances, environment
@@ -12,8 +11,6 @@ from ddpnb.notebook.record.database import StoreError
 from ddpnb.notebook.record.runs import Run, Status
 from ddpnb.notebook.record.store import Store
 from ddpnb.wire import EventBatch, RankState, RunReport, RunSpec
-
-LIBRARIES = ("torch", "ipyparallel", "numpy")
 
 
 @final
@@ -52,8 +49,7 @@ class Recorder:
             task=task,
             source=source,
             specs=tuple(specs),
-            environment=environment(versions_of(LIBRARIES))
-            | (circumstances(ranks) if ranks else {}),
+            environment=environment() | (circumstances(ranks) if ranks else {}),
         )
         self._keep(self._begin, name)
 
@@ -111,14 +107,3 @@ class Recorder:
 def new_id() -> str:
     """Return an id that no other run or comparison has."""
     return uuid.uuid4().hex[:12]
-
-
-def versions_of(libraries: Sequence[str]) -> dict[str, str]:
-    """Return the versions of installed libraries, without importing them."""
-    found = {}
-    for library in libraries:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:
-            continue
-    return found

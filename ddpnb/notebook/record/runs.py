@@ -11,7 +11,7 @@ import numpy as np
 
 from ddpnb.errors import UserError
 from ddpnb.notebook.record.digest import Digest, DigestBuilder
-from ddpnb.notebook.record.events import EVENT, METRIC, Records, Rows, rows_of
+from ddpnb.notebook.record.events import EVENT, METRIC, Records, rows_of
 from ddpnb.wire import EventBatch, Mark, RunHeader, RunReport, RunSpec
 
 MAX_KEPT_EVENTS = 20_000
@@ -97,8 +97,20 @@ class RunSnapshot:
 class Kept:
     """Every event of a run."""
 
-    rows: Records = field(default_factory=lambda: np.empty(0, dtype=EVENT))
-    metrics: Mapping[str, Records] = field(default_factory=dict)
+    row_parts: tuple[Records, ...] = ()
+    metric_parts: Mapping[str, tuple[Records, ...]] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> Records:
+        """All of them, in order of arrival, read-only."""
+        rows = np.concatenate([np.empty(0, dtype=EVENT), *self.row_parts])
+        rows.flags.writeable = False
+        return rows
+
+    @property
+    def metrics(self) -> Mapping[str, Records]:
+        """All of the user's own numbers."""
+        return {name: np.concatenate(parts) for name, parts in self.metric_parts.items()}
 
 
 @final
@@ -140,8 +152,9 @@ class Run:
         self._header: RunHeader | None = None
         self._ending = (Status.RUNNING, "")
         self._digest = DigestBuilder(spec, num_ranks)
-        self._events: Rows | None = Rows(EVENT)
-        self._metrics: dict[str, Rows] = {}
+        self._events: list[Records] | None = []
+        self._num_kept = 0
+        self._metrics: dict[str, list[Records]] = {}
         self._marks: list[Mark] = []
         self._reports: dict[int, RunReport] = {}
         self._num_sequences: dict[int, int] = {}
@@ -224,23 +237,22 @@ class Run:
         """Keep the events, until there are too many for memory."""
         if self._events is None:
             return
-        offset = len(self._events)
+        offset = self._num_kept
         if self._history is not None and offset + len(rows) > MAX_KEPT_EVENTS:
             self._events = None
             self._metrics.clear()
             return
-        for index, name, value in metrics:
-            numbers = self._metrics.setdefault(name, Rows(METRIC))
-            numbers.extend(np.array([(offset + index, value)], dtype=METRIC))
-        self._events.extend(rows)
+        for name in dict.fromkeys(name for _, name, _ in metrics):
+            numbers = [(offset + index, value) for index, own, value in metrics if own == name]
+            self._metrics.setdefault(name, []).append(np.array(numbers, dtype=METRIC))
+        self._events.append(rows)
+        self._num_kept += len(rows)
 
     def _kept(self) -> Kept | None:
-        events, metrics = self._events, dict(self._metrics)
-        if events is None:
+        if self._events is None:
             return None
-        return Kept(
-            rows=events.view(), metrics={name: rows.view() for name, rows in metrics.items()}
-        )
+        metrics = {name: tuple(parts) for name, parts in list(self._metrics.items())}
+        return Kept(row_parts=tuple(self._events), metric_parts=metrics)
 
     def _is_new(self, rank: int, sequence: int) -> bool:
         if (rank, sequence) in self._missing:

@@ -5,21 +5,24 @@ and finishes; a crash in between loses at most the last ``flush_seconds``.
 """
 
 import json
+import platform
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from ddpnb.errors import UserError
-from ddpnb.notebook.record import codec, names, rows
+from ddpnb.notebook.record import codec, query
 from ddpnb.notebook.record.comparison import Comparison, overlay
 from ddpnb.notebook.record.database import Database
-from ddpnb.notebook.record.names import StoredRun
-from ddpnb.notebook.record.runs import RunSnapshot, Status
-from ddpnb.wire import EventBatch, RunReport
+from ddpnb.notebook.record.query import StoredRun
+from ddpnb.notebook.record.runs import Run, RunSnapshot, Status
+from ddpnb.processes import is_alive, process_id
+from ddpnb.wire import EventBatch, RunHeader, RunReport, RunSpec
 
 FILE_NAME = "runs.sqlite3"
 
@@ -31,6 +34,27 @@ INSERT OR IGNORE INTO batches SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7
 WHERE EXISTS (SELECT 1 FROM runs WHERE id = ?1)
 """
 """A run that another notebook has deleted meanwhile takes nothing more, and does no harm."""
+
+
+LIST = """
+SELECT runs.id, comparisons.id, comparisons.name, runs.name, runs.repeat, runs.created,
+    comparisons.task, runs.status, runs.detail, runs.writer, runs.spec, runs.header,
+    (SELECT coalesce(sum(num_events), 0) FROM batches WHERE run = runs.id),
+    (SELECT count(DISTINCT rank) FROM batches WHERE run = runs.id AND rank >= 0)
+FROM runs JOIN comparisons ON comparisons.id = runs.comparison
+ORDER BY runs.created, runs.rowid
+"""
+
+COMPARISON = """
+SELECT id, name, created, task, source, specs, environment FROM comparisons WHERE id = ?
+"""
+
+BATCHES = """
+SELECT run, rank, sequence, num_events, events, metrics, marks
+FROM batches WHERE run = ? ORDER BY rowid
+"""
+
+REPORTS = "SELECT report FROM reports WHERE run = ? ORDER BY rank"
 
 
 @final
@@ -65,7 +89,7 @@ class Store:
         """
         with self._database.write() as connection:
             taken = {name for (name,) in connection.execute("SELECT name FROM comparisons")}
-            name = names.free_name(wanted_name, comparison.name, taken)
+            name = query.free_name(wanted_name, comparison.name, taken)
             connection.execute(
                 "INSERT INTO comparisons VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
@@ -93,7 +117,7 @@ class Store:
                     run.name,
                     run.repeat,
                     run.created,
-                    rows.this_process(),
+                    this_process(),
                     run.status,
                     spec,
                 ),
@@ -134,39 +158,39 @@ class Store:
 
     def list(self) -> tuple[StoredRun, ...]:
         """Return what is known of every run but its events, oldest first."""
-        return rows.read_list(self._database)
+        return _read_list(self._database)
 
     def load(self, *addresses: str) -> Comparison:
         """Return the runs that the names or ids stand for, as one comparison.
 
         Args:
-            addresses: as ``names.resolve`` takes them, e.g. ``"digits-1/ddp"``, ``"mine"``.
+            addresses: as ``query.resolve`` takes them, e.g. ``"digits-1/ddp"``, ``"mine"``.
 
         Raises:
             UserError: a name stands for nothing; the closest ones are told.
         """
         self.flush()
         known = self.list()
-        return overlay([self._load(names.resolve(address, known)) for address in addresses])
+        return overlay([self._load(query.resolve(address, known)) for address in addresses])
 
     def rename(self, name: str, new_name: str) -> str:
         """Give the comparison that ``name`` lies in a new name; return it."""
-        found = names.resolve(name, self.list())[-1]
+        found = query.resolve(name, self.list())[-1]
         with self._database.write() as connection:
             taken = {taken for (taken,) in connection.execute("SELECT name FROM comparisons")}
-            free = names.free_name(new_name, new_name, taken - {found.comparison})
+            free = query.free_name(new_name, new_name, taken - {found.comparison})
             connection.execute(
                 "UPDATE comparisons SET name = ? WHERE id = ?", (free, found.comparison_id)
             )
         return free
 
     def delete(self, address: str) -> tuple[str, ...]:
-        """Forget the runs that ``address`` stands for, and what they saved; return their names.
+        """Forget the runs that ``address`` stands for, and what they saved; return their query.
 
         Raises:
             UserError: one of them is being trained.
         """
-        found = names.resolve(address, self.list())
+        found = query.resolve(address, self.list())
         if busy := [run.address for run in found if run.status is Status.RUNNING]:
             raise UserError(f"{', '.join(busy)} is being trained; %ddp_interrupt ends that.")
         with self._database.write() as connection:
@@ -199,8 +223,8 @@ class Store:
         parts = []
         for comparison_id in dict.fromkeys(run.comparison_id for run in found):
             own = [run for run in found if run.comparison_id == comparison_id]
-            whole = rows.read_comparison(self._database, comparison_id)
-            parts.append(whole.with_runs([rows.read_run(self._database, run) for run in own]))
+            whole = _read_comparison(self._database, comparison_id)
+            parts.append(whole.with_runs([_read_run(self._database, run) for run in own]))
         return overlay(parts)
 
     def _write(self, batches: Sequence[EventBatch]) -> None:
@@ -228,3 +252,81 @@ def runs_folder(start: Path | None = None) -> Path:
 def _is_project(folder: Path) -> bool:
     marks = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
     return marks and (folder / "data").is_dir()
+
+
+def _read_list(database: Database) -> tuple[StoredRun, ...]:
+    """Return what is known of every run but its events, oldest first."""
+    return tuple(map(_stored_run, database.read(LIST)))
+
+
+def _read_comparison(database: Database, comparison_id: str) -> Comparison:
+    """Return a comparison without its runs."""
+    return _comparison(database.read(COMPARISON, (comparison_id,))[0])
+
+
+def _read_run(database: Database, stored: StoredRun, *, keeps_events: bool = False) -> RunSnapshot:
+    """Return a run; the events of a long one are read once more when they are asked for."""
+    run = Run(
+        run_id=stored.run_id,
+        name=stored.name,
+        comparison=stored.comparison,
+        spec=stored.spec,
+        created=stored.created,
+        num_ranks=stored.num_ranks,
+        history=None if keeps_events else partial(_read_run, database, stored, keeps_events=True),
+    )
+    for row in database.read(BATCHES, (stored.run_id,)):
+        is_first = row[2] == 0
+        run.add(codec.batch_of(row, stored.header if is_first else None))
+    for (text,) in database.read(REPORTS, (stored.run_id,)):
+        run.add_report(codec.from_text(RunReport, text))
+    run.end(stored.status, stored.detail)
+    return run.snapshot()
+
+
+def _stored_run(row: tuple[Any, ...]) -> StoredRun:
+    (run_id, comparison_id, comparison, name, repeat, created, task) = row[:7]
+    (status, detail, writer, spec, header, num_events, num_ranks) = row[7:]
+    if status == Status.RUNNING and not _is_written(writer):
+        status, detail = Status.STOPPED, "its kernel ended; kept up to the last flush"
+    return StoredRun(
+        run_id=run_id,
+        comparison_id=comparison_id,
+        comparison=comparison,
+        name=name,
+        repeat=repeat,
+        created=created,
+        task=task,
+        status=Status(status),
+        detail=detail,
+        num_events=num_events,
+        num_ranks=num_ranks,
+        spec=codec.from_text(RunSpec, spec) if spec else None,
+        header=codec.from_text(RunHeader, header) if header else None,
+    )
+
+
+def _comparison(row: tuple[Any, ...]) -> Comparison:
+    comparison_id, name, created, task, source, specs, environment = row
+    versions: Mapping[str, str] = json.loads(environment)
+    return Comparison(
+        comparison_id=comparison_id,
+        name=name,
+        created=created,
+        task=task,
+        source=source,
+        specs=codec.specs_from_text(specs),
+        environment=versions,
+    )
+
+
+def this_process() -> str:
+    """Return host, process id and start time of this process, as the store keeps them."""
+    pid, began = process_id()
+    return f"{platform.node()} {pid} {began:.2f}"
+
+
+def _is_written(writer: str) -> bool:
+    """Return whether the kernel that wrote a run still runs; on another host nobody knows: yes."""
+    host, pid, began = writer.rsplit(" ", 2)
+    return host != platform.node() or is_alive((int(pid), float(began)))

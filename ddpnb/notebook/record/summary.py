@@ -15,10 +15,16 @@ from ddpnb.catalogue import BASELINE, CEILING
 from ddpnb.errors import UserError
 from ddpnb.faults import parse_kill
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.curves import first_reached, num_diverged, smoothed_loss, tenths
-from ddpnb.notebook.record.parts import StepSplit, step_split
+from ddpnb.notebook.record.metrics import (
+    StepSplit,
+    first_reached,
+    num_diverged,
+    smoothed_loss,
+    step_split,
+    tenths,
+)
 from ddpnb.notebook.record.runs import RunSnapshot, Status, ending
-from ddpnb.wire import Mark, RankEvent, RunReport
+from ddpnb.wire import Mark, MarkKind, RunReport
 
 Counts = NDArray[np.int64]
 
@@ -94,13 +100,18 @@ def summarise(comparison: Comparison, target: float | None = None) -> tuple[Stra
     """
     groups = group_runs(comparison.runs)
     speeds = {key: _speed_of(_counted(runs)) for key, runs in groups.items()}
+    settled = {  # nothing is measured against a run that is under way
+        key: speeds[key].middle
+        for key, runs in groups.items()
+        if not any(run.is_running for run in _counted(runs))
+    }
     return tuple(
         _summary(
             key,
             runs,
             speeds[key],
-            speeds.get((key[0], BASELINE), Spread()).middle,
-            speeds.get((key[0], CEILING), Spread()).middle,
+            settled.get((key[0], BASELINE), math.nan),
+            settled.get((key[0], CEILING), math.nan),
             target,
         )
         for key, runs in groups.items()
@@ -268,7 +279,7 @@ def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
 def _described(mark: Mark, run: RunSnapshot) -> str:
     """Return what happened later than at the start, which the header describes."""
     text = f"rank {mark.rank} {mark.text} at {mark.seconds:.1f} s"
-    is_death = mark.text in (RankEvent.KILLED, RankEvent.DIED)
+    is_death = mark.kind in (MarkKind.KILLED, MarkKind.DIED)
     on_purpose = () if run.spec is None else run.spec.kill
     if is_death and not any(kill.startswith(f"{mark.rank}@") for kill in on_purpose):
         return f"{text}; its steps of the last half second before may be missing"
@@ -279,7 +290,7 @@ def _spared(run: RunSnapshot) -> list[str]:
     """Say which ranks were to be killed, but not before the training had ended."""
     if run.status is not Status.FINISHED or run.spec is None or run.header is None:
         return []
-    killed = {mark.rank for mark in run.marks if mark.text == RankEvent.KILLED}
+    killed = {mark.rank for mark in run.marks if mark.kind is MarkKind.KILLED}
     with contextlib.suppress(UserError):  # a stored fault may be one that is refused by now
         return [
             f"rank {kill.rank} was not killed: it began no step after {kill.seconds:g} s"

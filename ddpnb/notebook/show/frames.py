@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.parts import step_split
+from ddpnb.notebook.record.metrics import step_split
 from ddpnb.notebook.record.runs import RunSnapshot
 from ddpnb.notebook.record.summary import (
     reported,

@@ -3,17 +3,29 @@
 import base64
 import sys
 import time
+from collections.abc import Callable
 from typing import Protocol, final
 
+import psutil
 from IPython.core.getipython import get_ipython
 
 from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.show.interactive import is_chosen, show_canvas
-from ddpnb.notebook.show.pace import REDRAW_SECONDS, Pace
+from ddpnb.notebook.show.display import Bundle, Slot, is_chosen, show_canvas
 from ddpnb.notebook.show.progress import progress_of
 from ddpnb.notebook.show.result import ComparisonResult
-from ddpnb.notebook.show.slot import Bundle, Slot
 from ddpnb.notebook.show.view import EVERYTHING, View
+
+REDRAW_SECONDS = 0.5
+"""Between two redraws at least."""
+
+MAX_SHARE = 0.05
+"""The share of a core's time that redraws may take."""
+
+BUSY_SHARE, BUSY_PERCENT = 0.03, 80.0
+"""The same from so many percent on that all cores are busy."""
+
+MAX_PAUSE_SECONDS = 2.5
+"""A dear picture, as the first of a run, is rare: no longer pause follows it."""
 
 
 class Live(Protocol):
@@ -39,20 +51,56 @@ def live(view: View = EVERYTHING) -> Live:
 
 
 @final
+class RedrawThrottle:
+    """Spaces redraws, so that they take a small share of this process's time.
+
+    Where training keeps all cores busy, what drawing takes is taken from it: the share is
+    smaller there.
+
+    Args:
+        now: a clock.
+        spent: a clock of what the drawing thread computes.
+        busy: returns in percent how busy all cores have been since the last call.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        spent: Callable[[], float] = time.thread_time,
+        busy: Callable[[], float] = psutil.cpu_percent,
+    ) -> None:
+        self._now, self._spent, self._busy = now, spent, busy
+        self._next_seconds = 0.0
+        busy()
+
+    def is_due(self) -> bool:
+        """Return whether it is time to draw."""
+        return self._now() >= self._next_seconds
+
+    def draw(self, drawing: Callable[[], None]) -> None:
+        """Draw, and pause for as long as that costs, over the share."""
+        began = self._spent()
+        drawing()
+        share = MAX_SHARE if self._busy() < BUSY_PERCENT else BUSY_SHARE
+        pause = (self._spent() - began) / share
+        self._next_seconds = self._now() + min(max(pause, REDRAW_SECONDS), MAX_PAUSE_SECONDS)
+
+
+@final
 class LiveFigureAndTable:
-    """One figure and one line of progress, redrawn in place at their own pace.
+    """One figure and one line of progress, redrawn in place.
 
     At the end the line becomes the table, so that a saved notebook holds one PNG
     and one HTML table.
     """
 
     def __init__(self, view: View = EVERYTHING) -> None:
-        from ddpnb.notebook.show.figure import LiveFigure  # noqa: PLC0415  matplotlib: 0.3 s
+        from ddpnb.notebook.show.drawing.figure import LiveFigure  # noqa: PLC0415  matplotlib: 0.3 s
 
         self._figure = LiveFigure(view)
         self._picture = Slot()
         self._line = Slot()
-        self._pace = Pace()
+        self._throttle = RedrawThrottle()
 
     def begin(self, comparison: Comparison) -> None:
         """Draw for the first time, which costs most, while no training pays for it."""
@@ -60,11 +108,11 @@ class LiveFigureAndTable:
 
     def is_due(self) -> bool:
         """Tell whether it is time to draw."""
-        return self._pace.is_due()
+        return self._throttle.is_due()
 
     def update(self, comparison: Comparison) -> None:
         """Show the comparison as it is now."""
-        self._pace.draw(lambda: self._show(comparison))
+        self._throttle.draw(lambda: self._show(comparison))
 
     def finish(self, result: ComparisonResult) -> None:
         """Show the figure for the last time, and the table in place of the progress."""

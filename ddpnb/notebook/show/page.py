@@ -4,14 +4,13 @@ One file that needs no other: figure, sentence, table, code and environment.
 """
 
 import base64
-from collections.abc import Mapping
 from html import escape
 
 from ddpnb.notebook.record.comparison import Comparison
 from ddpnb.notebook.record.repeat import magic_of
 from ddpnb.notebook.show.scores import scores_table
 from ddpnb.notebook.show.sentence import sentence
-from ddpnb.notebook.show.table import Cell, Column, Table
+from ddpnb.notebook.show.table import pairs_table
 from ddpnb.notebook.show.words import title
 
 LOOK = """
@@ -42,7 +41,7 @@ def page(comparison: Comparison, png: bytes, target: float | None = None) -> str
         f'<div class="wide">{scores_table(comparison, target).html()}</div>',
         _settings(comparison),
         _code(comparison.source or magic_of(comparison)),
-        _pairs("Environment", comparison.environment),
+        pairs_table("Environment", comparison.environment).html() if comparison.environment else "",
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -71,16 +70,8 @@ def _settings(comparison: Comparison) -> str:
         "seed": str(spec.seed),
         "warm-up steps, not timed": str(spec.num_warmup_steps),
     }
-    return _pairs("Settings of the first run", given)
+    return pairs_table("Settings of the first run", given).html()
 
 
 def _code(source: str) -> str:
     return f"<h2>Code</h2><pre><code>{escape(source)}</code></pre>" if source.strip() else ""
-
-
-def _pairs(caption: str, pairs: Mapping[str, str]) -> str:
-    if not pairs:
-        return ""
-    rows = tuple((Cell(text=name), Cell(text=value)) for name, value in pairs.items())
-    columns = (Column(title="what"), Column(title="value", is_prose=True))
-    return Table(caption=caption, columns=columns, rows=rows).html()

@@ -70,7 +70,7 @@ class ComparisonResult:
             log: whether losses stand on a logarithmic axis.
             target: a training loss whose reaching is marked.
         """
-        from ddpnb.notebook.show.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
+        from ddpnb.notebook.show.drawing.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
 
         view = View(
             x=self.view.x if x is None else x,

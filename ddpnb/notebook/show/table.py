@@ -5,7 +5,7 @@ styles stand in the elements, because Jupyter drops style sheets from saved note
 that it does not trust.  Everything shown is escaped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import final
@@ -103,6 +103,15 @@ class Table:
 
     def _repr_html_(self) -> str:
         return self.html()
+
+
+def pairs_table(caption: str, pairs: Mapping[str, str]) -> Table:
+    """Return names and values, one pair a row."""
+    return Table(
+        caption=caption,
+        columns=(Column(title="what"), Column(title="value", is_prose=True)),
+        rows=tuple((Cell(text=name), Cell(text=value)) for name, value in pairs.items()),
+    )
 
 
 def dot(colour: str, is_hollow: bool = False) -> str:
