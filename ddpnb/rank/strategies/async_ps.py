@@ -44,8 +44,7 @@ from ddpnb.errors import UserError
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
 from ddpnb.rank.transport import connect
-from ddpnb.rank.transport.host import Host
-from ddpnb.rank.transport.link import Link
+from ddpnb.rank.transport.link import Host, Link, Place
 from ddpnb.rank.transport.master import WHOLE_ROUND, Log, Master, no_log
 from ddpnb.rank.transport.message import RankLostError
 from ddpnb.rank.transport.packed import Packed
@@ -183,7 +182,7 @@ class AsyncParameterServer(Strategy):
         return Share(step=step, part=part, num_parts=num_parts)
 
     def _make_link(self, replica: Replica) -> Link:
-        place = connect.Place(
+        place = Place(
             rank=replica.rank,
             world_size=replica.world_size,
             folder=replica.folder,

@@ -25,11 +25,10 @@ from torch import nn
 
 from ddpnb.errors import UserError
 from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, Strategy
 from ddpnb.rank.strategies.support.crew import Crew
 from ddpnb.rank.strategies.support.flat import num_bytes
-from ddpnb.rank.transport.master import Access, Log, no_log
-from ddpnb.rank.transport.quick_step import ScaledStep
+from ddpnb.rank.transport.master import Access, Log, ScaledStep, no_log
 from ddpnb.wire import RankState
 
 
@@ -114,11 +113,6 @@ class Hogwild(Strategy):
         for parameter in self._replica.parameters:  # into memory of their own
             parameter.data = parameter.data.clone()
         return self._replica.model
-
-    def save(self, replica: Replica) -> State:
-        """Return what every strategy needs, at the whole learning rate."""
-        self._make_step.restore()
-        return super().save(replica)
 
     def lost_shares(self) -> Sequence[Share]:
         """Return, on rank 0, what was handed out to workers that died."""

@@ -6,24 +6,30 @@ bytes.  Only members of the process group can take part: nobody joins later.
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator
 from enum import IntEnum
-from functools import partial
 from typing import final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from ddpnb.rank.transport.host import Caller, Host, serve
-from ddpnb.rank.transport.link import Landing, Link, write_gradients
+from ddpnb.rank.transport.link import (
+    Caller,
+    Channel,
+    Gradients,
+    Host,
+    Place,
+    serve,
+    write_gradients,
+)
 from ddpnb.rank.transport.meeting import seconds
 from ddpnb.rank.transport.message import (
     NOBODY,
     REPLY_BYTES,
+    REQUEST_BYTES,
     Asked,
     PeerGoneError,
-    RankLostError,
     Reply,
     Request,
 )
@@ -40,34 +46,33 @@ class _Tag(IntEnum):
     PARAMETERS = 4
 
 
-class GlooGroup:
-    """The group of one run; takes part: every rank.
+class _Group:
+    """The group of one run; takes part: every rank."""
 
-    Args:
-        timeout_seconds: how long one message may take.
-    """
-
-    def __init__(self, timeout_seconds: float) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=seconds(timeout_seconds))
+    def __init__(self, place: Place) -> None:
+        timeout = seconds(place.timeout_seconds)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._is_open = True
 
     def send(self, tensor: Tensor, rank: int, tag: _Tag) -> None:
-        """Send a tensor.
-
-        Raises:
-            PeerGoneError: by this and ``receive``: the other rank is gone.
-        """
-        try:
+        """Send a tensor, or raise ``PeerGoneError``."""
+        with _gone():
             dist.send(tensor, rank, group=self._group, tag=tag)
-        except RuntimeError as error:
-            raise PeerGoneError from error
+
+    def send_bytes(self, data: bytes, rank: int, tag: _Tag) -> None:
+        """Send bytes, or raise ``PeerGoneError``."""
+        self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, tag)
 
     def receive(self, tensor: Tensor, rank: int, tag: _Tag) -> None:
-        """Fill a tensor."""
-        try:
+        """Fill a tensor, or raise ``PeerGoneError``."""
+        with _gone():
             dist.recv(tensor, rank, group=self._group, tag=tag)
-        except RuntimeError as error:
-            raise PeerGoneError from error
+
+    def receive_bytes(self, num_bytes: int, rank: int, tag: _Tag) -> bytes:
+        """Return bytes, or raise ``PeerGoneError``."""
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        self.receive(data, rank, tag)
+        return bytes(data.tolist())
 
     def close(self) -> None:
         """Leave the group; may be called twice."""
@@ -78,27 +83,19 @@ class GlooGroup:
 
 @final
 class GlooHost(Host):
-    """A thread for each other rank, which waits for its messages.
+    """A thread for each other rank, which waits for its messages; takes part: every rank."""
 
-    Args:
-        server: what the workers call.
-        group: the run's own.
-        ranks: the workers of other ranks.
-        timeout_seconds: how long a thread may take to end.
-    """
-
-    def __init__(
-        self, server: Server, group: GlooGroup, *, ranks: Sequence[int], timeout_seconds: float
-    ) -> None:
-        self._group = group
-        self._timeout = timeout_seconds
+    def __init__(self, server: Server, place: Place) -> None:
+        self._group = _Group(place)
+        self._timeout = place.timeout_seconds
         self._threads = [
             threading.Thread(
-                target=partial(serve, server, _GlooCaller(group, rank, server)),
+                target=serve,
+                args=(server, _GlooCaller(self._group, rank, server)),
                 name="ddpnb-server",
                 daemon=True,
             )
-            for rank in ranks
+            for rank in place.others
         ]
 
     def start(self) -> None:
@@ -120,93 +117,56 @@ class GlooHost(Host):
 
 @final
 class _GlooCaller(Caller):
-    def __init__(self, group: GlooGroup, rank: int, server: Server) -> None:
+    def __init__(self, group: _Group, rank: int, server: Server) -> None:
         self.rank = rank
         self.gradients = pack(server.master.tensors)
         self._parameters = server.parameters
         self._group = group
 
     def receive(self) -> Asked:
-        numbers = torch.empty(2, dtype=torch.float64)
-        self._group.receive(numbers, self.rank, _Tag.REQUEST)
-        request, weight = numbers.tolist()
-        asked = Asked(Request(int(request)), weight)
+        asked = Asked.unpack(self._group.receive_bytes(REQUEST_BYTES, self.rank, _Tag.REQUEST))
         if asked.request is Request.PUSH:
             self._group.receive(self.gradients.raw, self.rank, _Tag.GRADIENTS)
         return asked
 
     def answer(self, reply: Reply) -> None:
-        data = torch.frombuffer(bytearray(reply.pack()), dtype=torch.uint8)
-        self._group.send(data, self.rank, _Tag.REPLY)
+        self._group.send_bytes(reply.pack(), self.rank, _Tag.REPLY)
         if reply.lost_rank == NOBODY:
             self._group.send(self._parameters(reply), self.rank, _Tag.PARAMETERS)
 
 
 @final
-class GlooLink(Link):
-    """A worker's messages to rank 0.
+class GlooChannel(Channel):
+    """A worker's messages to rank 0; takes part: every rank."""
 
-    Args:
-        group: the run's own.
-        parameters: the parameters to train, on this worker's device.
-    """
+    def __init__(self, place: Place) -> None:
+        self._group = _Group(place)
+        self._gradients, received = pack(place.parameters), pack(place.parameters)
+        self.copies = [received] * place.world_size  # whichever the server names
 
-    def __init__(self, group: GlooGroup, parameters: Sequence[nn.Parameter]) -> None:
-        self._group = group
-        self._parameters = parameters
-        self._gradients = pack(parameters)
-        self._received = pack(parameters)
-        self._landing = Landing(parameters, [self._received])
-        self._is_over = False
-
-    def begin(self) -> Reply:
-        """Wait for the first answer."""
-        return self._take()
-
-    def push(self, weight: float = 1.0) -> Reply:
-        """Send the gradients, and wait for the answer."""
-        write_gradients(self._gradients.tensors, self._parameters)
-        self._ask(Asked(Request.PUSH, weight))
-        self._send(self._gradients.raw, _Tag.GRADIENTS)
-        return self._take()
-
-    def finish(self) -> None:
-        """Wait for the last answer."""
-        self._ask(Asked(Request.DONE))
-        self._take()
-        self._is_over = True
-        self.close()
+    def ask(self, asked: Asked, gradients: Gradients = ()) -> Reply:
+        """Send the request and the gradients, receive the answer and the parameters."""
+        self._group.send_bytes(asked.pack(), SERVER_RANK, _Tag.REQUEST)
+        if asked.request is Request.PUSH:
+            write_gradients(self._gradients.tensors, gradients)
+            self._group.send(self._gradients.raw, SERVER_RANK, _Tag.GRADIENTS)
+        if asked.request is Request.LEAVE:
+            return Reply()
+        data = self._group.receive_bytes(REPLY_BYTES, SERVER_RANK, _Tag.REPLY)
+        reply = Reply.unpack(data)
+        if reply.lost_rank == NOBODY:
+            self._group.receive(self.copies[0].raw, SERVER_RANK, _Tag.PARAMETERS)
+        return reply
 
     def close(self) -> None:
-        """Say that this worker failed, if it has not finished; leave the group."""
-        if not self._is_over:
-            self._is_over = True
-            with contextlib.suppress(RankLostError):
-                self._ask(Asked(Request.LEAVE))
-        self._landing.leave()
+        """Leave the group."""
         self._group.close()
 
-    def _ask(self, asked: Asked) -> None:
-        self._send(torch.tensor(asked, dtype=torch.float64), _Tag.REQUEST)
 
-    def _send(self, tensor: Tensor, tag: _Tag) -> None:
-        try:
-            self._group.send(tensor, SERVER_RANK, tag)
-        except PeerGoneError as error:
-            self._is_over = True
-            raise RankLostError(SERVER_RANK) from error
-
-    def _take(self) -> Reply:
-        data = torch.empty(REPLY_BYTES, dtype=torch.uint8)
-        try:
-            self._group.receive(data, SERVER_RANK, _Tag.REPLY)
-            reply = Reply.unpack(bytes(data.tolist()))
-            self._group.receive(self._received.raw, SERVER_RANK, _Tag.PARAMETERS)
-        except PeerGoneError as error:
-            self._is_over = True
-            raise RankLostError(SERVER_RANK) from error
-        except RankLostError:
-            self._is_over = True
-            raise
-        self._landing.take()
-        return reply
+@contextlib.contextmanager
+def _gone() -> Iterator[None]:
+    """Say as every transport does that the other rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerGoneError from error
