@@ -207,7 +207,7 @@ def hang(sign: Path, rank: int, step: int) -> None:
 
 
 def hang_on_rank_1(state, folder, problem, sign):
-    strategy = AsyncParameterServer(timeout_seconds=5)
+    strategy = AsyncParameterServer(timeout=5)
     try:
         fit = drive(strategy, state, folder, problem, partial(hang, sign))
         sign.touch()  # the others have ended without rank 1

@@ -67,7 +67,7 @@ class AsyncParameterServer(Strategy):
         period: gradients that make one update.
         bound: steps that a worker may be ahead of the slowest; -1: any number.
         damping: whether the learning rate is divided by 1 + staleness.
-        timeout_seconds: how long the server waits where no worker makes progress.
+        timeout: seconds that the server waits where no worker makes progress.
         log: is told of every read and write that the server serves; rank 0's is used.
 
     Raises:
@@ -81,7 +81,7 @@ class AsyncParameterServer(Strategy):
         period: int = 1,
         bound: int = NO_BOUND,
         damping: bool = False,
-        timeout_seconds: float = 60.0,
+        timeout: float = 60.0,
         log: Log = no_log,
     ) -> None:
         if bound == 0 and period != 1:
@@ -91,7 +91,7 @@ class AsyncParameterServer(Strategy):
         self._period = WHOLE_ROUND if bound == 0 else period
         self._bound = bound
         self._is_damped = damping
-        self._timeout = timeout_seconds
+        self._timeout = timeout
         self._log = log
         self._server: Server | None = None
         self._host: Host | None = None
@@ -124,7 +124,7 @@ class AsyncParameterServer(Strategy):
     def shares(self) -> Iterator[Share]:
         """Whatever shares the server names next, until all are handed out."""
         while self._handed_out:
-            yield self._share(self._handed_out.popleft())
+            yield self._replica.share(self._handed_out.popleft())
 
     def step(self, batch: Batch) -> StepReport:
         """Train on one share, with parameters as old as the last pull."""
@@ -159,7 +159,8 @@ class AsyncParameterServer(Strategy):
 
     def lost_shares(self) -> Sequence[Share]:
         """Return, on rank 0, what was handed out to workers that died."""
-        return [self._share(number) for number in self._server.lost_shares] if self._server else []
+        lost = self._server.lost_shares if self._server else ()
+        return [self._replica.share(number) for number in lost]
 
     def close(self) -> None:
         """Hang up, end the server, remove its files."""
@@ -175,11 +176,6 @@ class AsyncParameterServer(Strategy):
         if isinstance(pushed, float) and self._reply.waited_seconds > 0:
             timer.begin("waiting", at=pushed)
             timer.begin("communication", at=pushed + self._reply.waited_seconds)
-
-    def _share(self, number: int) -> Share:
-        num_parts = self._replica.world_size
-        step, part = divmod(number, num_parts)
-        return Share(step=step, part=part, num_parts=num_parts)
 
     def _make_link(self, replica: Replica) -> Link:
         place = Place(
