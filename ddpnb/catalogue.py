@@ -48,6 +48,12 @@ class Choice:
     """Those that were given."""
 
 
+_TIMEOUT = Option(
+    default=60.0,
+    least=1,
+    about="seconds without any worker's step after which the silent ones are given up",
+)
+
 STRATEGIES: Mapping[str, Entry] = {
     "single": Entry(about="one device"),
     "dp": Entry(about="torch DataParallel; emulated on CPU threads where there are not two GPUs"),
@@ -95,11 +101,13 @@ STRATEGIES: Mapping[str, Entry] = {
             "damping": Option(
                 default=False, about="divide the learning rate by 1 + staleness (on, off)"
             ),
+            "timeout": _TIMEOUT,
         },
     ),
     "hogwild": Entry(
         about="lock-free updates of parameters in shared memory; CPU ranks only",
         transports=("auto", "shm"),
+        options={"timeout": _TIMEOUT},
     ),
     "local-sgd": Entry(
         about="each rank alone, weights averaged every few steps",
@@ -131,7 +139,8 @@ STRATEGIES: Mapping[str, Entry] = {
         options={
             "together": Option(
                 default=False, about="meet in pairs, step by step (on, off); on GPUs always on"
-            )
+            ),
+            "timeout": _TIMEOUT,
         },
     ),
     "no-comm": Entry(about="each rank alone on its even share: how fast that could be here"),

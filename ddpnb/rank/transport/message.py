@@ -22,7 +22,10 @@ class RankLostError(RuntimeError):
     """A rank has left in the middle of a run, or makes no progress: the run is over."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__(f"Rank {rank} left in the middle of the run, or no longer answers.")
+        super().__init__(
+            f"Rank {rank} left in the middle of the run, or no longer answers "
+            "(slow steps need a longer timeout, as in async:timeout=120)."
+        )
         self.rank = rank
 
 
