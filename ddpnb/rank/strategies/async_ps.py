@@ -36,7 +36,7 @@ whose process is started anew may join.  Where rank 0, the server, dies, the run
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar, final
+from typing import final
 
 from torch import nn
 
@@ -46,12 +46,9 @@ from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, 
 from ddpnb.rank.transport import connect
 from ddpnb.rank.transport.link import Host, Link, Place
 from ddpnb.rank.transport.master import WHOLE_ROUND, Log, Master, no_log
-from ddpnb.rank.transport.message import RankLostError
 from ddpnb.rank.transport.packed import Packed
 from ddpnb.rank.transport.server import NO_BOUND, Server
 from ddpnb.wire import RankState
-
-Answer = TypeVar("Answer")
 
 _WEIGHT_NOTE = (
     "Gradients are weighted by their share of the global batch; staleness adds to momentum, "
@@ -118,7 +115,7 @@ class AsyncParameterServer(Strategy):
         self._replica = replica
         self._num_bytes = sum(p.numel() * p.element_size() for p in replica.parameters)
         self._link = self._make_link(replica)
-        self._reply = self._ask(self._link.begin)
+        self._reply = self._link.begin()
         self._handed_out = deque(self._reply.shares)
 
     def shares(self) -> Iterator[Share]:
@@ -142,7 +139,7 @@ class AsyncParameterServer(Strategy):
 
     def finish(self) -> nn.Module:
         """Pull once more when all workers are done; takes part: every living rank."""
-        self._ask(self._link.finish)
+        self._link.finish()
         if self._host is not None:
             self._host.settle()
         return self._replica.model
@@ -171,7 +168,7 @@ class AsyncParameterServer(Strategy):
         timer = self._replica.timer
         timer.begin("communication")
         pushed = timer.moment()
-        self._reply = self._ask(lambda: self._link.push(weight))
+        self._reply = self._link.push(weight)
         self._handed_out.extend(self._reply.shares)
         if isinstance(pushed, float) and self._reply.waited_seconds > 0:
             timer.begin("waiting", at=pushed)
@@ -214,13 +211,3 @@ class AsyncParameterServer(Strategy):
             timeout_seconds=self._timeout,
             absent=absent,
         )
-
-    def _ask(self, call: Callable[[], Answer]) -> Answer:
-        """Ask the server; where it failed in this very process, raise what it failed of."""
-        try:
-            return call()
-        except RankLostError as lost:
-            cause = self._server.error if self._server else None
-            if cause is None:
-                raise
-            raise cause from lost

@@ -212,8 +212,11 @@ class DirectChannel(Channel):
         self.copies = server.master.copies
 
     def ask(self, asked: Asked, gradients: Gradients = ()) -> Reply:
-        """Call the server, with the gradients as they are or, from a GPU, copied."""
-        return answer(self._server, SERVER_RANK, None, asked, on_cpu(gradients))
+        """Call the server; where it failed in this very process, raise what it failed of."""
+        reply = answer(self._server, SERVER_RANK, None, asked, on_cpu(gradients))
+        if reply.lost_rank != NOBODY and self._server.error is not None:
+            raise self._server.error
+        return reply
 
     def close(self) -> None:
         """Nothing to hang up."""

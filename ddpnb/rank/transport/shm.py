@@ -2,13 +2,11 @@
 
 Each worker of another rank writes its gradients into its part of the shared memory, and
 trains on one of the copies of the parameters there.  The turns go by Unix sockets: a dead
-process is seen at once.  Address and secret lie in the run's folder, the secret in a file of
-mode 0600, so that a process that comes later finds the server without any collective.
+process is seen at once.  The server's socket lies in the run's folder, which no other user may
+enter: a process that comes later finds the server there without any collective.
 """
 
 import contextlib
-import hmac
-import os
 import socket
 import struct
 import threading
@@ -36,9 +34,8 @@ from ddpnb.rank.transport.message import (
 from ddpnb.rank.transport.packed import Packed, SharedMemory
 from ddpnb.rank.transport.server import Server
 
-KEY_BYTES = 32
-"""Length of the secret that a worker shows when it connects."""
-_HELLO = struct.Struct(f"<{KEY_BYTES}sq")
+_HELLO = struct.Struct("<q")
+"""The rank that connects."""
 _MAX_SOCKET_PATH_BYTES = 107
 """What Linux allows for the address of a local socket."""
 
@@ -54,8 +51,6 @@ class ShmHost(Host):
     """
 
     def __init__(self, server: Server, memory: SharedMemory, place: Place) -> None:
-        self.key = os.urandom(KEY_BYTES)
-        """What a worker must show when it connects."""
         self._server = server
         self._memory = memory
         self._timeout = place.timeout_seconds
@@ -68,8 +63,6 @@ class ShmHost(Host):
             opened.callback(path.unlink, missing_ok=True)
             self._listener.bind(str(path))
             self._listener.listen()
-            opened.callback(_key_path(place).unlink, missing_ok=True)
-            _write_private(_key_path(place), self.key)
             self._opened = opened.pop_all()
 
     def start(self) -> None:
@@ -109,17 +102,15 @@ class ShmHost(Host):
             thread.start()
 
     def _welcome(self, connection: socket.socket) -> None:
-        """Serve one worker, if it knows the secret."""
+        """Hand the memory over to one worker, and serve it."""
         with connection:
-            _set_timeout(connection, self._timeout)
+            set_timeout(connection, self._timeout)
             try:
-                key, rank = _HELLO.unpack(_receive(connection, _HELLO.size))
-                if not hmac.compare_digest(key, self.key):
-                    return
+                (rank,) = _HELLO.unpack(_receive(connection, _HELLO.size))
                 self._memory.hand_over(connection)
             except (OSError, PeerGoneError):
                 return
-            _set_timeout(connection, 0)  # a thread is ended by ``close``; the server watches times
+            set_timeout(connection, 0)  # a thread is ended by ``close``; the server watches times
             serve(self._server, _ShmCaller(rank, connection, self._memory.gradients(rank)))
 
 
@@ -143,22 +134,20 @@ class ShmChannel(Channel):
 
     Args:
         place: this worker's.
-        key: the server's secret; read from its file if not given.
 
     Raises:
         RunOverError: there is no server, or not any more.
     """
 
-    def __init__(self, place: Place, key: bytes | None = None) -> None:
+    def __init__(self, place: Place) -> None:
         self._connection = socket.socket(socket.AF_UNIX)
         with contextlib.ExitStack() as opened:
             opened.callback(self._connection.close)
-            _set_timeout(self._connection, place.timeout_seconds)
+            set_timeout(self._connection, place.timeout_seconds)
             opened.enter_context(place.lifeline.held(self._hang_up))
             try:
-                secret = key or _key_path(place).read_bytes()
                 self._connection.connect(str(socket_path(place.folder, place.name)))
-                _send(self._connection, _HELLO.pack(secret, place.rank))
+                _send(self._connection, _HELLO.pack(place.rank))
                 memory = SharedMemory.receive(self._connection, place.parameters, place.world_size)
             except (OSError, PeerGoneError) as error:
                 raise RunOverError from error
@@ -193,20 +182,7 @@ def socket_path(folder: Path, name: str) -> Path:
     return path
 
 
-def _key_path(place: Place) -> Path:
-    return place.folder / f"{place.name}.k"
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    """Write a file for this user alone; it appears with its content."""
-    draft = path.with_suffix(".new")
-    descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(content)
-    draft.rename(path)
-
-
-def _set_timeout(connection: socket.socket, seconds: float) -> None:
+def set_timeout(connection: socket.socket, seconds: float) -> None:
     """Bound each wait by the kernel's own clock: Python's costs a system call more for each."""
     connection.settimeout(None)
     value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
