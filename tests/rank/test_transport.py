@@ -18,7 +18,7 @@ from ddpnb.rank.transport.master import WHOLE_ROUND, Master, ScaledStep
 from ddpnb.rank.transport.message import Asked, RankLostError, Reply, Request
 from ddpnb.rank.transport.packed import SharedMemory
 from ddpnb.rank.transport.server import Server
-from ddpnb.rank.transport.shm import ShmChannel, ShmHost
+from ddpnb.rank.transport.shm import ShmHost, shm_channel
 
 KINDS = [
     torch.randn(3, 5),
@@ -121,7 +121,7 @@ def place(folder, rank) -> Place:
 
 def connect(tmp_path) -> Link:
     mine = place(tmp_path, 1)
-    return Link(ShmChannel(mine), mine.parameters)
+    return Link(shm_channel(mine), mine.parameters)
 
 
 def test_a_worker_finds_the_server_in_the_folder(tmp_path, served):

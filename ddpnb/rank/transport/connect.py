@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 
-from ddpnb.rank.transport.gloo import GlooChannel, GlooHost
+from ddpnb.rank.transport.gloo import GlooHost, gloo_channel
 from ddpnb.rank.transport.link import Channel, DirectChannel, Host, Link, Place, meeting_of
 from ddpnb.rank.transport.meeting import Meeting, this_host
 from ddpnb.rank.transport.message import RankLostError, RunOverError
 from ddpnb.rank.transport.packed import Packed, SharedMemory, pack
 from ddpnb.rank.transport.rpc import RpcChannel, RpcHost
 from ddpnb.rank.transport.server import SERVER_RANK, Server
-from ddpnb.rank.transport.shm import ShmChannel, ShmHost
+from ddpnb.rank.transport.shm import ShmHost, shm_channel
 
 ServerFactory = Callable[[Callable[[], int], Sequence[Packed]], Server]
 
@@ -54,8 +54,8 @@ def connect(place: Place, opened: ExitStack) -> Link:
         meeting.tell(f"host-{place.rank}", this_host(place.folder))
     transport = meeting.read(_TRANSPORT, of_rank=SERVER_RANK)
     channels: dict[str, Callable[[Place], Channel]] = {
-        "shm": ShmChannel,
-        "gloo": GlooChannel,
+        "shm": shm_channel,
+        "gloo": gloo_channel,
         "rpc": RpcChannel,
     }
     try:
@@ -70,7 +70,7 @@ def join(place: Place, opened: ExitStack) -> Link:
     Raises:
         RunOverError: the run has ended.
     """
-    return _link(place, ShmChannel(place), opened)
+    return _link(place, shm_channel(place), opened)
 
 
 def _link(place: Place, channel: Channel, opened: ExitStack) -> Link:

@@ -1,9 +1,8 @@
 """How does a worker send its gradient, and get parameters and work?  (Every rank.)
 
-A transport is three small classes: a ``Host`` on rank 0, which takes the calls of the workers
-of other ranks to the server; a ``Caller`` for each of them, unless it needs no thread; and a
-worker's ``Channel``.  What is the same for all stands here: ``Link`` around a channel, and
-``serve`` around a caller.
+A transport is a ``Host`` on rank 0, which takes the calls of the workers of other ranks to the
+server, and a ``Channel`` for each of these workers.  Where both ends send messages, a ``Wire``
+is all that differs; ``serve`` and ``WireChannel`` are its two ends.
 """
 
 import contextlib
@@ -19,6 +18,8 @@ from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport.meeting import Meeting
 from ddpnb.rank.transport.message import (
     NOBODY,
+    REPLY_BYTES,
+    REQUEST_BYTES,
     Asked,
     PeerGoneError,
     RankLostError,
@@ -92,19 +93,22 @@ class Channel(ABC):
         """Hang up; may be called twice."""
 
 
-class Caller(ABC):
-    """One connected worker, as its thread on rank 0 sees it."""
-
-    rank: int
-    gradients: Packed
+class Wire(ABC):
+    """One end of a connection; everything raises ``PeerGoneError`` where the other is gone."""
 
     @abstractmethod
-    def receive(self) -> Asked:
-        """Return what it asks; with a push, ``gradients`` are here."""
+    def send(self, data: bytes) -> None:
+        """Send bytes."""
 
     @abstractmethod
-    def answer(self, reply: Reply) -> None:
-        """Send the answer and, unless somebody is lost, have the worker get its parameters."""
+    def receive(self, num_bytes: int) -> bytes:
+        """Return exactly so many bytes."""
+
+    def send_tensor(self, tensor: Tensor) -> None:  # noqa: B027
+        """Send a tensor; nothing to do where it lies in memory that both ends share."""
+
+    def receive_tensor(self, tensor: Tensor) -> None:  # noqa: B027
+        """Fill a tensor; nothing to do where the other end has filled it."""
 
 
 @final
@@ -222,6 +226,46 @@ class DirectChannel(Channel):
         """Nothing to hang up."""
 
 
+@final
+class WireChannel(Channel):
+    """The way of a worker of another rank.
+
+    Args:
+        wire: to the server's thread for this worker.
+        gradients: where they are packed, or shared with the server.
+        copies: as of every channel.
+        opened: closes the wire.
+    """
+
+    def __init__(
+        self, wire: Wire, gradients: Packed, copies: Sequence[Packed], opened: contextlib.ExitStack
+    ) -> None:
+        self.copies = copies
+        self._wire = wire
+        self._gradients = gradients
+        self._opened = opened
+
+    def ask(self, asked: Asked, gradients: Gradients = ()) -> Reply:
+        """Send the request and the gradients, receive the answer and the parameters."""
+        # Where the server has hung up, its last word, read next, says why.
+        with contextlib.suppress(PeerGoneError):
+            if asked.request is Request.PUSH:
+                _write(self._gradients.tensors, gradients)
+            self._wire.send(asked.pack())
+            if asked.request is Request.PUSH:
+                self._wire.send_tensor(self._gradients.raw)
+        if asked.request is Request.LEAVE:
+            return Reply()
+        reply = Reply.unpack(self._wire.receive(REPLY_BYTES))
+        if reply.lost_rank == NOBODY:
+            self._wire.receive_tensor(self.copies[reply.copy].raw)
+        return reply
+
+    def close(self) -> None:
+        """Hang up."""
+        self._opened.close()
+
+
 def answer(server: Server, rank: int, life: object, asked: Asked, gradients: Gradients) -> Reply:
     """Carry one request to the server; what goes wrong in it ends the run, and rank 0 raises it.
 
@@ -249,35 +293,39 @@ def answer(server: Server, rank: int, life: object, asked: Asked, gradients: Gra
         return Reply(lost_rank=SERVER_RANK)
 
 
-def serve(server: Server, caller: Caller) -> None:
+def serve(server: Server, rank: int, wire: Wire, gradients: Packed) -> None:
     """Carry one worker's requests to the server until it is done, is lost or has failed."""
     life, request, lost_rank = object(), Request.BEGIN, NOBODY
     try:
         while request in (Request.BEGIN, Request.PUSH) and lost_rank == NOBODY:
-            asked = caller.receive()
+            asked = Asked.unpack(wire.receive(REQUEST_BYTES))
             request = asked.request
-            reply = answer(server, caller.rank, life, asked, caller.gradients.tensors)
+            if request is Request.PUSH:
+                wire.receive_tensor(gradients.raw)
+            reply = answer(server, rank, life, asked, gradients.tensors)
             lost_rank = reply.lost_rank
             if request is not Request.LEAVE:
-                caller.answer(reply)
+                wire.send(reply.pack())
+                if lost_rank == NOBODY:
+                    wire.send_tensor(server.parameters(reply))
     except PeerGoneError:
-        server.lose(caller.rank, life)
+        server.lose(rank, life)
         with contextlib.suppress(PeerGoneError):  # it may live: it was given up, or rank 0 hangs up
-            caller.answer(Reply(lost_rank=server.reason(caller.rank)))
+            wire.send(Reply(lost_rank=server.reason(rank)).pack())
 
 
-def write_gradients(slots: Sequence[Tensor], gradients: Gradients) -> None:
+def on_cpu(gradients: Gradients) -> list[Tensor | None]:
+    """Return gradients where the server can use them: as they are or, from a GPU, copied."""
+    return [None if gradient is None else gradient.cpu() for gradient in gradients]
+
+
+def _write(slots: Sequence[Tensor], gradients: Gradients) -> None:
     """Copy gradients; one that is missing is zero."""
     for slot, gradient in zip(slots, gradients, strict=True):
         if gradient is None:
             slot.zero_()
         else:
             slot.copy_(gradient)
-
-
-def on_cpu(gradients: Gradients) -> list[Tensor | None]:
-    """Return gradients where the server can use them: as they are or, from a GPU, copied."""
-    return [None if gradient is None else gradient.cpu() for gradient in gradients]
 
 
 def _fits(parameter: nn.Parameter) -> bool:

@@ -55,20 +55,11 @@ def create_shared(path: Path, size: int) -> None:
         os.close(descriptor)
 
 
-def map_shared(path: Path, like: Sequence[Tensor]) -> Packed:
-    """Return tensors like these in a file that ``create_shared`` made."""
-    raw = torch.from_file(str(path), shared=True, size=num_bytes(like), dtype=torch.uint8)
-    return _cut(raw, like)
-
-
 def map_copies(path: Path, like: Sequence[Tensor], num_copies: int) -> list[Packed]:
     """Return so many times tensors like these, one behind the other in such a file."""
-    all_of_it = map_shared(path, [*like] * num_copies)
-    size, num = num_bytes(like), len(like)
-    return [
-        Packed(all_of_it.raw[at * size :][:size], all_of_it.tensors[at * num :][:num])
-        for at in range(num_copies)
-    ]
+    size = num_bytes(like)
+    whole = torch.from_file(str(path), shared=True, size=num_copies * size, dtype=torch.uint8)
+    return [_cut(raw, like) for raw in whole.split(size)]
 
 
 def num_bytes(like: Sequence[Tensor]) -> int:

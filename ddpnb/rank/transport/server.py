@@ -36,8 +36,6 @@ class _Worker:
     """What it has been handed out and not trained on, in order."""
     heard_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
-    has_left: bool = False
-    """Whether it has said that it has the final parameters."""
 
 
 class Server:
@@ -181,7 +179,7 @@ class Server:
         with self._lock:
             worker = self._workers.get(rank)
             if worker is not None and worker.is_done:
-                worker.has_left = True
+                del self._workers[rank]
                 self._changed.notify_all()
             else:
                 self._fail(rank)
@@ -190,7 +188,9 @@ class Server:
     def wait_until_all_have_left(self) -> bool:
         """Wait until every living worker of another rank has left; return whether all lived."""
         with self._lock:
-            have_left = self._changed.wait_for(self._others_have_left, self._timeout)
+            have_left = self._changed.wait_for(
+                lambda: self._workers.keys() <= {SERVER_RANK}, self._timeout
+            )
             return have_left and self._is_complete
 
     def lose(self, rank: int, life: object = None) -> None:
@@ -257,10 +257,6 @@ class Server:
 
     def _all_are_done(self) -> bool:
         return all(worker.is_done for worker in self._workers.values())
-
-    def _others_have_left(self) -> bool:
-        others = [worker for rank, worker in self._workers.items() if rank != SERVER_RANK]
-        return all(worker.has_left for worker in others)
 
     def _note_progress(self) -> None:
         """Wake who may go on now; with a bound of 0, make the update of a full round."""

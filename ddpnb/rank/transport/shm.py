@@ -13,25 +13,9 @@ import threading
 from pathlib import Path
 from typing import final
 
-from ddpnb.rank.transport.link import (
-    Caller,
-    Channel,
-    Gradients,
-    Host,
-    Place,
-    serve,
-    write_gradients,
-)
-from ddpnb.rank.transport.message import (
-    REPLY_BYTES,
-    REQUEST_BYTES,
-    Asked,
-    PeerGoneError,
-    Reply,
-    Request,
-    RunOverError,
-)
-from ddpnb.rank.transport.packed import Packed, SharedMemory
+from ddpnb.rank.transport.link import Host, Place, Wire, WireChannel, serve
+from ddpnb.rank.transport.message import PeerGoneError, RunOverError
+from ddpnb.rank.transport.packed import SharedMemory
 from ddpnb.rank.transport.server import Server
 
 _HELLO = struct.Struct("<q")
@@ -103,76 +87,59 @@ class ShmHost(Host):
 
     def _welcome(self, connection: socket.socket) -> None:
         """Hand the memory over to one worker, and serve it."""
+        wire = _ShmWire(connection)
         with connection:
             set_timeout(connection, self._timeout)
             try:
-                (rank,) = _HELLO.unpack(_receive(connection, _HELLO.size))
+                (rank,) = _HELLO.unpack(wire.receive(_HELLO.size))
                 self._memory.hand_over(connection)
             except (OSError, PeerGoneError):
                 return
             set_timeout(connection, 0)  # a thread is ended by ``close``; the server watches times
-            serve(self._server, _ShmCaller(rank, connection, self._memory.gradients(rank)))
+            serve(self._server, rank, wire, self._memory.gradients(rank))
 
 
 @final
-class _ShmCaller(Caller):
-    def __init__(self, rank: int, connection: socket.socket, gradients: Packed) -> None:
-        self.rank = rank
-        self.gradients = gradients
+class _ShmWire(Wire):
+    def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
-    def receive(self) -> Asked:
-        return Asked.unpack(_receive(self._connection, REQUEST_BYTES))
+    def send(self, data: bytes) -> None:
+        try:
+            self._connection.sendall(data)
+        except OSError as error:
+            raise PeerGoneError from error
 
-    def answer(self, reply: Reply) -> None:
-        _send(self._connection, reply.pack())
+    def receive(self, num_bytes: int) -> bytes:
+        try:
+            data = self._connection.recv(num_bytes, socket.MSG_WAITALL)
+        except OSError as error:
+            raise PeerGoneError from error
+        if len(data) < num_bytes:
+            raise PeerGoneError
+        return data
 
 
-@final
-class ShmChannel(Channel):
-    """A worker's connection: it trains on the shared memory itself.
-
-    Args:
-        place: this worker's.
+def shm_channel(place: Place) -> WireChannel:
+    """Return a worker's channel, over which it trains on the shared memory itself.
 
     Raises:
         RunOverError: there is no server, or not any more.
     """
-
-    def __init__(self, place: Place) -> None:
-        self._connection = socket.socket(socket.AF_UNIX)
-        with contextlib.ExitStack() as opened:
-            opened.callback(self._connection.close)
-            set_timeout(self._connection, place.timeout_seconds)
-            opened.enter_context(place.lifeline.held(self._hang_up))
-            try:
-                self._connection.connect(str(socket_path(place.folder, place.name)))
-                _send(self._connection, _HELLO.pack(place.rank))
-                memory = SharedMemory.receive(self._connection, place.parameters, place.world_size)
-            except (OSError, PeerGoneError) as error:
-                raise RunOverError from error
-            self._opened = opened.pop_all()
-        self._gradients = memory.gradients(place.rank)
-        self.copies = memory.copies
-
-    def ask(self, asked: Asked, gradients: Gradients = ()) -> Reply:
-        """Copy the gradients to where the server reads them, and wait for the answer."""
-        if asked.request is Request.PUSH:
-            write_gradients(self._gradients.tensors, gradients)
-        # Where the server has hung up, its last word, read next, says why.
-        with contextlib.suppress(PeerGoneError):
-            _send(self._connection, asked.pack())
-        if asked.request is Request.LEAVE:
-            return Reply()
-        return Reply.unpack(_receive(self._connection, REPLY_BYTES))
-
-    def close(self) -> None:
-        """Hang up."""
-        self._opened.close()
-
-    def _hang_up(self) -> None:
-        with contextlib.suppress(OSError):  # not connected yet, or not any more
-            self._connection.shutdown(socket.SHUT_RDWR)
+    connection = socket.socket(socket.AF_UNIX)
+    wire = _ShmWire(connection)
+    with contextlib.ExitStack() as opened:
+        opened.callback(connection.close)
+        set_timeout(connection, place.timeout_seconds)
+        opened.enter_context(place.lifeline.held(lambda: _hang_up(connection)))
+        try:
+            connection.connect(str(socket_path(place.folder, place.name)))
+            wire.send(_HELLO.pack(place.rank))
+            memory = SharedMemory.receive(connection, place.parameters, place.world_size)
+        except (OSError, PeerGoneError) as error:
+            raise RunOverError from error
+        gradients = memory.gradients(place.rank)
+        return WireChannel(wire, gradients, memory.copies, opened.pop_all())
 
 
 def socket_path(folder: Path, name: str) -> Path:
@@ -190,19 +157,6 @@ def set_timeout(connection: socket.socket, seconds: float) -> None:
         connection.setsockopt(socket.SOL_SOCKET, option, value)
 
 
-def _send(connection: socket.socket, data: bytes) -> None:
-    try:
-        connection.sendall(data)
-    except OSError as error:
-        raise PeerGoneError from error
-
-
-def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return exactly so many bytes, soon enough."""
-    try:
-        data = connection.recv(num_bytes, socket.MSG_WAITALL)
-    except OSError as error:
-        raise PeerGoneError from error
-    if len(data) < num_bytes:
-        raise PeerGoneError
-    return data
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # not connected yet, or not any more
+        connection.shutdown(socket.SHUT_RDWR)
