@@ -126,7 +126,6 @@ def connect(tmp_path) -> Link:
 
 def test_a_worker_finds_the_server_in_the_folder(tmp_path, served):
     _, host = served
-    host.start()
     friend = connect(tmp_path)
     assert list(friend.begin().shares) == [0]
     friend.finish()
@@ -139,7 +138,7 @@ def test_a_worker_that_nobody_joins_gives_up(parameters):
         server.begin(0)
 
 
-def test_a_server_that_never_started_closes(tmp_path, served):
+def test_a_server_that_nobody_found_closes(tmp_path, served):
     assert len(list(tmp_path.iterdir())) == 1
 
 

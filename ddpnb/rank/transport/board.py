@@ -85,19 +85,18 @@ class Board:
         """Make the file."""
         create_shared(path, _size(world_size, num_shares))
 
-    def enter(self) -> None:
-        """Note that this worker is here and lives."""
+    def enter(self, absent: Callable[[], int] | None = None) -> None:
+        """Note that this worker is here and lives, and wait for all others.
+
+        Args:
+            absent: returns which rank has failed before it came, or ``NOBODY``; None: this worker
+                joins those that train already, and waits for nobody.
+        """
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 1 + self._rank)
         self._stand(self._rank, Standing.TRAINING)
         self._is_in = True
-
-    def wait_for_all(self, absent: Callable[[], int]) -> None:
-        """Wait until every worker has entered.
-
-        Args:
-            absent: returns which rank has failed before it came, or ``NOBODY``.
-        """
-        self._wait(lambda at: Standing.NOT_HERE not in at, absent)
+        if absent is not None:
+            self._wait(lambda at: Standing.NOT_HERE not in at, absent)
 
     def take(self) -> int | None:
         """Return the number of the next share; None: there is none."""

@@ -30,16 +30,21 @@ def serve(place: Place, make_server: ServerFactory, opened: ExitStack) -> tuple[
     hosts = [f"host-{rank}" for rank in place.others]
     opened.callback(meeting.forget, _TRANSPORT, *hosts)
     transport = _chosen(place, meeting) if place.transport == "auto" else place.transport
-    memory = opened.enter_context(closing(_memory(place))) if transport == "shm" else None
-    copies = memory.copies if memory else [pack(place.parameters) for _ in range(place.world_size)]
-    server = make_server(meeting.absent, copies)
-    opened.enter_context(place.lifeline.held(lambda: server.fail(SERVER_RANK)))
-    if transport != "shm":  # the others are needed to open it
-        meeting.tell(_TRANSPORT, transport)
-    host = opened.enter_context(closing(_host(place, server, memory, transport, meeting)))
-    host.start()
+    host: Host
     if transport == "shm":
+        path, num_workers = place.folder / f"{place.name}.m", place.world_size
+        memory = SharedMemory.create(path, place.parameters, num_workers)
+        opened.enter_context(closing(memory))
+        server = make_server(meeting.absent, memory.copies)
+        host = ShmHost(server, memory, place)
         meeting.tell(_TRANSPORT, transport)
+    else:
+        copies = [pack(place.parameters) for _ in range(place.world_size)]
+        server = make_server(meeting.absent, copies)
+        meeting.tell(_TRANSPORT, transport)  # the others are needed to open it
+        host = GlooHost(server, place) if transport == "gloo" else RpcHost(server, place)
+    opened.enter_context(closing(host))
+    opened.enter_context(place.lifeline.held(lambda: server.fail(SERVER_RANK)))
     return server, host, _link(place, DirectChannel(server), opened)
 
 
@@ -81,21 +86,3 @@ def _chosen(place: Place, meeting: Meeting) -> str:
     """Return shm where all ranks share a host's memory, else gloo."""
     told = [meeting.read(f"host-{rank}", of_rank=rank) for rank in place.others]
     return "shm" if all(host == this_host(place.folder) for host in told) else "gloo"
-
-
-def _memory(place: Place) -> SharedMemory:
-    path = place.folder / f"{place.name}.m"
-    return SharedMemory.create(path, place.parameters, place.world_size)
-
-
-def _host(
-    place: Place, server: Server, memory: SharedMemory | None, transport: str, meeting: Meeting
-) -> Host:
-    match transport:
-        case "gloo":
-            return GlooHost(server, place)
-        case "rpc":
-            return RpcHost(server, place, meeting.dead)
-        case _:
-            assert memory is not None
-            return ShmHost(server, memory, place)

@@ -36,17 +36,13 @@ class GlooHost(Host):
             )
             for rank in place.others
         ]
-
-    def start(self) -> None:
-        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def settle(self) -> None:
         """Wait for the threads: each ends with its worker's last message, or with its worker."""
         for thread in self._threads:
-            if thread.is_alive():
-                thread.join(self._timeout)
+            thread.join(self._timeout)
 
     def close(self) -> None:
         """Wait for the threads, leave the group."""

@@ -63,11 +63,7 @@ def meeting_of(place: Place) -> Meeting:
 
 
 class Host(ABC):
-    """The server's end of a transport; ``start`` it after all that can fail here has been done."""
-
-    @abstractmethod
-    def start(self) -> None:
-        """Begin to take calls, in threads."""
+    """The server's end of a transport; it takes calls, in threads, from its making."""
 
     @abstractmethod
     def settle(self) -> None:

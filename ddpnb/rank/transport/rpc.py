@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, final
 
 from torch import Tensor
@@ -103,12 +103,11 @@ class RpcHost(Host):
     Args:
         server: what the workers call.
         place: rank 0's.
-        dead: returns the ranks whose processes have died.
     """
 
-    def __init__(self, server: Server, place: Place, dead: Callable[[], Sequence[int]]) -> None:
+    def __init__(self, server: Server, place: Place) -> None:
         self._server = server
-        self._dead = dead
+        self._dead = meeting_of(place).dead
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="ddpnb-lookout", daemon=True)
         with contextlib.ExitStack() as opened:
@@ -116,9 +115,6 @@ class RpcHost(Host):
             opened.callback(_served.pop, place.name)
             self._agent = opened.enter_context(contextlib.closing(_Agent(place)))
             self._opened = opened.pop_all()
-
-    def start(self) -> None:
-        """Look out for deaths; TensorPipe's threads run already."""
         self._thread.start()
 
     def settle(self) -> None:
@@ -129,8 +125,7 @@ class RpcHost(Host):
     def close(self) -> None:
         """Be found no more; end the agent."""
         self._is_over.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
         self._opened.close()
 
     def _look(self) -> None:

@@ -48,9 +48,6 @@ class ShmHost(Host):
             self._listener.bind(str(path))
             self._listener.listen()
             self._opened = opened.pop_all()
-
-    def start(self) -> None:
-        """Open the door."""
         self._acceptor.start()
 
     def settle(self) -> None:
@@ -62,8 +59,7 @@ class ShmHost(Host):
         """Close the door, hang up on everybody."""
         with contextlib.suppress(OSError):  # closed already
             self._listener.shutdown(socket.SHUT_RDWR)
-        if self._acceptor.is_alive():
-            self._acceptor.join(self._timeout)
+        self._acceptor.join(self._timeout)
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RD)  # what is left to say can still be said

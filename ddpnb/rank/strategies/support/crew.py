@@ -80,9 +80,7 @@ class Crew(Strategy):
 
     def enter(self) -> None:
         """Say that this worker is ready, and wait for all; who joins waits for nobody."""
-        self.board.enter()
-        if self._meeting is not None:
-            self.board.wait_for_all(self._meeting.absent)
+        self.board.enter(self._meeting.absent if self._meeting else None)
 
     def shares(self) -> Iterator[Share]:
         """Whatever share is next, until all are handed out."""
