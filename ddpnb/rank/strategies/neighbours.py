@@ -6,7 +6,7 @@ memory itself.  ``gossip`` says what is computed.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 from typing import final
 
@@ -40,10 +40,13 @@ class Neighbours(Crew):
             num_copies=replica.world_size + 1,  # the last one for what all end with
             elsewhere="gossip needs all ranks on one host; compare gossip:together=on.",
         )
-        self._weights = self._opened.enter_context(contextlib.closing(self._open_weights()))
-        if replica.joins:
-            self._weights.write(replica.rank, self._mean())
+        weights = Weights(self.path, self.copies, self._timeout, replica.lifeline)
+        self._weights = self._opened.enter_context(contextlib.closing(weights))
         self._mine = [nn.Parameter(slot) for slot in self.copies[replica.rank].tensors]
+        if replica.joins:
+            mean = self._mean()
+            with weights.locked(replica.rank):
+                _copy(mean, self._mine)
         self._optimizer = replica.optimizer(self._mine)
         self.enter()
 
@@ -54,7 +57,8 @@ class Neighbours(Crew):
         # read: the weights that the gradient is of, while nobody changes them
         replica.timer.begin("communication")
         read = board.num_updates
-        self._weights.read(replica.rank, replica.parameters)
+        with self._weights.locked(replica.rank):
+            _copy(self._mine, replica.parameters)
         self.note(is_write=False, version=read)
         # forward, backward
         loss = replica.compute_gradients(batch)
@@ -81,22 +85,17 @@ class Neighbours(Crew):
 
     def finish(self) -> nn.Module:
         """Wait until all are done, and take the mean; takes part: every living rank."""
-        self.board.part(self._sum_up)
-        self._take(self.copies[-1].tensors)
+        shared = self.copies[-1].tensors
+        self.board.part(lambda: _copy(self._mean(), shared))
+        _copy(shared, self._replica.parameters)
         self._has_ended = True
         return self._replica.model
 
     def save(self, replica: Replica) -> State:
         """Return the mean of all weights now, and rank 0's optimizer."""
         if not self._has_ended:  # the next step reads its own weights anew
-            self._take(self._mean())
+            _copy(self._mean(), replica.parameters)
         return super().save(replica)
-
-    def _open_weights(self) -> Weights:
-        try:
-            return Weights(self.path, self.copies, self._timeout, self._replica.lifeline)
-        except FileNotFoundError as error:
-            raise RunOverError from error
 
     def _update(self) -> None:
         """Make the optimizer's step on the weights in shared memory."""
@@ -106,23 +105,12 @@ class Neighbours(Crew):
         for slot in self._mine:
             slot.grad = None
 
-    def _sum_up(self) -> None:
-        """Leave the mean of all weights where the others find it."""
-        for slot, mean in zip(self.copies[-1].tensors, self._mean(), strict=True):
-            slot.copy_(mean)
-
     def _mean(self) -> list[torch.Tensor]:
         """Return the mean of the weights of all who live."""
         living = self.board.living()
         if not living:
             raise RunOverError
         return self._weights.mean(living)
-
-    @torch.no_grad()
-    def _take(self, values: Sequence[torch.Tensor]) -> None:
-        """Have the model hold these."""
-        for parameter, value in zip(self._replica.parameters, values, strict=True):
-            parameter.copy_(value)
 
 
 def chosen_by(rank: int, step: int, living: Sequence[int]) -> int | None:
@@ -132,3 +120,9 @@ def chosen_by(rank: int, step: int, living: Sequence[int]) -> int | None:
     """
     others = [other for other in living if other != rank]
     return Random(f"{rank} {step}").choice(others) if others else None
+
+
+@torch.no_grad()
+def _copy(values: Iterable[torch.Tensor], into: Iterable[torch.Tensor]) -> None:
+    for value, tensor in zip(values, into, strict=True):
+        tensor.copy_(value)
