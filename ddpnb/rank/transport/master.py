@@ -116,7 +116,7 @@ class Master:
         self._make_step = ScaledStep(self._optimizer)
         self._period = period
         self._is_damped = is_damped
-        self._log = None if log is no_log else log
+        self._log = log
         self._version = 0
         self._version_read: dict[int, int] = {}
         self._staleness: list[int] = []
@@ -191,8 +191,7 @@ class Master:
         return parameters, copy.deepcopy(self._optimizer.state_dict())
 
     def _note(self, rank: int, *, is_write: bool) -> None:
-        if self._log is not None:
-            self._log(Access(rank=rank, is_write=is_write, version=self._version))
+        self._log(Access(rank=rank, is_write=is_write, version=self._version))
 
     def _go_on_in_another(self) -> None:
         """Leave the latest copy to those who train on it."""

@@ -8,7 +8,6 @@ noticed by their silence.  Nobody joins later.
 
 import contextlib
 import os
-import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any, final
@@ -35,9 +34,6 @@ from ddpnb.rank.transport.message import (
 )
 from ddpnb.rank.transport.packed import pack
 from ddpnb.rank.transport.server import SERVER_RANK, Server
-
-_LOOK_SECONDS = 0.25
-"""How often it is looked whether the other ranks' processes still live."""
 
 _served: dict[str, Server] = {}
 """The one server of this process, by the run's name: a remote call names a function, and has
@@ -98,8 +94,6 @@ class _Agent:
 class RpcHost(Host):
     """The server's entry in the table that remote calls look into; takes part: every rank.
 
-    A thread looks at the processes of the other ranks.
-
     Args:
         server: what the workers call.
         place: rank 0's.
@@ -107,15 +101,12 @@ class RpcHost(Host):
 
     def __init__(self, server: Server, place: Place) -> None:
         self._server = server
-        self._dead = meeting_of(place).dead
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="ddpnb-lookout", daemon=True)
+        server.dead = meeting_of(place).dead
         with contextlib.ExitStack() as opened:
             _served[place.name] = server
             opened.callback(_served.pop, place.name)
             self._agent = opened.enter_context(contextlib.closing(_Agent(place)))
             self._opened = opened.pop_all()
-        self._thread.start()
 
     def settle(self) -> None:
         """Wait until all workers have said that they have the final parameters."""
@@ -124,14 +115,7 @@ class RpcHost(Host):
 
     def close(self) -> None:
         """Be found no more; end the agent."""
-        self._is_over.set()
-        self._thread.join()
         self._opened.close()
-
-    def _look(self) -> None:
-        while not self._is_over.wait(_LOOK_SECONDS):
-            for rank in self._dead():
-                self._server.lose(rank)
 
 
 @final

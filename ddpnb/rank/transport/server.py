@@ -19,7 +19,7 @@ from ddpnb.rank.transport.message import NOBODY, RankLostError, Reply
 SERVER_RANK = 0
 NO_BOUND = -1
 _LOOK_SECONDS = 0.1
-"""How often it is looked whether somebody failed before it came."""
+"""How often a wait looks for failures and deaths that nobody reports."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +69,8 @@ class Server:
         self.master = master
         self.error: Exception | None = None
         """What went wrong in a thread of this rank, if anything did."""
+        self.dead: Callable[[], Sequence[int]] = lambda: ()
+        """Returns the workers that have died, where the transport does not notice it."""
         self.lost_shares: list[int] = []
         """What was handed out to workers that are lost."""
         self._num_workers = num_workers
@@ -188,10 +190,8 @@ class Server:
     def wait_until_all_have_left(self) -> bool:
         """Wait until every living worker of another rank has left; return whether all lived."""
         with self._lock:
-            have_left = self._changed.wait_for(
-                lambda: self._workers.keys() <= {SERVER_RANK}, self._timeout
-            )
-            return have_left and self._is_complete
+            self._wait(lambda: self._workers.keys() <= {SERVER_RANK})
+            return self._is_complete
 
     def lose(self, rank: int, life: object = None) -> None:
         """Note that a worker's process has died: the others go on without it."""
@@ -277,7 +277,9 @@ class Server:
             elif not self._has_begun and (absent := self._absent()) != NOBODY:
                 self._fail(absent)
             else:
-                self._changed.wait(left if self._has_begun else min(left, _LOOK_SECONDS))
+                self._changed.wait(min(left, _LOOK_SECONDS))
+                for rank in self.dead():
+                    self._lose(rank)
             self._check()
         return time.perf_counter() - began
 
@@ -287,7 +289,8 @@ class Server:
             self._fail(min(set(range(self._num_workers)) - self._workers.keys()))
             return
         working = [rank for rank, worker in self._workers.items() if not worker.is_done]
-        self._lose(min(working, key=lambda rank: self._workers[rank].heard_at))
+        awaited = working or self._workers.keys() - {SERVER_RANK}  # to finish, or to leave
+        self._lose(min(awaited, key=lambda rank: self._workers[rank].heard_at))
 
     def _lose(self, rank: int) -> None:
         if not self._has_begun or rank == SERVER_RANK:
