@@ -78,6 +78,12 @@ class Choice:
     """Those that were given."""
 
 
+_TIMEOUT = Option(
+    default=60.0,
+    least=1,
+    about="seconds without any worker's step after which the silent ones are given up",
+)
+
 STRATEGIES: Mapping[str, StrategyEntry] = {
     "single": StrategyEntry(
         about="one device",
@@ -162,6 +168,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
             "damping": Option(
                 default=False, about="divide the learning rate by 1 + staleness (on, off)"
             ),
+            "timeout": _TIMEOUT,
         },
     ),
     "hogwild": StrategyEntry(
@@ -170,6 +177,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#c58ae8", "dotted", "d"),
         is_asynchronous=True,
         transports=("auto", "shm"),
+        options={"timeout": _TIMEOUT},
     ),
     "local-sgd": StrategyEntry(
         about="each rank alone, weights averaged every few steps",
@@ -214,7 +222,8 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         options={
             "together": Option(
                 default=False, about="meet in pairs, step by step (on, off); on GPUs always on"
-            )
+            ),
+            "timeout": _TIMEOUT,
         },
     ),
     "no-comm": StrategyEntry(

@@ -17,8 +17,6 @@ PROTOCOLS = {
 }
 """Documented by Python or IPython, underscore or not."""
 OWN_NAME = "ddpnb"
-EXCEPT = {"quick_step.py", "power.py"}
-"""Files that still wait to be changed."""
 
 
 def is_private(name: str) -> bool:

@@ -20,7 +20,7 @@ class training_arguments(ArgDecorator):  # noqa: N801  as IPython's own
 
     def add_to_parser(self, parser: argparse.ArgumentParser, group: object) -> None:
         """Add the options."""
-        headings: dict[str, argparse._ArgumentGroup] = {}
+        headings: dict[str, Any] = {}
         for _, option in training_options():
             if option.group not in headings:
                 headings[option.group] = parser.add_argument_group(option.group)

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddpnb.errors import UserError
+from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.transport.meeting import excused
 from ddpnb.rank.transport.message import RankLostError, RunOverError
@@ -127,6 +129,42 @@ def test_who_is_silent_is_given_up(ranks, tmp_path):
     assert distance(fit, other) == 0
 
 
+@pytest.mark.parametrize("name", ["async", "hogwild", "gossip"])
+def test_a_step_may_take_as_long_as_the_timeout_that_was_chosen(ranks, name):
+    problem = Problem(num_epochs=3, learning_rate=0.02)
+    num_shares = problem.order(2).num_steps * 2
+    (fit, lost), (slow, _) = ranks(2).call(fit_slowly, f"{name}:timeout=40", problem)
+    assert lost == []
+    assert len(fit.reports) + len(slow.reports) == num_shares
+    (fit, lost), failure = ranks(2).attempt(fit_slowly, f"{name}:timeout=2", problem)
+    assert "Rank 1 left" in str(failure.cause)
+    assert "timeout=" in str(failure.cause)
+    assert len(lost) == 1
+
+
+def fit_slowly(state, folder, word, problem):
+    """Rank 1 takes 6 seconds for its second step."""
+    strategy = make_strategy(word, {})
+    try:
+        fit = drive(strategy, state, folder, problem, slow_on_rank_1)
+        return fit, strategy.lost_shares()
+    finally:
+        strategy.close()
+
+
+def slow_on_rank_1(rank: int, step: int) -> None:
+    if rank == 1 and step == 1:
+        time.sleep(6)
+    unhurried(rank, step)
+
+
+@pytest.mark.parametrize("name", ["async", "hogwild", "gossip"])
+def test_a_timeout_is_a_number_of_seconds(name):
+    for value in ("0", "-1", "soon"):
+        with pytest.raises(UserError, match=f"{name}:timeout"):
+            make_strategy(f"{name}:timeout={value}", {})
+
+
 @pytest.mark.parametrize("transport", ["shm", "gloo", "rpc"])
 def test_where_the_server_fails_rank_0_says_of_what(ranks, transport):
     first, second = ranks(2).attempt(break_optimizer, transport)
@@ -206,7 +244,7 @@ def hang(sign: Path, rank: int, step: int) -> None:
 
 
 def hang_on_rank_1(state, folder, problem, sign):
-    strategy = AsyncParameterServer(timeout_seconds=5)
+    strategy = AsyncParameterServer(timeout=5)
     try:
         fit = drive(strategy, state, folder, problem, partial(hang, sign))
         sign.touch()  # the others have ended without rank 1

@@ -27,7 +27,7 @@ def fit_gossip(
     state, folder, problem, before_step=None, timeout_seconds=60.0, joins=False, num_ahead=0
 ):
     log: list[Access] = []
-    strategy = Gossip(timeout_seconds=timeout_seconds, log=log.append)
+    strategy = Gossip(timeout=timeout_seconds, log=log.append)
     try:
         place = {"joins": joins, "num_ahead": num_ahead}
         fit: Fit = drive(strategy, state, folder, problem, before_step, **place)

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpnb.errors import UserError
+from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.strategies.hogwild import Hogwild
-from ddpnb.rank.transport.board import NO_SHARE, Board, Fate
+from ddpnb.rank.transport.board import Board
 from ddpnb.rank.transport.master import Access
 from ddpnb.rank.transport.message import RankLostError, RunOverError
 from ddpnb.wire import RunSpec
@@ -44,7 +45,7 @@ def fit_hogwild(
     ended=None,
 ):
     log: list[Access] = []
-    strategy = Hogwild(timeout_seconds=timeout_seconds, log=log.append)
+    strategy = Hogwild(timeout=timeout_seconds, log=log.append)
     try:
         place = {"joins": joins, "num_ahead": num_ahead}
         fit: Fit = drive(strategy, state, folder, problem, before_step, **place)
@@ -197,11 +198,13 @@ def test_another_transport_is_refused_before_anything_trains(transport):
 def test_the_board_hands_out_each_share_once_and_knows_the_lost(tmp_path):
     path = tmp_path / "board"
     Board.create(path, world_size=2, num_shares=3)
-    one, other = (Board(path, world_size=2, num_shares=3) for _ in range(2))
-    assert [one.take(), other.take(), one.take(), other.take()] == [0, 1, 2, NO_SHARE]
-    other.settle(1, Fate.TRAINED)
-    one.settle(2, Fate.RETURNED)
-    assert one.lost_shares() == [0]
+    one, other = (
+        Board(path, rank=rank, world_size=2, num_shares=3, timeout_seconds=1, lifeline=Lifeline())
+        for rank in range(2)
+    )
+    assert [one.take(), other.take(), one.take(), other.take()] == [0, 1, 2, None]
+    other.settle()
+    assert one.lost_shares() == [0, 2]
     assert [one.count_update(), other.count_update(), one.num_updates] == [1, 2, 2]
     for board in (one, other, one):
         board.close()

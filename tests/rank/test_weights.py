@@ -26,12 +26,18 @@ def some_weights(rank: int) -> list[torch.Tensor]:
     return [torch.randn(like.shape, generator=generator, dtype=like.dtype) for like in LIKE]
 
 
+def write(weights: Weights, copies, rank: int, values: list[torch.Tensor]) -> None:
+    with weights.locked(rank):
+        for slot, value in zip(copies[rank].tensors, values, strict=True):
+            slot.copy_(value)
+
+
 def average_often(state, folder):
     if state.rank == 0:
         create_shared(folder / "weights", state.world_size * num_bytes(LIKE))
     dist.barrier()
     weights, copies = weights_in(folder, state.world_size)
-    weights.write(state.rank, some_weights(state.rank))
+    write(weights, copies, state.rank, some_weights(state.rank))
     dist.barrier()
     for step in range(300):
         with weights.averaged(state.rank, chosen_by(state.rank, step, range(state.world_size))):
@@ -54,15 +60,13 @@ def test_averages_in_pairs_keep_the_mean_and_lead_to_it(ranks):
 
 def test_two_take_the_mean_and_a_third_stays(tmp_path):
     create_shared(tmp_path / "weights", 3 * num_bytes(LIKE))
-    weights, _ = weights_in(tmp_path, 3)
+    weights, copies = weights_in(tmp_path, 3)
     for rank in range(3):
-        weights.write(rank, [torch.full_like(like, 4.0 * rank) for like in LIKE])
+        write(weights, copies, rank, [torch.full_like(like, 4.0 * rank) for like in LIKE])
     with weights.averaged(1, 0), weights.averaged(2, None):
         pass
-    found = [torch.empty_like(like) for like in LIKE]
-    for rank, value in enumerate([2.0, 2.0, 8.0]):
-        weights.read(rank, found)
-        assert all((tensor == value).all() for tensor in found)
+    for copied, value in zip(copies, [2.0, 2.0, 8.0], strict=True):
+        assert all((tensor == value).all() for tensor in copied.tensors)
     weights.close()
 
 
@@ -78,7 +82,8 @@ def wait_for_a_lock(state, folder):
         dist.barrier()
         for _ in range(2 * state.rank):
             try:
-                weights.read(0, LIKE)
+                with weights.locked(0):
+                    pass
             except RuntimeError as error:
                 causes.append(error)
             lifeline.cut()

@@ -36,7 +36,7 @@ whose process is started anew may join.  Where rank 0, the server, dies, the run
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar, final
+from typing import final
 
 from torch import nn
 
@@ -44,15 +44,11 @@ from ddpnb.errors import UserError
 from ddpnb.rank.order import Share
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
 from ddpnb.rank.transport import connect
-from ddpnb.rank.transport.host import Host
-from ddpnb.rank.transport.link import Link
+from ddpnb.rank.transport.link import Host, Link, Place
 from ddpnb.rank.transport.master import WHOLE_ROUND, Log, Master, no_log
-from ddpnb.rank.transport.message import RankLostError
 from ddpnb.rank.transport.packed import Packed
 from ddpnb.rank.transport.server import NO_BOUND, Server
 from ddpnb.wire import RankState
-
-Answer = TypeVar("Answer")
 
 _WEIGHT_NOTE = (
     "Gradients are weighted by their share of the global batch; staleness adds to momentum, "
@@ -68,7 +64,7 @@ class AsyncParameterServer(Strategy):
         period: gradients that make one update.
         bound: steps that a worker may be ahead of the slowest; -1: any number.
         damping: whether the learning rate is divided by 1 + staleness.
-        timeout_seconds: how long the server waits where no worker makes progress.
+        timeout: seconds that the server waits where no worker makes progress.
         log: is told of every read and write that the server serves; rank 0's is used.
 
     Raises:
@@ -82,7 +78,7 @@ class AsyncParameterServer(Strategy):
         period: int = 1,
         bound: int = NO_BOUND,
         damping: bool = False,
-        timeout_seconds: float = 60.0,
+        timeout: float = 60.0,
         log: Log = no_log,
     ) -> None:
         if bound == 0 and period != 1:
@@ -92,7 +88,7 @@ class AsyncParameterServer(Strategy):
         self._period = WHOLE_ROUND if bound == 0 else period
         self._bound = bound
         self._is_damped = damping
-        self._timeout = timeout_seconds
+        self._timeout = timeout
         self._log = log
         self._server: Server | None = None
         self._host: Host | None = None
@@ -119,13 +115,13 @@ class AsyncParameterServer(Strategy):
         self._replica = replica
         self._num_bytes = sum(p.numel() * p.element_size() for p in replica.parameters)
         self._link = self._make_link(replica)
-        self._reply = self._ask(self._link.begin)
+        self._reply = self._link.begin()
         self._handed_out = deque(self._reply.shares)
 
     def shares(self) -> Iterator[Share]:
         """Whatever shares the server names next, until all are handed out."""
         while self._handed_out:
-            yield self._share(self._handed_out.popleft())
+            yield self._replica.share(self._handed_out.popleft())
 
     def step(self, batch: Batch) -> StepReport:
         """Train on one share, with parameters as old as the last pull."""
@@ -143,7 +139,7 @@ class AsyncParameterServer(Strategy):
 
     def finish(self) -> nn.Module:
         """Pull once more when all workers are done; takes part: every living rank."""
-        self._ask(self._link.finish)
+        self._link.finish()
         if self._host is not None:
             self._host.settle()
         return self._replica.model
@@ -160,7 +156,8 @@ class AsyncParameterServer(Strategy):
 
     def lost_shares(self) -> Sequence[Share]:
         """Return, on rank 0, what was handed out to workers that died."""
-        return [self._share(number) for number in self._server.lost_shares] if self._server else []
+        lost = self._server.lost_shares if self._server else ()
+        return [self._replica.share(number) for number in lost]
 
     def close(self) -> None:
         """Hang up, end the server, remove its files."""
@@ -171,19 +168,14 @@ class AsyncParameterServer(Strategy):
         timer = self._replica.timer
         timer.begin("communication")
         pushed = timer.moment()
-        self._reply = self._ask(lambda: self._link.push(weight))
+        self._reply = self._link.push(weight)
         self._handed_out.extend(self._reply.shares)
         if isinstance(pushed, float) and self._reply.waited_seconds > 0:
             timer.begin("waiting", at=pushed)
             timer.begin("communication", at=pushed + self._reply.waited_seconds)
 
-    def _share(self, number: int) -> Share:
-        num_parts = self._replica.world_size
-        step, part = divmod(number, num_parts)
-        return Share(step=step, part=part, num_parts=num_parts)
-
     def _make_link(self, replica: Replica) -> Link:
-        place = connect.Place(
+        place = Place(
             rank=replica.rank,
             world_size=replica.world_size,
             folder=replica.folder,
@@ -219,13 +211,3 @@ class AsyncParameterServer(Strategy):
             timeout_seconds=self._timeout,
             absent=absent,
         )
-
-    def _ask(self, call: Callable[[], Answer]) -> Answer:
-        """Ask the server; where it failed in this very process, raise what it failed of."""
-        try:
-            return call()
-        except RankLostError as lost:
-            cause = self._server.error if self._server else None
-            if cause is None:
-                raise
-            raise cause from lost

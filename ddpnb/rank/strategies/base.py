@@ -99,6 +99,11 @@ class Replica:
         """Yield this rank's part of every global batch."""
         return every_step(self.num_steps, part=self.rank, num_parts=self.world_size)
 
+    def share(self, number: int) -> Share:
+        """Return the share of a number, where workers are handed out all parts in one order."""
+        step, part = divmod(number, self.world_size)
+        return Share(step=step, part=part, num_parts=self.world_size)
+
     def whole_batches(self) -> Iterator[Share]:
         """Yield every global batch, for one rank that trains on all of it."""
         return every_step(self.num_steps, part=0, num_parts=1)

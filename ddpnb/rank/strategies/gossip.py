@@ -48,16 +48,12 @@ class Gossip(Strategy):
 
     Args:
         together: whether ranks meet in pairs, step by step, also where they could share memory.
-        timeout_seconds: how long it may be that no worker at all makes progress.
+        timeout: seconds in which at least one worker must make progress, where none waits.
         log: is told of every read and update of this worker, where none waits.
     """
 
-    def __init__(
-        self, *, together: bool = False, timeout_seconds: float = 60.0, log: Log = no_log
-    ) -> None:
-        self._way: Strategy = (
-            Pairs() if together else Neighbours(timeout_seconds=timeout_seconds, log=log)
-        )
+    def __init__(self, *, together: bool = False, timeout: float = 60.0, log: Log = no_log) -> None:
+        self._way: Strategy = Pairs() if together else Neighbours(timeout=timeout, log=log)
 
     def plan(self, state: RankState) -> Plan:
         """Every rank trains."""

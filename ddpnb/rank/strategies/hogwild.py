@@ -18,34 +18,21 @@ A worker that dies costs the share it was at, and those being fetched ahead for 
 join anew.  GPUs cannot share such memory: hogwild needs ranks on CPUs.
 """
 
-from collections.abc import Iterator, Sequence
 from typing import final
 
 from torch import nn
 
 from ddpnb.errors import UserError
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport
 from ddpnb.rank.strategies.support.crew import Crew
 from ddpnb.rank.strategies.support.flat import num_bytes
-from ddpnb.rank.transport.master import Access, Log, no_log
-from ddpnb.rank.transport.quick_step import ScaledStep
+from ddpnb.rank.transport.master import ScaledStep
 from ddpnb.wire import RankState
 
 
 @final
-class Hogwild(Strategy):
-    """Asynchronous SGD on shared memory.
-
-    Args:
-        timeout_seconds: how long it may be that no worker at all makes progress.
-        log: is told of every read and update of this worker.
-    """
-
-    def __init__(self, *, timeout_seconds: float = 60.0, log: Log = no_log) -> None:
-        self._timeout = timeout_seconds
-        self._log = log
-        self._crew: Crew | None = None
+class Hogwild(Crew):
+    """Asynchronous SGD on shared memory."""
 
     def plan(self, state: RankState) -> Plan:
         """Every rank trains.
@@ -58,8 +45,7 @@ class Hogwild(Strategy):
                 "hogwild needs ranks on CPUs, whose memory processes can share: "
                 "%ddp_start --device cpu, or compare async."
             )
-        num = state.world_size
-        return Plan(num_ranks=num, num_workers=num, synchronous=False, survives_deaths=True)
+        return super().plan(state)
 
     def setup(self, replica: Replica) -> None:
         """Move the parameters to shared memory and wait for all; takes part: every rank.
@@ -70,37 +56,27 @@ class Hogwild(Strategy):
             UserError: the ranks share no memory.
             RunOverError: there is nothing to join.
         """
-        self._replica = replica
+        self.open(replica, elsewhere="hogwild needs all ranks on one host; compare async.")
         self._num_bytes = num_bytes(replica.parameters)
-        self._crew = Crew(
-            replica,
-            timeout_seconds=self._timeout,
-            elsewhere="hogwild needs all ranks on one host; compare async.",
-        )
-        self._here.open()
-        for slot, parameter in zip(self._here.copies[0].tensors, replica.parameters, strict=True):
+        for slot, parameter in zip(self.copies[0].tensors, replica.parameters, strict=True):
             parameter.data = slot
         self._make_step = ScaledStep(replica.optimizer(replica.parameters))
-        self._here.enter()
-
-    def shares(self) -> Iterator[Share]:
-        """Whatever share is next, until all are handed out."""
-        return self._here.shares()
+        self.enter()
 
     def step(self, batch: Batch) -> StepReport:
         """Train on one share, on parameters that others change meanwhile."""
-        self._here.check()
-        read = self._here.board.num_updates
-        self._log(Access(rank=self._replica.rank, is_write=False, version=read))
+        self.board.check()
+        read = self.board.num_updates
+        self.note(is_write=False, version=read)
         # forward; backward
         loss = self._replica.compute_gradients(batch)
         # agree: with nobody
         # update: in the memory of all, while others do the same
         self._replica.timer.begin("optimizer")
         self._make_step(batch.weight)
-        version = self._here.board.count_update()
-        self._here.settle()
-        self._log(Access(rank=self._replica.rank, is_write=True, version=version))
+        version = self.board.count_update()
+        self.board.settle()
+        self.note(is_write=True, version=version)
         return StepReport(
             loss=loss,
             num_samples=batch.num_samples,
@@ -110,29 +86,7 @@ class Hogwild(Strategy):
 
     def finish(self) -> nn.Module:
         """Wait until all are done, and copy the parameters; takes part: every living rank."""
-        self._here.part()
+        self.board.part()
         for parameter in self._replica.parameters:  # into memory of their own
             parameter.data = parameter.data.clone()
         return self._replica.model
-
-    def save(self, replica: Replica) -> State:
-        """Return what every strategy needs, at the whole learning rate."""
-        self._make_step.restore()
-        return super().save(replica)
-
-    def lost_shares(self) -> Sequence[Share]:
-        """Return, on rank 0, what was handed out to workers that died."""
-        if self._crew is None or self._replica.rank != 0:
-            return ()
-        return self._crew.lost_shares()
-
-    def close(self) -> None:
-        """Say that this worker failed, if it has not finished; remove the files."""
-        if self._crew is not None:
-            self._crew.close()
-            self._crew = None
-
-    @property
-    def _here(self) -> Crew:
-        assert self._crew is not None
-        return self._crew

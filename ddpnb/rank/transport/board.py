@@ -1,26 +1,30 @@
-"""How do processes that share memory hand out work and count updates?  (Rank side.)
+"""How do processes that share memory hand out work, count updates and notice deaths?  (Rank side.)
 
-One file of numbers that all of them map.  What must not be torn apart is done under a file
-lock, which the operating system lifts when its holder dies.
+One file of numbers, which all of them map.  What must not be torn apart, or must be seen in
+order on any processor, is done under a lock.  A worker also holds a lock of its own for as long
+as it lives: the operating system lifts both when their holder dies, whatever children it leaves.
 """
 
 import contextlib
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import final
 
-from ddpnb.processes import is_alive, process_id
-from ddpnb.rank.transport.message import NOBODY
+from ddpnb.rank.lifeline import Lifeline
+from ddpnb.rank.transport.message import NOBODY, RankLostError
 from ddpnb.rank.transport.packed import create_shared
 
-NO_SHARE = -1
 _NEXT_SHARE, _NUM_UPDATES, _FAILED_RANK, _FIRST_RANK = range(4)
-_PER_RANK = 3
 _WORD_BYTES = 8
+_POLL_SECONDS = 0.002
+_LOOK_SECONDS = 0.5
+"""How often a worker that trains looks whether it is still needed."""
 
 
 class Standing(IntEnum):
@@ -31,65 +35,83 @@ class Standing(IntEnum):
     DONE = 2
     GONE = 3
     """Dead, or silent for too long."""
-    LAST = 4
-    """Trains no more; has something to do when all others are done."""
 
 
-class Fate(IntEnum):
-    """What became of a share."""
-
-    NOT_HANDED_OUT = 0
-    HANDED_OUT = 1
-    TRAINED = 2
-    RETURNED = 3
+Standings = list[Standing]
+"""How far each rank is."""
 
 
 @final
 class Board:
-    """The numbers of one run.
+    """The numbers of one run, as one of its workers reads and writes them.
+
+    Nobody waits for anybody but to begin and to end.
 
     Args:
         path: the file that ``create`` made.
+        rank: this worker.
         world_size: number of ranks.
         num_shares: shares to hand out, in order, to whoever asks next.
+        timeout_seconds: how long it may be that no worker at all makes progress.
+        lifeline: frees this worker from waiting.
     """
 
-    def __init__(self, path: Path, *, world_size: int, num_shares: int) -> None:
-        self._world_size = world_size
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rank: int,
+        world_size: int,
+        num_shares: int,
+        timeout_seconds: float,
+        lifeline: Lifeline,
+    ) -> None:
+        self._rank = rank
+        self._ranks = range(world_size)
         self._num_shares = num_shares
+        self._timeout = timeout_seconds
+        self._lifeline = lifeline
+        self._taken: deque[int] = deque()
+        """Shares that are this worker's, the one it trains on first."""
+        self._looked_at = time.monotonic()
+        self._is_in = False
         self._descriptor = os.open(path, os.O_RDWR)
         self._map = mmap.mmap(self._descriptor, _size(world_size, num_shares))
-        words = (_FIRST_RANK + _PER_RANK * world_size) * _WORD_BYTES
-        view = memoryview(self._map)
-        self._words, self._fates = view[:words].cast("q"), view[words:]
+        words, view = (_FIRST_RANK + world_size) * _WORD_BYTES, memoryview(self._map)
+        self._words, self._is_out = view[:words].cast("q"), view[words:]
 
     @staticmethod
     def create(path: Path, *, world_size: int, num_shares: int) -> None:
         """Make the file."""
         create_shared(path, _size(world_size, num_shares))
 
-    def enter(self, rank: int) -> None:
-        """Note that a worker is here, as this process."""
-        pid, began = process_id()
-        with self._locked():
-            at = self._at(rank)
-            self._words[at + 1] = pid
-            self._words[at + 2] = round(began * 1000)
-            self._words[at] = Standing.TRAINING
+    def enter(self, absent: Callable[[], int] | None = None) -> None:
+        """Note that this worker is here and lives, and wait for all others.
 
-    def take(self) -> int:
-        """Return the number of the next share, ``NO_SHARE`` at the end."""
+        Args:
+            absent: returns which rank has failed before it came, or ``NOBODY``; None: this worker
+                joins those that train already, and waits for nobody.
+        """
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 1 + self._rank)
+        self._stand(self._rank, Standing.TRAINING)
+        self._is_in = True
+        if absent is not None:
+            self._wait(lambda at: Standing.NOT_HERE not in at, absent)
+
+    def take(self) -> int | None:
+        """Return the number of the next share; None: there is none."""
         with self._locked():
             share = self._words[_NEXT_SHARE]
             if share == self._num_shares:
-                return NO_SHARE
+                return None
             self._words[_NEXT_SHARE] = share + 1
-            self._fates[share] = Fate.HANDED_OUT
-            return share
+            self._is_out[share] = True
+        self._taken.append(share)
+        return share
 
-    def settle(self, share: int, fate: Fate) -> None:
-        """Note what became of a share."""
-        self._fates[share] = fate
+    def settle(self) -> None:
+        """Note that this worker has trained on the first share that it took."""
+        self._is_out[self._taken.popleft()] = False
 
     def count_update(self) -> int:
         """Count an update; return how many there are now."""
@@ -102,63 +124,120 @@ class Board:
         """Updates by all workers so far."""
         return self._words[_NUM_UPDATES]
 
-    def stand(self, rank: int, standing: Standing) -> None:
-        """Note how far a worker is."""
-        self._words[self._at(rank)] = standing
-
-    def standing(self, rank: int) -> Standing:
-        """Return how far a worker is; find out whether it has died."""
-        noted = Standing(self._words[self._at(rank)])
-        if noted not in (Standing.TRAINING, Standing.LAST) or self._is_alive(rank):
-            return noted
-        with self._locked():
-            if not self._is_alive(rank):  # nobody has taken its place meanwhile
-                self.stand(rank, Standing.GONE)
-        return Standing(self._words[self._at(rank)])
-
     def living(self) -> list[int]:
         """Return who has come and is not known to have died: nobody looks for it now."""
         dead = (Standing.NOT_HERE, Standing.GONE)
-        return [r for r in range(self._world_size) if self._words[self._at(r)] not in dead]
-
-    def fail(self, rank: int) -> None:
-        """Note that a worker has failed, which ends the run for all."""
-        with self._locked():
-            if self.failed_rank == NOBODY:
-                self._words[_FAILED_RANK] = rank + 1
-
-    @property
-    def failed_rank(self) -> int:
-        """Who has failed, or ``NOBODY``."""
-        return self._words[_FAILED_RANK] - 1
+        return [rank for rank in self._ranks if self._words[_FIRST_RANK + rank] not in dead]
 
     def lost_shares(self) -> list[int]:
-        """Return what was handed out and has never been trained on nor returned."""
-        return [n for n, fate in enumerate(self._fates) if fate == Fate.HANDED_OUT]
+        """Return what was handed out and has never been trained on nor given back."""
+        with self._locked():
+            return [share for share, is_out in enumerate(self._is_out) if is_out]
+
+    def check(self) -> None:
+        """Raise where the run is over, or goes on without this worker."""
+        if (failed := self._words[_FAILED_RANK] - 1) != NOBODY:
+            raise RankLostError(failed)
+        self._lifeline.check()
+        if time.monotonic() - self._looked_at > _LOOK_SECONDS:
+            self._looked_at = time.monotonic()
+            self._check_needed()
+
+    def part(self, sum_up: Callable[[], None] | None = None) -> None:
+        """Wait until all are done; takes part: every living rank.
+
+        Args:
+            sum_up: called by rank 0 when all others are done, before any of them goes on.
+        """
+        while self._taken:  # stopped: nobody trained on it, nobody died
+            self.settle()
+        if sum_up is not None and self._rank == 0:
+            self._wait(lambda at: Standing.TRAINING not in at[1:])
+            sum_up()
+            self._check_needed()
+        self._stand(self._rank, Standing.DONE)
+        self._wait(lambda at: Standing.TRAINING not in at)
+        self._check_needed()
+        self._is_in = False
 
     def close(self) -> None:
-        """Unmap the file; may be called twice."""
-        if not self._map.closed:
-            self._words.release()
-            self._fates.release()
-            self._map.close()
-            os.close(self._descriptor)
+        """Say that this worker failed, if it has not parted; may be called twice."""
+        if self._map.closed:
+            return
+        if self._is_in:
+            with self._locked():
+                self._words[_FAILED_RANK] = self._words[_FAILED_RANK] or self._rank + 1
+        self._words.release()
+        self._is_out.release()
+        self._map.close()
+        os.close(self._descriptor)
 
-    def _at(self, rank: int) -> int:
-        return _FIRST_RANK + _PER_RANK * rank
+    def _standings(self) -> Standings:
+        """Return how far all are; find out who has died."""
+        with self._locked():
+            for rank in self._ranks:
+                is_training = self._words[_FIRST_RANK + rank] == Standing.TRAINING
+                if is_training and not self._is_alive(rank):
+                    self._words[_FIRST_RANK + rank] = Standing.GONE
+            return [Standing(self._words[_FIRST_RANK + rank]) for rank in self._ranks]
+
+    def _stand(self, rank: int, standing: Standing) -> None:
+        with self._locked():
+            self._words[_FIRST_RANK + rank] = standing
+
+    def _check_needed(self) -> None:
+        """Raise where rank 0 has died, or where this worker was given up."""
+        standings = self._standings()
+        for needed in (0, self._rank):
+            if standings[needed] is Standing.GONE:
+                raise RankLostError(needed)
+
+    def _wait(
+        self, is_so: Callable[[Standings], bool], absent: Callable[[], int] = lambda: NOBODY
+    ) -> None:
+        """Wait for other workers; those without whom nothing moves are given up."""
+        seen, progress_at = self._progress(), time.monotonic()
+        while not is_so(standings := self._standings()):
+            self.check()
+            if (rank := absent()) != NOBODY:
+                raise RankLostError(rank)
+            if (now := self._progress()) != seen:  # else the standings are no older
+                seen, progress_at = now, time.monotonic()
+            elif time.monotonic() - progress_at > self._timeout:
+                self._give_up(standings)
+            time.sleep(_POLL_SECONDS)
+
+    def _progress(self) -> tuple[int, list[int]]:
+        """Return what changes as long as there is no need to give anybody up."""
+        return self.num_updates, self.living()
+
+    def _give_up(self, standings: Standings) -> None:
+        """Count who still trains as dead; rank 0, which may wait for the others, last of all."""
+        if Standing.NOT_HERE in standings:
+            raise RankLostError(standings.index(Standing.NOT_HERE))
+        silent = [r for r in self._ranks if standings[r] is Standing.TRAINING and r != self._rank]
+        for rank in [rank for rank in silent if rank != 0] or silent:
+            self._stand(rank, Standing.GONE)
 
     def _is_alive(self, rank: int) -> bool:
-        _, pid, created_ms = self._words[self._at(rank) :][:_PER_RANK]
-        return is_alive((pid, created_ms / 1000))
+        """Return whether a worker still holds its own lock."""
+        if rank == self._rank:
+            return True
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 + rank)
+        except (BlockingIOError, PermissionError):  # which of them, depends on the system
+            return True
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 1 + rank)
+        return False
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 0)
         try:
             yield
         finally:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
 
 
 def _size(world_size: int, num_shares: int) -> int:
-    return (_FIRST_RANK + _PER_RANK * world_size) * _WORD_BYTES + num_shares
+    return (_FIRST_RANK + world_size) * _WORD_BYTES + num_shares

@@ -13,14 +13,13 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from ddpnb.rank.tasks.base import OptimizerFactory
 from ddpnb.rank.transport.packed import Packed
-from ddpnb.rank.transport.quick_step import ScaledStep
 
 WHOLE_ROUND = 0
 """The period of a server that waits to be told: it makes its update in ``Master.apply``."""
@@ -44,6 +43,41 @@ Log = Callable[[Access], None]
 
 def no_log(access: Access) -> None:
     """Keep no log."""
+
+
+@final
+class ScaledStep:
+    """Makes an optimizer's steps, each at its own share of the learning rate.
+
+    What the optimizer does besides following the gradient, weight decay or a division by
+    its size, is scaled with it; a gradient that is scaled would leave that as it is.
+
+    Args:
+        optimizer: makes the steps; has all other hooks, which may set the rate, already.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._share = 1.0
+        self._rates: list[Any] = [None] * len(optimizer.param_groups)
+        self._scaled: list[Any] = self._rates.copy()
+        optimizer.register_step_pre_hook(self._scale)
+        optimizer.register_step_post_hook(self._restore)
+
+    def __call__(self, share: float = 1.0) -> None:
+        """Make a step at ``share`` times the learning rate, which is the same afterwards."""
+        self._share = share
+        self._optimizer.step()
+
+    def _scale(self, *_: object) -> None:
+        for n, group in enumerate(self._optimizer.param_groups):
+            if group["lr"] is not self._scaled[n]:  # torch calls hooks again in a super().step()
+                self._rates[n] = group["lr"]
+                group["lr"] = self._scaled[n] = group["lr"] * self._share
+
+    def _restore(self, *_: object) -> None:
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
 
 
 class Master:
@@ -82,7 +116,7 @@ class Master:
         self._make_step = ScaledStep(self._optimizer)
         self._period = period
         self._is_damped = is_damped
-        self._log = None if log is no_log else log
+        self._log = log
         self._version = 0
         self._version_read: dict[int, int] = {}
         self._staleness: list[int] = []
@@ -154,12 +188,10 @@ class Master:
     def snapshot(self) -> tuple[list[Tensor], dict[str, Any]]:
         """Return copies of the parameters and of the optimizer's state."""
         parameters = [tensor.clone() for tensor in self.tensors]
-        self._make_step.restore()
         return parameters, copy.deepcopy(self._optimizer.state_dict())
 
     def _note(self, rank: int, *, is_write: bool) -> None:
-        if self._log is not None:
-            self._log(Access(rank=rank, is_write=is_write, version=self._version))
+        self._log(Access(rank=rank, is_write=is_write, version=self._version))
 
     def _go_on_in_another(self) -> None:
         """Leave the latest copy to those who train on it."""

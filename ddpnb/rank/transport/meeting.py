@@ -8,7 +8,6 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import final
 
@@ -113,8 +112,3 @@ def this_host(folder: Path) -> str:
     """Return what two ranks have in common that share memory in a folder."""
     status = folder.stat()
     return f"{socket.gethostname()} {status.st_dev} {status.st_ino}"
-
-
-def seconds(value: float) -> timedelta:
-    """Return a time as torch takes it."""
-    return timedelta(seconds=value)

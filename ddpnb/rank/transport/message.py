@@ -3,19 +3,15 @@
 Besides tensors, a few numbers of fixed size, never a pickle.
 """
 
-import socket
 import struct
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-KEY_BYTES = 32
-"""Length of the secret that a worker shows when it connects."""
 NOBODY = -1
 
-_HELLO = struct.Struct(f"<{KEY_BYTES}sq")
 _REQUEST = struct.Struct("<qd")
-_REPLY = struct.Struct("<qqqqdqq")
-REPLY_BYTES = _REPLY.size
+_REPLY = struct.Struct("<qqqqdqq?")
+REQUEST_BYTES, REPLY_BYTES = _REQUEST.size, _REPLY.size
 
 
 class PeerGoneError(Exception):
@@ -26,7 +22,10 @@ class RankLostError(RuntimeError):
     """A rank has left in the middle of a run, or makes no progress: the run is over."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__(f"Rank {rank} left in the middle of the run, or no longer answers.")
+        super().__init__(
+            f"Rank {rank} left in the middle of the run, or no longer answers "
+            "(slow steps need a longer timeout, as in async:timeout=120)."
+        )
         self.rank = rank
 
 
@@ -37,12 +36,14 @@ class RunOverError(Exception):
 class Request(IntEnum):
     """What a worker asks of the server."""
 
-    PUSH = 1
+    BEGIN = 1
+    """Give me the first parameters and share, when all workers are here."""
+    PUSH = 2
     """Here is my gradient; give me parameters and my next share."""
-    DONE = 2
+    DONE = 3
     """I have made my last step; give me the final parameters."""
-    LEAVE = 3
-    """I have failed; no answer is wanted."""
+    LEAVE = 4
+    """I have the final parameters, or else have failed; nothing is expected."""
 
 
 class Asked(NamedTuple):
@@ -51,6 +52,16 @@ class Asked(NamedTuple):
     request: Request
     weight: float = 0.0
     """Of the gradient that is pushed: the worker's share of the global batch."""
+
+    def pack(self) -> bytes:
+        """Return this as bytes."""
+        return _REQUEST.pack(*self)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Self:
+        """Return what was packed."""
+        request, weight = _REQUEST.unpack(data)
+        return cls(Request(request), weight)
 
 
 class Reply(NamedTuple):
@@ -68,6 +79,8 @@ class Reply(NamedTuple):
     """Why there are no parameters: who left in the middle of the run."""
     copy: int = 0
     """Which copy of the parameters to train on, for who shares their memory with the server."""
+    is_complete: bool = True
+    """Whether no worker has been lost so far."""
 
     @property
     def shares(self) -> range:
@@ -80,73 +93,6 @@ class Reply(NamedTuple):
         return _REPLY.pack(*self)
 
     @classmethod
-    def unpack(cls, data: bytes) -> "Reply":
-        """Return what was packed.
-
-        Raises:
-            RankLostError: where it says that somebody is lost.
-        """
-        reply = cls(*_REPLY.unpack(data))
-        if reply.lost_rank != NOBODY:
-            raise RankLostError(reply.lost_rank)
-        return reply
-
-
-def send_hello(connection: socket.socket, key: bytes, rank: int) -> None:
-    """Show the secret and say who is calling."""
-    send(connection, _HELLO.pack(key, rank))
-
-
-def receive_hello(connection: socket.socket) -> tuple[bytes, int]:
-    """Return the secret and the rank of who is calling."""
-    key, rank = _HELLO.unpack(receive(connection, _HELLO.size))
-    return key, rank
-
-
-def send_request(connection: socket.socket, asked: Asked) -> None:
-    """Ask the server."""
-    send(connection, _REQUEST.pack(*asked))
-
-
-def receive_request(connection: socket.socket) -> Asked:
-    """Return what a worker asks."""
-    request, weight = _REQUEST.unpack(receive(connection, _REQUEST.size))
-    return Asked(Request(request), weight)
-
-
-def set_timeout(connection: socket.socket, seconds: float) -> None:
-    """Bound each wait by the kernel's own clock: Python's costs a system call more for each."""
-    connection.settimeout(None)
-    value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connection.setsockopt(socket.SOL_SOCKET, option, value)
-
-
-def send(connection: socket.socket, data: bytes) -> None:
-    """Send bytes.
-
-    Raises:
-        PeerGoneError: the other end is gone, or does not take them.
-    """
-    try:
-        connection.sendall(data)
-    except OSError as error:
-        raise PeerGoneError from error
-
-
-def receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return exactly so many bytes.
-
-    Raises:
-        PeerGoneError: the other end is gone, or was silent for longer than the timeout.
-    """
-    data = b""
-    while len(data) < num_bytes:
-        try:
-            part = connection.recv(num_bytes - len(data))
-        except OSError as error:
-            raise PeerGoneError from error
-        if not part:
-            raise PeerGoneError
-        data += part
-    return data
+    def unpack(cls, data: bytes) -> Self:
+        """Return what was packed."""
+        return cls(*_REPLY.unpack(data))

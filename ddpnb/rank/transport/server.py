@@ -19,7 +19,7 @@ from ddpnb.rank.transport.message import NOBODY, RankLostError, Reply
 SERVER_RANK = 0
 NO_BOUND = -1
 _LOOK_SECONDS = 0.1
-"""How often it is looked whether somebody failed before it came."""
+"""How often a wait looks for failures and deaths that nobody reports."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,8 +36,6 @@ class _Worker:
     """What it has been handed out and not trained on, in order."""
     heard_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
-    is_thankful: bool = False
-    """Whether it has said that it has the final parameters."""
 
 
 class Server:
@@ -71,6 +69,8 @@ class Server:
         self.master = master
         self.error: Exception | None = None
         """What went wrong in a thread of this rank, if anything did."""
+        self.dead: Callable[[], Sequence[int]] = lambda: ()
+        """Returns the workers that have died, where the transport does not notice it."""
         self.lost_shares: list[int] = []
         """What was handed out to workers that are lost."""
         self._num_workers = num_workers
@@ -84,6 +84,8 @@ class Server:
         self._changed = threading.Condition(self._lock)
         self._workers: dict[int, _Worker] = {}
         self._has_begun = False
+        self._is_complete = True
+        """Whether no worker has been lost."""
         self._failed_rank = NOBODY
         self._progress_at = time.monotonic()
 
@@ -159,7 +161,11 @@ class Server:
             self._note_progress()
             waited_seconds = self._wait(self._all_are_done)
             self.master.apply()
-            return Reply(waited_seconds=waited_seconds, copy=self.master.read(rank))
+            return Reply(
+                waited_seconds=waited_seconds,
+                copy=self.master.read(rank),
+                is_complete=self._is_complete,
+            )
 
     def parameters(self, reply: Reply) -> Tensor:
         """Return the parameters of an answer, packed; they stay until that worker asks again."""
@@ -170,22 +176,22 @@ class Server:
         with self._changed:
             return self.master.snapshot()
 
-    def thank(self, rank: int) -> bool:
-        """Note that a worker has the final parameters, where its transport cannot tell.
-
-        Returns:
-            Whether all workers have lived to the end.
-        """
+    def leave(self, rank: int) -> Reply:
+        """Note that a worker has the final parameters; one that has not has failed."""
         with self._lock:
-            self._living(rank, None).is_thankful = True
-            self._changed.notify_all()
-            return len(self._workers) == self._num_workers
+            worker = self._workers.get(rank)
+            if worker is not None and worker.is_done:
+                del self._workers[rank]
+                self._changed.notify_all()
+            else:
+                self._fail(rank)
+            return Reply()
 
-    def wait_for_thanks(self) -> bool:
-        """Wait until every living worker of another rank has thanked; return as ``thank``."""
+    def wait_until_all_have_left(self) -> bool:
+        """Wait until every living worker of another rank has left; return whether all lived."""
         with self._lock:
-            are_thankful = self._changed.wait_for(self._all_are_thankful, self._timeout)
-            return are_thankful and len(self._workers) == self._num_workers
+            self._wait(lambda: self._workers.keys() <= {SERVER_RANK})
+            return self._is_complete
 
     def lose(self, rank: int, life: object = None) -> None:
         """Note that a worker's process has died: the others go on without it."""
@@ -252,10 +258,6 @@ class Server:
     def _all_are_done(self) -> bool:
         return all(worker.is_done for worker in self._workers.values())
 
-    def _all_are_thankful(self) -> bool:
-        others = [worker for rank, worker in self._workers.items() if rank != SERVER_RANK]
-        return all(worker.is_thankful for worker in others)
-
     def _note_progress(self) -> None:
         """Wake who may go on now; with a bound of 0, make the update of a full round."""
         self._progress_at = time.monotonic()
@@ -275,7 +277,9 @@ class Server:
             elif not self._has_begun and (absent := self._absent()) != NOBODY:
                 self._fail(absent)
             else:
-                self._changed.wait(left if self._has_begun else min(left, _LOOK_SECONDS))
+                self._changed.wait(min(left, _LOOK_SECONDS))
+                for rank in self.dead():
+                    self._lose(rank)
             self._check()
         return time.perf_counter() - began
 
@@ -285,12 +289,14 @@ class Server:
             self._fail(min(set(range(self._num_workers)) - self._workers.keys()))
             return
         working = [rank for rank, worker in self._workers.items() if not worker.is_done]
-        self._lose(min(working, key=lambda rank: self._workers[rank].heard_at))
+        awaited = working or self._workers.keys() - {SERVER_RANK}  # to finish, or to leave
+        self._lose(min(awaited, key=lambda rank: self._workers[rank].heard_at))
 
     def _lose(self, rank: int) -> None:
         if not self._has_begun or rank == SERVER_RANK:
             self._fail(rank)
         elif (worker := self._workers.pop(rank, None)) is not None:
+            self._is_complete = False
             self.master.leave(rank)
             self.lost_shares.extend(worker.shares)
             self._note_progress()

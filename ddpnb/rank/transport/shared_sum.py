@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ddpnb.rank.lifeline import Lifeline
 from ddpnb.rank.transport.packed import create_shared
-from ddpnb.rank.transport.shm import socket_path
+from ddpnb.rank.transport.shm import set_timeout, socket_path
 
 PIECE_BYTES: Final = 1 << 20
 """Of the sizes from 64 KB to 44 MB this was the fastest, or close to it, with 2 ranks."""
@@ -71,10 +71,8 @@ class SharedSum:
         self._turn = 0
         self._slots: dict[torch.dtype, list[list[Tensor]]] = {}
         self._on_wait: Callable[[bool], None] = _nobody_listens
-        limit = struct.pack("@ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6))
         for peer in peers.values():
-            peer.settimeout(None)  # one system call a wait: the limit is the kernel's to watch
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            set_timeout(peer, timeout_seconds)
         self._held = contextlib.ExitStack()
         self._held.enter_context(lifeline.held(self._hang_up))
 

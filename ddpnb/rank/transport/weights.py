@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import final
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ddpnb.rank.lifeline import Lifeline
-from ddpnb.rank.transport.message import RankLostError
+from ddpnb.rank.transport.message import RankLostError, RunOverError
 from ddpnb.rank.transport.packed import Packed
 
 _POLL_SECONDS = 0.0001
@@ -34,6 +34,9 @@ class Weights:
         copies: one for each rank, mapped from that file.
         timeout_seconds: how long to wait for one lock.
         lifeline: frees this rank from waiting.
+
+    Raises:
+        RunOverError: the file is gone, with rank 0.
     """
 
     def __init__(
@@ -42,36 +45,30 @@ class Weights:
         self._copies = copies
         self._timeout = timeout_seconds
         self._lifeline = lifeline
-        self._descriptor = os.open(path, os.O_RDWR)
+        try:
+            self._descriptor = os.open(path, os.O_RDWR)
+        except FileNotFoundError as error:
+            raise RunOverError from error
 
-    def read(self, rank: int, into: Sequence[Tensor]) -> None:
-        """Copy a worker's weights, all of one moment.
-
-        Raises:
-            RankLostError: the lock was not free in time.
-        """
-        with self._locked(rank):
-            _copy(self._copies[rank].tensors, into)
-
-    def write(self, rank: int, values: Sequence[Tensor]) -> None:
-        """Replace a worker's weights.
+    @contextlib.contextmanager
+    def locked(self, *ranks: int) -> Iterator[None]:
+        """Hold the locks of some workers' weights.
 
         Raises:
-            RankLostError: the lock was not free in time.
+            RankLostError: by this and the following: a lock was not free in time.
         """
-        with self._locked(rank):
-            _copy(values, self._copies[rank].tensors)
+        with contextlib.ExitStack() as held:
+            for rank in sorted(ranks):
+                self._lock(rank)
+                held.callback(self._unlock, rank)  # to unlock what is unlocked does nothing
+            yield
 
     @torch.no_grad()
     def mean(self, ranks: Sequence[int]) -> list[Tensor]:
-        """Return the mean of some workers' weights; each one's are of one moment.
-
-        Raises:
-            RankLostError: a lock was not free in time.
-        """
+        """Return the mean of some workers' weights; each one's are of one moment."""
         sums = [torch.zeros_like(tensor) for tensor in self._copies[0].tensors]
         for rank in ranks:
-            with self._locked(rank):
+            with self.locked(rank):
                 for total, tensor in zip(sums, self._copies[rank].tensors, strict=True):
                     total.add_(tensor)
         return [total.div_(len(ranks)) for total in sums]
@@ -83,12 +80,9 @@ class Weights:
         Args:
             mine: rank of the one.
             other: of the other; None: there is no other, the weights stay as they are.
-
-        Raises:
-            RankLostError: a lock was not free in time.
         """
         ranks = (mine,) if other is None else (mine, other)
-        with self._locked(*ranks):
+        with self.locked(*ranks):
             if other is not None:
                 self._average(mine, other)
                 self._unlock(other)
@@ -107,14 +101,6 @@ class Weights:
             one.lerp_(another, 0.5)  # in one go: a sum must not stay behind
             another.copy_(one)
 
-    @contextlib.contextmanager
-    def _locked(self, *ranks: int) -> Iterator[None]:
-        with contextlib.ExitStack() as held:
-            for rank in sorted(ranks):
-                self._lock(rank)
-                held.callback(self._unlock, rank)  # to unlock what is unlocked does nothing
-            yield
-
     def _lock(self, rank: int) -> None:
         deadline = time.monotonic() + self._timeout
         while not self._is_locked_now(rank):
@@ -132,9 +118,3 @@ class Weights:
 
     def _unlock(self, rank: int) -> None:
         fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, rank)
-
-
-@torch.no_grad()
-def _copy(values: Iterable[Tensor], into: Iterable[Tensor]) -> None:
-    for value, tensor in zip(values, into, strict=True):
-        tensor.copy_(value)
