@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from benchmarks.measure import Figure
 from benchmarks.ranks import rank_calls
-from ddpnb.rank.lifeline import Lifeline
-from ddpnb.rank.order import Order, Share, every_step
+from ddpnb.protocol.messages import RankState, RunSpec
+from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.comm import transports
+from ddpnb.rank.comm.client import Place
+from ddpnb.rank.comm.packed_tensors import Packed
+from ddpnb.rank.comm.parameter_server import Server
+from ddpnb.rank.comm.parameter_store import Master
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.tasks import load_task
-from ddpnb.rank.transport import connect
-from ddpnb.rank.transport.link import Place
-from ddpnb.rank.transport.master import Master
-from ddpnb.rank.transport.packed import Packed
-from ddpnb.rank.transport.server import Server
-from ddpnb.wire import RankState, RunSpec
+from ddpnb.rank.training.batches import Order, Share, every_step
 
 _numbers = itertools.count()
 BATCH_SIZE = 128
@@ -57,12 +57,12 @@ def exchange_ms(
 
     with ExitStack() as opened:
         if state.rank == 0:
-            _, host, link = connect.serve(place, make_server, opened)
+            _, host, link = transports.serve(place, make_server, opened)
             link.begin()
             link.finish()
             host.settle()
             return []
-        link, taken = connect.connect(place, opened), []
+        link, taken = transports.connect(place, opened), []
         link.begin()
         parameters[0].grad = torch.ones(num_floats)
         for _ in range(rounds):

@@ -23,14 +23,14 @@ from torch import nn
 import ddpnb
 from benchmarks.measure import Figure
 from benchmarks.ranks import rank_calls
-from ddpnb.errors import UserError
-from ddpnb.notebook.session import this_session
-from ddpnb.rank.clock import Clock, clock_of
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Replica, Strategy
 from ddpnb.rank.strategies.timer import Untimed
 from ddpnb.rank.tasks import digits
-from ddpnb.wire import RankState
+from ddpnb.rank.training.timing import Clock, clock_of
+from ddpnb.session.session import this_session
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "waiting")
 SHARING = ("ddp", "async", "hogwild", "no-comm")

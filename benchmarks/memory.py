@@ -6,8 +6,8 @@ import sys
 import psutil
 
 from benchmarks.measure import Figure
-from ddpnb.notebook.cluster.cluster import Cluster
-from ddpnb.notebook.cluster.plan import ClusterSpec
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.placement import ClusterSpec
 
 NUM_RANKS = 2
 MEGABYTE = 1e6

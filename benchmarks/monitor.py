@@ -23,7 +23,7 @@ TAKE_TURNS = textwrap.dedent(
     f"""
     %%local
     import threading, time
-    from ddpnb.notebook.cluster import stall
+    from ddpnb.cluster import stall
     is_over = threading.Event()
     def take_turns():
         while not is_over.wait(0.02):

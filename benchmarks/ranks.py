@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpnb.wire import RankState
+from ddpnb.protocol.messages import RankState
 
 Job = Callable[..., Any]
 """Called on each rank as ``job(state, folder, *arguments)``."""

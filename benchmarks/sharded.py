@@ -5,8 +5,8 @@ from pathlib import Path
 
 from benchmarks.measure import Figure
 from benchmarks.ranks import rank_calls
-from ddpnb.rank import worker
-from ddpnb.wire import RankState, RunReport, RunSpec
+from ddpnb.protocol.messages import RankState, RunReport, RunSpec
+from ddpnb.rank.training import loop
 
 NUM_RANKS = 2
 MEGABYTE = 1e6
@@ -52,7 +52,7 @@ def measure() -> list[Figure]:
 
 def train(state: RankState, folder: Path, spec: RunSpec) -> RunReport:
     """Two steps; takes part: every rank."""
-    return worker.run(
+    return loop.run(
         spec,
         state=state,
         folder=folder,

@@ -103,7 +103,7 @@ TRAIN = textwrap.dedent(
 
 STATE = """%%local
 import json, ddpnb
-from ddpnb.notebook.session import this_session
+from ddpnb.session.session import this_session
 cluster = this_session()._cluster
 print(json.dumps({"pids": [state.pid for state in cluster.states], "server": cluster.processes.pid,
  "done": [int(n) for n in ddpnb.pull("num_done.item()").values()],

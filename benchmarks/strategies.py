@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.measure import Figure
-from ddpnb.rank.clock import CpuClock
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Replica, Strategy
 from ddpnb.rank.strategies.timer import Untimed
 from ddpnb.rank.tasks import digits
+from ddpnb.rank.training.timing import CpuClock
 
 NUM_RANKS = 2
 

@@ -9,12 +9,12 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ddpnb.errors import UserError
+from ddpnb.protocol.errors import UserError
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from ddpnb.notebook.api import (
+    from ddpnb.api import (
         compare,
         delete,
         details,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         stop,
         why,
     )
-    from ddpnb.rank.publish import log
+    from ddpnb.rank.publisher import log
 
 __all__ = [
     "UserError",
@@ -70,7 +70,7 @@ def __getattr__(name: str) -> Any:
         raise UserError("ddpnb.log works on the ranks: call it in a %%ddp --name NAME cell.")
     if name != "log" and on_rank:
         raise UserError(f"ddpnb.{name} works in the notebook, not on the ranks: use %%local.")
-    module = "ddpnb.rank.publish" if on_rank else "ddpnb.notebook.api"
+    module = "ddpnb.rank.publisher" if on_rank else "ddpnb.api"
     return getattr(importlib.import_module(module), name)
 
 
@@ -80,9 +80,9 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: "InteractiveShell") -> None:
     """Register the magics: ``%load_ext ddpnb``."""
-    importlib.import_module("ddpnb.notebook.magics").load(shell)
+    importlib.import_module("ddpnb.magics.magics").load(shell)
 
 
 def unload_ipython_extension(shell: "InteractiveShell") -> None:
     """Stop the cluster and switch ``%ddp_auto`` off: ``%unload_ext ddpnb``."""
-    importlib.import_module("ddpnb.notebook.magics").unload(shell)
+    importlib.import_module("ddpnb.magics.magics").unload(shell)

@@ -1,1 +1,1 @@
-"""Every use of another library's private parts: one module per library, a probe for each use."""
+"""Every touch of a private part of another library, each behind a probe."""

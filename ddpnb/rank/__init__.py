@@ -1,1 +1,1 @@
-"""What runs in every rank?  Never imports IPython displays, ipywidgets or matplotlib."""
+"""What runs in every rank; imports no IPython display, ipywidgets or matplotlib."""

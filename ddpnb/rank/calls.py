@@ -1,6 +1,6 @@
 """What may the notebook ask of a rank?  (Rank side.)
 
-Each function here is called by its name, through ``ddpnb.remote_call.OnRank``.
+Each function here is called by its name, through ``ddpnb.protocol.remote_call.OnRank``.
 """
 
 import copy
@@ -11,14 +11,8 @@ from dataclasses import replace
 from ipyparallel.serialize import deserialize_object, serialize_object
 from torch import Tensor
 
-from ddpnb import catalogue
-from ddpnb.rank import cell, worker
-from ddpnb.rank.engine import RankEngine
-from ddpnb.rank.failure import failure_of
-from ddpnb.rank.group import Group
-from ddpnb.rank.publish import Publisher
-from ddpnb.rank.tied import tied_variables
-from ddpnb.wire import (
+from ddpnb.protocol import catalogue
+from ddpnb.protocol.messages import (
     CellReport,
     CellSpec,
     Checked,
@@ -29,6 +23,13 @@ from ddpnb.wire import (
     RunSpec,
     Tied,
 )
+from ddpnb.rank import cells
+from ddpnb.rank.engine import RankEngine
+from ddpnb.rank.failures import failure_of
+from ddpnb.rank.process_group import Group
+from ddpnb.rank.publisher import Publisher
+from ddpnb.rank.stale_groups import tied_variables
+from ddpnb.rank.training import loop
 
 
 def state() -> RankState:
@@ -49,15 +50,15 @@ def rejoin(generation: int, is_checked: bool) -> list[Tied]:
 
 def run_cell(spec: CellSpec) -> CellReport:
     """Run a notebook cell."""
-    return cell.run_cell(spec, this_engine())
+    return cells.run_cell(spec, this_engine())
 
 
 def check(spec: RunSpec) -> Failure | Checked:
     """Find what would stop a training, before anything trains."""
     engine = this_engine()
     try:
-        return cell.interruptible(
-            lambda: worker.check(
+        return cells.interruptible(
+            lambda: loop.check(
                 spec,
                 state=engine.group.state(),
                 namespace=engine.kernel.shell.user_ns,
@@ -79,8 +80,8 @@ def train(spec: RunSpec, joining: Joining | None = None) -> RunReport | Failure:
             Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch) as publisher,
             trusted(spec, group),
         ):
-            report = cell.interruptible(
-                lambda: worker.run(
+            report = cells.interruptible(
+                lambda: loop.run(
                     spec,
                     state=group.state(),
                     folder=group.folder,
@@ -152,7 +153,7 @@ def trusted(spec: RunSpec, group: Group) -> AbstractContextManager[None]:
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:
     """Return what to call a comparison's cell so that IPython shows it as ``Cell In[n]``."""
     if not spec.cell:
-        return worker.UNNAMED
+        return loop.UNNAMED
     name: str = engine.kernel.shell.compile.cache(spec.source, spec.cell, spec.source)
     return name
 

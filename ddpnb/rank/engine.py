@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import faulthandler
+import json
 import os
+import signal
 import threading
-from collections.abc import Coroutine, Mapping
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,12 +19,48 @@ from ipyparallel.engine.app import IPEngine
 from traitlets import Instance
 
 from ddpnb.compat.python_internals import leaves_loops, outside_of_loop
-from ddpnb.errors import UserError
-from ddpnb.processes import Order
-from ddpnb.rank.control import ControlThread
-from ddpnb.rank.group import Group
-from ddpnb.rank.monitor import users_stack, whereabouts
-from ddpnb.rank.untouched import seed_from_entropy
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.processes import Notice, Order
+from ddpnb.rank.process_group import Group
+from ddpnb.rank.random_state import seed_from_entropy
+from ddpnb.rank.status import users_stack, whereabouts
+
+Handler = Callable[[], object]
+
+
+class ControlThread(threading.Thread):
+    """Carries out orders of the notebook's kernel, one at a time.
+
+    Args:
+        rank: this rank, named in every answer.
+        pipe: the pipe to the fork server; its end is the end of this process.
+        handlers: what to do on each order; the value returned is sent back.
+    """
+
+    def __init__(self, rank: int, pipe: Connection, handlers: Mapping[Order, Handler]) -> None:
+        super().__init__(name="ddpnb-control", daemon=True)
+        self.rank = rank
+        self.pipe = pipe
+        self.handlers = handlers
+
+    def run(self) -> None:
+        """Answer orders until the fork server is gone, then end the process."""
+        while True:
+            try:
+                order: dict[str, Any] = json.loads(self.pipe.recv_bytes())
+            except (EOFError, OSError):
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.answer(order["order"], order["id"])
+
+    def answer(self, order: str, order_id: int) -> None:
+        """Carry out one order and send its result back."""
+        value: object = None
+        try:
+            value = self.handlers[Order(order)]()
+        except Exception:  # noqa: BLE001  the edge of the thread, which must live on: to the log
+            traceback.print_exc()
+        message = {"event": Notice.ANSWER, "rank": self.rank, "id": order_id, "value": value}
+        self.pipe.send_bytes(json.dumps(message).encode())
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hints

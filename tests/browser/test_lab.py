@@ -9,8 +9,8 @@ import nbformat
 import pytest
 from playwright.sync_api import Locator, Page, sync_playwright
 
-from ddpnb.notebook.show.drawing.figure import DPI
-from ddpnb.notebook.show.theme import SMALL_POINTS
+from ddpnb.reports.figures.figure import DPI
+from ddpnb.reports.style import SMALL_POINTS
 from tests.browser.lab import CHROMIUM_FLAGS, SCREENSHOTS, find_chromium, lab_server
 
 LESSON = Path(__file__).parents[2] / "notebooks" / "01_first_comparison.ipynb"

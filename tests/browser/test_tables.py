@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 from playwright.sync_api import Page, sync_playwright
 
-from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.query import StoredRun
-from ddpnb.notebook.record.runs import Status
-from ddpnb.notebook.show.listing import runs_table
-from ddpnb.notebook.show.page import page as saved_page
-from ddpnb.notebook.show.scores import scores_table
+from ddpnb.reports.exports.html_report import page as saved_page
+from ddpnb.reports.listing import runs_table
+from ddpnb.reports.results_table import scores_table
+from ddpnb.runs.comparison import Comparison
+from ddpnb.runs.model import Status
+from ddpnb.runs.query import StoredRun
 from tests.browser.lab import CHROMIUM_FLAGS, find_chromium
-from tests.record.fake_runs import fake_comparison, fake_run, header, spec
+from tests.unit.runs.fake_runs import fake_comparison, fake_run, header, spec
 
 OUTPUT_PIXELS = 988
 """Width of an output in a JupyterLab of 1440 pixels, with the file browser open."""

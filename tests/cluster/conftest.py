@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.cluster.cluster import Cluster
 from tests.cluster.rig import started
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import psutil
 
-from ddpnb.notebook.cluster.call import Happening, Output
-from ddpnb.notebook.cluster.cluster import Cluster
-from ddpnb.notebook.cluster.plan import ClusterSpec
-from ddpnb.notebook.cluster.watch import Watch, failure_in
-from ddpnb.notebook.values import unpack
-from ddpnb.remote_call import OnRank
-from ddpnb.wire import CellSpec, Failure
+from ddpnb.cluster.call import Happening, Output
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.cluster.supervision import Watch, failure_in
+from ddpnb.protocol.messages import CellSpec, Failure
+from ddpnb.protocol.remote_call import OnRank
+from ddpnb.session.variables import unpack
 
 ALL_REDUCE = """
 import torch, torch.distributed as dist

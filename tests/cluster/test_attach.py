@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpnb.errors import UserError
-from ddpnb.notebook.cluster.cluster import Cluster
-from ddpnb.notebook.cluster.folder import remove_leftovers
-from ddpnb.notebook.cluster.linger import Saved, choose, find, lingering, name_of
-from ddpnb.notebook.cluster.plan import ClusterSpec, Placement
-from ddpnb.notebook.left import left_cell
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.detach import Saved, choose, find, lingering, name_of
+from ddpnb.cluster.placement import ClusterSpec, Placement
+from ddpnb.cluster.run_folder import remove_leftovers
+from ddpnb.protocol.errors import UserError
+from ddpnb.session.background import left_cell
 from tests.cluster.rig import (
     ALL_REDUCE,
     is_alive,
@@ -30,9 +30,9 @@ from tests.cluster.rig import (
 
 OWNER = """
 import json, sys
-from ddpnb.notebook.cluster.call import Output
-from ddpnb.notebook.cluster.cluster import Cluster
-from ddpnb.notebook.cluster.plan import ClusterSpec
+from ddpnb.cluster.call import Output
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.placement import ClusterSpec
 from tests.cluster.rig import begin, processes_of, run
 spec = ClusterSpec(num_ranks=2, device="cpu", linger_seconds=float(sys.argv[1]))
 cluster = Cluster.start(spec)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.notebook.compare import ComparisonSpec, prepare
-from ddpnb.notebook.errors import RankError
-from ddpnb.notebook.record.store import Store
-from ddpnb.training import TrainingSpec
+from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.runs.store import Store
+from ddpnb.session.comparison import ComparisonSpec, prepare
+from ddpnb.session.errors import RankError
 from tests.cluster.rig import ALL_REDUCE, pull, run, started
 
 CELL = """

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.errors import UserError
-from ddpnb.notebook.cluster.call import Happening, Lost, Output
-from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.cluster.call import Happening, Lost, Output
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.protocol.errors import UserError
 from tests.cluster.rig import (
     ALL_REDUCE,
     Ended,

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpnb.errors import UserError
+from ddpnb.protocol.errors import UserError
 from tests.cluster.rig import (
     is_alive,
     processes_of,

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpnb.errors import UserError
-from ddpnb.notebook.cluster.cluster import Cluster
-from ddpnb.notebook.cluster.folder import OWNERS, PREFIX, parent_folder
-from ddpnb.notebook.cluster.plan import ClusterSpec, num_cores
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.placement import ClusterSpec, num_cores
+from ddpnb.cluster.run_folder import OWNERS, PREFIX, parent_folder
+from ddpnb.protocol.errors import UserError
 from tests.cluster.rig import (
     ALL_REDUCE,
     is_alive,

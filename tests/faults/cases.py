@@ -3,9 +3,9 @@
 import time
 from dataclasses import dataclass
 
-from ddpnb.notebook.cluster.call import Happening, Returned
-from ddpnb.notebook.cluster.cluster import Cluster
-from ddpnb.notebook.cluster.watch import failure_in
+from ddpnb.cluster.call import Happening, Returned
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.supervision import failure_in
 from tests.cluster.rig import Ended, begin, finish, pull, run
 
 SETUP = """

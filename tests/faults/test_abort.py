@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
-from ddpnb.rank import group as group_module
-from ddpnb.rank.cell import aborted
-from ddpnb.rank.failure import is_consequence
-from ddpnb.rank.group import Group, abort_groups, ends_in_time
+from ddpnb.rank import process_group as group_module
+from ddpnb.rank.cells import aborted
+from ddpnb.rank.failures import is_consequence
+from ddpnb.rank.process_group import Group, abort_groups, ends_in_time
 
 ABORTED = "NCCL communicator was aborted on rank"
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["ddpnb.rank.group"])
+CONTEXT.set_forkserver_preload(["ddpnb.rank.process_group"])
 
 
 class StandIn(dist.ProcessGroup):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.cluster.cluster import Cluster
 from tests.cluster.rig import begin, finish, pull, run, run_on_each, started
 
 SETUP = """

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpnb.notebook.cells import failures_of
-from ddpnb.notebook.cluster.call import Happening, Lost
-from ddpnb.notebook.cluster.cluster import Cluster
+from ddpnb.cluster.call import Happening, Lost
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.session.cells import failures_of
 from tests.cluster.rig import begin, finish, pull, run, started, wait_until
 
 SETUP = "import ctypes, os, time\nimport torch, torch.distributed as dist\nkept = rank + 10"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpnb.notebook.cluster.cluster import Cluster
-from ddpnb.notebook.ranks import format_ranks
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.protocol.rank_sets import format_ranks
 from tests.cluster.rig import begin, finish, run_on_each, started
 
 SETUP = """
@@ -63,7 +63,7 @@ STUCK = {
     "one batch fewer, summed in shared memory": (
         "from ddpnb.rank.calls import this_engine\n"
         "from ddpnb.rank.strategies import ddp_shm\n"
-        "from ddpnb.rank.transport.shared_sum import SharedSum\n"
+        "from ddpnb.rank.comm.shared_all_reduce import SharedSum\n"
         "from ddpnb.rank.strategies.timer import Untimed\n"
         "group = this_engine().group\n"
         "shared = SharedSum.open(group.folder, 'stuck', rank=rank, num_ranks=world_size,\n"
@@ -75,7 +75,7 @@ STUCK = {
     ),
     "a sum in shared memory that rank 0 does not call": (
         "from ddpnb.rank.calls import this_engine\n"
-        "from ddpnb.rank.transport.shared_sum import SharedSum\n"
+        "from ddpnb.rank.comm.shared_all_reduce import SharedSum\n"
         "group = this_engine().group\n"
         "shared = SharedSum.open(group.folder, 'stuck', rank=rank, num_ranks=world_size,\n"
         "                        timeout_seconds=60, lifeline=group.lifeline)\n"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.notebook.record.store import FILE_NAME, Store
+from ddpnb.runs.store import FILE_NAME, Store
 from tests.kernel.client import Kernel
-from tests.record.test_store import WRITER
+from tests.unit.runs.test_store import WRITER
 
 ROOT = Path(__file__).parents[2]
 COMPARE = "%ddp_compare ddp --task digits --epochs 20 --no-baseline --name {name}"

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpnb.notebook.cluster.cluster import Cluster
-from ddpnb.wire import Tied
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.protocol.messages import Tied
 from tests.cluster.rig import run, started
 from tests.faults.cases import SETUP, WAITS, one_raises
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpnb.notebook.cluster.cluster import Cluster
-from ddpnb.notebook.status import status_table, tell_where
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.session.status import status_table, tell_where
 from tests.cluster.rig import begin, finish, processes_of, pull, run, started, wait_until
 
 SETUP = "import time, torch, torch.distributed as dist\nkept = rank + 10"

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.catalogue import STRATEGIES
-from ddpnb.notebook.cluster.call import Happening, Returned
-from ddpnb.notebook.cluster.cluster import Cluster
-from ddpnb.notebook.cluster.watch import Watch, failure_in
-from ddpnb.notebook.compare import ComparisonSpec, Training, prepare
-from ddpnb.notebook.errors import RankError
-from ddpnb.notebook.record.runs import Status
-from ddpnb.notebook.record.store import Store
-from ddpnb.remote_call import OnRank
-from ddpnb.training import TrainingSpec
-from ddpnb.wire import RunSpec
+from ddpnb.cluster.call import Happening, Returned
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.supervision import Watch, failure_in
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.messages import RunSpec
+from ddpnb.protocol.remote_call import OnRank
+from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.runs.model import Status
+from ddpnb.runs.store import Store
+from ddpnb.session.comparison import ComparisonSpec, Training, prepare
+from ddpnb.session.errors import RankError
 from tests.cluster.rig import pull, run, started, wait_until
 
 ONE_PROCESS = {"single", "dp"}

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import ddpnb
-from ddpnb.catalogue import STRATEGIES
-from ddpnb.errors import UserError
-from ddpnb.notebook.errors import RankError
-from ddpnb.notebook.session import this_session
-from ddpnb.rank.clock import MAX_PENDING, CudaClock
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.errors import UserError
 from ddpnb.rank.strategies.base import StepReport
+from ddpnb.rank.training.timing import MAX_PENDING, CudaClock
+from ddpnb.session.errors import RankError
+from ddpnb.session.session import this_session
 
 pytestmark = pytest.mark.gpu
 
@@ -87,8 +87,8 @@ def test_a_gpus_clock_stands_still_while_it_is_paused():
     """Written without a GPU at hand."""
     import torch
 
-    from ddpnb.rank.clock import clock_of
     from ddpnb.rank.strategies.base import StepReport
+    from ddpnb.rank.training.timing import clock_of
 
     clock = clock_of(torch.device("cuda", 0))
     clock.start()
@@ -229,7 +229,7 @@ def test_nccl_tells_the_monitor_what_it_has_begun():
     ddpnb.start(1)
     ddpnb.run_cell(
         "import json, torch, torch.distributed as dist\n"
-        "from ddpnb.rank.monitor import recorder\n"
+        "from ddpnb.rank.status import recorder\n"
         "dist.all_reduce(torch.ones(3, device=device))\n"
         "names = {entry['profiling_name'] for entry in json.loads(recorder()())['entries']}"
     )

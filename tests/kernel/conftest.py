@@ -28,7 +28,7 @@ def kernel(shared_kernel: Kernel) -> Kernel:
     ready = shared_kernel.run(
         """
 %ddp_auto off
-from ddpnb.notebook.session import this_session
+from ddpnb.session.session import this_session
 cluster = this_session()._cluster
 if cluster is None or len(cluster.ranks) != 2 or cluster.living != cluster.ranks or cluster.lost:
     this_session().stop()

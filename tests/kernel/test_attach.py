@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpnb.notebook.cluster.linger import lingering
+from ddpnb.cluster.detach import lingering
 from tests.kernel.client import Kernel, both
 
 LINGERING = "%ddp_start -n 2 --device cpu --linger 600"

@@ -5,10 +5,10 @@ import pytest
 from tests.kernel.client import Kernel
 
 EMPTY = """%%local
-from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.record.runs import Run, Status
-from ddpnb.notebook.session import this_session
-from ddpnb.wire import RunSpec
+from ddpnb.runs.comparison import Comparison
+from ddpnb.runs.model import Run, Status
+from ddpnb.session.session import this_session
+from ddpnb.protocol.messages import RunSpec
 spec = RunSpec(run_id="empty-run", strategy="ddp", task="digits")
 store = this_session().store
 begun = store.begin_comparison(

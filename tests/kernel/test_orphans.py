@@ -26,7 +26,7 @@ dist.barrier() if rank else time.sleep(1000)
 """
 TELL = """
 import json, psutil
-from ddpnb.notebook.session import this_session
+from ddpnb.session.session import this_session
 cluster = this_session()._cluster
 pids = [child.pid for child in psutil.Process().children(recursive=True)]
 print(json.dumps([str(cluster.folder), cluster.processes.pid, pids]))

@@ -182,10 +182,10 @@ STOP = """
 %%local
 import threading
 import time
-from ddpnb.notebook.choices import training_of
-from ddpnb.notebook.compare import ComparisonSpec, Training
-from ddpnb.notebook.record.recorder import Recorder
-from ddpnb.notebook.session import this_session
+from ddpnb.magics.arguments import training_of
+from ddpnb.session.comparison import ComparisonSpec, Training
+from ddpnb.runs.recorder import Recorder
+from ddpnb.session.session import this_session
 
 training = training_of({"task": "digits", "epochs": 5000.0, "lr": 0.01})
 specs = ComparisonSpec(strategies=("ddp", "async"), training=training, baseline=False).run_specs()

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpnb.rank.order import Order, Share, every_step
+from ddpnb.protocol.messages import RankState
+from ddpnb.rank.comm.parameter_store import Access
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.strategies.base import Batch, Memory, Replica, StepReport, Strategy
 from ddpnb.rank.tasks.base import OptimizerFactory
-from ddpnb.rank.transport.master import Access
-from ddpnb.wire import RankState
+from ddpnb.rank.training.batches import Order, Share, every_step
 
 BeforeStep = Callable[[int, int], None]
 """Called with rank and step number: where a test injects a fault."""

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpnb.rank.agreement import Agreement
-from ddpnb.wire import RankState
+from ddpnb.protocol.messages import RankState
+from ddpnb.rank.collective_checks import Agreement
 
 TIMEOUT_SECONDS = 60.0
 
 # One process imports torch, and forks all others: a group starts in a fraction of a second.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["ddpnb.rank.worker", "ddpnb.rank.tasks.digits"])
+CONTEXT.set_forkserver_preload(["ddpnb.rank.training.loop", "ddpnb.rank.tasks.digits"])
 
 
 class RankFailedError(Exception):

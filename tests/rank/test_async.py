@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.distributed import rpc
 
-from ddpnb.errors import UserError
+from ddpnb.protocol.errors import UserError
+from ddpnb.rank.comm.parameter_store import Access
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
-from ddpnb.rank.transport.master import Access
 from tests.rank.fit import Fit, Problem, by_hand, by_strategy, distance, drive
 from tests.rank.hold import hold_rank_1, wait_for
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddpnb.catalogue import STRATEGIES
-from ddpnb.errors import UserError
-from ddpnb.rank import worker
-from ddpnb.wire import RunSpec
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RunSpec
+from ddpnb.rank.training import loop
 from tests.rank.ranks import make_state
 
 MODEL = "from torch import nn\nimport torch\ndef model(): return nn.Linear(4, 3)\n"
@@ -25,7 +25,7 @@ def check(source: str, strategy: str = "ddp", num_ranks: int = 2, batch_size: in
 def check_choices(source: str, strategy: str, num_ranks: int = 2, names=(), **choices):
     """Check what is trained with further options."""
     spec = RunSpec(run_id="r", strategy=strategy, source=source, **{"batch_size": 10} | choices)
-    worker.check(spec, state=make_state(0, num_ranks), namespace=dict(names))
+    loop.check(spec, state=make_state(0, num_ranks), namespace=dict(names))
 
 
 @pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "async"])
@@ -36,7 +36,7 @@ def test_a_good_cell_passes(strategy):
 @pytest.mark.parametrize("task", ["digits", "synthetic"])
 def test_built_in_tasks_pass(task):
     spec = RunSpec(run_id="r", strategy="ddp", task=task)
-    worker.check(spec, state=make_state(0, 2), namespace={})
+    loop.check(spec, state=make_state(0, 2), namespace={})
 
 
 GOOD_DATA = {

@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
-from ddpnb.catalogue import STRATEGIES
-from ddpnb.rank import checkpoint
-from ddpnb.rank.checkpoint import Checkpoints, Place
-from ddpnb.wire import Mark, RunHeader, RunSpec, StepEvent
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.messages import Mark, RunHeader, RunSpec, StepEvent
+from ddpnb.rank.training import checkpoint
+from ddpnb.rank.training.checkpoint import Checkpoints, Place
 from tests.rank.test_options import CELL, train_job
 
 DROPOUT = CELL.replace("nn.ReLU(),", "nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2),")

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from ddpnb.catalogue import STRATEGIES
+from ddpnb.protocol.catalogue import STRATEGIES
 from tests.rank.fit import OPTIMIZERS, Fit, Problem, by_hand, by_strategy, distance
 
 ALL = list(STRATEGIES)

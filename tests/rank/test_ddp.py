@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from ddpnb.errors import UserError
-from ddpnb.rank.clock import CpuClock
+from ddpnb.protocol.errors import UserError
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.strategies.ddp import NUM_PLAIN_STEPS
+from ddpnb.rank.training.timing import CpuClock
 from tests.rank.fit import Problem, batch_of, by_hand, by_strategy, distance
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpnb.errors import UserError
+from ddpnb.protocol.errors import UserError
+from ddpnb.rank.comm.messages import RankLostError, RunOverError
+from ddpnb.rank.comm.rendezvous import excused
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
-from ddpnb.rank.transport.meeting import excused
-from ddpnb.rank.transport.message import RankLostError, RunOverError
 from tests.rank.fit import Problem, by_strategy, distance, drive
 from tests.rank.hold import wait_for
 from tests.rank.test_async import fit_async

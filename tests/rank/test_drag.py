@@ -7,13 +7,13 @@ import time
 import pytest
 import torch
 
-from ddpnb.catalogue import STRATEGIES
-from ddpnb.errors import UserError
-from ddpnb.rank import worker
-from ddpnb.rank.drag import Drag, faults_of, notes
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import Mark, RunHeader, RunSpec, StepEvent
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.strategies.timer import Untimed
-from ddpnb.wire import Mark, RunHeader, RunSpec, StepEvent
+from ddpnb.rank.training import loop
+from ddpnb.rank.training.fault_injection import Drag, faults_of, notes
 from tests.rank.ranks import make_state
 from tests.rank.test_options import CELL, train_job
 
@@ -145,7 +145,7 @@ def kill_job(state, folder, spec, marks_file):
         if isinstance(event, Mark):
             marks_file.write_text(f"{event.rank} {event.text} {event.seconds}")
 
-    worker.run(
+    loop.run(
         spec,
         state=state,
         folder=folder,
@@ -218,4 +218,4 @@ def test_what_strikes_and_what_has_no_effect_is_told(plan, faults, told):
 )
 def test_a_rank_that_is_not_there_is_refused(faults, told):
     with pytest.raises(UserError, match=told):
-        worker.check(spec_of("ddp", **faults), state=make_state(0, 2), namespace={})
+        loop.check(spec_of("ddp", **faults), state=make_state(0, 2), namespace={})

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddpnb.rank.comm.packed_tensors import pack
+from ddpnb.rank.comm.parameter_store import Master
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.transport.master import Master
-from ddpnb.rank.transport.packed import pack
 from tests.rank.fit import Problem, drive
 
 RATE = 0.1

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.gossip import Gossip
-from ddpnb.rank.strategies.neighbours import chosen_by
-from ddpnb.rank.transport.master import Access
+from ddpnb.rank.comm.parameter_store import Access
+from ddpnb.rank.strategies.gossip import Gossip, chosen_by
+from ddpnb.rank.training.batches import Share
 from tests.rank.fit import Fit, Problem, distance, drive, fit_of
 from tests.rank.ranks import TIMEOUT_SECONDS, make_state
 from tests.rank.test_deaths import (

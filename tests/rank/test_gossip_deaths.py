@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 
-from ddpnb.rank.transport.message import RankLostError, RunOverError
-from ddpnb.rank.transport.weights import Weights
+from ddpnb.rank.comm.messages import RankLostError, RunOverError
+from ddpnb.rank.comm.shared_weights import Weights
 from tests.rank.fit import Problem, distance
 from tests.rank.test_deaths import (
     LONG,

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpnb.errors import UserError
-from ddpnb.rank.lifeline import Lifeline
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RunSpec
+from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.comm.messages import RankLostError, RunOverError
+from ddpnb.rank.comm.parameter_store import Access
+from ddpnb.rank.comm.work_queue import Board
 from ddpnb.rank.strategies.hogwild import Hogwild
-from ddpnb.rank.transport.board import Board
-from ddpnb.rank.transport.master import Access
-from ddpnb.rank.transport.message import RankLostError, RunOverError
-from ddpnb.wire import RunSpec
 from tests.rank.fit import Fit, Problem, distance, drive
 from tests.rank.hold import hold_rank_1, wait_for
 from tests.rank.ranks import make_state

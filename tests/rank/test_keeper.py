@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddpnb.rank.keeper import set_up
-from ddpnb.rank.stage import build
+from ddpnb.rank.random_state import untouched
 from ddpnb.rank.strategies.timer import Untimed
-from ddpnb.rank.untouched import untouched
+from ddpnb.rank.training.checkpoint_callback import set_up
+from ddpnb.rank.training.context import build
 from tests.rank.ranks import make_state
 from tests.rank.test_checkpoint import spec_of
 from tests.rank.test_options import train_job

@@ -10,10 +10,10 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from ddpnb.rank import worker
-from ddpnb.rank.stage import build
+from ddpnb.protocol.messages import RunHeader, RunSpec, StepEvent
 from ddpnb.rank.strategies.timer import Untimed
-from ddpnb.wire import RunHeader, RunSpec, StepEvent
+from ddpnb.rank.training import loop
+from ddpnb.rank.training.context import build
 
 CELL = """
 import os
@@ -58,7 +58,7 @@ def loading_job(state, folder, spec, after=None):
 
     failed = ""
     try:
-        worker.run(
+        loop.run(
             spec,
             state=state,
             folder=folder,

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from ddpnb.catalogue import STRATEGIES
-from ddpnb.errors import UserError
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.errors import UserError
 from ddpnb.rank.strategies import make_strategy
 
 ADDED = """
@@ -39,7 +39,7 @@ from pathlib import Path
 import torch
 from ddpnb.rank.strategies import make_strategy
 from tests.rank.fit import Problem, by_hand, distance, drive
-from ddpnb.wire import RankState
+from ddpnb.protocol.messages import RankState
 
 strategy = make_strategy("added:every=3", {})
 assert strategy.every == 3
@@ -54,13 +54,13 @@ assert fit.memory.parameters > 0
 
 IN_THE_KERNEL = """
 import sys
-from ddpnb.notebook.choices import catalogue_text
-from ddpnb.notebook.complete import choices
-from ddpnb.notebook.record.comparison import Comparison
-from ddpnb.notebook.show.figure import draw
-from ddpnb.notebook.show.theme import style_of
-from ddpnb.notebook.show.words import longest_label
-from ddpnb.wire import RunSpec
+from ddpnb.magics.arguments import catalogue_text
+from ddpnb.magics.completion import choices
+from ddpnb.runs.comparison import Comparison
+from ddpnb.reports.figure import draw
+from ddpnb.reports.style import style_of
+from ddpnb.reports.formatting import longest_label
+from ddpnb.protocol.messages import RunSpec
 
 assert "one that was added" in catalogue_text() and "added:every=2" in catalogue_text()
 assert list(choices(catalogue.STRATEGIES, "added:")) == ["added:every="]

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from ddpnb.catalogue import STRATEGIES
-from ddpnb.rank import worker
-from ddpnb.rank.order import Order, Share
-from ddpnb.rank.stage import build
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.messages import RunHeader, RunSpec, StepEvent
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Plan
 from ddpnb.rank.strategies.data_parallel import Cast, ThreadReplicas
 from ddpnb.rank.tasks.base import default_optimizer
-from ddpnb.rank.tuning import notes, tuned
-from ddpnb.wire import RunHeader, RunSpec, StepEvent
+from ddpnb.rank.training import loop
+from ddpnb.rank.training.batches import Order, Share
+from ddpnb.rank.training.context import build
+from ddpnb.rank.training.optimizer_hooks import notes, tuned
 from tests.rank.ranks import make_state
 
 CELL = """
@@ -41,7 +41,7 @@ def spec_of(strategy: str, **changes) -> RunSpec:
 
 def train_job(state, folder, spec):
     events = []
-    report = worker.run(
+    report = loop.run(
         spec,
         state=state,
         folder=folder,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ddpnb.errors import UserError
-from ddpnb.rank.order import Order, Share, every_step
+from ddpnb.protocol.errors import UserError
+from ddpnb.rank.training.batches import Order, Share, every_step
 
 
 def make(num_samples=64, batch_size=10, num_epochs=1.0, num_ranks=3, seed=0) -> Order:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ddpnb.catalogue import STRATEGIES
-from ddpnb.wire import StepEvent
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.messages import StepEvent
 from tests.rank.test_options import spec_of, train_job
 
 INSIDE = ("hogwild",)

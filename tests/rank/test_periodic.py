@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.pairs import met_in
-from ddpnb.wire import RunHeader
+from ddpnb.protocol.messages import RunHeader
+from ddpnb.rank.strategies.gossip import met_in
+from ddpnb.rank.training.batches import Share
 from tests.rank.fit import Fit, Problem, by_strategy, distance, fit_of
 from tests.rank.test_options import spec_of, train_job
 

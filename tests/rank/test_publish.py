@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpnb.rank.publish import Publisher
-from ddpnb.wire import Mark
+from ddpnb.protocol.messages import Mark
+from ddpnb.rank.publisher import Publisher
 
 NUM_THREADS, NUM_ROUNDS = 8, 100
 

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from ddpnb.errors import UserError
-from ddpnb.rank import worker
-from ddpnb.rank.checkpoint import Place
+from ddpnb.protocol.errors import UserError
+from ddpnb.rank.training import loop
+from ddpnb.rank.training.checkpoint import Place
 from tests.rank.ranks import make_state
 from tests.rank.test_checkpoint import PER_EPOCH, losses, spec_of
 from tests.rank.test_options import CELL, train_job
@@ -16,7 +16,7 @@ from tests.rank.test_options import CELL, train_job
 def refused(tmp_path, match: str, *, num_ranks=2, **changes):
     spec = spec_of("ddp", tmp_path, run_id="new", resume="old", **changes)
     with pytest.raises(UserError, match=match) as caught:
-        worker.check(spec, state=make_state(0, num_ranks), namespace={})
+        loop.check(spec, state=make_state(0, num_ranks), namespace={})
     assert "\n" not in str(caught.value)
 
 

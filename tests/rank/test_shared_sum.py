@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpnb.rank.failure import is_consequence
-from ddpnb.rank.lifeline import Lifeline
+from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.comm.shared_all_reduce import PIECE_BYTES, SharedSum
+from ddpnb.rank.failures import is_consequence
 from ddpnb.rank.strategies import ddp_shm
-from ddpnb.rank.transport.shared_sum import PIECE_BYTES, SharedSum
 from tests.rank.fit import Problem, by_hand, by_strategy, distance
 from tests.rank.test_ddp import timed_job
 

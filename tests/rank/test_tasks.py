@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from ddpnb.errors import UserError
-from ddpnb.rank import worker
-from ddpnb.rank.evaluate import score
-from ddpnb.rank.loader import Ahead
-from ddpnb.rank.order import every_step
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks import cifar10, load_task, synthetic, text
-from ddpnb.rank.tasks.samples import DatasetSamples, TensorSamples
-from ddpnb.wire import RunSpec
+from ddpnb.rank.tasks.base import DatasetSamples, TensorSamples
+from ddpnb.rank.training import loop
+from ddpnb.rank.training.batches import every_step
+from ddpnb.rank.training.evaluation import score
+from ddpnb.rank.training.loader import Ahead
 from tests.rank.ranks import make_state
 from tests.rank.test_options import train_job
 
@@ -114,7 +114,7 @@ def test_the_users_own_cifar_files_are_read(images):
     pixel = (images / "data_batch_2.bin").read_bytes()[8 * 3073 + 1 + 1024 + 32 + 5]
     expected = (pixel / 255 - 0.4822) / 0.2435  # green, second row, sixth column
     assert inputs[0, 1, 1, 5].item() == pytest.approx(expected, abs=1e-5)
-    worker.check(spec_of("cifar10"), state=make_state(0, 1), namespace={})
+    loop.check(spec_of("cifar10"), state=make_state(0, 1), namespace={})
 
 
 def test_the_users_own_cifar_files_can_be_read_ahead_by_processes(images):

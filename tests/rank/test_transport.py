@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpnb.errors import UserError
-from ddpnb.rank.lifeline import Lifeline
-from ddpnb.rank.transport import packed
-from ddpnb.rank.transport.link import DirectChannel, Link, Place
-from ddpnb.rank.transport.master import WHOLE_ROUND, Master, ScaledStep
-from ddpnb.rank.transport.message import Asked, RankLostError, Reply, Request
-from ddpnb.rank.transport.packed import SharedMemory
-from ddpnb.rank.transport.server import Server
-from ddpnb.rank.transport.shm import ShmHost, shm_channel
+from ddpnb.protocol.errors import UserError
+from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.comm import packed_tensors
+from ddpnb.rank.comm.client import DirectChannel, Link, Place
+from ddpnb.rank.comm.messages import Asked, RankLostError, Reply, Request
+from ddpnb.rank.comm.packed_tensors import SharedMemory
+from ddpnb.rank.comm.parameter_server import Server
+from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, Master, ScaledStep
+from ddpnb.rank.comm.shm_transport import ShmHost, shm_channel
 
 KINDS = [
     torch.randn(3, 5),
@@ -30,7 +30,7 @@ KINDS = [
 
 
 def test_any_mix_of_tensors_is_packed_and_copied_at_once():
-    one, other = packed.pack(KINDS), packed.pack(KINDS)
+    one, other = packed_tensors.pack(KINDS), packed_tensors.pack(KINDS)
     for slot, value in zip(one.tensors, KINDS, strict=True):
         slot.copy_(value)
     other.raw.copy_(one.raw)
@@ -74,7 +74,7 @@ def test_memory_that_nobody_hands_over_is_waited_for_no_longer():
 
 def test_where_there_is_no_room_it_is_said(tmp_path):
     with pytest.raises(UserError, match=r"no room for .* MB of shared memory"):
-        packed.create_shared(tmp_path / "box", 2**60)
+        packed_tensors.create_shared(tmp_path / "box", 2**60)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -84,7 +84,7 @@ def parameters():
 
 
 def make_master(parameters, num_workers=1, **options) -> Master:
-    copies = [packed.pack(parameters) for _ in range(num_workers)]
+    copies = [packed_tensors.pack(parameters) for _ in range(num_workers)]
     return Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1, **options), copies=copies)
 
 
@@ -157,7 +157,7 @@ def test_parameters_are_the_models_own_memory_again_in_the_end(tmp_path, paramet
 
 
 def test_a_damped_update_is_divided_by_one_plus_staleness(parameters):
-    copies = [packed.pack(parameters) for _ in range(3)]
+    copies = [packed_tensors.pack(parameters) for _ in range(3)]
     master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies, is_damped=True)
     ones = [torch.ones_like(parameter) for parameter in parameters]
     master.read(0), master.read(1), master.read(2)
@@ -169,7 +169,7 @@ def test_a_damped_update_is_divided_by_one_plus_staleness(parameters):
 
 
 def test_gradients_that_are_gathered_are_summed(parameters):
-    copies = [packed.pack(parameters)]
+    copies = [packed_tensors.pack(parameters)]
     master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies, period=2)
     gradient = [torch.ones_like(parameter) for parameter in parameters]
     master.read(0)
@@ -184,7 +184,7 @@ def test_gradients_that_are_gathered_are_summed(parameters):
 def pushed(make, weight: float, num: int, period: int = 1) -> float:
     """Where one parameter, 0 at first, comes to by gradients of (w - 1)^2 / 2."""
     parameter = nn.Parameter(torch.zeros(1))
-    master = Master([parameter], make, copies=[packed.pack([parameter])], period=period)
+    master = Master([parameter], make, copies=[packed_tensors.pack([parameter])], period=period)
     for _ in range(num):
         held = master.copies[master.read(0)].tensors[0]
         master.write(0, [held.clone() - 1], weight)
@@ -331,7 +331,7 @@ def test_a_worker_killed_in_its_wait_does_not_cost_its_successor_the_place(param
     master = Master(
         parameters,
         lambda p: torch.optim.SGD(p, lr=0.1),
-        copies=[packed.pack(parameters) for _ in range(2)],
+        copies=[packed_tensors.pack(parameters) for _ in range(2)],
         period=WHOLE_ROUND,
     )
     server = Server(

@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 
-from ddpnb.rank import worker
-from ddpnb.wire import RunSpec, StepEvent
+from ddpnb.protocol.messages import RunSpec, StepEvent
+from ddpnb.rank.training import loop
 
 DELAY_SECONDS = 0.15
 SHARDED = ("fsdp", "fsdp:reshard=off")
@@ -72,7 +72,7 @@ def optimizer(parameters):
 def steps_job(state, folder, spec) -> list[StepEvent]:
     """Train; return the steps of this rank but the first, which may be a cold one."""
     events = []
-    worker.run(
+    loop.run(
         spec,
         state=state,
         folder=folder,

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddpnb.rank.lifeline import Lifeline
-from ddpnb.rank.strategies.neighbours import chosen_by
-from ddpnb.rank.transport.message import RankLostError
-from ddpnb.rank.transport.packed import create_shared, map_copies, num_bytes
-from ddpnb.rank.transport.weights import Weights
+from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.comm.messages import RankLostError
+from ddpnb.rank.comm.packed_tensors import create_shared, map_copies, num_bytes
+from ddpnb.rank.comm.shared_weights import Weights
+from ddpnb.rank.strategies.gossip import chosen_by
 
 LIKE = [torch.empty(400, 500), torch.empty(2, dtype=torch.float64)]
 

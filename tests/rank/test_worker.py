@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from ddpnb.catalogue import STRATEGIES
-from ddpnb.rank import worker
-from ddpnb.wire import Mark, RunHeader, RunReport, RunSpec, StepEvent
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.messages import Mark, RunHeader, RunReport, RunSpec, StepEvent
+from ddpnb.rank.training import loop
 from tests.rank.ranks import make_state
 
 CELL = """
@@ -42,7 +42,7 @@ def run_job(state, folder, spec, stop_at=math.inf, stop_rank=0):
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     expected = random.random(), np.random.rand(), torch.rand(1).item()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    report = worker.run(
+    report = loop.run(
         spec,
         state=state,
         folder=folder,
@@ -218,7 +218,7 @@ def test_a_run_whose_evaluation_fails_is_kept_and_says_so(ranks):
         "    return x, targets\n"
     )
     spec = spec_of("ddp", source=source)
-    worker.check(spec, state=make_state(0, 2), namespace={})
+    loop.check(spec, state=make_state(0, 2), namespace={})
     report, events = ranks(2).call(run_job, spec)[0]
     assert report.num_steps == sum(isinstance(event, StepEvent) for event in events) > 0
     assert report.final_loss < 0.6
@@ -234,7 +234,7 @@ def drawn_job(state, folder, spec, seed):
     events: list[RunHeader | StepEvent] = []
     with torch.random.fork_rng():
         torch.manual_seed(seed + state.rank)
-        worker.run(
+        loop.run(
             spec,
             state=state,
             folder=folder,
@@ -272,7 +272,7 @@ def test_synthetic_data_are_learnt_and_said_to_be_synthetic(ranks):
     "module", ["sklearn", "torch.distributed.tensor", "torch.distributed.optim"]
 )
 def test_a_rank_does_not_import_at_start_what_few_runs_need(module):
-    code = f"import sys, ddpnb.rank.worker; sys.exit({module!r} in sys.modules)"
+    code = f"import sys, ddpnb.rank.training.loop; sys.exit({module!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

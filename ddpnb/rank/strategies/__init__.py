@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ddpnb import catalogue
+from ddpnb.protocol import catalogue
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.own import own_strategy
 

@@ -40,15 +40,15 @@ from typing import final
 
 from torch import nn
 
-from ddpnb.errors import UserError
-from ddpnb.rank.order import Share
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RankState
+from ddpnb.rank.comm import transports
+from ddpnb.rank.comm.client import Host, Link, Place
+from ddpnb.rank.comm.packed_tensors import Packed
+from ddpnb.rank.comm.parameter_server import NO_BOUND, Server
+from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, Log, Master, no_log
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
-from ddpnb.rank.transport import connect
-from ddpnb.rank.transport.link import Host, Link, Place
-from ddpnb.rank.transport.master import WHOLE_ROUND, Log, Master, no_log
-from ddpnb.rank.transport.packed import Packed
-from ddpnb.rank.transport.server import NO_BOUND, Server
-from ddpnb.wire import RankState
+from ddpnb.rank.training.batches import Share
 
 _WEIGHT_NOTE = (
     "Gradients are weighted by their share of the global batch; staleness adds to momentum, "
@@ -187,10 +187,10 @@ class AsyncParameterServer(Strategy):
             lifeline=replica.lifeline,
         )
         if replica.joins:
-            return connect.join(place, self._opened)
+            return transports.join(place, self._opened)
         if replica.rank != 0:
-            return connect.connect(place, self._opened)
-        self._server, self._host, link = connect.serve(place, self._make_server, self._opened)
+            return transports.connect(place, self._opened)
+        self._server, self._host, link = transports.serve(place, self._make_server, self._opened)
         return link
 
     def _make_server(self, absent: Callable[[], int], copies: Sequence[Packed]) -> Server:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpnb.rank.lifeline import Lifeline
-from ddpnb.rank.order import Share, every_step
-from ddpnb.rank.strategies.support.flat import num_bytes
+from ddpnb.protocol.messages import RankState
+from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.strategies.timer import Timer, Untimed
 from ddpnb.rank.tasks.base import LossFunction, OptimizerFactory
-from ddpnb.wire import RankState
+from ddpnb.rank.training.batches import Share, every_step
 
 State = dict[str, Any]
 """What a checkpoint keeps: tensors, numbers and texts, in dicts and lists."""

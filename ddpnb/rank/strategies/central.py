@@ -19,8 +19,8 @@ from typing import final
 import torch.distributed as dist
 from torch import nn
 
+from ddpnb.rank.comm.flat_buffers import Flat, gradients
 from ddpnb.rank.strategies.base import Batch, Memory, Replica, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.support.flat import Flat, gradients
 
 
 @final

@@ -27,10 +27,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from ddpnb.rank.order import Share
+from ddpnb.protocol.messages import RankState
+from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.support.flat import num_bytes
-from ddpnb.wire import RankState
+from ddpnb.rank.training.batches import Share
 
 Autocast = Callable[[], AbstractContextManager[object]]
 """Makes the context to compute in, which torch keeps for each thread apart."""

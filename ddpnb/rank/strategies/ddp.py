@@ -37,10 +37,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpnb.errors import UserError
+from ddpnb.protocol.errors import UserError
+from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
 from ddpnb.rank.strategies.base import Batch, Replica, State, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.support.flat import all_reduce_bytes, num_bytes
-from ddpnb.rank.strategies.support.overlap import CommHook, observe
+from ddpnb.rank.strategies.ddp_overlap import CommHook, observe
 
 NUM_PLAIN_STEPS: Final = 2
 """Steps before PowerSGD compresses: DDP forms its final buckets after the first."""

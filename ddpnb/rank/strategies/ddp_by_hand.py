@@ -17,8 +17,8 @@ from typing import final
 
 import torch.distributed as dist
 
+from ddpnb.rank.comm.flat_buffers import Flat, all_reduce_bytes, gradients
 from ddpnb.rank.strategies.base import Batch, Replica, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.support.flat import Flat, all_reduce_bytes, gradients
 
 
 @final

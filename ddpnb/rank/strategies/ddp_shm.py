@@ -27,13 +27,13 @@ from torch.distributed import GradBucket
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpnb.protocol.messages import RankState
+from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
+from ddpnb.rank.comm.rendezvous import this_host
+from ddpnb.rank.comm.shared_all_reduce import SharedSum
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.support.flat import all_reduce_bytes, num_bytes
-from ddpnb.rank.strategies.support.overlap import Overlap, Unobserved, observe, observe_buffers
+from ddpnb.rank.strategies.ddp_overlap import Overlap, Unobserved, observe, observe_buffers
 from ddpnb.rank.strategies.timer import Timer
-from ddpnb.rank.transport.meeting import this_host
-from ddpnb.rank.transport.shared_sum import SharedSum
-from ddpnb.wire import RankState
 
 _NO_SHARING_NOTE = "ddp-shm: the ranks cannot share memory here; gradients went through gloo."
 _GPU_NOTE = "ddp-shm is for CPU ranks; on GPUs gradients went through the group's own backend."

@@ -24,6 +24,8 @@ from typing import final
 import torch
 from torch import nn
 
+from ddpnb.protocol.messages import RankState
+from ddpnb.rank.comm.flat_buffers import Flat
 from ddpnb.rank.strategies.base import (
     Batch,
     Memory,
@@ -33,8 +35,6 @@ from ddpnb.rank.strategies.base import (
     StepReport,
     SynchronousStrategy,
 )
-from ddpnb.rank.strategies.support.flat import Flat
-from ddpnb.wire import RankState
 
 
 @final

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddpnb.compat.probe import sentence
-from ddpnb.errors import UserError
+from ddpnb.protocol.errors import UserError
 from ddpnb.rank.strategies.base import Batch, Replica, State, StepReport, SynchronousStrategy
 from ddpnb.rank.strategies.timer import Moment, Timer
 

@@ -1,43 +1,202 @@
-"""How do ranks train that each average with one neighbour at a time?  (Every rank.)
+"""What does one worker of ``gossip`` do, who waits for nobody?  (Every rank, of one host, on CPUs.)
 
-    worker i:  g    =   g_i(w_old)                     w_old: w_i as i has read it
-               w_i, w_j  <-  (w_i + w_j) / 2           j: any other, chosen at random
-               w_i  <-  w_i - lr * g
-
-with g_i the gradient of the mean loss over a share of i's own.  All weights lie in memory that
-the ranks share; i averages under the locks of both, taken in the order of ranks, whatever j is
-at, and its step is made before it lets go of its own.  Nobody waits for anybody but for a lock;
-a faster worker takes more shares.  Meanwhile others may have averaged with w_i, so that w_old is
-not what the gradient is used on: staleness counts the updates by others between.
-
-Reference: Lian, Zhang, Zhang and Liu, "Asynchronous Decentralized Parallel Stochastic Gradient
-Descent", ICML 2018 (AD-PSGD), algorithm 1; the graph is complete.  Each worker has its own
-optimizer, momentum included, which the paper leaves out.
-
-Messages per step: none.  Bytes sent per step and rank: S, those of all parameters: the mean,
-written into the neighbour's memory; 0 by a rank alone.  (As many are read there.)
-
-A worker that dies costs the share it was at, and those being fetched ahead for it; it may join
-anew, with the mean of the others.  All end with the mean of all weights, the dead's left out.
-
-Options:
-
-    together=on    the ranks meet in pairs, step by step, which waits for the slower of two:
-                   D-PSGD, in ``pairs``.  So it is on GPUs, which share no such memory
+Its weights lie in memory that all ranks share, where others average theirs with them at any
+time.  It trains on a copy, as they were at one moment; its optimizer's step is made in the
+memory itself.  ``gossip`` says what is computed.
 """
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from random import Random
 from typing import final
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from ddpnb.rank.order import Share
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, State, StepReport, Strategy
-from ddpnb.rank.strategies.neighbours import Neighbours
-from ddpnb.rank.strategies.pairs import Pairs
-from ddpnb.rank.transport.master import Log, no_log
-from ddpnb.wire import RankState
+from ddpnb.protocol.messages import RankState
+from ddpnb.rank.comm.flat_buffers import Flat, num_bytes
+from ddpnb.rank.comm.messages import RunOverError
+from ddpnb.rank.comm.parameter_store import Log, no_log
+from ddpnb.rank.comm.shared_weights import Weights
+from ddpnb.rank.strategies.base import (
+    Batch,
+    Memory,
+    Plan,
+    Replica,
+    State,
+    StepReport,
+    Strategy,
+    SynchronousStrategy,
+)
+from ddpnb.rank.strategies.shared_memory_workers import Crew
+from ddpnb.rank.training.batches import Share
+
+
+@final
+class Pairs(SynchronousStrategy):
+    """Averages in pairs that change from step to step: ``gossip:together=on``."""
+
+    def plan(self, state: RankState) -> Plan:
+        """Every rank; one is ahead of another by as many steps as it takes news to come by."""
+        return replace(super().plan(state), num_ahead=state.world_size)
+
+    def setup(self, replica: Replica) -> None:
+        """Make this rank's own optimizer, and room for both ranks' weights."""
+        super().setup(replica)
+        self._mine = Flat(replica.parameters)
+        self._theirs = Flat(replica.parameters)
+        self._num_steps = replica.first_step
+
+    def step(self, batch: Batch) -> StepReport:
+        """Train on this rank's part of one global batch; takes part: one neighbour."""
+        replica = self._replica
+        # forward, backward, update: each rank alone
+        loss = replica.compute_gradients(batch)
+        replica.update(self._optimizer)
+        # agree: takes part: this rank and the one that it meets
+        neighbour = met_in(self._num_steps, rank=replica.rank, world_size=replica.world_size)
+        num_sent = 0 if neighbour is None else self._average_with(neighbour)
+        self._num_steps += 1
+        return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
+
+    def finish(self) -> nn.Module:
+        """Average over all; takes part: every rank."""
+        self._mine.average(self._replica.parameters)
+        return self._replica.model
+
+    def _average_with(self, neighbour: int) -> int:
+        """Take the mean of both ranks' weights; return the bytes sent."""
+        self._replica.timer.begin("communication")
+        self._mine.gather(self._replica.parameters)
+        both = [
+            dist.P2POp(operation, buffer, neighbour)
+            for operation, flat in ((dist.isend, self._mine), (dist.irecv, self._theirs))
+            for buffer in flat.buffers
+        ]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        for mine, theirs in zip(self._mine.buffers, self._theirs.buffers, strict=True):
+            torch.add(mine, theirs, out=mine).div_(2)
+        self._mine.scatter(self._replica.parameters)
+        return self._mine.num_bytes
+
+
+def met_in(step: int, *, rank: int, world_size: int) -> int | None:
+    """Return the rank that a rank meets in a step; None where it rests."""
+    place = (rank - step) % world_size
+    other = place ^ 1
+    return None if other >= world_size else (other + step) % world_size
+
+
+@final
+class Neighbours(Crew):
+    """Averages with one neighbour at a time, whenever a gradient is ready."""
+
+    def setup(self, replica: Replica) -> None:
+        """Put all weights into shared memory and wait for all; takes part: every rank.
+
+        A rank that joins takes part alone, and begins with the mean of the living.
+
+        Raises:
+            UserError: the ranks share no memory.
+            RunOverError: there is nothing to join.
+        """
+        self._num_steps = 0
+        self._has_ended = False
+        self.open(
+            replica,
+            num_copies=replica.world_size + 1,  # the last one for what all end with
+            elsewhere="gossip needs all ranks on one host; compare gossip:together=on.",
+        )
+        weights = Weights(self.path, self.copies, self._timeout, replica.lifeline)
+        self._weights = self._opened.enter_context(contextlib.closing(weights))
+        self._mine = [nn.Parameter(slot) for slot in self.copies[replica.rank].tensors]
+        if replica.joins:
+            mean = self._mean()
+            with weights.locked(replica.rank):
+                _copy(mean, self._mine)
+        self._optimizer = replica.optimizer(self._mine)
+        self.enter()
+
+    def step(self, batch: Batch) -> StepReport:
+        """Train on one share; average with whoever is chosen, at whatever it is."""
+        replica, board = self._replica, self.board
+        board.check()
+        # read: the weights that the gradient is of, while nobody changes them
+        replica.timer.begin("communication")
+        read = board.num_updates
+        with self._weights.locked(replica.rank):
+            _copy(self._mine, replica.parameters)
+        self.note(is_write=False, version=read)
+        # forward, backward
+        loss = replica.compute_gradients(batch)
+        board.check()
+        # agree: takes part: this worker alone, in its own memory and the neighbour's
+        replica.timer.begin("communication")
+        neighbour = chosen_by(replica.rank, self._num_steps, board.living())
+        with self._weights.averaged(replica.rank, neighbour):
+            self._update()
+            version = board.count_update()
+        self.note(is_write=True, version=version)
+        board.settle()
+        self._num_steps += 1
+        return StepReport(
+            loss=loss,
+            num_samples=batch.num_samples,
+            staleness=version - 1 - read,
+            num_bytes_sent=0 if neighbour is None else num_bytes(replica.parameters),
+        )
+
+    def memory(self) -> Memory:
+        """The copy that is trained on, the weights that others see, and the optimizer's state."""
+        return Memory.of([*self._replica.model.parameters(), *self._mine], self._optimizer)
+
+    def finish(self) -> nn.Module:
+        """Wait until all are done, and take the mean; takes part: every living rank."""
+        shared = self.copies[-1].tensors
+        self.board.part(lambda: _copy(self._mean(), shared))
+        _copy(shared, self._replica.parameters)
+        self._has_ended = True
+        return self._replica.model
+
+    def save(self, replica: Replica) -> State:
+        """Return the mean of all weights now, and rank 0's optimizer."""
+        if not self._has_ended:  # the next step reads its own weights anew
+            _copy(self._mean(), replica.parameters)
+        return super().save(replica)
+
+    def _update(self) -> None:
+        """Make the optimizer's step on the weights in shared memory."""
+        for slot, parameter in zip(self._mine, self._replica.parameters, strict=True):
+            slot.grad = parameter.grad
+        self._replica.update(self._optimizer)
+        for slot in self._mine:
+            slot.grad = None
+
+    def _mean(self) -> list[torch.Tensor]:
+        """Return the mean of the weights of all who live."""
+        living = self.board.living()
+        if not living:
+            raise RunOverError
+        return self._weights.mean(living)
+
+
+def chosen_by(rank: int, step: int, living: Sequence[int]) -> int | None:
+    """Return whom a rank averages with in its step: of the living any other, all as likely.
+
+    The same at any time, whatever the run's seed; None where there is no other.
+    """
+    others = [other for other in living if other != rank]
+    return Random(f"{rank} {step}").choice(others) if others else None
+
+
+@torch.no_grad()
+def _copy(values: Iterable[torch.Tensor], into: Iterable[torch.Tensor]) -> None:
+    for value, tensor in zip(values, into, strict=True):
+        tensor.copy_(value)
+
 
 _TOGETHER_NOTE = "On GPUs gossip meets in pairs, step by step: they share no memory (together=on)."
 

@@ -22,12 +22,12 @@ from typing import final
 
 from torch import nn
 
-from ddpnb.errors import UserError
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RankState
+from ddpnb.rank.comm.flat_buffers import num_bytes
+from ddpnb.rank.comm.parameter_store import ScaledStep
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport
-from ddpnb.rank.strategies.support.crew import Crew
-from ddpnb.rank.strategies.support.flat import num_bytes
-from ddpnb.rank.transport.master import ScaledStep
-from ddpnb.wire import RankState
+from ddpnb.rank.strategies.shared_memory_workers import Crew
 
 
 @final

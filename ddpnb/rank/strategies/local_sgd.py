@@ -21,9 +21,9 @@ from typing import final
 
 from torch import nn
 
+from ddpnb.protocol.messages import RankState
+from ddpnb.rank.comm.flat_buffers import Flat, gradients
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.support.flat import Flat, gradients
-from ddpnb.wire import RankState
 
 
 @final

@@ -21,9 +21,9 @@ from typing import final
 import torch.distributed as dist
 from torch import nn
 
+from ddpnb.protocol.messages import RankState
+from ddpnb.rank.comm.flat_buffers import Flat
 from ddpnb.rank.strategies.base import Batch, Plan, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.support.flat import Flat
-from ddpnb.wire import RankState
 
 _NOTE = "no-comm sends nothing: its model has learnt from rank 0's share of the samples alone."
 

@@ -29,8 +29,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ddpnb.catalogue import STRATEGIES, Choice
-from ddpnb.errors import UserError, kind_of
+from ddpnb.protocol.catalogue import STRATEGIES, Choice
+from ddpnb.protocol.errors import UserError, kind_of
+from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import (
     Batch,
     Memory,
@@ -40,7 +41,6 @@ from ddpnb.rank.strategies.base import (
     StepReport,
     SynchronousStrategy,
 )
-from ddpnb.wire import RankState
 
 _METHODS = ("setup", "step", "finish")
 

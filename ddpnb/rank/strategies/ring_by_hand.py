@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddpnb.rank.comm.flat_buffers import Flat, gradients, num_bytes
 from ddpnb.rank.strategies.base import Batch, Replica, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.support.flat import Flat, gradients, num_bytes
 
 
 @final

@@ -11,9 +11,9 @@ Messages per step: none.  Bytes sent per step: 0.
 from collections.abc import Iterator
 from typing import final
 
-from ddpnb.rank.order import Share
+from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Batch, Plan, StepReport, SynchronousStrategy
-from ddpnb.wire import RankState
+from ddpnb.rank.training.batches import Share
 
 
 @final

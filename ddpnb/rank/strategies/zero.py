@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddpnb.compat.torch_internals import lists_step_hooks, step_hooks
-from ddpnb.errors import UserError
+from ddpnb.protocol.errors import UserError
+from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
 from ddpnb.rank.strategies.base import (
     Batch,
     Memory,
@@ -35,8 +36,7 @@ from ddpnb.rank.strategies.base import (
     StepReport,
     SynchronousStrategy,
 )
-from ddpnb.rank.strategies.support.flat import all_reduce_bytes, num_bytes
-from ddpnb.rank.strategies.support.overlap import observe
+from ddpnb.rank.strategies.ddp_overlap import observe
 
 
 @final

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping
 
-from ddpnb import catalogue
-from ddpnb.catalogue import CELL_TASK
+from ddpnb.protocol import catalogue
+from ddpnb.protocol.catalogue import CELL_TASK
+from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.cell import cell_task
-from ddpnb.wire import RunSpec
 
 
 def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> Task:

@@ -1,12 +1,151 @@
-"""What is trained: which model, on which samples, with which loss and optimizer?  (Every rank.)"""
+"""How is a batch made from sample numbers?  (Every rank.)
 
+Tensors are indexed at once; the items of any other data set are fetched one by
+one and stacked by torch's ``default_collate``.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
-from ddpnb.rank.tasks.samples import Samples
+from ddpnb.protocol.errors import UserError, kind_of
+
+
+class Pair(NamedTuple):
+    """Inputs and targets of some samples, one row a sample, on the CPU."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+class Samples(ABC):
+    """A split of a data set: so many samples, fetched by number."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @abstractmethod
+    def fetch(self, indices: Tensor) -> Pair:
+        """Return the samples with these numbers (int64), stacked."""
+
+
+class TensorSamples(Samples):
+    """Samples that lie in two tensors."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self._inputs = inputs
+        self._targets = targets
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def fetch(self, indices: Tensor) -> Pair:
+        """Index both tensors at once."""
+        return Pair(self._inputs[indices], self._targets[indices])
+
+
+class DatasetSamples(Samples):
+    """Samples of a map-style torch ``Dataset`` whose items are (input, target)."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # checked: it has a length
+
+    def fetch(self, indices: Tensor) -> Pair:
+        """Fetch the items one by one and stack them."""
+        inputs, targets = default_collate([self.dataset[index] for index in indices.tolist()])
+        return Pair(inputs.cpu(), targets.cpu())
+
+
+def as_samples(data: object, split: str) -> Samples:
+    """Return what ``data(split)`` gave, in the one form that the worker loop reads.
+
+    Args:
+        data: a map-style ``Dataset`` of (input, target) items, or a tuple (inputs, targets) of
+            tensors or arrays of equal length.
+        split: ``"train"`` or ``"test"``, for the message.
+
+    Raises:
+        UserError: it is neither of these, or it is empty.
+    """
+    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        return as_samples(data.tensors, split)
+    if isinstance(data, tuple):
+        return _from_pair(data, split)
+    if not isinstance(data, Dataset) or isinstance(data, IterableDataset):
+        raise _wrong(split, kind_of(data))
+    return _from_dataset(data, split)
+
+
+def _from_pair(pair: tuple[object, ...], split: str) -> Samples:
+    if len(pair) != 2:
+        raise _wrong(split, f"a tuple of {len(pair)}")
+    inputs, targets = (_as_tensor(part, split) for part in pair)
+    if len(inputs) != len(targets):
+        raise UserError(
+            f"data({split!r}) returned {len(inputs)} inputs but {len(targets)} targets; "
+            "return one target for each input."
+        )
+    _refuse_empty(len(inputs), split)
+    return TensorSamples(inputs, targets)
+
+
+def _as_tensor(part: object, split: str) -> Tensor:
+    if isinstance(part, np.ndarray) and part.dtype.kind in "fiub":
+        # A copy, for torch warns of arrays that cannot be written to.
+        part = torch.from_numpy(part if part.flags.writeable else part.copy())
+    if not isinstance(part, Tensor):
+        raise _wrong(split, f"a tuple with {kind_of(part)} in it")
+    if part.ndim == 0:
+        raise _wrong(split, "a tuple with a single number in it")
+    return part.detach().cpu()
+
+
+def _from_dataset(dataset: Dataset[Any], split: str) -> Samples:
+    if not hasattr(dataset, "__len__"):
+        raise _wrong(split, "a Dataset without a length")
+    _refuse_empty(len(dataset), split)
+    item = dataset[0]
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise _wrong(
+            split, f"a Dataset whose items are not pairs, but the first is {kind_of(item)}"
+        )
+    _refuse_unstackable(item, split)
+    return DatasetSamples(dataset)
+
+
+def _refuse_unstackable(item: object, split: str) -> None:
+    try:
+        parts = default_collate([item])
+    except (TypeError, RuntimeError) as error:
+        raise UserError(
+            f"data({split!r}) gives items that cannot be stacked: {type(error).__name__}; "
+            "let each be a pair of tensors, arrays or numbers."
+        ) from error
+    if not all(isinstance(part, Tensor) for part in parts):
+        raise _wrong(split, "a Dataset whose items do not stack into two tensors")
+
+
+def _refuse_empty(num_samples: int, split: str) -> None:
+    if num_samples == 0:
+        raise UserError(f"data({split!r}) returned no samples; return at least one.")
+
+
+def _wrong(split: str, what: str) -> UserError:
+    return UserError(
+        f"data({split!r}) returned {what}; return a torch Dataset of (input, target) pairs, "
+        "or a tuple (inputs, targets) of tensors or arrays."
+    )
+
 
 ModelFactory = Callable[[], nn.Module]
 """Makes the plain model, with weights from torch's global random numbers."""

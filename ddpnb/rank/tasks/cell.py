@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpnb.errors import UserError, kind_of
-from ddpnb.rank.tasks.base import OptimizerFactory, Task, default_optimizer
-from ddpnb.rank.tasks.samples import Samples, as_samples
-from ddpnb.wire import RunSpec
+from ddpnb.protocol.errors import UserError, kind_of
+from ddpnb.protocol.messages import RunSpec
+from ddpnb.rank.tasks.base import OptimizerFactory, Samples, Task, as_samples, default_optimizer
 
 _MEANT = ("model", "data", "loss", "optimizer")
 _OWN_OPTIMIZER_NOTE = "The cell's optimizer sets the learning rate; --lr is not used."

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ddpnb.errors import UserError
-from ddpnb.rank.tasks.base import Task, default_optimizer
-from ddpnb.rank.tasks.samples import DatasetSamples, Pair, Samples
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RunSpec
+from ddpnb.rank.tasks.base import DatasetSamples, Pair, Samples, Task, default_optimizer
 from ddpnb.rank.tasks.synthetic import make_images
-from ddpnb.wire import RunSpec
 
 FOLDER = Path("data") / "cifar-10-batches-bin"
 RECORD_BYTES = 1 + 3 * 32 * 32

@@ -10,9 +10,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
-from ddpnb.rank.tasks.base import Task, default_optimizer
-from ddpnb.rank.tasks.samples import TensorSamples
-from ddpnb.wire import RunSpec
+from ddpnb.protocol.messages import RunSpec
+from ddpnb.rank.tasks.base import Task, TensorSamples, default_optimizer
 
 _INITIAL_SCALE = 0.8
 _SPLIT_SEED = 0

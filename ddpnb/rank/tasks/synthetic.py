@@ -12,10 +12,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ddpnb.errors import UserError
-from ddpnb.rank.tasks.base import Task, default_optimizer
-from ddpnb.rank.tasks.samples import TensorSamples
-from ddpnb.wire import RunSpec
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RunSpec
+from ddpnb.rank.tasks.base import Task, TensorSamples, default_optimizer
 
 NUM_CLASSES = 10
 IMAGE_SHAPE = (3, 32, 32)

@@ -16,10 +16,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from ddpnb.errors import UserError
-from ddpnb.rank.tasks.base import Task, default_optimizer
-from ddpnb.rank.tasks.samples import Pair, Samples
-from ddpnb.wire import RunSpec
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RunSpec
+from ddpnb.rank.tasks.base import Pair, Samples, Task, default_optimizer
 
 TRAIN_FILES = (
     "ast.py",

@@ -1,0 +1,294 @@
+"""What does each magic read like in plain Python?  (Notebook side.)"""
+
+from pathlib import Path
+from typing import Any
+
+from ddpnb.cluster.placement import METHODS, ClusterSpec
+from ddpnb.magics.arguments import takes_training_options, training_of
+from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.reports.exports.export import export as write_export
+from ddpnb.reports.listing import Details
+from ddpnb.reports.plot_options import View
+from ddpnb.reports.result import ComparisonResult
+from ddpnb.reports.table import Table
+from ddpnb.runs.query import Search
+from ddpnb.session.background import RunningComparison
+from ddpnb.session.cells import RunningCell
+from ddpnb.session.comparison import ComparisonSpec
+from ddpnb.session.session import this_session
+from ddpnb.typed_arguments import typed
+
+
+@typed
+def start(
+    n: int | None = None,
+    *,
+    device: str = "auto",
+    backend: str = "auto",
+    threads: int | None = None,
+    method: str | None = None,
+    linger: float = 0.0,
+    attach: bool | str = False,
+) -> Table:
+    """Start the ranks and form the process group; the twin of ``%ddp_start``.
+
+    Returns once every rank has finished an all-reduce.  Where a cluster runs
+    already, it is used as it is.
+
+    Args:
+        n: number of ranks; by default one per GPU, or up to four on the CPU's cores.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        backend: ``"auto"``, ``"gloo"`` or ``"nccl"``.
+        threads: CPU threads of each rank; by default the cores divided by the ranks.
+        method: ``"fork"`` or ``"spawn"``; by default fork on Linux, spawn elsewhere.
+        linger: seconds that the ranks outlive the kernel, to be attached to by another.
+        attach: take over ranks that have outlived their kernel, with their variables; the
+            cluster's name where there are several.
+
+    Returns:
+        The table of ranks.
+
+    Raises:
+        UserError: where that cannot be had on this machine.
+    """
+    if method is not None and method not in METHODS:
+        raise one_of("method", method, METHODS)
+    spec = ClusterSpec(
+        num_ranks=n, device=device, backend=backend, num_threads=threads, linger_seconds=linger
+    )
+    if attach is False:
+        return this_session().start(spec, method=method)
+    return this_session().attach(spec, "" if attach is True else attach, method=method)
+
+
+@typed
+def stop() -> bool:
+    """End every process of the cluster; the twin of ``%ddp_stop``.
+
+    Returns:
+        Whether a cluster was running.
+    """
+    return this_session().stop()
+
+
+@typed
+def restart(n: int | None = None, *, ranks: str | None = None) -> Table:
+    """End ranks and start them anew; their variables are lost.  As ``%ddp_restart``.
+
+    Args:
+        n: number of ranks; by default as many as before.
+        ranks: only these, e.g. ``"1"``; the others keep their variables.
+    """
+    session = this_session()
+    return session.restart(n) if ranks is None else session.bring_back(ranks)
+
+
+@typed
+def why() -> str:
+    """Tell where every rank is right now, with stacks; the twin of ``%ddp_why``."""
+    return this_session().why()
+
+
+@typed
+def status() -> Table:
+    """Return the state of every rank; the twin of ``%ddp_status``."""
+    return this_session().status()
+
+
+@typed
+def interrupt() -> str:
+    """Stop what runs on the ranks; their variables are kept.  As ``%ddp_interrupt``.
+
+    Returns:
+        What was stopped, in a sentence.
+    """
+    return this_session().interrupt()
+
+
+@typed
+def run_cell(
+    source: str,
+    *,
+    ranks: str | None = None,
+    wait: bool = True,
+    name: str = "",
+    timeout: float | None = None,
+    check: bool = False,
+) -> RunningCell | None:
+    """Run a cell on ranks; the twin of ``%%ddp``.
+
+    Args:
+        source: the cell, as one would type it: magics, ``!commands`` and ``await`` work.
+        ranks: which ranks, e.g. ``"0,2-3"``; by default all.
+        wait: whether to return only when every rank has ended it.
+        name: the run that ``ddpnb.log`` in the cell adds to.
+        timeout: seconds after which the ranks are interrupted.
+        check: whether to name collectives that do not match over the ranks at the call, which
+            makes them slow; the process group is formed anew for it.
+
+    Returns:
+        The running cell where ``wait`` is false.
+
+    Raises:
+        RankError: where it failed on a rank.
+        TimeoutError: where it took longer than ``timeout``.
+    """
+    session = this_session()
+    return session.run_cell(source, ranks=ranks, wait=wait, name=name, timeout=timeout, check=check)
+
+
+@typed
+def push(ranks: str | None = None, **variables: object) -> None:
+    """Put variables on the ranks: ``push(a=1, b=2)``; the twin of ``%ddp_push``."""
+    this_session().push(variables, ranks)
+
+
+@typed
+def pull(expression: str, *, ranks: str | None = None) -> Any:
+    """Return the value of an expression on the ranks; the twin of ``%ddp_pull``.
+
+    Returns:
+        A dict from rank to value; the value itself where ``ranks`` names one rank.
+    """
+    return this_session().pull(expression, ranks)
+
+
+@typed
+@takes_training_options
+def compare(
+    *strategies: str,
+    source: str = "",
+    repeats: int = 1,
+    name: str = "",
+    baseline: bool = True,
+    wait: bool = True,
+    log: bool = False,
+    target: float | None = None,
+    **choices: Any,
+) -> ComparisonResult | RunningComparison:
+    """Train strategies on the same task and compare them live; the twin of ``%%ddp_compare``.
+
+    Args:
+        *strategies: ``"ddp"``, or with options ``"ddp:hook=fp16"``; a class of your own.
+        source: a cell that defines ``model()`` and ``data(split)``, and if wanted
+            ``loss`` and ``optimizer(params)``.
+        repeats: how often each strategy is trained, in turns with the others.
+        name: what the comparison is stored as; by default made from the task.
+        baseline: whether to train ``single`` too, so that there is a speed-up to tell.
+        wait: whether to return only when all is trained.
+        log: whether losses are drawn on a logarithmic axis.
+        target: a training loss whose reaching is marked and timed.
+        **choices: as listed.
+
+    Returns:
+        The result; ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(folder)``.  Where ``wait``
+        is false, the comparison that trains; ``.wait()``, ``.interrupt()``, ``.result``.
+
+    Raises:
+        UserError: where something cannot be trained, before anything is.
+        RankError: where a training failed.
+    """
+    training = training_of(choices, in_python=True, source=source)
+    spec = ComparisonSpec(
+        strategies=strategies,
+        training=training,
+        num_repeats=repeats,
+        name=name,
+        baseline=baseline,
+        view=View(log=log, target=target),
+    )
+    return this_session().compare(spec, wait=wait)
+
+
+@typed
+def runs(
+    text: str = "", *, task: str = "", strategy: str = "", since: str = "", last: int | None = None
+) -> Table:
+    """Return the table of stored runs; the twin of ``%ddp_runs``.
+
+    Args:
+        text: stands in the name, the task or the state.
+        task: only runs of this task.
+        strategy: only runs of this strategy.
+        since: only runs begun within ``"90m"``, ``"12h"``, ``"2d"`` or ``"1w"``.
+        last: only so many lines, the newest.
+    """
+    search = Search(text=text, task=task, strategy=strategy, since=since, last=last)
+    return this_session().runs(search)
+
+
+@typed
+def details(name: str) -> Details:
+    """Return what is needed to repeat a stored comparison; the twin of ``%ddp_runs --show``."""
+    return Details(this_session().store.load(name))
+
+
+@typed
+def rename(name: str, new_name: str) -> str:
+    """Give a stored comparison another name; return it.  As ``%ddp_runs --rename``."""
+    return this_session().store.rename(name, new_name)
+
+
+@typed
+def delete(name: str) -> tuple[str, ...]:
+    """Forget stored runs, for good; return their names.  As ``%ddp_runs --delete``."""
+    return this_session().store.delete(name)
+
+
+@typed
+def plot(
+    *names: str, x: str = "", log: bool = False, target: float | None = None
+) -> ComparisonResult:
+    """Return stored runs, to be shown as one comparison; the twin of ``%ddp_plot``.
+
+    Args:
+        *names: as ``runs`` lists them; ``"ddp"`` is the latest run of that strategy.
+        x: draw losses against ``"samples"``, ``"seconds"`` or ``"updates"`` alone.
+        log: whether losses are drawn on a logarithmic axis.
+        target: a training loss whose reaching is marked and timed.
+    """
+    return this_session().load(names, View(x=x, log=log, target=target))
+
+
+@typed
+def load(*names: str) -> ComparisonResult:
+    """Return stored runs as one comparison: ``load("race").steps()`` is a DataFrame.
+
+    Args:
+        *names: as ``runs`` lists them.
+    """
+    return this_session().load(names)
+
+
+@typed
+def export(name: str, path: Path | str) -> str:
+    """Write stored runs to a file, by its ending; the twin of ``%ddp_export``.
+
+    Args:
+        name: runs or a comparison, as ``runs`` lists them.
+        path: ``.csv`` one row per step of each worker, ``.runs.csv`` one per run, ``.json`` all
+            of it, ``.html`` the report, ``.png`` the figure, ``.py`` the comparison's cell as a
+            torchrun script; a name without an ending is a folder for TensorBoard.
+
+    Returns:
+        What was written, in one sentence.
+    """
+    return write_export(this_session().load([name]), path)
+
+
+@typed
+def report(name: str, path: Path | str) -> Path:
+    """Write one page that needs no other file: figure, table, code, environment.
+
+    Args:
+        name: runs or a comparison, as ``runs`` lists them.
+        path: ends with ``.html``.
+
+    Returns:
+        The path.
+    """
+    target = Path(path)
+    if target.suffix != ".html":
+        raise UserError(f"A report ends with .html, unlike {target.name}.")
+    export(name, target)
+    return target

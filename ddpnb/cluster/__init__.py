@@ -1,0 +1,1 @@
+"""The cluster's processes: placement, calls, supervision, hangs, recovery (kernel)."""

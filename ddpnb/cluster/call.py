@@ -1,0 +1,125 @@
+"""What is a call on several ranks, while it is in progress?  (Notebook side.)
+
+All that comes back is put in one queue per call, in order, so that whoever waits
+wakes at once and looks nowhere else.
+"""
+
+import math
+import queue
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpnb.protocol.messages import EventBatch
+
+OUTPUT_TIMEOUT_SECONDS = 5.0
+"""How long a rank's last output may come after its result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """A message of a rank's output channel."""
+
+    rank: int
+    kind: str
+    """``"stream"``, ``"display_data"``, ``"execute_result"``, ... as Jupyter names it."""
+    content: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events:
+    """Training events that a rank flushed."""
+
+    rank: int
+    batch: EventBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """A rank has finished the call."""
+
+    rank: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A rank will never finish the call."""
+
+    rank: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silent:
+    """A rank has finished the call, and all its output has come."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputEnded:
+    """A rank's output for the call has come; its result may be yet to come."""
+
+    rank: int
+
+
+Happening = Output | Events | Returned | Lost | Silent
+
+
+@dataclass(kw_only=True, slots=True)
+class Call:
+    """One call on several ranks, in progress."""
+
+    ranks: tuple[int, ...]
+    inbox: "queue.SimpleQueue[Happening | OutputEnded]" = field(default_factory=queue.SimpleQueue)
+    running: set[int] = field(init=False)
+    """Ranks whose result is still to come."""
+    speaking: set[int] = field(init=False)
+    """Ranks whose output has not ended yet; it may end after the result has come."""
+    output_deadline: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.running = set(self.ranks)
+        self.speaking = set(self.ranks)
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has finished and all its output is here."""
+        output_ended = not self.speaking or time.monotonic() > self.output_deadline
+        return not self.running and output_ended
+
+    def happenings(self, timeout: float) -> Iterator[Happening]:
+        """Yield what has happened, waiting up to ``timeout`` seconds for the first."""
+        while not self.done:
+            try:
+                event = self.inbox.get(timeout=timeout)
+            except queue.Empty:
+                return
+            timeout = 0.0
+            yield from self._handle(event)
+
+    def lose(self, rank: int, cause: str) -> None:
+        """Note, from any thread, that a rank will not answer any more."""
+        self.inbox.put(Lost(rank=rank, cause=cause))
+
+    def _handle(self, event: Happening | OutputEnded) -> Iterator[Happening]:
+        match event:
+            case Returned() | Lost():
+                if isinstance(event, Lost):
+                    self.speaking.discard(event.rank)
+                if event.rank in self.running:
+                    self.running.remove(event.rank)
+                    self.output_deadline = time.monotonic() + OUTPUT_TIMEOUT_SECONDS
+                    yield event
+                    yield from self._silence(event.rank)
+            case OutputEnded(rank=rank):
+                self.speaking.discard(rank)
+                yield from self._silence(rank)
+            case _:
+                yield event
+
+    def _silence(self, rank: int) -> Iterator[Happening]:
+        if rank not in self.running and rank not in self.speaking:
+            yield Silent(rank=rank)

@@ -1,0 +1,195 @@
+"""Which rank computes where, and with how many threads?  (Notebook side.)"""
+
+import math
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpnb.protocol.errors import UserError, one_of
+
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "gloo", "nccl")
+METHODS = ("fork", "spawn")
+"""How ranks may be started."""
+MAX_RANKS = 256
+MAX_DEFAULT_CPU_RANKS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """What the user asked for; ``None`` and ``"auto"`` leave the choice to the placement."""
+
+    num_ranks: int | None = None
+    device: str = "auto"
+    backend: str = "auto"
+    num_threads: int | None = None
+    linger_seconds: float = 0.0
+    """How long the ranks outlive their kernel, waiting for another."""
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise one_of("device", self.device, DEVICES)
+        if self.backend not in BACKENDS:
+            raise one_of("backend", self.backend, BACKENDS)
+        if self.num_ranks is not None and not 1 <= self.num_ranks <= MAX_RANKS:
+            raise UserError(f"-n must be between 1 and {MAX_RANKS}, not {self.num_ranks}.")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise UserError(f"--threads must be at least 1, not {self.num_threads}.")
+        if not (math.isfinite(self.linger_seconds) and self.linger_seconds >= 0):
+            raise UserError(
+                f"--linger must be a number of seconds, 0 or more, not {self.linger_seconds:g}."
+            )
+        if self.device == "cpu" and self.backend == "nccl":
+            raise UserError("NCCL works on GPUs only: use --backend gloo with --device cpu.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where each rank computes."""
+
+    devices: tuple[str, ...]
+    """The device of each rank, as ``torch.device`` spells it."""
+    backend: str
+    num_threads: int
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.devices)
+
+    def shares_device(self, rank: int) -> bool:
+        """Tell whether another rank computes on the same GPU."""
+        device = self.devices[rank]
+        return device != "cpu" and self.devices.count(device) > 1
+
+
+def may_have_gpus() -> bool:
+    """Tell, without asking CUDA, whether this host could have a GPU."""
+    return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def asks_for_gpus(spec: ClusterSpec) -> bool:
+    """Tell whether the fork server must say which GPUs there are before ranks can be placed."""
+    return spec.device == "cuda" or (spec.device == "auto" and may_have_gpus())
+
+
+def place_ranks(spec: ClusterSpec, num_gpus: int) -> Placement:
+    """Place the ranks: one per GPU where there are GPUs, else on the CPU's cores.
+
+    Raises:
+        UserError: where the wish cannot be met on this host.
+    """
+    if spec.device == "cuda" and num_gpus == 0:
+        raise UserError("There is no GPU on this machine: use --device cpu, or leave it out.")
+    on_gpus = num_gpus > 0 and spec.device != "cpu"
+    default = num_gpus if on_gpus else max(2, min(num_cores(), MAX_DEFAULT_CPU_RANKS))
+    num_ranks = spec.num_ranks or default
+    devices = tuple(f"cuda:{rank % num_gpus}" if on_gpus else "cpu" for rank in range(num_ranks))
+    return Placement(
+        devices=devices,
+        backend=choose_backend(spec, num_ranks, num_gpus if on_gpus else 0),
+        num_threads=spec.num_threads or max(1, num_cores() // num_ranks),
+    )
+
+
+def choose_backend(spec: ClusterSpec, num_ranks: int, num_gpus: int) -> str:
+    """Return NCCL for one rank per GPU, else gloo: NCCL forbids two ranks on one GPU."""
+    if spec.backend == "nccl" and num_gpus == 0:
+        raise UserError("NCCL works on GPUs only, and there is none here: use --backend gloo.")
+    if spec.backend == "nccl" and num_ranks > num_gpus:
+        raise UserError(
+            f"NCCL allows one rank per GPU, and {num_ranks} ranks do not fit on {num_gpus}: "
+            f"use -n {num_gpus}, or --backend gloo to let ranks share a GPU."
+        )
+    if spec.backend != "auto":
+        return spec.backend
+    return "nccl" if num_gpus and num_ranks <= num_gpus else "gloo"
+
+
+def torchrun_environment(placement: Placement, rank: int, master_port: int) -> dict[str, str]:
+    """Return the variables torchrun sets, so that code moves to scripts unchanged."""
+    size = str(placement.num_ranks)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(master_port),
+        "OMP_NUM_THREADS": str(placement.num_threads),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "TP_SOCKET_IFNAME": "lo",
+    }
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+CONTROLLER = (
+    "--ip=127.0.0.1",
+    "--location=127.0.0.1",
+    "--log-level=ERROR",
+    "--IPController.enable_curve=True",
+    "--IPController.use_threads=True",  # two processes in place of nine
+    "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # else it keeps every result
+    "--HeartMonitor.period=100",  # ms; ranks are registered on a heartbeat
+    "--HeartMonitor.max_heartmonitor_misses=864000",  # a day: ends are seen by the fork server
+)
+ENGINE = (
+    "--log-level=ERROR",
+    "--IPEngine.enable_nanny=False",  # the fork server sees to signals and deaths
+    "--IPEngine.max_heartbeat_misses=0",
+)
+
+
+def controller_arguments(profile: Path) -> list[str]:
+    """Return ipyparallel's command line for the controller."""
+    return [f"--profile-dir={profile}", *CONTROLLER]
+
+
+def engine_arguments(profile: Path, rank: int) -> list[str]:
+    """Return ipyparallel's command line for a rank's engine."""
+    return [
+        f"--profile-dir={profile}",
+        f"--IPEngine.url_file={profile / 'security/ipcontroller-engine.json'}",
+        f"--IPEngine.id={rank}",
+        *ENGINE,
+    ]
+
+
+def rank_settings(
+    placement: Placement, rank: int, *, profile: Path, home: Path, generation: int | None
+) -> dict[str, Any]:
+    """Return what a rank's process must know, as ``ddpnb.rank.engine`` takes it.
+
+    Args:
+        placement: which rank computes where.
+        rank: which one.
+        profile: ipyparallel's profile folder.
+        home: where cells run at first.
+        generation: of the process group that it joins; None for none.
+    """
+    return {
+        "device": placement.devices[rank],
+        "shares_device": placement.shares_device(rank),
+        "backend": placement.backend,
+        "num_threads": placement.num_threads,
+        "generation": generation,
+        "cells_folder": str(home),
+        "engine_arguments": engine_arguments(profile, rank),
+    }

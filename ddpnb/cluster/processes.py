@@ -1,0 +1,369 @@
+"""How does the kernel start, reach and end the cluster's processes?  (Notebook side.)
+
+One subprocess is started, the fork server; all others are its children.  What
+happens to them comes back over its pipe and is read by a thread here.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import StrEnum
+from multiprocessing import Pipe
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+from ddpnb.protocol.processes import Notice, Order, ProcessId, Request, is_alive
+
+CRASH = "Fatal Python error"
+"""How faulthandler begins what it writes."""
+BEFORE_CRASH = 3
+"""Lines of a log shown before that."""
+
+
+class Service(StrEnum):
+    """A process of the cluster that is no rank."""
+
+    CONTROLLER = "controller"
+    FORK_SERVER = "fork server"
+
+
+Member = int | Service
+"""A process of the cluster: a rank by its number, or a service."""
+
+
+def member_of(name: str) -> Member:
+    """Return the process that the fork server calls so."""
+    return int(name) if name.isdigit() else Service(name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exit:
+    """How a process of the cluster ended."""
+
+    member: Member
+    code: int | None
+    """The exit code; the negative signal number where a signal ended it; None if not known."""
+
+
+def describe_exit(exit_: Exit) -> str:
+    """Say how a process ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
+    if exit_.code is None:
+        return "has ended"
+    if exit_.code >= 0:
+        return f"ended with exit code {exit_.code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_.code).name}"
+    except ValueError:
+        return f"was killed by signal {-exit_.code}"
+
+
+def spoken(member: Member) -> str:
+    """Return a process for a sentence's start: ``"Rank 1"``, ``"The controller"``."""
+    return f"Rank {member}" if isinstance(member, int) else f"The {member}"
+
+
+def log_tail(folder: Path, member: Member, num_lines: int) -> str:
+    """Return the last lines that a process wrote to its log, a crash from its beginning.
+
+    With a few lines before a crash: native code often says there why it gives up.
+
+    Args:
+        folder: the cluster's run folder.
+        member: which process.
+        num_lines: how many, at most.
+    """
+    name = f"rank-{member}" if isinstance(member, int) else member.replace(" ", "")
+    try:
+        lines = (folder / f"{name}.log").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), -num_lines)
+    crash = max(0, crash - BEFORE_CRASH) if crash >= 0 else crash
+    return "\n".join(lines[crash:][:num_lines])
+
+
+STOP_TIMEOUT_SECONDS = 8.0
+KNOCK_SECONDS = 2.0
+"""How long a kernel that is just ending may still hold the fork server."""
+
+RECORDED_CALLS = 64
+"""Collectives that torch's flight recorder remembers on each rank, to tell where it waits."""
+
+Event = dict[str, Any]
+
+
+class Server(Protocol):
+    """The fork server, whether it is this process's child or not."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for its end; return how it ended where that can be known.
+
+        Raises:
+            subprocess.TimeoutExpired: where it has not ended.
+        """
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class Processes:
+    """The fork server and its children, as the kernel sees them.
+
+    ``start`` and ``attach`` return one.
+
+    Args:
+        pipe: to the fork server.
+        server: the fork server.
+        on_exit: called from the listening thread when a process has ended.
+    """
+
+    def __init__(
+        self, *, pipe: Connection, server: Server, on_exit: Callable[[Exit], None]
+    ) -> None:
+        self._on_exit = on_exit
+        self._orders: dict[int, Future[Any]] = {}
+        self._order_ids = itertools.count(time.time_ns())  # no answer to an earlier kernel fits
+        self._send_lock = threading.Lock()
+        self._stopped = False
+        self.ready: Future[list[str]] = Future()
+        """Resolves to the names of the GPUs once ranks can be started."""
+        self._pipe = pipe
+        self._server = server
+        self._listener = threading.Thread(target=self._listen, name="ddpnb-processes", daemon=True)
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        folder: Path,
+        controller_arguments: list[str],
+        num_threads: int,
+        method: str,
+        on_exit: Callable[[Exit], None],
+    ) -> "Processes":
+        """Start the fork server, which starts the controller.
+
+        Args:
+            folder: the cluster's private run folder; the fork server removes it.
+            controller_arguments: ipyparallel's command line for the controller.
+            num_threads: OpenMP threads of each rank; read by torch when it is imported.
+            method: ``"fork"``, or ``"spawn"`` where forking is not safe.
+            on_exit: called from the listening thread when a process has ended.
+        """
+        pipe, theirs = Pipe()
+        server = subprocess.Popen(
+            [sys.executable, "-m", "ddpnb.launcher.forkserver", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=os.environ
+            | {"OMP_NUM_THREADS": str(num_threads), "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS)},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        processes = cls(pipe=pipe, server=server, on_exit=on_exit)
+        processes._send(
+            folder=str(folder), method=method, controller_arguments=controller_arguments
+        )
+        processes._listener.start()
+        return processes
+
+    @classmethod
+    def attach(
+        cls, address: Path, server: ProcessId, on_exit: Callable[[Exit], None]
+    ) -> "Processes":
+        """Take over a fork server that has outlived its kernel.
+
+        Args:
+            address: where it awaits another kernel.
+            server: its process.
+            on_exit: called for each process that has ended meanwhile, then as in ``start``.
+
+        Raises:
+            HeldError: where another kernel holds it.
+            OSError: where it has ended.
+        """
+        pipe, exits = knock(address)
+        processes = cls(pipe=pipe, server=Adopted(owner=server), on_exit=on_exit)
+        processes.ready.set_result([])  # ranks can be started: they have been
+        for name, code in exits.items():
+            on_exit(Exit(member=member_of(name), code=code))
+        processes._listener.start()
+        return processes
+
+    @property
+    def pid(self) -> int:
+        """The fork server's process id."""
+        return self._server.pid
+
+    def start_rank(
+        self, rank: int, environment: Mapping[str, str], settings: Mapping[str, object]
+    ) -> None:
+        """Start one rank; it joins the process group by itself."""
+        self._send(op=Request.START_RANK, rank=rank, environment=environment, settings=settings)
+
+    def order(self, rank: int, order: Order) -> "Future[Any]":
+        """Have a rank's control thread do something, whatever its main thread is at.
+
+        Where the rank is gone, and be it with the whole cluster, no answer comes.
+        """
+        order_id = next(self._order_ids)
+        answer: Future[Any] = Future()
+        self._orders[order_id] = answer
+        with contextlib.suppress(OSError):
+            self._send(op=Request.TELL, rank=rank, message={"order": order, "id": order_id})
+        return answer
+
+    def signal(self, ranks: list[int], number: int) -> None:
+        """Send a signal to some ranks; those that are gone get none."""
+        with contextlib.suppress(OSError):
+            self._send(op=Request.SIGNAL, ranks=ranks, number=number)
+
+    def linger(self, seconds: float, address: Path) -> None:
+        """Have the processes outlive this one, awaiting another at ``address``."""
+        self._send(op=Request.LINGER, seconds=seconds, address=str(address))
+
+    def detach(self) -> None:
+        """Leave the processes to the next kernel; may be called twice."""
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self._send(op=Request.DETACH)
+        self._listener.join(STOP_TIMEOUT_SECONDS)  # the fork server closes its end
+        self._pipe.close()
+
+    def stop(self) -> None:
+        """End every process of the cluster and wait for it; may be called twice."""
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self._send(op=Request.STOP)
+        try:
+            self._server.wait(STOP_TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait(STOP_TIMEOUT_SECONDS)
+        self._pipe.close()
+
+    def _send(self, **message: object) -> None:
+        with self._send_lock:
+            self._pipe.send_bytes(json.dumps(message).encode())
+
+    def _listen(self) -> None:
+        while (event := self._receive()) is not None:
+            try:
+                self._handle(event)
+            except Exception:  # noqa: BLE001  the edge of the thread, which must hear the next event
+                traceback.print_exc()
+        if not self._stopped:
+            code = self._server.wait(1.0)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._server.pid, signal.SIGKILL)  # what its children had started
+            self._on_exit(Exit(member=Service.FORK_SERVER, code=code))
+        if not self.ready.done():
+            self.ready.set_exception(RuntimeError("the fork server ended before it was ready"))
+
+    def _receive(self) -> Event | None:
+        """Wait for the next event; return None once the pipe is closed, at either end."""
+        try:
+            event: Event = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError, TypeError):  # TypeError: closed here meanwhile
+            return None
+        return event
+
+    def _handle(self, event: Event) -> None:
+        match event.pop("event"):
+            case Notice.READY:
+                self.ready.set_result(event["gpus"])
+            case Notice.FAILED:
+                self.ready.set_exception(RuntimeError(event["cause"]))
+            case Notice.ANSWER:
+                if (order := self._orders.pop(event["id"], None)) is not None:
+                    order.set_result(event["value"])
+            case Notice.EXITED:
+                if not self._stopped:
+                    self._on_exit(Exit(member=member_of(event["name"]), code=event["code"]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adopted:
+    """A fork server that another process has started."""
+
+    owner: ProcessId
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.owner[0]
+
+    def wait(self, timeout: float) -> None:
+        """Wait for its end; how it ended, only its parent is told."""
+        deadline = time.monotonic() + timeout
+        while is_alive(self.owner):
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("ddpnb.launcher.forkserver", timeout)
+            time.sleep(0.005)
+
+    def kill(self) -> None:
+        """End it at once."""
+        if is_alive(self.owner):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class HeldError(Exception):
+    """Another kernel holds the fork server."""
+
+
+def knock(address: Path) -> tuple[Connection, dict[str, int]]:
+    """Ask a fork server to take this kernel as its own; return the pipe, and who has ended.
+
+    Raises:
+        HeldError: where it has a kernel, and has it still after ``KNOCK_SECONDS``.
+        OSError: where it has ended.
+    """
+    deadline = time.monotonic() + KNOCK_SECONDS
+    while True:
+        pipe = Client(str(address), family="AF_UNIX")
+        if not pipe.poll(STOP_TIMEOUT_SECONDS):
+            pipe.close()
+            raise TimeoutError("the fork server does not answer")
+        answer: Event = json.loads(pipe.recv_bytes())
+        if answer["event"] == Notice.ATTACHED:
+            return pipe, answer["exits"]
+        pipe.close()
+        if time.monotonic() > deadline:
+            raise HeldError
+        time.sleep(0.05)
+
+
+def wait_for_file(path: Path, timeout: float, still_waiting: Callable[[], None]) -> None:
+    """Wait until a file exists and is complete JSON.
+
+    Args:
+        path: the file.
+        timeout: in seconds.
+        still_waiting: called between looks; raises to give up.
+
+    Raises:
+        TimeoutError: where it did not come.
+    """
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            json.loads(path.read_text())
+            return
+        still_waiting()
+        time.sleep(0.005)
+    raise TimeoutError(f"{path} did not appear within {timeout:.0f} s")

@@ -1,0 +1,166 @@
+"""How does a rank that has died come back while the others train on?  (Notebook side.)
+
+Its process is started anew, in no process group, and joins the run where it is; over gloo or RPC
+it cannot, and waits for the end.  When the run is over, all ranks form the next group.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ddpnb.cluster.call import Call, Events, Happening, Lost, Returned
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import EventBatch, Failure, Joining, Mark, MarkKind, RunSpec
+from ddpnb.protocol.remote_call import OnRank
+from ddpnb.runs.rows import rows_of
+
+NOTEBOOK = -1
+"""The rank that the notebook's own marks go by."""
+MAX_STARTS = 3
+"""How often one rank is started anew in one run."""
+CLOSED_TRANSPORTS = ("gloo", "rpc")
+"""Those by which nobody can join a run that has begun."""
+TIMEOUT_SECONDS = 60.0
+"""How long, after the run, a rank on its way may take to arrive and to notice that it is over."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Comeback:
+    """Brings dead ranks back into one run.
+
+    Args:
+        cluster: where it trains.
+        spec: the run.
+        handle: takes what the ranks send, and marks.
+        survives_deaths: whether the run goes on without a rank, unless that is rank 0.
+    """
+
+    cluster: Cluster
+    spec: RunSpec
+    handle: Callable[[Happening], None]
+    survives_deaths: bool
+    came_back: set[int] = field(default_factory=set)
+    """Ranks whose process is another than when the run began."""
+    _began_at: float = float("inf")
+    _num_batches: dict[int, int] = field(default_factory=dict)
+    _num_steps: dict[int, int] = field(default_factory=dict)
+    _num_starts: dict[int, int] = field(default_factory=dict)
+    _on_their_way: set[int] = field(default_factory=set)
+    _calls: dict[int, Call] = field(default_factory=dict)
+    _killed: set[int] = field(default_factory=set)
+    """Ranks that have sent all they had, and are killed on purpose."""
+    _dead: set[int] = field(default_factory=set)
+    _is_back: set[int] = field(default_factory=set)
+
+    def survives(self, rank: int) -> bool:
+        """Tell whether the run goes on without this rank."""
+        return self.survives_deaths and rank != 0
+
+    def take(self, happening: Happening) -> None:
+        """Take what the run's own call tells; start a rank anew that has died."""
+        self._note(happening)
+        self.handle(happening)
+        if isinstance(happening, Lost) and self.survives(happening.rank):
+            self._dead.add(happening.rank)
+
+    def attend(self) -> None:
+        """Start the dead anew, have those join that have arrived, take what they send."""
+        for rank in sorted(self._dead):
+            if rank in self.cluster.exits:  # it is told by another way than the call's loss
+                self._dead.discard(rank)
+                self._start(rank)
+        for rank in sorted(self._on_their_way):
+            if rank in self.cluster.exits:
+                self._on_their_way.discard(rank)
+                self._dead.add(rank)
+            elif self.cluster.has_come(rank):
+                self._on_their_way.discard(rank)
+                self._join(rank)
+        for rank, call in list(self._calls.items()):
+            for happening in call.happenings(0.0):
+                self._take_joined(rank, happening)
+
+    def end(self) -> None:
+        """Wait for ranks that are on their way, or that have joined; kill those that do not end."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while self._on_their_way or any(not call.done for call in self._calls.values()):
+            self.attend()
+            time.sleep(0.005)
+            if time.monotonic() > deadline:
+                self.cluster.kill([*self._on_their_way, *self._calls])
+                return
+
+    def _note(self, happening: Happening) -> None:
+        if not isinstance(happening, Events):
+            return
+        rank, batch = happening.rank, happening.batch
+        if batch.num_steps:
+            last = rows_of(batch)[-1]
+            self._began_at = min(self._began_at, time.time() - float(last["seconds"]))
+            self._num_steps[rank] = int(last["step"]) + 1
+        self._num_batches[rank] = batch.sequence + 1
+        if any(mark.kind is MarkKind.KILLED for mark in batch.marks):
+            self._killed.add(rank)
+            self.cluster.kill([rank])
+
+    def _start(self, rank: int) -> None:
+        exit_ = self.cluster.exits[rank]
+        if rank in self._killed:
+            self._killed.remove(rank)
+        else:
+            self._mark(rank, MarkKind.KILLED if (exit_.code or 0) < 0 else MarkKind.DIED)
+        self._is_back.discard(rank)
+        self._num_starts[rank] = self._num_starts.get(rank, 0) + 1
+        if self._num_starts[rank] <= MAX_STARTS:
+            self.cluster.start_again(rank)
+            self.came_back.add(rank)
+            self._on_their_way.add(rank)
+
+    def _join(self, rank: int) -> None:
+        if self.spec.transport in CLOSED_TRANSPORTS:
+            self._mark(rank, text=f"came back too late to join over {self.spec.transport}")
+            return
+        joining = Joining(
+            first_batch=self._num_batches.get(rank, 0),
+            first_step=self._num_steps.get(rank, 0),
+            began_at=min(self._began_at, time.time()),
+        )
+        with contextlib.suppress(UserError):  # it has died again: that is noted next
+            self._calls[rank] = self.cluster.submit(
+                OnRank("train"), self.spec, joining, ranks=[rank]
+            )
+
+    def _take_joined(self, rank: int, happening: Happening) -> None:
+        is_first = rank not in self._is_back
+        if isinstance(happening, Lost):
+            self._dead.add(rank)
+        elif isinstance(happening, Returned) and isinstance(happening.value, Failure) and is_first:
+            self._mark(rank, text=f"did not come back: {happening.value.name}")
+        elif isinstance(happening, Events) and happening.batch.num_steps and is_first:
+            self._is_back.add(rank)
+            first = rows_of(happening.batch)[0]
+            self._mark(rank, MarkKind.CAME_BACK, seconds=float(first["seconds"]))
+        self._note(happening)
+        self.handle(happening)
+
+    def _mark(
+        self,
+        rank: int,
+        kind: MarkKind = MarkKind.OTHER,
+        *,
+        text: str = "",
+        seconds: float | None = None,
+    ) -> None:
+        """Note what has happened to a rank, then or at this moment of the training."""
+        if seconds is None:
+            seconds = max(0.0, time.time() - self._began_at)
+        batch = EventBatch(
+            run_id=self.spec.run_id,
+            rank=NOTEBOOK,
+            sequence=self._num_batches.get(NOTEBOOK, 0),
+            marks=(Mark(rank=rank, seconds=seconds, kind=kind, text=text),),
+        )
+        self._num_batches[NOTEBOOK] = batch.sequence + 1
+        self.handle(Events(rank=NOTEBOOK, batch=batch))

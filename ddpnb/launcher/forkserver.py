@@ -1,0 +1,322 @@
+"""Who imports torch once, forks the ranks, and ends them?  (The third process.)
+
+The notebook's kernel starts ``python -m ddpnb.launcher.forkserver FD`` and talks to it
+over one socket pair, in JSON frames.  This process forks the ipyparallel
+controller at once, imports torch while the controller starts, then forks the
+ranks: each shares the imported pages and is ready in a fraction of a second.
+
+It runs no tensor operation, starts no thread and never touches CUDA, so that a
+fork of it is safe at any time, also when a dead rank is brought back later.
+
+It is the parent of every process of the cluster.  When the kernel's end of the
+socket closes, however the kernel ended, it ends them all and removes the run
+folder.  Where it was asked to linger, it first waits that long for another kernel,
+at a Unix socket in the run folder.  When it is killed itself, the kernel of the
+operating system ends the ranks (``PR_SET_PDEATHSIG``), or they see their own pipe to
+it close; the controller, which sees the same, ends what cells have started.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+gc.disable()  # imports make much that lives and little that dies; frozen before the ranks' fork
+
+from ddpnb.launcher.child import (  # noqa: E402
+    Frame,
+    redirect_output,
+    run_child,
+    run_controller,
+    run_rank,
+    spawn_rank,
+    spawned_rank,
+)
+from ddpnb.protocol.processes import Notice, Request  # noqa: E402
+
+STOP_TIMEOUT_SECONDS = 3.0
+"""How long children may take to end by SIGTERM before they are killed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Child:
+    """A process of the cluster and, for a rank, the pipe to its control thread."""
+
+    name: str
+    pid: int
+    pipe: Connection | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Forkserver:
+    """The server's state: the pipe to the notebook's kernel and the children."""
+
+    kernel: Connection | None
+    """None while it waits for another kernel."""
+    folder: Path
+    method: str
+    children: dict[int, Child] = field(default_factory=dict)
+    exits: dict[str, int] = field(default_factory=dict)
+    """How children ended that have not been started anew: exit codes by name."""
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    linger_seconds: float = 0.0
+    """How long the ranks outlive a kernel."""
+    door: socket.socket | None = None
+    """Where another kernel knocks."""
+    tether: Connection | None = None
+    """Nothing is sent here: it is closed by this process's end, which the controller sees."""
+    is_stopped: bool = False
+    _deadline: float = 0.0
+    """``time.monotonic()`` until which another kernel is waited for."""
+
+    def serve(self) -> None:
+        """Answer the kernel and the ranks until there is no kernel, nor one to wait for."""
+        assert self.kernel is not None
+        self.selector.register(self.kernel, selectors.EVENT_READ, self.on_kernel)
+        with sigchld_wakeup() as wakeup:
+            self.selector.register(wakeup, selectors.EVENT_READ, self.on_sigchld)
+            while not self.is_over:
+                seconds = None if self.kernel else max(0.0, self._deadline - time.monotonic())
+                for key, _ in self.selector.select(seconds):
+                    key.data(key.fileobj)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether to end: asked to, or without a kernel and nothing worth waiting with."""
+        if self.is_stopped or self.kernel is not None:
+            return self.is_stopped
+        names = {child.name for child in self.children.values()}
+        is_of_use = "controller" in names and len(names) > 1
+        return not is_of_use or time.monotonic() >= self._deadline
+
+    def on_kernel(self, kernel: Connection) -> None:
+        """Carry out one request of the notebook's kernel."""
+        try:
+            request: Frame = json.loads(kernel.recv_bytes())
+        except (EOFError, OSError):
+            return self.part(kernel)
+        match request.pop("op"):
+            case Request.START_RANK:
+                self.start_rank(**request)
+            case Request.TELL:
+                self.tell(**request)
+            case Request.SIGNAL:
+                self.signal(**request)
+            case Request.LINGER:
+                self.linger(**request)
+            case Request.DETACH:
+                self.part(kernel)
+            case Request.STOP:
+                self.is_stopped = True
+
+    def linger(self, *, seconds: float, address: str) -> None:
+        """Outlive the kernel from now on; the next one is awaited at ``address``."""
+        self.linger_seconds = seconds
+        if self.door is None:
+            self.door = socket.socket(socket.AF_UNIX)
+            self.door.bind(address)  # in a folder that is closed to other users
+            self.door.listen()
+            self.selector.register(self.door, selectors.EVENT_READ, self.on_knock)
+
+    def part(self, kernel: Connection) -> None:
+        """Go on without a kernel, for a while."""
+        self.selector.unregister(kernel)
+        kernel.close()
+        self.kernel = None
+        self._deadline = time.monotonic() + self.linger_seconds
+        if self.linger_seconds:
+            redirect_output(self.folder / "forkserver.log")  # the kernel's own may be gone
+
+    def on_knock(self, door: socket.socket) -> None:
+        """Take another kernel, and tell it who has ended; refuse it while there is one."""
+        kernel = Connection(door.accept()[0].detach())
+        if self.kernel is not None:
+            with contextlib.suppress(OSError):
+                kernel.send_bytes(json.dumps({"event": Notice.REFUSED}).encode())
+            return kernel.close()
+        self.kernel = kernel
+        self.selector.register(kernel, selectors.EVENT_READ, self.on_kernel)
+        self.report(event=Notice.ATTACHED, exits=self.exits)
+
+    def start_rank(self, *, rank: int, environment: dict[str, str], settings: Frame) -> None:
+        """Fork (or spawn) rank ``rank`` and report its pid."""
+        ours, theirs = Pipe()
+        if self.method == "fork":
+            pid = self.fork(lambda: run_rank(rank, environment, settings, theirs, self.folder))
+        else:
+            pid = spawn_rank(rank, environment, settings, theirs, self.folder)
+        theirs.close()
+        self.children[pid] = Child(name=str(rank), pid=pid, pipe=ours)
+        self.exits.pop(str(rank), None)
+        self.selector.register(ours, selectors.EVENT_READ, self.on_rank)
+        self.report(event=Notice.STARTED, rank=rank, pid=pid)
+
+    def start_controller(self, arguments: list[str]) -> None:
+        """Fork ipyparallel's controller."""
+        theirs, self.tether = Pipe(duplex=False)
+        pid = self.fork(lambda: run_controller(arguments, theirs, self.folder))
+        theirs.close()
+        self.children[pid] = Child(name="controller", pid=pid)
+
+    def fork(self, main: Callable[[], None]) -> int:
+        """Fork a child that runs ``main`` and never returns here; return its pid."""
+        pid = os.fork()
+        if pid == 0:
+            for end in (self.kernel, self.door, self.tether):
+                if end is not None:
+                    end.close()
+            for child in self.children.values():
+                if child.pipe is not None:
+                    child.pipe.close()
+            run_child(main)
+        return pid
+
+    def tell(self, *, rank: int, message: Frame) -> None:
+        """Pass a message to the control thread of a rank; a dead rank is told nothing."""
+        for child in self.children.values():
+            if child.name == str(rank) and child.pipe is not None:
+                with contextlib.suppress(OSError):
+                    child.pipe.send_bytes(json.dumps(message).encode())
+
+    def signal(self, *, ranks: list[int], number: int) -> None:
+        """Send a signal to some ranks."""
+        names = {str(rank) for rank in ranks}
+        for child in self.children.values():
+            if child.name in names:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, number)
+
+    def on_rank(self, pipe: Connection) -> None:
+        """Pass a rank's answer on to the kernel."""
+        if pipe.closed:  # the rank's end was reported a moment ago
+            return
+        try:
+            answer: Frame = json.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            self.selector.unregister(pipe)
+            return
+        self.report(**answer)
+
+    def on_sigchld(self, wakeup: int) -> None:
+        """Reap children and report each one's end."""
+        os.read(wakeup, 4096)
+        while self.children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if (child := self.children.pop(pid, None)) is not None:
+                self.forget(child)
+                code = os.waitstatus_to_exitcode(status)
+                self.exits[child.name] = code
+                self.report(event=Notice.EXITED, name=child.name, pid=pid, code=code)
+
+    def forget(self, child: Child) -> None:
+        """Close the pipe of a child that has ended."""
+        if child.pipe is not None:
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(child.pipe)
+            child.pipe.close()
+
+    def report(self, **event: object) -> None:
+        """Tell the notebook's kernel of an event; a kernel that is gone is noticed by serve()."""
+        if self.kernel is not None:
+            with contextlib.suppress(OSError):
+                self.kernel.send_bytes(json.dumps(event).encode())
+
+    def stop(self) -> None:
+        """End all children, then whatever they started, then this process."""
+        for number, timeout in ((signal.SIGTERM, STOP_TIMEOUT_SECONDS), (signal.SIGKILL, 1.0)):
+            for pid in self.children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            self.wait_for_children(timeout)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.kernel is not None:
+            self.kernel.close()
+        os.killpg(0, signal.SIGKILL)
+
+    def wait_for_children(self, timeout: float) -> None:
+        """Reap children until none is left or the time is up."""
+        deadline = time.monotonic() + timeout
+        while self.children and time.monotonic() < deadline:
+            with contextlib.suppress(ChildProcessError):
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+                if self.children.pop(pid, None) is not None:
+                    continue
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def sigchld_wakeup() -> Iterator[int]:
+    """Yield a descriptor that becomes readable when a child ends."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(-1)
+
+
+def preload() -> None:
+    """Import everything that every rank needs, and freeze it for sharing."""
+    importlib.import_module("ddpnb.rank.calls")
+    gc.enable()
+    gc.freeze()
+
+
+def describe_gpus() -> list[str]:
+    """Return the names of the GPUs, asked in a throwaway child: CUDA must not start here."""
+    code = (
+        "import json; from torch import cuda;"
+        "print(json.dumps([cuda.get_device_name(i) for i in range(cuda.device_count())]))"
+    )
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
+        return []
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    return list(json.loads(result.stdout)) if result.returncode == 0 else []
+
+
+def main(kernel_fd: int) -> None:
+    """Serve one notebook's kernel until it is gone."""
+    kernel = Connection(kernel_fd)
+    request: Frame = json.loads(kernel.recv_bytes())
+    server = Forkserver(kernel=kernel, folder=Path(request["folder"]), method=request["method"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        server.start_controller(request["controller_arguments"])
+        if server.method == "fork":
+            preload()
+        server.report(event=Notice.READY, gpus=describe_gpus())
+        server.serve()
+    except Exception:  # noqa: BLE001  the edge of the process: the kernel shows the cause
+        server.report(event=Notice.FAILED, cause=traceback.format_exc())
+    finally:
+        server.stop()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--rank":
+        spawned_rank(sys.argv[2])
+    main(int(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""The magics: text to options to one call of the session (kernel)."""

@@ -1,0 +1,144 @@
+"""How do the choices of a training become options of a magic, and back?  (Notebook side.)"""
+
+import argparse
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from inspect import Parameter
+from typing import Any, TypeVar
+
+from IPython.core import magic_arguments as ipython
+from IPython.core.error import UsageError
+from IPython.core.magic_arguments import ArgDecorator
+from IPython.utils.process import arg_split  # type: ignore[attr-defined]
+
+from ddpnb.compat.python_internals import options_of
+from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
+from ddpnb.protocol.errors import UserError, closest
+from ddpnb.protocol.options import Option
+from ddpnb.protocol.training_options import TrainingSpec, training_options
+
+Magic = TypeVar("Magic", bound=Callable[..., Any])
+
+
+def magic_arguments() -> Callable[[Magic], Magic]:
+    """Give a magic its parser, as IPython's own does, and a help that begins with the usage."""
+
+    def give(magic: Magic) -> Magic:
+        parsed: Magic = ipython.magic_arguments()(magic)
+        parsed.__doc__ = (parsed.__doc__ or "").removeprefix("::").lstrip("\n")  # for Sphinx
+        return parsed
+
+    return give
+
+
+def options(magic: object) -> list[str]:
+    """Return the options of a magic, as its parser knows them."""
+    parser: argparse.ArgumentParser | None = getattr(magic, "parser", None)
+    if parser is None:
+        return []
+    return options_of(parser)
+
+
+def arguments(magic: Callable[..., object], line: str) -> Namespace:
+    """Return a magic's parsed line.
+
+    Raises:
+        UserError: where it cannot be parsed; says what is wrong with which word.
+    """
+    parser: argparse.ArgumentParser = magic.parser  # type: ignore[attr-defined]
+    name = magic.__name__
+    try:
+        parsed, unknown = parser.parse_known_args(arg_split(line))
+    except UsageError as error:
+        raise UserError(f"{error}; %{name}? explains it.") from None
+    except ValueError as error:  # a quotation without an end
+        raise UserError(f"{error} in {line.strip()!r}.") from None
+    if unknown:
+        word, known = unknown[0].partition("=")[0], options(magic)
+        near = closest(word, known)
+        advice = f"did you mean {near}?" if near else f"its options are: {', '.join(known)}."
+        raise UserError(f"{name} has no option {word}; {advice}")
+    return parsed
+
+
+def no_arguments(magic: str, line: str) -> None:
+    """Raise a UserError where a magic that takes no argument was given one."""
+    if line.strip():
+        raise UserError(f"{magic} takes no arguments, but was given {line.strip()!r}.")
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class training_arguments(ArgDecorator):  # noqa: N801  as IPython's own
+    """Gives a magic an option for each choice of a training, under headings."""
+
+    def add_to_parser(self, parser: argparse.ArgumentParser, group: object) -> None:
+        """Add the options."""
+        headings: dict[str, Any] = {}
+        for _, option in training_options():
+            if option.group not in headings:
+                headings[option.group] = parser.add_argument_group(option.group)
+            headings[option.group].add_argument(option.flag, **_settings(option))
+
+
+def catalogue_text() -> str:
+    """Return the strategies and tasks there are, with their options: the end of a help text."""
+    lines: list[str] = []
+    for heading, entries in (("strategies", STRATEGIES), ("tasks", TASKS)):
+        lines += ["", f"{heading}:"]
+        for name, entry in entries.items():
+            lines.append(f"  {name:<17}  {entry.about}")
+            for key, option in entry.options.items():
+                written = "|".join(option.values) or option.default
+                lines.append(f"    {name}:{key}={written}  {option.about}")
+    return "\n".join(lines[1:])
+
+
+def training_of(
+    chosen: Mapping[str, Any], *, in_python: bool = False, **others: Any
+) -> TrainingSpec:
+    """Return the training that was chosen.
+
+    Args:
+        chosen: texts or values, by the names that the options have in Python; more do no harm.
+        in_python: whether errors name the options as in Python, or as in a magic's line.
+        **others: fields that are no options.
+
+    Raises:
+        UserError: something cannot be.
+    """
+    fields = {
+        name: option.read(option.keyword if in_python else option.flag, chosen[option.keyword])
+        for name, option in training_options()
+        if option.keyword in chosen
+    }
+    return TrainingSpec(**fields, **others)
+
+
+def takes_training_options(function: Function) -> Function:
+    """Give a function's signature and help each option in place of ``**choices``."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    options = [option for _, option in training_options()]
+    chosen = [
+        Parameter(option.keyword, Parameter.KEYWORD_ONLY, default=option.default)
+        for option in options
+    ]
+    function.__signature__ = signature.replace(parameters=own + chosen)  # type: ignore[attr-defined]
+    told = "\n".join(f"        {option.keyword}: {option.meaning}." for option in options)
+    function.__doc__ = (function.__doc__ or "").replace("        **choices: as listed.", told)
+    return function
+
+
+def _settings(option: Option) -> dict[str, Any]:
+    about = option.meaning.replace("%", "%%")
+    if option.value_kind is bool:
+        return {"action": "store_true", "help": about}
+    if option.default not in (None, (), "", CELL_TASK):
+        about = f"{about} [{str(option.default).removesuffix('.0')}]"
+    settings = {"metavar": option.example, "help": about}
+    if option.value_kind is tuple:
+        settings["action"] = "append"
+    return settings | {"dest": option.keyword, "default": argparse.SUPPRESS}

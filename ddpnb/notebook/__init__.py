@@ -1,1 +1,0 @@
-"""What runs in the notebook's kernel?  Never imports torch."""

@@ -1,1 +1,0 @@
-"""How are processes started, fed, heard and ended?  (Notebook side.)"""

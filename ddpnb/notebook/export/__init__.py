@@ -1,1 +1,0 @@
-"""How does a comparison leave the notebook, for other tools to read?  (Notebook side.)"""

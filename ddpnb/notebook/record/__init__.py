@@ -1,1 +1,0 @@
-"""What was measured, and what follows from it?  (Notebook side.)"""

@@ -1,1 +1,0 @@
-"""How is a record drawn?  Pure functions of a snapshot.  (Notebook side.)"""

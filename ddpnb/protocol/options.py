@@ -1,0 +1,151 @@
+"""What is known of one thing that can be chosen?  (Both sides.)
+
+A choice is written once, as an ``Option``: its check, the magic's argument and help, tab
+completion, the panel's control and the signature in Python follow from it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from ddpnb.protocol.errors import UserError, kind_of, one_of
+
+Value = bool | int | float | str
+
+WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One thing to choose about a training, a strategy or a task."""
+
+    default: Value | tuple[str, ...] | None
+    about: str
+    kind: type | None = None
+    """What a value is, where ``default`` is None and does not show it; ``tuple``: of texts."""
+    choices: tuple[str, ...] = ()
+    least: float = -math.inf
+    is_least_allowed: bool = True
+    most: float = math.inf
+    from_text: Callable[[str, str], Value] | None = None
+    """Reads a value that is written in a way of its own, given the option's name and the text."""
+    flag: str = ""
+    """How it is written in a magic's line: ``"--batch-size"``; in Python ``batch_size``."""
+    group: str = ""
+    """The heading of its help."""
+    example: str = "N"
+    label: str = ""
+    """Of its control in the panel; empty: it has none there."""
+
+    @property
+    def keyword(self) -> str:
+        """What it is called in Python."""
+        return self.flag.lstrip("-").replace("-", "_")
+
+    @property
+    def meaning(self) -> str:
+        """What it is, with all that may be chosen where that can be listed."""
+        return f"{' | '.join(self.choices)}: {self.about}" if self.choices else self.about
+
+    @property
+    def value_kind(self) -> type:
+        """What a value is."""
+        return self.kind or type(self.default)
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """What may be written, where that can be listed."""
+        return ("on", "off") if self.value_kind is bool else self.choices
+
+    def words(self, value: Any) -> list[str]:
+        """Return the words of a magic's line that choose a value."""
+        if isinstance(value, bool):
+            return [self.flag] if value else []
+        if isinstance(value, tuple):
+            return [self.flag, ",".join(value)]
+        return [self.flag, f"{value:.12g}" if isinstance(value, float) else str(value)]
+
+    def read(self, name: str, given: object) -> Any:
+        """Return what was chosen, from a text or from Python, as a value that fits.
+
+        Args:
+            name: what the user calls the option.
+            given: the text or value.
+
+        Raises:
+            UserError: it does not fit; says what does.
+        """
+        if self.from_text is not None:
+            return self.check(name, self.from_text(name, str(given)), given)
+        value: object = given
+        if self.value_kind is tuple:
+            texts = as_kind(name, [given] if isinstance(given, str) else given, tuple)
+            value = tuple(part for text in texts for part in text.split(","))
+        elif self.value_kind is bool and isinstance(given, str):
+            if given not in self.values:
+                raise UserError(f"{name} takes on or off, not {given!r}.")
+            value = given == "on"
+        elif self.value_kind in (int, float) and isinstance(given, str):
+            try:
+                value = self.value_kind(given)
+            except ValueError:
+                value = given  # refused below
+        return self.check(name, value, given)
+
+    def check(self, name: str, value: object, given: object = None) -> Any:
+        """Return a value as Python's own of the option's kind; raises as ``read``.
+
+        Args:
+            name: what the user calls the option.
+            value: the value.
+            given: what the user wrote for it, where that is something else.
+        """
+        if value is None and self.default is None:
+            return None
+        found = as_kind(name, value, self.value_kind)
+        if self.choices and found not in self.choices:
+            raise one_of(name, found, self.choices)
+        if self.value_kind in (int, float):
+            self._check_bounds(name, found, found if given is None else given)
+        return found
+
+    def _check_bounds(self, name: str, value: float, given: object) -> None:
+        if value > self.most:
+            raise UserError(f"{name} must be at most {self.most}, not {given}.")
+        is_low = value < self.least or (value == self.least and not self.is_least_allowed)
+        if is_low or (isinstance(value, float) and not math.isfinite(value)):
+            bound = "at least" if self.is_least_allowed else "greater than"
+            raise UserError(f"{name} must be {bound} {self.least:g}, not {given}.")
+
+
+def as_kind(name: str, value: object, kind: type) -> Any:
+    """Return a value as Python's own of a kind, which can be stored and sent anywhere.
+
+    Numbers of numpy are numbers too, and a whole number does where any number does.
+
+    Args:
+        name: what the user calls it.
+        value: the value.
+        kind: ``bool``, ``int``, ``float``, ``str``, or ``tuple`` for texts.
+
+    Raises:
+        UserError: it is nothing of the kind.
+    """
+    if kind is tuple and isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(as_kind(f"each of {name}", each, str) for each in value)
+    is_bool = isinstance(value, bool) or type(value).__name__ == "bool"  # numpy's
+    if is_bool if kind is bool else isinstance(value, _ABSTRACT.get(kind, str)) and not is_bool:
+        try:
+            return kind(value)
+        except OverflowError:
+            raise UserError(f"{name} is too large a number.") from None
+    if kind is str and isinstance(value, type):
+        raise UserError(f"{name} takes a text, not a class: write its name, {value.__name__!r}.")
+    is_short = isinstance(value, str | Real) and len(repr(value)) < 40
+    shown = repr(value) if is_short else kind_of(value)
+    raise UserError(f"{name} takes {WORDS.get(kind, 'a text or a list of texts')}, not {shown}.")
+
+
+_ABSTRACT: dict[type, type] = {int: Integral, float: Real, str: str}

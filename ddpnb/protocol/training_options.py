@@ -1,0 +1,217 @@
+"""What can be chosen about a training, whatever the strategy?  (Both sides.)
+
+Every choice is written once, as a field of ``TrainingSpec`` with its ``Option``.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpnb.protocol import catalogue
+from ddpnb.protocol.catalogue import CELL_TASK, TASKS
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.faults import parse_kills, parse_slow
+from ddpnb.protocol.options import Option
+
+AMP = ("none", "bf16")
+"""What mixed precision there is: bfloat16 needs no scaling of the loss."""
+
+LR_SCALING = ("none", "linear", "sqrt")
+"""How the learning rate may grow with the number of workers."""
+
+TRANSPORTS = ("auto", "shm", "gloo", "rpc")
+"""How an asynchronous worker and its server may exchange tensors."""
+
+
+def _option(default: Any, flag: str, **described: Any) -> Any:
+    option = Option(default=default, flag=flag, **described)
+    return field(default=default, metadata={"option": option})
+
+
+def _share(name: str, text: str) -> float:
+    """Return the number that ``20%`` or ``0.2`` says."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise UserError(f"{name} is a share, 20% or 0.2, not {text}.") from None
+    if share > 1 and not text.endswith("%"):
+        advised = f"write {share:g}% or {share / 100:g}"
+        raise UserError(f"{name} {text} would be {100 * share:g} %; {advised}.")
+    return share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSpec:
+    """One way of training: the same for every strategy that is compared."""
+
+    task: str = _option(
+        CELL_TASK,
+        "--task",
+        group="training",
+        example="TASK",
+        about=f"{' | '.join(TASKS)}, with options as in synthetic:samples=512; "
+        "left out: the cell's own",
+    )
+    source: str = ""
+    """The comparison cell; defines ``model()`` and ``data(split)`` when ``task`` is ``"cell"``."""
+    cell: int = 0
+    """The ``n`` of the cell ``In [n]`` that ``source`` stands in; 0: in none."""
+    num_epochs: float = _option(
+        2.0,
+        "--epochs",
+        group="training",
+        least=0,
+        is_least_allowed=False,
+        label="epochs",
+        about="passes over the training data; for asynchronous runs counted in samples seen",
+    )
+    batch_size: int = _option(
+        256,
+        "--batch-size",
+        group="training",
+        least=1,
+        label="global batch",
+        about="the global batch: samples a step, over all workers together",
+    )
+    learning_rate: float = _option(
+        0.05,
+        "--lr",
+        group="training",
+        least=0,
+        is_least_allowed=False,
+        label="learning rate",
+        about="learning rate of the default optimizer, SGD with momentum 0.9",
+    )
+    seed: int = _option(
+        0,
+        "--seed",
+        group="training",
+        least=0,
+        most=2**63 - 1,
+        about="of the weights and the order of samples",
+    )
+    num_warmup_steps: int = 3
+    """Steps trained on a throwaway replica first, so that no clock sees a cold start."""
+    accumulate: int = _option(
+        1,
+        "--accumulate",
+        group="steps",
+        least=1,
+        about="parts that a worker's share of a step is cut into, to save memory",
+    )
+    amp: str = _option(
+        "none",
+        "--amp",
+        group="steps",
+        choices=AMP,
+        example="TYPE",
+        about="what the forward pass computes in where that is safe",
+    )
+    clip: float | None = _option(
+        None,
+        "--clip",
+        kind=float,
+        group="steps",
+        least=0,
+        is_least_allowed=False,
+        about="largest norm of all gradients together; larger ones are scaled down to it",
+    )
+    lr_scaling: str = _option(
+        "none",
+        "--lr-scaling",
+        group="steps",
+        choices=LR_SCALING,
+        example="RULE",
+        about="how the learning rate grows with the number of workers",
+    )
+    num_lr_warmup_epochs: float = _option(
+        0.0,
+        "--lr-warmup",
+        group="steps",
+        least=0,
+        about="epochs over which the learning rate grows from almost nothing",
+    )
+    sync_batchnorm: bool = _option(
+        False,
+        "--sync-batchnorm",
+        group="steps",
+        about="BatchNorm takes its statistics over all ranks; on GPUs only",
+    )
+    transport: str = _option(
+        "auto",
+        "--transport",
+        group="steps",
+        choices=TRANSPORTS,
+        example="WAY",
+        about="how asynchronous workers and their server exchange tensors",
+    )
+    num_data_workers: int = _option(
+        0,
+        "--data-workers",
+        group="data",
+        least=0,
+        most=256,
+        about="processes of each rank that fetch samples ahead (torch's DataLoader)",
+    )
+    slow: tuple[str, ...] = _option(
+        (),
+        "--slow",
+        group="faults on purpose",
+        example="1:3x",
+        label="straggler",
+        about="rank 1 computes 3 times as long; 1:50ms: its steps take 50 ms longer; "
+        "several with commas",
+    )
+    jitter: float = _option(
+        0.0,
+        "--jitter",
+        group="faults on purpose",
+        example="20%",
+        from_text=_share,
+        least=0,
+        most=100,
+        about="each step of each rank takes longer at random, by up to this share",
+    )
+    kill: tuple[str, ...] = _option(
+        (),
+        "--kill",
+        group="faults on purpose",
+        example="1@5s",
+        about="rank 1 is killed after 5 seconds of training",
+    )
+    save_every: float = _option(
+        0.0,
+        "--save-every",
+        group="checkpoints",
+        least=0,
+        about="epochs between checkpoints, one at the end among them, kept in "
+        "data/runs/checkpoints; the last two stay",
+    )
+    resume: str = _option(
+        "",
+        "--resume",
+        group="checkpoints",
+        example="RUN",
+        about="begin from the last checkpoint of these runs, as %ddp_runs lists them",
+    )
+
+    def __post_init__(self) -> None:
+        catalogue.task(self.task)
+        if self.task == CELL_TASK and not self.source.strip():
+            raise UserError(
+                "Nothing to train: define model() and data(split) in the cell, "
+                f"or name a task with --task ({', '.join(TASKS)})."
+            )
+        for name, option in training_options():
+            object.__setattr__(self, name, option.check(option.flag, getattr(self, name)))
+        for text in self.slow:
+            parse_slow(text)
+        parse_kills(self.kill)
+
+
+def training_options() -> Iterator[tuple[str, Option]]:
+    """Yield each field of ``TrainingSpec`` that can be chosen, with its option."""
+    for entry in dataclasses.fields(TrainingSpec):
+        if "option" in entry.metadata:
+            yield entry.name, entry.metadata["option"]

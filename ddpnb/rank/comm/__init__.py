@@ -1,0 +1,1 @@
+"""Buffers, the shared-memory all-reduce, the parameter server and the work queue (ranks)."""

@@ -1,0 +1,220 @@
+"""What happens to the shared parameters when a gradient arrives?  (Rank 0.)
+
+There are as many copies of them as workers.  Each worker trains on one, as old as its last
+read; the latest is the one with the last update.  Where another worker than the one whose
+gradient has come trains on that, the update is made in a copy of it that nobody trains on;
+else in place.  So no parameters change while a gradient of them is computed.
+
+Gradients come with weights: shares of a global batch.  An update is made with their weighted
+mean, at the learning rate times the sum of their weights.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ddpnb.rank.comm.packed_tensors import Packed
+from ddpnb.rank.tasks.base import OptimizerFactory
+
+WHOLE_ROUND = 0
+"""The period of a server that waits to be told: it makes its update in ``Master.apply``."""
+_ROUNDING = 1e-9
+"""Weights whose sum is so near to 1 are those of a whole batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """One read of the parameters by a worker, or the arrival of its gradient."""
+
+    rank: int
+    is_write: bool
+    version: int
+    """Updates that the parameters have seen, one that this write has caused included."""
+
+
+Log = Callable[[Access], None]
+"""Is told of every access, in the order in which they happen."""
+
+
+def no_log(access: Access) -> None:
+    """Keep no log."""
+
+
+@final
+class ScaledStep:
+    """Makes an optimizer's steps, each at its own share of the learning rate.
+
+    What the optimizer does besides following the gradient, weight decay or a division by
+    its size, is scaled with it; a gradient that is scaled would leave that as it is.
+
+    Args:
+        optimizer: makes the steps; has all other hooks, which may set the rate, already.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._share = 1.0
+        self._rates: list[Any] = [None] * len(optimizer.param_groups)
+        self._scaled: list[Any] = self._rates.copy()
+        optimizer.register_step_pre_hook(self._scale)
+        optimizer.register_step_post_hook(self._restore)
+
+    def __call__(self, share: float = 1.0) -> None:
+        """Make a step at ``share`` times the learning rate, which is the same afterwards."""
+        self._share = share
+        self._optimizer.step()
+
+    def _scale(self, *_: object) -> None:
+        for n, group in enumerate(self._optimizer.param_groups):
+            if group["lr"] is not self._scaled[n]:  # torch calls hooks again in a super().step()
+                self._rates[n] = group["lr"]
+                group["lr"] = self._scaled[n] = group["lr"] * self._share
+
+    def _restore(self, *_: object) -> None:
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+
+
+class Master:
+    """The parameters, their one optimizer, and how many updates they have seen.
+
+    Not thread-safe: the server calls it under its lock.
+
+    Args:
+        initial: the parameters to begin with, on any device.
+        copies: memory for parameters like these: one for each worker, all on the CPU.
+        optimizer: makes the optimizer.
+        log: is told of every access.
+        period: gradients that make one update, or ``WHOLE_ROUND``.
+        is_damped: whether an update's learning rate is divided by 1 + staleness (the mean
+            over its gradients), after Zhang et al., IJCAI 2016.
+    """
+
+    def __init__(
+        self,
+        initial: Sequence[Tensor],
+        optimizer: OptimizerFactory,
+        log: Log = no_log,
+        *,
+        copies: Sequence[Packed],
+        period: int = 1,
+        is_damped: bool = False,
+    ) -> None:
+        self.copies = copies
+        self._latest = 0
+        self._trained_on: dict[int, int] = {}
+        """The number of the copy that each worker trains on, by rank."""
+        for mine, theirs in zip(self.tensors, initial, strict=True):
+            mine.copy_(theirs.detach())
+        self._parameters = [nn.Parameter(tensor) for tensor in self.tensors]
+        self._optimizer = optimizer(self._parameters)
+        self._make_step = ScaledStep(self._optimizer)
+        self._period = period
+        self._is_damped = is_damped
+        self._log = log
+        self._version = 0
+        self._version_read: dict[int, int] = {}
+        self._staleness: list[int] = []
+        self._weight = 0.0
+        """Of the gradients that have come since the last update, together."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters as they are now."""
+        return self.copies[self._latest].tensors
+
+    def read(self, rank: int) -> int:
+        """Give a worker the parameters as they are now.
+
+        Returns:
+            The number of the copy that it may train on, until ``leave`` or its next gradients.
+        """
+        self._trained_on[rank] = self._latest
+        self._version_read[rank] = self._version
+        self._note(rank, is_write=False)
+        return self._latest
+
+    def leave(self, rank: int) -> None:
+        """Note that a worker trains on no copy any more; may be called twice."""
+        self._trained_on.pop(rank, None)
+
+    def write(self, rank: int, gradients: Sequence[Tensor | None], weight: float = 1.0) -> int:
+        """Take a worker's gradients; make an update when there are enough.
+
+        Args:
+            rank: the worker.
+            gradients: of its mean loss, one for each parameter; None: none.
+            weight: the worker's share of the global batch.
+
+        Returns:
+            Their staleness: updates since the worker's last read.  It does not grow while
+            they wait for the next update, for they are part of it.
+        """
+        self.leave(rank)
+        staleness = self._version - self._version_read[rank]
+        self._staleness.append(staleness)
+        self._weight += weight
+        if self._period == 1:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+        else:
+            self._gather(gradients, weight)
+        if len(self._staleness) == self._period:
+            self.apply()
+        self._note(rank, is_write=True)
+        return staleness
+
+    def apply(self) -> None:
+        """Make an update with what has been gathered, if anything has."""
+        if not self._staleness:
+            return
+        if self._latest in self._trained_on.values():
+            self._go_on_in_another()
+        weight = 1.0 if abs(self._weight - 1) < _ROUNDING else self._weight
+        if self._period != 1 and weight != 1.0:
+            self._divide(weight)
+        self._make_step(weight / (1 + fmean(self._staleness)) if self._is_damped else weight)
+        self._version += 1
+        self._staleness.clear()
+        self._weight = 0.0
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def snapshot(self) -> tuple[list[Tensor], dict[str, Any]]:
+        """Return copies of the parameters and of the optimizer's state."""
+        parameters = [tensor.clone() for tensor in self.tensors]
+        return parameters, copy.deepcopy(self._optimizer.state_dict())
+
+    def _note(self, rank: int, *, is_write: bool) -> None:
+        self._log(Access(rank=rank, is_write=is_write, version=self._version))
+
+    def _go_on_in_another(self) -> None:
+        """Leave the latest copy to those who train on it."""
+        copied, used = self.copies[self._latest], set(self._trained_on.values())
+        # there is one: of as many copies as workers, that of the one who writes is not used
+        self._latest = next(number for number in range(len(self.copies)) if number not in used)
+        self.copies[self._latest].raw.copy_(copied.raw)
+        for parameter, tensor in zip(self._parameters, self.tensors, strict=True):
+            parameter.data = tensor
+
+    @torch.no_grad()
+    def _gather(self, gradients: Sequence[Tensor | None], weight: float) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient * weight
+            else:
+                parameter.grad.add_(gradient, alpha=weight)
+
+    @torch.no_grad()
+    def _divide(self, weight: float) -> None:
+        """Make a mean of the sum that has been gathered."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(weight)

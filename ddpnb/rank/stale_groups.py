@@ -1,0 +1,73 @@
+"""Which of the user's variables are tied to a process group that is no more?  (Rank side.)"""
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from ddpnb.protocol.messages import Tied
+
+KINDS = (
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "ZeroRedundancyOptimizer",
+    "DeviceMesh",
+    "ProcessGroup",
+)
+"""Torch's classes whose objects keep the group that they were made with.
+
+Told by name: to import them all takes a second, and who has such an object has done so.
+"""
+
+MOST_ITEMS = 1000
+"""A container of more is data, not where somebody keeps a model."""
+
+
+def tied_variables(namespace: Mapping[str, object]) -> list[Tied]:
+    """Return what is tied to a group: variables, and what they hold one level down.
+
+    A model that is part of another module is found at any depth.
+    """
+    found: list[Tied] = []
+    for name, value in namespace.items():
+        if not is_users(name):
+            continue
+        if kind := kind_of(value):
+            found.append(Tied(name, kind))  # what it holds in turn goes with it
+            continue
+        for path, held in held_by(name, value):
+            if kind := kind_of(held):
+                found.append(Tied(path, kind))
+    return found
+
+
+def is_users(name: str) -> bool:
+    """Tell whether a variable is the user's own, not IPython's history."""
+    return not name.startswith("_") and name not in {"In", "Out"}
+
+
+def kind_of(value: object) -> str:
+    """Return which of ``KINDS`` a value is; empty if none."""
+    names = {c.__name__ for c in type(value).__mro__ if c.__module__.startswith("torch")}
+    return next((kind for kind in KINDS if kind in names), "")
+
+
+def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield what a value holds, each with the expression that leads there."""
+    if isinstance(value, nn.Module):
+        inside = dict(value.named_modules(prefix=name))
+        outermost = (path for path in inside if not is_part_of_tied(path, inside))
+        yield from ((path, inside[path]) for path in outermost)
+    elif isinstance(value, dict | list | tuple):
+        if len(value) <= MOST_ITEMS:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}[{key!r}]", item) for key, item in pairs)
+    elif type(value).__module__ == "__main__":
+        yield from ((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())
+
+
+def is_part_of_tied(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Tell whether a module is a part of one that is tied."""
+    names = path.split(".")
+    above = (".".join(names[:num]) for num in range(1, len(names)))
+    return any(kind_of(modules.get(outer)) for outer in above)

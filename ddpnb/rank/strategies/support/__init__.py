@@ -1,1 +1,0 @@
-"""What are strategies made of that are too large for one file, or have something in common?"""

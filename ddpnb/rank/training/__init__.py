@@ -1,0 +1,1 @@
+"""The one training loop and what stands around it (ranks)."""

@@ -1,0 +1,131 @@
+"""What does a rank count of a run, and tell of it?  (Every rank.)"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
+from ddpnb.rank.strategies.base import Memory
+from ddpnb.rank.training import fault_injection, optimizer_hooks
+from ddpnb.rank.training.context import Stage
+from ddpnb.rank.training.timing import Clock, Lap
+
+_WRITING = {
+    True: "The clock stands still while checkpoints are written.",
+    False: "Rank 0 trains on nothing while it writes checkpoints; the others go on.",
+}
+
+Publish = Callable[[RunHeader | StepEvent | Mark], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Counts steps and samples of this rank, and makes events of them."""
+
+    stage: Stage
+    publish: Publish
+    clock: Clock
+    late_seconds: float = 0.0
+    """How long the others had trained when this rank began."""
+    num_steps: int = 0
+    num_samples: int = 0
+    was_stopped: bool = False
+    memory: Memory = field(default_factory=Memory)
+
+    def start(self) -> None:
+        """Begin to count time."""
+        if self.stage.joining is not None:
+            self.late_seconds = time.time() - self.stage.joining.began_at
+        self.clock.start()
+
+    def add(self, laps: list[Lap]) -> None:
+        """Count finished steps and publish them."""
+        first_step = self.stage.joining.first_step if self.stage.joining else 0
+        for lap in laps:
+            self.publish(
+                StepEvent(
+                    step=first_step + self.num_steps,
+                    seconds=self.late_seconds + lap.seconds,
+                    num_samples=lap.report.num_samples,
+                    loss=lap.loss,
+                    staleness=lap.report.staleness,
+                    parts=lap.parts,
+                    num_bytes_sent=lap.report.num_bytes_sent,
+                )
+            )
+            self.num_steps += 1
+            self.num_samples += lap.report.num_samples
+
+    def mark(self, text: str) -> None:
+        """Tell of something that has just happened on this rank."""
+        rank = self.stage.state.rank
+        self.publish(Mark(rank=rank, seconds=self.late_seconds + self.clock.seconds, text=text))
+
+    def report(
+        self,
+        final_loss: float = math.nan,
+        held_out_loss: float = math.nan,
+        held_out_accuracy: float = math.nan,
+        num_lost_samples: int = 0,
+    ) -> RunReport:
+        """Return how the run was, with what the judge says of its model."""
+        return RunReport(
+            run_id=self.stage.spec.run_id,
+            rank=self.stage.state.rank,
+            took_part=True,
+            num_steps=self.num_steps,
+            num_samples=self.num_samples,
+            seconds=self.clock.seconds,
+            final_loss=final_loss,
+            held_out_loss=held_out_loss,
+            held_out_accuracy=held_out_accuracy,
+            was_stopped=self.was_stopped,
+            num_lost_samples=num_lost_samples,
+            num_parameter_bytes=self.memory.parameters,
+            num_optimizer_bytes=self.memory.optimizer,
+        )
+
+
+def header_of(stage: Stage, num_parameters: int, found: tuple[str, ...]) -> RunHeader:
+    """Tell what a run turned out to be; ``found``: what the strategy noted when set up."""
+    num_before = stage.order.num_samples_before(stage.first_step)
+    return RunHeader(
+        run_id=stage.spec.run_id,
+        strategy=stage.spec.strategy,
+        synchronous=stage.plan.synchronous,
+        num_workers=stage.plan.num_workers,
+        num_threads=stage.state.num_threads,
+        device=stage.state.device,
+        backend=stage.state.backend,
+        num_parameters=num_parameters,
+        num_samples=stage.order.num_samples - num_before,
+        num_samples_before=num_before,
+        is_emulated=stage.plan.is_emulated,
+        notes=stage.plan.notes + found + stage.task.notes + tuple(_notes(stage)),
+    )
+
+
+def _notes(stage: Stage) -> list[str]:
+    spec, plan = stage.spec, stage.plan
+    told = [*fault_injection.notes(spec, plan), *optimizer_hooks.notes(spec, plan, stage.order)]
+    if 0 < (share := stage.order.size(0) // plan.num_ranks) < spec.accumulate:
+        told.append(f"--accumulate {spec.accumulate}: a share of {share} is cut into {share}.")
+    if stage.state.shares_device and plan.num_ranks > 1:
+        told.append("Several ranks share one GPU.")
+    if spec.num_data_workers and not stage.fetches_ahead:
+        told.append("--data-workers has no effect: the data are tensors in memory.")
+    if spec.sync_batchnorm and not stage.syncs_batchnorm and plan.num_workers > 1:
+        told.append("--sync-batchnorm has no effect: it needs several ranks, in step, on GPUs.")
+    if spec.save_every:
+        told.append(_WRITING[plan.synchronous])
+    if stage.saved is not None:
+        told.append(_where_resumed(stage))
+    return told
+
+
+def _where_resumed(stage: Stage) -> str:
+    name = stage.spec.resumed or "another run"
+    num_samples = stage.order.num_samples_before(stage.first_step)
+    about = "" if stage.plan.synchronous else "about "
+    return f"Resumed from {name} at {about}{num_samples} samples; time begins anew."

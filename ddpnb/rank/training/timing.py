@@ -1,0 +1,231 @@
+"""When did a step end, what was its loss, where did its time go?  (Every rank.)
+
+All without making the device wait.  On a CPU the host's clock is read.  A GPU works
+behind the Python thread: there each moment is a CUDA event, and each step leaves a copy
+of its loss; both are read when the GPU has come by, a few steps later.
+"""
+
+import contextlib
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from ddpnb.protocol.messages import Parts
+from ddpnb.rank.strategies.base import StepReport
+from ddpnb.rank.strategies.timer import Moment, Part, Timer
+
+MAX_PENDING = 8
+"""Steps that the Python thread may be ahead of a GPU."""
+
+
+class Lap(NamedTuple):
+    """One finished step."""
+
+    report: StepReport
+    seconds: float
+    """Since the clock was started."""
+    loss: float
+    parts: Parts
+
+
+class Clock(Timer):
+    """A clock that is started once, and told of every step and of what it is at."""
+
+    num_ahead: ClassVar[int]
+    """Steps that a rank may have begun without every earlier one having ended."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start counting, when the device has done all it was given."""
+
+    @abstractmethod
+    def lap(self, report: StepReport) -> list[Lap]:
+        """Note that a step was made; return the steps that are known to have finished."""
+
+    @abstractmethod
+    def stop(self) -> list[Lap]:
+        """Wait for the device; return the steps not yet returned."""
+
+    @abstractmethod
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context, to be entered between two steps, in which no time is counted."""
+
+    @property
+    @abstractmethod
+    def seconds(self) -> float:
+        """From start to stop."""
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock for the steps of a device."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+@final
+class CpuClock(Clock):
+    """Reads the host's clock: when a step returns, it is done."""
+
+    num_ahead = 0
+
+    def __init__(self) -> None:
+        self._start = self._end = self._since = 0.0
+        self._part: Part = "data"
+        self._spent: dict[str, float] = {}
+
+    def begin(self, part: Part, at: Moment = None) -> Part:
+        """Read the clock."""
+        before, now = self._part, time.perf_counter() if at is None else at
+        self._spent[before] = self._spent.get(before, 0.0) + now - self._since
+        self._part, self._since = part, now
+        return before
+
+    def moment(self, seconds_ago: float = 0.0) -> Moment:
+        """Return what the clock shows, or showed."""
+        return time.perf_counter() - seconds_ago
+
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Add the time between."""
+        self._spent["hidden"] = self._spent.get("hidden", 0.0) + ended - begun
+
+    def start(self) -> None:
+        """Read the clock."""
+        self._start = self._end = self._since = time.perf_counter()
+        self._part, self._spent = "data", {}
+
+    def lap(self, report: StepReport) -> list[Lap]:
+        """Return this step; what follows is the next one's fetching of data."""
+        loss = report.loss.item()
+        self.begin("data")
+        self._end = self._since
+        parts, self._spent = Parts(**self._spent), {}
+        return [Lap(report, self._end - self._start, loss, parts)]
+
+    def stop(self) -> list[Lap]:
+        """Return nothing: every step has been returned."""
+        return []
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Put all that was read off by as long as the context takes."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - begun
+            self._start += seconds
+            self._end += seconds
+            self._since += seconds
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the end of the last step."""
+        return self._end - self._start
+
+
+class _Pending(NamedTuple):
+    report: StepReport
+    marks: list[tuple[Part, torch.cuda.Event]]
+    """What began, and when; the last is the end of the step."""
+    hidden: list[tuple[torch.cuda.Event, torch.cuda.Event]]
+    loss: Tensor
+    paused_seconds: float
+    """How long the clock had been paused before."""
+
+
+@final
+class CudaClock(Clock):
+    """Reads CUDA events, those of finished steps only."""
+
+    num_ahead = MAX_PENDING + 1
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[Part, torch.cuda.Event]] = []
+        self._hidden: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._pending: deque[_Pending] = deque()
+        self._seconds = 0.0
+        self._paused_seconds = 0.0
+
+    def begin(self, part: Part, at: Moment = None) -> Part:
+        """Record an event behind what the GPU has been given so far."""
+        before = self._marks[-1][0] if self._marks else "data"
+        self._marks.append((part, self.moment() if at is None else at))
+        return before
+
+    def moment(self, seconds_ago: float = 0.0) -> Moment:
+        """Record an event on the current stream."""
+        assert seconds_ago == 0.0, "of a GPU's past nothing can be recorded"
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Note both events, to be read later."""
+        self._hidden.append((begun, ended))
+
+    def start(self) -> None:
+        """Let the GPU finish what it has, then record the first event."""
+        torch.cuda.synchronize(self._device)
+        self._marks, self._hidden = [], []
+        self._paused_seconds = 0.0
+        self.begin("data")
+        self._start = self._marks[0][1]
+
+    def lap(self, report: StepReport) -> list[Lap]:
+        """Record an event behind this step; return the steps that the GPU has finished."""
+        loss = torch.empty((), dtype=report.loss.dtype, pin_memory=True)
+        loss.copy_(report.loss, non_blocking=True)
+        self.begin("data")
+        self._pending.append(
+            _Pending(report, self._marks, self._hidden, loss, self._paused_seconds)
+        )
+        self._marks, self._hidden = [self._marks[-1]], []
+        if len(self._pending) > MAX_PENDING:
+            self._pending[0].marks[-1][1].synchronize()
+        return self._finished()
+
+    def stop(self) -> list[Lap]:
+        """Let the GPU finish, and return the rest."""
+        torch.cuda.synchronize(self._device)
+        return self._finished()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the GPU finish before and after; count from then on what the next step takes."""
+        torch.cuda.synchronize(self._device)
+        begun = self.moment()
+        try:
+            yield
+        finally:
+            self._marks = []
+            self.begin("data")
+            torch.cuda.synchronize(self._device)
+            self._paused_seconds += begun.elapsed_time(self._marks[0][1]) / 1000
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the end of the last step, on the GPU's own clock."""
+        return self._seconds
+
+    def _finished(self) -> list[Lap]:
+        laps = []
+        while self._pending and self._pending[0].marks[-1][1].query():
+            done = self._pending.popleft()
+            passed = self._start.elapsed_time(done.marks[-1][1]) / 1000
+            self._seconds = passed - done.paused_seconds
+            laps.append(Lap(done.report, self._seconds, done.loss.item(), _parts_of(done)))
+        return laps
+
+
+def _parts_of(done: _Pending) -> Parts:
+    spent: dict[str, float] = {}
+    for (part, begun), (_, ended) in zip(done.marks, done.marks[1:], strict=False):
+        spent[part] = spent.get(part, 0.0) + begun.elapsed_time(ended) / 1000
+    for begun, ended in done.hidden:
+        spent["hidden"] = spent.get("hidden", 0.0) + begun.elapsed_time(ended) / 1000
+    return Parts(**spent)

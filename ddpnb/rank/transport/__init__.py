@@ -1,1 +1,0 @@
-"""How do an asynchronous worker and its server exchange tensors?  (Rank side.)"""

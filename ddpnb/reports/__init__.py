@@ -1,0 +1,1 @@
+"""What is shown: pure functions of recorded runs, and the output of cells (kernel)."""

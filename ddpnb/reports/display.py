@@ -1,0 +1,96 @@
+"""How is something put under a cell, and replaced by something newer?  (Notebook side.)"""
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from IPython.core.getipython import get_ipython
+from IPython.display import DisplayHandle, display
+
+from ddpnb.reports.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Bundle = dict[str, str]
+
+
+class Slot:
+    """A place under the cell whose content is replaced; appears with the first content."""
+
+    def __init__(self) -> None:
+        self._handle: DisplayHandle | None = None
+        self._content: Bundle = {}
+
+    def appear(self, bundle: Bundle) -> None:
+        """Appear under the current cell too, with the same content in every place.
+
+        Args:
+            bundle: the content where there is none yet.
+        """
+        if self._handle is None:
+            self.show(bundle)
+        else:
+            self._handle.display(self._content, raw=True)
+
+    def show(self, bundle: Bundle) -> None:
+        """Show a MIME bundle in this place; outside IPython nothing is replaced, nor shown."""
+        if get_ipython() is None:
+            return
+        self._content = bundle
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+    def show_text(self, text: str) -> None:
+        """Show a text in this place."""
+        self.show({"text/plain": text})
+
+    def show_table(self, table: Table) -> None:
+        """Show a table in this place."""
+        self.show({"text/html": table.html(), "text/plain": table.text()})
+
+
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
+WIDTH_PIXELS = 900
+"""How wide the canvas is: unlike a picture, it does not shrink to fit its cell."""
+
+BACKENDS = ("ipympl", "widget", "module://ipympl.backend_nbagg")
+"""What ``%matplotlib widget`` is called."""
+
+
+def is_chosen() -> bool:
+    """Return whether the user chose ipympl's canvas; chooses nothing, and loads no pyplot."""
+    import matplotlib  # noqa: PLC0415 - takes 0.1 s
+
+    chosen = matplotlib.get_backend(auto_select=False)
+    in_kernel = hasattr(get_ipython(), "kernel")
+    return in_kernel and chosen in BACKENDS and find_spec("ipympl") is not None
+
+
+def show_canvas(figure: "Figure", name: str) -> None:
+    """Show a figure on ipympl's canvas under the current cell.
+
+    Args:
+        figure: not shown elsewhere; it belongs to the canvas from now on.
+        name: what a download of it is called.
+    """
+    from ipympl.backend_nbagg import Canvas, FigureManager  # noqa: PLC0415 - may not be there
+
+    figure.set_dpi(WIDTH_PIXELS / figure.get_figwidth())
+    _clip(figure)
+    canvas = Canvas(figure)
+    canvas.header_visible = False
+    FigureManager(canvas, 0).set_window_title(name)
+    told = "The same figure, to zoom and pan in while its kernel lives."
+    view = canvas._repr_mimebundle_()[WIDGET_VIEW]
+    display({WIDGET_VIEW: view, "text/plain": told}, raw=True)
+
+
+def _clip(figure: "Figure") -> None:
+    """Keep what is drawn at data inside its axes, whichever part of them is looked at."""
+    for axes in figure.axes:
+        for line in axes.get_lines():
+            if any(line.get_transform().contains_branch_seperately(axes.transData)):
+                line.set_clip_on(True)

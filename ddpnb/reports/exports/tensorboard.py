@@ -1,0 +1,87 @@
+"""How does TensorBoard read a comparison?  (Notebook side.)
+
+One folder per run, ``race/ddp/1``, with TensorBoard's own writer, which needs no torch.
+A point's step is the number of samples seen by all workers; its time is the training time
+since the run began, so that TensorBoard's "relative" axis shows training seconds.
+"""
+
+import math
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ddpnb.protocol.errors import UserError
+from ddpnb.reports.result import ComparisonResult
+from ddpnb.runs.align import joiner_of
+from ddpnb.runs.model import RunSnapshot
+from ddpnb.runs.summary import reported, samples_per_second
+
+Point = tuple[str, int, float, float]
+"""Tag, samples seen, training seconds, value."""
+
+
+def write_events(result: ComparisonResult, folder: Path) -> str:
+    """Write one folder of event files per run.
+
+    Raises:
+        UserError: TensorBoard is not installed, or the folder holds events already.
+    """
+    if find_spec("tensorboard") is None:
+        raise UserError(
+            "TensorBoard is not installed: pip install 'ddpnb[tensorboard]' in a terminal, "
+            "or name a file that ends with .csv or .json."
+        )
+    if any(folder.glob("**/events.out.tfevents.*")):
+        raise UserError(f"{folder} holds TensorBoard's events already: name another folder.")
+    for run in result.comparison.runs:
+        place = folder / run.name.replace("/", "-") / str(run.repeat + 1)
+        _write(place if run.comparison == result.comparison.name else _within(folder, run), run)
+    return f"{len(result.comparison.runs)} runs for tensorboard --logdir {folder}"
+
+
+def _within(folder: Path, run: RunSnapshot) -> Path:
+    """Return the place of a run of one of several comparisons that were put together."""
+    return folder / run.comparison / run.name.replace("/", "-") / str(run.repeat + 1)
+
+
+def _write(folder: Path, run: RunSnapshot) -> None:
+    from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415  may not be installed
+    from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415
+
+    writer: Any = EventFileWriter(str(folder))
+    try:
+        for tag, samples, seconds, value in (*_points(run), *_scores(run)):
+            if math.isfinite(value):
+                summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+                time = run.created + seconds
+                writer.add_event(Event(wall_time=time, step=samples, summary=summary))
+    finally:
+        writer.close()
+
+
+def _points(run: RunSnapshot) -> Iterator[Point]:
+    events, samples = run.events, run.num_samples_before
+    joiner = joiner_of(run.header, run.spec)
+    joiner.end()  # all is known: nobody is waited for
+    updates = joiner.add(events)
+    columns = (updates.weight.tolist(), updates.seconds.tolist(), updates.loss.tolist())
+    for weight, seconds, loss in zip(*columns, strict=True):
+        samples += int(weight)
+        yield "loss", samples, seconds, loss
+    seen = run.num_samples_before + events["num_samples"].cumsum()
+    for name, rows in run.metrics.items():
+        for index, value in zip(rows["event"].tolist(), rows["value"].tolist(), strict=True):
+            yield name, int(seen[index]), float(events["seconds"][index]), value
+
+
+def _scores(run: RunSnapshot) -> Iterator[Point]:
+    events = run.events
+    samples = run.num_samples_before + int(events["num_samples"].sum())
+    seconds = float(events["seconds"].max(initial=0.0))
+    yield "samples per second", samples, seconds, samples_per_second(run)
+    yield "final loss", samples, seconds, reported(run, lambda report: report.final_loss)
+    yield "held-out loss", samples, seconds, reported(run, lambda report: report.held_out_loss)
+    accuracy = reported(run, lambda report: report.held_out_accuracy)
+    yield "held-out accuracy", samples, seconds, accuracy

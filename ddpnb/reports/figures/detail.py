@@ -1,0 +1,128 @@
+"""Which columns stand below the curves, and how are their rows named?  (Notebook side.)"""
+
+from collections.abc import Sequence
+from typing import final
+
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
+
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.reports.figures.columns import FigureColumn
+from ddpnb.reports.figures.layout import WIDTH, Layout, cut
+from ddpnb.reports.figures.rank_column import RankColumn
+from ddpnb.reports.figures.rate_column import RateColumn
+from ddpnb.reports.figures.series import Series
+from ddpnb.reports.figures.split_column import SplitColumn
+from ddpnb.reports.figures.stale_column import StaleColumn, centre_staleness_ticks
+from ddpnb.reports.style import MUTED, SMALL_POINTS, Style, style_of
+from ddpnb.runs.comparison import Comparison
+from ddpnb.runs.model import RunSnapshot
+
+RATE, SPLIT, RANKS, STALE = (1.0, 1.68), (1.35, 2.12), (0.9, 1.12), (0.62, 0.84)
+"""Width of each column, as a share, and inches of text at its right."""
+
+
+def has_detail(comparison: Comparison) -> bool:
+    """Return whether there is, or will be, more to tell than curves."""
+    return bool(comparison.specs) or any(map(_is_split, comparison.runs))
+
+
+@final
+class Detail:
+    """One row per strategy: its name, its speed, its step, its ranks, its staleness.
+
+    Args:
+        figure: where.
+        layout: the places in it.
+        comparison: decides which columns there are: all of those that may be filled while
+            it trains, those that are filled when it has ended.
+    """
+
+    def __init__(self, figure: Figure, layout: Layout, comparison: Comparison) -> None:
+        self._figure = figure
+        self._layout = layout
+        self._names: list[_Name] = []
+        self._places: list[tuple[float, float]] = [RATE]
+        self._columns: list[FigureColumn] = [RateColumn(figure.add_axes((0, 0, 1, 1)))]
+        may_come = len(comparison.specs) > sum(not run.is_running for run in comparison.runs)
+        if may_come or any(map(_is_split, comparison.runs)):
+            self._add(SplitColumn(figure.add_axes((0, 0, 1, 1))), SPLIT)
+        if may_come or any(len(run.digest.ranks) > 1 for run in comparison.runs):
+            self._add(RankColumn(figure.add_axes((0, 0, 1, 1))), RANKS)
+        planned = [STRATEGIES.get(s.strategy.partition(":")[0]) for s in comparison.specs]
+        may_be_stale = may_come and any(entry and entry.is_asynchronous for entry in planned)
+        if may_be_stale or any(len(run.digest.staleness) for run in comparison.runs):
+            self._add(StaleColumn(figure.add_axes((0, 0, 1, 1))), STALE)
+            centre_staleness_ticks(self._columns[-1].axes)
+
+    def update(self, comparison: Comparison, series: Sequence[Series], seconds: float) -> None:
+        """Show the comparison as it is now, and what there is to come.
+
+        Args:
+            comparison: its strategies are named, also those to come.
+            series: those that have begun.
+            seconds: how long the longest run will last.
+        """
+        rows = [(each.label, each.style) for each in series]
+        begun = {each.summary.name for each in series}
+        rows += [
+            (name, style_of(name, comparison.strategies))
+            for name in comparison.strategies
+            if name not in begun
+        ]
+        num_rows = max(len(rows), self._layout.num_strategies)
+        while len(self._names) < len(rows):
+            self._names.append(_Name(self._figure, self._layout))
+        for index, (name, (label, style)) in enumerate(zip(self._names, rows, strict=True)):
+            middle = self._layout.row_middle(index, num_rows)
+            name.show(label, style, middle, is_begun=index < len(series))
+        for column in self._columns:
+            column.update(series, num_rows, seconds)
+
+    def make_room(self, name_width: float) -> None:
+        """Place the columns so that names of so many inches fit."""
+        boxes = self._layout.rows(name_width, self._places)
+        for column, box in zip(self._columns, boxes, strict=True):
+            column.axes.set_position(box)
+
+    def artists(self) -> list[Artist]:
+        """Return what may change at an update, from back to front."""
+        return [artist for column in self._columns for artist in column.artists()]
+
+    def _add(self, column: FigureColumn, place: tuple[float, float]) -> None:
+        self._columns.append(column)
+        self._places.append(place)
+
+
+@final
+class _Name:
+    """A strategy's marker, line and name at the left of its row."""
+
+    def __init__(self, figure: Figure, layout: Layout) -> None:
+        self._left = layout.names_left / WIDTH
+        self._line = Line2D([], [], linewidth=2.6, markersize=9, transform=figure.transFigure)
+        figure.add_artist(self._line)
+        self._text: Text = figure.text(0, 0, "", fontsize=SMALL_POINTS, va="center")
+        self._shown: tuple[object, ...] = ()
+
+    def show(self, label: str, style: Style, middle: float, *, is_begun: bool) -> None:
+        shown = (label, style, middle, is_begun)
+        if shown == self._shown:
+            return
+        self._shown = shown
+        self._line.set_data([self._left], [middle])
+        self._line.set_marker(style.marker)
+        self._line.set_markerfacecolor("white" if style.is_hollow else style.colour)
+        self._line.set_markeredgecolor(style.colour)
+        self._line.set_markeredgewidth(2.0 if style.is_hollow else 1.0)
+        self._line.set_alpha(1.0 if is_begun else 0.45)
+        self._text.set_position((self._left + 0.2 / WIDTH, middle))
+        self._text.set_text(cut(label))
+        self._text.set_color(style.ink if is_begun else MUTED)
+        self._text.set_fontweight("bold" if is_begun else "normal")
+
+
+def _is_split(run: RunSnapshot) -> bool:
+    return any(any(rank.parts) for rank in run.digest.ranks)

@@ -1,0 +1,266 @@
+"""How is a comparison drawn, live and from the store?  (Notebook side.)
+
+One kept figure, redrawn in place from a snapshot; no pyplot, so none leaks.
+"""
+
+import io
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+from matplotlib.text import Text
+from PIL import Image
+
+from ddpnb.reports import formatting
+from ddpnb.reports.figures.axes import planned_samples, planned_seconds
+from ddpnb.reports.figures.detail import Detail, has_detail
+from ddpnb.reports.figures.layout import (
+    DPI,
+    LEAST_LABEL_WIDTH,
+    WIDTH,
+    Layout,
+    cut,
+    width_inches,
+)
+from ddpnb.reports.figures.panels import CurvePanel, Labelled
+from ddpnb.reports.figures.series import Line, Preparer, Series
+from ddpnb.reports.plot_options import EVERYTHING, View
+from ddpnb.reports.style import INK, MUTED, PAPER, RULE, SMALL_POINTS, TITLE_POINTS
+from ddpnb.runs.comparison import Comparison
+from ddpnb.runs.summary import StrategySummary
+
+FOOTER_INCHES = WIDTH - 0.7
+MORE = "more below the table"
+X_LABELS = {
+    "samples": "samples seen",
+    "seconds": "training seconds",
+    "updates": "updates",
+}
+
+
+def draw(comparison: Comparison, view: View = EVERYTHING) -> Figure:
+    """Return the figure of a comparison, to be saved by matplotlib's own means."""
+    live = LiveFigure(view)
+    live.update(comparison)
+    return live.finish()
+
+
+@final
+class LiveFigure:
+    """Curves above, bars below, redrawn in place; its size is that of the first update.
+
+    One thread at a time.
+
+    Args:
+        view: what of a comparison to show.
+    """
+
+    def __init__(self, view: View = EVERYTHING) -> None:
+        self._view = view
+        self._preparer = Preparer()
+        self._drawing: _Drawing | None = None
+
+    def update(self, comparison: Comparison) -> None:
+        """Show the comparison as it is now."""
+        if self._drawing is None:
+            self._drawing = _Drawing(comparison, self._view)
+        self._drawing.update(comparison, self._preparer.series_of(comparison))
+
+    def png(self) -> bytes:
+        """Return the figure as it is now; around its round corners it is clear."""
+        return self._drawn().png()
+
+    def finish(self) -> Figure:
+        """Return the figure for saving by matplotlib's own means; it is live no more."""
+        return self._drawn().finish()
+
+    def __repr__(self) -> str:
+        return repr(self._drawing) if self._drawing else "a figure that waits for its first run"
+
+    def _repr_png_(self) -> bytes:
+        return self.png()
+
+    def _drawn(self) -> "_Drawing":
+        if self._drawing is None:
+            self.update(Comparison(comparison_id="", name=""))
+        assert self._drawing is not None
+        return self._drawing
+
+
+@final
+class _Drawing:
+    """The figure itself, of a size that fits a comparison."""
+
+    def __init__(self, comparison: Comparison, view: View) -> None:
+        num_strategies = len(
+            {(r.comparison, r.name) for r in comparison.runs} | _planned(comparison)
+        )
+        self._layout = Layout(num_strategies=num_strategies, has_rows=has_detail(comparison))
+        self._view = view
+        self._figure = Figure(figsize=(WIDTH, self._layout.height), dpi=DPI, facecolor="none")
+        self._canvas: Any = FigureCanvasAgg(self._figure)  # matplotlib leaves its methods untyped
+        self._still: Any = None
+        self._figure.add_artist(_paper(self._figure, self._layout.height))
+        self._title = self._text(self._layout.height - 0.38, TITLE_POINTS, INK)
+        self._footer = self._text(0.3, SMALL_POINTS, MUTED)
+        across = (view.x,) if view.x else ("samples", "seconds")
+        self._losses = {x: self._loss_panel(x) for x in across}
+        self._rate = self._panel("Samples per second", X_LABELS["seconds"], names_marks=True)
+        self._detail = (
+            Detail(self._figure, self._layout, comparison) if self._layout.has_rows else None
+        )
+        self._room = (0.0, 0.0)
+        self._seconds = 0.0
+
+    def update(self, comparison: Comparison, series: Sequence[Series]) -> None:
+        """Show the comparison as it is now."""
+        begun = {each.summary.name for each in series}
+        to_come = [
+            formatting.longest_label(name) for name in comparison.strategies if name not in begun
+        ]
+        self._make_room([cut(label) for label in [*(each.label for each in series), *to_come]])
+        self._seconds = planned_seconds(comparison, self._seconds)
+        ends = {"samples": planned_samples(comparison), "seconds": self._seconds}
+        for x, panel in self._losses.items():
+            lines = [_labelled(each, each.losses[x], _marks(each, x)) for each in series]
+            panel.update(lines, ends.get(x, 0.0))
+        self._rate.update(
+            [_labelled(each, each.throughput, _marks(each, "seconds")) for each in series],
+            self._seconds,
+        )
+        if self._detail is not None:
+            self._detail.update(comparison, series, self._seconds)
+        self._title.set_text(formatting.title(comparison))
+        self._footer.set_text(footer(comparison, tuple(each.summary for each in series)))
+
+    def png(self) -> bytes:
+        """Return the figure; what stands still is drawn only when some of it has changed."""
+        if self._figure.stale:
+            self._canvas.draw()
+            self._still = self._canvas.copy_from_bbox(self._figure.bbox)
+        self._canvas.restore_region(self._still)
+        for artist in self._artists():
+            if artist.get_animated():
+                artist.draw(self._canvas.get_renderer())
+        buffer = io.BytesIO()
+        image = Image.fromarray(np.asarray(self._canvas.buffer_rgba()))
+        image.save(buffer, "png", compress_level=1)
+        return buffer.getvalue()
+
+    def finish(self) -> Figure:
+        for artist in self._artists():
+            artist.set_animated(False)
+        return self._figure
+
+    def _artists(self) -> list[Artist]:
+        """Return what may change at an update, from back to front."""
+        parts: list[CurvePanel | Detail] = [*self._panels()]
+        parts += [self._detail] if self._detail else []
+        return [artist for part in parts for artist in part.artists()]
+
+    def __repr__(self) -> str:
+        return self._title.get_text()
+
+    def _loss_panel(self, x: str) -> CurvePanel:
+        by = {"samples": "samples", "seconds": "time", "updates": "updates"}[x]
+        return self._panel(
+            f"Training loss by {by}", X_LABELS[x], log=self._view.log, target=self._view.target
+        )
+
+    def _panel(
+        self,
+        title: str,
+        x_label: str,
+        *,
+        log: bool = False,
+        target: float | None = None,
+        names_marks: bool = False,
+    ) -> CurvePanel:
+        axes = self._figure.add_axes((0, 0, 1, 1))
+        return CurvePanel(
+            axes, title=title, x_label=x_label, log=log, target=target, names_marks=names_marks
+        )
+
+    def _make_room(self, labels: Sequence[str]) -> None:
+        """Place the panels so that the widest label fits; they never grow back."""
+        label = max(LEAST_LABEL_WIDTH, self._room[0], *map(width_inches, labels))
+        bold = max(
+            LEAST_LABEL_WIDTH, self._room[1], *(width_inches(t, is_bold=True) for t in labels)
+        )
+        if (label, bold) == self._room:
+            return
+        self._room = (label, bold)
+        widths = (2.0, 1.0) if len(self._losses) == 1 else (1.0, 1.0, 1.0)
+        for panel, box in zip(self._panels(), self._layout.panels(label, widths), strict=True):
+            panel.axes.set_position(box)
+        if self._detail is not None:
+            self._detail.make_room(bold)
+
+    def _panels(self) -> tuple[CurvePanel, ...]:
+        return (*self._losses.values(), self._rate)
+
+    def _text(self, inches_up: float, points: float, colour: str) -> Text:
+        return self._figure.text(
+            0.3 / WIDTH,
+            inches_up / self._layout.height,
+            "",
+            fontsize=points,
+            color=colour,
+            weight="bold" if points == TITLE_POINTS else "normal",
+            va="center",
+        )
+
+
+def footer(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> str:
+    """Return what the lines mean, and what must be said beside them, in one line of whole notes."""
+    repeats = max((run.repeat for run in comparison.runs), default=0) > 0
+    faint, strong = ("each repeat", "median") if repeats else ("every update", "moving average")
+    text, told = f"Faint: {faint}, strong: {strong}.", ""
+    notes = [note.rstrip(".") for note in formatting.notes(comparison, summaries)]
+    for index, note in enumerate(notes):
+        longer = f"{told}; {note}" if told else f" {note}"
+        rest = "" if index == len(notes) - 1 else f"; {MORE}"
+        if width_inches(text + longer + rest) > FOOTER_INCHES:
+            return f"{text}{told}; {MORE}" if told else f"{text} {MORE.capitalize()}"
+        told = longer
+    return text + told
+
+
+def _planned(comparison: Comparison) -> set[tuple[str, str]]:
+    return {(comparison.name, spec.strategy) for spec in comparison.specs}
+
+
+def _labelled(series: Series, line: Line, marks: tuple[tuple[float, str], ...]) -> Labelled:
+    return Labelled(
+        text=cut(series.label), style=series.style, line=line, is_live=series.is_live, marks=marks
+    )
+
+
+def _marks(series: Series, x: str) -> tuple[tuple[float, str], ...]:
+    """Return where the marks of a series stand on an axis; what holds from the start has none."""
+    if x == "updates":
+        return ()
+    return tuple(
+        (mark.samples if x == "samples" else mark.seconds, f"rank {mark.rank}: {mark.text}")
+        for mark in series.marks
+        if mark.seconds > 0
+    )
+
+
+def _paper(figure: Figure, height: float) -> FancyBboxPatch:
+    """Return the white ground, which looks the same in a light and in a dark notebook."""
+    return FancyBboxPatch(
+        (0.17, 0.17),
+        WIDTH - 0.34,
+        height - 0.34,
+        boxstyle="round,pad=0.15,rounding_size=0.18",
+        facecolor=PAPER,
+        edgecolor=RULE,
+        linewidth=1.2,
+        zorder=-1,
+        transform=figure.dpi_scale_trans,
+    )

@@ -1,0 +1,334 @@
+"""How is one quantity of all strategies drawn as curves?  (Notebook side.)"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import Bbox
+
+from ddpnb.reports.figures.axes import prepare, round_down, round_up, tick
+from ddpnb.reports.figures.layout import spread_out, width_inches
+from ddpnb.reports.figures.series import Line
+from ddpnb.reports.style import INK, MUTED, SMALL_POINTS, Style
+from ddpnb.runs.rows import Floats
+
+LABEL_GAP_POINTS = SMALL_POINTS * 1.35
+
+LEADER_INCHES = (0.02, 0.07, 0.16, 0.19)
+"""How far right of the axes a leader begins, bends and ends, and its label begins."""
+
+MAX_BAD_SHOWN = 16
+"""About as many losses that are no numbers are shown as such."""
+
+MAX_NAMED = 2
+"""So many marks of a strategy are named: a rank was killed, and came back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Labelled:
+    """One strategy's line in this panel, and what stands at its end."""
+
+    text: str
+    style: Style
+    line: Line
+    is_live: bool = False
+    marks: tuple[tuple[float, str], ...] = ()
+    """Where on the x axis something happened, and what."""
+
+
+@final
+class CurvePanel:
+    """One pair of axes, redrawn in place; its y limits only ever grow.
+
+    Args:
+        axes: where to draw; the panel adds its own lines and labels.
+        title: what the panel shows.
+        x_label: what its x axis counts.
+        log: whether the y axis is logarithmic.
+        target: where a line goes across; None: nowhere.
+        names_marks: whether marks are named, and not only shown.
+    """
+
+    def __init__(
+        self,
+        axes: Axes,
+        *,
+        title: str,
+        x_label: str,
+        log: bool = False,
+        target: float | None = None,
+        names_marks: bool = False,
+    ) -> None:
+        self.axes = axes
+        self._is_log = log
+        self._names_marks = names_marks
+        self._inches = axes.figure.dpi_scale_trans
+        self._strokes: list[Strokes] = []
+        self._limits = [0.0, math.inf if log else 0.0, 0.0]  # right, bottom, top
+        self._longest = 0.0
+        if target is not None:
+            self._limits[1:] = [round_down(target * 0.9) if log else min(target, 0.0), target]
+            _draw_target(axes, target)
+        _prepare(axes, title, x_label, log)
+        self._waiting = axes.text(
+            0.5,
+            0.5,
+            "waiting for the first steps",
+            ha="center",
+            va="center",
+            fontsize=SMALL_POINTS,
+            color=MUTED,
+            transform=axes.transAxes,
+        )
+        self.axes.tick_params(labelbottom=False, labelleft=False)
+
+    def update(self, lines: Sequence[Labelled], right: float = 0.0) -> None:
+        """Show ``lines``; the x axis ends at ``right``, or where a line is longer, after it."""
+        shown = [labelled for labelled in lines if _can_show(labelled.line, self._is_log)]
+        while len(self._strokes) < len(shown):
+            self._strokes.append(Strokes(self.axes, self._names_marks))
+        changed = [
+            labelled.line
+            for strokes, labelled in zip(self._strokes, shown, strict=False)
+            if strokes.show(labelled, self._is_log)
+        ]
+        for strokes in self._strokes[len(shown) :]:
+            strokes.hide()
+        self._grow(changed, right)
+        self._place_labels(len(shown))
+        num_told, inches = 0, self._box_inches().width
+        for strokes in self._strokes:
+            num_told += strokes.place_told(0.94 - 0.09 * num_told, self._limits[0], inches)
+        if self._waiting.get_visible() == bool(shown):
+            self._waiting.set_visible(not shown)
+            self.axes.tick_params(labelbottom=bool(shown), labelleft=bool(shown))
+
+    def artists(self) -> list[Artist]:
+        """Return what may change at an update, from back to front."""
+        return [artist for strokes in self._strokes for artist in strokes.artists]
+
+    def _grow(self, lines: Sequence[Line], right: float) -> None:
+        for line in lines:
+            self._longest = max(self._longest, float(np.nanmax(line.x)))
+            lowest, highest = _extent(line, self._is_log)
+            if self._is_log:
+                self._limits[1] = min(self._limits[1], round_down(lowest))
+            else:
+                self._limits[1] = min(self._limits[1], -round_up(-lowest) if lowest < 0 else 0.0)
+            self._limits[2] = max(self._limits[2], round_up(highest * 1.04))
+        self._limits[0] = right if self._longest <= right * 1.001 else round_up(self._longest)
+        end, bottom, top = self._limits
+        if not math.isfinite(bottom):
+            bottom, top = 0.1, 1.0
+        x_limits, y_limits = (0.0, end or 1.0), (bottom, top if top > bottom else bottom + 1.0)
+        if (self.axes.get_xlim(), self.axes.get_ylim()) != (x_limits, y_limits):
+            self.axes.set(xlim=x_limits, ylim=y_limits)
+
+    def _place_labels(self, num_shown: int) -> None:
+        to_share = self.axes.transData - self.axes.transAxes
+        ends = [strokes.end for strokes in self._strokes[:num_shown]]
+        wanted = [float(at) for _, at in to_share.transform(ends)] if ends else []
+        inches = self._box_inches()
+        gap = LABEL_GAP_POINTS / (inches.height * 72)
+        inside = [min(max(position, 0.0), 1.0) for position in wanted]
+        placed = spread_out(inside, gap, 0.02, 1.0)
+        for strokes, at, label_at in zip(self._strokes, inside, placed, strict=False):
+            strokes.place_label(at, label_at, inches.width)
+
+    def _box_inches(self) -> Bbox:
+        return self.axes.bbox.transformed(self._inches.inverted())
+
+
+def _prepare(axes: Axes, title: str, x_label: str, log: bool) -> None:
+    prepare(axes, title, x_label, pad=10, lines="y", num_ticks=4)
+    axes.spines["bottom"].set_color(MUTED)
+    axes.tick_params(axis="x", length=4)
+    axes.tick_params(axis="y", length=0)
+    if log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=6))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
+
+
+def _draw_target(axes: Axes, target: float) -> None:
+    """Draw a line across at ``target``; what it is stands at the upper right, far from losses."""
+    line = axes.axhline(target, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
+    axes.legend(
+        [line],
+        [f"target {tick(target)}"],
+        loc="upper right",
+        bbox_to_anchor=(1.0, 0.97),
+        borderaxespad=0,
+        borderpad=0.1,
+        handlelength=1.6,
+        handletextpad=0.5,
+        fontsize=SMALL_POINTS,
+        labelcolor=INK,
+        frameon=False,
+    )
+
+
+def _can_show(line: Line, is_log: bool) -> bool:
+    return bool((np.isfinite(line.y) & (line.y > (0 if is_log else -math.inf))).any())
+
+
+def _extent(line: Line, is_log: bool) -> tuple[float, float]:
+    """Return lowest and highest of the strong line, and of all but the wildest faint points."""
+    faint = line.faint_y[np.isfinite(line.faint_y)]
+    strong = line.y[np.isfinite(line.y)]
+    if is_log:
+        faint, strong = faint[faint > 0], strong[strong > 0]
+    if len(faint) == 0:
+        return float(strong.min()), float(strong.max())
+    low, high = np.quantile(faint, (0.01, 0.99))
+    return min(float(strong.min()), float(low)), max(float(strong.max()), float(high))
+
+
+@final
+class Strokes:
+    """What one line consists of: faint, strong, a mark at its end, a leader, a label."""
+
+    def __init__(self, axes: Axes, names_marks: bool) -> None:
+        self._axes = axes
+        self._faint = axes.add_line(Line2D([], [], linewidth=1.0, alpha=0.28, zorder=2))
+        self._strong = axes.add_line(Line2D([], [], linewidth=2.6, zorder=3))
+        self._bad = axes.add_line(
+            Line2D([], [], marker="x", markersize=6, markeredgewidth=2, linestyle="", zorder=4)
+        )
+        self._bad.set_transform(axes.get_xaxis_transform())
+        self._bad.set_clip_on(False)
+        self._happened = axes.add_line(Line2D([], [], linewidth=1.4, linestyle=":", zorder=3))
+        self._happened.set_transform(axes.get_xaxis_transform())
+        self._mark = axes.add_line(Line2D([], [], markersize=8, linestyle="", zorder=4))
+        self._mark.set_clip_on(False)
+        self._told = axes.text(0, 0.985, "", fontsize=SMALL_POINTS, va="top")
+        self._told.set_transform(axes.get_xaxis_transform())
+        self._told.set_bbox({"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5})
+        self._leader = axes.add_line(Line2D([], [], linewidth=1.0, alpha=0.7, zorder=1))
+        self._leader.set_transform(axes.transAxes)
+        self._leader.set_clip_on(False)
+        self._label = axes.text(0, 0, "", fontsize=SMALL_POINTS, va="center")
+        self._label.set_transform(axes.transAxes)
+        self._names_marks = names_marks
+        self._told_at = 0.0
+        self._shown: Labelled | None = None
+        self.end = (0.0, 0.0)
+        """Where the line ends."""
+        self._lines: tuple[Artist, ...] = (
+            self._faint,
+            self._happened,
+            self._strong,
+            self._bad,
+            self._mark,
+            self._told,
+        )
+        self.artists = (*self._lines, self._leader, self._label)
+        for artist in self.artists:
+            artist.set_animated(True)  # leader and label stay so: they make room for what moves
+
+    def show(self, labelled: Labelled, is_log: bool) -> bool:
+        """Show a strategy; return whether it has changed, without which it costs nothing."""
+        line, style, before = labelled.line, labelled.style, self._shown
+        self._shown = labelled
+        self._label.set_text(labelled.text)
+        if before is not None and before.line is line and before.is_live == labelled.is_live:
+            return False
+        for artist in self._lines:
+            set_live(artist, labelled.is_live)
+        x, y = self.end = end_of(line, is_log)
+        self._faint.set_data(line.faint_x, line.faint_y)
+        self._strong.set_data(line.x, line.y)
+        self._strong.set_linestyle(style.dashes)
+        self._mark.set_data([x], [y])
+        self._mark.set_marker(style.marker)
+        self._bad.set_data(line.bad_x, np.full(len(line.bad_x), 0.985))
+        self._bad.set_markevery(max(1, len(line.bad_x) // MAX_BAD_SHOWN))
+        self._show_marks(labelled.marks, line.bad_x)
+        for drawn in (
+            self._faint,
+            self._strong,
+            self._mark,
+            self._leader,
+            self._bad,
+            self._happened,
+        ):
+            drawn.set_color(style.colour)
+        self._mark.set_markerfacecolor("white" if style.is_hollow else style.colour)
+        self._mark.set_markeredgecolor(style.colour if style.is_hollow else "white")
+        self._mark.set_markeredgewidth(2.0 if style.is_hollow else 1.0)
+        self._label.set_color(style.ink)
+        self._told.set_color(style.ink)
+        for artist in self.artists:
+            artist.set_visible(True)
+        self._told.set_visible(bool(self._told.get_text()))
+        return True
+
+    def hide(self) -> None:
+        """Show nothing."""
+        if self._shown is not None:
+            self._shown = None
+            for artist in self.artists:
+                artist.set_visible(False)
+
+    def place_label(self, line_ends_at: float, label_at: float, axes_inches: float) -> None:
+        """Put the label beside the axes, with a leader from where the line ends."""
+        x = [1 + inches / axes_inches for inches in LEADER_INCHES]
+        self._leader.set_data(x[:3], [line_ends_at, line_ends_at, label_at])
+        self._label.set_position((x[3], label_at))
+
+    def place_told(self, y: float, right: float, axes_inches: float) -> int:
+        """Put what is said of marks at this height, inside the axes; return how many lines."""
+        if not self._told.get_visible() or not self._told.get_text():
+            return 0
+        lines = self._told.get_text().split("\n")
+        taken = max(map(width_inches, lines)) / axes_inches
+        begins = self._told_at / (right or 1.0)
+        is_right_of_mark = begins + taken <= 1.0 or begins < taken
+        left = max(min(begins, 1.0 - taken), 0.0) if is_right_of_mark else begins
+        self._told.set_horizontalalignment("left" if is_right_of_mark else "right")
+        if self._told.get_position() != (left * (right or 1.0), y):
+            self._told.set_position((left * (right or 1.0), y))
+        return len(lines)
+
+    def _show_marks(self, marks: Sequence[tuple[float, str]], bad_x: Floats) -> None:
+        """Draw a line up at each mark; name the last, or say that losses are no numbers.
+
+        What is named stands beside the first of those named, a line for each.
+        """
+        self._happened.set_data(
+            [x for at, _ in marks for x in (at, at, math.nan)], [0.0, 1.0, math.nan] * len(marks)
+        )
+        named = _last_named(marks) if self._names_marks else {}
+        if len(bad_x):
+            named = {"NaN or ∞": float(bad_x[0])}
+        self._told.set_text("\n".join(f" {told} " for told in named))
+        self._told_at = min(named.values(), default=0.0)
+
+
+def set_live(artist: Artist, is_live: bool) -> None:
+    """Have an artist drawn at every redraw, or with what stands still."""
+    if artist.get_animated() != is_live:
+        artist.set_animated(False)
+        artist.stale = True  # matplotlib passes this on to the figure, unless it is animated
+        artist.set_animated(is_live)
+
+
+def _last_named(marks: Sequence[tuple[float, str]]) -> dict[str, float]:
+    """Return the last marks that differ in what they say, and where each of them stands."""
+    where = {told: at for at, told in sorted(marks, reverse=True)}  # repeats: where it was first
+    return dict(sorted(where.items(), key=lambda item: item[1])[-MAX_NAMED:])
+
+
+def end_of(line: Line, is_log: bool) -> tuple[float, float]:
+    """Return the last point of the strong line that can be shown."""
+    shown = np.isfinite(line.y) & (line.y > (0 if is_log else -math.inf))
+    at = int(np.flatnonzero(shown)[-1])
+    return float(line.x[at]), float(line.y[at])

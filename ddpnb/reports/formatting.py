@@ -1,0 +1,141 @@
+"""How are runs and numbers put into words?  (Notebook side.)"""
+
+import math
+from collections.abc import Sequence
+
+from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES
+from ddpnb.protocol.messages import RunSpec
+from ddpnb.protocol.training_options import training_options
+from ddpnb.runs.comparison import Comparison
+from ddpnb.runs.repeat import body_of
+from ddpnb.runs.summary import Key, StrategySummary, group_runs, is_emulated
+
+NOTHING = "–"
+"""Stands in a table where there is no number."""
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Return ``value`` with about ``digits`` digits, e.g. ``12,345`` or ``0.118``."""
+    if math.isnan(value):
+        return NOTHING
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if value == 0 or abs(value) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    rounded = abs(float(f"{value:.{digits}g}"))
+    decimals = digits - 1 - math.floor(math.log10(rounded))
+    return f"{value:.{min(decimals, 6)}f}"
+
+
+def short(value: float) -> str:
+    """Return ``value`` in at most five characters, e.g. ``17.1k``; beyond 1e15, e.g. ``2.5e17``."""
+    if not math.isfinite(value):
+        return number(value)
+    if abs(value) >= 0.9995e15:
+        return f"{value:.2g}".replace("e+", "e")
+    for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * unit:
+            return f"{number(value / unit)}{letter}"
+    return number(value)
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes, e.g. ``4.6 MB``."""
+    if not math.isfinite(num_bytes):
+        return NOTHING
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= 0.9995 * unit:
+            return f"{number(num_bytes / unit, 2)} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def percent(share: float, decimals: int = 0) -> str:
+    """Return a share as percent, e.g. ``96.1 %``."""
+    return f"{100 * share:.{decimals}f} %" if math.isfinite(share) else number(share)
+
+
+def duration(seconds: float) -> str:
+    """Return a time span for reading at a glance, e.g. ``12 s`` or ``3 min 20 s``."""
+    if not math.isfinite(seconds):
+        return NOTHING
+    minutes, rest = divmod(max(round(seconds), 0), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def counted(num: int, noun: str) -> str:
+    """Return e.g. ``1 worker`` or ``2 workers``."""
+    return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
+
+
+def labels(comparison: Comparison) -> dict[Key, str]:
+    """Return what each strategy is called where it is shown, what is emulated included."""
+    groups = group_runs(comparison.runs)
+    several = len({key[0] for key in groups}) > 1
+    return {
+        key: (f"{key[0]}/{key[1]}" if several and key[0] not in ("", key[1]) else key[1])
+        + (" (emulated)" if is_emulated(runs) else "")
+        for key, runs in groups.items()
+    }
+
+
+def longest_label(strategy: str) -> str:
+    """Return what a strategy that has not begun may be called at most."""
+    entry = STRATEGIES.get(strategy.partition(":")[0])
+    return f"{strategy} (emulated)" if entry and entry.may_be_emulated else strategy
+
+
+def title(comparison: Comparison) -> str:
+    """Return one line: what was trained, with which batch, on what."""
+    specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
+    headers = [run.header for run in comparison.runs if run.header]
+    tasks = dict.fromkeys("own cell" if s.task == "cell" else s.task for s in specs)
+    batches = dict.fromkeys(f"{s.batch_size:,}" for s in specs)
+    devices = dict.fromkeys(header.device.split(":")[0] for header in headers)
+    parts = [" and ".join(tasks)]
+    parts += [f"global batch {' and '.join(batches)}"] if batches else []
+    if headers:
+        workers = counted(max(header.num_workers for header in headers), "worker")
+        parts.append(f"{workers} on {' and '.join(devices)}")
+    told = ", ".join(part for part in parts if part)
+    return f"{comparison.name}: {told}" if told else comparison.name
+
+
+def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tuple[str, ...]:
+    """Return what must be said beside a plot: emulations, failures, unlike runs."""
+    named = labels(comparison)
+    whose: dict[str, list[str]] = {}
+    for summary in summaries:
+        for note in summary.notes:
+            whose.setdefault(note, []).append(named[summary.comparison, summary.name])
+    is_alone = len(summaries) == 1
+    specs = [run.spec for run in comparison.runs if run.spec]
+    differing = differences(specs)
+    told = [f"these runs differ in {listed(differing)}"] if differing else []
+    told += [
+        note if len(names) == len(summaries) and not is_alone else f"{', '.join(names)}: {note}"
+        for note, names in whose.items()
+    ]
+    return tuple(told)
+
+
+def differences(specs: Sequence[RunSpec]) -> list[str]:
+    """Return which choices, as they are called in a magic's line, are not the same for all."""
+    told = [
+        option.keyword.replace("_", " ")
+        for name, option in training_options()
+        if len({_choice(spec, name) for spec in specs}) > 1
+    ]
+    cells = {body_of(spec.source).strip() for spec in specs if spec.task == CELL_TASK}
+    return told + (["the cell's code"] if len(cells) > 1 else [])
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Return ``"a, b and c"``."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def _choice(spec: RunSpec, name: str) -> object:
+    value = getattr(spec, name)
+    return bool(value) if name == "resume" else value  # each run goes on from one of its own

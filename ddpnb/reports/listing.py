@@ -1,0 +1,178 @@
+"""Which ranks are there, which runs are stored, and how is one repeated?  (Notebook side.)"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import final
+
+from ddpnb.protocol.messages import MODEL_FILE, RankState, RunSpec
+from ddpnb.reports.formatting import NOTHING, counted, notes
+from ddpnb.reports.style import style_of
+from ddpnb.reports.table import Cell, Column, Table, pairs_table
+from ddpnb.runs.comparison import Comparison
+from ddpnb.runs.model import ending
+from ddpnb.runs.query import StoredRun
+from ddpnb.runs.repeat import magic_of
+from ddpnb.runs.summary import summarise
+
+
+def ranks_table(states: Sequence[RankState]) -> Table:
+    """Return where each rank lives and what it computes with."""
+    ordered = sorted(states, key=lambda state: state.rank)
+    return Table(
+        caption=f"{counted(len(ordered), 'rank')} ready",
+        columns=(
+            Column(title="rank"),
+            Column(title="pid", is_number=True),
+            Column(title="host"),
+            Column(title="device"),
+            Column(title="threads", is_number=True),
+            Column(title="backend"),
+            Column(title="notes", is_prose=True),
+        ),
+        rows=tuple(_rank_row(state, ordered) for state in ordered),
+    )
+
+
+def runs_table(runs: Sequence[StoredRun]) -> Table:
+    """Return the stored runs, newest first; repeats of one strategy share a line."""
+    newest_first = sorted(runs, key=lambda run: (-run.created, run.comparison, run.name))
+    by_name: dict[tuple[str, str], list[StoredRun]] = {}
+    for run in newest_first:
+        by_name.setdefault((run.comparison_id, run.name), []).append(run)
+    return Table(
+        caption=f"{counted(len(runs), 'stored run')}, newest first" if runs else "No stored runs",
+        columns=(
+            Column(title="name"),
+            Column(title="runs", is_number=True),
+            Column(title="task"),
+            Column(title="batch", is_number=True),
+            Column(title="workers", is_number=True),
+            Column(title="steps", is_number=True),
+            Column(title="begun"),
+            Column(title="state", is_prose=True),
+        ),
+        rows=tuple(_run_row(repeats) for repeats in by_name.values()),
+        notes=(
+            "steps: of all workers, over all repeats",
+            "%ddp_plot NAME ... draws them; the part after the slash stands for the latest",
+        )
+        if runs
+        else ("%%ddp_compare trains and stores some",),
+    )
+
+
+def _rank_row(state: RankState, states: Sequence[RankState]) -> tuple[Cell, ...]:
+    return (
+        Cell(text=str(state.rank)),
+        Cell(text=str(state.pid)),
+        Cell(text=state.host),
+        Cell(text=state.device, quiet=state.device_name),
+        Cell(text=str(state.num_threads)),
+        Cell(text=state.backend),
+        Cell(text=_shared(state, states)),
+    )
+
+
+def _shared(state: RankState, states: Sequence[RankState]) -> str:
+    if not state.shares_device:
+        return ""
+    here = (state.host, state.device)
+    others = [s.rank for s in states if (s.host, s.device) == here and s.rank != state.rank]
+    ranks = ", ".join(map(str, others)) or "others"
+    return f"shares {state.device} with rank{'' if len(others) == 1 else 's'} {ranks}"
+
+
+def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
+    run = repeats[0]
+    style = style_of(run.name)
+    endings = sorted({ending(repeat.status, repeat.detail) for repeat in repeats})
+    begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created))
+    return (
+        Cell(text=f"{run.comparison}/{run.name}", dot=style.colour, is_hollow=style.is_hollow),
+        Cell(text=str(len(repeats))),
+        Cell(text="own cell" if run.task == "cell" else run.task or NOTHING),
+        Cell(text=f"{run.spec.batch_size:,}" if run.spec else NOTHING),
+        Cell(text=str(run.num_workers or NOTHING)),
+        Cell(text=f"{sum(repeat.num_events for repeat in repeats):,}"),
+        Cell(text=begun),
+        Cell(text="; ".join(endings)),
+    )
+
+
+BLOCK = (
+    "padding:.8em 1em;border-radius:.4em;background:rgba(128,128,128,.12);overflow:auto;"
+    "max-height:30em;max-width:60em"
+)
+
+
+@final
+class Details:
+    """Settings, environment and the magic of a comparison; as HTML in a notebook."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+
+    @property
+    def magic(self) -> str:
+        """The cell that trains it again; empty for a hand-written loop."""
+        return magic_of(self.comparison)
+
+    def tables(self) -> tuple[Table, Table]:
+        """Return what was asked for, and where it ran."""
+        return self._settings(), pairs_table("Where it ran", dict(self.comparison.environment))
+
+    def __repr__(self) -> str:
+        parts = [table.text() for table in self.tables()]
+        if self.magic:
+            parts.append(f"To repeat it\n\n{self.magic}")
+        elif self.comparison.source:
+            parts.append(f"Its cell\n\n{self.comparison.source}")
+        return "\n\n".join(parts)
+
+    def _repr_html_(self) -> str:
+        head, code = "To repeat it", self.magic
+        if not code:
+            head, code = "Its cell", self.comparison.source
+        block = f'<pre tabindex="0" style="{BLOCK}"><code>{escape(code)}</code></pre>'
+        tables = "".join(table.html() for table in self.tables())
+        return f"{tables}<p><b>{head}</b></p>{block}" if code else tables
+
+    def _settings(self) -> Table:
+        """Return the settings that the runs share, and what was emulated or adjusted."""
+        comparison = self.comparison
+        specs = comparison.specs or tuple(run.spec for run in comparison.runs if run.spec)
+        begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(comparison.created))
+        told = {"begun": begun, "strategies": " ".join(comparison.strategies)}
+        hidden = ("run_id", "strategy", "repeat", "source", "cell", "checkpoints", "resume")
+        for entry in dataclasses.fields(specs[0]) if specs else ():
+            values = dict.fromkeys(_spoken(getattr(spec, entry.name)) for spec in specs)
+            if entry.name not in hidden:
+                told[entry.name.removeprefix("num_").replace("_", " ")] = " and ".join(values)
+        if specs:
+            told["repeats"] = str(max(spec.repeat for spec in specs) + 1)
+        told |= {
+            f"model of {spec.strategy}#{spec.repeat + 1}": str(p) for spec, p in _models(specs)
+        }
+        table = pairs_table(comparison.name, told)
+        return dataclasses.replace(table, notes=notes(comparison, summarise(comparison)))
+
+
+def _models(specs: Sequence[RunSpec]) -> Iterator[tuple[RunSpec, Path]]:
+    """Yield where trained models lie, of those runs that saved them."""
+    for spec in specs:
+        path = Path(spec.checkpoints) / spec.run_id / MODEL_FILE
+        if spec.checkpoints and path.is_file():
+            yield spec, path
+
+
+def _spoken(value: object) -> str:
+    if value in (None, "", ()):
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,193 @@
+"""How does a comparison appear under its cell while it trains?  (Notebook side.)"""
+
+import base64
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol, final
+
+import psutil
+from IPython.core.getipython import get_ipython
+
+from ddpnb.reports.display import Bundle, Slot, is_chosen, show_canvas
+from ddpnb.reports.plot_options import EVERYTHING, View
+from ddpnb.reports.progress import progress_of
+from ddpnb.reports.result import ComparisonResult
+from ddpnb.runs.comparison import Comparison
+
+REDRAW_SECONDS = 0.5
+"""Between two redraws at least."""
+
+MAX_SHARE = 0.05
+"""The share of a core's time that redraws may take."""
+
+BUSY_SHARE, BUSY_PERCENT = 0.03, 80.0
+"""The same from so many percent on that all cores are busy."""
+
+MAX_PAUSE_SECONDS = 2.5
+"""A dear picture, as the first of a run, is rare: no longer pause follows it."""
+
+
+class Live(Protocol):
+    """Shows a comparison while it trains."""
+
+    def begin(self, comparison: Comparison) -> None:
+        """Show what is to come, before anything trains."""
+
+    def is_due(self) -> bool:
+        """Tell whether it is time to show it anew."""
+
+    def update(self, comparison: Comparison) -> None:
+        """Show the comparison as it is now."""
+
+    def finish(self, result: ComparisonResult) -> None:
+        """Show the result, for good."""
+
+
+def live(view: View = EVERYTHING) -> Live:
+    """Return what shows a comparison here: in a Jupyter kernel a figure, else lines of text."""
+    in_kernel = hasattr(get_ipython(), "kernel")
+    return LiveFigureAndTable(view) if in_kernel else LiveText()
+
+
+@final
+class RedrawThrottle:
+    """Spaces redraws, so that they take a small share of this process's time.
+
+    Where training keeps all cores busy, what drawing takes is taken from it: the share is
+    smaller there.
+
+    Args:
+        now: a clock.
+        spent: a clock of what the drawing thread computes.
+        busy: returns in percent how busy all cores have been since the last call.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        spent: Callable[[], float] = time.thread_time,
+        busy: Callable[[], float] = psutil.cpu_percent,
+    ) -> None:
+        self._now, self._spent, self._busy = now, spent, busy
+        self._next_seconds = 0.0
+        busy()
+
+    def is_due(self) -> bool:
+        """Return whether it is time to draw."""
+        return self._now() >= self._next_seconds
+
+    def draw(self, drawing: Callable[[], None]) -> None:
+        """Draw, and pause for as long as that costs, over the share."""
+        began = self._spent()
+        drawing()
+        share = MAX_SHARE if self._busy() < BUSY_PERCENT else BUSY_SHARE
+        pause = (self._spent() - began) / share
+        self._next_seconds = self._now() + min(max(pause, REDRAW_SECONDS), MAX_PAUSE_SECONDS)
+
+
+@final
+class LiveFigureAndTable:
+    """One figure and one line of progress, redrawn in place.
+
+    At the end the line becomes the table, so that a saved notebook holds one PNG
+    and one HTML table.
+    """
+
+    def __init__(self, view: View = EVERYTHING) -> None:
+        from ddpnb.reports.figures.figure import LiveFigure  # noqa: PLC0415  matplotlib: 0.3 s
+
+        self._figure = LiveFigure(view)
+        self._picture = Slot()
+        self._line = Slot()
+        self._throttle = RedrawThrottle()
+
+    def begin(self, comparison: Comparison) -> None:
+        """Draw for the first time, which costs most, while no training pays for it."""
+        self._show(comparison)
+
+    def is_due(self) -> bool:
+        """Tell whether it is time to draw."""
+        return self._throttle.is_due()
+
+    def update(self, comparison: Comparison) -> None:
+        """Show the comparison as it is now."""
+        self._throttle.draw(lambda: self._show(comparison))
+
+    def finish(self, result: ComparisonResult) -> None:
+        """Show the figure for the last time, and the table in place of the progress."""
+        self._draw(result.comparison)
+        self._line.show(table_bundle(result))
+        show_canvas_if_chosen(result)
+        mark_shown(result)
+
+    def _show(self, comparison: Comparison) -> None:
+        self._draw(comparison)
+        progress = progress_of(comparison)
+        self._line.show({"text/html": progress.html(), "text/plain": repr(progress)})
+
+    def _draw(self, comparison: Comparison) -> None:
+        self._figure.update(comparison)
+        self._picture.show(picture_bundle(self._figure.png(), repr(self._figure)))
+
+
+@final
+class LiveText:
+    """One line of progress, rewritten on a terminal; the table at the end."""
+
+    def __init__(self) -> None:
+        self._said = ""
+        self._next_seconds = 0.0
+
+    def begin(self, comparison: Comparison) -> None:
+        """Say nothing: what begins is said when it does."""
+
+    def is_due(self) -> bool:
+        """Tell whether it is time to rewrite the line."""
+        return time.monotonic() >= self._next_seconds
+
+    def update(self, comparison: Comparison) -> None:
+        """Rewrite the line; into a file, write one line per run."""
+        self._next_seconds = time.monotonic() + REDRAW_SECONDS
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{progress_of(comparison)!r}")
+        elif comparison.runs and comparison.runs[-1].run_id != self._said:
+            self._said = comparison.runs[-1].run_id
+            run, number = comparison.runs[-1], len(comparison.runs)
+            sys.stderr.write(f"run {number} of {len(comparison.specs)}: {run.name}\n")
+        sys.stderr.flush()
+
+    def finish(self, result: ComparisonResult) -> None:
+        """Write the table."""
+        sys.stderr.write("\r\x1b[K" if sys.stderr.isatty() else "")
+        print(result)
+
+
+def show_result(result: ComparisonResult) -> None:
+    """Show a result's figure and table under the current cell."""
+    Slot().show(picture_bundle(result.plot().png(), result.sentence()))
+    Slot().show(table_bundle(result))
+    show_canvas_if_chosen(result)
+    mark_shown(result)
+
+
+def show_canvas_if_chosen(result: ComparisonResult) -> None:
+    """Show the figure once more, interactive, after ``%matplotlib widget``."""
+    if is_chosen():
+        show_canvas(result.plot().figure, result.comparison.name)
+
+
+def picture_bundle(png: bytes, described: str) -> Bundle:
+    """Return a PNG as a MIME bundle, with a text for where it cannot be seen."""
+    return {"image/png": base64.b64encode(png).decode(), "text/plain": described}
+
+
+def table_bundle(result: ComparisonResult) -> Bundle:
+    """Return a result's table and sentence as a MIME bundle."""
+    return {"text/html": result.summary_html(), "text/plain": repr(result)}
+
+
+def mark_shown(result: ComparisonResult) -> None:
+    """Note that the current cell shows the result already."""
+    shell = get_ipython()
+    result.shown_in_cell = None if shell is None else shell.execution_count

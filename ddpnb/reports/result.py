@@ -1,0 +1,139 @@
+"""What does a comparison give back, to look at, to compute with and to keep?  (Notebook side.)"""
+
+import io
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from IPython.core.getipython import get_ipython
+
+from ddpnb.protocol.errors import UserError
+from ddpnb.reports.exports.html_report import page, picture
+from ddpnb.reports.formatting import title
+from ddpnb.reports.plot_options import EVERYTHING, View
+from ddpnb.reports.results_table import scores_table
+from ddpnb.reports.sentence import sentence
+from ddpnb.reports.table import Table
+from ddpnb.runs.comparison import Comparison
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+SCREEN_DPI = 100
+PAGE_DPI = 160
+
+
+@final
+class Picture:
+    """A drawn comparison; shows itself in a notebook, and ``figure`` is matplotlib's own."""
+
+    def __init__(self, figure: "Figure", described: str) -> None:
+        self.figure = figure
+        self._described = described
+
+    def png(self, dpi: float = SCREEN_DPI) -> bytes:
+        """Return the picture with ``dpi`` dots an inch."""
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format="png", dpi=dpi)
+        return buffer.getvalue()
+
+    def __repr__(self) -> str:
+        return self._described
+
+    def _repr_png_(self) -> bytes:
+        return self.png()
+
+
+@final
+class ComparisonResult:
+    """What a comparison showed, as the store also gives it back to a later kernel."""
+
+    def __init__(self, comparison: Comparison, view: View = EVERYTHING) -> None:
+        self.comparison = comparison
+        self.view = view
+        self.shown_in_cell: int | None = None
+        """Number of the cell that shows the result already, so that it is not shown twice."""
+
+    def table(self) -> Table:
+        """Return one row per strategy: speed, scores, what communication cost, notes."""
+        return scores_table(self.comparison, self.view.target)
+
+    def plot(
+        self, *, x: str | None = None, log: bool | None = None, target: float | None = None
+    ) -> Picture:
+        """Return the figure, as it was asked for or with some of it chosen anew.
+
+        Args:
+            x: draw losses against ``"samples"``, ``"seconds"`` or ``"updates"`` alone; ``""``
+                for samples and seconds side by side.
+            log: whether losses stand on a logarithmic axis.
+            target: a training loss whose reaching is marked.
+        """
+        from ddpnb.reports.figures.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
+
+        view = View(
+            x=self.view.x if x is None else x,
+            log=self.view.log if log is None else log,
+            target=self.view.target if target is None else target,
+        )
+        return Picture(draw(self.comparison, view), self.sentence())
+
+    def sentence(self) -> str:
+        """Return in one computed sentence what the comparison shows."""
+        return sentence(self.comparison, self.view.target)
+
+    def summary_html(self) -> str:
+        """Return the table and the sentence as HTML, to stand under a figure."""
+        return f"{self.table().html()}<p>{escape(self.sentence())}</p>"
+
+    def to_frame(self) -> "pd.DataFrame":
+        """Return one row per run, as a tidy DataFrame."""
+        from ddpnb.reports.dataframes import runs_frame  # noqa: PLC0415 - pandas takes 0.5 s
+
+        return runs_frame(self.comparison)
+
+    def steps(self) -> "pd.DataFrame":
+        """Return one row per step of each worker, as a tidy DataFrame."""
+        from ddpnb.reports.dataframes import steps_frame  # noqa: PLC0415 - pandas takes 0.5 s
+
+        return steps_frame(self.comparison)
+
+    def save(self, folder: Path | str) -> tuple[Path, Path, Path]:
+        """Write ``comparison.html`` (needs no other file), ``.png`` and ``.csv``.
+
+        Args:
+            folder: where to; made if absent.
+
+        Returns:
+            The three paths, in that order.
+
+        Raises:
+            UserError: they cannot be written there.
+        """
+        png = self.plot().png(PAGE_DPI)
+        target = Path(folder)
+        paths = tuple(target / f"comparison.{kind}" for kind in ("html", "png", "csv"))
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            paths[0].write_text(page(self.comparison, png, self.view.target), encoding="utf-8")
+            paths[1].write_bytes(png)
+            self.to_frame().to_csv(paths[2], index=False)
+        except OSError as error:
+            raise UserError(f"The comparison cannot be saved in {target}: {error}.") from error
+        return paths[0], paths[1], paths[2]
+
+    def __repr__(self) -> str:
+        return f"{self.table().text()}\n\n{self.sentence()}"
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
+        """Give a notebook the figure and the table in one, and each alone as a fallback."""
+        png = self.plot().png()
+        html = picture(png, title(self.comparison)) + self.summary_html()
+        return {"text/plain": repr(self), "text/html": html, "image/png": png}
+
+    def _ipython_display_(self) -> None:
+        """Show nothing where the cell shows the result already; else leave it to the bundle."""
+        shell = get_ipython()
+        if shell is None or shell.execution_count != self.shown_in_cell:
+            raise NotImplementedError  # IPython's word for "try the next way"

@@ -1,0 +1,146 @@
+"""What does a comparison show, in one honest sentence?  (Notebook side.)
+
+Computed, never phrased by hand; silent about speed where the ranges overlap.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+
+from ddpnb.protocol.catalogue import BASELINE
+from ddpnb.reports.formatting import labels, listed, number, percent
+from ddpnb.runs.comparison import Comparison
+from ddpnb.runs.model import Status
+from ddpnb.runs.summary import StrategySummary, summarise
+
+
+def sentence(comparison: Comparison, target: float | None = None) -> str:
+    """Return one sentence on speed, score and what went wrong, as far as it is known.
+
+    Args:
+        comparison: the runs.
+        target: a training loss whose reaching is told of; None: no such loss.
+    """
+    summaries = summarise(comparison, target)
+    names = labels(comparison)
+    called = {id(summary): names[summary.comparison, summary.name] for summary in summaries}
+    done = [summary for summary in summaries if summary.status is Status.FINISHED]
+    parts = [
+        _speeds([s for s in done if not s.is_emulated], called),
+        "" if target is None else _reached(done, called, target),
+        _scores(done, called),
+        *(_trouble(summary, called[id(summary)]) for summary in summaries),
+        *(
+            f"{called[id(s)]} says nothing about the speed of the real one"
+            for s in done
+            if s.is_emulated
+        ),
+    ]
+    told = "; ".join(part for part in parts if part)
+    told = told or _alone(done, called)
+    if not told:
+        return "Nothing has finished yet."
+    is_name = told.startswith(tuple(called.values()))  # written as it is typed, also first
+    return f"{told if is_name else told[0].upper() + told[1:]}."
+
+
+def _alone(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
+    """Return the speeds of runs that have nothing to be compared with."""
+    known = [s for s in done if math.isfinite(_speed(s))]
+    return listed([f"{called[id(s)]} ran at {number(_speed(s))} samples/s" for s in known])
+
+
+def _speeds(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
+    """Return each speed that differs from the baseline's by more than both spreads.
+
+    Where none does, return the pair that differs most, if any does.
+    """
+    known = [s for s in done if math.isfinite(s.samples_per_second.middle)]
+    if len(known) < 2 or len({s.comparison for s in known}) > 1:
+        return ""  # runs of different comparisons may have trained different things
+    base = next((s for s in known if s.name == BASELINE), min(known, key=_speed))
+    others = sorted((s for s in known if s is not base), key=_speed, reverse=True)
+    clear = [s for s in others if not s.samples_per_second.overlaps(base.samples_per_second)]
+    if not clear:
+        if all(math.isnan(s.samples_per_second.low) for s in known):
+            return "the runs are too short for ranges of samples/s, so none is shown to be faster"
+        return _clearest_pair(others, called, called[id(base)])
+    ratios = [f"{called[id(s)]} {_speed(s) / _speed(base):.2f}×" for s in clear]
+    ratios[0] = ratios[0].replace(called[id(clear[0])], f"{called[id(clear[0])]} is", 1)
+    return f"in samples/s, {listed(ratios)} {called[id(base)]}"
+
+
+def _clearest_pair(others: Sequence[StrategySummary], called: dict[int, str], baseline: str) -> str:
+    """Return which two differ most, of those that all overlap with the baseline.
+
+    Args:
+        others: all but the baseline, the fastest first.
+        called: what each is called.
+        baseline: what the baseline is called.
+    """
+    pairs = [
+        (fast, slow)
+        for fast, slow in combinations(others, 2)
+        if not fast.samples_per_second.overlaps(slow.samples_per_second)
+    ]
+    if not pairs:
+        return "the ranges of samples/s overlap, so no strategy is shown to be faster"
+    fast, slow = max(pairs, key=lambda pair: _speed(pair[0]) / _speed(pair[1]))
+    ratio = f"{_speed(fast) / _speed(slow):.2f}×"
+    return (
+        f"in samples/s, {called[id(fast)]} is {ratio} {called[id(slow)]}; "
+        f"all ranges overlap with that of {baseline}"
+    )
+
+
+def _reached(done: Sequence[StrategySummary], called: dict[int, str], target: float) -> str:
+    """Return when each got to the target, and who needs clearly more samples than the first."""
+    got = sorted(
+        (s for s in done if math.isfinite(s.seconds_to_target.middle)),
+        key=lambda s: s.seconds_to_target.middle,
+    )
+    never = [called[id(s)] for s in done if s not in got]
+    goal = f"a training loss of {target:g}"
+    if not got:
+        return f"{listed(never)} never reached {goal}" if never else ""
+    times = [f"{number(s.seconds_to_target.middle)} s by {called[id(s)]}" for s in got]
+    parts = [f"{goal} is reached after {listed(times)}"]
+    if never:
+        parts.append(f"never by {listed(never)}")
+    base = next((s for s in got if s.name == BASELINE), got[0])
+    parts += [
+        f"{called[id(s)]} needs {percent(abs(more))} {'more' if more > 0 else 'fewer'} samples "
+        f"than {called[id(base)]} to get there"
+        for s in got
+        if not s.samples_to_target.overlaps(base.samples_to_target)
+        and s.comparison == base.comparison
+        for more in [s.samples_to_target.middle / base.samples_to_target.middle - 1]
+    ]
+    return ", ".join(parts)
+
+
+def _scores(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
+    """Return the held-out scores side by side; they are facts, not claims."""
+    known = [s for s in done if math.isfinite(s.held_out_accuracy.middle)]
+    if not known:
+        return ""
+    by_share: dict[str, list[str]] = {}
+    for each in known:
+        share = percent(each.held_out_accuracy.middle, 1)
+        by_share.setdefault(share, []).append(called[id(each)])
+    shares = [f"{share} for {listed(names)}" for share, names in by_share.items()]
+    told = ", and ".join([", ".join(shares[:-1]), shares[-1]] if len(shares) > 1 else shares)
+    return f"held-out accuracy is {told}"
+
+
+def _trouble(summary: StrategySummary, name: str) -> str:
+    parts = []
+    if summary.num_diverged:
+        parts.append(f"{name}'s loss became NaN or infinite")
+    if summary.status in (Status.FAILED, Status.STOPPED):
+        parts.append(f"{name} {'failed' if summary.status is Status.FAILED else 'was stopped'}")
+    return "; ".join(parts)
+
+
+def _speed(summary: StrategySummary) -> float:
+    return summary.samples_per_second.middle

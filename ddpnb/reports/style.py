@@ -1,0 +1,148 @@
+"""What does each strategy look like, everywhere?  (Notebook side.)
+
+The colour, line and marker of each are in ``catalogue.STRATEGIES``.
+"""
+
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ddpnb.protocol import catalogue
+
+INK = "#1f2329"
+"""Titles and numbers."""
+MUTED = "#5b626b"
+"""Ticks and notes."""
+RULE = "#e3e6ea"
+"""Grid lines and the frame."""
+PAPER = "#ffffff"
+"""The plots' own ground: they look the same in a light and in a dark notebook."""
+
+PART_COLOURS = {
+    "data": "#d9c7b8",
+    "forward": "#9fb4c7",
+    "backward": "#5f7f9c",
+    "optimizer": "#c3c9a8",
+    "communication": "#d1495b",
+    "waiting": "#edae49",
+    "hidden": "#d1495b",
+}
+"""The parts of a step: cool for computing, warm for what other ranks cost."""
+
+FONT_POINTS = 13.0
+SMALL_POINTS = 12.0
+TITLE_POINTS = 15.0
+
+
+Dashes = Literal["-", "--", "-."] | tuple[float, tuple[float, ...]]
+"""A matplotlib line style."""
+
+DASHES: Mapping[catalogue.Dashes, Dashes] = {
+    "solid": "-",
+    "dashed": "--",
+    "dash-dot": "-.",
+    "long": (0, (7.0, 2.0)),
+    "dotted": (0, (1.0, 1.1)),
+    "dash-dot-dot": (0, (5.0, 1.4, 1.0, 1.4, 1.0, 1.4)),
+    "long-short": (0, (6.0, 1.6, 2.6, 1.6)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How one strategy is drawn."""
+
+    colour: str
+    ink: str
+    """The colour darkened, so that text in it has enough contrast on white."""
+    dashes: Dashes
+    marker: str
+    is_hollow: bool = False
+    """Whether the marker is but an outline: a variant of a strategy."""
+
+
+def _style(colour: str, dashes: catalogue.Dashes, marker: str) -> Style:
+    return Style(colour=colour, ink=_readable(colour), dashes=DASHES[dashes], marker=marker)
+
+
+def _scaled(colour: str, factor: float) -> str:
+    channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{min(round(channel * factor), 255):02x}" for channel in channels)
+
+
+def _readable(colour: str) -> str:
+    """Return the colour, darkened until its contrast on white is 4.5 (WCAG 2.2, AA)."""
+    while contrast_on_white(colour) < 4.5:
+        colour = _scaled(colour, 0.96)
+    return colour
+
+
+def contrast_on_white(colour: str) -> float:
+    """Return the contrast ratio of a colour on white, 1 to 21, as WCAG defines it."""
+    shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
+    luminance = sum(w * s for w, s in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return 1.05 / (luminance + 0.05)
+
+
+STYLES: Mapping[str, Style] = {
+    name: _style(*entry.look) for name, entry in catalogue.STRATEGIES.items()
+}
+"""The style of each strategy in the catalogue."""
+
+SPARE_STYLES: Sequence[Style] = (
+    _style("#2b7a3d", "solid", "P"),
+    _style("#c2528b", "dashed", "X"),
+    _style("#1f3a93", "dash-dot", "v"),
+    _style("#7a8b00", "long", "^"),
+    _style("#6b3410", "dash-dot-dot", "<"),
+    _style("#128a8a", "long-short", ">"),
+)
+"""For the names of hand-written loops and for classes of the user's own."""
+
+VARIANT_DASHES: Sequence[Dashes] = [dashes for dashes in DASHES.values() if dashes != "-"]
+VARIANT_SHADES = (0.72, 1.22, 0.52)
+"""How much darker or lighter than its strategy a variant's colour is."""
+
+
+def style_of(name: str, among: Sequence[str] = (), shade: int = 0) -> Style:
+    """Return the style of a strategy, of a variant of one, or of a hand-written loop.
+
+    Args:
+        name: the strategy's or the loop's name; with options, ``"ddp:hook=fp16"``, a variant.
+        among: all names drawn together, so that no two loops or variants look alike while
+            there are styles to spare; alone, a name always gives the same style.
+        shade: 0 for the first comparison drawn; each further one is darker.
+    """
+    base, _, options = name.partition(":")
+    style = STYLES.get(base) or _spare_style(base, among)
+    if options:
+        style = _variant(style, name, among)
+    darker = _scaled(style.colour, 0.6**shade)
+    return replace(style, colour=darker, ink=_readable(darker))
+
+
+def _spare_style(name: str, among: Sequence[str]) -> Style:
+    bases = {other.partition(":")[0] for other in (name, *among)}
+    return SPARE_STYLES[_dealt(bases - STYLES.keys(), len(SPARE_STYLES))[name]]
+
+
+def _variant(style: Style, name: str, among: Sequence[str]) -> Style:
+    """Return a strategy's style, altered for one of its variants."""
+    family = f"{name.partition(':')[0]}:"
+    number = _dealt(
+        {other for other in (name, *among) if other.startswith(family)}, len(VARIANT_DASHES)
+    )[name]
+    free = [dashes for dashes in VARIANT_DASHES if dashes != style.dashes]
+    colour = _scaled(style.colour, VARIANT_SHADES[number % len(VARIANT_SHADES)])
+    return replace(style, colour=colour, dashes=free[number % len(free)], is_hollow=True)
+
+
+def _dealt(names: Collection[str], num_places: int) -> dict[str, int]:
+    """Give each name a place of its own while there are any: one that its letters ask for."""
+    places: dict[str, int] = {}
+    for name in sorted(names):
+        free = [p for p in range(num_places) if p not in places.values()] or range(num_places)
+        places[name] = free[zlib.crc32(name.encode()) % len(free)]
+    return places

@@ -1,0 +1,1 @@
+"""One notebook's state: its cluster, cells, comparisons and background work (kernel)."""

@@ -1,0 +1,101 @@
+"""Can all that is to be compared be trained?  Asked before anything is.  (Notebook side.)"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.supervision import Watch
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import Checked, RunSpec
+from ddpnb.protocol.rank_sets import spoken_ranks
+from ddpnb.protocol.remote_call import OnRank
+from ddpnb.runs.query import StoredRun, resolve
+from ddpnb.runs.store import Store
+from ddpnb.session.cells import failures_of
+from ddpnb.session.errors import CellInterrupt, RankError
+
+
+def with_checkpoints(
+    specs: Sequence[RunSpec], asked: Collection[str], store: Store
+) -> tuple[RunSpec, ...]:
+    """Return trainings that know where checkpoints lie, and which run they are to resume.
+
+    Args:
+        specs: the trainings; what they resume is as the user wrote it.
+        asked: the strategies that the user named: of the others, those that were not
+            trained in what is resumed are left out.
+        store: keeps the runs.
+
+    Raises:
+        UserError: there is no such run to resume.
+    """
+    if not any(spec.save_every or spec.resume for spec in specs):
+        return tuple(specs)
+    placed = [replace(spec, checkpoints=str(store.checkpoints)) for spec in specs]
+    address = placed[0].resume
+    if not address:
+        return tuple(placed)
+    runs = resolve(address, store.list())
+    names = {run.name for run in runs}
+    if missing := [strategy for strategy in asked if strategy not in names]:
+        raise UserError(
+            f"{address} has no run of {missing[0]} to resume; it has: {', '.join(sorted(names))}."
+        )
+    found = [(spec, _of(spec, runs)) for spec in placed if spec.strategy in names]
+    return tuple(replace(spec, resume=run.run_id, resumed=run.address) for spec, run in found)
+
+
+def _of(spec: RunSpec, runs: Sequence[StoredRun]) -> StoredRun:
+    """Return the run that a training resumes: of its strategy and repeat, else the last one."""
+    same = [run for run in runs if run.name == spec.strategy]
+    return next((run for run in same if run.repeat == spec.repeat), same[-1])
+
+
+FREE_AFTER_SECONDS = 5.0
+"""How long ranks may still check after one has refused; to free them costs the group."""
+
+
+def check(cluster: Cluster, spec: RunSpec) -> Checked:
+    """Have every rank look for what would stop a training.
+
+    Returns:
+        What rank 0 knows of it.
+
+    Raises:
+        UserError: where the user's own mistake would.
+        RankError: where the cell itself fails.
+        KeyboardInterrupt: where it was interrupted; the ranks have stopped.
+    """
+    watch = Watch(
+        cluster=cluster,
+        call=cluster.submit(OnRank("check"), spec, ranks=cluster.ranks),
+        handle=lambda _: None,
+        tick=lambda: None,
+        free_after=FREE_AFTER_SECONDS,
+    )
+    try:
+        watch.run()
+    except KeyboardInterrupt:
+        raise CellInterrupt from None
+    failures = failures_of(watch)
+    for failure in failures:
+        if failure.name == UserError.__name__:
+            raise UserError(failure.text)
+    if failures:
+        raise RankError(failures)
+    found = {rank: told for rank, told in watch.returned.items() if isinstance(told, Checked)}
+    _check_sizes(found)
+    return found[0]
+
+
+def _check_sizes(found: Mapping[int, Checked]) -> None:
+    """Refuse a training split that is larger on one rank than on another."""
+    by_size: dict[int, list[int]] = {}
+    for rank, told in sorted(found.items()):
+        by_size.setdefault(told.num_samples, []).append(rank)
+    if len(by_size) > 1:
+        sizes = [f"{size} samples on {spoken_ranks(on)}" for size, on in by_size.items()]
+        raise UserError(
+            f"data('train') has {' and '.join(sizes)}; return the same data on every rank, "
+            "each trains on its own part of them."
+        )

@@ -1,5 +1,0 @@
-"""Imported by every Python process that has this folder on its path."""
-
-from tests.compat.breaks import break_all_on_import
-
-break_all_on_import()

@@ -1,0 +1,47 @@
+import pytest
+
+from ddpnb.reports.figures.axes import planned_samples, planned_seconds
+from ddpnb.runs.comparison import Comparison
+from ddpnb.runs.model import Run, Status
+from tests.unit.runs.fake_runs import BATCH_SIZE, batch, header, spec, step
+
+NUM_STEPS = 200
+
+
+def trained(num_steps: int, status: Status = Status.RUNNING) -> Comparison:
+    """Return a run of ``NUM_STEPS`` steps, each of 0.1 s, so many of which it has made."""
+    planned = spec("single")
+    run = Run.of_spec(planned, created=1.0)
+    rows = [step(i, (i + 1) * 0.1, samples=BATCH_SIZE) for i in range(num_steps)]
+    run.add(batch(planned.run_id, rows, header=header(planned, NUM_STEPS)))
+    if status is not Status.RUNNING:
+        run.end(status)
+    return Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
+
+
+def test_an_axis_reaches_to_the_end_that_is_foreseen():
+    assert planned_samples(trained(20)) == BATCH_SIZE * NUM_STEPS
+    end = planned_seconds(trained(20), 0.0)
+    assert 20 <= end <= 30
+
+
+@pytest.mark.parametrize("num_steps", range(20, NUM_STEPS, 20))
+def test_it_stays_where_it_is_while_the_rate_does(num_steps: int):
+    shown = planned_seconds(trained(20), 0.0)
+    assert planned_seconds(trained(num_steps), shown) == shown
+
+
+def test_it_follows_a_training_that_turns_out_slower_or_much_faster():
+    assert planned_seconds(trained(100), 5.0) >= 20
+    assert planned_seconds(trained(100), 100.0) <= 30
+
+
+def test_it_ends_where_runs_did_that_are_over():
+    stopped = trained(50, Status.STOPPED)
+    assert planned_seconds(stopped, 25.0) == 5.0
+    assert planned_samples(stopped) == 50 * BATCH_SIZE
+
+
+def test_nothing_is_foreseen_of_nothing():
+    nothing = Comparison(comparison_id="c", name="c", runs=())
+    assert planned_seconds(nothing, 0.0) == planned_samples(nothing) == 0

@@ -1,0 +1,159 @@
+import random
+import time
+
+import pytest
+
+from ddpnb.reports.cell_output import HOLD_SECONDS, Item, OutputMerger, visible
+
+Shown = list[tuple[list[int], Item]]
+
+
+def merged(*outputs: str) -> Shown:
+    """Merge what each rank wrote to stdout, all of it being there."""
+    merger = OutputMerger(tuple(range(len(outputs))))
+    for rank, text in enumerate(outputs):
+        merger.write(rank, "stdout", text)
+        merger.finish(rank)
+    return merger.take()
+
+
+def lines(shown: Shown) -> list[tuple[list[int], str]]:
+    return [(ranks, item.text) for ranks, item in shown]
+
+
+def of_rank(shown: Shown, rank: int) -> list[str]:
+    return [item.text for ranks, item in shown if rank in ranks]
+
+
+def test_equal_lines_are_shown_once():
+    shown = merged("a\nb\n", "a\nb\n", "a\nb\n")
+    assert lines(shown) == [([0, 1, 2], "a"), ([0, 1, 2], "b")]
+
+
+def test_a_line_that_one_rank_has_more_splits_no_pair():
+    shown = merged("start\nonly here\nend\n", "start\nend\n")
+    assert lines(shown) == [([0, 1], "start"), ([0], "only here"), ([0, 1], "end")]
+    shown = merged("start\nend\n", "start\nonly here\nend\n")
+    assert lines(shown) == [([0, 1], "start"), ([1], "only here"), ([0, 1], "end")]
+
+
+def test_lines_in_opposite_order_all_come():
+    shown = merged("a\nb\n", "b\na\n")
+    assert of_rank(shown, 0) == ["a", "b"]
+    assert of_rank(shown, 1) == ["b", "a"]
+
+
+def test_every_rank_keeps_its_own_order_whatever_it_writes():
+    generator = random.Random(0)
+    for _ in range(50):
+        wrote = [[generator.choice("abcd") for _ in range(generator.randrange(8))] for _ in "012"]
+        shown = merged(*("".join(f"{line}\n" for line in rank) for rank in wrote))
+        assert [of_rank(shown, rank) for rank in range(3)] == wrote
+
+
+def test_a_line_waits_for_the_same_line_of_a_running_rank_but_not_for_long():
+    merger = OutputMerger((0, 1))
+    merger.write(0, "stdout", "loss 0.5\n")
+    assert merger.take() == []
+    merger.write(1, "stdout", "loss 0.5\n")
+    assert lines(merger.take()) == [([0, 1], "loss 0.5")]
+    merger.write(0, "stdout", "alone\n")
+    began = time.monotonic()
+    while not (shown := merger.take()):
+        assert time.monotonic() - began < 10 * HOLD_SECONDS
+        time.sleep(0.01)
+    assert lines(shown) == [([0], "alone")]
+    assert time.monotonic() - began >= 0.8 * HOLD_SECONDS
+
+
+def test_nobody_waits_for_a_rank_that_has_ended():
+    merger = OutputMerger((0, 1))
+    merger.finish(1)
+    merger.write(0, "stdout", "x\n")
+    assert lines(merger.take()) == [([0], "x")]
+
+
+def test_stdout_and_stderr_are_different_lines():
+    merger = OutputMerger((0, 1))
+    merger.write(0, "stdout", "x\n")
+    merger.write(1, "stderr", "x\n")
+    merger.finish(0)
+    merger.finish(1)
+    assert [(ranks, item.kind) for ranks, item in merger.take()] == [
+        ([0], "stdout"),
+        ([1], "stderr"),
+    ]
+
+
+def test_a_line_may_come_in_pieces():
+    merger = OutputMerger((0,))
+    merger.write(0, "stdout", "on")
+    assert merger.take() == []
+    merger.write(0, "stdout", "e\ntwo\nthr")
+    assert lines(merger.take()) == [([0], "one"), ([0], "two")]
+    assert merger.unfinished() == {"thr": [0]}
+    merger.finish(0)
+    assert lines(merger.take()) == [([0], "thr")]
+    assert merger.unfinished() == {}
+
+
+def test_empty_lines_are_lines():
+    assert lines(merged("a\n\nb\n", "a\n\nb\n")) == [([0, 1], "a"), ([0, 1], ""), ([0, 1], "b")]
+
+
+def test_a_bar_is_its_last_state():
+    merger = OutputMerger((0, 1))
+    merger.write(0, "stderr", "\r 0%|   |\r50%|== |")
+    merger.write(1, "stderr", "\r 0%|   |\r50%|== |")
+    assert merger.unfinished() == {"50%|== |": [0, 1]}
+    assert merger.take() == []
+    for rank in (0, 1):
+        merger.write(rank, "stderr", "\r100%|===|\n")
+        merger.finish(rank)
+    assert merger.take() == [([0, 1], Item("bar", "100%|===|"))]
+    assert merger.unfinished() == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "seen"),
+    [("plain", "plain"), ("a\rb", "b"), ("a\rb\r", "b"), ("\r", ""), ("crlf\r", "crlf")],
+)
+def test_what_is_left_to_see_of_a_line(line: str, seen: str):
+    assert visible(line) == seen
+
+
+def test_windows_line_ends_are_no_bars():
+    assert merged("a\r\nb\r\n") == [([0], Item("stdout", "a")), ([0], Item("stdout", "b"))]
+
+
+def test_equal_displays_are_shown_once_and_different_ones_apart():
+    merger = OutputMerger((0, 1))
+    for rank in (0, 1):
+        merger.display(rank, "display", {"data": {"text/html": "<b>same</b>"}, "metadata": {}})
+        merger.display(rank, "value", {"data": {"text/plain": str(rank)}})
+        merger.finish(rank)
+    shown = merger.take()
+    assert [(ranks, item.kind) for ranks, item in shown] == [
+        ([0, 1], "display"),
+        ([0], "value"),
+        ([1], "value"),
+    ]
+    assert shown[0][1].bundle["data"] == {"text/html": "<b>same</b>"}
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_much_output_takes_linear_time(same: bool):
+    def seconds(num_lines: int) -> float:
+        texts = [
+            "".join(f"line {i} of {0 if same else rank}\n" for i in range(num_lines))
+            for rank in range(2)
+        ]
+        began = time.process_time()
+        shown = merged(*texts)
+        took = time.process_time() - began
+        assert len(shown) == num_lines * (1 if same else 2)
+        return took
+
+    small, large = (min(seconds(n) for _ in range(3)) for n in (4_000, 40_000))
+    assert large < 40 * max(small, 0.01)  # quadratic: 100 times
+    assert large < 3.0

@@ -1,0 +1,118 @@
+import csv
+import io
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from PIL import Image
+
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import StepEvent
+from ddpnb.reports.result import ComparisonResult
+from ddpnb.runs.comparison import Comparison
+from ddpnb.runs.model import Run
+from tests.unit.reports.test_tables import EVIL, check_html
+from tests.unit.runs.fake_runs import batch, fake_comparison
+
+
+@pytest.fixture
+def result() -> ComparisonResult:
+    comparison = fake_comparison(num_steps=60)
+    return ComparisonResult(replace(comparison, source=f"def model(): ...  # {EVIL}"))
+
+
+def test_a_result_is_saved_as_page_picture_and_numbers(result: ComparisonResult, tmp_path: Path):
+    page, png, numbers = result.save(tmp_path / "build" / "demo")
+    assert [path.name for path in (page, png, numbers)] == [
+        "comparison.html",
+        "comparison.png",
+        "comparison.csv",
+    ]
+    html = page.read_text()
+    check_html(html.removeprefix("<!doctype html>"))
+    assert "data:image/png;base64," in html
+    assert "<script" not in html
+    assert "def model(): ...  # &lt;script&gt;" in html
+    assert "2.13.0" in html
+    assert result.sentence() in html
+    assert Image.open(png).size == (2240, 1187)
+    rows = list(csv.DictReader(numbers.open()))
+    assert [row["strategy"] for row in rows] == ["single", "dp", "ddp", "async"]
+
+
+def test_a_folder_that_cannot_be_written_is_told(result: ComparisonResult, tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be saved"):
+        result.save(tmp_path / "file")
+
+
+def test_a_saved_notebook_holds_picture_table_and_text(result: ComparisonResult):
+    bundle = result._repr_mimebundle_()
+    assert Image.open(io.BytesIO(bundle["image/png"])).size == (1400, 742)
+    assert bundle["text/html"].count("<table") == 1
+    check_html(bundle["text/html"])
+    assert "samples/s" in bundle["text/plain"]
+    picture = result.plot()
+    assert Image.open(io.BytesIO(picture._repr_png_())).size == (1400, 742)
+    assert repr(picture) == result.sentence()
+
+
+def test_a_result_is_not_shown_twice_in_one_cell(result: ComparisonResult):
+    shell = InteractiveShell.instance()
+    try:
+        assert "text/html" in shell.display_formatter.format(result)[0]
+        result.shown_in_cell = shell.execution_count
+        assert shell.display_formatter.format(result)[0] == {}
+        result.shown_in_cell -= 1
+        assert "text/html" in shell.display_formatter.format(result)[0]
+    finally:
+        InteractiveShell.clear_instance()
+
+
+def test_the_frame_has_one_row_per_run(result: ComparisonResult):
+    frame = result.to_frame()
+    assert frame["strategy"].tolist() == ["single", "dp", "ddp", "async"]
+    assert frame["repeat"].tolist() == [1] * 4
+    assert frame["num_steps"].tolist() == [60, 60, 120, 120]
+    assert frame["held_out_accuracy"].notna().all()
+
+
+def test_the_steps_are_one_row_each(result: ComparisonResult):
+    steps = result.steps()
+    assert len(steps) == 360
+    assert steps.loc[steps.strategy == "single", "staleness"].isna().all()
+    assert steps.loc[steps.strategy == "async", "staleness"].max() == 3
+
+
+def test_metrics_of_ones_own_are_columns():
+    run = Run(run_id="m", name="mine")
+    told = [
+        StepEvent(step=0, seconds=1.0, num_samples=1, loss=1.0),
+        StepEvent(step=1, seconds=2.0, num_samples=1, loss=1.0),
+    ]
+    run.add(batch("m", told, metrics=[(0, "grad", 0.5), (1, "loss", 9.0)]))
+    steps = ComparisonResult(
+        Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
+    ).steps()
+    assert steps["grad"].tolist()[0] == 0.5
+    assert steps["metric_loss"].tolist()[1] == 9.0
+    assert steps["loss"].tolist() == [1.0, 1.0]
+
+
+def test_an_empty_comparison_can_be_shown_and_saved(tmp_path: Path):
+    result = ComparisonResult(Comparison(comparison_id="c", name="c"))
+    assert "Nothing has finished yet." in repr(result)
+    assert all(path.exists() for path in result.save(tmp_path))
+    assert len(result.steps()) == 0
+
+
+def test_neither_torch_nor_pyplot_nor_pandas_is_imported():
+    code = (
+        "import sys, ddpnb.reports.result, ddpnb.runs.store;"
+        "print([m for m in ('torch', 'matplotlib.pyplot', 'pandas') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

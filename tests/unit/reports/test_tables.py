@@ -1,0 +1,384 @@
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from ddpnb.protocol.messages import RankState
+from ddpnb.reports.formatting import duration, number, percent, short, size
+from ddpnb.reports.listing import ranks_table, runs_table
+from ddpnb.reports.progress import progress_of
+from ddpnb.reports.results_table import scores_table
+from ddpnb.reports.sentence import sentence
+from ddpnb.reports.table import Cell, Column, Table, in_two_lines
+from ddpnb.runs.comparison import Comparison
+from ddpnb.runs.model import Run, Status
+from ddpnb.runs.query import StoredRun
+from tests.unit.runs.fake_runs import fake_comparison, fake_run, header, spec
+from tests.unit.runs.test_summary import timed
+
+EVIL = "<script>alert('x')</script>"
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that is not closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in ("img", "meta"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def check_html(html: str) -> None:
+    parser = Balanced()
+    parser.feed(html)
+    assert parser.open == []
+
+
+def rank_state(rank: int, **changes: object) -> RankState:
+    state = RankState(
+        rank=rank,
+        local_rank=rank,
+        world_size=2,
+        pid=4000 + rank,
+        host="lab",
+        device="cuda:0",
+        device_name="T4",
+        num_threads=1,
+        backend="gloo",
+        shares_device=True,
+    )
+    return replace(state, **changes)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.1184, "0.118"),
+        (12345.6, "12,346"),
+        (0.0, "0"),
+        (float("nan"), "–"),
+        (1.5, "1.50"),
+        (99.96, "100"),
+    ],
+)
+def test_numbers(value: float, shown: str):
+    assert number(value) == shown
+
+
+def test_other_words():
+    assert [short(v) for v in (17_123, 999.6, 2_500_000, 12)] == ["17.1k", "1.00k", "2.50M", "12.0"]
+    assert [short(v) for v in (3.1e13, 1e17, -2.54e20)] == ["31.0T", "1e17", "-2.5e20"]
+    assert number(float("inf")) == "∞"
+    assert percent(0.9611, 1) == "96.1 %"
+    assert [duration(s) for s in (12.4, 200, 7260)] == ["12 s", "3 min 20 s", "2 h 1 min"]
+
+
+def test_everything_is_escaped():
+    table = Table(
+        caption=EVIL,
+        columns=(Column(title=EVIL), Column(title="b", is_number=True)),
+        rows=((Cell(text=EVIL, quiet=EVIL, dot=EVIL), Cell(text=EVIL)),),
+        notes=(EVIL,),
+    )
+    assert "<script" not in table.html()
+    check_html(table.html())
+
+
+def test_a_table_can_be_heard_and_read():
+    html = scores_table(fake_comparison()).html()
+    check_html(html)
+    assert html.count('scope="row"') == 4
+    assert html.count('scope="col"') == 9
+    assert "<caption" in html
+    assert html.count('aria-hidden="true"') == 4
+    assert "held-out accuracy" in re.sub("<[^>]*>", "", html)
+
+
+def test_the_scores_in_text():
+    text = scores_table(fake_comparison()).text()
+    dp = next(line for line in text.splitlines() if line.startswith("dp "))
+    assert re.search(r"dp \(emulated\) +[\d,]+ \([\d,]+–[\d,]+\) +1\.\d\d× +\d\d %", dp)
+    assert "range over the tenths of the run" in text
+    assert "emulated on CPU threads" in text
+    assert re.search(r"async .* 94\.7 % +1 / 3", text)
+
+
+def test_repeats_are_told_and_columns_nobody_fills_are_left_out():
+    text = scores_table(fake_comparison(("ddp",), repeats=2, num_steps=30)).text()
+    assert "ddp 2 repeats" in text
+    assert "median and range over the repeats" in text
+    assert "speed-up" not in text
+    assert "staleness" not in text
+
+
+def test_a_run_that_failed_is_in_the_table():
+    run = fake_run("ddp", num_steps=30, share=0.5)
+    run.end(Status.FAILED, "rank 1 was killed")
+    comparison = Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
+    text = scores_table(comparison).text()
+    assert "ddp failed" in text
+    assert "ddp: failed: rank 1 was killed" in text
+
+
+@pytest.mark.parametrize(
+    ("status", "detail", "told"),
+    [
+        (Status.STOPPED, "interrupted", "stopped: interrupted"),
+        (Status.STOPPED, "stopped by the user", "stopped by the user"),
+        (Status.STOPPED, "", "stopped"),
+        (Status.FAILED, "rank 0 was killed", "failed: rank 0 was killed"),
+    ],
+)
+def test_how_a_run_ended_is_told_in_words(status: Status, detail: str, told: str):
+    run = fake_run("ddp", num_steps=30, share=0.5)
+    run.end(status, detail)
+    comparison = Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
+    assert f"\n  ddp: {told}\n" in scores_table(comparison).text() + "\n"
+
+
+def test_workers_have_a_column_where_the_title_does_not_tell_them():
+    usual = scores_table(fake_comparison())
+    assert "workers" not in {column.title for column in usual.columns}
+    ddp, alone = fake_run("ddp", num_steps=20).snapshot(), fake_run("dp", num_steps=20).snapshot()
+    assert alone.header is not None
+    alone = replace(alone, header=replace(alone.header, num_workers=1))
+    unlike = Comparison(comparison_id="c", name="c", runs=(ddp, alone))
+    assert "workers" in {column.title for column in scores_table(unlike).columns}
+
+
+def test_a_head_has_two_lines_at_most():
+    assert in_two_lines("sent a step") == ["sent a", "step"]
+    assert in_two_lines("held-out accuracy") == ["held-out", "accuracy"]
+    assert in_two_lines("samples/s") == ["samples/s"]
+    assert in_two_lines("interconnection") == ["interconnection"]
+
+
+def test_what_is_long_is_shortened_and_told_in_full_but_sentences_are_broken():
+    long = "a_module_of_mine.with_a_very_long_name:build_task"
+    table = Table(
+        caption="",
+        columns=(Column(title="name"), Column(title="task"), Column(title="n", is_prose=True)),
+        rows=((Cell(text=long), Cell(text=long), Cell(text=long)),),
+    )
+    html = table.html()
+    assert html.count(f">{long}<") == 2
+    assert f'title="{long}">a_module_of_mine.with_a_ver…<' in html
+    assert table.text().count(long) == 3
+
+
+def test_a_variant_has_a_ring_for_a_dot():
+    runs = [fake_run(name, num_steps=20) for name in ("ddp", "ddp:hook=fp16")]
+    rows = scores_table(of_runs(*runs)).html().split("<tbody>")[1].split("</tr>")
+    assert ['background:transparent"></span>' in row for row in rows[:2]] == [False, True]
+
+
+def test_an_empty_comparison_has_an_empty_table():
+    empty = Comparison(comparison_id="c", name="c")
+    check_html(scores_table(empty).html())
+    assert sentence(empty) == "Nothing has finished yet."
+
+
+def test_ranks_that_share_a_device_say_with_whom():
+    text = ranks_table([rank_state(1), rank_state(0)]).text()
+    assert "2 ranks ready" in text
+    assert re.search(r"^0 +4000 .* shares cuda:0 with rank 1$", text, re.MULTILINE)
+    alone = ranks_table([rank_state(0, shares_device=False, device="cpu")]).text()
+    assert "1 rank ready" in alone
+    assert "shares" not in alone
+
+
+def test_stored_runs_are_listed_newest_first_with_repeats_together():
+    runs = [
+        StoredRun(
+            run_id=f"{name}{repeat}",
+            comparison_id=name,
+            comparison=name,
+            name="ddp",
+            repeat=repeat,
+            created=created,
+            task="digits",
+            num_events=12,
+            spec=spec("ddp"),
+            header=header(spec("ddp"), 3),
+        )
+        for name, repeat, created in (
+            ("digits-1", 0, 1e9),
+            ("digits-2", 0, 2e9),
+            ("digits-2", 1, 2e9),
+        )
+    ]
+    lines = runs_table(runs).text().splitlines()
+    assert lines[0] == "3 stored runs, newest first"
+    assert re.match(r"digits-2/ddp +2 +digits +256 +2 +24 +20", lines[3])
+    assert lines[4].startswith("digits-1/ddp ")
+    assert "No stored runs" in runs_table([]).text()
+
+
+def test_progress_from_start_to_end():
+    told = [
+        progress_of(fake_comparison(share=share, num_steps=100)).text for share in (0.0, 0.6, 1.0)
+    ]
+    assert told[0] == "single: starting"
+    assert re.fullmatch(
+        r"ddp: 3\d % · [\d,]+ samples/s · loss \d\.\d+ \| run 3 of 4: \d s left, "
+        r"about \d+ s in all",
+        told[1],
+    )
+    assert told[2].startswith("async: finished · ")
+
+
+def test_progress_names_the_repeat_and_what_is_emulated():
+    line = progress_of(fake_comparison(("dp",), repeats=2, share=0.8, num_steps=100))
+    assert line.text.startswith("dp (emulated), repeat 2 of 2: 60 %")
+    check_html(line.html())
+    assert 'aria-valuenow="60"' in line.html()
+
+
+def test_progress_tells_how_long_all_runs_will_take():
+    comparison = fake_comparison(("single", "ddp"), repeats=2, share=0.6, num_steps=100)
+    begun = (100.0, 140.0, 200.0)  # single took 40 s, ddp 60 s
+    runs = [replace(r, created=at) for r, at in zip(comparison.runs, begun, strict=True)]
+    told = progress_of(comparison.with_runs(runs)).text
+    assert re.search(r"run 3 of 4: \d s left, about 1 min [0-9] s in all$", told)
+    only = fake_comparison(("ddp",), share=0.6, num_steps=100)
+    assert re.search(r"loss [\d.]+ · \d s left$", progress_of(only).text)
+
+
+def test_progress_before_the_first_step_and_while_evaluating():
+    run = Run.of_spec(spec("ddp"), created=1.0)
+    assert progress_of(fake_comparison(()).with_runs([run.snapshot()])).text == "ddp: starting"
+    done = replace(fake_run("ddp", num_steps=20).snapshot(), status=Status.RUNNING)
+    assert "ddp: evaluating" in progress_of(fake_comparison(()).with_runs([done])).text
+
+
+def test_the_sentence_claims_what_the_ranges_allow():
+    runs = [
+        timed(name, (seconds * factor,), repeat)
+        for name, seconds in (("single", 2.0), ("ddp", 1.0), ("async", 2.02))
+        for repeat, factor in enumerate((1.0, 1.05))
+    ]
+    told = sentence(
+        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
+    )
+    assert told == "In samples/s, ddp is 2.00× single."
+
+
+def test_the_sentence_does_not_claim_ranges_that_there_are_not():
+    runs = [timed(name, (seconds,), 0) for name, seconds in (("single", 1.0), ("ddp", 2.0))]
+    told = sentence(
+        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
+    )
+    assert told.startswith("The runs are too short for ranges of samples/s")
+
+
+def test_the_sentence_is_silent_where_ranges_overlap():
+    runs = [
+        timed(name, (seconds,), repeat)
+        for name in ("single", "ddp")
+        for repeat, seconds in enumerate((1.0, 2.0))
+    ]
+    told = sentence(
+        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
+    )
+    assert told == "The ranges of samples/s overlap, so no strategy is shown to be faster."
+
+
+def test_the_sentence_names_the_clearest_pair_where_all_overlap_with_the_baseline():
+    ranges = {"single": (1.0, 3.0), "ddp": (2.4, 2.8), "async": (1.2, 1.6), "zero": (2.3, 2.6)}
+    runs = [
+        timed(name, (seconds,), repeat)
+        for name, told in ranges.items()
+        for repeat, seconds in enumerate(told)
+    ]
+    told = sentence(
+        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
+    )
+    pair = re.fullmatch(r"In samples/s, async is (\d\.\d\d)× ddp; all ranges (.*)\.", told)
+    assert pair is not None, told
+    assert 1.7 < float(pair[1]) < 2.0
+    assert pair[2] == "overlap with that of single"
+
+
+def test_the_sentence_tells_of_emulation_scores_and_trouble():
+    told = sentence(fake_comparison())
+    assert "ddp is 1.6" in told
+    assert "96.1 % for single, dp (emulated) and ddp, and 94.7 % for async" in told
+    assert "dp (emulated) says nothing about the speed of the real one" in told
+    bad = fake_run("async", num_steps=20, nan_from=5)
+    told = sentence(Comparison(comparison_id="c", name="c", runs=(bad.snapshot(),)))
+    assert "async's loss became NaN or infinite" in told
+
+
+def reported(strategy: str, **changes: int) -> Run:
+    """A run whose first rank reports more than usual."""
+    run = fake_run(strategy, num_steps=30)
+    run.add_report(replace(run.snapshot().reports[0], **changes))
+    return run
+
+
+def of_runs(*runs: Run) -> Comparison:
+    return Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
+
+
+def test_what_communication_cost_is_in_the_table():
+    table = scores_table(fake_comparison())
+    assert {"exposed", "sent a step"} <= {column.title for column in table.columns}
+    assert re.search(r"^ddp .* 24 % +49 kB ", table.text(), re.MULTILINE)
+    assert "exposed: share of a step spent on exchanging tensors" in table.text()
+    alone = scores_table(fake_comparison(("single",)))
+    assert not {"exposed", "sent a step", "samples lost"} & {c.title for c in alone.columns}
+
+
+def test_lost_samples_and_unlike_memory_have_columns():
+    text = scores_table(
+        of_runs(
+            reported("ddp", num_parameter_bytes=4_000_000, num_optimizer_bytes=4_000_000),
+            reported(
+                "async",
+                num_lost_samples=640,
+                num_parameter_bytes=4_000_000,
+                num_optimizer_bytes=2_000_000,
+            ),
+        )
+    ).text()
+    assert re.search(r"ddp .* 8\.0 MB \(4\.0 MB state\)", text)
+    assert re.search(r"async .* 640 +6\.0 MB \(2\.0 MB state\)", text)
+    same = scores_table(of_runs(reported("ddp", num_parameter_bytes=9), reported("dp")))
+    assert "held a rank" in {column.title for column in same.columns}
+    equal = [reported(name, num_parameter_bytes=9) for name in ("ddp", "dp")]
+    assert "held a rank" not in {column.title for column in scores_table(of_runs(*equal)).columns}
+
+
+def test_when_a_target_was_reached_is_in_table_and_sentence():
+    comparison = fake_comparison(("single", "ddp"))
+    table = scores_table(comparison, 0.5)
+    assert [column.title for column in table.columns][1:3] == ["samples/s", "to loss 0.5"]
+    assert re.search(r"ddp .* \d\.\d\d s \(\d\d\.\dk samples\)", table.text())
+    told = sentence(comparison, 0.5)
+    assert re.search(r"a training loss of 0.5 is reached after \d.\d\d s by ddp and ", told)
+    assert "more samples" not in told, "one repeat allows no claim"
+    assert "never" in scores_table(comparison, 0.001).text()
+    assert "single and ddp never reached a training loss of 0.001" in sentence(
+        comparison, 0.001
+    ) or "Single and ddp never reached" in sentence(comparison, 0.001)
+
+
+def test_more_samples_are_claimed_only_where_the_ranges_allow_it():
+    told = sentence(fake_comparison(("single", "async"), repeats=3), 0.5)
+    assert re.search(r"async needs \d+ % more samples than single to get there", told)
+
+
+def test_bytes_in_words():
+    assert [size(value) for value in (12, 49_380, 4.6e6, 2.5e9)] == [
+        "12 B",
+        "49 kB",
+        "4.6 MB",
+        "2.5 GB",
+    ]

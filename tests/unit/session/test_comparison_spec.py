@@ -1,0 +1,263 @@
+import inspect
+from typing import Any
+
+import pytest
+
+from ddpnb.api import compare
+from ddpnb.magics.arguments import arguments, training_of
+from ddpnb.magics.magics import DdpMagics
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RunSpec
+from ddpnb.protocol.training_options import TrainingSpec, training_options
+from ddpnb.session.comparison import ComparisonSpec
+
+CELL = "def model(): ...\ndef data(split): ..."
+DIGITS = TrainingSpec(task="digits")
+
+
+def test_repeats_are_interleaved_so_that_none_is_favoured():
+    spec = ComparisonSpec(strategies=("dp", "ddp"), training=DIGITS, num_repeats=2)
+    runs = spec.run_specs()
+    assert [(run.repeat, run.strategy) for run in runs] == [
+        (0, "single"),
+        (0, "dp"),
+        (0, "ddp"),
+        (1, "single"),
+        (1, "dp"),
+        (1, "ddp"),
+    ]
+    assert len({run.run_id for run in runs}) == 6
+
+
+@pytest.mark.parametrize(
+    ("asked", "baseline", "expected"),
+    [
+        (("ddp",), True, ["single", "ddp"]),
+        (("ddp",), False, ["ddp"]),
+        (("ddp", "single"), True, ["single", "ddp"]),
+        (("ddp", "single"), False, ["ddp", "single"]),
+        (("async", "ddp", "async"), False, ["async", "ddp"]),
+    ],
+)
+def test_the_baseline_is_added_once_and_first(
+    asked: tuple[str, ...], baseline: bool, expected: list[str]
+):
+    spec = ComparisonSpec(strategies=asked, training=DIGITS, baseline=baseline)
+    assert [run.strategy for run in spec.run_specs()] == expected
+
+
+def test_all_runs_have_the_same_training():
+    training = TrainingSpec(
+        source=CELL,
+        num_epochs=0.5,
+        batch_size=64,
+        learning_rate=0.1,
+        seed=7,
+        accumulate=4,
+        slow=("1:3x",),
+    )
+    for run in ComparisonSpec(strategies=("dp", "async"), training=training).run_specs():
+        for name in TrainingSpec.__dataclass_fields__:
+            assert getattr(run, name) == getattr(training, name)
+
+
+NAN = float("nan")
+NAMED = {"strategies": ("ddp",)}
+
+
+@pytest.mark.parametrize(
+    ("training", "wish", "told"),
+    [
+        (
+            {"task": "digits"},
+            {"strategies": ("dpp",)},
+            "There is no strategy 'dpp'; did you mean dp or ddp?",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("ddpp", "ddp", "asinc")},
+            "There is no strategy 'ddpp'; did you mean ddp or dp? "
+            "There is no strategy 'asinc'; did you mean async?",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("async:bund=2",)},
+            "async has no option 'bund'; did you mean bound?",
+        ),
+        ({"task": "digits"}, {"strategies": ()}, "Name the strategies to compare, one or more of:"),
+        ({"task": "digits"}, {"num_repeats": 0}, "--repeats must be at least 1, not 0."),
+        ({"task": "digits", "source": CELL}, {}, "--task digits and a cell that defines the task:"),
+        ({"task": "mnist"}, {}, "There is no task 'mnist'; choose one of: digits, "),
+        ({"task": "digits:size=3"}, {}, "digits has no options, but was given size."),
+        (
+            {"task": "digits", "transport": "gloo"},
+            {"strategies": ("async", "hogwild")},
+            "hogwild trains in shared memory, not by gloo: leave --transport out, or hogwild",
+        ),
+        (
+            {"task": "digits", "transport": "rpc"},
+            {"strategies": ("single", "ddp")},
+            "--transport rpc is for asynchronous strategies, and there is none here: leave it out,",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("ddp", "ddp:")},
+            "Write options as ddp:option=value,option=value, not ddp:.",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("ddp:hook=fp16,hook=bf16",)},
+            "ddp:hook=fp16,hook=bf16 gives an option twice: leave one of them out.",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("Own:every=1,every=2",)},
+            "Own:every=1,every=2 gives an option twice",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("ddp:bucket_cap_mb=0",)},
+            "ddp:bucket_cap_mb must be greater than 0, not 0.",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("diloco:outer_lr=0",)},
+            "diloco:outer_lr must be greater than 0, not 0.",
+        ),
+        ({}, {}, "Nothing to train: define model() and data(split) in the cell"),
+        ({"source": "  \n"}, {}, "Nothing to train"),
+    ],
+)
+def test_a_wrong_comparison_is_one_sentence(
+    training: dict[str, Any], wish: dict[str, Any], told: str
+):
+    with pytest.raises(UserError) as caught:
+        ComparisonSpec(training=TrainingSpec(**training), **NAMED | wish)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+WRONG_LINES = {
+    "--epochs 0": "--epochs must be greater than 0, not 0.",
+    "--epochs nan": "--epochs must be greater than 0, not nan.",
+    "--epochs one": "--epochs takes a number, not 'one'.",
+    "--batch-size 0": "--batch-size must be at least 1, not 0.",
+    "--lr=-1": "--lr must be greater than 0, not -1.",
+    "--lr nan": "--lr must be greater than 0",
+    "--seed=-1": "--seed must be at least 0, not -1.",
+    f"--seed {2**63}": f"--seed must be at most {2**63 - 1}, not {2**63}.",
+    f"--seed {10**400}": f"--seed must be at most {2**63 - 1}, not 1000",
+    "--accumulate 0": "--accumulate must be at least 1, not 0.",
+    "--amp fp8": "There is no --amp 'fp8'; choose one of: none, bf16.",
+    "--clip 0": "--clip must be greater than 0, not 0.",
+    "--lr-scaling cubic": "There is no --lr-scaling 'cubic'; choose one of: none, linear, sqrt.",
+    "--lr-warmup=-1": "--lr-warmup must be at least 0, not -1.",
+    "--data-workers=-1": "--data-workers must be at least 0, not -1.",
+    "--data-workers 100000": "--data-workers must be at most 256, not 100000.",
+    "--transport usb": "There is no --transport 'usb'; choose one of: auto, shm, gloo, rpc.",
+    "--slow 1": "Write --slow as 1:3x or 1:50ms, rank and how slow, not '1'.",
+    "--slow 1:3x,2": "Write --slow as 1:3x or 1:50ms, rank and how slow, not '2'.",
+    "--slow 1:0.5x": "--slow 1:0.5x: a rank can only be made slower, give more than 1x.",
+    "--slow 1:1x": "--slow 1:1x: a rank can only be made slower, give more than 1x.",
+    "--slow 1:0ms": "--slow 1:0ms: that is not slower, give more than 0 ms.",
+    "--slow 1:99999x": "--slow 1:99999x: give at most 10000x.",
+    "--slow 1:9999999999999s": "--slow 1:9999999999999s: give at most 86400 s, a day.",
+    "--kill 1@99999999999999999999s": "999s: give at most 86400 s, a day.",
+    "--kill 1@1s,0@2s,1@9s": "--kill kills rank 1 twice: only the first time would count.",
+    "--kill 1": "Write --kill as 1@5s, rank and training time, not '1'.",
+    "--jitter lots": "--jitter is a share, 20% or 0.2, not lots.",
+    "--jitter 20": "--jitter 20 would be 2000 %; write 20% or 0.2.",
+    "--jitter=-5%": "--jitter must be at least 0, not -5%.",
+    "--jitter 99999999999%": "--jitter must be at most 100, not 99999999999%.",
+    "--save-every=-1": "--save-every must be at least 0, not -1.",
+    "--epoxs 1": "ddp_compare has no option --epoxs; did you mean --epochs?",
+    "--epochs": "argument --epochs: expected one argument; %ddp_compare? explains it.",
+    "--lucky": "ddp_compare has no option --lucky; its options are: --repeats,",
+    "--name 'lines": "No closing quotation",
+}
+
+
+@pytest.mark.parametrize(("line", "told"), WRONG_LINES.items(), ids=WRONG_LINES)
+def test_a_wrong_line_is_one_sentence_before_anything_trains(line: str, told: str):
+    with pytest.raises(UserError) as caught:
+        parse(f"ddp --task digits {line}")
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_help_begins_with_the_usage_and_tells_every_default():
+    told = " ".join((DdpMagics.ddp_compare.__doc__ or "").split())
+    assert told.startswith("%ddp_compare [--repeats REPEATS]")
+    assert "how often each strategy is trained [1]" in told
+    assert "of the weights and the order of samples [0]" in told
+    assert "--epochs N passes over the training data;" in told
+    assert "counted in samples seen [2]" in told
+
+
+def test_every_choice_has_its_option():
+    line = (
+        "ddp --task synthetic:samples=512 --epochs 3 --batch-size 64 --lr 0.1 --seed 5 "
+        "--accumulate 4 --amp bf16 --clip 1.5 --lr-scaling linear --lr-warmup 1 "
+        "--sync-batchnorm --transport shm --data-workers 2 --slow 1:3x,0:50ms --slow 2:2x "
+        "--jitter 20% --kill 1@5s --save-every 0.5 --resume mine"
+    )
+    assert parse(line) == TrainingSpec(
+        task="synthetic:samples=512",
+        num_epochs=3,
+        batch_size=64,
+        learning_rate=0.1,
+        seed=5,
+        accumulate=4,
+        amp="bf16",
+        clip=1.5,
+        lr_scaling="linear",
+        num_lr_warmup_epochs=1,
+        sync_batchnorm=True,
+        transport="shm",
+        num_data_workers=2,
+        slow=("1:3x", "0:50ms", "2:2x"),
+        jitter=0.2,
+        kill=("1@5s",),
+        save_every=0.5,
+        resume="mine",
+    )
+
+
+@pytest.mark.parametrize("strategies", [("ddp", "async"), ("Own",)])
+def test_a_transport_is_for_whoever_may_use_it(strategies: tuple[str, ...]):
+    training = TrainingSpec(task="digits", transport="gloo")
+    spec = ComparisonSpec(strategies=strategies, training=training)
+    assert {run.transport for run in spec.run_specs()} == {"gloo"}
+
+
+def test_what_is_not_chosen_is_as_in_the_spec():
+    assert parse("ddp --task digits") == TrainingSpec(task="digits")
+
+
+def test_the_python_twin_has_the_same_choices_and_defaults():
+    parameters = inspect.signature(compare).parameters
+    chosen = {o.keyword: parameters[o.keyword].default for _, o in training_options()}
+    assert training_of(chosen, source=CELL) == TrainingSpec(source=CELL)
+    told = compare.__doc__ or ""
+    assert all(f"\n        {o.keyword}: {o.meaning}." in told for _, o in training_options())
+    assert training_of({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
+        source=CELL, jitter=0.2, slow=("1:3x",)
+    )
+
+
+def test_a_number_for_jitter_is_read_as_its_text_is():
+    assert training_of({"jitter": 0.2}, source=CELL).jitter == 0.2
+    for jitter in (20, 20.0):
+        with pytest.raises(UserError, match=r"would be 2000 %; write 20% or 0\.2\."):
+            training_of({"jitter": jitter}, source=CELL)
+
+
+def test_a_run_is_a_training_with_a_strategy():
+    run = RunSpec(run_id="r", strategy="ddp", task="digits")
+    assert isinstance(run, TrainingSpec)
+    with pytest.raises(UserError, match="There is no strategy"):
+        RunSpec(run_id="r", strategy="dpp", task="digits")
+
+
+def parse(line: str) -> TrainingSpec:
+    return training_of(vars(arguments(DdpMagics.ddp_compare, line)))

@@ -1,0 +1,122 @@
+from dataclasses import replace
+
+from ddpnb.protocol.messages import Failure
+from ddpnb.session.errors import (
+    CellInterrupt,
+    CellTimeoutError,
+    RankError,
+    render,
+    sentence,
+    told,
+)
+
+
+def failure(
+    rank: int, name: str = "ValueError", text: str = "bad", *, at: float = 0.0, **more: object
+) -> Failure:
+    trace = more.pop("traceback", (f"Cell In[3], line 2\n{name}: {text}",))
+    return Failure(rank=rank, name=name, text=text, failed_at=at, traceback=trace, **more)  # type: ignore[arg-type]
+
+
+def closed(rank: int, at: float) -> Failure:
+    text = "[gloo] Connection closed by peer [127.0.0.1]:4242"
+    return failure(rank, "RuntimeError", text, at=at, is_consequence=True)
+
+
+def test_the_root_cause_comes_first_even_if_its_consequence_was_earlier():
+    error = RankError([closed(0, at=1.0), failure(2, at=2.0), closed(1, at=1.5)])
+    assert [f.rank for f in error.failures] == [2, 0, 1]
+    assert str(error) == "rank 2 failed first: ValueError: bad"
+
+
+def test_of_two_causes_the_first_in_time_comes_first():
+    error = RankError([failure(0, text="late", at=2.0), failure(1, text="early", at=1.0)])
+    assert str(error) == "rank 1 failed first: ValueError: early"
+    lines = "\n".join(error._render_traceback_())
+    assert lines.index("early") < lines.index("late")
+
+
+def test_a_single_failure_is_named_without_first():
+    assert sentence([failure(1)]) == "rank 1 failed: ValueError: bad"
+
+
+def test_identical_failures_are_told_once_whatever_their_colours():
+    failures = [
+        failure(0, traceback=("\x1b[31mline 2\x1b[39m", "bad")),
+        failure(1, traceback=("line 2", "bad")),
+        failure(3, traceback=("line 2", "\x1b[0mbad")),
+    ]
+    lines = render(failures)
+    assert lines[0] == "RankError: ranks 0-1,3 failed: ValueError: bad"
+    assert sum("line 2" in line for line in lines) == 1
+
+
+def test_different_failures_are_all_told():
+    text = "\n".join(render([failure(0, text="a"), failure(1, text="b"), failure(2, text="a")]))
+    assert "ranks 0,2 failed: ValueError: a" in text
+    assert "rank 1 failed: ValueError: b" in text
+    assert text.count("Cell In[3]") == 2
+
+
+def test_consequences_are_folded_into_one_line():
+    lines = render(RankError([failure(1, at=1), closed(0, 2), closed(2, 3)]).failures)
+    text = "\n".join(lines)
+    assert "gloo" not in text
+    assert lines[-1] == (
+        "(ranks 0,2 were waiting in a collective for it and stopped: connection closed by peer)"
+    )
+    assert "(rank 0 was waiting" in render([failure(1), closed(0, 2)])[-1]
+
+
+def test_ranks_that_waited_for_nobody_are_told_apart():
+    lines = render([failure(1), closed(0, 2), replace(closed(2, 3), was_waiting=False)])
+    assert "(rank 0 was waiting in a collective" in lines[-2]
+    assert lines[-1] == "(rank 2 was stopped with it)"
+
+
+def test_where_there_are_only_consequences_one_is_told_in_full():
+    lines = render([closed(0, 1), closed(1, 2)])
+    assert "gloo" in "\n".join(lines)
+    assert "(rank 1 was waiting" in lines[-1]
+
+
+def test_ipython_shows_the_rendered_lines():
+    error = RankError([failure(1)])
+    assert error._render_traceback_() == render(error.failures)
+    assert told(error).startswith("RankError: rank 1 failed: ValueError: bad\n")
+
+
+def test_a_timeout_and_an_interrupt_are_one_line():
+    assert CellTimeoutError(2.5)._render_traceback_() == [
+        "CellTimeoutError: the cell took longer than 2.5 s and was stopped on all ranks; "
+        "their variables are kept"
+    ]
+    assert isinstance(CellTimeoutError(1), TimeoutError)
+    assert isinstance(CellInterrupt(), KeyboardInterrupt)
+    assert type(CellInterrupt()).__name__ == "KeyboardInterrupt"
+    assert len(CellInterrupt()._render_traceback_()) == 1
+    assert told(OSError("plain")) == "OSError('plain')"
+
+
+def test_the_cause_is_told_once_and_without_blank_lines_at_the_end():
+    lines = render([failure(1, traceback=("line 2", "", "\x1b[31mValueError\x1b[39m: bad"))])
+    assert lines == ["RankError: rank 1 failed: ValueError: bad", "line 2"]
+    lost = failure(1, "RankLost", "was killed by SIGKILL", is_death=True, traceback=("",))
+    assert render([lost, closed(0, 2)])[1:3] == [
+        "",
+        "(rank 0 was waiting in a collective for it and stopped: connection closed by peer)",
+    ]
+
+
+def test_what_is_kept_of_a_failure_gives_no_advice():
+    lost = failure(1, "RankLost", "was killed by SIGKILL", is_death=True)
+    assert RankError([lost, closed(0, 2)]).cause == "rank 1 was killed by SIGKILL"
+    assert "%ddp_restart --ranks 1" in str(RankError([lost]))
+    assert RankError([failure(0), failure(1)]).cause == "ValueError on ranks 0-1 (bad)"
+    assert RankError([failure(0, text="")]).cause == "ValueError on rank 0"
+
+
+def test_calls_that_do_not_match_are_told_once():
+    name, both = "CollectiveMismatchError", {"breaks_group": True}
+    lines = render([failure(0, name, "0 and 1", **both), failure(2, name, "1 and 2", **both)])
+    assert lines == [f"RankError: ranks 0,2 failed: {name}: 0 and 1", "Cell In[3], line 2"]

@@ -1,0 +1,53 @@
+import json
+import subprocess
+import sys
+
+import grimp
+import pytest
+
+import ddpnb
+from ddpnb.protocol.errors import UserError
+
+HEAVY = ("torch", "matplotlib", "pandas", "sklearn", "ipyparallel")
+
+LOAD = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.run_line_magic("load_ext", "ddpnb")
+assert {"ddp_start", "ddp_stop"} <= set(shell.magics_manager.magics["line"])
+"""
+
+
+def heavy_modules_after(code: str) -> list[str]:
+    code += f"\nimport json, sys\nprint(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    return list(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("code", ["import ddpnb", "import ddpnb; dir(ddpnb)", LOAD])
+def test_importing_and_loading_import_nothing_heavy(code: str):
+    assert heavy_modules_after(code) == []
+
+
+def test_the_public_names_are_the_twins_of_the_magics():
+    assert set(dir(ddpnb)) == set(ddpnb.__all__)
+    for name in set(ddpnb.__all__) - {"log"}:
+        assert getattr(ddpnb, name).__doc__
+
+
+def test_a_name_of_the_ranks_says_where_it_works():
+    with pytest.raises(UserError, match=r"works on the ranks: call it in a %%ddp --name NAME cell"):
+        ddpnb.log  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'nope'"):
+        ddpnb.nope  # noqa: B018
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = grimp.build_graph("ddpnb", cache_dir=None)
+    left = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    while leaves := [module for module, imported in left.items() if not imported & left.keys()]:
+        for module in leaves:
+            del left[module]
+    assert not left

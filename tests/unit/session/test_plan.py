@@ -1,0 +1,114 @@
+import socket
+
+import pytest
+
+from ddpnb.cluster.placement import (
+    ClusterSpec,
+    Placement,
+    free_port,
+    num_cores,
+    place_ranks,
+    torchrun_environment,
+)
+from ddpnb.protocol.errors import UserError
+
+
+def test_without_gpus_the_ranks_share_the_cores():
+    plan = place_ranks(ClusterSpec(), 0)
+    assert plan.num_ranks == max(2, min(4, num_cores()))
+    assert set(plan.devices) == {"cpu"}
+    assert plan.backend == "gloo"
+    assert plan.num_threads == max(1, num_cores() // plan.num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 64])
+def test_threads_are_the_cores_divided_by_the_ranks_and_at_least_one(num_ranks: int):
+    plan = place_ranks(ClusterSpec(num_ranks=num_ranks), 0)
+    assert plan.num_threads == max(1, num_cores() // num_ranks)
+    assert plan.num_ranks == num_ranks
+
+
+def test_threads_may_be_given():
+    assert place_ranks(ClusterSpec(num_ranks=2, num_threads=5), 0).num_threads == 5
+
+
+def test_each_gpu_gets_a_rank_and_nccl():
+    plan = place_ranks(ClusterSpec(), 4)
+    assert plan.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    assert plan.backend == "nccl"
+    assert not any(map(plan.shares_device, range(4)))
+
+
+def test_fewer_ranks_than_gpus_keep_nccl():
+    plan = place_ranks(ClusterSpec(num_ranks=2), 4)
+    assert plan.devices == ("cuda:0", "cuda:1")
+    assert plan.backend == "nccl"
+
+
+def test_ranks_that_share_a_gpu_use_gloo_and_are_known():
+    plan = place_ranks(ClusterSpec(num_ranks=3), 2)
+    assert plan.devices == ("cuda:0", "cuda:1", "cuda:0")
+    assert plan.backend == "gloo"
+    assert [plan.shares_device(rank) for rank in range(3)] == [True, False, True]
+
+
+def test_cpu_ranks_share_no_gpu():
+    plan = place_ranks(ClusterSpec(num_ranks=2, device="cpu"), 8)
+    assert plan.devices == ("cpu", "cpu")
+    assert plan.backend == "gloo"
+    assert not plan.shares_device(0)
+
+
+@pytest.mark.parametrize(
+    ("wish", "num_gpus", "told"),
+    [
+        ({"device": "cuda"}, 0, "There is no GPU on this machine: use --device cpu"),
+        ({"backend": "nccl"}, 0, "there is none here: use --backend gloo"),
+        ({"backend": "nccl", "num_ranks": 3}, 2, "use -n 2, or --backend gloo"),
+    ],
+)
+def test_what_the_machine_cannot_do_is_refused(wish: dict[str, object], num_gpus: int, told: str):
+    with pytest.raises(UserError) as caught:
+        place_ranks(ClusterSpec(**wish), num_gpus)  # type: ignore[arg-type]
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wish", "told"),
+    [
+        ({"device": "tpu"}, "There is no device 'tpu'; choose one of: auto, cpu, cuda."),
+        ({"backend": "mpi"}, "There is no backend 'mpi'; choose one of: auto, gloo, nccl."),
+        ({"num_ranks": 0}, "-n must be between 1 and 256, not 0."),
+        ({"num_ranks": 257}, "-n must be between 1 and 256, not 257."),
+        ({"num_threads": 0}, "--threads must be at least 1, not 0."),
+        ({"device": "cpu", "backend": "nccl"}, "use --backend gloo with --device cpu."),
+    ],
+)
+def test_a_wrong_wish_is_refused_at_once(wish: dict[str, object], told: str):
+    with pytest.raises(UserError) as caught:
+        ClusterSpec(**wish)  # type: ignore[arg-type]
+    assert told in str(caught.value)
+
+
+def test_the_environment_is_torchruns():
+    plan = Placement(devices=("cpu",) * 3, backend="gloo", num_threads=2)
+    environment = torchrun_environment(plan, 2, 4242)
+    assert (
+        environment
+        | {
+            "RANK": "2",
+            "LOCAL_RANK": "2",
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "4242",
+            "OMP_NUM_THREADS": "2",
+        }
+        == environment
+    )
+
+
+def test_a_free_port_can_be_listened_on():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))
+        listener.listen()

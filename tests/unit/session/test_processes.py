@@ -1,0 +1,109 @@
+"""Processes as the kernel sees them: events that go wrong, damaged files, files that are whole."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+
+from ddpnb.cluster.detach import SAVED, find, lingering, name_of
+from ddpnb.cluster.processes import Exit, Member, Processes, Service
+from ddpnb.cluster.run_folder import private_folder
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.processes import atomic_write, is_alive, process_id
+
+
+class EndedServer:
+    """A fork server that is gone; its pid is nobody's process group."""
+
+    pid = 2**22 + 1
+
+    def wait(self, timeout: float) -> int | None:
+        return 0
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("error", [OSError, TypeError, KeyError])
+def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception], capsys):
+    ours, theirs = Pipe()
+    heard: list[Member] = []
+
+    def note(exit_: Exit) -> None:
+        heard.append(exit_.member)
+        if exit_.member == 0:
+            raise error("a handler failed")
+
+    processes = Processes(pipe=ours, server=EndedServer(), on_exit=note)
+    processes._listener.start()
+    for rank in (0, 1):
+        event = {"event": "exited", "name": str(rank), "code": -9}
+        theirs.send_bytes(json.dumps(event).encode())
+    theirs.close()
+    processes._listener.join(10)
+    assert heard == [0, 1, Service.FORK_SERVER]
+    assert "a handler failed" in capsys.readouterr().err
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A run folder that this process needs."""
+    made = private_folder()
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"plan": null}', '{"spec": {"a": 1}}'])
+def test_a_damaged_record_is_named_with_what_to_do(folder: Path, content: str):
+    (folder / SAVED).write_text(content)
+    with pytest.raises(UserError) as raised:
+        find(name_of(folder), Path.cwd())
+    assert str(raised.value) == (
+        f"{folder / SAVED} is damaged, or another version of ddpnb wrote it: its cluster cannot be "
+        f"attached to; end it with `kill {os.getpid()}` and start anew with %ddp_start."
+    )
+    assert folder not in [saved.folder for saved in lingering()]
+
+
+def test_a_process_is_alive_until_it_ends_and_no_other_is_taken_for_it():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    pid, began = process_id(child.pid)
+    assert is_alive((pid, began))
+    assert is_alive((pid, round(began, 2)))
+    assert not is_alive((pid, began - 60))
+    child.kill()
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # nobody has reaped it yet
+    assert not is_alive((pid, began))
+    child.wait(10)
+    assert not is_alive((pid, began))
+
+
+def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path: Path):
+    path = tmp_path / "file"
+    atomic_write(path, b"before")
+    with pytest.raises(TypeError):
+        atomic_write(path, "no bytes")  # type: ignore[arg-type]
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_folders_of_a_file_are_synced_after_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, synced = tmp_path / "file", []
+
+    def fsync(descriptor: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    atomic_write(path, b"content", synced_folders=path.parents[:2])
+    (draft, was_there), *folders = synced
+    assert draft.startswith(str(path))
+    assert not was_there
+    assert folders == [(str(tmp_path), True), (str(tmp_path.parent), True)]

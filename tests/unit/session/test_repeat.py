@@ -1,0 +1,73 @@
+from dataclasses import replace
+
+import pytest
+
+from ddpnb.magics.arguments import arguments
+from ddpnb.magics.magics import DdpMagics, comparison_of
+from ddpnb.protocol.messages import RunSpec
+from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.runs.comparison import Comparison
+from ddpnb.runs.repeat import magic_of
+from ddpnb.session.comparison import ComparisonSpec
+
+CELL = "def model(): ...\ndef data(split): ...\n"
+
+
+def comparison(specs: tuple[RunSpec, ...]) -> Comparison:
+    return Comparison(comparison_id="1", name="race", specs=specs)
+
+
+def same(specs: tuple[RunSpec, ...]) -> list[RunSpec]:
+    return [replace(spec, run_id="") for spec in specs]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ddp --task digits",
+        "dp async --task digits --epochs 0.25 --batch-size 64 --lr 0.001 --seed 7 --repeats 3",
+        "async --task digits --no-baseline",
+        "single --task synthetic:samples=64",
+        "ddp:hook=fp16 async:bound=2 --task text --slow 1:3x,0:50ms --jitter 20% --kill 1@2s",
+        "ddp --task digits --amp bf16 --clip 0.5 --accumulate 2 --lr-scaling linear --resume abc",
+    ],
+)
+def test_the_magic_asks_for_the_same_runs(line: str):
+    asked = comparison_of(arguments(DdpMagics.ddp_compare, line), line, "").run_specs()
+    again = magic_of(comparison(asked)).removeprefix("%ddp_compare ")
+    spec = comparison_of(arguments(DdpMagics.ddp_compare, again), again, "")
+    assert same(spec.run_specs()) == same(asked)
+
+
+def test_an_own_cell_is_there_with_its_magic_in_place_of_the_comment():
+    source = f"# %%ddp_compare ddp --name x\n{CELL}"
+    specs = ComparisonSpec(
+        strategies=("ddp",), training=TrainingSpec(source=source, seed=3)
+    ).run_specs()
+    first, rest = magic_of(comparison(specs)).split("\n", 1)
+    assert first == "%%ddp_compare ddp --epochs 2 --batch-size 256 --lr 0.05 --seed 3"
+    assert rest == CELL
+
+
+def test_what_was_emulated_on_purpose_is_asked_for_again():
+    training = TrainingSpec(task="digits")
+    (spec,) = ComparisonSpec(strategies=("ddp",), training=training, baseline=False).run_specs()
+    harder = replace(spec, slow=("1:3x", "0:50ms"), jitter=0.2, clip=1.0, sync_batchnorm=True)
+    magic = magic_of(comparison((harder,)))
+    for words in ("--slow 1:3x,0:50ms", "--jitter 0.2", "--clip 1", "--sync-batchnorm"):
+        assert words in magic
+
+
+def test_what_was_resumed_is_called_as_the_user_calls_it():
+    training = TrainingSpec(task="digits")
+    specs = ComparisonSpec(strategies=("ddp", "async"), training=training).run_specs()
+    resumed = tuple(
+        replace(spec, resume=f"id-of-{spec.strategy}", resumed=f"first/{spec.strategy}#1")
+        for spec in specs
+    )
+    words = magic_of(comparison(resumed)).split()
+    assert words[words.index("--resume") + 1] == "first"
+
+
+def test_a_hand_written_loop_has_none():
+    assert magic_of(comparison(())) == ""
