@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from benchmarks.measure import Figure
 from benchmarks.ranks import rank_calls
 from ddpnb.protocol.messages import RankState, RunSpec
-from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm import transports
 from ddpnb.rank.comm.client import Place
-from ddpnb.rank.comm.packed_tensors import Packed
+from ddpnb.rank.comm.packed_tensors import PackedTensors
 from ddpnb.rank.comm.parameter_server import Server
-from ddpnb.rank.comm.parameter_store import Master
+from ddpnb.rank.comm.parameter_store import ParameterStore
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.tasks import load_task
-from ddpnb.rank.training.batches import Order, Share, every_step
+from ddpnb.rank.training.batches import BatchSchedule, Shard, every_step
 
 _numbers = itertools.count()
 BATCH_SIZE = 128
@@ -46,30 +46,30 @@ def exchange_ms(
         transport=transport,
         parameters=parameters,
         timeout_seconds=60,
-        lifeline=Lifeline(),
+        cancellation=CancellationToken(),
     )
 
-    def make_server(absent: Callable[[], int], copies: Sequence[Packed]) -> Server:
-        master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies)
+    def make_server(absent: Callable[[], int], copies: Sequence[PackedTensors]) -> Server:
+        store = ParameterStore(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies)
         return Server(
-            master=master, num_workers=2, num_shares=10**9, timeout_seconds=60, absent=absent
+            store=store, num_workers=2, num_shards=10**9, timeout_seconds=60, absent=absent
         )
 
     with ExitStack() as opened:
         if state.rank == 0:
-            _, host, link = transports.serve(place, make_server, opened)
-            link.begin()
-            link.finish()
+            _, host, client = transports.serve(place, make_server, opened)
+            client.begin()
+            client.finish()
             host.settle()
             return []
-        link, taken = transports.connect(place, opened), []
-        link.begin()
+        client, taken = transports.connect(place, opened), []
+        client.begin()
         parameters[0].grad = torch.ones(num_floats)
         for _ in range(rounds):
             began = time.perf_counter()
-            link.push(weight=0.5)
+            client.push(weight=0.5)
             taken.append(1e3 * (time.perf_counter() - began))
-        link.finish()
+        client.finish()
         return taken
 
 
@@ -104,14 +104,14 @@ def in_place_ms(state: RankState, folder: Path, num_floats: int, rounds: int) ->
     batch, taken = Batch(inputs=nothing, targets=nothing, num_samples=1, num_global=2), []
     with closing(make_strategy("hogwild", {})) as strategy:
         strategy.setup(replica)
-        shares = strategy.shares()
+        shards = strategy.shards()
         if state.rank == 1:
-            next(shares)
+            next(shards)
             model.weight.grad = torch.ones_like(model.weight)
             for _ in range(rounds):
                 began = time.perf_counter()
                 strategy.step(batch)
-                next(shares)
+                next(shards)
                 taken.append(1e3 * (time.perf_counter() - began))
         strategy.finish()
     return taken
@@ -129,7 +129,9 @@ def rate(state: RankState, folder: Path, strategy: str, sleeps: float) -> tuple[
     torch.manual_seed(0)
     spec = RunSpec(run_id="bench", strategy="single", task="digits", batch_size=BATCH_SIZE)
     task = load_task(spec, {}, "digits")
-    order = Order(len(task.train), batch_size=BATCH_SIZE, num_epochs=10_000, num_ranks=2, seed=0)
+    order = BatchSchedule(
+        len(task.train), batch_size=BATCH_SIZE, num_epochs=10_000, num_ranks=2, seed=0
+    )
     replica = Replica(
         model=task.model(),
         loss=task.loss,
@@ -152,7 +154,7 @@ def rate(state: RankState, folder: Path, strategy: str, sleeps: float) -> tuple[
     with closing(make_strategy(strategy, {})) as made:
         made.setup(replica)
         counted = timed(
-            made.step, made.shares(), task, order, sleeps * state.rank, strategy == "ddp"
+            made.step, made.shards(), task, order, sleeps * state.rank, strategy == "ddp"
         )
         made.finish()
         return counted
@@ -170,16 +172,16 @@ def plain(replica: Replica) -> Callable[[Batch], object]:
 
 def timed(
     step: Callable[[Batch], object],
-    shares: Iterator[Share],
+    shards: Iterator[Shard],
     task: Any,
-    order: Order,
+    order: BatchSchedule,
     late: float,
     is_synchronous: bool = False,
 ) -> tuple[int, float]:
     dist.barrier()
     num_samples, began = 0, time.perf_counter()
-    for share in shares:
-        pair = task.train.fetch(order.indices(share))
+    for shard in shards:
+        pair = task.train.fetch(order.indices(shard))
         size = len(pair.targets)
         batch = Batch(
             inputs=pair.inputs, targets=pair.targets, num_samples=size, num_global=2 * size

@@ -38,8 +38,8 @@ def rows(rank: int, first: int, strategy: str, rng: np.random.Generator) -> byte
     made["num_samples"] = 256 // TELLERS[strategy]
     made["staleness"] = rng.integers(0, 4, EVENTS_IN_BATCH) if strategy == "async" else NO_STALENESS
     made["rank"] = rank
-    for part, share in (("forward", 2e-4), ("backward", 4e-4), ("communication", 2e-4)):
-        made[part] = share
+    for part, shard in (("forward", 2e-4), ("backward", 4e-4), ("communication", 2e-4)):
+        made[part] = shard
     return made.tobytes()
 
 

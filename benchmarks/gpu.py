@@ -27,7 +27,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Replica, Strategy
-from ddpnb.rank.strategies.timer import Untimed
+from ddpnb.rank.strategies.timer import NullTimer
 from ddpnb.rank.tasks import digits
 from ddpnb.rank.training.timing import Clock, clock_of
 from ddpnb.session.session import this_session
@@ -216,7 +216,7 @@ def _rates(
         num_global=256,
     )
     clock = clock_of(on)
-    timed, untimed = (_strategy(on, folder, timer) for timer in (clock, Untimed()))
+    timed, untimed = (_strategy(on, folder, timer) for timer in (clock, NullTimer()))
     ways: list[Callable[[], float]] = [
         partial(_rate, timed, batch, on, clock),
         partial(_rate, untimed, batch, on, None),
@@ -229,7 +229,7 @@ def _rates(
     return rates[2:]
 
 
-def _strategy(device: torch.device, folder: Path, timer: Clock | Untimed) -> Strategy:
+def _strategy(device: torch.device, folder: Path, timer: Clock | NullTimer) -> Strategy:
     strategy = make_strategy("ddp", {})
     strategy.setup(
         Replica(
@@ -257,7 +257,7 @@ def _rate(
     for _ in range(num_steps):
         report = strategy.step(batch)
         if clock is not None:
-            clock.lap(report)
+            clock.timing(report)
         elif device.type == "cpu":
             report.loss.item()
     if clock is not None:

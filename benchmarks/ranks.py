@@ -23,12 +23,12 @@ Job = Callable[..., Any]
 def rank_calls(num_ranks: int) -> Iterator[Callable[..., list[Any]]]:
     """Processes in one gloo group, one thread each; call what is yielded with a job."""
     folder = Path(tempfile.mkdtemp(prefix="ddpnb-bench-", dir="/dev/shm"))
-    meeting = Path(tempfile.mkdtemp(prefix="ddpnb-bench-"))
+    rendezvous = Path(tempfile.mkdtemp(prefix="ddpnb-bench-"))
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(rank, num_ranks, folder, meeting, theirs))
+        process = context.Process(target=_serve, args=(rank, num_ranks, folder, rendezvous, theirs))
         process.start()
         pipes.append(ours)
         processes.append(process)
@@ -45,10 +45,10 @@ def rank_calls(num_ranks: int) -> Iterator[Callable[..., list[Any]]]:
             process.kill()
             process.join()
         shutil.rmtree(folder)
-        shutil.rmtree(meeting)
+        shutil.rmtree(rendezvous)
 
 
-def _serve(rank: int, num_ranks: int, folder: Path, meeting: Path, pipe: Connection) -> None:
+def _serve(rank: int, num_ranks: int, folder: Path, rendezvous: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
     state = RankState(
         rank=rank,
@@ -63,7 +63,7 @@ def _serve(rank: int, num_ranks: int, folder: Path, meeting: Path, pipe: Connect
     )
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(meeting / "store"), num_ranks),
+        store=dist.FileStore(str(rendezvous / "store"), num_ranks),
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=300),

@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.measure import Figure
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Replica, Strategy
-from ddpnb.rank.strategies.timer import Untimed
+from ddpnb.rank.strategies.timer import NullTimer
 from ddpnb.rank.tasks import digits
 from ddpnb.rank.training.timing import CpuClock
 
@@ -119,7 +119,7 @@ class Trainer:
                 num_steps=1,
                 folder=folder,
                 name="bench",
-                timer=self.clock or Untimed(),
+                timer=self.clock or NullTimer(),
             )
         )
 
@@ -132,7 +132,7 @@ class Trainer:
         for _ in range(num_steps):
             report = self.strategy.step(self.batch)
             if self.clock is not None:
-                self.clock.lap(report)
+                self.clock.timing(report)
             else:
                 report.loss.item()
         dist.barrier()

@@ -48,8 +48,8 @@ def timed(running: Kernel, cell: str, name: str = "") -> float:
     """Return the share of a core that the kernel used while the cell ran."""
     running.run("import time; cpu, wall = time.process_time(), time.perf_counter()")
     running.run(f"%%ddp{f' --name {name}' if name else ''}\n{cell}")
-    share = "(time.process_time() - cpu) / (time.perf_counter() - wall)"
-    return float(str(running.value(f"print({share})")))
+    shard = "(time.process_time() - cpu) / (time.perf_counter() - wall)"
+    return float(str(running.value(f"print({shard})")))
 
 
 def measure() -> list[Figure]:

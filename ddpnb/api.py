@@ -8,7 +8,7 @@ from ddpnb.magics.arguments import takes_training_options, training_of
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.reports.exports.export import export as write_export
 from ddpnb.reports.listing import Details
-from ddpnb.reports.plot_options import View
+from ddpnb.reports.plot_options import PlotOptions
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.table import Table
 from ddpnb.runs.query import Search
@@ -27,7 +27,7 @@ def start(
     backend: str = "auto",
     threads: int | None = None,
     method: str | None = None,
-    linger: float = 0.0,
+    detach: float = 0.0,
     attach: bool | str = False,
 ) -> Table:
     """Start the ranks and form the process group; the twin of ``%ddp_start``.
@@ -54,7 +54,7 @@ def start(
     if method is not None and method not in METHODS:
         raise one_of("method", method, METHODS)
     spec = ClusterSpec(
-        num_ranks=n, device=device, backend=backend, num_threads=threads, linger_seconds=linger
+        num_ranks=n, device=device, backend=backend, num_threads=threads, detach_seconds=detach
     )
     if attach is False:
         return this_session().start(spec, method=method)
@@ -195,7 +195,7 @@ def compare(
         num_repeats=repeats,
         name=name,
         baseline=baseline,
-        view=View(log=log, target=target),
+        options=PlotOptions(log=log, target=target),
     )
     return this_session().compare(spec, wait=wait)
 
@@ -247,7 +247,7 @@ def plot(
         log: whether losses are drawn on a logarithmic axis.
         target: a training loss whose reaching is marked and timed.
     """
-    return this_session().load(names, View(x=x, log=log, target=target))
+    return this_session().load(names, PlotOptions(x=x, log=log, target=target))
 
 
 @typed

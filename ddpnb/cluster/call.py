@@ -65,7 +65,7 @@ class OutputEnded:
     rank: int
 
 
-Happening = Output | Events | Returned | Lost | Silent
+CallEvent = Output | Events | Returned | Lost | Silent
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,7 +73,7 @@ class Call:
     """One call on several ranks, in progress."""
 
     ranks: tuple[int, ...]
-    inbox: "queue.SimpleQueue[Happening | OutputEnded]" = field(default_factory=queue.SimpleQueue)
+    inbox: "queue.SimpleQueue[CallEvent | OutputEnded]" = field(default_factory=queue.SimpleQueue)
     running: set[int] = field(init=False)
     """Ranks whose result is still to come."""
     speaking: set[int] = field(init=False)
@@ -90,7 +90,7 @@ class Call:
         output_ended = not self.speaking or time.monotonic() > self.output_deadline
         return not self.running and output_ended
 
-    def happenings(self, timeout: float) -> Iterator[Happening]:
+    def events(self, timeout: float) -> Iterator[CallEvent]:
         """Yield what has happened, waiting up to ``timeout`` seconds for the first."""
         while not self.done:
             try:
@@ -104,7 +104,7 @@ class Call:
         """Note, from any thread, that a rank will not answer any more."""
         self.inbox.put(Lost(rank=rank, cause=cause))
 
-    def _handle(self, event: Happening | OutputEnded) -> Iterator[Happening]:
+    def _handle(self, event: CallEvent | OutputEnded) -> Iterator[CallEvent]:
         match event:
             case Returned() | Lost():
                 if isinstance(event, Lost):
@@ -120,6 +120,6 @@ class Call:
             case _:
                 yield event
 
-    def _silence(self, rank: int) -> Iterator[Happening]:
+    def _silence(self, rank: int) -> Iterator[CallEvent]:
         if rank not in self.running and rank not in self.speaking:
             yield Silent(rank=rank)

@@ -61,11 +61,11 @@ class Dispatcher:
             if (left := deadline - time.monotonic()) <= 0:
                 waiting = ", ".join(map(str, sorted(call.running)))
                 raise TimeoutError(f"no answer within {timeout:.0f} s from rank {waiting}")
-            for happening in call.happenings(left):
-                if isinstance(happening, Lost):
-                    raise RuntimeError(f"rank {happening.rank}: {happening.cause}")
-                if isinstance(happening, Returned):
-                    values[happening.rank] = happening.value
+            for event in call.events(left):
+                if isinstance(event, Lost):
+                    raise RuntimeError(f"rank {event.rank}: {event.cause}")
+                if isinstance(event, Returned):
+                    values[event.rank] = event.value
         return [values[rank] for rank in call.ranks]
 
     def lose(self, rank: int, cause: str) -> None:

@@ -12,8 +12,13 @@ from pathlib import Path
 
 import psutil
 
-from ddpnb.cluster.detach import DOOR, Saved, is_held, read
-from ddpnb.cluster.engines import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Engines, Roster
+from ddpnb.cluster.detach import DOOR, ClusterRecord, is_held, read
+from ddpnb.cluster.engines import (
+    CALL_TIMEOUT_SECONDS,
+    START_TIMEOUT_SECONDS,
+    EngineRegistry,
+    Engines,
+)
 from ddpnb.cluster.group_state import GroupState, ranks_of
 from ddpnb.cluster.placement import (
     ClusterSpec,
@@ -25,8 +30,8 @@ from ddpnb.cluster.placement import (
 from ddpnb.cluster.processes import HeldError, Processes
 from ddpnb.cluster.run_folder import private_folder, write_owners
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Tied
-from ddpnb.protocol.processes import Order, process_id
+from ddpnb.protocol.messages import StaleVariable
+from ddpnb.protocol.processes import BatchSchedule, process_id
 from ddpnb.protocol.remote_call import OnRank
 
 
@@ -78,14 +83,14 @@ class Cluster(Engines):
         )
         try:
             cluster._start_ranks(progress)
-            cluster.linger(spec.linger_seconds)
+            cluster.allow_detach(spec.detach_seconds)
         except BaseException:
             cluster.stop()
             raise
         return cluster
 
     @classmethod
-    def attach(cls, saved: Saved) -> "Cluster":
+    def attach(cls, record: ClusterRecord) -> "Cluster":
         """Take over ranks that have outlived their kernel, with all their variables.
 
         Args:
@@ -94,33 +99,33 @@ class Cluster(Engines):
         Raises:
             UserError: where another kernel holds it, or it has just ended.
         """
-        cluster = cls(saved.spec, saved.method, saved.folder)
+        cluster = cls(record.spec, record.method, record.folder)
         try:
             cluster.processes = Processes.attach(
-                saved.folder / DOOR, saved.server, cluster.note_exit
+                record.folder / DOOR, record.server, cluster.note_exit
             )
         except HeldError:
-            raise is_held(saved.name, None) from None
+            raise is_held(record.name, None) from None
         except (OSError, EOFError) as error:
             raise UserError(
-                f"The cluster {saved.name} has just ended: start anew with %ddp_start."
+                f"The cluster {record.name} has just ended: start anew with %ddp_start."
             ) from error
         try:
-            saved = read(saved.folder)  # nobody else changes it from now on
+            record = read(record.folder)  # nobody else changes it from now on
             cluster.spec, cluster.placement, cluster.states = (
-                saved.spec,
-                saved.placement,
-                saved.states,
+                record.spec,
+                record.placement,
+                record.states,
             )
-            cluster.home, cluster.began = saved.home, saved.began
-            cluster._master_port = saved.master_port
+            cluster.home, cluster.began = record.home, record.began
+            cluster._master_port = record.master_port
             cluster._group = GroupState(
-                generation=saved.generation,
-                is_cut=saved.group_is_cut,
-                is_checked=saved.group_is_checked,
+                generation=record.generation,
+                is_aborted=record.group_is_aborted,
+                is_checked=record.group_is_checked,
             )
-            cluster._roster = Roster.connect(cluster.profile, cluster.raise_if_dead)
-            cluster._roster.take_over(saved.engine_of)
+            cluster._registry = EngineRegistry.connect(cluster.profile, cluster.raise_if_dead)
+            cluster._registry.take_over(record.engine_of)
             write_owners(cluster.folder, [os.getpid(), cluster.processes.pid])
         except BaseException:
             cluster.detach()
@@ -132,14 +137,14 @@ class Cluster(Engines):
         """Of the process group."""
         return self._group.generation
 
-    def cut(self, ranks: Sequence[int]) -> None:
+    def abort(self, ranks: Sequence[int]) -> None:
         """Free ranks from the collectives they wait in; the group is dead afterwards."""
-        self._group.is_cut = True
+        self._group.is_aborted = True
         self._save()
         for rank in set(ranks) & set(self.living):
-            self._group.cuts[rank] = self.processes.order(rank, Order.CUT)
+            self._group.aborts[rank] = self.processes.order(rank, BatchSchedule.CUT)
 
-    def ensure_group(self, *, is_checked: bool = False) -> dict[Tied, list[int]]:
+    def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
         """Have all ranks form a new process group if the old one was cut, or is of another kind.
 
         Where a rank is dead there is none to form, and the living do without one.
@@ -158,7 +163,7 @@ class Cluster(Engines):
         self._save()
         return ranks_of(dict(zip(self.ranks, stale, strict=True)))
 
-    def bring_back(self, ranks: Sequence[int]) -> dict[Tied, list[int]]:
+    def bring_back(self, ranks: Sequence[int]) -> dict[StaleVariable, list[int]]:
         """Start ranks anew, in their places in the group; the others keep their variables.
 
         Returns:
@@ -170,8 +175,8 @@ class Cluster(Engines):
             self.start_rank(rank, generation=self.generation)
         others = [rank for rank in self.ranks if rank not in ranks]
         call = self.submit(OnRank("rejoin"), self.generation, False, ranks=others)
-        self.roster.wait_for(set(ranks), self.raise_if_dead)
-        stale = self.roster.dispatcher.collect(call, CALL_TIMEOUT_SECONDS)
+        self.registry.wait_for(set(ranks), self.raise_if_dead)
+        stale = self.registry.dispatcher.collect(call, CALL_TIMEOUT_SECONDS)
         self.states = tuple(self.gather(OnRank("state")))
         self._group.note_formed(is_checked=False)
         self._save()
@@ -182,28 +187,28 @@ class Cluster(Engines):
 
         The next ``ensure_group`` forms a group of all.
         """
-        self._group.is_cut = True
-        self._group.cuts.pop(rank, None)
+        self._group.is_aborted = True
+        self._group.aborts.pop(rank, None)
         self.start_rank(rank, generation=None)
 
     def has_come(self, rank: int) -> bool:
         """Tell whether a rank that was started again can be called."""
-        if not (new := self.roster.new):
+        if not (new := self.registry.new):
             return False
         try:
-            self.roster.welcome(new)
+            self.registry.welcome(new)
             states = {state.rank: state for state in self.gather(OnRank("state"), ranks=[rank])}
         except (RuntimeError, UserError):  # it has died again, which is told as its exit
             return False
         self.states = tuple(states.get(state.rank, state) for state in self.states)
         return True
 
-    def linger(self, seconds: float) -> None:
+    def allow_detach(self, seconds: float) -> None:
         """Have the ranks outlive this kernel that long, so that another can attach to them."""
-        self.spec = replace(self.spec, linger_seconds=seconds)
+        self.spec = replace(self.spec, detach_seconds=seconds)
         self._save()
         if seconds:
-            self.processes.linger(seconds, self.folder / DOOR)
+            self.processes.allow_detach(seconds, self.folder / DOOR)
 
     def detach(self) -> None:
         """Leave the ranks to another kernel; may be called twice, ``stop`` does nothing then."""
@@ -225,20 +230,20 @@ class Cluster(Engines):
 
     def _begin_generation(self) -> None:
         """Count up the process groups; the new one is no better than cut until it is formed."""
-        self._group.wait_for_cuts(lambda: self.living, CALL_TIMEOUT_SECONDS)
+        self._group.wait_for_aborts(lambda: self.living, CALL_TIMEOUT_SECONDS)
         self._group.begin()
         self._save()
 
     def _save(self) -> None:
         """Write what another kernel must know, where one may come."""
-        if not self.spec.linger_seconds or (roster := self._roster) is None:
+        if not self.spec.detach_seconds or (registry := self._registry) is None:
             return
         assert self.placement is not None
         server = self.processes.pid
         # Cells in the background cut the group in threads of their own.  Where the fork
         # server has ended, so has the folder.
         with self._save_lock, contextlib.suppress(OSError, psutil.NoSuchProcess):
-            Saved(
+            ClusterRecord(
                 folder=self.folder,
                 home=self.home,
                 began=self.began,
@@ -248,9 +253,9 @@ class Cluster(Engines):
                 placement=self.placement,
                 master_port=self._master_port,
                 states=self.states,
-                engine_of=roster.of(self.ranks),
+                engine_of=registry.of(self.ranks),
                 generation=self.generation,
-                group_is_cut=self._group.is_cut,
+                group_is_aborted=self._group.is_aborted,
                 group_is_checked=self._group.is_checked,
             ).write()
 
@@ -262,13 +267,13 @@ class Cluster(Engines):
         ranks = range(self.placement.num_ranks)
         for rank in ranks:
             self.start_rank(rank, generation=self.generation)
-        self._roster = Roster.connect(self.profile, self.raise_if_dead)
+        self._registry = EngineRegistry.connect(self.profile, self.raise_if_dead)
         self.processes.ready.result(START_TIMEOUT_SECONDS)
         write_owners(self.folder, [os.getpid(), self.processes.pid])
         progress(f"{len(ranks)} ranks form a process group")
-        self._roster.wait_for(set(ranks), self.raise_if_dead)
+        self._registry.wait_for(set(ranks), self.raise_if_dead)
         self.states = tuple(
-            self._roster.dispatcher.gather(
+            self._registry.dispatcher.gather(
                 OnRank("state"), ranks=ranks, timeout=CALL_TIMEOUT_SECONDS
             )
         )

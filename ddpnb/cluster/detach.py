@@ -21,11 +21,11 @@ SAVED = "cluster.json"
 DOOR = "kernel.sock"
 """Where the fork server awaits another kernel."""
 
-HOW_TO_LINGER = "ranks outlive their kernel where they were started with %ddp_start --linger 600"
+HOW_TO_DETACH = "ranks outlive their kernel where they were started with %ddp_start --detach 600"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class ClusterRecord:
     """What another kernel must know of a cluster to use it."""
 
     folder: Path
@@ -45,7 +45,7 @@ class Saved:
     """Each rank's engine."""
     generation: int
     """Of the process group."""
-    group_is_cut: bool
+    group_is_aborted: bool
     group_is_checked: bool
 
     @property
@@ -64,7 +64,7 @@ def name_of(folder: Path) -> str:
     return folder.name.removeprefix(PREFIX)
 
 
-def read(folder: Path) -> Saved:
+def read(folder: Path) -> ClusterRecord:
     """Read what was written last.
 
     Raises:
@@ -82,7 +82,7 @@ def read(folder: Path) -> Saved:
         ) from error
 
 
-def _parse(folder: Path, text: str) -> Saved:
+def _parse(folder: Path, text: str) -> ClusterRecord:
     content: dict[str, Any] = json.loads(text)
     placement = content["placement"]
     content |= {
@@ -97,40 +97,40 @@ def _parse(folder: Path, text: str) -> Saved:
         ),
         "engine_of": {int(rank): engine for rank, engine in content["engine_of"].items()},
     }
-    return Saved(**content)
+    return ClusterRecord(**content)
 
 
-def lingering() -> list[Saved]:
+def detached() -> list[ClusterRecord]:
     """Return this user's clusters that outlive their kernels, held or not, oldest first."""
     return _read_all()[0]
 
 
-def _read_all() -> tuple[list[Saved], dict[str, UserError]]:
+def _read_all() -> tuple[list[ClusterRecord], dict[str, UserError]]:
     """Return this user's clusters that outlive their kernels, and by name why others cannot."""
-    found: list[Saved] = []
+    found: list[ClusterRecord] = []
     damaged: dict[str, UserError] = {}
     for folder in own_folders():
         with contextlib.suppress(OSError, ValueError):  # half-made, or it has just ended
             if not living_owners(folder):
                 continue
             try:
-                saved = read(folder)
+                record = read(folder)
             except UserError as error:
                 damaged[name_of(folder)] = error
             else:
-                if saved.spec.linger_seconds and is_alive(saved.server):
-                    found.append(saved)
-    return sorted(found, key=lambda saved: saved.began), damaged
+                if record.spec.detach_seconds and is_alive(record.server):
+                    found.append(record)
+    return sorted(found, key=lambda record: record.began), damaged
 
 
-def holder(saved: Saved) -> int | None:
+def holder(record: ClusterRecord) -> int | None:
     """Return the process id of the kernel that holds a cluster, if one does."""
     with contextlib.suppress(OSError, ValueError):
-        return next((pid for pid in living_owners(saved.folder) if pid != saved.server[0]), None)
+        return next((pid for pid in living_owners(record.folder) if pid != record.server[0]), None)
     return None
 
 
-def find(name: str, here: Path) -> Saved:
+def find(name: str, here: Path) -> ClusterRecord:
     """Return the cluster to attach to.
 
     Args:
@@ -141,14 +141,14 @@ def find(name: str, here: Path) -> Saved:
     Raises:
         UserError: where there is none, or more than one, or its file is damaged.
     """
-    waiting: list[Saved] = []
+    waiting: list[ClusterRecord] = []
     held: dict[str, int] = {}
     found, damaged = _read_all()
-    for saved in found:
-        if (kernel := holder(saved)) is None:
-            waiting.append(saved)
+    for record in found:
+        if (kernel := holder(record)) is None:
+            waiting.append(record)
         else:
-            held[saved.name] = kernel
+            held[record.name] = kernel
     if name in damaged:
         raise damaged[name]
     if damaged and not (name or waiting):
@@ -158,10 +158,12 @@ def find(name: str, here: Path) -> Saved:
 
 def waits(here: Path) -> bool:
     """Tell whether a cluster that was started in ``here`` waits for a kernel."""
-    return any(saved.home == here and holder(saved) is None for saved in lingering())
+    return any(record.home == here and holder(record) is None for record in detached())
 
 
-def choose(waiting: Sequence[Saved], held: dict[str, int], name: str, here: Path) -> Saved:
+def choose(
+    waiting: Sequence[ClusterRecord], held: dict[str, int], name: str, here: Path
+) -> ClusterRecord:
     """Return the cluster to attach to; see ``find``.
 
     Args:
@@ -172,8 +174,8 @@ def choose(waiting: Sequence[Saved], held: dict[str, int], name: str, here: Path
     """
     if name in held:
         raise is_held(name, held[name])
-    matching = [saved for saved in waiting if name in ("", saved.name)]
-    started_here = [saved for saved in matching if saved.home == here]
+    matching = [record for record in waiting if name in ("", record.name)]
+    started_here = [record for record in matching if record.home == here]
     for choice in (started_here, matching):
         if len(choice) == 1:
             return choice[0]
@@ -185,10 +187,10 @@ def choose(waiting: Sequence[Saved], held: dict[str, int], name: str, here: Path
     if held and not name:
         raise is_held(*next(iter(held.items())))
     if waiting:
-        names = ", ".join(saved.name for saved in waiting)
+        names = ", ".join(record.name for record in waiting)
         raise UserError(f"There is no cluster {name!r} to attach to; choose one of: {names}.")
     raise UserError(
-        f"There is no cluster {name + ' ' if name else ''}to attach to: {HOW_TO_LINGER}."
+        f"There is no cluster {name + ' ' if name else ''}to attach to: {HOW_TO_DETACH}."
     )
 
 
@@ -200,8 +202,8 @@ def is_held(name: str, kernel: int | None) -> UserError:
     )
 
 
-def described(saved: Saved) -> str:
+def described(record: ClusterRecord) -> str:
     """Tell a cluster from others: name, ranks, where and when it was started."""
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved.began))
-    num_ranks = len(saved.states)
-    return f"{saved.name} ({num_ranks} ranks, started {began} in {saved.home})"
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.began))
+    num_ranks = len(record.states)
+    return f"{record.name} ({num_ranks} ranks, started {began} in {record.home})"

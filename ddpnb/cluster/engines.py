@@ -35,7 +35,7 @@ START_TIMEOUT_SECONDS = 120.0
 CALL_TIMEOUT_SECONDS = 30.0
 
 
-class Roster:
+class EngineRegistry:
     """The engines that have come, each with its rank.
 
     A rank asks for its own number as its engine's id; where a dead one has it still, it
@@ -50,7 +50,7 @@ class Roster:
         self._known: set[int] = set()
 
     @classmethod
-    def connect(cls, profile: Path, while_waiting: Callable[[], None]) -> "Roster":
+    def connect(cls, profile: Path, while_waiting: Callable[[], None]) -> "EngineRegistry":
         """Connect to the controller, once it listens.
 
         Args:
@@ -139,7 +139,7 @@ class Engines:
         self.is_over = False
         """Whether this kernel has done with it: ended it, or left it to another."""
         self._master_port = free_port()
-        self._roster: Roster | None = None
+        self._registry: EngineRegistry | None = None
         self._exit_lock = threading.Lock()
 
     @property
@@ -170,7 +170,7 @@ class Engines:
     @property
     def missing(self) -> tuple[str, ...]:
         """What is off because a library is of another version: one sentence each."""
-        here = self._roster.dispatcher.missing if self._roster is not None else ()
+        here = self._registry.dispatcher.missing if self._registry is not None else ()
         there = (each for state in self.states for each in state.missing)
         return tuple(dict.fromkeys((*here, *there)))
 
@@ -181,7 +181,7 @@ class Engines:
             UserError: where one of the ranks has died, or the cluster has.
         """
         self.require(ranks)
-        return self.roster.dispatcher.submit(function, *arguments, ranks=ranks)
+        return self.registry.dispatcher.submit(function, *arguments, ranks=ranks)
 
     def gather(
         self,
@@ -193,7 +193,7 @@ class Engines:
         """Call a function on some ranks, or all, and return the results in order of ranks."""
         chosen = self.ranks if ranks is None else ranks
         self.require(chosen)
-        return self.roster.dispatcher.gather(function, *arguments, ranks=chosen, timeout=timeout)
+        return self.registry.dispatcher.gather(function, *arguments, ranks=chosen, timeout=timeout)
 
     def require(self, ranks: Sequence[int]) -> None:
         """Raise a UserError unless all of ``ranks`` live."""
@@ -221,10 +221,10 @@ class Engines:
     # -- for the cluster -------------------------------------------------------------
 
     @property
-    def roster(self) -> Roster:
+    def registry(self) -> EngineRegistry:
         """The engines that have come; there are some from the start's middle to the end."""
-        assert self._roster is not None
-        return self._roster
+        assert self._registry is not None
+        return self._registry
 
     def start_rank(self, rank: int, *, generation: int | None) -> None:
         """Start a rank's process and return at once.
@@ -256,11 +256,11 @@ class Engines:
         """Remember, from the listening thread, that a process ended."""
         with self._exit_lock:
             self.exits[exit_.member] = exit_
-        if (roster := self._roster) is None:
+        if (registry := self._registry) is None:
             return
         lost = [exit_.member] if isinstance(exit_.member, int) else list(self.ranks)
         for rank in lost:
-            roster.dispatcher.lose(rank, describe_exit(exit_))
+            registry.dispatcher.lose(rank, describe_exit(exit_))
 
     def raise_if_dead(self) -> None:
         """Raise a RuntimeError with the end of its log where a process ended while starting."""
@@ -277,6 +277,6 @@ class Engines:
     def disconnect(self, why: str) -> None:
         """Reach no rank any more; calls in progress are told ``why``."""
         self.is_over = True
-        roster, self._roster = self._roster, None
-        if roster is not None:
-            roster.close(self.ranks, why)
+        registry, self._registry = self._registry, None
+        if registry is not None:
+            registry.close(self.ranks, why)

@@ -8,15 +8,15 @@ from typing import Any
 
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.protocol.messages import Whereabouts
-from ddpnb.protocol.processes import Order
+from ddpnb.protocol.messages import RankStatus
+from ddpnb.protocol.processes import BatchSchedule
 from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
 
 IDLE_SHARE = 0.2
 """Processor time per second below which a rank that waits sends and receives nothing either."""
 
 
-def is_stuck(before: Sequence[Whereabouts], now: Sequence[Whereabouts], seconds: float) -> bool:
+def is_stuck(before: Sequence[RankStatus], now: Sequence[RankStatus], seconds: float) -> bool:
     """Tell whether ranks wait for each other without end.
 
     Every one of them waits in a collective, the same as before, and hardly any
@@ -34,7 +34,7 @@ def is_stuck(before: Sequence[Whereabouts], now: Sequence[Whereabouts], seconds:
     )
 
 
-def is_same_wait(before: Whereabouts | None, now: Whereabouts, seconds: float) -> bool:
+def is_same_wait(before: RankStatus | None, now: RankStatus, seconds: float) -> bool:
     """Tell whether a rank stands where it stood, and has done nothing in between."""
     if before is None or (before.call, before.line) != (now.call, now.line):
         return False
@@ -43,7 +43,7 @@ def is_same_wait(before: Whereabouts | None, now: Whereabouts, seconds: float) -
 
 
 def diagnose(
-    stuck: Sequence[Whereabouts], finished: Mapping[int, int], idle: Collection[int] = ()
+    stuck: Sequence[RankStatus], finished: Mapping[int, int], idle: Collection[int] = ()
 ) -> str:
     """Say why ranks that are stuck do not go on.
 
@@ -61,7 +61,7 @@ def diagnose(
     return "; ".join([", ".join(parts), *reasons])
 
 
-def describe(where: Whereabouts) -> str:
+def describe(where: RankStatus) -> str:
     """Say where one rank stands."""
     if not where.is_busy:
         return f"rank {where.rank} is idle"
@@ -72,9 +72,9 @@ def describe(where: Whereabouts) -> str:
     return f"rank {where.rank} is at line {where.line} of In [{where.cell}], in no collective"
 
 
-def _by_place(stuck: Sequence[Whereabouts]) -> list[tuple[Whereabouts, list[int]]]:
+def _by_place(stuck: Sequence[RankStatus]) -> list[tuple[RankStatus, list[int]]]:
     """Group ranks that wait in the same call, at the same line, with the same tensor."""
-    places: dict[tuple[object, ...], list[Whereabouts]] = {}
+    places: dict[tuple[object, ...], list[RankStatus]] = {}
     for where in stuck:
         key = (where.call, where.line, where.tensor, where.in_backward, where.peer)
         places.setdefault(key, []).append(where)
@@ -87,7 +87,7 @@ def _who(ranks: Sequence[int]) -> str:
     return f"ranks {format_ranks(ranks)} wait"
 
 
-def _where(where: Whereabouts) -> str:
+def _where(where: RankStatus) -> str:
     call = f"{where.call} of DDP's backward" if where.in_backward else where.call
     towards = "" if where.peer is None else f" {_direction(where)} rank {where.peer}"
     line = f"line {where.line}" if where.line else ""
@@ -95,11 +95,11 @@ def _where(where: Whereabouts) -> str:
     return f"in {call}{towards}" + (f" ({aside})" if aside else "")
 
 
-def _direction(where: Whereabouts) -> str:
+def _direction(where: RankStatus) -> str:
     return "to" if "send" in where.call else "from"
 
 
-def _point_to_point(stuck: Sequence[Whereabouts], finished: Collection[int]) -> list[str]:
+def _point_to_point(stuck: Sequence[RankStatus], finished: Collection[int]) -> list[str]:
     """Say which peers do not do their part."""
     reasons = []
     for where in stuck:
@@ -111,7 +111,7 @@ def _point_to_point(stuck: Sequence[Whereabouts], finished: Collection[int]) -> 
 
 
 def _others(
-    stuck: Sequence[Whereabouts], finished: Mapping[int, int], idle: Collection[int]
+    stuck: Sequence[RankStatus], finished: Mapping[int, int], idle: Collection[int]
 ) -> list[str]:
     """Say what the ranks that they wait for have done instead."""
     reasons = []
@@ -123,7 +123,7 @@ def _others(
     return reasons
 
 
-def _finished_how(stuck: Sequence[Whereabouts], finished: Mapping[int, int]) -> str:
+def _finished_how(stuck: Sequence[RankStatus], finished: Mapping[int, int]) -> str:
     """Say how many calls the finished ranks lack, where that is known."""
     if any(where.in_backward for where in stuck):
         return "finished the cell with fewer batches"
@@ -159,7 +159,7 @@ class StallDetector:
     _asked: dict[int, "Future[Any]"] = field(default_factory=dict)
     _asked_at: float = field(default_factory=time.monotonic)
     _heard_at: float = field(default_factory=time.monotonic)
-    _first: tuple[Whereabouts, ...] = ()
+    _first: tuple[RankStatus, ...] = ()
     """Where the ranks were when they all began to wait."""
     _waited: float = 0.0
     """Seconds that have been seen to pass since."""
@@ -176,7 +176,9 @@ class StallDetector:
         if now - self._asked_at > ASK_SECONDS:
             self._asked_at = now
             ranks = sorted(self.call.running & set(self.cluster.living))
-            self._asked = {rank: self.cluster.processes.order(rank, Order.WHERE) for rank in ranks}
+            self._asked = {
+                rank: self.cluster.processes.order(rank, BatchSchedule.WHERE) for rank in ranks
+            }
         return ""
 
     def begin_anew(self) -> None:
@@ -191,10 +193,10 @@ class StallDetector:
         self._asked = {}
         found = [answer.result() for answer in answers.values()]
         passed, self._heard_at = min(now - self._heard_at, LONGEST_GAP_SECONDS), now
-        return self._judge(passed, tuple(Whereabouts(**w) for w in found if w), finished)
+        return self._judge(passed, tuple(RankStatus(**w) for w in found if w), finished)
 
     def _judge(
-        self, passed: float, where: tuple[Whereabouts, ...], finished: Mapping[int, int]
+        self, passed: float, where: tuple[RankStatus, ...], finished: Mapping[int, int]
     ) -> str:
         self._waited += passed
         if len(where) != len(self.call.running) or not all(each.call for each in where):

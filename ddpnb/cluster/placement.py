@@ -25,7 +25,7 @@ class ClusterSpec:
     device: str = "auto"
     backend: str = "auto"
     num_threads: int | None = None
-    linger_seconds: float = 0.0
+    detach_seconds: float = 0.0
     """How long the ranks outlive their kernel, waiting for another."""
 
     def __post_init__(self) -> None:
@@ -37,9 +37,9 @@ class ClusterSpec:
             raise UserError(f"-n must be between 1 and {MAX_RANKS}, not {self.num_ranks}.")
         if self.num_threads is not None and self.num_threads < 1:
             raise UserError(f"--threads must be at least 1, not {self.num_threads}.")
-        if not (math.isfinite(self.linger_seconds) and self.linger_seconds >= 0):
+        if not (math.isfinite(self.detach_seconds) and self.detach_seconds >= 0):
             raise UserError(
-                f"--linger must be a number of seconds, 0 or more, not {self.linger_seconds:g}."
+                f"--detach must be a number of seconds, 0 or more, not {self.detach_seconds:g}."
             )
         if self.device == "cpu" and self.backend == "nccl":
             raise UserError("NCCL works on GPUs only: use --backend gloo with --device cpu.")

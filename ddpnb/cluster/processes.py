@@ -23,7 +23,7 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from ddpnb.protocol.processes import Notice, Order, ProcessId, Request, is_alive
+from ddpnb.protocol.processes import BatchSchedule, Notice, ProcessId, Request, is_alive
 
 CRASH = "Fatal Python error"
 """How faulthandler begins what it writes."""
@@ -94,7 +94,7 @@ def log_tail(folder: Path, member: Member, num_lines: int) -> str:
 
 
 STOP_TIMEOUT_SECONDS = 8.0
-KNOCK_SECONDS = 2.0
+CONNECT_SECONDS = 2.0
 """How long a kernel that is just ending may still hold the fork server."""
 
 RECORDED_CALLS = 64
@@ -197,7 +197,7 @@ class Processes:
             HeldError: where another kernel holds it.
             OSError: where it has ended.
         """
-        pipe, exits = knock(address)
+        pipe, exits = connect(address)
         processes = cls(pipe=pipe, server=Adopted(owner=server), on_exit=on_exit)
         processes.ready.set_result([])  # ranks can be started: they have been
         for name, code in exits.items():
@@ -216,7 +216,7 @@ class Processes:
         """Start one rank; it joins the process group by itself."""
         self._send(op=Request.START_RANK, rank=rank, environment=environment, settings=settings)
 
-    def order(self, rank: int, order: Order) -> "Future[Any]":
+    def order(self, rank: int, order: BatchSchedule) -> "Future[Any]":
         """Have a rank's control thread do something, whatever its main thread is at.
 
         Where the rank is gone, and be it with the whole cluster, no answer comes.
@@ -233,7 +233,7 @@ class Processes:
         with contextlib.suppress(OSError):
             self._send(op=Request.SIGNAL, ranks=ranks, number=number)
 
-    def linger(self, seconds: float, address: Path) -> None:
+    def allow_detach(self, seconds: float, address: Path) -> None:
         """Have the processes outlive this one, awaiting another at ``address``."""
         self._send(op=Request.LINGER, seconds=seconds, address=str(address))
 
@@ -326,14 +326,14 @@ class HeldError(Exception):
     """Another kernel holds the fork server."""
 
 
-def knock(address: Path) -> tuple[Connection, dict[str, int]]:
+def connect(address: Path) -> tuple[Connection, dict[str, int]]:
     """Ask a fork server to take this kernel as its own; return the pipe, and who has ended.
 
     Raises:
         HeldError: where it has a kernel, and has it still after ``KNOCK_SECONDS``.
         OSError: where it has ended.
     """
-    deadline = time.monotonic() + KNOCK_SECONDS
+    deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         pipe = Client(str(address), family="AF_UNIX")
         if not pipe.poll(STOP_TIMEOUT_SECONDS):

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ddpnb.cluster.call import Call, Events, Happening, Lost, Returned
+from ddpnb.cluster.call import Call, CallEvent, Events, Lost, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import EventBatch, Failure, Joining, Mark, MarkKind, RunSpec
+from ddpnb.protocol.messages import EventBatch, Failure, Mark, MarkKind, RejoinInfo, RunSpec
 from ddpnb.protocol.remote_call import OnRank
 from ddpnb.runs.rows import rows_of
 
@@ -27,7 +27,7 @@ TIMEOUT_SECONDS = 60.0
 
 
 @dataclass(kw_only=True, slots=True)
-class Comeback:
+class RankRecovery:
     """Brings dead ranks back into one run.
 
     Args:
@@ -39,7 +39,7 @@ class Comeback:
 
     cluster: Cluster
     spec: RunSpec
-    handle: Callable[[Happening], None]
+    handle: Callable[[CallEvent], None]
     survives_deaths: bool
     came_back: set[int] = field(default_factory=set)
     """Ranks whose process is another than when the run began."""
@@ -58,12 +58,12 @@ class Comeback:
         """Tell whether the run goes on without this rank."""
         return self.survives_deaths and rank != 0
 
-    def take(self, happening: Happening) -> None:
+    def take(self, event: CallEvent) -> None:
         """Take what the run's own call tells; start a rank anew that has died."""
-        self._note(happening)
-        self.handle(happening)
-        if isinstance(happening, Lost) and self.survives(happening.rank):
-            self._dead.add(happening.rank)
+        self._note(event)
+        self.handle(event)
+        if isinstance(event, Lost) and self.survives(event.rank):
+            self._dead.add(event.rank)
 
     def attend(self) -> None:
         """Start the dead anew, have those join that have arrived, take what they send."""
@@ -79,8 +79,8 @@ class Comeback:
                 self._on_their_way.discard(rank)
                 self._join(rank)
         for rank, call in list(self._calls.items()):
-            for happening in call.happenings(0.0):
-                self._take_joined(rank, happening)
+            for event in call.events(0.0):
+                self._take_joined(rank, event)
 
     def end(self) -> None:
         """Wait for ranks that are on their way, or that have joined; kill those that do not end."""
@@ -92,10 +92,10 @@ class Comeback:
                 self.cluster.kill([*self._on_their_way, *self._calls])
                 return
 
-    def _note(self, happening: Happening) -> None:
-        if not isinstance(happening, Events):
+    def _note(self, event: CallEvent) -> None:
+        if not isinstance(event, Events):
             return
-        rank, batch = happening.rank, happening.batch
+        rank, batch = event.rank, event.batch
         if batch.num_steps:
             last = rows_of(batch)[-1]
             self._began_at = min(self._began_at, time.time() - float(last["seconds"]))
@@ -122,28 +122,28 @@ class Comeback:
         if self.spec.transport in CLOSED_TRANSPORTS:
             self._mark(rank, text=f"came back too late to join over {self.spec.transport}")
             return
-        joining = Joining(
+        rejoin_info = RejoinInfo(
             first_batch=self._num_batches.get(rank, 0),
             first_step=self._num_steps.get(rank, 0),
             began_at=min(self._began_at, time.time()),
         )
         with contextlib.suppress(UserError):  # it has died again: that is noted next
             self._calls[rank] = self.cluster.submit(
-                OnRank("train"), self.spec, joining, ranks=[rank]
+                OnRank("train"), self.spec, rejoin_info, ranks=[rank]
             )
 
-    def _take_joined(self, rank: int, happening: Happening) -> None:
+    def _take_joined(self, rank: int, event: CallEvent) -> None:
         is_first = rank not in self._is_back
-        if isinstance(happening, Lost):
+        if isinstance(event, Lost):
             self._dead.add(rank)
-        elif isinstance(happening, Returned) and isinstance(happening.value, Failure) and is_first:
-            self._mark(rank, text=f"did not come back: {happening.value.name}")
-        elif isinstance(happening, Events) and happening.batch.num_steps and is_first:
+        elif isinstance(event, Returned) and isinstance(event.value, Failure) and is_first:
+            self._mark(rank, text=f"did not come back: {event.value.name}")
+        elif isinstance(event, Events) and event.batch.num_steps and is_first:
             self._is_back.add(rank)
-            first = rows_of(happening.batch)[0]
+            first = rows_of(event.batch)[0]
             self._mark(rank, MarkKind.CAME_BACK, seconds=float(first["seconds"]))
-        self._note(happening)
-        self.handle(happening)
+        self._note(event)
+        self.handle(event)
 
     def _mark(
         self,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpnb.cluster.call import Call, Happening, Lost, Returned
+from ddpnb.cluster.call import Call, CallEvent, Lost, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import StallDetector
 from ddpnb.cluster.stopped import StoppedProcesses
@@ -59,7 +59,7 @@ class Watch:
 
     cluster: Cluster
     call: Call
-    handle: Callable[[Happening], None]
+    handle: Callable[[CallEvent], None]
     tick: Callable[[], None]
     timeout: float | None = None
     free_after: float = FREE_AFTER_SECONDS
@@ -75,7 +75,7 @@ class Watch:
     """Ranks that died during the call, with how."""
     _detector: StallDetector = field(init=False)
     _failed_at: float | None = None
-    _num_cuts: int = 0
+    _num_aborts: int = 0
     _is_named: bool = False
 
     def __post_init__(self) -> None:
@@ -106,16 +106,16 @@ class Watch:
             raise
 
     def _attend(self, seconds: float) -> None:
-        for happening in self.call.happenings(seconds):
-            self._note(happening)
-            self.handle(happening)
+        for event in self.call.events(seconds):
+            self._note(event)
+            self.handle(event)
         self.tick()
 
-    def _note(self, happening: Happening) -> None:
-        if isinstance(happening, Returned):
-            self.returned[happening.rank] = happening.value
-        elif isinstance(happening, Lost):
-            self.lost[happening.rank] = happening.cause
+    def _note(self, event: CallEvent) -> None:
+        if isinstance(event, Returned):
+            self.returned[event.rank] = event.value
+        elif isinstance(event, Lost):
+            self.lost[event.rank] = event.cause
         is_lost = any(not self.survives(rank) for rank in self.lost)
         failed = is_lost or any(map(failure_in, self.returned.values()))
         if self._failed_at is None and failed:
@@ -123,10 +123,10 @@ class Watch:
 
     def _free_waiting(self) -> None:
         """Cut the group under ranks that still run a while after one has failed."""
-        if self._failed_at is None or self._num_cuts or not self.call.running:
+        if self._failed_at is None or self._num_aborts or not self.call.running:
             return
         if time.monotonic() - self._failed_at > self.free_after:
-            self._cut()
+            self._abort()
 
     def _free_stuck(self) -> None:
         """Free ranks that wait for each other without end; kill those that cannot be freed."""
@@ -135,10 +135,10 @@ class Watch:
         reports = self.returned.items()
         finished = {rank: r.num_collectives for rank, r in reports if isinstance(r, CellReport)}
         if why := self._detector.check(finished):
-            if not self._num_cuts:
+            if not self._num_aborts:
                 self.stuck = why
-            if self._num_cuts < MAX_CUTS:
-                self._cut()
+            if self._num_aborts < MAX_CUTS:
+                self._abort()
             else:
                 self._kill()
 
@@ -161,12 +161,12 @@ class Watch:
     def _leave_broken_group(self) -> None:
         """Have the next call form a new group where the ranks' calls are out of step in this."""
         failures = map(failure_in, self.returned.values())
-        if any(failure and failure.breaks_group for failure in failures) and not self._num_cuts:
-            self._cut()
+        if any(failure and failure.breaks_group for failure in failures) and not self._num_aborts:
+            self._abort()
 
-    def _cut(self) -> None:
-        self._num_cuts += 1
-        self.cluster.cut(tuple(self.call.running))
+    def _abort(self) -> None:
+        self._num_aborts += 1
+        self.cluster.abort(tuple(self.call.running))
         self._detector.begin_anew()
 
     def _kill(self) -> None:
@@ -196,7 +196,7 @@ class Watch:
             self._attend_until_done(CUT_AFTER_SECONDS)
         finally:  # also where an impatient second interrupt comes
             if self.call.running:
-                self.cluster.cut(tuple(self.call.running))
+                self.cluster.abort(tuple(self.call.running))
         self._attend_until_done(AGAIN_AFTER_SECONDS)
 
     def _attend_until_done(self, seconds: float) -> None:

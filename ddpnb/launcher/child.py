@@ -53,20 +53,20 @@ def redirect_output(path: Path) -> None:
             os.close(source)
 
 
-def run_controller(arguments: list[str], tether: Connection, folder: Path) -> None:
+def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> None:
     """Be ipyparallel's controller, and see to it that nothing outlives the fork server.
 
     Ranks die with it at once, wherever they are; this process lives a moment longer.
     """
     redirect_output(folder / "controller.log")
-    threading.Thread(target=end_all_after, args=(tether,), daemon=True).start()
+    threading.Thread(target=end_all_after, args=(sentinel,), daemon=True).start()
     controller.run(arguments, folder, in_each_child=die_with_parent)
 
 
-def end_all_after(tether: Connection) -> None:
+def end_all_after(sentinel: Connection) -> None:
     """Wait for the fork server's end; then kill its process group, what cells started included."""
     with contextlib.suppress(EOFError, OSError):
-        tether.recv_bytes()
+        sentinel.recv_bytes()
     os.killpg(0, signal.SIGKILL)
 
 

@@ -73,11 +73,11 @@ class Forkserver:
     exits: dict[str, int] = field(default_factory=dict)
     """How children ended that have not been started anew: exit codes by name."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    linger_seconds: float = 0.0
+    detach_seconds: float = 0.0
     """How long the ranks outlive a kernel."""
-    door: socket.socket | None = None
+    listener: socket.socket | None = None
     """Where another kernel knocks."""
-    tether: Connection | None = None
+    sentinel: Connection | None = None
     """Nothing is sent here: it is closed by this process's end, which the controller sees."""
     is_stopped: bool = False
     _deadline: float = 0.0
@@ -117,33 +117,33 @@ class Forkserver:
             case Request.SIGNAL:
                 self.signal(**request)
             case Request.LINGER:
-                self.linger(**request)
+                self.detach(**request)
             case Request.DETACH:
                 self.part(kernel)
             case Request.STOP:
                 self.is_stopped = True
 
-    def linger(self, *, seconds: float, address: str) -> None:
+    def detach(self, *, seconds: float, address: str) -> None:
         """Outlive the kernel from now on; the next one is awaited at ``address``."""
-        self.linger_seconds = seconds
-        if self.door is None:
-            self.door = socket.socket(socket.AF_UNIX)
-            self.door.bind(address)  # in a folder that is closed to other users
-            self.door.listen()
-            self.selector.register(self.door, selectors.EVENT_READ, self.on_knock)
+        self.detach_seconds = seconds
+        if self.listener is None:
+            self.listener = socket.socket(socket.AF_UNIX)
+            self.listener.bind(address)  # in a folder that is closed to other users
+            self.listener.listen()
+            self.selector.register(self.listener, selectors.EVENT_READ, self.on_connect)
 
     def part(self, kernel: Connection) -> None:
         """Go on without a kernel, for a while."""
         self.selector.unregister(kernel)
         kernel.close()
         self.kernel = None
-        self._deadline = time.monotonic() + self.linger_seconds
-        if self.linger_seconds:
+        self._deadline = time.monotonic() + self.detach_seconds
+        if self.detach_seconds:
             redirect_output(self.folder / "forkserver.log")  # the kernel's own may be gone
 
-    def on_knock(self, door: socket.socket) -> None:
+    def on_connect(self, listener: socket.socket) -> None:
         """Take another kernel, and tell it who has ended; refuse it while there is one."""
-        kernel = Connection(door.accept()[0].detach())
+        kernel = Connection(listener.accept()[0].detach())
         if self.kernel is not None:
             with contextlib.suppress(OSError):
                 kernel.send_bytes(json.dumps({"event": Notice.REFUSED}).encode())
@@ -167,7 +167,7 @@ class Forkserver:
 
     def start_controller(self, arguments: list[str]) -> None:
         """Fork ipyparallel's controller."""
-        theirs, self.tether = Pipe(duplex=False)
+        theirs, self.sentinel = Pipe(duplex=False)
         pid = self.fork(lambda: run_controller(arguments, theirs, self.folder))
         theirs.close()
         self.children[pid] = Child(name="controller", pid=pid)
@@ -176,7 +176,7 @@ class Forkserver:
         """Fork a child that runs ``main`` and never returns here; return its pid."""
         pid = os.fork()
         if pid == 0:
-            for end in (self.kernel, self.door, self.tether):
+            for end in (self.kernel, self.listener, self.sentinel):
                 if end is not None:
                     end.close()
             for child in self.children.values():

@@ -12,7 +12,7 @@ from IPython.core.completer import (
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
-from ddpnb.cluster.detach import lingering
+from ddpnb.cluster.detach import detached
 from ddpnb.cluster.placement import BACKENDS, DEVICES
 from ddpnb.magics.arguments import options
 from ddpnb.protocol.catalogue import STRATEGIES, TASKS, Entry
@@ -71,7 +71,7 @@ def following(
         return
     match words[-1]:
         case "--attach":
-            yield from of_kind("cluster", [saved.name for saved in lingering()])
+            yield from of_kind("cluster", [saved.name for saved in detached()])
         case "--task":
             yield from of_kind("task", choices(TASKS, begun))
         case "--resume":

@@ -33,11 +33,11 @@ from ddpnb.magics.arguments import (
 from ddpnb.magics.completion import complete_magics
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
-from ddpnb.reports.display import Slot
+from ddpnb.reports.display import LiveDisplay
 from ddpnb.reports.exports.export import export
 from ddpnb.reports.listing import Details
 from ddpnb.reports.live import show_result
-from ddpnb.reports.plot_options import ACROSS, View
+from ddpnb.reports.plot_options import ACROSS, PlotOptions
 from ddpnb.runs.query import Search
 from ddpnb.session.comparison import ComparisonSpec
 from ddpnb.session.session import this_cell_number, this_session
@@ -110,7 +110,7 @@ class DdpMagics(Magics):
     @argument("--device", default="auto", help=" | ".join(DEVICES))
     @argument("--backend", default="auto", help=" | ".join(BACKENDS))
     @argument("--threads", type=int, default=None, help="CPU threads of each rank")
-    @argument("--linger", type=float, default=0.0, help="seconds that the ranks outlive the kernel")
+    @argument("--detach", type=float, default=0.0, help="seconds that the ranks outlive the kernel")
     @argument("--attach", nargs="?", const="", help="take over ranks that outlived their kernel")
     @line_magic
     def ddp_start(self, line: str) -> None:
@@ -120,7 +120,7 @@ class DdpMagics(Magics):
         once every rank has finished an all-reduce.  A cluster that runs already is
         used as it is.
 
-        Ranks started with ``--linger 600`` live on for ten minutes when the kernel ends or
+        Ranks started with ``--detach 600`` live on for ten minutes when the kernel ends or
         restarts; ``%ddp_start --attach`` finds them again, with all their variables.
         """
         args = arguments(self.ddp_start, line)
@@ -129,13 +129,13 @@ class DdpMagics(Magics):
             device=args.device,
             backend=args.backend,
             num_threads=args.threads,
-            linger_seconds=args.linger,
+            detach_seconds=args.detach,
         )
-        slot, session = Slot(), this_session()
+        display, session = LiveDisplay(), this_session()
         if args.attach is None:
-            slot.show_table(session.start(spec, progress=slot.show_text))
+            display.show_table(session.start(spec, progress=display.show_text))
         else:
-            slot.show_table(session.attach(spec, args.attach))
+            display.show_table(session.attach(spec, args.attach))
 
     @line_magic
     def ddp_status(self, line: str) -> None:
@@ -160,12 +160,12 @@ class DdpMagics(Magics):
         ``%ddp_restart --ranks 1`` brings back one that died, or gives it a fresh start.
         """
         args = arguments(self.ddp_restart, line)
-        slot, session = Slot(), this_session()
+        display, session = LiveDisplay(), this_session()
         if args.ranks is None:
-            table = session.restart(args.n, progress=slot.show_text)
+            table = session.restart(args.n, progress=display.show_text)
         else:
-            table = session.bring_back(args.ranks, progress=slot.show_text)
-        slot.show_table(table)
+            table = session.bring_back(args.ranks, progress=display.show_text)
+        display.show_table(table)
 
     @line_magic
     def ddp_why(self, line: str) -> None:
@@ -317,8 +317,8 @@ class DdpMagics(Magics):
     def ddp_plot(self, line: str) -> Any:
         """Draw stored runs together: ``%ddp_plot mine ddp --log --target 0.3``."""
         args = arguments(self.ddp_plot, line)
-        view = View(x=args.x, log=args.log, target=args.target)
-        result = this_session().load(args.names, view)
+        options = PlotOptions(x=args.x, log=args.log, target=args.target)
+        result = this_session().load(args.names, options)
         show_result(result)
         return result
 
@@ -379,7 +379,7 @@ def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
         num_repeats=args.repeats,
         name=args.name,
         baseline=not args.no_baseline,
-        view=View(log=args.log, target=args.target),
+        options=PlotOptions(log=args.log, target=args.target),
     )
 
 

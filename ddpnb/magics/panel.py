@@ -15,7 +15,7 @@ from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.magics.panel_form import Form
 from ddpnb.protocol.catalogue import CELL_TASK
 from ddpnb.protocol.errors import UserError
-from ddpnb.reports.display import Slot
+from ddpnb.reports.display import LiveDisplay
 from ddpnb.reports.figures.figure import LiveFigure
 from ddpnb.reports.live import RedrawThrottle, picture_bundle, table_bundle
 from ddpnb.reports.progress import progress_of
@@ -34,8 +34,8 @@ class Stage:
     """Shows what the panel trains, with stored runs beside it; one comparison after the other."""
 
     def __init__(self) -> None:
-        self._picture = Slot()
-        self._line = Slot()
+        self._picture = LiveDisplay()
+        self._line = LiveDisplay()
         self._lock = threading.Lock()  # the training draws, and so does who chooses runs
         self._figure = LiveFigure()
         self._current: Comparison | None = None
@@ -156,17 +156,17 @@ class Panel:
 
     def _show_magic(self) -> None:
         has_ranks = this_session().num_ranks is not None
-        wish = self._form.wish()
-        self._form.show_magic(wish.magic(cell=self._own_cell(), has_ranks=has_ranks))
+        state = self._form.state()
+        self._form.show_magic(state.magic(cell=self._own_cell(), has_ranks=has_ranks))
 
     def _run(self) -> None:
-        wish = self._form.wish()
-        cell = self._own_cell() if wish.task == CELL_TASK else ""
+        state = self._form.state()
+        cell = self._own_cell() if state.task == CELL_TASK else ""
         try:
             self._context.run(
                 this_session().compare_in_background,
-                self._parse(wish.line(), cell),
-                cluster=ClusterSpec(num_ranks=wish.num_ranks),
+                self._parse(state.line(), cell),
+                cluster=ClusterSpec(num_ranks=state.num_ranks),
                 shown_by=self._stage,
                 ended=self._note_end,
             )

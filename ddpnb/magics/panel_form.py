@@ -18,7 +18,7 @@ from ddpnb.runs.repeat import line_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class FormState:
     """What the controls say; what they do not offer is as in ``%ddp_compare``."""
 
     strategies: tuple[str, ...]
@@ -143,11 +143,11 @@ class Form:
         self._stop.on_click(lambda _: stop())
         self.is_training = False
 
-    def wish(self) -> Wish:
+    def state(self) -> FormState:
         """Return what the controls say."""
         chosen = [name for name, box in self._strategies.items() if box.value]
         task = self._task.value
-        return Wish(
+        return FormState(
             strategies=(*chosen, *self._more.value.split()),
             task=CELL_TASK if task == OWN_CELL else task,
             num_ranks=self._ranks.value,

@@ -200,7 +200,7 @@ class EventBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joining:
+class RejoinInfo:
     """Where a rank comes into a run that the others train already, after its process had died."""
 
     first_batch: int
@@ -284,7 +284,7 @@ class CellReport:
     """Collectives of the default group that had begun here when the cell ended."""
 
 
-class Tied(NamedTuple):
+class StaleVariable(NamedTuple):
     """A variable on a rank that keeps the process group it was made with."""
 
     name: str
@@ -294,7 +294,7 @@ class Tied(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
+class RankStatus:
     """Where one rank stands at one moment."""
 
     rank: int

@@ -40,7 +40,7 @@ class Notice(StrEnum):
     REFUSED = "refused"
 
 
-class Order(StrEnum):
+class BatchSchedule(StrEnum):
     """What a rank's control thread does, whatever its main thread is at."""
 
     CUT = "cut"

@@ -17,18 +17,18 @@ from ddpnb.protocol.messages import (
     CellSpec,
     Checked,
     Failure,
-    Joining,
     RankState,
+    RejoinInfo,
     RunReport,
     RunSpec,
-    Tied,
+    StaleVariable,
 )
 from ddpnb.rank import cells
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.failures import failure_of
 from ddpnb.rank.process_group import Group
 from ddpnb.rank.publisher import Publisher
-from ddpnb.rank.stale_groups import tied_variables
+from ddpnb.rank.stale_groups import stale_variables
 from ddpnb.rank.training import loop
 
 
@@ -37,7 +37,7 @@ def state() -> RankState:
     return this_engine().group.state()
 
 
-def rejoin(generation: int, is_checked: bool) -> list[Tied]:
+def rejoin(generation: int, is_checked: bool) -> list[StaleVariable]:
     """Form a new process group; takes part: every rank.
 
     Returns:
@@ -45,7 +45,7 @@ def rejoin(generation: int, is_checked: bool) -> list[Tied]:
     """
     engine = this_engine()
     engine.group.join(generation, is_checked=is_checked)
-    return tied_variables(engine.kernel.shell.user_ns)
+    return stale_variables(engine.kernel.shell.user_ns)
 
 
 def run_cell(spec: CellSpec) -> CellReport:
@@ -69,13 +69,13 @@ def check(spec: RunSpec) -> Failure | Checked:
         return failure_of(error, engine)
 
 
-def train(spec: RunSpec, joining: Joining | None = None) -> RunReport | Failure:
+def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport | Failure:
     """Train as the spec says, or join those who do; report how it went."""
     engine = this_engine()
     group = engine.group
     engine.stop_wanted.clear()  # a wish that came late was for the run before
     try:
-        first_batch = joining.first_batch if joining else 0
+        first_batch = rejoin_info.first_batch if rejoin_info else 0
         with (
             Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch) as publisher,
             trusted(spec, group),
@@ -89,8 +89,8 @@ def train(spec: RunSpec, joining: Joining | None = None) -> RunReport | Failure:
                     namespace=engine.kernel.shell.user_ns,
                     should_stop=engine.stop_wanted.is_set,
                     filename=filename_of(spec, engine),
-                    joining=joining,
-                    lifeline=group.lifeline,
+                    rejoin_info=rejoin_info,
+                    cancellation=group.cancellation,
                 )
             )
         return replace(report, num_batches_sent=publisher.num_batches)
@@ -146,7 +146,7 @@ def off_gpu(value: object) -> object:
 def trusted(spec: RunSpec, group: Group) -> AbstractContextManager[None]:
     """Return the context for a training: strategies of ddpnb's own need not be watched closely."""
     if catalogue.strategy(spec.strategy).name in catalogue.STRATEGIES:
-        return group.agreement.trusting_torch()
+        return group.collective_checks.trusting_torch()
     return nullcontext()
 
 

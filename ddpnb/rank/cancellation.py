@@ -10,28 +10,28 @@ from collections.abc import Callable, Iterator
 from typing import final
 
 
-class EndedWithOthersError(RuntimeError):
+class RunCancelledError(RuntimeError):
     """This rank waited for nobody, and was ended because another had failed."""
 
 
 @final
-class Lifeline:
+class CancellationToken:
     """One group's: cut once, with the group, from another thread than the one that waits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ways_out: list[Callable[[], None]] = []
-        self._is_cut = False
+        self._is_cancelled = False
 
     @property
-    def is_cut(self) -> bool:
+    def is_aborted(self) -> bool:
         """Whether nobody should wait any more."""
-        return self._is_cut
+        return self._is_cancelled
 
-    def cut(self) -> int:
+    def abort(self) -> int:
         """End all waits, now and from now on; return how many were held.  May be called twice."""
         with self._lock:
-            self._is_cut = True
+            self._is_cancelled = True
             for let_go in self._ways_out:
                 let_go()
             return len(self._ways_out)
@@ -45,7 +45,7 @@ class Lifeline:
         """
         with self._lock:
             self._ways_out.append(let_go)
-            if self._is_cut:
+            if self._is_cancelled:
                 let_go()
         try:
             yield
@@ -63,7 +63,7 @@ class Lifeline:
             EndedWithOthersError: all has been cut, outside a wait.
             RuntimeError: all has been cut, in one.
         """
-        if self._is_cut and not is_waiting:
-            raise EndedWithOthersError("This rank was ended with the others.")
-        if self._is_cut:
+        if self._is_cancelled and not is_waiting:
+            raise RunCancelledError("This rank was ended with the others.")
+        if self._is_cancelled:
             raise RuntimeError("Connection closed by peer: this rank was freed from its wait.")

@@ -115,7 +115,7 @@ def aborted(engine: RankEngine) -> BaseException | None:
     """Return an error where NCCL was aborted under a cell: it went on with meaningless tensors."""
     if engine.group.is_aborted_to_end:
         try:
-            engine.group.lifeline.check()
+            engine.group.cancellation.check()
         except RuntimeError as error:
             return error
     return None

@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import sentence
 from ddpnb.rank.collective_calls import METHODS, NO_ROOT, Collective, is_match, spelled
-from ddpnb.rank.collective_log import Entry, Ledger
+from ddpnb.rank.collective_log import CollectiveLog, Entry
 
 FILES = "calls-{generation}-"
 CELLS = f"{os.sep}ipykernel_"
@@ -48,13 +48,15 @@ class CollectiveMismatchError(RuntimeError):
 
 
 @final
-class Agreement:
+class CollectiveChecker:
     """Compares the collectives of this process with the other ranks'."""
 
     def __init__(self) -> None:
         self._folder = Path()
         self._generation = -1
-        self._ledgers: dict[int, tuple[weakref.ref[ProcessGroup], Ledger | None]] = {}
+        self._collective_logs: dict[
+            int, tuple[weakref.ref[ProcessGroup], CollectiveLog | None]
+        ] = {}
         self._num_opened: Counter[str] = Counter()
         self._kernels: torch_internals.CollectiveKernels | None = None
         self._compared: dict[str, Collective] = {}
@@ -67,7 +69,7 @@ class Agreement:
             generation: how many default groups there were before.
         """
         self._folder, self._generation = folder, generation
-        self._ledgers.clear()
+        self._collective_logs.clear()
         self._num_opened.clear()
         for path in folder.glob(FILES.format(generation="*") + "*"):
             if int(path.name.split("-")[1]) < generation:
@@ -117,8 +119,8 @@ class Agreement:
             root = _root_of(collective, arguments)
             if root is None:  # not called as torch.distributed does: the kernel sees it
                 return original(group, *arguments, **options)
-            ledger = self._enter(group, collective, arguments, root)
-            with _taken_back_if_refused(ledger), torch_internals.below_autograd():
+            collective_log = self._enter(group, collective, arguments, root)
+            with _taken_back_if_refused(collective_log), torch_internals.below_autograd():
                 return original(group, *arguments, **options)
 
         return method
@@ -131,15 +133,15 @@ class Agreement:
         def kernel(keys: Any, *arguments: Any) -> Any:
             group, rest = ProcessGroup.unbox(arguments[num]), arguments[num + 1 :]
             root = NO_ROOT if collective.root is None else rest[collective.root]
-            ledger = self._enter(group, collective, arguments[:num] + rest, root)
-            with _taken_back_if_refused(ledger):
+            collective_log = self._enter(group, collective, arguments[:num] + rest, root)
+            with _taken_back_if_refused(collective_log):
                 return carry_out(keys, *arguments)
 
         return kernel
 
     def _enter(
         self, group: ProcessGroup, collective: Collective, arguments: Sequence[Any], root: int
-    ) -> Ledger | None:
+    ) -> CollectiveLog | None:
         """Write a call down, and compare it with the others'.
 
         Returns:
@@ -148,26 +150,26 @@ class Agreement:
         Raises:
             CollectiveMismatchError: another rank has made another call.
         """
-        known = self._ledgers.get(id(group))
-        ledger = known[1] if known and known[0]() is group else self._open(group)
-        if ledger is None:
+        known = self._collective_logs.get(id(group))
+        collective_log = known[1] if known and known[0]() is group else self._open(group)
+        if collective_log is None:
             return None
         line, in_backward = _users_place()
-        if not ledger.write(*collective.text(arguments, root), line, in_backward):
-            entries = ledger.entries()
-            (mine,) = (entry for entry in entries if entry.place == ledger.place)
+        if not collective_log.write(*collective.text(arguments, root), line, in_backward):
+            entries = collective_log.entries()
+            (mine,) = (entry for entry in entries if entry.place == collective_log.place)
             if not all(is_match(mine.text, entry.text) for entry in entries):
-                ledger.take_back()
-                raise CollectiveMismatchError(_told(entries, ledger.ranks))
-        return ledger
+                collective_log.take_back()
+                raise CollectiveMismatchError(_told(entries, collective_log.ranks))
+        return collective_log
 
-    def _open(self, group: ProcessGroup) -> Ledger | None:
+    def _open(self, group: ProcessGroup) -> CollectiveLog | None:
         """Return the ledger of a group's life; None where there is no use or no room for it."""
         try:
             ranks = dist.get_process_group_ranks(group)
         except KeyError:  # not a group of torch.distributed's, or not yet
             return None
-        ledger = None
+        collective_log = None
         if len(ranks) > 1:
             # A name may come again: torch gives it away anew where a group was destroyed.
             name = hashlib.sha256(f"{group.group_name} {sorted(ranks)}".encode()).hexdigest()[:16]
@@ -175,19 +177,19 @@ class Agreement:
             start = FILES.format(generation=self._generation)
             path = self._folder / f"{start}{name}-{self._num_opened[name]}"
             with contextlib.suppress(OSError):
-                ledger = Ledger.open(path, place=group.rank(), ranks=ranks)
-        self._ledgers[id(group)] = (weakref.ref(group), ledger)
-        return ledger
+                collective_log = CollectiveLog.open(path, place=group.rank(), ranks=ranks)
+        self._collective_logs[id(group)] = (weakref.ref(group), collective_log)
+        return collective_log
 
 
 @contextlib.contextmanager
-def _taken_back_if_refused(ledger: Ledger | None) -> Iterator[None]:
+def _taken_back_if_refused(collective_log: CollectiveLog | None) -> Iterator[None]:
     """Return a context for the call itself: what raises was not made, and not written down."""
     try:
         yield
     except BaseException:
-        if ledger is not None:
-            ledger.take_back()
+        if collective_log is not None:
+            collective_log.take_back()
         raise
 
 

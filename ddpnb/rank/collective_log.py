@@ -40,7 +40,7 @@ class Entry:
 
 
 @final
-class Ledger:
+class CollectiveLog:
     """The calls of one group.
 
     Args:

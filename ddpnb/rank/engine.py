@@ -20,10 +20,10 @@ from traitlets import Instance
 
 from ddpnb.compat.python_internals import leaves_loops, outside_of_loop
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import Notice, Order
+from ddpnb.protocol.processes import BatchSchedule, Notice
 from ddpnb.rank.process_group import Group
 from ddpnb.rank.random_state import seed_from_entropy
-from ddpnb.rank.status import users_stack, whereabouts
+from ddpnb.rank.status import rank_status, users_stack
 
 Handler = Callable[[], object]
 
@@ -37,7 +37,9 @@ class ControlThread(threading.Thread):
         handlers: what to do on each order; the value returned is sent back.
     """
 
-    def __init__(self, rank: int, pipe: Connection, handlers: Mapping[Order, Handler]) -> None:
+    def __init__(
+        self, rank: int, pipe: Connection, handlers: Mapping[BatchSchedule, Handler]
+    ) -> None:
         super().__init__(name="ddpnb-control", daemon=True)
         self.rank = rank
         self.pipe = pipe
@@ -56,7 +58,7 @@ class ControlThread(threading.Thread):
         """Carry out one order and send its result back."""
         value: object = None
         try:
-            value = self.handlers[Order(order)]()
+            value = self.handlers[BatchSchedule(order)]()
         except Exception:  # noqa: BLE001  the edge of the thread, which must live on: to the log
             traceback.print_exc()
         message = {"event": Notice.ANSWER, "rank": self.rank, "id": order_id, "value": value}
@@ -85,10 +87,10 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
             device=self.group.device,
         )
 
-    def whereabouts(self) -> dict[str, Any]:
+    def rank_status(self) -> dict[str, Any]:
         """Return where this rank stands, as a ``wire.Whereabouts`` in a dict."""
         shell = None if self.kernel is None else self.kernel.shell
-        return asdict(whereabouts(self.group, shell))
+        return asdict(rank_status(self.group, shell))
 
     def stack(self) -> list[str]:
         """Return the main thread's stack, from the user's first frame on."""
@@ -144,10 +146,10 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     group = group_of(settings, folder)
     engine = RankEngine.instance(group=group)
     handlers = {
-        Order.CUT: group.cut,
-        Order.WHERE: engine.whereabouts,
-        Order.STACK: engine.stack,
-        Order.STOP: engine.stop_wanted.set,
+        BatchSchedule.CUT: group.abort,
+        BatchSchedule.WHERE: engine.rank_status,
+        BatchSchedule.STACK: engine.stack,
+        BatchSchedule.STOP: engine.stop_wanted.set,
     }
     ControlThread(group.rank, pipe, handlers).start()
     if settings["generation"] is None:  # the others train: a group is formed when they are done

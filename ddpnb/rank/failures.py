@@ -11,7 +11,7 @@ import torch
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Failure
-from ddpnb.rank.cancellation import EndedWithOthersError
+from ddpnb.rank.cancellation import RunCancelledError
 from ddpnb.rank.collective_checks import CollectiveMismatchError
 from ddpnb.rank.comm.messages import RankLostError
 from ddpnb.rank.engine import RankEngine
@@ -48,7 +48,7 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
         traceback=tuple(traceback_of(error, engine)),
         failed_at=time.time(),
         is_consequence=is_consequence(error),
-        was_waiting=not isinstance(error, EndedWithOthersError),
+        was_waiting=not isinstance(error, RunCancelledError),
         breaks_group=isinstance(error, CollectiveMismatchError),
     )
 
@@ -110,6 +110,6 @@ def end_at_users(frames: TracebackType, shell: Any) -> None:
 
 def is_consequence(error: BaseException) -> bool:
     """Tell whether an exception says only that another rank is gone, or has failed."""
-    if isinstance(error, RankLostError | EndedWithOthersError):
+    if isinstance(error, RankLostError | RunCancelledError):
         return True
     return isinstance(error, RuntimeError) and CLOSED_CONNECTION.search(str(error)) is not None

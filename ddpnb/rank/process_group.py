@@ -18,8 +18,8 @@ import torch.distributed as dist
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.processes import atomic_write
-from ddpnb.rank.cancellation import Lifeline
-from ddpnb.rank.collective_checks import Agreement
+from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.collective_checks import CollectiveChecker
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """How long the ranks wait for each other when they form a group."""
@@ -58,9 +58,9 @@ class Group:
     generation: int = field(default=-1)
     joined_ns: int = 0
     """``time.time_ns()`` when this generation's group had been formed."""
-    lifeline: Lifeline = field(default_factory=Lifeline)
+    cancellation: CancellationToken = field(default_factory=CancellationToken)
     """Frees this rank from waits that are not the group's own; a new one with each group."""
-    agreement: Agreement = field(default_factory=Agreement)
+    collective_checks: CollectiveChecker = field(default_factory=CollectiveChecker)
     """Refuses collectives that do not match the other ranks'."""
 
     def join(self, generation: int, *, is_checked: bool = False) -> None:
@@ -81,12 +81,12 @@ class Group:
             os.environ.setdefault(name, value)
         level = dist.DebugLevel.DETAIL if is_checked else dist.DebugLevel.OFF
         dist.set_debug_level(level)
-        self.agreement.begin(self.folder, generation)
+        self.collective_checks.begin(self.folder, generation)
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.world_size
         )
         self.generation = generation
-        self.lifeline = Lifeline()
+        self.cancellation = CancellationToken()
         self.joined_ns = time.time_ns()
         self.announce()
         total = torch.ones(1, device=self.device)
@@ -102,7 +102,7 @@ class Group:
         if not dist.is_initialized():
             return
         if self.is_aborted_to_end:  # its own good-bye would wait for ranks that may be gone
-            if self.device.type == "cuda" and not self.lifeline.is_cut:
+            if self.device.type == "cuda" and not self.cancellation.is_aborted:
                 ends_in_time([lambda: torch.cuda.synchronize(self.device)], SETTLE_SECONDS)
             if not abort_groups(ABORT_SECONDS):
                 raise RuntimeError(f"{self.backend} did not abort: start this rank anew.")
@@ -127,7 +127,7 @@ class Group:
                     found.append(psutil.Process(pid))
         return found
 
-    def cut(self) -> int:
+    def abort(self) -> int:
         """Free this rank from every wait for another rank; return how many waits were cut.
 
         Shuts down the TCP connections between this process and its peers, in
@@ -139,15 +139,15 @@ class Group:
         """
         if self.is_aborted_to_end and dist.is_initialized() and not abort_groups(ABORT_SECONDS):
             print(f"{self.backend} did not abort in {ABORT_SECONDS:g} s.", file=sys.stderr)
-        num_cut = self.lifeline.cut()
+        num_aborted = self.cancellation.abort()
         theirs = set()
         for peer in self.peers():
             with contextlib.suppress(psutil.Error):
                 theirs |= {(c.laddr, c.raddr) for c in peer.net_connections("tcp") if c.raddr}
         for mine in psutil.Process().net_connections("tcp"):
             if mine.raddr and (mine.raddr, mine.laddr) in theirs:
-                num_cut += shut_down(mine.fd)
-        return num_cut
+                num_aborted += shut_down(mine.fd)
+        return num_aborted
 
     def state(self) -> RankState:
         """Describe where this rank lives."""
@@ -165,7 +165,7 @@ class Group:
             shares_device=self.shares_device,
             missing=(
                 *torch_internals.missing_features(can_abort=self.is_aborted_to_end),
-                *self.agreement.missing_features(),
+                *self.collective_checks.missing_features(),
             ),
         )
 

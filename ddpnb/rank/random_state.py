@@ -10,7 +10,7 @@ import torch
 
 
 @contextlib.contextmanager
-def untouched(device: torch.device) -> Iterator[None]:
+def preserve_rng(device: torch.device) -> Iterator[None]:
     """Restore random numbers, default dtype and thread count when the block ends.
 
     Inside the block, ``device`` is the current one where it is a GPU.

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from ddpnb.protocol.messages import Tied
+from ddpnb.protocol.messages import StaleVariable
 
 KINDS = (
     "DistributedDataParallel",
@@ -23,21 +23,21 @@ MOST_ITEMS = 1000
 """A container of more is data, not where somebody keeps a model."""
 
 
-def tied_variables(namespace: Mapping[str, object]) -> list[Tied]:
+def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
     """Return what is tied to a group: variables, and what they hold one level down.
 
     A model that is part of another module is found at any depth.
     """
-    found: list[Tied] = []
+    found: list[StaleVariable] = []
     for name, value in namespace.items():
         if not is_users(name):
             continue
         if kind := kind_of(value):
-            found.append(Tied(name, kind))  # what it holds in turn goes with it
+            found.append(StaleVariable(name, kind))  # what it holds in turn goes with it
             continue
         for path, held in held_by(name, value):
             if kind := kind_of(held):
-                found.append(Tied(path, kind))
+                found.append(StaleVariable(path, kind))
     return found
 
 
@@ -56,7 +56,7 @@ def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:
     """Yield what a value holds, each with the expression that leads there."""
     if isinstance(value, nn.Module):
         inside = dict(value.named_modules(prefix=name))
-        outermost = (path for path in inside if not is_part_of_tied(path, inside))
+        outermost = (path for path in inside if not is_part_of_stale(path, inside))
         yield from ((path, inside[path]) for path in outermost)
     elif isinstance(value, dict | list | tuple):
         if len(value) <= MOST_ITEMS:
@@ -66,7 +66,7 @@ def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:
         yield from ((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())
 
 
-def is_part_of_tied(path: str, modules: Mapping[str, nn.Module]) -> bool:
+def is_part_of_stale(path: str, modules: Mapping[str, nn.Module]) -> bool:
     """Tell whether a module is a part of one that is tied."""
     names = path.split(".")
     above = (".".join(names[:num]) for num in range(1, len(names)))

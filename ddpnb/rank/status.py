@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
-from ddpnb.protocol.messages import Whereabouts
+from ddpnb.protocol.messages import RankStatus
 from ddpnb.rank.process_group import Group
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}
@@ -42,7 +42,7 @@ POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 """Calls between two ranks, each with the argument that names the other."""
 
 
-def whereabouts(group: Group, shell: Any) -> Whereabouts:
+def rank_status(group: Group, shell: Any) -> RankStatus:
     """Tell where this rank stands; costs nothing until it is asked.
 
     Args:
@@ -56,7 +56,7 @@ def whereabouts(group: Group, shell: Any) -> Whereabouts:
     if not call and pending is not None:
         call = pending.name
     cell, line = (0, 0) if shell is None else place(frames, shell)
-    return Whereabouts(
+    return RankStatus(
         rank=group.rank,
         is_busy=line > 0 or any(map(is_training, frames)),
         cell=cell,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from IPython.display import display
 
 from ddpnb.protocol.rank_sets import format_ranks
-from ddpnb.reports.display import Slot
+from ddpnb.reports.display import LiveDisplay
 
 HOLD_SECONDS = 0.25
 """How long an item waits for the same item of ranks that are still running.
@@ -213,7 +213,7 @@ class Bars:
 
     def __init__(self) -> None:
         self.finished: list[str] = []
-        self._slot = Slot()
+        self._display = LiveDisplay()
         self._shown = ""
         self._shown_at = 0.0
 
@@ -222,7 +222,7 @@ class Bars:
         text = "\n".join(self.finished + running)
         now = time.monotonic()
         if text != self._shown and (at_once or now - self._shown_at > BAR_SECONDS):
-            self._slot.show_text(text)
+            self._display.show_text(text)
             self._shown, self._shown_at = text, now
 
 

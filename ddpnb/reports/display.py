@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Bundle = dict[str, str]
 
 
-class Slot:
+class LiveDisplay:
     """A place under the cell whose content is replaced; appears with the first content."""
 
     def __init__(self) -> None:
@@ -84,8 +84,8 @@ def show_canvas(figure: "Figure", name: str) -> None:
     canvas.header_visible = False
     FigureManager(canvas, 0).set_window_title(name)
     told = "The same figure, to zoom and pan in while its kernel lives."
-    view = canvas._repr_mimebundle_()[WIDGET_VIEW]
-    display({WIDGET_VIEW: view, "text/plain": told}, raw=True)
+    options = canvas._repr_mimebundle_()[WIDGET_VIEW]
+    display({WIDGET_VIEW: options, "text/plain": told}, raw=True)
 
 
 def _clip(figure: "Figure") -> None:

@@ -9,8 +9,8 @@ from typing import Protocol, final
 import psutil
 from IPython.core.getipython import get_ipython
 
-from ddpnb.reports.display import Bundle, Slot, is_chosen, show_canvas
-from ddpnb.reports.plot_options import EVERYTHING, View
+from ddpnb.reports.display import Bundle, LiveDisplay, is_chosen, show_canvas
+from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.progress import progress_of
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.runs.comparison import Comparison
@@ -44,10 +44,10 @@ class Live(Protocol):
         """Show the result, for good."""
 
 
-def live(view: View = EVERYTHING) -> Live:
+def live(options: PlotOptions = EVERYTHING) -> Live:
     """Return what shows a comparison here: in a Jupyter kernel a figure, else lines of text."""
     in_kernel = hasattr(get_ipython(), "kernel")
-    return LiveFigureAndTable(view) if in_kernel else LiveText()
+    return LiveFigureAndTable(options) if in_kernel else LiveText()
 
 
 @final
@@ -94,12 +94,12 @@ class LiveFigureAndTable:
     and one HTML table.
     """
 
-    def __init__(self, view: View = EVERYTHING) -> None:
+    def __init__(self, options: PlotOptions = EVERYTHING) -> None:
         from ddpnb.reports.figures.figure import LiveFigure  # noqa: PLC0415  matplotlib: 0.3 s
 
-        self._figure = LiveFigure(view)
-        self._picture = Slot()
-        self._line = Slot()
+        self._figure = LiveFigure(options)
+        self._picture = LiveDisplay()
+        self._line = LiveDisplay()
         self._throttle = RedrawThrottle()
 
     def begin(self, comparison: Comparison) -> None:
@@ -165,8 +165,8 @@ class LiveText:
 
 def show_result(result: ComparisonResult) -> None:
     """Show a result's figure and table under the current cell."""
-    Slot().show(picture_bundle(result.plot().png(), result.sentence()))
-    Slot().show(table_bundle(result))
+    LiveDisplay().show(picture_bundle(result.plot().png(), result.sentence()))
+    LiveDisplay().show(table_bundle(result))
     show_canvas_if_chosen(result)
     mark_shown(result)
 

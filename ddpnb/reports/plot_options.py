@@ -10,7 +10,7 @@ ACROSS = ("samples", "seconds", "updates")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class PlotOptions:
     """The choices about a figure and its table."""
 
     x: str = ""
@@ -29,5 +29,5 @@ class View:
             raise UserError(f"--log shows no loss of {self.target:g}: choose a --target above 0.")
 
 
-EVERYTHING = View()
+EVERYTHING = PlotOptions()
 """What is shown unless the user asks for something else."""

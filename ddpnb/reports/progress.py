@@ -74,7 +74,7 @@ def _share(run: RunSnapshot) -> float:
     if not run.is_running:
         return 1.0
     planned = run.header.num_samples if run.header else 0
-    return min(run.digest.num_samples / planned, 1.0) if planned else 0.0
+    return min(run.aggregate.num_samples / planned, 1.0) if planned else 0.0
 
 
 def _what(run: RunSnapshot, comparison: Comparison) -> str:
@@ -86,25 +86,25 @@ def _what(run: RunSnapshot, comparison: Comparison) -> str:
 def _state(run: RunSnapshot, share: float) -> str:
     if not run.is_running:
         return run.status.value
-    if run.digest.num_events == 0:
+    if run.aggregate.num_events == 0:
         return "warming up" if run.header else "starting"
     return "evaluating" if share >= 1 else percent(share)
 
 
 def _numbers(run: RunSnapshot) -> list[str]:
     """Return speed and loss, as far as they are known."""
-    if run.digest.num_events == 0:
+    if run.aggregate.num_events == 0:
         return []
     speed = samples_per_second(run)
     parts = [f"{number(speed)} samples/s"] if math.isfinite(speed) else []
-    return [*parts, f"loss {number(run.digest.recent_loss)}"]
+    return [*parts, f"loss {number(run.aggregate.recent_loss)}"]
 
 
 def _seconds_left(run: RunSnapshot, share: float) -> float | None:
     """Return how long the run that trains will take still; None where that is not known."""
-    if run.digest.num_events == 0 or not run.is_running or not 0 < share < 1:
+    if run.aggregate.num_events == 0 or not run.is_running or not 0 < share < 1:
         return None
-    return run.digest.seconds * (1 - share) / share
+    return run.aggregate.seconds * (1 - share) / share
 
 
 def _in_all(comparison: Comparison, left: float) -> str:

@@ -10,7 +10,7 @@ from IPython.core.getipython import get_ipython
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.exports.html_report import page, picture
 from ddpnb.reports.formatting import title
-from ddpnb.reports.plot_options import EVERYTHING, View
+from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.results_table import scores_table
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.table import Table
@@ -49,15 +49,15 @@ class Picture:
 class ComparisonResult:
     """What a comparison showed, as the store also gives it back to a later kernel."""
 
-    def __init__(self, comparison: Comparison, view: View = EVERYTHING) -> None:
+    def __init__(self, comparison: Comparison, options: PlotOptions = EVERYTHING) -> None:
         self.comparison = comparison
-        self.view = view
+        self.options = options
         self.shown_in_cell: int | None = None
         """Number of the cell that shows the result already, so that it is not shown twice."""
 
     def table(self) -> Table:
         """Return one row per strategy: speed, scores, what communication cost, notes."""
-        return scores_table(self.comparison, self.view.target)
+        return scores_table(self.comparison, self.options.target)
 
     def plot(
         self, *, x: str | None = None, log: bool | None = None, target: float | None = None
@@ -72,16 +72,16 @@ class ComparisonResult:
         """
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
 
-        view = View(
-            x=self.view.x if x is None else x,
-            log=self.view.log if log is None else log,
-            target=self.view.target if target is None else target,
+        options = PlotOptions(
+            x=self.options.x if x is None else x,
+            log=self.options.log if log is None else log,
+            target=self.options.target if target is None else target,
         )
-        return Picture(draw(self.comparison, view), self.sentence())
+        return Picture(draw(self.comparison, options), self.sentence())
 
     def sentence(self) -> str:
         """Return in one computed sentence what the comparison shows."""
-        return sentence(self.comparison, self.view.target)
+        return sentence(self.comparison, self.options.target)
 
     def summary_html(self) -> str:
         """Return the table and the sentence as HTML, to stand under a figure."""
@@ -116,7 +116,7 @@ class ComparisonResult:
         paths = tuple(target / f"comparison.{kind}" for kind in ("html", "png", "csv"))
         try:
             target.mkdir(parents=True, exist_ok=True)
-            paths[0].write_text(page(self.comparison, png, self.view.target), encoding="utf-8")
+            paths[0].write_text(page(self.comparison, png, self.options.target), encoding="utf-8")
             paths[1].write_bytes(png)
             self.to_frame().to_csv(paths[2], index=False)
         except OSError as error:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.protocol.messages import NO_STALENESS, Parts, RunHeader, RunSpec
-from ddpnb.runs.align import Joiner, Updates, joiner_of
+from ddpnb.runs.align import StepAligner, Updates, aligner_of
 from ddpnb.runs.rows import Floats, Records
 
 MAX_POINTS = 360
@@ -48,7 +48,7 @@ class Cells:
 
 
 @final
-class Pyramid:
+class Downsampler:
     """A growing series of at most ``max_cells`` cells.
 
     Args:
@@ -154,7 +154,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankDigest:
+class RankAggregate:
     """One rank of a run."""
 
     rank: int
@@ -171,7 +171,7 @@ class RankDigest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Digest:
+class RunAggregate:
     """A run at one moment."""
 
     num_events: int = 0
@@ -181,7 +181,7 @@ class Digest:
     num_diverged: int = 0
     """Losses that were NaN or infinite."""
     curve: Curve = field(default_factory=Curve)
-    ranks: tuple[RankDigest, ...] = ()
+    ranks: tuple[RankAggregate, ...] = ()
     staleness: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """How many updates had staleness 0, 1, 2 ..."""
     recent_loss: float = float("nan")
@@ -189,7 +189,7 @@ class Digest:
 
 
 @final
-class DigestBuilder:
+class RunAggregator:
     """Takes in the rows of a run; ``view`` costs the same at any length.
 
     One thread may add while others look: a view is made of arrays that are replaced,
@@ -203,32 +203,32 @@ class DigestBuilder:
     def __init__(self, spec: RunSpec | None, num_ranks: int = 1) -> None:
         self._spec = spec
         self._num_ranks = num_ranks
-        self._joiner: Joiner | None = None
+        self._aligner: StepAligner | None = None
         self._waiting_for_header: list[Records] = []
-        self._curve = Pyramid(num_sums=3, num_lows=1, num_highs=3, max_cells=MAX_POINTS)
+        self._curve = Downsampler(num_sums=3, num_lows=1, num_highs=3, max_cells=MAX_POINTS)
         self._ranks: dict[int, _Rank] = {}
         self._samples = self._seconds = 0.0
         self._num_events = self._num_samples = self._num_diverged = 0
         self._latest_seconds = 0.0
         self._staleness = np.zeros(0, dtype=np.int64)
         self._recent = np.empty(0)
-        self._view: Digest | None = Digest()
+        self._view: RunAggregate | None = RunAggregate()
 
     @classmethod
     def of_all(
         cls, rows: Records, spec: RunSpec | None, header: RunHeader | None
-    ) -> "DigestBuilder":
+    ) -> "RunAggregator":
         """Return what all rows of a run come to, of whatever ranks, in whatever order."""
         made = cls(spec)
-        made._joiner = joiner_of(header, spec)
-        made._joiner.end()
+        made._aligner = aligner_of(header, spec)
+        made._aligner.end()
         made.add(rows)
         return made
 
     @property
     def is_in_order(self) -> bool:
         """Whether it has come to what ``of_all`` would: no rank told of anything too late."""
-        return self._joiner is None or self._joiner.is_in_order
+        return self._aligner is None or self._aligner.is_in_order
 
     def add(self, rows: Records, header: RunHeader | None = None) -> None:
         """Take in rows of one rank, in the order of its steps."""
@@ -236,10 +236,10 @@ class DigestBuilder:
             self._joined_by(header)
         if len(rows):
             self._count(rows)
-            if self._joiner is None:
+            if self._aligner is None:
                 self._waiting_for_header.append(rows)
             else:
-                self._take(self._joiner.add(rows))
+                self._take(self._aligner.add(rows))
         self._view = None
 
     def end(self) -> None:
@@ -247,11 +247,11 @@ class DigestBuilder:
         self._take(self._joined_by(None).end())
         self._view = None
 
-    def view(self) -> Digest:
+    def view(self) -> RunAggregate:
         """Return the run as it is now."""
         view = self._view
         if view is None:
-            view = Digest(
+            view = RunAggregate(
                 num_events=self._num_events,
                 num_samples=self._num_samples,
                 seconds=self._latest_seconds,
@@ -264,14 +264,14 @@ class DigestBuilder:
             self._view = view
         return view
 
-    def _joined_by(self, header: RunHeader | None) -> Joiner:
+    def _joined_by(self, header: RunHeader | None) -> StepAligner:
         """Return what joins the events, from now on if nothing did; the header says how."""
-        if self._joiner is None:
-            self._joiner = joiner_of(header, self._spec, self._num_ranks)
+        if self._aligner is None:
+            self._aligner = aligner_of(header, self._spec, self._num_ranks)
             for early in self._waiting_for_header:
-                self._take(self._joiner.add(early))
+                self._take(self._aligner.add(early))
             self._waiting_for_header = []
-        return self._joiner
+        return self._aligner
 
     def _count(self, rows: Records) -> None:
         self._num_events += len(rows)
@@ -331,7 +331,7 @@ class _Rank:
         self._num_steps = self._num_samples = self._num_bytes = 0
         self._parts = np.zeros(len(PARTS))
         self._seconds = 0.0
-        self._track = Pyramid(num_sums=1, num_lows=0, num_highs=1, max_cells=MAX_RANK_POINTS)
+        self._track = Downsampler(num_sums=1, num_lows=0, num_highs=1, max_cells=MAX_RANK_POINTS)
 
     def add(self, rows: Records) -> None:
         parts = np.stack([rows[name].astype(np.float64) for name in PARTS])
@@ -346,12 +346,12 @@ class _Rank:
         self._num_samples += int(rows["num_samples"].sum())
         self._num_bytes += int(rows["num_bytes_sent"].sum())
 
-    def view(self) -> RankDigest:
+    def view(self) -> RankAggregate:
         cells = self._track.view()
         done = np.full(cells.sums.shape[1], float(cells.num_merged))
         if len(done):
             done[-1] = cells.num_entries - cells.num_merged * (len(done) - 1)
-        return RankDigest(
+        return RankAggregate(
             rank=self._rank,
             num_steps=self._num_steps,
             num_samples=self._num_samples,

@@ -43,7 +43,7 @@ class Updates:
     """The events, each rank's in the order of its steps; waiting told from communication."""
 
 
-class Joiner(ABC):
+class StepAligner(ABC):
     """Is given each rank's events as they come; gives back what is complete."""
 
     @property
@@ -60,7 +60,7 @@ class Joiner(ABC):
         """Return the rest, complete or not; from now on, ``add`` holds nothing back."""
 
 
-def joiner_of(header: RunHeader | None, spec: RunSpec | None, num_ranks: int = 1) -> Joiner:
+def aligner_of(header: RunHeader | None, spec: RunSpec | None, num_ranks: int = 1) -> StepAligner:
     """Return how the events of a run are joined; without a header, each is an update.
 
     Args:
@@ -74,7 +74,7 @@ def joiner_of(header: RunHeader | None, spec: RunSpec | None, num_ranks: int = 1
 
 
 @final
-class InTurns(Joiner):
+class InTurns(StepAligner):
     """Orders by time, as far as every worker has told.
 
     Args:
@@ -145,7 +145,7 @@ class InTurns(Joiner):
 
 
 @final
-class Together(Joiner):
+class Together(StepAligner):
     """Joins the workers' shares of each step, in the order of steps.
 
     Args:

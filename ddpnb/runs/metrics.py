@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpnb.protocol.messages import NO_PARTS, MarkKind, Parts
-from ddpnb.runs.aggregate import Curve, RankDigest
+from ddpnb.runs.aggregate import Curve, RankAggregate
 from ddpnb.runs.model import RunSnapshot
 from ddpnb.runs.rows import Floats
 
@@ -27,7 +27,7 @@ def smoothed_loss(run: RunSnapshot) -> Floats:
     Early, where the loss falls fast, the span is short, so that the line does not lag behind
     its points: where the loss falls like ``1 / samples``, it soon is but a twentieth above them.
     """
-    curve = run.digest.curve
+    curve = run.aggregate.curve
     if len(curve) == 0:
         return curve.loss
     if curve.samples[-1] == 0:  # a hand-written loop that logs no samples
@@ -118,9 +118,9 @@ def samples_at(curve: Curve, seconds: Floats) -> Floats:
 
 def num_diverged(run: RunSnapshot) -> int:
     """Return how many losses are infinite, or NaN although others were logged."""
-    digest = run.digest
-    never_logged = run.spec is None and digest.num_diverged == digest.num_events
-    return 0 if never_logged else digest.num_diverged
+    aggregate = run.aggregate
+    never_logged = run.spec is None and aggregate.num_diverged == aggregate.num_events
+    return 0 if never_logged else aggregate.num_diverged
 
 
 Absences = Mapping[int, Sequence[tuple[float, float]]]
@@ -155,7 +155,7 @@ class StepSplit:
 
 def step_split(runs: Sequence[RunSnapshot]) -> StepSplit:
     """Return the mean step over all ranks and repeats."""
-    ranks = [rank for run in runs for rank in run.digest.ranks if rank.num_steps]
+    ranks = [rank for run in runs for rank in run.aggregate.ranks if rank.num_steps]
     num_steps = sum(rank.num_steps for rank in ranks)
     if num_steps == 0:
         return StepSplit()
@@ -166,7 +166,7 @@ def step_split(runs: Sequence[RunSnapshot]) -> StepSplit:
     )
 
 
-def slowness(ranks: Sequence[RankDigest]) -> dict[int, float]:
+def slowness(ranks: Sequence[RankAggregate]) -> dict[int, float]:
     """Return how many times as long as the fastest rank each takes for its own part of a step."""
     means = {
         rank.rank: float(np.nanmedian(rank.own_seconds)) for rank in ranks if len(rank.own_seconds)
@@ -178,7 +178,7 @@ def slowness(ranks: Sequence[RankDigest]) -> dict[int, float]:
 def absences(run: RunSnapshot) -> Absences:
     """Return in which training seconds ranks that have died were away; to infinity: still."""
     away: dict[int, list[tuple[float, float]]] = {}
-    steps = {rank.rank: rank.at_seconds for rank in run.digest.ranks}
+    steps = {rank.rank: rank.at_seconds for rank in run.aggregate.ranks}
     for mark in sorted(run.marks, key=lambda mark: mark.seconds):
         own = away.get(mark.rank, [])
         is_away = bool(own) and math.isinf(own[-1][1])

@@ -11,7 +11,7 @@ import numpy as np
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, Mark, RunHeader, RunReport, RunSpec
-from ddpnb.runs.aggregate import Digest, DigestBuilder
+from ddpnb.runs.aggregate import RunAggregate, RunAggregator
 from ddpnb.runs.rows import EVENT, METRIC, Records, rows_of
 
 MAX_KEPT_EVENTS = 20_000
@@ -51,7 +51,7 @@ class RunSnapshot:
     status: Status = Status.RUNNING
     detail: str = ""
     """Why it failed or stopped, in one clause; ``ending`` puts it into words."""
-    digest: Digest = field(default_factory=Digest)
+    aggregate: RunAggregate = field(default_factory=RunAggregate)
     """What is drawn and counted; its size does not grow with the run."""
     kept: "Kept | None" = None
     """The events, where they are few enough to stay in memory."""
@@ -151,7 +151,7 @@ class Run:
         )
         self._header: RunHeader | None = None
         self._ending = (Status.RUNNING, "")
-        self._digest = DigestBuilder(spec, num_ranks)
+        self._aggregate = RunAggregator(spec, num_ranks)
         self._events: list[Records] | None = []
         self._num_kept = 0
         self._metrics: dict[str, list[Records]] = {}
@@ -184,7 +184,7 @@ class Run:
         if batch.header is not None:
             self._header = batch.header
         rows = rows_of(batch)
-        self._digest.add(rows, batch.header)
+        self._aggregate.add(rows, batch.header)
         self._keep(rows, batch.metrics)
         self._marks.extend(batch.marks)
         return True
@@ -200,9 +200,9 @@ class Run:
 
         From now on it amounts to the same whenever its events came, live or from the store.
         """
-        self._digest.end()
+        self._aggregate.end()
         self._ending = (Status(status), detail)
-        if not self._digest.is_in_order:
+        if not self._aggregate.is_in_order:
             self._put_in_order()
 
     def snapshot(self) -> RunSnapshot:
@@ -217,7 +217,7 @@ class Run:
             header=self._header,
             status=status,
             detail=detail,
-            digest=self._digest.view(),
+            aggregate=self._aggregate.view(),
             kept=self._kept(),
             history=self._history,
             reports=tuple(report for _, report in sorted(self._reports.items())),
@@ -230,8 +230,8 @@ class Run:
         now = self.snapshot()
         with contextlib.suppress(UserError):
             rows = now.events
-            if len(rows) == now.digest.num_events:
-                self._digest = DigestBuilder.of_all(rows, now.spec, now.header)
+            if len(rows) == now.aggregate.num_events:
+                self._aggregate = RunAggregator.of_all(rows, now.spec, now.header)
 
     def _keep(self, rows: Records, metrics: tuple[tuple[int, str, float], ...]) -> None:
         """Keep the events, until there are too many for memory."""

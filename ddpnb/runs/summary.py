@@ -133,16 +133,18 @@ def samples_per_second(run: RunSnapshot) -> float:
         samples = float(sum(report.num_samples for report in workers))
         seconds = max(report.seconds for report in workers)
     else:
-        samples = float(run.digest.num_samples)
-        seconds = run.digest.seconds
+        samples = float(run.aggregate.num_samples)
+        seconds = run.aggregate.seconds
     return samples / seconds if seconds > 0 and samples > 0 else math.nan
 
 
 def staleness_counts(runs: Sequence[RunSnapshot]) -> Counts:
     """Return how many updates had staleness 0, 1, 2 ..., over all runs."""
-    counts = np.zeros(max((len(run.digest.staleness) for run in runs), default=0), dtype=np.int64)
+    counts = np.zeros(
+        max((len(run.aggregate.staleness) for run in runs), default=0), dtype=np.int64
+    )
     for run in runs:
-        counts[: len(run.digest.staleness)] += run.digest.staleness
+        counts[: len(run.aggregate.staleness)] += run.aggregate.staleness
     return counts
 
 
@@ -178,7 +180,7 @@ def time_to_target(run: RunSnapshot, target: float) -> tuple[float, float]:
 
     Of a run that resumes another the samples count on, the seconds are its own.
     """
-    curve, loss = run.digest.curve, smoothed_loss(run)
+    curve, loss = run.aggregate.curve, smoothed_loss(run)
     samples = curve.samples + run.num_samples_before
     return first_reached(loss, curve.seconds, target), first_reached(loss, samples, target)
 
@@ -233,7 +235,7 @@ def _num_workers(run: RunSnapshot) -> int:
     """Return how many ranks train, or have logged from a hand-written loop; 0: not known."""
     if run.header is not None:
         return run.header.num_workers
-    return len(run.digest.ranks) if run.spec is None else 0
+    return len(run.aggregate.ranks) if run.spec is None else 0
 
 
 def _most(runs: Sequence[RunSnapshot], what: Callable[[RunReport], int]) -> float:
@@ -252,7 +254,7 @@ def _speed_of(runs: Sequence[RunSnapshot]) -> Spread:
     """Return samples/s over repeats; of one run, its range over the tenths of the run."""
     if len(runs) > 1:
         return spread([samples_per_second(run) for run in runs])
-    parts = tenths(runs[0].digest.curve)
+    parts = tenths(runs[0].aggregate.curve)
     whole = samples_per_second(runs[0])
     if len(parts) == 0 or math.isnan(whole):
         return Spread(middle=whole)

@@ -153,7 +153,7 @@ IDLE_SECONDS = 2.0
 """A rank that does not answer in this time is at something."""
 
 
-class LeftCell:
+class OrphanedCall:
     """What runs on ranks since before this kernel; it is attended to, as any cell.
 
     Args:
@@ -192,12 +192,12 @@ class LeftCell:
             print(f"What the last kernel had sent was stuck: {self._watch.stuck}")
 
 
-def left_cell(cluster: Cluster) -> LeftCell | None:
+def orphaned_call(cluster: Cluster) -> OrphanedCall | None:
     """Find out which ranks are at something, and say so; None where all are idle."""
     call = cluster.submit(OnRank("state"), ranks=cluster.living)
     deadline = time.monotonic() + IDLE_SECONDS
     while call.running and (left := deadline - time.monotonic()) > 0:
-        for _ in call.happenings(left):
+        for _ in call.events(left):
             pass
     if not call.running:
         return None
@@ -206,14 +206,14 @@ def left_cell(cluster: Cluster) -> LeftCell | None:
         f"Rank {format_ranks(busy)} still runs what the last kernel sent, and its output goes "
         "nowhere: %ddp_interrupt stops it."
     )
-    return LeftCell(cluster, busy)
+    return OrphanedCall(cluster, busy)
 
 
 class Jobs:
     """Cells and the comparison that run while the notebook goes on."""
 
     def __init__(self) -> None:
-        self._cells: list[RunningCell | LeftCell] = []
+        self._cells: list[RunningCell | OrphanedCall] = []
         self._comparison: RunningComparison | None = None
 
     @property
@@ -228,7 +228,7 @@ class Jobs:
         comparison = self.comparison
         return [*self._cells] if comparison is None else [*self._cells, comparison]
 
-    def add(self, cell: RunningCell | LeftCell) -> None:
+    def add(self, cell: RunningCell | OrphanedCall) -> None:
         """Keep an eye on a cell; those that have ended are forgotten."""
         self._cells = [other for other in self._cells if not other.done] + [cell]
 

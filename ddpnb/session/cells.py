@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from ddpnb.cluster.call import Events, Happening, Output, Silent
+from ddpnb.cluster.call import CallEvent, Events, Output, Silent
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import CellSpec, EventBatch, Failure, Tied
+from ddpnb.protocol.messages import CellSpec, EventBatch, Failure, StaleVariable
 from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
 from ddpnb.protocol.remote_call import OnRank
 from ddpnb.reports.cell_output import CellOutput
@@ -128,13 +128,13 @@ class RunningCell:
             self.error = error
             print(told(error))
 
-    def _handle(self, happening: Happening) -> None:
-        if isinstance(happening, Output):
-            self._output.take(happening.rank, happening.kind, happening.content)
-        elif isinstance(happening, Events):
-            self._record(happening.batch)
-        elif isinstance(happening, Silent):
-            self._output.finish(happening.rank)
+    def _handle(self, event: CallEvent) -> None:
+        if isinstance(event, Output):
+            self._output.take(event.rank, event.kind, event.content)
+        elif isinstance(event, Events):
+            self._record(event.batch)
+        elif isinstance(event, Silent):
+            self._output.finish(event.rank)
 
     def _record(self, batch: EventBatch) -> None:
         if self._recorder is None:
@@ -179,7 +179,7 @@ MAKE_AGAIN = {
 """What to do about an object that is tied to a group that was cut."""
 
 
-def tell_stale(stale: Mapping[Tied, Sequence[int]]) -> None:
+def tell_stale(stale: Mapping[StaleVariable, Sequence[int]]) -> None:
     """Say which of the ranks' variables are tied to a process group that is no more."""
     for tied, ranks in stale.items():
         what = MAKE_AGAIN[tied.kind].format(name=tied.name)

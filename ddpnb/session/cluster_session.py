@@ -12,7 +12,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.rank_sets import format_ranks, parse_ranks
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.table import Table
-from ddpnb.session.background import Jobs, left_cell
+from ddpnb.session.background import Jobs, orphaned_call
 from ddpnb.session.cells import tell_stale
 from ddpnb.session.status import status_table, tell_running, tell_where, with_notes
 
@@ -59,7 +59,7 @@ class ClusterSession:
         Raises:
             UserError: where there is none to take over, or it is not clear which.
         """
-        if method is not None or replace(spec, linger_seconds=0.0) != ClusterSpec():
+        if method is not None or replace(spec, detach_seconds=0.0) != ClusterSpec():
             raise UserError(
                 "--attach takes a cluster as it was started: leave out the other options, "
                 "%ddp_restart -n changes the number of ranks afterwards."
@@ -71,16 +71,16 @@ class ClusterSession:
         self.stop()
         self._cluster = cluster = Cluster.attach(find(name, Path.cwd()))
         atexit.register(self.leave)
-        if spec.linger_seconds:
-            cluster.linger(spec.linger_seconds)
-        if (cell := left_cell(cluster)) is not None:
+        if spec.detach_seconds:
+            cluster.allow_detach(spec.detach_seconds)
+        if (cell := orphaned_call(cluster)) is not None:
             self._jobs.add(cell)
         return self.status()
 
     def leave(self) -> None:
         """At the kernel's end: end every process of the cluster, unless it is to linger."""
         cluster = self._cluster
-        if cluster is not None and cluster.spec.linger_seconds and cluster.lost is None:
+        if cluster is not None and cluster.spec.detach_seconds and cluster.lost is None:
             cluster.detach()
         else:
             self.stop()
@@ -164,6 +164,6 @@ class ClusterSession:
     def _running(self, spec: ClusterSpec) -> Table:
         cluster = self._require()
         print(tell_running(cluster, spec.num_ranks))
-        if spec.linger_seconds:
-            cluster.linger(spec.linger_seconds)
+        if spec.detach_seconds:
+            cluster.allow_detach(spec.detach_seconds)
         return with_notes(ranks_table(cluster.states), cluster)

@@ -6,20 +6,20 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 
-from ddpnb.cluster.call import Events, Happening, Returned
+from ddpnb.cluster.call import CallEvent, Events, Returned
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.recovery import Comeback
+from ddpnb.cluster.recovery import RankRecovery
 from ddpnb.cluster.supervision import Watch
 from ddpnb.protocol import catalogue
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunReport, RunSpec
-from ddpnb.protocol.processes import Order
+from ddpnb.protocol.processes import BatchSchedule
 from ddpnb.protocol.rank_sets import format_ranks
 from ddpnb.protocol.remote_call import OnRank
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import Live, live
-from ddpnb.reports.plot_options import EVERYTHING, View
+from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.runs.model import Status
 from ddpnb.runs.recorder import Recorder, new_id
@@ -45,7 +45,7 @@ class ComparisonSpec:
     name: str = ""
     baseline: bool = True
     """Whether ``single`` is trained too, so that there is a speed-up to tell."""
-    view: View = EVERYTHING
+    options: PlotOptions = EVERYTHING
 
     def __post_init__(self) -> None:
         if not self.strategies:
@@ -106,7 +106,7 @@ class Training:
     specs: Sequence[RunSpec]
     survivors: Collection[str]
     live: Live = field(default_factory=live)
-    view: View = EVERYTHING
+    options: PlotOptions = EVERYTHING
     _watch: Watch | None = None
     _is_stopped: bool = False
     _is_skipped: bool = False
@@ -151,7 +151,7 @@ class Training:
                     if not self._goes_on_without(spec.strategy, left, is_first=number == 0):
                         break
         finally:
-            result = ComparisonResult(self.recorder.comparison, self.view)
+            result = ComparisonResult(self.recorder.comparison, self.options)
             self.live.finish(result)
         if errors:
             raise next(iter(errors.values()))
@@ -172,7 +172,7 @@ class Training:
     def _train(self, spec: RunSpec) -> None:
         tell_stale(self.cluster.ensure_group())
         self.recorder.begin(spec.run_id, spec.strategy, spec)
-        comeback = Comeback(
+        recovery = RankRecovery(
             cluster=self.cluster,
             spec=spec,
             handle=self._handle,
@@ -181,9 +181,9 @@ class Training:
         self._watch = watch = Watch(
             cluster=self.cluster,
             call=self.cluster.submit(OnRank("train"), spec, ranks=self.cluster.ranks),
-            handle=comeback.take,
-            tick=lambda: self._tick(comeback),
-            survives=comeback.survives,
+            handle=recovery.take,
+            tick=lambda: self._tick(recovery),
+            survives=recovery.survives,
         )
         self._is_skipped, self._interrupt_seconds = False, math.inf
         try:
@@ -194,12 +194,12 @@ class Training:
             self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
             raise CellInterrupt from None
         finally:
-            comeback.end()
+            recovery.end()
         if watch.stop_requested:
             self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
-            self.cluster.cut(self.cluster.living)  # what was begun in it may never end
+            self.cluster.abort(self.cluster.living)  # what was begun in it may never end
             return
-        watch.lost = {r: how for r, how in watch.lost.items() if not comeback.survives(r)}
+        watch.lost = {r: how for r, how in watch.lost.items() if not recovery.survives(r)}
         if (error := error_of(watch)) is not None:
             cause = error.cause if isinstance(error, RankError) else str(error)
             self.recorder.end(spec.run_id, Status.FAILED, watch.stuck or cause)
@@ -211,7 +211,7 @@ class Training:
             self.recorder.end(spec.run_id, Status.STOPPED, "stopped by the user")
         else:
             self.recorder.end(spec.run_id, Status.FINISHED)
-        self._tell_lost(comeback, watch.returned.get(0))
+        self._tell_lost(recovery, watch.returned.get(0))
         self._bring_back("died while the others trained on")
 
     def _bring_back(self, how: str) -> bool:
@@ -227,8 +227,8 @@ class Training:
         )
         return True
 
-    def _tick(self, comeback: Comeback) -> None:
-        comeback.attend()
+    def _tick(self, recovery: RankRecovery) -> None:
+        recovery.attend()
         if self.live.is_due():
             self.live.update(self.recorder.comparison)
         now = time.monotonic()
@@ -240,22 +240,22 @@ class Training:
         if now >= self._next_order_seconds:
             self._next_order_seconds = now + ORDER_SECONDS  # one that came too early was lost
             for rank in self.cluster.living:
-                self.cluster.processes.order(rank, Order.STOP)
+                self.cluster.processes.order(rank, BatchSchedule.STOP)
 
-    def _tell_lost(self, comeback: Comeback, report: object) -> None:
-        if comeback.came_back and isinstance(report, RunReport):
+    def _tell_lost(self, recovery: RankRecovery, report: object) -> None:
+        if recovery.came_back and isinstance(report, RunReport):
             print(
-                f"{comeback.spec.strategy}: rank {format_ranks(sorted(comeback.came_back))} died, "
+                f"{recovery.spec.strategy}: rank {format_ranks(sorted(recovery.came_back))} died, "
                 f"which lost {report.num_lost_samples} samples, and is a new process now, without "
                 "the variables it had.",
                 file=sys.stderr,
             )
 
-    def _handle(self, happening: Happening) -> None:
-        if isinstance(happening, Events):
-            self.recorder.add(happening.batch)
-        elif isinstance(happening, Returned) and isinstance(happening.value, RunReport):
-            self.recorder.add_report(happening.value)
+    def _handle(self, event: CallEvent) -> None:
+        if isinstance(event, Events):
+            self.recorder.add(event.batch)
+        elif isinstance(event, Returned) and isinstance(event.value, RunReport):
+            self.recorder.add_report(event.value)
 
 
 def prepare(
@@ -284,7 +284,7 @@ def prepare(
         specs=specs,
         ranks=cluster.states,
     )
-    shown = shown_by or live(spec.view)
+    shown = shown_by or live(spec.options)
     shown.begin(recorder.comparison)
     return Training(
         cluster=cluster,
@@ -292,5 +292,5 @@ def prepare(
         specs=specs,
         survivors=frozenset(name for name, told in found.items() if told.survives_deaths),
         live=shown,
-        view=spec.view,
+        options=spec.options,
     )

@@ -12,7 +12,7 @@ from ddpnb.protocol.messages import CellSpec
 from ddpnb.protocol.rank_sets import parse_ranks
 from ddpnb.reports.listing import runs_table
 from ddpnb.reports.live import Live
-from ddpnb.reports.plot_options import EVERYTHING, View
+from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.table import Table
 from ddpnb.runs.query import Search, all_names
@@ -128,11 +128,11 @@ class Session(ClusterSession):
         """Return the table of those stored runs that are asked for."""
         return runs_table(search.among(self.store.list()))
 
-    def load(self, names: Sequence[str], view: View = EVERYTHING) -> ComparisonResult:
+    def load(self, names: Sequence[str], options: PlotOptions = EVERYTHING) -> ComparisonResult:
         """Return stored runs as one comparison."""
         if not names:
             raise UserError("Name the runs to draw, as %ddp_runs lists them.")
-        return ComparisonResult(self.store.load(*names), view)
+        return ComparisonResult(self.store.load(*names), options)
 
     def names(self) -> tuple[str, ...]:
         """Return every name that ``load`` takes."""

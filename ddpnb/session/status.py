@@ -10,8 +10,8 @@ from ddpnb.cluster.detach import name_of
 from ddpnb.cluster.hangs import describe
 from ddpnb.cluster.processes import describe_exit
 from ddpnb.cluster.stopped import stopped_ranks, tell_stopped
-from ddpnb.protocol.messages import Whereabouts
-from ddpnb.protocol.processes import Order
+from ddpnb.protocol.messages import RankStatus
+from ddpnb.protocol.processes import BatchSchedule
 from ddpnb.protocol.rank_sets import format_ranks
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.table import Cell, Column, Table
@@ -80,7 +80,10 @@ def status_table(cluster: Cluster, running: Sequence[Running], notes: Sequence[s
 def tell_where(cluster: Cluster) -> str:
     """Say where each rank stands at this moment, and give the stacks of those that are busy."""
     asked = {
-        rank: [cluster.processes.order(rank, order) for order in (Order.WHERE, Order.STACK)]
+        rank: [
+            cluster.processes.order(rank, order)
+            for order in (BatchSchedule.WHERE, BatchSchedule.STACK)
+        ]
         for rank in cluster.living
     }
     deadline = time.monotonic() + ANSWER_SECONDS
@@ -95,7 +98,7 @@ def tell_where(cluster: Cluster) -> str:
             is_stopped = stopped_ranks(cluster, [rank])
             told.append(tell_stopped(cluster, [rank]) if is_stopped else no_answer(rank))
             continue
-        told.append(describe(Whereabouts(**where)))
+        told.append(describe(RankStatus(**where)))
         told += ["".join(stack)] if where["is_busy"] else []
     return "\n".join(told)
 
@@ -131,9 +134,9 @@ def with_notes(table: Table, cluster: Cluster) -> Table:
     if cluster.lost is not None:
         return table
     notes = list(cluster.missing)
-    if cluster.spec.linger_seconds:
+    if cluster.spec.detach_seconds:
         notes.append(
-            f"outlives the kernel by {cluster.spec.linger_seconds:g} s: "
+            f"outlives the kernel by {cluster.spec.detach_seconds:g} s: "
             f"%ddp_start --attach finds it again ({name_of(cluster.folder)})"
         )
     return replace(table, notes=(*table.notes, *notes))

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from ddpnb.cluster.call import Happening, Output
+from ddpnb.cluster.call import CallEvent, Output
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch, failure_in
@@ -70,17 +70,17 @@ def begin(
     ranks: Sequence[int] | None = None,
     timeout: float | None = None,
     is_checked: bool = False,
-    on_happening: Callable[[Happening], None] = lambda _: None,
+    on_event: Callable[[CallEvent], None] = lambda _: None,
 ) -> Ended:
     """Send a cell to ranks; ``finish`` attends to it."""
     cluster.ensure_group(is_checked=is_checked)
     printed: dict[int, str] = {}
 
-    def handle(happening: Happening) -> None:
-        if isinstance(happening, Output) and happening.kind == "stream":
-            text = printed.get(happening.rank, "") + happening.content["text"]
-            printed[happening.rank] = text
-        on_happening(happening)
+    def handle(event: CallEvent) -> None:
+        if isinstance(event, Output) and event.kind == "stream":
+            text = printed.get(event.rank, "") + event.content["text"]
+            printed[event.rank] = text
+        on_event(event)
 
     chosen = cluster.ranks if ranks is None else ranks
     call = cluster.submit(

@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.detach import Saved, choose, find, lingering, name_of
+from ddpnb.cluster.detach import ClusterRecord, choose, detached, find, name_of
 from ddpnb.cluster.placement import ClusterSpec, Placement
 from ddpnb.cluster.run_folder import remove_leftovers
 from ddpnb.protocol.errors import UserError
-from ddpnb.session.background import left_cell
+from ddpnb.session.background import orphaned_call
 from tests.cluster.rig import (
     ALL_REDUCE,
     is_alive,
@@ -75,7 +75,7 @@ def left_by_a_kill(
 
 @contextlib.contextmanager
 def lingering_cluster(method: str | None = None) -> Iterator[Cluster]:
-    spec = ClusterSpec(num_ranks=2, device="cpu", linger_seconds=600)
+    spec = ClusterSpec(num_ranks=2, device="cpu", detach_seconds=600)
     cluster = Cluster.start(spec, method=method)
     processes = processes_of(cluster)
     try:
@@ -173,27 +173,27 @@ def test_the_end_of_a_fork_server_that_was_taken_over_is_told():
 
 def test_only_one_kernel_at_a_time():
     with lingering_cluster() as cluster:
-        saved = next(saved for saved in lingering() if saved.folder == cluster.folder)
+        record = next(record for record in detached() if record.folder == cluster.folder)
         with pytest.raises(UserError, match="is in use by another kernel: shut that kernel down"):
-            Cluster.attach(saved)
+            Cluster.attach(record)
         with pytest.raises(UserError, match=f"is in use by another kernel, process {os.getpid()}"):
             attach(cluster.folder)
         assert not run(cluster, ALL_REDUCE).failures
         cluster.stop()
         with pytest.raises(UserError, match="has just ended: start anew with %ddp_start"):
-            Cluster.attach(saved)
+            Cluster.attach(record)
 
 
 def test_a_cell_left_running_can_be_interrupted(capsys: pytest.CaptureFixture[str]):
     with left_by_a_kill(600, "import time\nif rank: time.sleep(1000)") as (folder, _):
         cluster = attach(folder)
-        cell = left_cell(cluster)
+        cell = orphaned_call(cluster)
         assert cell is not None
         assert cell.ranks == (1,)
         assert "Rank 1 still runs what the last kernel sent" in capsys.readouterr().out
         cell.interrupt()
         wait_until(lambda: cell.done, "the end of the cell", timeout=20)
-        assert left_cell(cluster) is None
+        assert orphaned_call(cluster) is None
         assert pull(cluster, "kept") == [7, 17]
         cluster.stop()
 
@@ -201,7 +201,7 @@ def test_a_cell_left_running_can_be_interrupted(capsys: pytest.CaptureFixture[st
 def test_ranks_left_in_a_collective_are_freed(capsys: pytest.CaptureFixture[str]):
     with left_by_a_kill(600, f"if rank:\n    1 / 0\n{ALL_REDUCE}") as (folder, _):
         cluster = attach(folder)
-        cell = left_cell(cluster)
+        cell = orphaned_call(cluster)
         assert cell is not None
         assert cell.ranks == (0,)
         wait_until(lambda: cell.done, "the end of the wait", timeout=30)
@@ -215,32 +215,32 @@ def test_ranks_left_in_a_collective_are_freed(capsys: pytest.CaptureFixture[str]
 def test_the_linger_may_be_changed_while_it_runs():
     with lingering_cluster() as cluster:
         processes = processes_of(cluster)
-        cluster.linger(0.5)
-        assert next(s for s in lingering() if s.folder == cluster.folder).spec.linger_seconds == 0.5
+        cluster.allow_detach(0.5)
+        assert next(s for s in detached() if s.folder == cluster.folder).spec.detach_seconds == 0.5
         cluster.detach()
         wait_until_gone(processes, timeout=20)
 
 
-def saved(name: str, home: str) -> Saved:
-    return Saved(
+def record(name: str, home: str) -> ClusterRecord:
+    return ClusterRecord(
         folder=Path(f"/dev/shm/ddpnb-{name}"),
         home=Path(home),
         began=time.time(),
         server=(1, 0.0),
-        spec=ClusterSpec(num_ranks=2, linger_seconds=600),
+        spec=ClusterSpec(num_ranks=2, detach_seconds=600),
         method="fork",
         placement=Placement(devices=("cpu", "cpu"), backend="gloo", num_threads=1),
         master_port=1,
         states=(),
         engine_of={},
         generation=0,
-        group_is_cut=False,
+        group_is_aborted=False,
         group_is_checked=False,
     )
 
 
 def test_the_cluster_is_the_one_that_waits_or_the_one_started_here():
-    a, b = saved("a", "/here"), saved("b", "/there")
+    a, b = record("a", "/here"), record("b", "/there")
     assert choose([a], {}, "", Path("/elsewhere")) is a
     assert choose([a, b], {"c": 1}, "", Path("/there")) is b
     assert choose([a, b], {}, "a", Path("/there")) is a
@@ -249,8 +249,8 @@ def test_the_cluster_is_the_one_that_waits_or_the_one_started_here():
 @pytest.mark.parametrize(
     ("homes", "held", "name", "told"),
     [
-        ([], {}, "", r"There is no cluster to attach to: ranks .* %ddp_start --linger 600"),
-        ([], {}, "x", r"There is no cluster x to attach to: ranks .* %ddp_start --linger 600"),
+        ([], {}, "", r"There is no cluster to attach to: ranks .* %ddp_start --detach 600"),
+        ([], {}, "x", r"There is no cluster x to attach to: ranks .* %ddp_start --detach 600"),
         (["/here"], {}, "x", r"There is no cluster 'x' to attach to; choose one of: c0"),
         (["/here", "/here"], {}, "", r"2 clusters wait .*--attach NAME: c0 \(.* in /here\); c1 \("),
         (["/a", "/b"], {}, "", r"2 clusters wait .* in /a\); c1 \("),
@@ -261,7 +261,7 @@ def test_the_cluster_is_the_one_that_waits_or_the_one_started_here():
 def test_where_there_is_doubt_one_sentence_tells_the_choice(
     homes: list[str], held: dict[str, int], name: str, told: str
 ):
-    waiting = [saved(f"c{n}", home) for n, home in enumerate(homes)]
+    waiting = [record(f"c{n}", home) for n, home in enumerate(homes)]
     with pytest.raises(UserError, match=told) as error:
         choose(waiting, held, name, Path("/here"))
     assert "\n" not in str(error.value)
@@ -269,8 +269,8 @@ def test_where_there_is_doubt_one_sentence_tells_the_choice(
 
 def test_what_another_version_has_written_is_not_attached_to():
     with lingering_cluster() as cluster:
-        assert cluster.folder in [saved.folder for saved in lingering()]
+        assert cluster.folder in [record.folder for record in detached()]
         path = cluster.folder / "cluster.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"new": 1}))
-        assert cluster.folder not in [saved.folder for saved in lingering()]
+        assert cluster.folder not in [record.folder for record in detached()]
         cluster.stop()

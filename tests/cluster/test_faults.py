@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.cluster.call import Happening, Lost, Output
+from ddpnb.cluster.call import CallEvent, Lost, Output
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.errors import UserError
 from tests.cluster.rig import (
@@ -158,17 +158,17 @@ def test_a_killed_rank_is_reported_at_once_and_the_others_keep_their_state(tmp_p
     sign = tmp_path / "sign"
     with started(2) as cluster:
         run(cluster, f"{IMPORTS}\nkept = rank + 10")
-        seen: list[Happening] = []
+        seen: list[CallEvent] = []
 
-        def take(happening: Happening) -> None:
-            seen.append(happening)
-            if isinstance(happening, Lost):  # while rank 0 still runs
+        def take(event: CallEvent) -> None:
+            seen.append(event)
+            if isinstance(event, Lost):  # while rank 0 still runs
                 sign.touch()
 
         cell = begin(
             cluster,
             f"print('begun')\nif rank: time.sleep(1000)\n{waits_for(sign)}after = 'went on'",
-            on_happening=take,
+            on_event=take,
         )
 
         def kill() -> None:
@@ -177,7 +177,7 @@ def test_a_killed_rank_is_reported_at_once_and_the_others_keep_their_state(tmp_p
 
         threading.Thread(target=kill).start()
         finish(cell)
-        lost = next(happening for happening in seen if isinstance(happening, Lost))
+        lost = next(event for event in seen if isinstance(event, Lost))
         assert (lost.rank, lost.cause) == (1, "was killed by SIGKILL")
         assert cell.seconds < 40, "it was told when the wait was over"
         assert cell.lost == {1: "was killed by SIGKILL"}
@@ -213,16 +213,16 @@ def test_what_is_printed_comes_while_the_cell_runs_and_none_of_it_is_lost(
 ):
     sign, seen = tmp_path / "sign", set()
 
-    def take(happening: Happening) -> None:
-        if isinstance(happening, Output):
-            seen.add(happening.rank)
+    def take(event: CallEvent) -> None:
+        if isinstance(event, Output):
+            seen.add(event.rank)
             if seen == {0, 1}:  # both wait for this
                 sign.touch()
 
     cell = begin(
         cluster,
         f"print('first')\n{waits_for(sign)}print('x' * 1_600_000)\nprint('last')",
-        on_happening=take,
+        on_event=take,
     )
     finish(cell)
     assert cell.seconds < 40, "what was printed came when the wait was over"

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from ddpnb.cluster.call import Happening, Returned
+from ddpnb.cluster.call import CallEvent, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import failure_in
 from tests.cluster.rig import Ended, begin, finish, pull, run
@@ -59,9 +59,9 @@ def one_raises(cluster: Cluster, wait: str, culprit: int, num_before: int = 0) -
     """
     named: list[float] = []
 
-    def note(happening: Happening) -> None:
-        if isinstance(happening, Returned) and happening.rank == culprit:
-            failure = failure_in(happening.value)
+    def note(event: CallEvent) -> None:
+        if isinstance(event, Returned) and event.rank == culprit:
+            failure = failure_in(event.value)
             assert failure is not None
             named.append(time.time() - failure.failed_at)
             began.append(failure.failed_at)
@@ -72,7 +72,7 @@ def one_raises(cluster: Cluster, wait: str, culprit: int, num_before: int = 0) -
         f"culprit = {culprit}\n{PREPARE.get(wait, '')}\n"
         f"if rank == culprit:\n    time.sleep(0.2)\n    raise ValueError('on purpose')\n"
         f"{WAITS[wait]}",
-        on_happening=note,
+        on_event=note,
     )
     finish(cell)
     freed_after = time.time() - began[0]

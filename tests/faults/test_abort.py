@@ -87,7 +87,7 @@ def one_that_waits(folder: Path, pipe: Connection) -> None:
     group.join(0)
     sub_group = dist.new_group([0, 1])
     parts = [dist.group.WORLD, sub_group]
-    threading.Timer(0.5, group.cut).start()
+    threading.Timer(0.5, group.abort).start()
     began = time.monotonic()
     errors = []
     for part in parts:
@@ -166,9 +166,9 @@ def test_an_abort_that_hangs_holds_up_nothing(groups, tmp_path, monkeypatch, cap
 
     group = member(0, tmp_path)
     monkeypatch.setattr(Group, "peers", lambda self: groups.append("sockets") or [])
-    assert group.cut() == 0
+    assert group.abort() == 0
     assert groups == ["abort"] * 4 + ["sockets"]  # the abort first, while its sockets stand
-    assert group.lifeline.is_cut
+    assert group.cancellation.is_aborted
     assert "standin did not abort in 0.2 s" in capfd.readouterr().err
     with pytest.raises(RuntimeError, match="standin did not abort: start this rank anew"):
         group.leave()
@@ -177,7 +177,7 @@ def test_an_abort_that_hangs_holds_up_nothing(groups, tmp_path, monkeypatch, cap
 def test_a_cell_that_went_on_after_an_abort_has_failed(tmp_path: Path):
     engine = SimpleNamespace(group=member(0, tmp_path))
     assert aborted(engine) is None
-    engine.group.lifeline.cut()
+    engine.group.cancellation.abort()
     assert is_consequence(aborted(engine))
     engine.group.backend = "gloo"  # whose waits end with an error of their own
     assert aborted(engine) is None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpnb.cluster.call import Happening, Lost
+from ddpnb.cluster.call import CallEvent, Lost
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.session.cells import failures_of
 from tests.cluster.rig import begin, finish, pull, run, started, wait_until
@@ -70,9 +70,9 @@ def test_a_killed_rank_is_told_at_once(cluster: Cluster, doing: str) -> None:
     run(cluster, SETUP)
     told: list[float] = []
 
-    def note(happening: Happening) -> None:
-        if isinstance(happening, Lost):
-            assert happening.rank == 2
+    def note(event: CallEvent) -> None:
+        if isinstance(event, Lost):
+            assert event.rank == 2
             told.append(time.monotonic())
 
     doing = "dist.all_reduce(torch.ones(1))" if doing == "await_all" else doing
@@ -80,7 +80,7 @@ def test_a_killed_rank_is_told_at_once(cluster: Cluster, doing: str) -> None:
     cell = begin(
         cluster,
         f"print('begun')\nif rank == 2:\n    {doing}\nelif rank == 1:\n    {waits}",
-        on_happening=note,
+        on_event=note,
     )
     killed: list[float] = []
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.protocol.messages import Tied
+from ddpnb.protocol.messages import StaleVariable
 from tests.cluster.rig import run, started
 from tests.faults.cases import SETUP, WAITS, one_raises
 
@@ -57,7 +57,7 @@ else: DDP(nn.Linear(2, 2))
 
 def test_what_is_tied_to_a_group_that_was_cut_is_named(cluster: Cluster):
     assert not run(cluster, TIED).failures
-    cluster.cut(cluster.ranks)
+    cluster.abort(cluster.ranks)
     everywhere = {
         ("trainer.model", "DistributedDataParallel"),
         ("nets[0]", "DistributedDataParallel"),
@@ -67,9 +67,9 @@ def test_what_is_tied_to_a_group_that_was_cut_is_named(cluster: Cluster):
         ("everyone", "ProcessGroup"),
     }
     found = cluster.ensure_group()
-    assert {tied for tied, ranks in found.items() if ranks == list(cluster.ranks)} >= everywhere
-    assert found[Tied("lonely", "DistributedDataParallel")] == [0]
-    assert not {"plain", "nets[1]", "sharded.1.0"} & {tied.name for tied in found}
+    assert {stale for stale, ranks in found.items() if ranks == list(cluster.ranks)} >= everywhere
+    assert found[StaleVariable("lonely", "DistributedDataParallel")] == [0]
+    assert not {"plain", "nets[1]", "sharded.1.0"} & {stale.name for stale in found}
     run(cluster, "del trainer, nets, sharded, zero, mesh, everyone, plain")
     assert not run(cluster, "if rank == 0: del lonely").failures
 

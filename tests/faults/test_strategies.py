@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.cluster.call import Happening, Returned
+from ddpnb.cluster.call import CallEvent, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.protocol.catalogue import STRATEGIES
@@ -188,7 +188,7 @@ def interrupt(training: Training, marker: Path) -> None:
 def test_to_cut_the_group_frees_whoever_waits(cluster, tmp_path, strategy):
     marker = tmp_path / "marker"
     (spec,) = a_spec(strategy, marker, SLEEPS, SHORT).run_specs()
-    freed_by_a_cut(cluster, spec, marker)
+    freed_by_an_abort(cluster, spec, marker)
 
 
 @pytest.mark.parametrize("strategy", WAIT_ELSEWHERE)
@@ -197,23 +197,23 @@ def test_to_cut_the_group_frees_whoever_waits_for_the_run_to_begin(cluster, tmp_
     (spec,) = a_spec(strategy, marker, "pass", SHORT).run_specs()
     is_late = f"    if rank == 1: Path({str(marker)!r}).touch(); {SLEEPS}\n"
     source = spec.source.replace("def model():\n", f"def model():\n{is_late}")
-    freed_by_a_cut(cluster, replace(spec, source=source), marker)
+    freed_by_an_abort(cluster, replace(spec, source=source), marker)
 
 
 @pytest.mark.parametrize("transport", ["gloo", "rpc"])
 def test_to_cut_the_group_frees_whoever_waits_by_another_transport(cluster, tmp_path, transport):
     marker = tmp_path / "marker"
     (spec,) = a_spec("async", marker, SLEEPS, SHORT).run_specs()
-    freed_by_a_cut(cluster, replace(spec, transport=transport), marker)
+    freed_by_an_abort(cluster, replace(spec, transport=transport), marker)
 
 
-def freed_by_a_cut(cluster: Cluster, spec: RunSpec, marker: Path) -> None:
+def freed_by_an_abort(cluster: Cluster, spec: RunSpec, marker: Path) -> None:
     """Train until rank 1 sleeps, cut the group under rank 0, and see it go."""
     cluster.ensure_group()
     freed: list[float] = []
 
-    def handle(happening: Happening) -> None:
-        if isinstance(happening, Returned) and happening.rank == 0:
+    def handle(event: CallEvent) -> None:
+        if isinstance(event, Returned) and event.rank == 0:
             freed.append(time.monotonic())
             watch.stop_requested = True  # wakes rank 1
 

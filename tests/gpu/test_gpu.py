@@ -92,17 +92,17 @@ def test_a_gpus_clock_stands_still_while_it_is_paused():
 
     clock = clock_of(torch.device("cuda", 0))
     clock.start()
-    laps = []
+    timings = []
     for _ in range(3):
         loss = torch.ones(200, 200, device="cuda").square().mean()
-        laps += clock.lap(StepReport(loss=loss, num_samples=1))
+        timings += clock.timing(StepReport(loss=loss, num_samples=1))
         with clock.paused():
             time.sleep(1)
-    laps += clock.stop()
-    assert len(laps) == 3
-    assert [lap.seconds for lap in laps] == sorted(lap.seconds for lap in laps)
-    assert clock.seconds == laps[-1].seconds < 1.5
-    assert sum(lap.parts.data for lap in laps) < 1.5
+    timings += clock.stop()
+    assert len(timings) == 3
+    assert [timing.seconds for timing in timings] == sorted(timing.seconds for timing in timings)
+    assert clock.seconds == timings[-1].seconds < 1.5
+    assert sum(timing.parts.data for timing in timings) < 1.5
 
 
 def test_nccl_is_freed_when_a_cell_is_stopped():
@@ -152,24 +152,24 @@ def test_the_parts_of_a_step_add_up_on_the_gpus_own_clock():
     matrix = torch.randn(2048, 2048, device=device)
     clock = CudaClock(device)
     clock.start()
-    laps = []
+    timings = []
     for _ in range(3 * MAX_PENDING):
         clock.begin("forward")
         begun = clock.moment()
         result = matrix @ matrix
         clock.begin("optimizer")
         clock.hide(begun, clock.moment())
-        laps += clock.lap(StepReport(loss=result.mean(), num_samples=1))
-    ahead = 3 * MAX_PENDING - len(laps)
+        timings += clock.timing(StepReport(loss=result.mean(), num_samples=1))
+    ahead = 3 * MAX_PENDING - len(timings)
     assert 0 <= ahead <= MAX_PENDING
-    laps += clock.stop()
-    assert len(laps) == 3 * MAX_PENDING
+    timings += clock.stop()
+    assert len(timings) == 3 * MAX_PENDING
     before = 0.0
-    for lap in laps:
-        spent = sum(lap.parts) - lap.parts.hidden
-        assert spent == pytest.approx(lap.seconds - before, rel=0.05, abs=2e-5)
-        assert lap.parts.forward > 0
-        before = lap.seconds
+    for timing in timings:
+        spent = sum(timing.parts) - timing.parts.hidden
+        assert spent == pytest.approx(timing.seconds - before, rel=0.05, abs=2e-5)
+        assert timing.parts.forward > 0
+        before = timing.seconds
     assert clock.seconds == before
 
 

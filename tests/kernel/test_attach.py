@@ -5,10 +5,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpnb.cluster.detach import lingering
+from ddpnb.cluster.detach import detached
 from tests.kernel.client import Kernel, both
 
-LINGERING = "%ddp_start -n 2 --device cpu --linger 600"
+LINGERING = "%ddp_start -n 2 --device cpu --detach 600"
 FILL = "%%ddp\nimport torch\nkept = torch.randn(1000) + rank"
 SUM = "%ddp_pull kept.sum().item()"
 ALL_REDUCE = """%%ddp
@@ -27,7 +27,7 @@ def fresh_kernel(tmp_path: Path) -> Iterator[Kernel]:
     kernel.run("%load_ext ddpnb")
     yield kernel
     kernel.stop()
-    for saved in lingering():
+    for saved in detached():
         if saved.home == tmp_path:
             psutil.Process(saved.server[0]).terminate()
 
@@ -178,11 +178,11 @@ def test_two_kernels_in_one_folder(fresh_kernel: Kernel):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("--linger -1", "--linger must be a number of seconds, 0 or more, not -1."),
-        ("--linger inf", "--linger must be a number of seconds, 0 or more, not inf."),
+        ("--detach -1", "--detach must be a number of seconds, 0 or more, not -1."),
+        ("--detach inf", "--detach must be a number of seconds, 0 or more, not inf."),
         (
-            "--linger soon",
-            "argument --linger: invalid float value: 'soon'; %ddp_start? explains it.",
+            "--detach soon",
+            "argument --detach: invalid float value: 'soon'; %ddp_start? explains it.",
         ),
         ("--attach -n 4", "--attach takes a cluster as it was started: leave out the other"),
         ("--attach --device cpu", "--attach takes a cluster as it was started: leave out"),

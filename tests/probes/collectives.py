@@ -5,12 +5,12 @@ from multiprocessing.connection import Connection
 
 from ddpnb.compat import torch_internals
 from ddpnb.rank.collective_calls import METHODS
-from ddpnb.rank.collective_checks import Agreement
+from ddpnb.rank.collective_checks import CollectiveChecker
 
 
 def missing_features_without_gather(pipe: Connection) -> None:
-    usual = Agreement().missing_features()
+    usual = CollectiveChecker().missing_features()
     METHODS["gather"] = replace(METHODS["gather"], operation="gather_of_another_version_")
     METHODS["reduce"] = replace(METHODS["reduce"], root=0)
     is_on = torch_internals.intercepts_collectives.works
-    pipe.send((usual, Agreement().missing_features(), is_on))
+    pipe.send((usual, CollectiveChecker().missing_features(), is_on))

@@ -17,7 +17,7 @@ from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.strategies.base import Batch, Memory, Replica, StepReport, Strategy
 from ddpnb.rank.tasks.base import OptimizerFactory
-from ddpnb.rank.training.batches import Order, Share, every_step
+from ddpnb.rank.training.batches import BatchSchedule, Shard, every_step
 
 BeforeStep = Callable[[int, int], None]
 """Called with rank and step number: where a test injects a fault."""
@@ -76,8 +76,8 @@ class Problem:
             make = partial(torch.optim.SGD, lr=self.learning_rate)
         return make if self.clip is None else partial(clipped, make, self.clip)
 
-    def order(self, num_ranks: int) -> Order:
-        return Order(
+    def order(self, num_ranks: int) -> BatchSchedule:
+        return BatchSchedule(
             self.num_samples,
             batch_size=self.batch_size,
             num_epochs=self.num_epochs,
@@ -116,8 +116,8 @@ def by_hand(problem: Problem, num_ranks: int = 1) -> Fit:
     model, (inputs, targets), order = problem.build(), problem.data(), problem.order(num_ranks)
     optimizer = problem.factory()([p for p in model.parameters() if p.requires_grad])
     reports = []
-    for share in every_step(order.num_steps, part=0, num_parts=1):
-        indices = order.indices(share)
+    for shard in every_step(order.num_steps, part=0, num_parts=1):
+        indices = order.indices(shard)
         loss = nn.functional.mse_loss(model(inputs[indices]), targets[indices])
         optimizer.zero_grad()
         loss.backward()
@@ -171,11 +171,11 @@ def drive(
         )
     )
     reports = []
-    shares = asked_ahead(strategy.shares(), place.get("num_ahead", 0))
-    for number, share in enumerate(shares):
+    shards = asked_ahead(strategy.shards(), place.get("num_ahead", 0))
+    for number, shard in enumerate(shards):
         if before_step is not None:
             before_step(state.rank, number)
-        reports.append(strategy.step(batch_of(order, share, inputs, targets)))
+        reports.append(strategy.step(batch_of(order, shard, inputs, targets)))
     num_files, memory = len(list(folder.iterdir())), strategy.memory()
     return replace(
         fit_of(strategy.finish(), reports),
@@ -185,22 +185,22 @@ def drive(
     )
 
 
-def asked_ahead(shares: Iterator[Share], num_ahead: int) -> Iterator[Share]:
+def asked_ahead(shards: Iterator[Shard], num_prefetched: int) -> Iterator[Shard]:
     """Ask for so many more shares than are trained on, as who fetches ahead does."""
-    held = deque(itertools.islice(shares, num_ahead))
-    for share in shares:
-        held.append(share)
+    held = deque(itertools.islice(shards, num_prefetched))
+    for shard in shards:
+        held.append(shard)
         yield held.popleft()
     yield from held
 
 
-def batch_of(order: Order, share: Share, inputs: Tensor, targets: Tensor) -> Batch:
-    indices = order.indices(share)
+def batch_of(order: BatchSchedule, shard: Shard, inputs: Tensor, targets: Tensor) -> Batch:
+    indices = order.indices(shard)
     return Batch(
         inputs=inputs[indices],
         targets=targets[indices],
         num_samples=len(indices),
-        num_global=order.size(share.step),
+        num_global=order.size(shard.step),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.collective_checks import Agreement
+from ddpnb.rank.collective_checks import CollectiveChecker
 
 TIMEOUT_SECONDS = 60.0
 
@@ -36,13 +36,13 @@ class Ranks:
 
     def __init__(self, world_size: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ddpnb-test-", dir="/dev/shm"))
-        self._meeting = Path(tempfile.mkdtemp(prefix="ddpnb-test-"))
+        self._rendezvous = Path(tempfile.mkdtemp(prefix="ddpnb-test-"))
         self._pipes, self.processes = [], []
         for rank in range(world_size):
             ours, theirs = CONTEXT.Pipe()
             state = make_state(rank, world_size)
             process = CONTEXT.Process(
-                target=serve, args=(state, self.folder, self._meeting, theirs), daemon=True
+                target=serve, args=(state, self.folder, self._rendezvous, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -87,7 +87,7 @@ class Ranks:
             process.kill()
             process.join()
         shutil.rmtree(self.folder)
-        shutil.rmtree(self._meeting)
+        shutil.rmtree(self._rendezvous)
 
     def _result(self, rank: int) -> Any:
         if not self._pipes[rank].poll(TIMEOUT_SECONDS):
@@ -139,13 +139,13 @@ def make_state(rank: int, world_size: int) -> RankState:
     )
 
 
-def serve(state: RankState, folder: Path, meeting: Path, pipe: Connection) -> None:
+def serve(state: RankState, folder: Path, rendezvous: Path, pipe: Connection) -> None:
     """Carry out jobs until the test's end of the pipe is closed."""
     torch.set_num_threads(1)
-    Agreement().begin(meeting, 0)  # as in a cluster: no strategy may be refused
+    CollectiveChecker().begin(rendezvous, 0)  # as in a cluster: no strategy may be refused
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(meeting / "store"), state.world_size),
+        store=dist.FileStore(str(rendezvous / "store"), state.world_size),
         rank=state.rank,
         world_size=state.world_size,
         timeout=timedelta(seconds=30),

@@ -116,7 +116,7 @@ def test_of_batchnorm_in_replicas_only_the_first_ones_statistics_last(ranks):
     fit, _ = ranks(2).call(by_strategy, "dp", problem)
     order, (inputs, _) = problem.order(2), problem.data()
     model = problem.build()
-    hidden = model[0](inputs[order.indices(order.smallest_share(1))][:8])
+    hidden = model[0](inputs[order.indices(order.smallest_shard(1))][:8])
     torch.testing.assert_close(fit.buffers[0], 0.1 * hidden.mean(dim=0))
 
 

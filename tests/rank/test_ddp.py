@@ -106,7 +106,7 @@ def timed_job(state, folder, word, num_steps):
     layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
     problem, clock = Problem(batch_size=16), CpuClock()
     inputs, targets = torch.randn(64, 256), torch.randn(64, 256)
-    laps = []
+    timings = []
     with closing(make_strategy(word, {})) as strategy:
         strategy.setup(
             Replica(
@@ -123,22 +123,22 @@ def timed_job(state, folder, word, num_steps):
             )
         )
         clock.start()
-        for share in strategy.shares():
-            batch = batch_of(problem.order(state.world_size), share, inputs, targets)
-            laps += clock.lap(strategy.step(batch))
+        for shard in strategy.shards():
+            batch = batch_of(problem.order(state.world_size), shard, inputs, targets)
+            timings += clock.timing(strategy.step(batch))
         strategy.finish()
-    return [(lap.seconds, lap.parts) for lap in laps]
+    return [(timing.seconds, timing.parts) for timing in timings]
 
 
 @pytest.mark.parametrize("word", ["ddp", "ddp:bucket_cap_mb=0.2", "ddp:hook=fp16"])
 def test_exposed_and_hidden_communication_are_told_apart(ranks, word):
-    for laps in ranks(2).call(timed_job, word, 12):
-        ends = [0.0, *(seconds for seconds, _ in laps)]
-        for begun, (ended, parts) in zip(ends, laps, strict=False):
+    for timings in ranks(2).call(timed_job, word, 12):
+        ends = [0.0, *(seconds for seconds, _ in timings)]
+        for begun, (ended, parts) in zip(ends, timings, strict=False):
             spent = sum(parts) - parts.hidden
             assert spent == pytest.approx(ended - begun, abs=1e-6)
             assert min(parts) >= 0
-        assert all(parts.communication > 0 for _, parts in laps)
+        assert all(parts.communication > 0 for _, parts in timings)
         # eight layers of 0.26 MB: in several buckets, but for the first step, all but one early
-        assert all(parts.hidden > 0 for _, parts in laps[1:])
-        assert all(parts.hidden < parts.backward + parts.communication for _, parts in laps)
+        assert all(parts.hidden > 0 for _, parts in timings[1:])
+        assert all(parts.hidden < parts.backward + parts.communication for _, parts in timings)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.comm.messages import RankLostError, RunOverError
-from ddpnb.rank.comm.rendezvous import excused
+from ddpnb.rank.comm.rendezvous import announce_failure
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from tests.rank.fit import Problem, by_strategy, distance, drive
@@ -132,10 +132,10 @@ def test_who_is_silent_is_given_up(ranks, tmp_path):
 @pytest.mark.parametrize("name", ["async", "hogwild", "gossip"])
 def test_a_step_may_take_as_long_as_the_timeout_that_was_chosen(ranks, name):
     problem = Problem(num_epochs=3, learning_rate=0.02)
-    num_shares = problem.order(2).num_steps * 2
+    num_shards = problem.order(2).num_steps * 2
     (fit, lost), (slow, _) = ranks(2).call(fit_slowly, f"{name}:timeout=40", problem)
     assert lost == []
-    assert len(fit.reports) + len(slow.reports) == num_shares
+    assert len(fit.reports) + len(slow.reports) == num_shards
     (fit, lost), failure = ranks(2).attempt(fit_slowly, f"{name}:timeout=2", problem)
     assert "Rank 1 left" in str(failure.cause)
     assert "timeout=" in str(failure.cause)
@@ -147,7 +147,7 @@ def fit_slowly(state, folder, word, problem):
     strategy = make_strategy(word, {})
     try:
         fit = drive(strategy, state, folder, problem, slow_on_rank_1)
-        return fit, strategy.lost_shares()
+        return fit, strategy.lost_shards()
     finally:
         strategy.close()
 
@@ -172,12 +172,14 @@ def test_where_the_server_fails_rank_0_says_of_what(ranks, transport):
     assert "Rank 0 left" in str(second.cause)
 
 
-def fit_and_lost(state, folder, problem, options, transport, before_step, joins=False, num_ahead=0):
+def fit_and_lost(
+    state, folder, problem, options, transport, before_step, joins=False, num_prefetched=0
+):
     strategy = AsyncParameterServer(**options)
     try:
-        place = {"transport": transport, "joins": joins, "num_ahead": num_ahead}
+        place = {"transport": transport, "joins": joins, "num_ahead": num_prefetched}
         fit = drive(strategy, state, folder, problem, before_step, **place)
-        return fit, strategy.lost_shares()
+        return fit, strategy.lost_shards()
     finally:
         strategy.close()
 
@@ -196,7 +198,7 @@ def come_late(state, folder):
 
 
 def fail_early(state, folder, problem):
-    with excused("early", state.rank, folder):
+    with announce_failure("early", state.rank, folder):
         if state.rank == 1:
             raise ZeroDivisionError
         return fit_async(state, folder, problem, name="early")
@@ -248,7 +250,7 @@ def hang_on_rank_1(state, folder, problem, sign):
     try:
         fit = drive(strategy, state, folder, problem, partial(hang, sign))
         sign.touch()  # the others have ended without rank 1
-        return fit, strategy.lost_shares()
+        return fit, strategy.lost_shards()
     finally:
         strategy.close()
 

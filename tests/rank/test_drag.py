@@ -11,9 +11,9 @@ from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, RunHeader, RunSpec, StepEvent
 from ddpnb.rank.strategies.base import Plan
-from ddpnb.rank.strategies.timer import Untimed
+from ddpnb.rank.strategies.timer import NullTimer
 from ddpnb.rank.training import loop
-from ddpnb.rank.training.fault_injection import Drag, faults_of, notes
+from ddpnb.rank.training.fault_injection import FaultInjector, faults_of, notes
 from tests.rank.ranks import make_state
 from tests.rank.test_options import CELL, train_job
 
@@ -124,11 +124,11 @@ def test_what_is_learnt_does_not_depend_on_the_delay(ranks, strategy):
 def test_jitter_comes_from_the_seed():
     def delays(seed: int) -> list[float]:
         faults = faults_of(spec_of("ddp", jitter=0.2, seed=seed), [1])
-        drag = Drag(
+        drag = FaultInjector(
             faults,
             compute_seconds=1.0,
             device=torch.device("cpu"),
-            timer=Untimed(),
+            timer=NullTimer(),
             publish=lambda _: None,
         )
         return [drag._delay(1) for _ in range(50)]

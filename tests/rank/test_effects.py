@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ddpnb.rank.comm.packed_tensors import pack
-from ddpnb.rank.comm.parameter_store import Master
+from ddpnb.rank.comm.parameter_store import ParameterStore
 from ddpnb.rank.strategies import make_strategy
 from tests.rank.fit import Problem, drive
 
@@ -63,17 +63,17 @@ def loss_after(num_gradients: int, num_workers: int, *, is_damped: bool = False)
     inputs, targets = Problem().data()
     weight = torch.zeros(6, 3)
     copies = [pack([weight]) for _ in range(num_workers)]
-    master = Master(
+    store = ParameterStore(
         [weight], lambda p: torch.optim.SGD(p, lr=RATE), copies=copies, is_damped=is_damped
     )
-    trains_on = [master.read(rank) for rank in range(num_workers)]
+    trains_on = [store.read(rank) for rank in range(num_workers)]
     for number in range(num_gradients):
         rank = number % num_workers
         pulled = copies[trains_on[rank]].tensors[0]
-        staleness = master.write(rank, [gradient(pulled, inputs, targets)])
+        staleness = store.write(rank, [gradient(pulled, inputs, targets)])
         assert staleness == min(number, num_workers - 1)
-        trains_on[rank] = master.read(rank)
-    return loss(master.tensors[0], inputs, targets).item() - floor(inputs, targets)
+        trains_on[rank] = store.read(rank)
+    return loss(store.tensors[0], inputs, targets).item() - floor(inputs, targets)
 
 
 def gradient(weight: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from ddpnb.rank.comm.parameter_store import Access
 from ddpnb.rank.strategies.gossip import Gossip, chosen_by
-from ddpnb.rank.training.batches import Share
+from ddpnb.rank.training.batches import Shard
 from tests.rank.fit import Fit, Problem, distance, drive, fit_of
 from tests.rank.ranks import TIMEOUT_SECONDS, make_state
 from tests.rank.test_deaths import (
@@ -23,25 +23,25 @@ CALM = Problem(num_epochs=10, learning_rate=0.02)
 
 
 def fit_gossip(
-    state, folder, problem, before_step=None, timeout_seconds=60.0, joins=False, num_ahead=0
+    state, folder, problem, before_step=None, timeout_seconds=60.0, joins=False, num_prefetched=0
 ):
     log: list[Access] = []
     strategy = Gossip(timeout=timeout_seconds, log=log.append)
     try:
-        place = {"joins": joins, "num_ahead": num_ahead}
+        place = {"joins": joins, "num_ahead": num_prefetched}
         fit: Fit = drive(strategy, state, folder, problem, before_step, **place)
-        return replace(fit, log=log), strategy.lost_shares()
+        return replace(fit, log=log), strategy.lost_shards()
     finally:
         strategy.close()
         strategy.close()
 
 
 def test_under_a_straggler_the_other_goes_on_and_takes_more_shares(ranks, tmp_path):
-    num_shares = LONG.order(2).num_steps * 2
-    wait = partial(wait_until_rank_0_is_far, tmp_path / "far", 2 * num_shares // 3)
+    num_shards = LONG.order(2).num_steps * 2
+    wait = partial(wait_until_rank_0_is_far, tmp_path / "far", 2 * num_shards // 3)
     (fast, lost), (slow, _) = ranks(2).call(fit_gossip, LONG, wait)
-    assert len(fast.reports) + len(slow.reports) == num_shares
-    assert len(fast.reports) > 2 * num_shares // 3
+    assert len(fast.reports) + len(slow.reports) == num_shards
+    assert len(fast.reports) > 2 * num_shards // 3
     assert lost == []
 
 
@@ -78,15 +78,15 @@ def fit_in_turns(state, folder, problem, turns):
     num_ranks, num_steps = state.world_size, problem.order(state.world_size).num_steps
     strategy = Gossip(log=lambda access: access.is_write and (turns / f"{access.version}").touch())
     (turns / "0").touch()
-    ask = strategy.shares
+    ask = strategy.shards
 
-    def shares():
+    def shards():
         mine = ask()
         for turn in range(state.rank, num_ranks * num_steps, num_ranks):
             wait_for(turns / f"{turn}")
             yield next(mine)
 
-    strategy.shares = shares
+    strategy.shards = shards
     try:
         return drive(strategy, state, folder, problem)
     finally:
@@ -98,7 +98,7 @@ def algorithm_1(problem: Problem, num_ranks: int) -> Fit:
     optimizers = [problem.factory()(list(model.parameters())) for model in models]
     order, (inputs, targets) = problem.order(num_ranks), problem.data()
     for step, part in itertools.product(range(order.num_steps), range(num_ranks)):
-        indices = order.indices(Share(step=step, part=part, num_parts=num_ranks))
+        indices = order.indices(Shard(step=step, part=part, num_parts=num_ranks))
         optimizers[part].zero_grad()
         torch.nn.functional.mse_loss(models[part](inputs[indices]), targets[indices]).backward()
         other = chosen_by(part, step, range(num_ranks))

@@ -28,14 +28,14 @@ QUICK = Problem(num_epochs=24, model="linear", learning_rate=0.3)
 
 @pytest.mark.parametrize("num_ahead", [0, 3])
 def test_a_death_costs_one_share_and_those_ahead_and_the_others_train_the_rest(
-    fresh_ranks, num_ahead
+    fresh_ranks, num_prefetched
 ):
     group = fresh_ranks(3)
     (fit, lost), dead, (other, _) = group.attempt(
-        fit_gossip, LONG, kill_rank_1, 60.0, False, num_ahead
+        fit_gossip, LONG, kill_rank_1, 60.0, False, num_prefetched
     )
     assert dead.cause is None
-    assert len(lost) == 1 + num_ahead
+    assert len(lost) == 1 + num_prefetched
     assert len(fit.reports) + len(other.reports) + 5 + len(lost) == LONG.order(3).num_steps * 3
     assert distance(fit, other) == 0
     assert list(group.folder.iterdir()) == []

@@ -12,10 +12,10 @@ from torch import nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.messages import RankLostError, RunOverError
 from ddpnb.rank.comm.parameter_store import Access
-from ddpnb.rank.comm.work_queue import Board
+from ddpnb.rank.comm.work_queue import WorkQueue
 from ddpnb.rank.strategies.hogwild import Hogwild
 from tests.rank.fit import Fit, Problem, distance, drive
 from tests.rank.hold import hold_rank_1, wait_for
@@ -41,17 +41,17 @@ def fit_hogwild(
     before_step=None,
     timeout_seconds=60.0,
     joins=False,
-    num_ahead=0,
+    num_prefetched=0,
     ended=None,
 ):
     log: list[Access] = []
     strategy = Hogwild(timeout=timeout_seconds, log=log.append)
     try:
-        place = {"joins": joins, "num_ahead": num_ahead}
+        place = {"joins": joins, "num_ahead": num_prefetched}
         fit: Fit = drive(strategy, state, folder, problem, before_step, **place)
         if ended is not None:
             ended.touch()
-        return replace(fit, log=log), strategy.lost_shares()
+        return replace(fit, log=log), strategy.lost_shards()
     finally:
         strategy.close()
         strategy.close()
@@ -130,14 +130,14 @@ def test_a_slow_worker_holds_nobody_up(ranks, tmp_path):
 
 @pytest.mark.parametrize("num_ahead", [0, 3])
 def test_a_death_costs_one_share_and_those_ahead_and_the_others_train_the_rest(
-    fresh_ranks, num_ahead
+    fresh_ranks, num_prefetched
 ):
     group = fresh_ranks(3)
     (fit, lost), dead, (other, _) = group.attempt(
-        fit_hogwild, LONG, kill_rank_1, 60.0, False, num_ahead
+        fit_hogwild, LONG, kill_rank_1, 60.0, False, num_prefetched
     )
     assert dead.cause is None
-    assert len(lost) == 1 + num_ahead
+    assert len(lost) == 1 + num_prefetched
     assert len(fit.reports) + len(other.reports) + 5 + len(lost) == LONG.order(3).num_steps * 3
     assert distance(fit, other) == 0
     assert list(group.folder.iterdir()) == []
@@ -197,17 +197,24 @@ def test_another_transport_is_refused_before_anything_trains(transport):
 
 def test_the_board_hands_out_each_share_once_and_knows_the_lost(tmp_path):
     path = tmp_path / "board"
-    Board.create(path, world_size=2, num_shares=3)
+    WorkQueue.create(path, world_size=2, num_shards=3)
     one, other = (
-        Board(path, rank=rank, world_size=2, num_shares=3, timeout_seconds=1, lifeline=Lifeline())
+        WorkQueue(
+            path,
+            rank=rank,
+            world_size=2,
+            num_shards=3,
+            timeout_seconds=1,
+            cancellation=CancellationToken(),
+        )
         for rank in range(2)
     )
     assert [one.take(), other.take(), one.take(), other.take()] == [0, 1, 2, None]
     other.settle()
-    assert one.lost_shares() == [0, 2]
+    assert one.lost_shards() == [0, 2]
     assert [one.count_update(), other.count_update(), one.num_updates] == [1, 2, 2]
-    for board in (one, other, one):
-        board.close()
+    for queue in (one, other, one):
+        queue.close()
 
 
 def come_late(state, folder):

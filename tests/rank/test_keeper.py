@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddpnb.rank.random_state import untouched
-from ddpnb.rank.strategies.timer import Untimed
+from ddpnb.rank.random_state import preserve_rng
+from ddpnb.rank.strategies.timer import NullTimer
 from ddpnb.rank.training.checkpoint_callback import set_up
 from ddpnb.rank.training.context import build
 from tests.rank.ranks import make_state
@@ -34,15 +34,15 @@ class Sharing:
 @pytest.mark.parametrize("joins", [False, True])
 def test_who_joins_leaves_what_the_others_have_learnt_since(joins):
     model = nn.Linear(2, 1, bias=False)
-    stage = SimpleNamespace(
+    context = SimpleNamespace(
         spec=SimpleNamespace(resume="old"),
         saved={"strategy": {"model": {"weight": torch.ones(1, 2)}}},
-        joining=object() if joins else None,
+        rejoin_info=object() if joins else None,
         place=lambda _: SimpleNamespace(part=0),
         state=SimpleNamespace(rank=1),
     )
     strategy = Sharing()
-    set_up(stage, strategy, SimpleNamespace(model=model))
+    set_up(context, strategy, SimpleNamespace(model=model))
     assert torch.equal(strategy.before, torch.ones(1, 2))
     assert strategy.shared.tolist() == ([7.0, 7.0] if joins else [1.0, 1.0])
 
@@ -50,10 +50,10 @@ def test_who_joins_leaves_what_the_others_have_learnt_since(joins):
 def next_number(tmp_path, rank: int) -> float:
     """Get ready to go on as one rank; return its next random number."""
     spec = spec_of("async", tmp_path, run_id="new", resume="old", num_epochs=4)
-    with untouched(torch.device("cpu")):
-        stage = build(spec, make_state(rank, 2), {}, filename="here")
+    with preserve_rng(torch.device("cpu")):
+        context = build(spec, make_state(rank, 2), {}, filename="here")
         idle = SimpleNamespace(setup=lambda _: None, load=lambda *_: None)
-        set_up(stage, idle, stage.replica("t", num_steps=1, timer=Untimed()))
+        set_up(context, idle, context.replica("t", num_steps=1, timer=NullTimer()))
         return torch.rand(1).item()
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ddpnb.protocol.messages import RunHeader, RunSpec, StepEvent
-from ddpnb.rank.strategies.timer import Untimed
+from ddpnb.rank.strategies.timer import NullTimer
 from ddpnb.rank.training import loop
 from ddpnb.rank.training.context import build
 
@@ -107,10 +107,10 @@ def augmented_job(state, folder, seed, first_step):
     """Return the inputs of this rank's first step, which are drawn at random."""
     multiprocessing.current_process()._config["daemon"] = False  # else it may have no children
     spec = spec_of("ddp", source=AUGMENTING, seed=seed)
-    stage = replace(build(spec, state, {}, filename="here"), first_step=first_step)
-    with closing(stage.strategy()) as strategy:
-        strategy.setup(stage.replica("t", num_steps=1, timer=Untimed()))
-        with closing(stage.source(strategy)) as source:
+    context = replace(build(spec, state, {}, filename="here"), first_step=first_step)
+    with closing(context.strategy()) as strategy:
+        strategy.setup(context.replica("t", num_steps=1, timer=NullTimer()))
+        with closing(context.source(strategy)) as source:
             ((_, pair),) = source.pairs()
     return pair.inputs.tolist()
 

@@ -15,7 +15,7 @@ from ddpnb.rank.strategies.base import Batch, Plan
 from ddpnb.rank.strategies.data_parallel import Cast, ThreadReplicas
 from ddpnb.rank.tasks.base import default_optimizer
 from ddpnb.rank.training import loop
-from ddpnb.rank.training.batches import Order, Share
+from ddpnb.rank.training.batches import BatchSchedule, Shard
 from ddpnb.rank.training.context import build
 from ddpnb.rank.training.optimizer_hooks import notes, tuned
 from tests.rank.ranks import make_state
@@ -140,9 +140,9 @@ def clipped_by_hand(spec: RunSpec) -> float:
         torch.manual_seed(0)
         model = defined["model"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    order = Order(200, batch_size=32, num_epochs=2, num_ranks=2, seed=0)
+    order = BatchSchedule(200, batch_size=32, num_epochs=2, num_ranks=2, seed=0)
     for step in range(order.num_steps):
-        chosen = order.indices(Share(step=step, part=0, num_parts=1))
+        chosen = order.indices(Shard(step=step, part=0, num_parts=1))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs[chosen]), targets[chosen]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -152,7 +152,7 @@ def clipped_by_hand(spec: RunSpec) -> float:
 
 
 PLAN = Plan(num_ranks=4, num_workers=4, synchronous=True)
-ORDER = Order(80, batch_size=20, num_epochs=3, num_ranks=4, seed=0)  # 4 steps an epoch
+ORDER = BatchSchedule(80, batch_size=20, num_epochs=3, num_ranks=4, seed=0)  # 4 steps an epoch
 
 
 def rates(num_updates: int, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -173,7 +173,7 @@ def optimizer_of(plan: Plan = PLAN, **choices) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(("scaling", "full"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
 def test_the_learning_rate_grows_to_what_the_workers_allow(scaling, full):
     seen = rates(6, optimizer_of(lr_scaling=scaling, num_lr_warmup_epochs=1))
-    expected = [full * share for share in (0.25, 0.5, 0.75, 1, 1, 1)]
+    expected = [full * shard for shard in (0.25, 0.5, 0.75, 1, 1, 1)]
     assert seen == pytest.approx(expected)
 
 
@@ -255,9 +255,9 @@ def test_an_optimizer_that_never_warmed_up_can_begin_to_when_loaded():
 @pytest.mark.parametrize("strategy", sorted({*STRATEGIES} - {"hogwild"}))  # that has no GPU
 def test_batchnorm_meets_other_ranks_only_where_each_step_does(strategy):
     spec = spec_of(strategy, sync_batchnorm=True)
-    stage = build(spec, replace(make_state(0, 2), device="cuda:0"), {}, filename="here")
+    context = build(spec, replace(make_state(0, 2), device="cuda:0"), {}, filename="here")
     apart = {"single", "dp", "async", "local-sgd", "diloco", "gossip", "no-comm"}
-    assert stage.syncs_batchnorm == (strategy not in apart)
+    assert context.syncs_batchnorm == (strategy not in apart)
 
 
 def test_shares_that_meet_in_each_part_are_cut_into_as_many():

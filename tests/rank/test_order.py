@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.training.batches import Order, Share, every_step
+from ddpnb.rank.training.batches import BatchSchedule, Shard, every_step
 
 
-def make(num_samples=64, batch_size=10, num_epochs=1.0, num_ranks=3, seed=0) -> Order:
-    return Order(
+def make(num_samples=64, batch_size=10, num_epochs=1.0, num_ranks=3, seed=0) -> BatchSchedule:
+    return BatchSchedule(
         num_samples,
         batch_size=batch_size,
         num_epochs=num_epochs,
@@ -17,7 +17,7 @@ def make(num_samples=64, batch_size=10, num_epochs=1.0, num_ranks=3, seed=0) -> 
     )
 
 
-def seen(order: Order, part: int, num_parts: int) -> list[torch.Tensor]:
+def seen(order: BatchSchedule, part: int, num_parts: int) -> list[torch.Tensor]:
     return [order.indices(s) for s in every_step(order.num_steps, part=part, num_parts=num_parts)]
 
 
@@ -27,9 +27,9 @@ def test_the_shares_of_a_step_together_are_the_global_batch(num_parts):
     parts = [seen(order, part, num_parts) for part in range(num_parts)]
     whole = seen(order, 0, 1)
     for step, batch in enumerate(whole):
-        shares = [part[step] for part in parts]
-        assert torch.equal(torch.cat(shares), batch)
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        shards = [part[step] for part in parts]
+        assert torch.equal(torch.cat(shards), batch)
+        assert max(map(len, shards)) - min(map(len, shards)) <= 1
         assert order.size(step) == len(batch)
 
 
@@ -58,9 +58,9 @@ def test_epochs_may_end_in_the_middle(num_epochs, num_steps):
 
 
 def test_the_smallest_share_is_of_the_smallest_batch():
-    assert make().smallest_share(3) == Share(step=6, part=2, num_parts=3)
-    assert make(num_samples=60).smallest_share(2) == Share(step=0, part=1, num_parts=2)
-    assert make(num_epochs=0.2).smallest_share(2) == Share(step=0, part=1, num_parts=2)
+    assert make().smallest_shard(3) == Shard(step=6, part=2, num_parts=3)
+    assert make(num_samples=60).smallest_shard(2) == Shard(step=0, part=1, num_parts=2)
+    assert make(num_epochs=0.2).smallest_shard(2) == Shard(step=0, part=1, num_parts=2)
 
 
 def test_a_batch_that_cannot_be_shared_or_filled_is_refused():

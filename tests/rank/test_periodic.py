@@ -5,7 +5,7 @@ import torch
 
 from ddpnb.protocol.messages import RunHeader
 from ddpnb.rank.strategies.gossip import met_in
-from ddpnb.rank.training.batches import Share
+from ddpnb.rank.training.batches import Shard
 from tests.rank.fit import Fit, Problem, by_strategy, distance, fit_of
 from tests.rank.test_options import spec_of, train_job
 
@@ -19,7 +19,7 @@ def trained_apart(problem: Problem, num_ranks: int, meet) -> Fit:
     order, (inputs, targets) = problem.order(num_ranks), problem.data()
     for step in range(order.num_steps):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            indices = order.indices(Share(step=step, part=rank, num_parts=num_ranks))
+            indices = order.indices(Shard(step=step, part=rank, num_parts=num_ranks))
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(inputs[indices]), targets[indices]).backward()
             optimizer.step()

@@ -42,10 +42,10 @@ class GroupedProblem(Problem):
 class TiedProblem(Problem):
     def build(self) -> nn.Module:
         torch.manual_seed(self.seed)
-        return Tied()
+        return StaleVariable()
 
 
-class Tied(nn.Module):
+class StaleVariable(nn.Module):
     """One layer used twice, in no ``Sequential``, with a buffer that is not saved."""
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ def test_fsdp_sends_no_gradients_of_what_is_frozen(ranks, word):
 def test_layers_are_what_is_called_by_itself_and_shares_nothing():
     model = Blocks()
     assert set(layers_of(model)) == {*model.blocks[1:], model.often[1], model.tied[2][0]}
-    assert layers_of(Tied()) == []
+    assert layers_of(StaleVariable()) == []
     transformer = text.Transformer()
     assert set(layers_of(transformer)) == {*transformer.layers, *transformer.last}
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpnb.rank.cancellation import Lifeline
-from ddpnb.rank.comm.shared_all_reduce import PIECE_BYTES, SharedSum
+from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.comm.shared_all_reduce import PIECE_BYTES, SharedAllReduce
 from ddpnb.rank.failures import is_consequence
 from ddpnb.rank.strategies import ddp_shm
 from tests.rank.fit import Problem, by_hand, by_strategy, distance
@@ -21,14 +21,14 @@ from tests.rank.test_ddp import timed_job
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
-def opened(state, folder: Path, timeout_seconds: float = 30.0) -> SharedSum:
-    return SharedSum.open(
+def opened(state, folder: Path, timeout_seconds: float = 30.0) -> SharedAllReduce:
+    return SharedAllReduce.open(
         folder,
         "test",
         rank=state.rank,
         num_ranks=state.world_size,
         timeout_seconds=timeout_seconds,
-        lifeline=Lifeline(),
+        cancellation=CancellationToken(),
     )
 
 
@@ -194,9 +194,9 @@ def apart(state, folder, problem):
 
 
 def test_waiting_is_told_from_copying(ranks):
-    for laps in ranks(2).call(timed_job, "ddp-shm", 6):
-        assert all(parts.waiting > 0 and parts.communication > 0 for _, parts in laps)
-        assert all(parts.hidden == 0 for _, parts in laps)
+    for timings in ranks(2).call(timed_job, "ddp-shm", 6):
+        assert all(parts.waiting > 0 and parts.communication > 0 for _, parts in timings)
+        assert all(parts.hidden == 0 for _, parts in timings)
 
 
 def test_close_may_be_called_twice_and_before_setup():

@@ -14,7 +14,7 @@ from ddpnb.rank.tasks.base import DatasetSamples, TensorSamples
 from ddpnb.rank.training import loop
 from ddpnb.rank.training.batches import every_step
 from ddpnb.rank.training.evaluation import score
-from ddpnb.rank.training.loader import Ahead
+from ddpnb.rank.training.loader import PrefetchingLoader
 from tests.rank.ranks import make_state
 from tests.rank.test_options import train_job
 
@@ -120,12 +120,12 @@ def test_the_users_own_cifar_files_are_read(images):
 def test_the_users_own_cifar_files_can_be_read_ahead_by_processes(images):
     train = load_task(spec_of("cifar10"), {}, "").train
     assert isinstance(train, DatasetSamples)
-    shares = list(every_step(3, part=0, num_parts=1))
+    shards = list(every_step(3, part=0, num_parts=1))
     wanted = [torch.tensor(numbers) for numbers in ([20, 0, 12, 11], [5], [11, 13, 2])]
-    ahead = Ahead(train.dataset, shares, lambda share: wanted[share.step], 2, seed=0)
+    ahead = PrefetchingLoader(train.dataset, shards, lambda shard: wanted[shard.step], 2, seed=0)
     pairs = list(ahead.pairs())
     ahead.close()
-    assert [share for share, _ in pairs] == shares
+    assert [shard for shard, _ in pairs] == shards
     for (_, (inputs, targets)), numbers in zip(pairs, wanted, strict=True):
         expected = train.fetch(numbers)
         assert torch.equal(inputs, expected.inputs)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm import packed_tensors
-from ddpnb.rank.comm.client import DirectChannel, Link, Place
+from ddpnb.rank.comm.client import DirectChannel, Place, ServerClient
 from ddpnb.rank.comm.messages import Asked, RankLostError, Reply, Request
 from ddpnb.rank.comm.packed_tensors import SharedMemory
 from ddpnb.rank.comm.parameter_server import Server
-from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, Master, ScaledStep
-from ddpnb.rank.comm.shm_transport import ShmHost, shm_channel
+from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, ParameterStore, ScaledStep
+from ddpnb.rank.comm.shm_transport import ShmServer, shm_channel
 
 KINDS = [
     torch.randn(3, 5),
@@ -83,21 +83,23 @@ def parameters():
     return [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
 
 
-def make_master(parameters, num_workers=1, **options) -> Master:
+def make_store(parameters, num_workers=1, **options) -> ParameterStore:
     copies = [packed_tensors.pack(parameters) for _ in range(num_workers)]
-    return Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1, **options), copies=copies)
+    return ParameterStore(
+        parameters, lambda p: torch.optim.SGD(p, lr=0.1, **options), copies=copies
+    )
 
 
-def make_server(master, num_workers=1) -> Server:
-    return Server(master=master, num_workers=num_workers, num_shares=3, timeout_seconds=0.5)
+def make_server(store, num_workers=1) -> Server:
+    return Server(store=store, num_workers=num_workers, num_shards=3, timeout_seconds=0.5)
 
 
 @pytest.fixture
 def served(tmp_path, parameters):
     memory = SharedMemory.create(tmp_path / "memory", parameters, 2)
-    master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=memory.copies)
-    server = make_server(master)
-    host = ShmHost(server, memory, place(tmp_path, 0))
+    store = ParameterStore(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=memory.copies)
+    server = make_server(store)
+    host = ShmServer(server, memory, place(tmp_path, 0))
     yield server, host
     host.close()
     host.close()
@@ -115,25 +117,25 @@ def place(folder, rank) -> Place:
         transport="shm",
         parameters=[nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))],
         timeout_seconds=5,
-        lifeline=Lifeline(),
+        cancellation=CancellationToken(),
     )
 
 
-def connect(tmp_path) -> Link:
+def connect(tmp_path) -> ServerClient:
     mine = place(tmp_path, 1)
-    return Link(shm_channel(mine), mine.parameters)
+    return ServerClient(shm_channel(mine), mine.parameters)
 
 
 def test_a_worker_finds_the_server_in_the_folder(tmp_path, served):
     _, host = served
     friend = connect(tmp_path)
-    assert list(friend.begin().shares) == [0]
+    assert list(friend.begin().shards) == [0]
     friend.finish()
     host.settle()
 
 
 def test_a_worker_that_nobody_joins_gives_up(parameters):
-    server = make_server(make_master(parameters, 2), 2)
+    server = make_server(make_store(parameters, 2), 2)
     with pytest.raises(RankLostError, match="Rank 1 left"):
         server.begin(0)
 
@@ -143,52 +145,58 @@ def test_a_server_that_nobody_found_closes(tmp_path, served):
 
 
 def test_parameters_are_the_models_own_memory_again_in_the_end(tmp_path, parameters):
-    server = make_server(make_master(parameters))
-    link = Link(DirectChannel(server), parameters)
-    link.begin()
+    server = make_server(make_store(parameters))
+    client = ServerClient(DirectChannel(server), parameters)
+    client.begin()
     addresses = [parameter.data_ptr() for parameter in parameters]
-    assert [tensor.data_ptr() for tensor in server.master.tensors] == addresses
+    assert [tensor.data_ptr() for tensor in server.store.tensors] == addresses
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    link.push()
-    link.finish()
+    client.push()
+    client.finish()
     assert parameters[0].tolist() == pytest.approx([0.9] * 3)
     assert [parameter.data_ptr() for parameter in parameters] != addresses
 
 
 def test_a_damped_update_is_divided_by_one_plus_staleness(parameters):
     copies = [packed_tensors.pack(parameters) for _ in range(3)]
-    master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies, is_damped=True)
+    store = ParameterStore(
+        parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies, is_damped=True
+    )
     ones = [torch.ones_like(parameter) for parameter in parameters]
-    master.read(0), master.read(1), master.read(2)
+    store.read(0), store.read(1), store.read(2)
     found = []
     for rank in range(3):
-        assert master.write(rank, ones) == rank
-        found.append(copies[master.read(rank)].tensors[0][0].item())
+        assert store.write(rank, ones) == rank
+        found.append(copies[store.read(rank)].tensors[0][0].item())
     assert found == pytest.approx([1 - 0.1, 1 - 0.1 - 0.05, 1 - 0.1 - 0.05 - 0.1 / 3])
 
 
 def test_gradients_that_are_gathered_are_summed(parameters):
     copies = [packed_tensors.pack(parameters)]
-    master = Master(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies, period=2)
+    store = ParameterStore(
+        parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies, period=2
+    )
     gradient = [torch.ones_like(parameter) for parameter in parameters]
-    master.read(0)
+    store.read(0)
     for expected in (1.0, 0.8, 0.8):
-        master.write(0, gradient)
-        assert copies[master.read(0)].tensors[0][0].item() == pytest.approx(expected)
-    master.leave(0)
-    master.apply()
-    assert master.tensors[0][0].item() == pytest.approx(0.7)
+        store.write(0, gradient)
+        assert copies[store.read(0)].tensors[0][0].item() == pytest.approx(expected)
+    store.leave(0)
+    store.apply()
+    assert store.tensors[0][0].item() == pytest.approx(0.7)
 
 
 def pushed(make, weight: float, num: int, period: int = 1) -> float:
     """Where one parameter, 0 at first, comes to by gradients of (w - 1)^2 / 2."""
     parameter = nn.Parameter(torch.zeros(1))
-    master = Master([parameter], make, copies=[packed_tensors.pack([parameter])], period=period)
+    store = ParameterStore(
+        [parameter], make, copies=[packed_tensors.pack([parameter])], period=period
+    )
     for _ in range(num):
-        held = master.copies[master.read(0)].tensors[0]
-        master.write(0, [held.clone() - 1], weight)
-    return master.tensors[0].item()
+        held = store.copies[store.read(0)].tensors[0]
+        store.write(0, [held.clone() - 1], weight)
+    return store.tensors[0].item()
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])
@@ -234,8 +242,8 @@ def test_a_step_at_a_share_of_its_rate_leaves_the_rate_as_it_was(is_hooked, rate
     step = ScaledStep(optimizer)
     parameter.grad = torch.ones(1)
     expected = 0.2 if is_hooked else 0.1
-    for share, so_far in ((0.5, 0.5), (0.5, 1.0), (0.25, 1.25), (1.0, 2.25), (0.5, 2.75)):
-        step(share)
+    for shard, so_far in ((0.5, 0.5), (0.5, 1.0), (0.25, 1.25), (1.0, 2.25), (0.5, 2.75)):
+        step(shard)
         assert parameter.item() == pytest.approx(-so_far * expected)
         assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(expected)
 
@@ -261,95 +269,95 @@ def test_a_share_counts_once_where_an_optimizer_calls_its_parents_step(is_hooked
 
 
 def test_a_parameter_without_a_gradient_is_left_alone(parameters):
-    master = make_master(parameters, weight_decay=0.5)
-    master.read(0)
-    master.write(0, [torch.ones(3), None])
-    assert master.tensors[0][0].item() == pytest.approx(1 - 0.1 * 1.5)
-    assert master.tensors[1].unique().tolist() == [1]
+    store = make_store(parameters, weight_decay=0.5)
+    store.read(0)
+    store.write(0, [torch.ones(3), None])
+    assert store.tensors[0][0].item() == pytest.approx(1 - 0.1 * 1.5)
+    assert store.tensors[1].unique().tolist() == [1]
 
 
 def test_nobodys_parameters_change_while_it_trains_on_them(parameters):
     """Workers push in random order; some leave, and come back."""
     num_workers, chance = 4, random.Random(3)
-    master = make_master(parameters, num_workers)
+    store = make_store(parameters, num_workers)
     ones = [torch.ones_like(parameter) for parameter in parameters]
     held: dict[int, tuple[int, list[Tensor]]] = {}
     for _ in range(500):
         rank = chance.randrange(num_workers)
         if rank not in held:
-            number = master.read(rank)
+            number = store.read(rank)
         elif chance.random() < 0.1:
-            master.leave(rank)
+            store.leave(rank)
             del held[rank]
             continue
         else:
-            master.write(rank, ones)
-            number = master.read(rank)
-        held[rank] = number, [tensor.clone() for tensor in master.copies[number].tensors]
+            store.write(rank, ones)
+            number = store.read(rank)
+        held[rank] = number, [tensor.clone() for tensor in store.copies[number].tensors]
         for number, expected in held.values():
-            assert all(map(torch.equal, master.copies[number].tensors, expected))
+            assert all(map(torch.equal, store.copies[number].tensors, expected))
 
 
 def test_an_update_is_made_in_place_where_nobody_else_trains_on_the_parameters(parameters):
-    master = make_master(parameters, 2)
+    store = make_store(parameters, 2)
     ones = [torch.ones_like(parameter) for parameter in parameters]
-    assert (master.read(0), master.read(1)) == (0, 0)
-    master.write(1, ones)
-    assert master.read(1) == 1
-    master.write(1, ones)
-    assert master.read(1) == 1, "rank 1 alone trains on it"
-    master.leave(1)
-    master.write(0, ones)
-    assert master.read(0) == 1, "rank 1 has left it"
-    assert master.tensors[0].tolist() == pytest.approx([0.7] * 3)
+    assert (store.read(0), store.read(1)) == (0, 0)
+    store.write(1, ones)
+    assert store.read(1) == 1
+    store.write(1, ones)
+    assert store.read(1) == 1, "rank 1 alone trains on it"
+    store.leave(1)
+    store.write(0, ones)
+    assert store.read(0) == 1, "rank 1 has left it"
+    assert store.tensors[0].tolist() == pytest.approx([0.7] * 3)
 
 
 def test_a_reply_survives_the_wire():
-    reply = Reply(staleness=3, first_share=7, num_shares=2, waited_seconds=0.25, copy=1)
+    reply = Reply(staleness=3, first_shard=7, num_shards=2, waited_seconds=0.25, copy=1)
     assert Reply.unpack(reply.pack()) == reply
-    assert list(reply.shares) == [7, 8]
+    assert list(reply.shards) == [7, 8]
     request = Asked(Request.PUSH, 0.5)
     assert Asked.unpack(request.pack()) == request
 
 
 def test_first_shares_are_dealt_in_turns(parameters):
     server = Server(
-        master=make_master(parameters, 2),
+        store=make_store(parameters, 2),
         num_workers=2,
-        num_shares=9,
-        num_ahead=2,
+        num_shards=9,
+        num_prefetched=2,
         timeout_seconds=5,
     )
     with ThreadPoolExecutor(2) as pool:
         replies = list(pool.map(server.begin, (1, 0)))
-    assert [list(reply.shares) for reply in replies] == [[1, 3, 5], [0, 2, 4]]
+    assert [list(reply.shards) for reply in replies] == [[1, 3, 5], [0, 2, 4]]
     ones = [torch.ones_like(parameter) for parameter in parameters]
-    assert list(server.push(1, ones).shares) == [6]
+    assert list(server.push(1, ones).shards) == [6]
 
 
 def test_a_worker_killed_in_its_wait_does_not_cost_its_successor_the_place(parameters):
-    master = Master(
+    store = ParameterStore(
         parameters,
         lambda p: torch.optim.SGD(p, lr=0.1),
         copies=[packed_tensors.pack(parameters) for _ in range(2)],
         period=WHOLE_ROUND,
     )
     server = Server(
-        master=master,
+        store=store,
         num_workers=2,
-        num_shares=20,
+        num_shards=20,
         bound=0,
         timeout_seconds=20,
     )
     ones = [torch.ones_like(parameter) for parameter in parameters]
     with ThreadPoolExecutor(3) as pool:
         both = [pool.submit(server.begin, rank, rank) for rank in (0, 1)]
-        assert [list(each.result(10).shares) for each in both] == [[0], [1]]
+        assert [list(each.result(10).shards) for each in both] == [[0], [1]]
         waits = pool.submit(server.push, 1, ones, 0.5, 1)
-        while not master._staleness:  # it waits for rank 0
+        while not store._staleness:  # it waits for rank 0
             time.sleep(0.001)
         joined = server.begin(1, "its successor")
-        assert list(joined.shares) == [2]
+        assert list(joined.shards) == [2]
         with pytest.raises(RankLostError, match="Rank 1"):
             waits.result(10)
         server.lose(1, 1)  # what its connection tells now is old
@@ -357,6 +365,6 @@ def test_a_worker_killed_in_its_wait_does_not_cost_its_successor_the_place(param
             pool.submit(server.push, rank, ones, 0.5, life)
             for rank, life in ((0, 0), (1, "its successor"))
         ]
-        shares = [share for push in pushes for share in push.result(10).shares]
-        assert sorted(shares) == [3, 4]
-    assert server.lost_shares == []
+        shards = [shard for push in pushes for shard in push.result(10).shards]
+        assert sorted(shards) == [3, 4]
+    assert server.lost_shards == []

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.messages import RankLostError
 from ddpnb.rank.comm.packed_tensors import create_shared, map_copies, num_bytes
 from ddpnb.rank.comm.shared_weights import Weights
@@ -15,10 +15,10 @@ from ddpnb.rank.strategies.gossip import chosen_by
 LIKE = [torch.empty(400, 500), torch.empty(2, dtype=torch.float64)]
 
 
-def weights_in(folder: Path, num_copies: int, timeout_seconds: float = 60.0, lifeline=None):
+def weights_in(folder: Path, num_copies: int, timeout_seconds: float = 60.0, cancellation=None):
     path = folder / "weights"
     copies = map_copies(path, LIKE, num_copies)
-    return Weights(path, copies, timeout_seconds, lifeline or Lifeline()), copies
+    return Weights(path, copies, timeout_seconds, cancellation or CancellationToken()), copies
 
 
 def some_weights(rank: int) -> list[torch.Tensor]:
@@ -75,8 +75,8 @@ def wait_for_a_lock(state, folder):
     if state.rank == 0:
         create_shared(folder / "weights", 2 * num_bytes(LIKE))
     dist.barrier()
-    lifeline = Lifeline()
-    weights, _ = weights_in(folder, 2, 0.2, lifeline)
+    cancellation = CancellationToken()
+    weights, _ = weights_in(folder, 2, 0.2, cancellation)
     causes = []
     with weights.averaged(0, None) if state.rank == 0 else contextlib.nullcontext():
         dist.barrier()
@@ -86,7 +86,7 @@ def wait_for_a_lock(state, folder):
                     pass
             except RuntimeError as error:
                 causes.append(error)
-            lifeline.cut()
+            cancellation.abort()
         dist.barrier()
     weights.close()
     (folder / "weights").unlink(missing_ok=True)
@@ -94,6 +94,6 @@ def wait_for_a_lock(state, folder):
 
 
 def test_who_waits_for_a_lock_is_freed_in_time(ranks):
-    _, (late, cut) = ranks(2).call(wait_for_a_lock)
+    _, (late, abort) = ranks(2).call(wait_for_a_lock)
     assert isinstance(late, RankLostError)
-    assert "freed from its wait" in str(cut)
+    assert "freed from its wait" in str(abort)

@@ -14,7 +14,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.messages import (
     NOBODY,
     REPLY_BYTES,
@@ -25,9 +25,9 @@ from ddpnb.rank.comm.messages import (
     Reply,
     Request,
 )
-from ddpnb.rank.comm.packed_tensors import Packed
+from ddpnb.rank.comm.packed_tensors import PackedTensors
 from ddpnb.rank.comm.parameter_server import SERVER_RANK, Server
-from ddpnb.rank.comm.rendezvous import Meeting
+from ddpnb.rank.comm.rendezvous import Rendezvous
 
 Gradients = Sequence[Tensor | None]
 
@@ -48,7 +48,7 @@ class Place:
     """What is trained, on this worker's device."""
     timeout_seconds: float
     """How long the server may take to answer."""
-    lifeline: Lifeline
+    cancellation: CancellationToken
     """Frees this rank from waiting for another."""
 
     @property
@@ -57,12 +57,14 @@ class Place:
         return range(1, self.world_size)
 
 
-def meeting_of(place: Place) -> Meeting:
+def rendezvous_of(place: Place) -> Rendezvous:
     """Return where the ranks of a run agree on its beginnings and its end."""
-    return Meeting(place.name, place.rank, place.folder, place.timeout_seconds, place.lifeline)
+    return Rendezvous(
+        place.name, place.rank, place.folder, place.timeout_seconds, place.cancellation
+    )
 
 
-class Host(ABC):
+class ServerTransport(ABC):
     """The server's end of a transport; it takes calls, in threads, from its making."""
 
     @abstractmethod
@@ -77,7 +79,7 @@ class Host(ABC):
 class Channel(ABC):
     """A worker's end of a transport; raises ``PeerGoneError`` where the server is gone."""
 
-    copies: Sequence[Packed]
+    copies: Sequence[PackedTensors]
     """Where the parameters of an answer lie: the copy that it names."""
 
     @abstractmethod
@@ -108,7 +110,7 @@ class Wire(ABC):
 
 
 @final
-class Link:
+class ServerClient:
     """One worker's way to the server.
 
     Every call blocks until the server lets the worker go on, and raises ``RankLostError``
@@ -173,7 +175,7 @@ class Landing:
         copies: where they may be written to.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], copies: Sequence[Packed]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], copies: Sequence[PackedTensors]) -> None:
         self._copies = copies
         numbered = list(enumerate(parameters))
         self._in_place = [(n, parameter) for n, parameter in numbered if _fits(parameter)]
@@ -209,7 +211,7 @@ class DirectChannel(Channel):
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self.copies = server.master.copies
+        self.copies = server.store.copies
 
     def ask(self, asked: Asked, gradients: Gradients = ()) -> Reply:
         """Call the server; where it failed in this very process, raise what it failed of."""
@@ -234,7 +236,11 @@ class WireChannel(Channel):
     """
 
     def __init__(
-        self, wire: Wire, gradients: Packed, copies: Sequence[Packed], opened: contextlib.ExitStack
+        self,
+        wire: Wire,
+        gradients: PackedTensors,
+        copies: Sequence[PackedTensors],
+        opened: contextlib.ExitStack,
     ) -> None:
         self.copies = copies
         self._wire = wire
@@ -289,7 +295,7 @@ def answer(server: Server, rank: int, life: object, asked: Asked, gradients: Gra
         return Reply(lost_rank=SERVER_RANK)
 
 
-def serve(server: Server, rank: int, wire: Wire, gradients: Packed) -> None:
+def serve(server: Server, rank: int, wire: Wire, gradients: PackedTensors) -> None:
     """Carry one worker's requests to the server until it is done, is lost or has failed."""
     life, request, lost_rank = object(), Request.BEGIN, NOBODY
     try:

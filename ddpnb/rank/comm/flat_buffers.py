@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-class Flat:
+class FlatBuffer:
     """Tensors laid end to end: one flat tensor for each dtype among them.
 
     They are where the default group can send them from: gloo's, in the host's memory.

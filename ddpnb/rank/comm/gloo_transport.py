@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.comm.client import Host, Place, Wire, WireChannel, serve
+from ddpnb.rank.comm.client import Place, ServerTransport, Wire, WireChannel, serve
 from ddpnb.rank.comm.messages import PeerGoneError
 from ddpnb.rank.comm.packed_tensors import pack
 from ddpnb.rank.comm.parameter_server import SERVER_RANK, Server
 
 
 @final
-class GlooHost(Host):
+class GlooServer(ServerTransport):
     """A thread for each other rank, which waits for its messages; takes part: every rank."""
 
     def __init__(self, server: Server, place: Place) -> None:

@@ -69,8 +69,8 @@ class Reply(NamedTuple):
 
     staleness: int = 0
     """Updates by others between this worker's pull and the use of its gradient."""
-    first_share: int = 0
-    num_shares: int = 0
+    first_shard: int = 0
+    num_shards: int = 0
     stride: int = 1
     """Numbers of the shares to train on next, so far apart; none at the end."""
     waited_seconds: float = 0.0
@@ -83,10 +83,10 @@ class Reply(NamedTuple):
     """Whether no worker has been lost so far."""
 
     @property
-    def shares(self) -> range:
+    def shards(self) -> range:
         """Numbers of the shares to train on, after those handed out before."""
-        end = self.first_share + self.num_shares * self.stride
-        return range(self.first_share, end, self.stride)
+        end = self.first_shard + self.num_shards * self.stride
+        return range(self.first_shard, end, self.stride)
 
     def pack(self) -> bytes:
         """Return this as bytes."""

@@ -21,7 +21,7 @@ _ALIGNMENT = 64
 """One cache line, in bytes."""
 
 
-class Packed(NamedTuple):
+class PackedTensors(NamedTuple):
     """Tensors that share one piece of CPU memory."""
 
     raw: Tensor
@@ -30,7 +30,7 @@ class Packed(NamedTuple):
     """Views of them, in the shapes and types asked for."""
 
 
-def pack(like: Sequence[Tensor]) -> Packed:
+def pack(like: Sequence[Tensor]) -> PackedTensors:
     """Return tensors like these in private memory, with undefined values."""
     return _cut(torch.empty(num_bytes(like), dtype=torch.uint8), like)
 
@@ -55,7 +55,7 @@ def create_shared(path: Path, size: int) -> None:
         os.close(descriptor)
 
 
-def map_copies(path: Path, like: Sequence[Tensor], num_copies: int) -> list[Packed]:
+def map_copies(path: Path, like: Sequence[Tensor], num_copies: int) -> list[PackedTensors]:
     """Return so many times tensors like these, one behind the other in such a file."""
     size = num_bytes(like)
     whole = torch.from_file(str(path), shared=True, size=num_copies * size, dtype=torch.uint8)
@@ -67,13 +67,13 @@ def num_bytes(like: Sequence[Tensor]) -> int:
     return max(_ALIGNMENT, sum(_padded_bytes(tensor) for tensor in like))
 
 
-def _cut(raw: Tensor, like: Sequence[Tensor]) -> Packed:
+def _cut(raw: Tensor, like: Sequence[Tensor]) -> PackedTensors:
     tensors, start = [], 0
     for tensor in like:
         end = start + tensor.numel() * tensor.element_size()
         tensors.append(raw[start:end].view(tensor.dtype).view(tensor.shape))
         start += _padded_bytes(tensor)
-    return Packed(raw, tensors)
+    return PackedTensors(raw, tensors)
 
 
 def _padded_bytes(tensor: Tensor) -> int:
@@ -113,7 +113,7 @@ class SharedMemory:
         path.unlink()
         return cls(descriptor, like, num_workers)
 
-    def gradients(self, rank: int) -> Packed:
+    def gradients(self, rank: int) -> PackedTensors:
         """Return where a worker writes its gradients; rank 0 hands over its own instead."""
         return self._gradients[rank - 1]
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ddpnb.rank.comm.messages import NOBODY, RankLostError, Reply
-from ddpnb.rank.comm.parameter_store import Master
+from ddpnb.rank.comm.parameter_store import ParameterStore
 
 SERVER_RANK = 0
 NO_BOUND = -1
@@ -32,7 +32,7 @@ class _Worker:
     """Shares whose gradients have arrived."""
     dealt: range = range(0)
     """What it was dealt when all began."""
-    shares: deque[int] = field(default_factory=deque)
+    shards: deque[int] = field(default_factory=deque)
     """What it has been handed out and not trained on, in order."""
     heard_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
@@ -58,25 +58,25 @@ class Server:
     def __init__(
         self,
         *,
-        master: Master,
+        store: ParameterStore,
         num_workers: int,
-        num_shares: int,
+        num_shards: int,
         timeout_seconds: float,
-        num_ahead: int = 0,
+        num_prefetched: int = 0,
         bound: int = NO_BOUND,
         absent: Callable[[], int] = lambda: NOBODY,
     ) -> None:
-        self.master = master
+        self.store = store
         self.error: Exception | None = None
         """What went wrong in a thread of this rank, if anything did."""
         self.dead: Callable[[], Sequence[int]] = lambda: ()
         """Returns the workers that have died, where the transport does not notice it."""
-        self.lost_shares: list[int] = []
+        self.lost_shards: list[int] = []
         """What was handed out to workers that are lost."""
         self._num_workers = num_workers
-        self._shares = range(num_shares)
+        self._shards = range(num_shards)
         """What has not been handed out."""
-        self._num_ahead = num_ahead
+        self._num_prefetched = num_prefetched
         self._bound = bound
         self._timeout = timeout_seconds
         self._absent = absent
@@ -113,7 +113,7 @@ class Server:
             self._note_progress()
             self._wait(lambda: self._has_begun)
             worker = self._living(rank, life)
-            return self._answer(rank, worker, worker.dealt or self._take(1 + self._num_ahead))
+            return self._answer(rank, worker, worker.dealt or self._take(1 + self._num_prefetched))
 
     def push(
         self,
@@ -135,9 +135,9 @@ class Server:
             waited_seconds = time.perf_counter() - asked
             self._check()
             worker = self._living(rank, life)
-            staleness = self.master.write(rank, gradients, weight)
+            staleness = self.store.write(rank, gradients, weight)
             worker.clock += 1
-            worker.shares.popleft()
+            worker.shards.popleft()
             worker.heard_at = self._progress_at = time.monotonic()
             if self._bound != NO_BOUND:  # else nobody waits for this
                 self._note_progress()
@@ -155,26 +155,26 @@ class Server:
         with self._lock:
             self._check()
             worker = self._living(rank, life)
-            self.master.leave(rank)
+            self.store.leave(rank)
             worker.is_done = True
-            worker.shares.clear()
+            worker.shards.clear()
             self._note_progress()
             waited_seconds = self._wait(self._all_are_done)
-            self.master.apply()
+            self.store.apply()
             return Reply(
                 waited_seconds=waited_seconds,
-                copy=self.master.read(rank),
+                copy=self.store.read(rank),
                 is_complete=self._is_complete,
             )
 
     def parameters(self, reply: Reply) -> Tensor:
         """Return the parameters of an answer, packed; they stay until that worker asks again."""
-        return self.master.copies[reply.copy].raw
+        return self.store.copies[reply.copy].raw
 
     def snapshot(self) -> tuple[list[Tensor], dict[str, Any]]:
         """Return copies of the parameters and of the optimizer's state, between two updates."""
         with self._changed:
-            return self.master.snapshot()
+            return self.store.snapshot()
 
     def leave(self, rank: int) -> Reply:
         """Note that a worker has the final parameters; one that has not has failed."""
@@ -224,30 +224,30 @@ class Server:
 
     def _deal(self) -> None:
         """Hand out the first shares in turns, as many batches as a worker has in hand."""
-        first = self._take(self._num_workers * (1 + self._num_ahead))
+        first = self._take(self._num_workers * (1 + self._num_prefetched))
         for place, (_, worker) in enumerate(sorted(self._workers.items())):
             worker.dealt = first[place :: self._num_workers]
 
     def _take(self, most: int) -> range:
-        shares, self._shares = self._shares[:most], self._shares[most:]
-        return shares
+        shards, self._shards = self._shards[:most], self._shards[most:]
+        return shards
 
     def _answer(
         self,
         rank: int,
         worker: _Worker,
-        shares: range,
+        shards: range,
         staleness: int = 0,
         waited_seconds: float = 0.0,
     ) -> Reply:
-        worker.shares.extend(shares)
+        worker.shards.extend(shards)
         return Reply(
             staleness=staleness,
-            first_share=shares.start,
-            num_shares=len(shares),
-            stride=shares.step,
+            first_shard=shards.start,
+            num_shards=len(shards),
+            stride=shards.step,
             waited_seconds=waited_seconds,
-            copy=self.master.read(rank),
+            copy=self.store.read(rank),
         )
 
     def _slowest(self) -> int:
@@ -264,7 +264,7 @@ class Server:
         if self._bound == 0:
             clocks = {worker.clock for worker in self._workers.values() if not worker.is_done}
             if len(clocks) < 2:
-                self.master.apply()
+                self.store.apply()
         self._changed.notify_all()
 
     def _wait(self, is_so: Callable[[], bool]) -> float:
@@ -297,8 +297,8 @@ class Server:
             self._fail(rank)
         elif (worker := self._workers.pop(rank, None)) is not None:
             self._is_complete = False
-            self.master.leave(rank)
-            self.lost_shares.extend(worker.shares)
+            self.store.leave(rank)
+            self.lost_shards.extend(worker.shards)
             self._note_progress()
 
     def _fail(self, rank: int) -> None:

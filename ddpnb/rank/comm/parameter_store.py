@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ddpnb.rank.comm.packed_tensors import Packed
+from ddpnb.rank.comm.packed_tensors import PackedTensors
 from ddpnb.rank.tasks.base import OptimizerFactory
 
 WHOLE_ROUND = 0
@@ -58,29 +58,29 @@ class ScaledStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._share = 1.0
+        self._shard = 1.0
         self._rates: list[Any] = [None] * len(optimizer.param_groups)
         self._scaled: list[Any] = self._rates.copy()
         optimizer.register_step_pre_hook(self._scale)
         optimizer.register_step_post_hook(self._restore)
 
-    def __call__(self, share: float = 1.0) -> None:
+    def __call__(self, shard: float = 1.0) -> None:
         """Make a step at ``share`` times the learning rate, which is the same afterwards."""
-        self._share = share
+        self._shard = shard
         self._optimizer.step()
 
     def _scale(self, *_: object) -> None:
         for n, group in enumerate(self._optimizer.param_groups):
             if group["lr"] is not self._scaled[n]:  # torch calls hooks again in a super().step()
                 self._rates[n] = group["lr"]
-                group["lr"] = self._scaled[n] = group["lr"] * self._share
+                group["lr"] = self._scaled[n] = group["lr"] * self._shard
 
     def _restore(self, *_: object) -> None:
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
 
 
-class Master:
+class ParameterStore:
     """The parameters, their one optimizer, and how many updates they have seen.
 
     Not thread-safe: the server calls it under its lock.
@@ -101,7 +101,7 @@ class Master:
         optimizer: OptimizerFactory,
         log: Log = no_log,
         *,
-        copies: Sequence[Packed],
+        copies: Sequence[PackedTensors],
         period: int = 1,
         is_damped: bool = False,
     ) -> None:

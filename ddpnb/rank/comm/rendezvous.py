@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.processes import ProcessId, is_alive, process_id
-from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.messages import NOBODY, RankLostError
 
 _LOOK_SECONDS = 0.005
 
 
 @final
-class Meeting:
+class Rendezvous:
     """Short texts that the ranks of a group leave for each other, by run.
 
     Args:
@@ -35,12 +35,17 @@ class Meeting:
     """
 
     def __init__(
-        self, name: str, rank: int, folder: Path, timeout_seconds: float, lifeline: Lifeline
+        self,
+        name: str,
+        rank: int,
+        folder: Path,
+        timeout_seconds: float,
+        cancellation: CancellationToken,
     ) -> None:
         self._store = dist.PrefixStore(f"ddpnb/{name}", group_store())
         self._rank = rank
         self._timeout = timeout_seconds
-        self._lifeline = lifeline
+        self._cancellation = cancellation
         self._peers = [(process, other) for process, other in _peers(folder) if other != rank]
 
     def tell(self, what: str, text: str) -> None:
@@ -68,7 +73,7 @@ class Meeting:
         Raises:
             RuntimeError: this rank should wait for nobody any more.
         """
-        self._lifeline.check()
+        self._cancellation.check()
         if self._store.check(["absent"]) and (rank := int(self._store.get("absent"))) != self._rank:
             return rank
         return next(iter(self.dead()), NOBODY)
@@ -85,7 +90,7 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def excused(name: str, rank: int, folder: Path) -> Iterator[None]:
+def announce_failure(name: str, rank: int, folder: Path) -> Iterator[None]:
     """Where this fails, have those told at once who would wait for this rank in vain."""
     try:
         yield
@@ -94,7 +99,7 @@ def excused(name: str, rank: int, folder: Path) -> Iterator[None]:
     except BaseException:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
-                Meeting(name, rank, folder, 0.0, Lifeline()).tell("absent", str(rank))
+                Rendezvous(name, rank, folder, 0.0, CancellationToken()).tell("absent", str(rank))
         raise
 
 

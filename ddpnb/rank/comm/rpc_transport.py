@@ -19,11 +19,11 @@ from ddpnb.compat.torch_internals import forget_rpc_agents
 from ddpnb.rank.comm.client import (
     Channel,
     Gradients,
-    Host,
     Place,
+    ServerTransport,
     answer,
-    meeting_of,
     on_cpu,
+    rendezvous_of,
 )
 from ddpnb.rank.comm.messages import (
     NOBODY,
@@ -74,14 +74,14 @@ class _Agent:
     def _remove_file(self) -> None:
         """Have rank 0 remove the file in which all have met, when nobody needs it any more."""
         place, gone = self._place, [f"rpc-gone-{rank}" for rank in self._place.others]
-        meeting = meeting_of(place)
+        rendezvous = rendezvous_of(place)
         if place.rank != SERVER_RANK:
-            return meeting.tell(gone[place.rank - 1], "")
+            return rendezvous.tell(gone[place.rank - 1], "")
         with contextlib.suppress(RankLostError):
             for rank, what in enumerate(gone, start=1):
-                meeting.read(what, of_rank=rank)
+                rendezvous.read(what, of_rank=rank)
         self._path.unlink(missing_ok=True)
-        meeting.forget(*gone)
+        rendezvous.forget(*gone)
 
     def close(self) -> None:
         """End the agent, whatever the other ranks do; may be called twice."""
@@ -92,7 +92,7 @@ class _Agent:
 
 
 @final
-class RpcHost(Host):
+class RpcServer(ServerTransport):
     """The server's entry in the table that remote calls look into; takes part: every rank.
 
     Args:
@@ -102,7 +102,7 @@ class RpcHost(Host):
 
     def __init__(self, server: Server, place: Place) -> None:
         self._server = server
-        server.dead = meeting_of(place).dead
+        server.dead = rendezvous_of(place).dead
         with contextlib.ExitStack() as opened:
             _served[place.name] = server
             opened.callback(_served.pop, place.name)

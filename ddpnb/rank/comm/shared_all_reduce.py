@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.packed_tensors import create_shared
 from ddpnb.rank.comm.shm_transport import set_timeout, socket_path
 
@@ -44,7 +44,7 @@ Turn = tuple[Tensor, list[Tensor]]
 
 
 @final
-class SharedSum:
+class SharedAllReduce:
     """Sums of tensors over all ranks of the default group, which all live on this host.
 
     Args:
@@ -62,7 +62,7 @@ class SharedSum:
         rank: int,
         peers: dict[int, socket.socket],
         timeout_seconds: float,
-        lifeline: Lifeline,
+        cancellation: CancellationToken,
     ) -> None:
         self._raw = raw
         self._rank = rank
@@ -74,7 +74,7 @@ class SharedSum:
         for peer in peers.values():
             set_timeout(peer, timeout_seconds)
         self._held = contextlib.ExitStack()
-        self._held.enter_context(lifeline.held(self._hang_up))
+        self._held.enter_context(cancellation.held(self._hang_up))
 
     @classmethod
     def open(
@@ -85,7 +85,7 @@ class SharedSum:
         rank: int,
         num_ranks: int,
         timeout_seconds: float,
-        lifeline: Lifeline,
+        cancellation: CancellationToken,
     ) -> Self:
         """Meet the other ranks; takes part: every rank of the default group, in one folder.
 
@@ -105,7 +105,7 @@ class SharedSum:
             listener.bind(address)
             made.callback(Path(address).unlink)
             listener.listen(num_ranks)
-            made.enter_context(lifeline.held(lambda: listener.shutdown(socket.SHUT_RDWR)))
+            made.enter_context(cancellation.held(lambda: listener.shutdown(socket.SHUT_RDWR)))
             dist.barrier()  # takes part: every rank; all listen
             try:
                 peers = _connect(listener, folder, name, rank, num_ranks)
@@ -113,7 +113,9 @@ class SharedSum:
                 raise RuntimeError("Connection closed by peer: a rank did not come.") from error
             raw = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
             dist.barrier()  # takes part: every rank; all are connected and have mapped the file
-        return cls(raw, rank=rank, peers=peers, timeout_seconds=timeout_seconds, lifeline=lifeline)
+        return cls(
+            raw, rank=rank, peers=peers, timeout_seconds=timeout_seconds, cancellation=cancellation
+        )
 
     def tell(self, on_wait: Callable[[bool], None]) -> None:
         """Have ``on_wait`` called with True before each wait for others, with False after it."""

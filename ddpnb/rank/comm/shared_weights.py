@@ -18,9 +18,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.messages import RankLostError, RunOverError
-from ddpnb.rank.comm.packed_tensors import Packed
+from ddpnb.rank.comm.packed_tensors import PackedTensors
 
 _POLL_SECONDS = 0.0001
 
@@ -40,11 +40,15 @@ class Weights:
     """
 
     def __init__(
-        self, path: Path, copies: Sequence[Packed], timeout_seconds: float, lifeline: Lifeline
+        self,
+        path: Path,
+        copies: Sequence[PackedTensors],
+        timeout_seconds: float,
+        cancellation: CancellationToken,
     ) -> None:
         self._copies = copies
         self._timeout = timeout_seconds
-        self._lifeline = lifeline
+        self._cancellation = cancellation
         try:
             self._descriptor = os.open(path, os.O_RDWR)
         except FileNotFoundError as error:
@@ -104,7 +108,7 @@ class Weights:
     def _lock(self, rank: int) -> None:
         deadline = time.monotonic() + self._timeout
         while not self._is_locked_now(rank):
-            self._lifeline.check()
+            self._cancellation.check()
             if time.monotonic() > deadline:
                 raise RankLostError(rank)
             time.sleep(_POLL_SECONDS)

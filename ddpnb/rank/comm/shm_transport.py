@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import final
 
-from ddpnb.rank.comm.client import Host, Place, Wire, WireChannel, serve
+from ddpnb.rank.comm.client import Place, ServerTransport, Wire, WireChannel, serve
 from ddpnb.rank.comm.messages import PeerGoneError, RunOverError
 from ddpnb.rank.comm.packed_tensors import SharedMemory
 from ddpnb.rank.comm.parameter_server import Server
@@ -25,7 +25,7 @@ _MAX_SOCKET_PATH_BYTES = 107
 
 
 @final
-class ShmHost(Host):
+class ShmServer(ServerTransport):
     """Listens on a Unix socket; a thread for each worker.
 
     Args:
@@ -127,7 +127,7 @@ def shm_channel(place: Place) -> WireChannel:
     with contextlib.ExitStack() as opened:
         opened.callback(connection.close)
         set_timeout(connection, place.timeout_seconds)
-        opened.enter_context(place.lifeline.held(lambda: _hang_up(connection)))
+        opened.enter_context(place.cancellation.held(lambda: _hang_up(connection)))
         try:
             connection.connect(str(socket_path(place.folder, place.name)))
             wire.send(_HELLO.pack(place.rank))

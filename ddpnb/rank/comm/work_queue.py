@@ -16,7 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import final
 
-from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.messages import NOBODY, RankLostError
 from ddpnb.rank.comm.packed_tensors import create_shared
 
@@ -27,7 +27,7 @@ _LOOK_SECONDS = 0.5
 """How often a worker that trains looks whether it is still needed."""
 
 
-class Standing(IntEnum):
+class WorkerState(IntEnum):
     """How far a worker is."""
 
     NOT_HERE = 0
@@ -37,12 +37,12 @@ class Standing(IntEnum):
     """Dead, or silent for too long."""
 
 
-Standings = list[Standing]
+WorkerStates = list[WorkerState]
 """How far each rank is."""
 
 
 @final
-class Board:
+class WorkQueue:
     """The numbers of one run, as one of its workers reads and writes them.
 
     Nobody waits for anybody but to begin and to end.
@@ -62,28 +62,28 @@ class Board:
         *,
         rank: int,
         world_size: int,
-        num_shares: int,
+        num_shards: int,
         timeout_seconds: float,
-        lifeline: Lifeline,
+        cancellation: CancellationToken,
     ) -> None:
         self._rank = rank
         self._ranks = range(world_size)
-        self._num_shares = num_shares
+        self._num_shards = num_shards
         self._timeout = timeout_seconds
-        self._lifeline = lifeline
+        self._cancellation = cancellation
         self._taken: deque[int] = deque()
         """Shares that are this worker's, the one it trains on first."""
         self._looked_at = time.monotonic()
         self._is_in = False
         self._descriptor = os.open(path, os.O_RDWR)
-        self._map = mmap.mmap(self._descriptor, _size(world_size, num_shares))
+        self._map = mmap.mmap(self._descriptor, _size(world_size, num_shards))
         words, view = (_FIRST_RANK + world_size) * _WORD_BYTES, memoryview(self._map)
         self._words, self._is_out = view[:words].cast("q"), view[words:]
 
     @staticmethod
-    def create(path: Path, *, world_size: int, num_shares: int) -> None:
+    def create(path: Path, *, world_size: int, num_shards: int) -> None:
         """Make the file."""
-        create_shared(path, _size(world_size, num_shares))
+        create_shared(path, _size(world_size, num_shards))
 
     def enter(self, absent: Callable[[], int] | None = None) -> None:
         """Note that this worker is here and lives, and wait for all others.
@@ -93,21 +93,21 @@ class Board:
                 joins those that train already, and waits for nobody.
         """
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 1 + self._rank)
-        self._stand(self._rank, Standing.TRAINING)
+        self._stand(self._rank, WorkerState.TRAINING)
         self._is_in = True
         if absent is not None:
-            self._wait(lambda at: Standing.NOT_HERE not in at, absent)
+            self._wait(lambda at: WorkerState.NOT_HERE not in at, absent)
 
     def take(self) -> int | None:
         """Return the number of the next share; None: there is none."""
         with self._locked():
-            share = self._words[_NEXT_SHARE]
-            if share == self._num_shares:
+            shard = self._words[_NEXT_SHARE]
+            if shard == self._num_shards:
                 return None
-            self._words[_NEXT_SHARE] = share + 1
-            self._is_out[share] = True
-        self._taken.append(share)
-        return share
+            self._words[_NEXT_SHARE] = shard + 1
+            self._is_out[shard] = True
+        self._taken.append(shard)
+        return shard
 
     def settle(self) -> None:
         """Note that this worker has trained on the first share that it took."""
@@ -126,19 +126,19 @@ class Board:
 
     def living(self) -> list[int]:
         """Return who has come and is not known to have died: nobody looks for it now."""
-        dead = (Standing.NOT_HERE, Standing.GONE)
+        dead = (WorkerState.NOT_HERE, WorkerState.GONE)
         return [rank for rank in self._ranks if self._words[_FIRST_RANK + rank] not in dead]
 
-    def lost_shares(self) -> list[int]:
+    def lost_shards(self) -> list[int]:
         """Return what was handed out and has never been trained on nor given back."""
         with self._locked():
-            return [share for share, is_out in enumerate(self._is_out) if is_out]
+            return [shard for shard, is_out in enumerate(self._is_out) if is_out]
 
     def check(self) -> None:
         """Raise where the run is over, or goes on without this worker."""
         if (failed := self._words[_FAILED_RANK] - 1) != NOBODY:
             raise RankLostError(failed)
-        self._lifeline.check()
+        self._cancellation.check()
         if time.monotonic() - self._looked_at > _LOOK_SECONDS:
             self._looked_at = time.monotonic()
             self._check_needed()
@@ -152,11 +152,11 @@ class Board:
         while self._taken:  # stopped: nobody trained on it, nobody died
             self.settle()
         if sum_up is not None and self._rank == 0:
-            self._wait(lambda at: Standing.TRAINING not in at[1:])
+            self._wait(lambda at: WorkerState.TRAINING not in at[1:])
             sum_up()
             self._check_needed()
-        self._stand(self._rank, Standing.DONE)
-        self._wait(lambda at: Standing.TRAINING not in at)
+        self._stand(self._rank, WorkerState.DONE)
+        self._wait(lambda at: WorkerState.TRAINING not in at)
         self._check_needed()
         self._is_in = False
 
@@ -172,52 +172,52 @@ class Board:
         self._map.close()
         os.close(self._descriptor)
 
-    def _standings(self) -> Standings:
+    def _states(self) -> WorkerStates:
         """Return how far all are; find out who has died."""
         with self._locked():
             for rank in self._ranks:
-                is_training = self._words[_FIRST_RANK + rank] == Standing.TRAINING
+                is_training = self._words[_FIRST_RANK + rank] == WorkerState.TRAINING
                 if is_training and not self._is_alive(rank):
-                    self._words[_FIRST_RANK + rank] = Standing.GONE
-            return [Standing(self._words[_FIRST_RANK + rank]) for rank in self._ranks]
+                    self._words[_FIRST_RANK + rank] = WorkerState.GONE
+            return [WorkerState(self._words[_FIRST_RANK + rank]) for rank in self._ranks]
 
-    def _stand(self, rank: int, standing: Standing) -> None:
+    def _stand(self, rank: int, state: WorkerState) -> None:
         with self._locked():
-            self._words[_FIRST_RANK + rank] = standing
+            self._words[_FIRST_RANK + rank] = state
 
     def _check_needed(self) -> None:
         """Raise where rank 0 has died, or where this worker was given up."""
-        standings = self._standings()
+        states = self._states()
         for needed in (0, self._rank):
-            if standings[needed] is Standing.GONE:
+            if states[needed] is WorkerState.GONE:
                 raise RankLostError(needed)
 
     def _wait(
-        self, is_so: Callable[[Standings], bool], absent: Callable[[], int] = lambda: NOBODY
+        self, is_so: Callable[[WorkerStates], bool], absent: Callable[[], int] = lambda: NOBODY
     ) -> None:
         """Wait for other workers; those without whom nothing moves are given up."""
         seen, progress_at = self._progress(), time.monotonic()
-        while not is_so(standings := self._standings()):
+        while not is_so(states := self._states()):
             self.check()
             if (rank := absent()) != NOBODY:
                 raise RankLostError(rank)
             if (now := self._progress()) != seen:  # else the standings are no older
                 seen, progress_at = now, time.monotonic()
             elif time.monotonic() - progress_at > self._timeout:
-                self._give_up(standings)
+                self._give_up(states)
             time.sleep(_POLL_SECONDS)
 
     def _progress(self) -> tuple[int, list[int]]:
         """Return what changes as long as there is no need to give anybody up."""
         return self.num_updates, self.living()
 
-    def _give_up(self, standings: Standings) -> None:
+    def _give_up(self, states: WorkerStates) -> None:
         """Count who still trains as dead; rank 0, which may wait for the others, last of all."""
-        if Standing.NOT_HERE in standings:
-            raise RankLostError(standings.index(Standing.NOT_HERE))
-        silent = [r for r in self._ranks if standings[r] is Standing.TRAINING and r != self._rank]
+        if WorkerState.NOT_HERE in states:
+            raise RankLostError(states.index(WorkerState.NOT_HERE))
+        silent = [r for r in self._ranks if states[r] is WorkerState.TRAINING and r != self._rank]
         for rank in [rank for rank in silent if rank != 0] or silent:
-            self._stand(rank, Standing.GONE)
+            self._stand(rank, WorkerState.GONE)
 
     def _is_alive(self, rank: int) -> bool:
         """Return whether a worker still holds its own lock."""
@@ -239,5 +239,5 @@ class Board:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
 
 
-def _size(world_size: int, num_shares: int) -> int:
-    return (_FIRST_RANK + world_size) * _WORD_BYTES + num_shares
+def _size(world_size: int, num_shards: int) -> int:
+    return (_FIRST_RANK + world_size) * _WORD_BYTES + num_shards

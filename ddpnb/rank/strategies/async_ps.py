@@ -43,12 +43,12 @@ from torch import nn
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm import transports
-from ddpnb.rank.comm.client import Host, Link, Place
-from ddpnb.rank.comm.packed_tensors import Packed
+from ddpnb.rank.comm.client import Place, ServerClient, ServerTransport
+from ddpnb.rank.comm.packed_tensors import PackedTensors
 from ddpnb.rank.comm.parameter_server import NO_BOUND, Server
-from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, Log, Master, no_log
+from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, Log, ParameterStore, no_log
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
-from ddpnb.rank.training.batches import Share
+from ddpnb.rank.training.batches import Shard
 
 _WEIGHT_NOTE = (
     "Gradients are weighted by their share of the global batch; staleness adds to momentum, "
@@ -91,7 +91,7 @@ class AsyncParameterServer(Strategy):
         self._timeout = timeout
         self._log = log
         self._server: Server | None = None
-        self._host: Host | None = None
+        self._host: ServerTransport | None = None
         self._opened = contextlib.ExitStack()
 
     def plan(self, state: RankState) -> Plan:
@@ -114,14 +114,14 @@ class AsyncParameterServer(Strategy):
         """
         self._replica = replica
         self._num_bytes = sum(p.numel() * p.element_size() for p in replica.parameters)
-        self._link = self._make_link(replica)
-        self._reply = self._link.begin()
-        self._handed_out = deque(self._reply.shares)
+        self._client = self._make_link(replica)
+        self._reply = self._client.begin()
+        self._handed_out = deque(self._reply.shards)
 
-    def shares(self) -> Iterator[Share]:
+    def shards(self) -> Iterator[Shard]:
         """Whatever shares the server names next, until all are handed out."""
         while self._handed_out:
-            yield self._replica.share(self._handed_out.popleft())
+            yield self._replica.shard(self._handed_out.popleft())
 
     def step(self, batch: Batch) -> StepReport:
         """Train on one share, with parameters as old as the last pull."""
@@ -139,7 +139,7 @@ class AsyncParameterServer(Strategy):
 
     def finish(self) -> nn.Module:
         """Pull once more when all workers are done; takes part: every living rank."""
-        self._link.finish()
+        self._client.finish()
         if self._host is not None:
             self._host.settle()
         return self._replica.model
@@ -154,10 +154,10 @@ class AsyncParameterServer(Strategy):
             model[name] = of.get(id(parameter), model[name])
         return {"model": model, "optimizers": [optimizer]}
 
-    def lost_shares(self) -> Sequence[Share]:
+    def lost_shards(self) -> Sequence[Shard]:
         """Return, on rank 0, what was handed out to workers that died."""
-        lost = self._server.lost_shares if self._server else ()
-        return [self._replica.share(number) for number in lost]
+        lost = self._server.lost_shards if self._server else ()
+        return [self._replica.shard(number) for number in lost]
 
     def close(self) -> None:
         """Hang up, end the server, remove its files."""
@@ -168,13 +168,13 @@ class AsyncParameterServer(Strategy):
         timer = self._replica.timer
         timer.begin("communication")
         pushed = timer.moment()
-        self._reply = self._link.push(weight)
-        self._handed_out.extend(self._reply.shares)
+        self._reply = self._client.push(weight)
+        self._handed_out.extend(self._reply.shards)
         if isinstance(pushed, float) and self._reply.waited_seconds > 0:
             timer.begin("waiting", at=pushed)
             timer.begin("communication", at=pushed + self._reply.waited_seconds)
 
-    def _make_link(self, replica: Replica) -> Link:
+    def _make_link(self, replica: Replica) -> ServerClient:
         place = Place(
             rank=replica.rank,
             world_size=replica.world_size,
@@ -184,17 +184,17 @@ class AsyncParameterServer(Strategy):
             parameters=replica.parameters,
             # the server's word on who is lost comes first
             timeout_seconds=self._timeout if replica.rank == 0 else 1.5 * self._timeout,
-            lifeline=replica.lifeline,
+            cancellation=replica.cancellation,
         )
         if replica.joins:
             return transports.join(place, self._opened)
         if replica.rank != 0:
             return transports.connect(place, self._opened)
-        self._server, self._host, link = transports.serve(place, self._make_server, self._opened)
-        return link
+        self._server, self._host, client = transports.serve(place, self._make_server, self._opened)
+        return client
 
-    def _make_server(self, absent: Callable[[], int], copies: Sequence[Packed]) -> Server:
-        master = Master(
+    def _make_server(self, absent: Callable[[], int], copies: Sequence[PackedTensors]) -> Server:
+        store = ParameterStore(
             self._replica.parameters,
             self._replica.optimizer,
             self._log,
@@ -203,10 +203,10 @@ class AsyncParameterServer(Strategy):
             is_damped=self._is_damped,
         )
         return Server(
-            master=master,
+            store=store,
             num_workers=self._replica.world_size,
-            num_shares=self._replica.num_steps * self._replica.world_size,
-            num_ahead=self._replica.num_ahead,
+            num_shards=self._replica.num_steps * self._replica.world_size,
+            num_prefetched=self._replica.num_prefetched,
             bound=self._bound,
             timeout_seconds=self._timeout,
             absent=absent,

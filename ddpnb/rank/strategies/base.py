@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.cancellation import Lifeline
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.flat_buffers import num_bytes
-from ddpnb.rank.strategies.timer import Timer, Untimed
+from ddpnb.rank.strategies.timer import NullTimer, Timer
 from ddpnb.rank.tasks.base import LossFunction, OptimizerFactory
-from ddpnb.rank.training.batches import Share, every_step
+from ddpnb.rank.training.batches import Shard, every_step
 
 State = dict[str, Any]
 """What a checkpoint keeps: tensors, numbers and texts, in dicts and lists."""
@@ -40,7 +40,7 @@ class Plan:
     """Ranks or replicas that train."""
     synchronous: bool
     """Whether all workers make step k together."""
-    num_ahead: int = 0
+    num_prefetched: int = 0
     """Steps that one synchronous worker may be ahead of another: 0 where each waits for all."""
     updates_per_batch: float = 1.0
     """Updates that one optimizer makes for each global batch."""
@@ -71,7 +71,7 @@ class Replica:
     """A directory that all ranks of this host, and nobody else, can reach."""
     name: str
     """What names of files in ``folder`` begin with: no two trainings share it."""
-    timer: Timer = field(default_factory=Untimed)
+    timer: Timer = field(default_factory=NullTimer)
     accumulate: int = 1
     """Parts that each batch is cut into, one after the other."""
     amp: torch.dtype | None = None
@@ -80,14 +80,14 @@ class Replica:
     """One of ``training.TRANSPORTS``."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     """Those that the factory has made, in order."""
-    num_ahead: int = 0
+    num_prefetched: int = 0
     """Shares that are asked for, to be fetched, before the first of them is trained on."""
     delay: Callable[[], None] = no_delay
     """Called in each step between the forward and the backward pass, at least once: returns at
     once, unless this worker is to be slow on purpose."""
     joins: bool = False
     """Whether the others train already: this rank is in no group with them."""
-    lifeline: Lifeline = field(default_factory=Lifeline)
+    cancellation: CancellationToken = field(default_factory=CancellationToken)
     """Frees whoever holds it from waiting for other ranks."""
 
     @property
@@ -95,16 +95,16 @@ class Replica:
         """The parameters that are trained, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def shares(self) -> Iterator[Share]:
+    def shards(self) -> Iterator[Shard]:
         """Yield this rank's part of every global batch."""
         return every_step(self.num_steps, part=self.rank, num_parts=self.world_size)
 
-    def share(self, number: int) -> Share:
+    def shard(self, number: int) -> Shard:
         """Return the share of a number, where workers are handed out all parts in one order."""
         step, part = divmod(number, self.world_size)
-        return Share(step=step, part=part, num_parts=self.world_size)
+        return Shard(step=step, part=part, num_parts=self.world_size)
 
-    def whole_batches(self) -> Iterator[Share]:
+    def whole_batches(self) -> Iterator[Shard]:
         """Yield every global batch, for one rank that trains on all of it."""
         return every_step(self.num_steps, part=0, num_parts=1)
 
@@ -140,15 +140,15 @@ class Replica:
         parts = batch.split(self.accumulate)
         total = torch.zeros((), device=self.device)
         for number, part in enumerate(parts, start=1):
-            share = part.num_samples / batch.num_samples
+            shard = part.num_samples / batch.num_samples
             with unsynced() if number < len(parts) else nullcontext():
                 self.timer.begin("forward")
                 with self.autocast():
                     loss = self.loss(called(part.inputs), part.targets)
                 self.delay()
                 self.timer.begin("backward")
-                (loss * (weight * share)).backward()
-            total += share * loss.detach()
+                (loss * (weight * shard)).backward()
+            total += shard * loss.detach()
         return total
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -234,8 +234,8 @@ class Strategy(ABC):
             plan: who takes part.
             accumulate: parts that each worker cuts its share into.
         """
-        share = num_samples // plan.num_workers
-        return share // min(accumulate, share)
+        shard = num_samples // plan.num_workers
+        return shard // min(accumulate, shard)
 
     def check(self, replica: Replica) -> None:  # noqa: B027  most train whatever can be trained
         """Refuse what this strategy cannot train, before anything trains; nothing is sent.
@@ -252,7 +252,7 @@ class Strategy(ABC):
         """Get ready to train; all ranks that take part call it together."""
 
     @abstractmethod
-    def shares(self) -> Iterator[Share]:
+    def shards(self) -> Iterator[Shard]:
         """Yield the shares that this worker trains on, each after the step before it."""
 
     @abstractmethod
@@ -299,7 +299,7 @@ class Strategy(ABC):
         for mine, theirs in zip(replica.optimizers, state["optimizers"], strict=False):
             mine.load_state_dict(theirs)  # ranks that made none have nothing to load
 
-    def lost_shares(self) -> Sequence[Share]:
+    def lost_shards(self) -> Sequence[Shard]:
         """Return the shares that were handed out and whose worker died; on rank 0 only."""
         return ()
 
@@ -326,9 +326,9 @@ class SynchronousStrategy(Strategy):
         self._replica = replica
         self._optimizer = replica.optimizer(replica.parameters)
 
-    def shares(self) -> Iterator[Share]:
+    def shards(self) -> Iterator[Shard]:
         """This rank's part of every global batch."""
-        return self._replica.shares()
+        return self._replica.shards()
 
     def memory(self) -> Memory:
         """All parameters, and the optimizer's state."""

@@ -19,7 +19,7 @@ from typing import final
 import torch.distributed as dist
 from torch import nn
 
-from ddpnb.rank.comm.flat_buffers import Flat, gradients
+from ddpnb.rank.comm.flat_buffers import FlatBuffer, gradients
 from ddpnb.rank.strategies.base import Batch, Memory, Replica, StepReport, SynchronousStrategy
 
 
@@ -30,7 +30,7 @@ class Central(SynchronousStrategy):
     def setup(self, replica: Replica) -> None:
         """Make the flat messages and, on rank 0, the one copy and its optimizer."""
         self._replica = replica
-        self._flat = Flat(replica.parameters)
+        self._flat = FlatBuffer(replica.parameters)
         self._held: list[nn.Parameter] = []
         if replica.rank == 0:
             self._held = [nn.Parameter(p.detach().cpu().clone()) for p in replica.parameters]

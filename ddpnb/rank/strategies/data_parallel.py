@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, SynchronousStrategy
-from ddpnb.rank.training.batches import Share
+from ddpnb.rank.training.batches import Shard
 
 Autocast = Callable[[], AbstractContextManager[object]]
 """Makes the context to compute in, which torch keeps for each thread apart."""
@@ -76,7 +76,7 @@ class DataParallel(SynchronousStrategy):
         self._num_bytes = num_bytes(replica.model.parameters()) + buffers
         self._num_bytes += num_bytes(replica.parameters)  # their gradients
 
-    def shares(self) -> Iterator[Share]:
+    def shards(self) -> Iterator[Shard]:
         """Every global batch, whole."""
         return self._replica.whole_batches()
 
@@ -88,7 +88,7 @@ class DataParallel(SynchronousStrategy):
         parts = batch.split(replica.accumulate)
         self._optimizer.zero_grad()
         for part in parts:
-            share = part.num_samples / batch.num_samples
+            shard = part.num_samples / batch.num_samples
             # forward: each replica on its part; the loss on all outputs together
             timer.begin("forward")
             with replica.autocast():
@@ -96,12 +96,12 @@ class DataParallel(SynchronousStrategy):
                 loss = replica.loss(outputs, part.targets)
             # backward: to the outputs, and from there through each replica
             timer.begin("backward")
-            (share * loss).backward()
+            (shard * loss).backward()
             replicas.backward()
             # agree: add the gradients up in the first replica
             timer.begin("communication")
             replicas.reduce()
-            total += share * loss.detach()
+            total += shard * loss.detach()
         # update: the first replica only; the others are overwritten in the next step
         replica.update(self._optimizer)
         return StepReport(

@@ -17,7 +17,7 @@ from typing import final
 
 import torch.distributed as dist
 
-from ddpnb.rank.comm.flat_buffers import Flat, all_reduce_bytes, gradients
+from ddpnb.rank.comm.flat_buffers import FlatBuffer, all_reduce_bytes, gradients
 from ddpnb.rank.strategies.base import Batch, Replica, StepReport, SynchronousStrategy
 
 
@@ -28,7 +28,7 @@ class DdpByHand(SynchronousStrategy):
     def setup(self, replica: Replica) -> None:
         """Make the optimizer and the flat gradients."""
         super().setup(replica)
-        self._flat = Flat(replica.parameters)
+        self._flat = FlatBuffer(replica.parameters)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""

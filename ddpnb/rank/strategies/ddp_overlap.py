@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ddpnb.compat.torch_internals import DdpTimers, times_ddp
-from ddpnb.rank.strategies.timer import Moment, Timer, Untimed
+from ddpnb.rank.strategies.timer import Moment, NullTimer, Timer
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 """Sends one bucket of gradients, and returns what it becomes."""
@@ -50,7 +50,7 @@ def observe(
         state: what the hook is called with.
     """
     observe_buffers(ddp, timer)
-    is_timed = not isinstance(timer, Untimed)
+    is_timed = not isinstance(timer, NullTimer)
     if is_timed and (ddp.device_type == "cuda" or not times_ddp.works):
         return _ByEvents(ddp, timer, hook or allreduce_hook, state)
     if hook is not None:
@@ -74,7 +74,7 @@ def observe_buffers(ddp: DistributedDataParallel, timer: Timer) -> None:
         handle.remove()
         timer.begin("forward")
 
-    if not isinstance(timer, Untimed) and next(model.buffers(), None) is not None:
+    if not isinstance(timer, NullTimer) and next(model.buffers(), None) is not None:
         ddp.register_forward_pre_hook(before)
 
 

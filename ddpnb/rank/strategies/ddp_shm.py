@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
 from ddpnb.rank.comm.rendezvous import this_host
-from ddpnb.rank.comm.shared_all_reduce import SharedSum
+from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, SynchronousStrategy
 from ddpnb.rank.strategies.ddp_overlap import Overlap, Unobserved, observe, observe_buffers
 from ddpnb.rank.strategies.timer import Timer
@@ -50,7 +50,7 @@ class DdpShm(SynchronousStrategy):
 
     def __init__(self, *, timeout_seconds: float = default_pg_timeout.total_seconds()) -> None:
         self._timeout = timeout_seconds
-        self._sum: SharedSum | None = None
+        self._sum: SharedAllReduce | None = None
         self._is_shared = True
 
     def plan(self, state: RankState) -> Plan:
@@ -101,13 +101,13 @@ class DdpShm(SynchronousStrategy):
             self._sum.close()
 
     def _share_memory(self, replica: Replica) -> Overlap:
-        self._sum = SharedSum.open(
+        self._sum = SharedAllReduce.open(
             replica.folder,
             replica.name,
             rank=replica.rank,
             num_ranks=replica.world_size,
             timeout_seconds=self._timeout,
-            lifeline=replica.lifeline,
+            cancellation=replica.cancellation,
         )
 
         def on_wait(is_waiting: bool) -> None:
@@ -126,7 +126,7 @@ class DdpShm(SynchronousStrategy):
 
 
 def _add_in_shared_memory(
-    state: tuple[SharedSum, Timer], bucket: GradBucket
+    state: tuple[SharedAllReduce, Timer], bucket: GradBucket
 ) -> torch.futures.Future[Tensor]:
     """Sum a bucket over all ranks, as a hook of DDP's."""
     shared, timer = state

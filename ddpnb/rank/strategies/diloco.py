@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.flat_buffers import Flat
+from ddpnb.rank.comm.flat_buffers import FlatBuffer
 from ddpnb.rank.strategies.base import (
     Batch,
     Memory,
@@ -56,12 +56,12 @@ class DiLoCo(SynchronousStrategy):
 
     def plan(self, state: RankState) -> Plan:
         """Every rank; between two outer steps none waits for another."""
-        return replace(super().plan(state), num_ahead=self._every)
+        return replace(super().plan(state), num_prefetched=self._every)
 
     def setup(self, replica: Replica) -> None:
         """Make both optimizers; the outer one is the same on every rank."""
         super().setup(replica)
-        self._flat = Flat(replica.parameters)
+        self._flat = FlatBuffer(replica.parameters)
         self._agreed = [nn.Parameter(p.detach().clone()) for p in replica.parameters]
         self._outer = torch.optim.SGD(
             self._agreed,

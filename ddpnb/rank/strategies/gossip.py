@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.flat_buffers import Flat, num_bytes
+from ddpnb.rank.comm.flat_buffers import FlatBuffer, num_bytes
 from ddpnb.rank.comm.messages import RunOverError
 from ddpnb.rank.comm.parameter_store import Log, no_log
 from ddpnb.rank.comm.shared_weights import Weights
@@ -30,8 +30,8 @@ from ddpnb.rank.strategies.base import (
     Strategy,
     SynchronousStrategy,
 )
-from ddpnb.rank.strategies.shared_memory_workers import Crew
-from ddpnb.rank.training.batches import Share
+from ddpnb.rank.strategies.shared_memory_workers import SharedMemoryStrategy
+from ddpnb.rank.training.batches import Shard
 
 
 @final
@@ -40,13 +40,13 @@ class Pairs(SynchronousStrategy):
 
     def plan(self, state: RankState) -> Plan:
         """Every rank; one is ahead of another by as many steps as it takes news to come by."""
-        return replace(super().plan(state), num_ahead=state.world_size)
+        return replace(super().plan(state), num_prefetched=state.world_size)
 
     def setup(self, replica: Replica) -> None:
         """Make this rank's own optimizer, and room for both ranks' weights."""
         super().setup(replica)
-        self._mine = Flat(replica.parameters)
-        self._theirs = Flat(replica.parameters)
+        self._mine = FlatBuffer(replica.parameters)
+        self._theirs = FlatBuffer(replica.parameters)
         self._num_steps = replica.first_step
 
     def step(self, batch: Batch) -> StepReport:
@@ -91,7 +91,7 @@ def met_in(step: int, *, rank: int, world_size: int) -> int | None:
 
 
 @final
-class Neighbours(Crew):
+class Neighbours(SharedMemoryStrategy):
     """Averages with one neighbour at a time, whenever a gradient is ready."""
 
     def setup(self, replica: Replica) -> None:
@@ -110,7 +110,7 @@ class Neighbours(Crew):
             num_copies=replica.world_size + 1,  # the last one for what all end with
             elsewhere="gossip needs all ranks on one host; compare gossip:together=on.",
         )
-        weights = Weights(self.path, self.copies, self._timeout, replica.lifeline)
+        weights = Weights(self.path, self.copies, self._timeout, replica.cancellation)
         self._weights = self._opened.enter_context(contextlib.closing(weights))
         self._mine = [nn.Parameter(slot) for slot in self.copies[replica.rank].tensors]
         if replica.joins:
@@ -122,25 +122,25 @@ class Neighbours(Crew):
 
     def step(self, batch: Batch) -> StepReport:
         """Train on one share; average with whoever is chosen, at whatever it is."""
-        replica, board = self._replica, self.board
-        board.check()
+        replica, queue = self._replica, self.queue
+        queue.check()
         # read: the weights that the gradient is of, while nobody changes them
         replica.timer.begin("communication")
-        read = board.num_updates
+        read = queue.num_updates
         with self._weights.locked(replica.rank):
             _copy(self._mine, replica.parameters)
         self.note(is_write=False, version=read)
         # forward, backward
         loss = replica.compute_gradients(batch)
-        board.check()
+        queue.check()
         # agree: takes part: this worker alone, in its own memory and the neighbour's
         replica.timer.begin("communication")
-        neighbour = chosen_by(replica.rank, self._num_steps, board.living())
+        neighbour = chosen_by(replica.rank, self._num_steps, queue.living())
         with self._weights.averaged(replica.rank, neighbour):
             self._update()
-            version = board.count_update()
+            version = queue.count_update()
         self.note(is_write=True, version=version)
-        board.settle()
+        queue.settle()
         self._num_steps += 1
         return StepReport(
             loss=loss,
@@ -156,7 +156,7 @@ class Neighbours(Crew):
     def finish(self) -> nn.Module:
         """Wait until all are done, and take the mean; takes part: every living rank."""
         shared = self.copies[-1].tensors
-        self.board.part(lambda: _copy(self._mean(), shared))
+        self.queue.part(lambda: _copy(self._mean(), shared))
         _copy(shared, self._replica.parameters)
         self._has_ended = True
         return self._replica.model
@@ -177,7 +177,7 @@ class Neighbours(Crew):
 
     def _mean(self) -> list[torch.Tensor]:
         """Return the mean of the weights of all who live."""
-        living = self.board.living()
+        living = self.queue.living()
         if not living:
             raise RunOverError
         return self._weights.mean(living)
@@ -231,9 +231,9 @@ class Gossip(Strategy):
             self._way = Pairs()
         self._way.setup(replica)
 
-    def shares(self) -> Iterator[Share]:
+    def shards(self) -> Iterator[Shard]:
         """Whatever share is next; together: this rank's part of every global batch."""
-        return self._way.shares()
+        return self._way.shards()
 
     def step(self, batch: Batch) -> StepReport:
         """Train on one share; takes part: this rank, and together its neighbour."""
@@ -255,9 +255,9 @@ class Gossip(Strategy):
         """Go on from there."""
         self._way.load(replica, state)
 
-    def lost_shares(self) -> Sequence[Share]:
+    def lost_shards(self) -> Sequence[Shard]:
         """Return, on rank 0, what was handed out to workers that died; together: nothing."""
-        return self._way.lost_shares()
+        return self._way.lost_shards()
 
     def close(self) -> None:
         """Close it."""

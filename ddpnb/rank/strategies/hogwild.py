@@ -27,11 +27,11 @@ from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.comm.parameter_store import ScaledStep
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport
-from ddpnb.rank.strategies.shared_memory_workers import Crew
+from ddpnb.rank.strategies.shared_memory_workers import SharedMemoryStrategy
 
 
 @final
-class Hogwild(Crew):
+class Hogwild(SharedMemoryStrategy):
     """Asynchronous SGD on shared memory."""
 
     def plan(self, state: RankState) -> Plan:
@@ -65,8 +65,8 @@ class Hogwild(Crew):
 
     def step(self, batch: Batch) -> StepReport:
         """Train on one share, on parameters that others change meanwhile."""
-        self.board.check()
-        read = self.board.num_updates
+        self.queue.check()
+        read = self.queue.num_updates
         self.note(is_write=False, version=read)
         # forward; backward
         loss = self._replica.compute_gradients(batch)
@@ -74,8 +74,8 @@ class Hogwild(Crew):
         # update: in the memory of all, while others do the same
         self._replica.timer.begin("optimizer")
         self._make_step(batch.weight)
-        version = self.board.count_update()
-        self.board.settle()
+        version = self.queue.count_update()
+        self.queue.settle()
         self.note(is_write=True, version=version)
         return StepReport(
             loss=loss,
@@ -86,7 +86,7 @@ class Hogwild(Crew):
 
     def finish(self) -> nn.Module:
         """Wait until all are done, and copy the parameters; takes part: every living rank."""
-        self.board.part()
+        self.queue.part()
         for parameter in self._replica.parameters:  # into memory of their own
             parameter.data = parameter.data.clone()
         return self._replica.model

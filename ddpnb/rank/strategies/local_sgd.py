@@ -22,7 +22,7 @@ from typing import final
 from torch import nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.flat_buffers import Flat, gradients
+from ddpnb.rank.comm.flat_buffers import FlatBuffer, gradients
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, SynchronousStrategy
 
 
@@ -41,12 +41,12 @@ class LocalSgd(SynchronousStrategy):
 
     def plan(self, state: RankState) -> Plan:
         """Every rank; between two averages none waits for another."""
-        return replace(super().plan(state), num_ahead=self._every)
+        return replace(super().plan(state), num_prefetched=self._every)
 
     def setup(self, replica: Replica) -> None:
         """Make this rank's own optimizer, and room for the weights of one message."""
         super().setup(replica)
-        self._flat = Flat(replica.parameters)
+        self._flat = FlatBuffer(replica.parameters)
         self._num_steps = replica.first_step
 
     def step(self, batch: Batch) -> StepReport:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.flat_buffers import Flat
+from ddpnb.rank.comm.flat_buffers import FlatBuffer
 from ddpnb.rank.strategies.base import Batch, Plan, StepReport, SynchronousStrategy
 
 _NOTE = "no-comm sends nothing: its model has learnt from rank 0's share of the samples alone."
@@ -36,7 +36,7 @@ class NoComm(SynchronousStrategy):
         """Every rank."""
         notes = (_NOTE,) if state.world_size > 1 else ()
         # Nobody waits for anybody: num_ahead is what a stop allows for.
-        return replace(super().plan(state), num_ahead=1, notes=notes)
+        return replace(super().plan(state), num_prefetched=1, notes=notes)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch, alone."""
@@ -50,7 +50,7 @@ class NoComm(SynchronousStrategy):
     def finish(self) -> nn.Module:
         """Take rank 0's weights; takes part: every rank."""
         parameters = self._replica.parameters
-        flat = Flat(parameters)
+        flat = FlatBuffer(parameters)
         flat.gather(parameters)
         for buffer in flat.buffers:
             dist.broadcast(buffer, src=0)

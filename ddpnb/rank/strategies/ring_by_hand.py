@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.comm.flat_buffers import Flat, gradients, num_bytes
+from ddpnb.rank.comm.flat_buffers import FlatBuffer, gradients, num_bytes
 from ddpnb.rank.strategies.base import Batch, Replica, StepReport, SynchronousStrategy
 
 
@@ -32,7 +32,7 @@ class RingByHand(SynchronousStrategy):
     def setup(self, replica: Replica) -> None:
         """Make the optimizer and the flat gradients."""
         super().setup(replica)
-        self._flat = Flat(replica.parameters)
+        self._flat = FlatBuffer(replica.parameters)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""

@@ -12,17 +12,17 @@ from pathlib import Path
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.messages import RunOverError
-from ddpnb.rank.comm.packed_tensors import Packed, create_shared, map_copies, num_bytes
+from ddpnb.rank.comm.packed_tensors import PackedTensors, create_shared, map_copies, num_bytes
 from ddpnb.rank.comm.parameter_store import Access, Log, no_log
-from ddpnb.rank.comm.rendezvous import Meeting, this_host
-from ddpnb.rank.comm.work_queue import Board
+from ddpnb.rank.comm.rendezvous import Rendezvous, this_host
+from ddpnb.rank.comm.work_queue import WorkQueue
 from ddpnb.rank.strategies.base import Plan, Replica, Strategy
-from ddpnb.rank.training.batches import Share
+from ddpnb.rank.training.batches import Shard
 
 _MEMORY = "memory"
 
 
-class Crew(Strategy):
+class SharedMemoryStrategy(Strategy):
     """A strategy on memory that all ranks share.
 
     In its ``setup`` a subclass calls ``open``, and ``enter`` when it is ready.
@@ -32,15 +32,15 @@ class Crew(Strategy):
         log: is notified of every read and update of this worker.
     """
 
-    board: Board
-    copies: list[Packed]
+    queue: WorkQueue
+    copies: list[PackedTensors]
     """Of the parameters, in the memory of all; at first each is what rank 0 brought."""
 
     def __init__(self, *, timeout: float = 60.0, log: Log = no_log) -> None:
         self._timeout = timeout
         self._log = log
         self._opened = contextlib.ExitStack()
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
 
     def plan(self, state: RankState) -> Plan:
         """Every rank trains."""
@@ -65,37 +65,37 @@ class Crew(Strategy):
         if not replica.joins:
             self._meet(num_copies, elsewhere)
         try:
-            self.board = Board(
+            self.queue = WorkQueue(
                 self._path("b"),
                 rank=replica.rank,
                 world_size=replica.world_size,
-                num_shares=self._num_shares,
+                num_shards=self._num_shards,
                 timeout_seconds=self._timeout,
-                lifeline=replica.lifeline,
+                cancellation=replica.cancellation,
             )
-            self._opened.callback(self.board.close)
+            self._opened.callback(self.queue.close)
             self.copies = map_copies(self.path, replica.parameters, num_copies)
         except (FileNotFoundError, RuntimeError) as error:
             raise RunOverError from error
 
     def enter(self) -> None:
         """Say that this worker is ready, and wait for all; who joins waits for nobody."""
-        self.board.enter(self._meeting.absent if self._meeting else None)
+        self.queue.enter(self._rendezvous.absent if self._rendezvous else None)
 
-    def shares(self) -> Iterator[Share]:
+    def shards(self) -> Iterator[Shard]:
         """Whatever share is next, until all are handed out."""
-        while (number := self.board.take()) is not None:
-            yield self._replica.share(number)
+        while (number := self.queue.take()) is not None:
+            yield self._replica.shard(number)
 
     def note(self, *, is_write: bool, version: int) -> None:
         """Log a read or an update of this worker."""
         self._log(Access(rank=self._replica.rank, is_write=is_write, version=version))
 
-    def lost_shares(self) -> Sequence[Share]:
+    def lost_shards(self) -> Sequence[Shard]:
         """Return, on rank 0, what was handed out to workers that died."""
         if self._replica.rank != 0:
             return ()
-        return [self._replica.share(number) for number in self.board.lost_shares()]
+        return [self._replica.shard(number) for number in self.queue.lost_shards()]
 
     def close(self) -> None:
         """Say that this worker failed, if it has not finished; remove the files."""
@@ -104,23 +104,25 @@ class Crew(Strategy):
     def _meet(self, num_copies: int, elsewhere: str) -> None:
         """Make the files, or wait until rank 0 has."""
         replica = self._replica
-        self._meeting = meeting = Meeting(
-            replica.name, replica.rank, replica.folder, self._timeout, replica.lifeline
+        self._rendezvous = rendezvous = Rendezvous(
+            replica.name, replica.rank, replica.folder, self._timeout, replica.cancellation
         )
         if replica.rank != 0:
-            if meeting.read(_MEMORY, of_rank=0) != this_host(replica.folder):
+            if rendezvous.read(_MEMORY, of_rank=0) != this_host(replica.folder):
                 raise UserError(elsewhere)
             return
-        self._opened.callback(meeting.forget, _MEMORY)
+        self._opened.callback(rendezvous.forget, _MEMORY)
         for kind in "wb":
             self._opened.callback(self._path(kind).unlink, missing_ok=True)
         size = num_copies * num_bytes(replica.parameters)
         create_shared(self.path, size)
-        Board.create(self._path("b"), world_size=replica.world_size, num_shares=self._num_shares)
+        WorkQueue.create(
+            self._path("b"), world_size=replica.world_size, num_shards=self._num_shards
+        )
         for copied in map_copies(self.path, replica.parameters, num_copies):
             for slot, parameter in zip(copied.tensors, replica.parameters, strict=True):
                 slot.copy_(parameter.detach())
-        meeting.tell(_MEMORY, this_host(replica.folder))
+        rendezvous.tell(_MEMORY, this_host(replica.folder))
 
     @property
     def path(self) -> Path:
@@ -128,7 +130,7 @@ class Crew(Strategy):
         return self._path("w")
 
     @property
-    def _num_shares(self) -> int:
+    def _num_shards(self) -> int:
         return self._replica.num_steps * self._replica.world_size
 
     def _path(self, kind: str) -> Path:

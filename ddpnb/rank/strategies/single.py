@@ -13,7 +13,7 @@ from typing import final
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Batch, Plan, StepReport, SynchronousStrategy
-from ddpnb.rank.training.batches import Share
+from ddpnb.rank.training.batches import Shard
 
 
 @final
@@ -24,7 +24,7 @@ class Single(SynchronousStrategy):
         """Rank 0 alone."""
         return Plan(num_ranks=1, num_workers=1, synchronous=True)
 
-    def shares(self) -> Iterator[Share]:
+    def shards(self) -> Iterator[Shard]:
         """Every global batch, whole."""
         return self._replica.whole_batches()
 

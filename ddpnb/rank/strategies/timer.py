@@ -31,7 +31,7 @@ class Timer(ABC):
 
 
 @final
-class Untimed(Timer):
+class NullTimer(Timer):
     """A timer that counts nothing."""
 
     def begin(self, part: Part, at: Moment = None) -> Part:

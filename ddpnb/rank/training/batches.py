@@ -22,7 +22,7 @@ from ddpnb.protocol.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Shard:
     """One worker's part of one global batch: part ``part`` of ``num_parts``."""
 
     step: int
@@ -30,13 +30,13 @@ class Share:
     num_parts: int
 
 
-def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Share]:
+def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Shard]:
     """Yield the same part of every global batch: what a synchronous worker trains on."""
     for step in range(num_steps):
-        yield Share(step=step, part=part, num_parts=num_parts)
+        yield Shard(step=step, part=part, num_parts=num_parts)
 
 
-class Order:
+class BatchSchedule:
     """The global batches of a run; the same on every rank and for every strategy.
 
     The last batch of an epoch may be smaller.  It is left out only where it would be
@@ -104,22 +104,22 @@ class Order:
         start = step % self.steps_per_epoch * self._batch_size
         return min(self._batch_size, self._num_samples - start)
 
-    def indices(self, share: Share) -> Tensor:
+    def indices(self, shard: Shard) -> Tensor:
         """Return which samples a share holds: int64 indices into the training split.
 
         Parts are contiguous and differ by one sample at most.
         """
-        epoch, batch = divmod(share.step, self.steps_per_epoch)
+        epoch, batch = divmod(shard.step, self.steps_per_epoch)
         self._turn_to(epoch)
         start = batch * self._batch_size
         whole = self._permutation[start : start + self._batch_size]
-        return whole.tensor_split(share.num_parts)[share.part]
+        return whole.tensor_split(shard.num_parts)[shard.part]
 
-    def smallest_share(self, num_parts: int) -> Share:
+    def smallest_shard(self, num_parts: int) -> Shard:
         """Return a share with the fewest samples that the run will meet."""
         last = min(self.num_steps, self.steps_per_epoch) - 1
         step = min((0, last), key=self.size)
-        return Share(step=step, part=num_parts - 1, num_parts=num_parts)
+        return Shard(step=step, part=num_parts - 1, num_parts=num_parts)
 
     def _turn_to(self, epoch: int) -> None:
         """Make the epoch's permutation, unless it is the one at hand."""

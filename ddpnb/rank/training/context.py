@@ -9,31 +9,31 @@ import torch
 from torch import nn
 
 from ddpnb.protocol import faults
-from ddpnb.protocol.messages import Joining, RankState, RunSpec
-from ddpnb.rank.cancellation import Lifeline
+from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, no_delay
 from ddpnb.rank.strategies.timer import Timer
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import DatasetSamples, OptimizerFactory, Pair, Task
-from ddpnb.rank.training.batches import Order, Share
+from ddpnb.rank.training.batches import BatchSchedule, Shard
 from ddpnb.rank.training.checkpoint import Place, read
-from ddpnb.rank.training.loader import NUM_AHEAD, Ahead, Direct, Source
+from ddpnb.rank.training.loader import NUM_AHEAD, InlineLoader, PrefetchingLoader, Source
 from ddpnb.rank.training.optimizer_hooks import tuned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class RunContext:
     """One run on one rank: its task, its place, and who takes part."""
 
     spec: RunSpec
     state: RankState
     plan: Plan
     task: Task
-    order: Order
+    order: BatchSchedule
     folder: Path
-    lifeline: Lifeline
+    cancellation: CancellationToken
     """Ends the run on this rank where the group is cut."""
     namespace: Mapping[str, object]
     """Where a strategy of the user's own is looked up."""
@@ -41,7 +41,7 @@ class Stage:
     """Global batches that the run to resume was trained on."""
     saved: State | None = None
     """What this rank goes on from."""
-    joining: Joining | None = None
+    rejoin_info: RejoinInfo | None = None
     """Where this rank comes in, if the others train already."""
 
     def strategy(self) -> Strategy:
@@ -113,9 +113,9 @@ class Stage:
             transport=self.spec.transport,
             optimizers=optimizers,
             delay=delay,
-            joins=self.joining is not None,
-            num_ahead=NUM_AHEAD * self.spec.num_data_workers if self.fetches_ahead else 0,
-            lifeline=self.lifeline,
+            joins=self.rejoin_info is not None,
+            num_prefetched=NUM_AHEAD * self.spec.num_data_workers if self.fetches_ahead else 0,
+            cancellation=self.cancellation,
         )
 
     def source(self, strategy: Strategy) -> Source:
@@ -124,9 +124,9 @@ class Stage:
             return self.direct(strategy)
         assert isinstance(self.task.train, DatasetSamples)
         begun = self.first_step * self.state.world_size + self.state.rank  # other on each rank
-        return Ahead(
+        return PrefetchingLoader(
             self.task.train.dataset,
-            strategy.shares(),
+            strategy.shards(),
             self.indices,
             self.spec.num_data_workers,
             seed=(self.spec.seed * 1_000_003 + begun) % 2**63,
@@ -134,40 +134,40 @@ class Stage:
 
     def direct(self, strategy: Strategy) -> Source:
         """Return a source that fetches each share when it is asked for."""
-        return Direct(self.task.train, strategy.shares(), self.indices)
+        return InlineLoader(self.task.train, strategy.shards(), self.indices)
 
-    def indices(self, share: Share) -> torch.Tensor:
+    def indices(self, shard: Shard) -> torch.Tensor:
         """Return which samples a share of this run holds."""
-        return self.order.indices(self._within_training(share))
+        return self.order.indices(self._within_training(shard))
 
-    def batch(self, share: Share, pair: Pair) -> Batch:
+    def batch(self, shard: Shard, pair: Pair) -> Batch:
         """Send the samples of a share to the device."""
         on_gpu = self.device.type == "cuda"
         # Only from pinned memory does a copy to a GPU not make this thread wait.
         inputs, targets = (part.pin_memory() if on_gpu else part for part in pair)
-        num_global = self.order.size(self._within_training(share).step)
+        num_global = self.order.size(self._within_training(shard).step)
         return Batch(
             inputs=inputs.to(self.device, non_blocking=True),
             targets=targets.to(self.device, non_blocking=True),
             num_samples=len(inputs),
             num_global=num_global,
-            most_parts=num_global // share.num_parts if self.syncs_batchnorm else None,
+            most_parts=num_global // shard.num_parts if self.syncs_batchnorm else None,
         )
 
     def smallest_batch(self, strategy: Strategy) -> Batch:
         """Fetch as few samples as the model will be called with: it may stumble over them."""
         plan, order = self.plan, self.order
-        sizes = (order.size(0), order.size(order.smallest_share(1).step))
+        sizes = (order.size(0), order.size(order.smallest_shard(1).step))
         num = min(strategy.fewest_samples(size, plan, self.spec.accumulate) for size in sizes)
         if self.syncs_batchnorm:
             num = max(num, 2)  # there the other ranks' samples count, too
-        indices = order.indices(Share(step=0, part=0, num_parts=1))
+        indices = order.indices(Shard(step=0, part=0, num_parts=1))
         return self._alone(*self.task.train.fetch(indices[:num]))
 
     def usual_batch(self) -> Batch:
         """Fetch one worker's share of a whole global batch."""
-        share = Share(step=0, part=0, num_parts=self.plan.num_workers)
-        return self._alone(*self.task.train.fetch(self.order.indices(share)))
+        shard = Shard(step=0, part=0, num_parts=self.plan.num_workers)
+        return self._alone(*self.task.train.fetch(self.order.indices(shard)))
 
     def place(self, run_id: str) -> Place:
         """Return this rank's place in the checkpoints of a run."""
@@ -183,12 +183,12 @@ class Stage:
         """Whether BatchNorm takes its statistics over all ranks."""
         plan, on_gpu = self.plan, self.device.type == "cuda"
         is_shared = plan.num_ranks == self.state.world_size > 1
-        is_in_step = plan.synchronous and plan.num_ahead == 0  # the others must not become so
+        is_in_step = plan.synchronous and plan.num_prefetched == 0  # the others must not become so
         return self.spec.sync_batchnorm and is_shared and is_in_step and on_gpu
 
-    def _within_training(self, share: Share) -> Share:
+    def _within_training(self, shard: Shard) -> Shard:
         """Return a share of this run as one of the whole training, of which it may be the end."""
-        return Share(step=self.first_step + share.step, part=share.part, num_parts=share.num_parts)
+        return Shard(step=self.first_step + shard.step, part=shard.part, num_parts=shard.num_parts)
 
     def _alone(self, inputs: torch.Tensor, targets: torch.Tensor) -> Batch:
         num = len(inputs)
@@ -202,9 +202,9 @@ def build(
     namespace: Mapping[str, object],
     *,
     folder: Path = Path(),
-    lifeline: Lifeline | None = None,
+    cancellation: CancellationToken | None = None,
     filename: str,
-) -> Stage:
+) -> RunContext:
     """Load the task and find out who takes part.
 
     Raises:
@@ -214,7 +214,7 @@ def build(
     faults.check_ranks(spec.slow, spec.kill, state.world_size)
     seed_everything(spec.seed)  # the data, too, come out the same on every rank
     task = load_task(spec, namespace, filename)
-    order = Order(
+    order = BatchSchedule(
         len(task.train),
         batch_size=spec.batch_size,
         num_epochs=spec.num_epochs,
@@ -227,14 +227,14 @@ def build(
     if spec.resume and state.rank < plan.num_ranks:
         saved = read(place(spec, state, plan, spec.resume), spec)
         order.check_begun(saved["step"])
-    return Stage(
+    return RunContext(
         spec=spec,
         state=state,
         plan=plan,
         task=task,
         order=order,
         folder=folder,
-        lifeline=lifeline or Lifeline(),
+        cancellation=cancellation or CancellationToken(),
         namespace=known,
         first_step=saved["step"] if saved else 0,
         saved=saved,

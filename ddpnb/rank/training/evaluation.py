@@ -27,7 +27,7 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class EvalResult:
     """How a model does on what it was trained on, and on what it never saw."""
 
     train: Score
@@ -36,7 +36,7 @@ class Verdict:
 
 def evaluate(
     model: nn.Module, task: Task, device: torch.device, *, failed: Callable[[str], None]
-) -> Verdict:
+) -> EvalResult:
     """Judge a model on both splits, in evaluation mode.
 
     Args:
@@ -54,7 +54,9 @@ def evaluate(
             failed(f"could not evaluate the model on {split} samples ({summary_of(error)})")
             return Score()
 
-    return Verdict(train=judge("training", task.train), held_out=judge("held-out", task.held_out))
+    return EvalResult(
+        train=judge("training", task.train), held_out=judge("held-out", task.held_out)
+    )
 
 
 @torch.no_grad()

@@ -101,7 +101,7 @@ def measure(replica: Replica, batch: Batch) -> float:
 
 
 @final
-class Drag:
+class FaultInjector:
     """Lets faults strike while a run is trained.
 
     Args:

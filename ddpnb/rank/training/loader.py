@@ -18,19 +18,19 @@ from torch.utils.data import DataLoader, Dataset
 from ddpnb.compat.torch_internals import end_data_workers
 from ddpnb.protocol.processes import die_with_parent
 from ddpnb.rank.tasks.base import Pair, Samples
-from ddpnb.rank.training.batches import Share
+from ddpnb.rank.training.batches import Shard
 
 NUM_AHEAD = 2
 """Shares that each process has in work, or ready, while this worker trains on one."""
 
-Indices = Callable[[Share], Tensor]
+Indices = Callable[[Shard], Tensor]
 
 
 class Source(ABC):
     """Where the samples of each share come from."""
 
     @abstractmethod
-    def pairs(self) -> Iterator[tuple[Share, Pair]]:
+    def pairs(self) -> Iterator[tuple[Shard, Pair]]:
         """Yield each share to train on, in order, with its samples."""
 
     @abstractmethod
@@ -39,7 +39,7 @@ class Source(ABC):
 
 
 @final
-class Direct(Source):
+class InlineLoader(Source):
     """Fetches a share when it is asked for.
 
     Args:
@@ -48,22 +48,22 @@ class Direct(Source):
         indices: which samples a share holds.
     """
 
-    def __init__(self, samples: Samples, shares: Iterable[Share], indices: Indices) -> None:
+    def __init__(self, samples: Samples, shards: Iterable[Shard], indices: Indices) -> None:
         self._samples = samples
-        self._shares = shares
+        self._shards = shards
         self._indices = indices
 
-    def pairs(self) -> Iterator[tuple[Share, Pair]]:
+    def pairs(self) -> Iterator[tuple[Shard, Pair]]:
         """Fetch each share when it is its turn."""
-        for share in self._shares:
-            yield share, self._samples.fetch(self._indices(share))
+        for shard in self._shards:
+            yield shard, self._samples.fetch(self._indices(shard))
 
     def close(self) -> None:
         """Nothing to end."""
 
 
 @final
-class Ahead(Source):
+class PrefetchingLoader(Source):
     """Fetches shares in processes, before they are asked for.
 
     Args:
@@ -77,16 +77,16 @@ class Ahead(Source):
     def __init__(
         self,
         dataset: Dataset[Any],
-        shares: Iterable[Share],
+        shards: Iterable[Shard],
         indices: Indices,
         num_processes: int,
         seed: int,
     ) -> None:
-        self._asked: deque[Share] = deque()
+        self._asked: deque[Shard] = deque()
         self._batches: Iterator[Any] | None = iter(
             DataLoader(
                 dataset,
-                batch_sampler=(indices(share).tolist() for share in self._noted(shares)),
+                batch_sampler=(indices(shard).tolist() for shard in self._noted(shards)),
                 num_workers=num_processes,
                 prefetch_factor=NUM_AHEAD,
                 worker_init_fn=_end_with_rank,
@@ -96,7 +96,7 @@ class Ahead(Source):
             )
         )
 
-    def pairs(self) -> Iterator[tuple[Share, Pair]]:
+    def pairs(self) -> Iterator[tuple[Shard, Pair]]:
         """Wait for the samples of each share in turn."""
         assert self._batches is not None, "closed"
         for inputs, targets in self._batches:
@@ -108,10 +108,10 @@ class Ahead(Source):
         if batches is not None:
             end_data_workers(batches)
 
-    def _noted(self, shares: Iterable[Share]) -> Iterator[Share]:
-        for share in shares:
-            self._asked.append(share)
-            yield share
+    def _noted(self, shards: Iterable[Shard]) -> Iterator[Shard]:
+        for shard in shards:
+            self._asked.append(shard)
+            yield shard
 
 
 def _end_with_rank(_: int) -> None:

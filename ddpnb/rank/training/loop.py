@@ -19,20 +19,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddpnb.protocol.messages import Checked, Joining, RankState, RunReport, RunSpec
-from ddpnb.rank.cancellation import Lifeline
+from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, RunSpec
+from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.messages import RunOverError
-from ddpnb.rank.comm.rendezvous import excused
-from ddpnb.rank.random_state import untouched
+from ddpnb.rank.comm.rendezvous import announce_failure
+from ddpnb.rank.random_state import preserve_rng
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.timer import Untimed
+from ddpnb.rank.strategies.timer import NullTimer
 from ddpnb.rank.training import checkpoint_compat, fault_injection
-from ddpnb.rank.training.checkpoint_callback import Keeper, set_up
-from ddpnb.rank.training.context import Stage, build
+from ddpnb.rank.training.checkpoint_callback import CheckpointCallback, set_up
+from ddpnb.rank.training.context import RunContext, build
 from ddpnb.rank.training.evaluation import evaluate
-from ddpnb.rank.training.fault_injection import Drag
+from ddpnb.rank.training.fault_injection import FaultInjector
 from ddpnb.rank.training.loader import Source
-from ddpnb.rank.training.run_metrics import Publish, Tally, header_of
+from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.stop import Stop
 from ddpnb.rank.training.timing import Clock, clock_of
 from ddpnb.rank.training.validation import check_dense, check_evaluation, check_training
@@ -62,20 +62,20 @@ def check(
         UserError: one sentence that says what is wrong and what to do.
         Exception: whatever the cell itself raises, with its own traceback.
     """
-    with untouched(torch.device(state.device)):
-        stage = build(spec, state, namespace, filename=filename)
-        replica = stage.replica("check", num_steps=1, timer=Untimed(), is_grouped=False)
-        strategy = stage.strategy()
-        batch = stage.smallest_batch(strategy)
+    with preserve_rng(torch.device(state.device)):
+        context = build(spec, state, namespace, filename=filename)
+        replica = context.replica("check", num_steps=1, timer=NullTimer(), is_grouped=False)
+        strategy = context.strategy()
+        batch = context.smallest_batch(strategy)
         check_training(replica, batch)
         check_dense(replica, spec.strategy)
         strategy.check(replica)
         if state.rank == 0:
-            check_evaluation(replica, stage.task, batch.num_samples)
-        if stage.saved is not None:
-            checkpoint_compat.check_replica(replica, stage.saved)
+            check_evaluation(replica, context.task, batch.num_samples)
+        if context.saved is not None:
+            checkpoint_compat.check_replica(replica, context.saved)
         return Checked(
-            num_samples=len(stage.task.train), survives_deaths=stage.plan.survives_deaths
+            num_samples=len(context.task.train), survives_deaths=context.plan.survives_deaths
         )
 
 
@@ -88,8 +88,8 @@ def run(
     namespace: Mapping[str, object],
     should_stop: Callable[[], bool],
     filename: str = UNNAMED,
-    joining: Joining | None = None,
-    lifeline: Lifeline | None = None,
+    rejoin_info: RejoinInfo | None = None,
+    cancellation: CancellationToken | None = None,
 ) -> RunReport:
     """Train and judge one run; takes part: every rank of the default process group.
 
@@ -111,69 +111,71 @@ def run(
         UserError: what ``check`` would have refused.
         RuntimeError: another rank left in the middle of the run.
     """
-    with untouched(torch.device(state.device)):
-        stage = build(spec, state, namespace, folder=folder, filename=filename, lifeline=lifeline)
-        if state.rank >= stage.plan.num_ranks:
+    with preserve_rng(torch.device(state.device)):
+        context = build(
+            spec, state, namespace, folder=folder, filename=filename, cancellation=cancellation
+        )
+        if state.rank >= context.plan.num_ranks:
             return RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
-        if joining is not None:
-            return _join(replace(stage, joining=joining), publish, should_stop)
-        with _excused(stage, "r"):
-            _rehearse(stage)
-        with _excused(stage, "t"):
-            return _perform(stage, publish, should_stop)
+        if rejoin_info is not None:
+            return _join(replace(context, rejoin_info=rejoin_info), publish, should_stop)
+        with _announce_failure(context, "r"):
+            _rehearse(context)
+        with _announce_failure(context, "t"):
+            return _perform(context, publish, should_stop)
 
 
-def _join(stage: Stage, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
+def _join(context: RunContext, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
     # join: nothing that needs the others, who do not wait; there may be none any more
     try:
-        return _perform(stage, publish, should_stop)
+        return _perform(context, publish, should_stop)
     except RunOverError:
-        return RunReport(run_id=stage.spec.run_id, rank=stage.state.rank, took_part=False)
+        return RunReport(run_id=context.spec.run_id, rank=context.state.rank, took_part=False)
 
 
-def _excused(stage: Stage, phase: str) -> contextlib.AbstractContextManager[None]:
+def _announce_failure(context: RunContext, phase: str) -> contextlib.AbstractContextManager[None]:
     """Where a phase fails, tell those who would wait for this rank in vain."""
-    if stage.plan.synchronous or stage.plan.num_ranks == 1:
+    if context.plan.synchronous or context.plan.num_ranks == 1:
         return contextlib.nullcontext()
-    return excused(stage.name(phase), stage.state.rank, stage.folder)
+    return announce_failure(context.name(phase), context.state.rank, context.folder)
 
 
-def _rehearse(stage: Stage) -> None:
+def _rehearse(context: RunContext) -> None:
     # rehearse: with its own replica, optimizer and files, of which nothing is kept
-    num_steps = min(stage.spec.num_warmup_steps, stage.num_steps)
+    num_steps = min(context.spec.num_warmup_steps, context.num_steps)
     if num_steps == 0:
         return
-    clock = clock_of(stage.device)
-    with closing(stage.strategy()) as strategy:
-        strategy.setup(stage.replica("r", num_steps=num_steps, timer=clock))
+    clock = clock_of(context.device)
+    with closing(context.strategy()) as strategy:
+        strategy.setup(context.replica("r", num_steps=num_steps, timer=clock))
         clock.start()
-        for share, pair in stage.direct(strategy).pairs():
-            clock.lap(strategy.step(stage.batch(share, pair)))
+        for shard, pair in context.direct(strategy).pairs():
+            clock.timing(strategy.step(context.batch(shard, pair)))
         clock.stop()
         strategy.finish()
 
 
-def _perform(stage: Stage, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
-    tally = Tally(stage=stage, publish=publish, clock=clock_of(stage.device))
+def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
+    metrics = RunMetrics(context=context, publish=publish, clock=clock_of(context.device))
     with contextlib.ExitStack() as opened:
-        course = _prepare(stage, tally, should_stop, opened)
-        _barrier(stage)
+        course = _prepare(context, metrics, should_stop, opened)
+        _barrier(context)
         _train(course)
-        tally.memory = course.strategy.memory()
+        metrics.memory = course.strategy.memory()
         # finish: waits for all; only then may the file go that tells them to stop
         model = course.strategy.finish()
-        if not tally.was_stopped:
-            course.keeper.end()
-        lost = sum(len(stage.indices(share)) for share in course.strategy.lost_shares())
+        if not metrics.was_stopped:
+            course.callback.end()
+        lost = sum(len(context.indices(shard)) for shard in course.strategy.lost_shards())
     # evaluate
-    if stage.state.rank != 0:
-        return tally.report()
-    course.keeper.finish(model)
-    verdict = evaluate(model, stage.task, stage.device, failed=tally.mark)
-    return tally.report(
-        final_loss=verdict.train.loss,
-        held_out_loss=verdict.held_out.loss,
-        held_out_accuracy=verdict.held_out.accuracy,
+    if context.state.rank != 0:
+        return metrics.report()
+    course.callback.finish(model)
+    evaluation = evaluate(model, context.task, context.device, failed=metrics.mark)
+    return metrics.report(
+        final_loss=evaluation.train.loss,
+        held_out_loss=evaluation.held_out.loss,
+        held_out_accuracy=evaluation.held_out.accuracy,
         num_lost_samples=lost,
     )
 
@@ -182,103 +184,107 @@ def _perform(stage: Stage, publish: Publish, should_stop: Callable[[], bool]) ->
 class _Course:
     """All that is at hand while a run is trained."""
 
-    stage: Stage
+    context: RunContext
     strategy: Strategy
     source: Source
     stop: Stop
-    late: Drag
-    keeper: Keeper
-    tally: Tally
+    late: FaultInjector
+    callback: CheckpointCallback
+    metrics: RunMetrics
 
 
 def _prepare(
-    stage: Stage,
-    tally: Tally,
+    context: RunContext,
+    metrics: RunMetrics,
     should_stop: Callable[[], bool],
     opened: contextlib.ExitStack,
 ) -> _Course:
     """Set everything up; ``opened`` lets go of it."""
-    faults = fault_injection.faults_of(stage.spec, stage.workers, is_new=stage.joining is None)
-    seconds = _compute_seconds(stage) if faults.need_compute_seconds else 0.0
-    strategy = opened.enter_context(closing(stage.strategy()))
-    stop = opened.enter_context(closing(_stop_of(stage, tally.clock, should_stop)))
-    late = Drag(
+    faults = fault_injection.faults_of(
+        context.spec, context.workers, is_new=context.rejoin_info is None
+    )
+    seconds = _compute_seconds(context) if faults.need_compute_seconds else 0.0
+    strategy = opened.enter_context(closing(context.strategy()))
+    stop = opened.enter_context(closing(_stop_of(context, metrics.clock, should_stop)))
+    late = FaultInjector(
         faults,
         compute_seconds=seconds,
-        device=stage.device,
-        timer=tally.clock,
-        publish=tally.publish,
+        device=context.device,
+        timer=metrics.clock,
+        publish=metrics.publish,
     )
-    replica = stage.replica(
+    replica = context.replica(
         "t",
-        num_steps=stage.num_steps,
-        first_step=stage.first_step,
-        timer=tally.clock,
+        num_steps=context.num_steps,
+        first_step=context.first_step,
+        timer=metrics.clock,
         delay=late.delay,
     )
     num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
-    set_up(stage, strategy, replica)
-    if stage.state.rank == 0:
-        tally.publish(header_of(stage, num_parameters, strategy.notes()))
+    set_up(context, strategy, replica)
+    if context.state.rank == 0:
+        metrics.publish(header_of(context, num_parameters, strategy.notes()))
     return _Course(
-        stage=stage,
+        context=context,
         strategy=strategy,
-        source=opened.enter_context(closing(stage.source(strategy))),
+        source=opened.enter_context(closing(context.source(strategy))),
         stop=stop,
         late=late,
-        keeper=Keeper(
-            stage=stage,
+        callback=CheckpointCallback(
+            context=context,
             strategy=strategy,
             replica=replica,
-            clock=tally.clock,
-            meet=lambda: _barrier(stage),
-            tell=tally.mark,
+            clock=metrics.clock,
+            meet=lambda: _barrier(context),
+            tell=metrics.mark,
         ),
-        tally=tally,
+        metrics=metrics,
     )
 
 
-def _compute_seconds(stage: Stage) -> float:
+def _compute_seconds(context: RunContext) -> float:
     """Return what one worker's own computing takes in one step, on a throwaway replica."""
-    alone = stage.replica("m", num_steps=1, timer=Untimed(), is_grouped=False)
-    return fault_injection.measure(alone, stage.usual_batch())
+    alone = context.replica("m", num_steps=1, timer=NullTimer(), is_grouped=False)
+    return fault_injection.measure(alone, context.usual_batch())
 
 
-def _stop_of(stage: Stage, clock: Clock, should_stop: Callable[[], bool]) -> Stop:
+def _stop_of(context: RunContext, clock: Clock, should_stop: Callable[[], bool]) -> Stop:
     return Stop(
-        stage.folder,
-        stage.name("t"),
-        synchronous=stage.plan.synchronous,
-        num_ahead=clock.num_ahead + stage.plan.num_ahead,
+        context.folder,
+        context.name("t"),
+        synchronous=context.plan.synchronous,
+        num_prefetched=clock.num_prefetched + context.plan.num_prefetched,
         wanted=should_stop,
     )
 
 
-def _barrier(stage: Stage) -> None:
+def _barrier(context: RunContext) -> None:
     # barrier: takes part: every rank of the plan, which is one or all
-    if stage.plan.num_ranks == 1 or stage.joining is not None:
+    if context.plan.num_ranks == 1 or context.rejoin_info is not None:
         return
-    device_ids = [stage.device.index] if stage.state.backend == "nccl" else None
+    device_ids = [context.device.index] if context.state.backend == "nccl" else None
     dist.barrier(device_ids=device_ids)
 
 
 def _train(course: _Course) -> None:
     # train
-    tally, stage = course.tally, course.stage
-    tally.start()
+    metrics, context = course.metrics, course.context
+    metrics.start()
     course.late.begin()
-    for step, (share, pair) in enumerate(course.source.pairs()):
+    for step, (shard, pair) in enumerate(course.source.pairs()):
         if course.stop.before(step):
-            tally.was_stopped = True
+            metrics.was_stopped = True
             break
-        stage.lifeline.check(is_waiting=False)  # who seldom waits, or never, ends with the others
-        batch = stage.batch(share, pair)
+        context.cancellation.check(
+            is_waiting=False
+        )  # who seldom waits, or never, ends with the others
+        batch = context.batch(shard, pair)
         if course.late.is_kill_due:
-            tally.add(tally.clock.stop())  # steps that a GPU has yet to finish
+            metrics.add(metrics.clock.stop())  # steps that a GPU has yet to finish
             course.late.kill()
         course.late.begin_step()
         report = course.strategy.step(batch)
         course.late.delay()  # here where the strategy computes in a way of its own
-        tally.add(tally.clock.lap(report))
-        course.keeper.after(share)
-    tally.add(tally.clock.stop())
+        metrics.add(metrics.clock.timing(report))
+        course.callback.after(shard)
+    metrics.add(metrics.clock.stop())

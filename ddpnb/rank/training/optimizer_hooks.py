@@ -22,7 +22,7 @@ from torch import nn
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.tasks.base import OptimizerFactory
-from ddpnb.rank.training.batches import Order
+from ddpnb.rank.training.batches import BatchSchedule
 
 Hook = Any
 
@@ -33,7 +33,7 @@ There it is saved and loaded with the optimizer's state.
 """
 
 
-def notes(spec: RunSpec, plan: Plan, order: Order) -> tuple[str, ...]:
+def notes(spec: RunSpec, plan: Plan, order: BatchSchedule) -> tuple[str, ...]:
     """Return what must stand beside the results of a run that warms up hardly, or to its end."""
     if spec.num_lr_warmup_epochs == 0:
         return ()
@@ -46,7 +46,9 @@ def notes(spec: RunSpec, plan: Plan, order: Order) -> tuple[str, ...]:
     return ()
 
 
-def tuned(optimizer: OptimizerFactory, spec: RunSpec, plan: Plan, order: Order) -> OptimizerFactory:
+def tuned(
+    optimizer: OptimizerFactory, spec: RunSpec, plan: Plan, order: BatchSchedule
+) -> OptimizerFactory:
     """Return the factory of optimizers that do as the spec says."""
     scale = {"none": 1.0, "linear": plan.num_workers, "sqrt": math.sqrt(plan.num_workers)}
     num_warmup = _num_warmup(spec, plan, order)
@@ -91,7 +93,7 @@ def _clip(largest: float) -> Hook:
     return before_step
 
 
-def _num_warmup(spec: RunSpec, plan: Plan, order: Order) -> int:
+def _num_warmup(spec: RunSpec, plan: Plan, order: BatchSchedule) -> int:
     """Return how many updates the warm-up takes; at the last of them the rate is whole."""
     updates_per_epoch = order.steps_per_epoch * plan.updates_per_batch
     return round(spec.num_lr_warmup_epochs * updates_per_epoch)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
 from ddpnb.rank.strategies.base import Memory
 from ddpnb.rank.training import fault_injection, optimizer_hooks
-from ddpnb.rank.training.context import Stage
-from ddpnb.rank.training.timing import Clock, Lap
+from ddpnb.rank.training.context import RunContext
+from ddpnb.rank.training.timing import Clock, StepTiming
 
 _WRITING = {
     True: "The clock stands still while checkpoints are written.",
@@ -20,10 +20,10 @@ Publish = Callable[[RunHeader | StepEvent | Mark], None]
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
+class RunMetrics:
     """Counts steps and samples of this rank, and makes events of them."""
 
-    stage: Stage
+    context: RunContext
     publish: Publish
     clock: Clock
     late_seconds: float = 0.0
@@ -35,31 +35,31 @@ class Tally:
 
     def start(self) -> None:
         """Begin to count time."""
-        if self.stage.joining is not None:
-            self.late_seconds = time.time() - self.stage.joining.began_at
+        if self.context.rejoin_info is not None:
+            self.late_seconds = time.time() - self.context.rejoin_info.began_at
         self.clock.start()
 
-    def add(self, laps: list[Lap]) -> None:
+    def add(self, timings: list[StepTiming]) -> None:
         """Count finished steps and publish them."""
-        first_step = self.stage.joining.first_step if self.stage.joining else 0
-        for lap in laps:
+        first_step = self.context.rejoin_info.first_step if self.context.rejoin_info else 0
+        for timing in timings:
             self.publish(
                 StepEvent(
                     step=first_step + self.num_steps,
-                    seconds=self.late_seconds + lap.seconds,
-                    num_samples=lap.report.num_samples,
-                    loss=lap.loss,
-                    staleness=lap.report.staleness,
-                    parts=lap.parts,
-                    num_bytes_sent=lap.report.num_bytes_sent,
+                    seconds=self.late_seconds + timing.seconds,
+                    num_samples=timing.report.num_samples,
+                    loss=timing.loss,
+                    staleness=timing.report.staleness,
+                    parts=timing.parts,
+                    num_bytes_sent=timing.report.num_bytes_sent,
                 )
             )
             self.num_steps += 1
-            self.num_samples += lap.report.num_samples
+            self.num_samples += timing.report.num_samples
 
     def mark(self, text: str) -> None:
         """Tell of something that has just happened on this rank."""
-        rank = self.stage.state.rank
+        rank = self.context.state.rank
         self.publish(Mark(rank=rank, seconds=self.late_seconds + self.clock.seconds, text=text))
 
     def report(
@@ -71,8 +71,8 @@ class Tally:
     ) -> RunReport:
         """Return how the run was, with what the judge says of its model."""
         return RunReport(
-            run_id=self.stage.spec.run_id,
-            rank=self.stage.state.rank,
+            run_id=self.context.spec.run_id,
+            rank=self.context.state.rank,
             took_part=True,
             num_steps=self.num_steps,
             num_samples=self.num_samples,
@@ -87,45 +87,45 @@ class Tally:
         )
 
 
-def header_of(stage: Stage, num_parameters: int, found: tuple[str, ...]) -> RunHeader:
+def header_of(context: RunContext, num_parameters: int, found: tuple[str, ...]) -> RunHeader:
     """Tell what a run turned out to be; ``found``: what the strategy noted when set up."""
-    num_before = stage.order.num_samples_before(stage.first_step)
+    num_before = context.order.num_samples_before(context.first_step)
     return RunHeader(
-        run_id=stage.spec.run_id,
-        strategy=stage.spec.strategy,
-        synchronous=stage.plan.synchronous,
-        num_workers=stage.plan.num_workers,
-        num_threads=stage.state.num_threads,
-        device=stage.state.device,
-        backend=stage.state.backend,
+        run_id=context.spec.run_id,
+        strategy=context.spec.strategy,
+        synchronous=context.plan.synchronous,
+        num_workers=context.plan.num_workers,
+        num_threads=context.state.num_threads,
+        device=context.state.device,
+        backend=context.state.backend,
         num_parameters=num_parameters,
-        num_samples=stage.order.num_samples - num_before,
+        num_samples=context.order.num_samples - num_before,
         num_samples_before=num_before,
-        is_emulated=stage.plan.is_emulated,
-        notes=stage.plan.notes + found + stage.task.notes + tuple(_notes(stage)),
+        is_emulated=context.plan.is_emulated,
+        notes=context.plan.notes + found + context.task.notes + tuple(_notes(context)),
     )
 
 
-def _notes(stage: Stage) -> list[str]:
-    spec, plan = stage.spec, stage.plan
-    told = [*fault_injection.notes(spec, plan), *optimizer_hooks.notes(spec, plan, stage.order)]
-    if 0 < (share := stage.order.size(0) // plan.num_ranks) < spec.accumulate:
-        told.append(f"--accumulate {spec.accumulate}: a share of {share} is cut into {share}.")
-    if stage.state.shares_device and plan.num_ranks > 1:
+def _notes(context: RunContext) -> list[str]:
+    spec, plan = context.spec, context.plan
+    told = [*fault_injection.notes(spec, plan), *optimizer_hooks.notes(spec, plan, context.order)]
+    if 0 < (shard := context.order.size(0) // plan.num_ranks) < spec.accumulate:
+        told.append(f"--accumulate {spec.accumulate}: a share of {shard} is cut into {shard}.")
+    if context.state.shares_device and plan.num_ranks > 1:
         told.append("Several ranks share one GPU.")
-    if spec.num_data_workers and not stage.fetches_ahead:
+    if spec.num_data_workers and not context.fetches_ahead:
         told.append("--data-workers has no effect: the data are tensors in memory.")
-    if spec.sync_batchnorm and not stage.syncs_batchnorm and plan.num_workers > 1:
+    if spec.sync_batchnorm and not context.syncs_batchnorm and plan.num_workers > 1:
         told.append("--sync-batchnorm has no effect: it needs several ranks, in step, on GPUs.")
     if spec.save_every:
         told.append(_WRITING[plan.synchronous])
-    if stage.saved is not None:
-        told.append(_where_resumed(stage))
+    if context.saved is not None:
+        told.append(_where_resumed(context))
     return told
 
 
-def _where_resumed(stage: Stage) -> str:
-    name = stage.spec.resumed or "another run"
-    num_samples = stage.order.num_samples_before(stage.first_step)
-    about = "" if stage.plan.synchronous else "about "
+def _where_resumed(context: RunContext) -> str:
+    name = context.spec.resumed or "another run"
+    num_samples = context.order.num_samples_before(context.first_step)
+    about = "" if context.plan.synchronous else "about "
     return f"Resumed from {name} at {about}{num_samples} samples; time begins anew."

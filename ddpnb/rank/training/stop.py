@@ -36,11 +36,11 @@ class Stop:
         name: str,
         *,
         synchronous: bool,
-        num_ahead: int,
+        num_prefetched: int,
         wanted: Callable[[], bool],
     ) -> None:
         self._path = folder / f"{name}.stop"
-        self._margin = 2 * (num_ahead + 1) if synchronous else 0
+        self._margin = 2 * (num_prefetched + 1) if synchronous else 0
         self._wanted = wanted
         self._last: int | None = None
 

@@ -23,7 +23,7 @@ MAX_PENDING = 8
 """Steps that the Python thread may be ahead of a GPU."""
 
 
-class Lap(NamedTuple):
+class StepTiming(NamedTuple):
     """One finished step."""
 
     report: StepReport
@@ -36,7 +36,7 @@ class Lap(NamedTuple):
 class Clock(Timer):
     """A clock that is started once, and told of every step and of what it is at."""
 
-    num_ahead: ClassVar[int]
+    num_prefetched: ClassVar[int]
     """Steps that a rank may have begun without every earlier one having ended."""
 
     @abstractmethod
@@ -44,11 +44,11 @@ class Clock(Timer):
         """Start counting, when the device has done all it was given."""
 
     @abstractmethod
-    def lap(self, report: StepReport) -> list[Lap]:
+    def timing(self, report: StepReport) -> list[StepTiming]:
         """Note that a step was made; return the steps that are known to have finished."""
 
     @abstractmethod
-    def stop(self) -> list[Lap]:
+    def stop(self) -> list[StepTiming]:
         """Wait for the device; return the steps not yet returned."""
 
     @abstractmethod
@@ -70,7 +70,7 @@ def clock_of(device: torch.device) -> Clock:
 class CpuClock(Clock):
     """Reads the host's clock: when a step returns, it is done."""
 
-    num_ahead = 0
+    num_prefetched = 0
 
     def __init__(self) -> None:
         self._start = self._end = self._since = 0.0
@@ -97,15 +97,15 @@ class CpuClock(Clock):
         self._start = self._end = self._since = time.perf_counter()
         self._part, self._spent = "data", {}
 
-    def lap(self, report: StepReport) -> list[Lap]:
+    def timing(self, report: StepReport) -> list[StepTiming]:
         """Return this step; what follows is the next one's fetching of data."""
         loss = report.loss.item()
         self.begin("data")
         self._end = self._since
         parts, self._spent = Parts(**self._spent), {}
-        return [Lap(report, self._end - self._start, loss, parts)]
+        return [StepTiming(report, self._end - self._start, loss, parts)]
 
-    def stop(self) -> list[Lap]:
+    def stop(self) -> list[StepTiming]:
         """Return nothing: every step has been returned."""
         return []
 
@@ -141,7 +141,7 @@ class _Pending(NamedTuple):
 class CudaClock(Clock):
     """Reads CUDA events, those of finished steps only."""
 
-    num_ahead = MAX_PENDING + 1
+    num_prefetched = MAX_PENDING + 1
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -176,7 +176,7 @@ class CudaClock(Clock):
         self.begin("data")
         self._start = self._marks[0][1]
 
-    def lap(self, report: StepReport) -> list[Lap]:
+    def timing(self, report: StepReport) -> list[StepTiming]:
         """Record an event behind this step; return the steps that the GPU has finished."""
         loss = torch.empty((), dtype=report.loss.dtype, pin_memory=True)
         loss.copy_(report.loss, non_blocking=True)
@@ -189,7 +189,7 @@ class CudaClock(Clock):
             self._pending[0].marks[-1][1].synchronize()
         return self._finished()
 
-    def stop(self) -> list[Lap]:
+    def stop(self) -> list[StepTiming]:
         """Let the GPU finish, and return the rest."""
         torch.cuda.synchronize(self._device)
         return self._finished()
@@ -212,14 +212,16 @@ class CudaClock(Clock):
         """From the start to the end of the last step, on the GPU's own clock."""
         return self._seconds
 
-    def _finished(self) -> list[Lap]:
-        laps = []
+    def _finished(self) -> list[StepTiming]:
+        timings = []
         while self._pending and self._pending[0].marks[-1][1].query():
             done = self._pending.popleft()
             passed = self._start.elapsed_time(done.marks[-1][1]) / 1000
             self._seconds = passed - done.paused_seconds
-            laps.append(Lap(done.report, self._seconds, done.loss.item(), _parts_of(done)))
-        return laps
+            timings.append(
+                StepTiming(done.report, self._seconds, done.loss.item(), _parts_of(done))
+            )
+        return timings
 
 
 def _parts_of(done: _Pending) -> Parts:

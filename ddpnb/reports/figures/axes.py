@@ -124,7 +124,7 @@ def planned_samples(comparison: Comparison) -> int:
     known = [(run, run.header) for run in comparison.runs if run.header is not None]
     if any(run.is_running for run, _ in known):
         return max(header.num_samples_before + header.num_samples for _, header in known)
-    return max((run.num_samples_before + run.digest.num_samples for run, _ in known), default=0)
+    return max((run.num_samples_before + run.aggregate.num_samples for run, _ in known), default=0)
 
 
 def planned_seconds(comparison: Comparison, shown: float) -> float:
@@ -144,8 +144,8 @@ def planned_seconds(comparison: Comparison, shown: float) -> float:
 
 def _seconds_of(run: RunSnapshot) -> float:
     """Return how long a run has taken, or as far as can be told, will have taken."""
-    seconds = run.digest.seconds
+    seconds = run.aggregate.seconds
     if not run.is_running or run.header is None or run.header.num_samples == 0:
         return seconds
-    share = run.digest.num_samples / run.header.num_samples
+    share = run.aggregate.num_samples / run.header.num_samples
     return seconds / share if LEAST_SHARE <= share < 1 else seconds

@@ -49,11 +49,11 @@ class Detail:
         may_come = len(comparison.specs) > sum(not run.is_running for run in comparison.runs)
         if may_come or any(map(_is_split, comparison.runs)):
             self._add(SplitColumn(figure.add_axes((0, 0, 1, 1))), SPLIT)
-        if may_come or any(len(run.digest.ranks) > 1 for run in comparison.runs):
+        if may_come or any(len(run.aggregate.ranks) > 1 for run in comparison.runs):
             self._add(RankColumn(figure.add_axes((0, 0, 1, 1))), RANKS)
         planned = [STRATEGIES.get(s.strategy.partition(":")[0]) for s in comparison.specs]
         may_be_stale = may_come and any(entry and entry.is_asynchronous for entry in planned)
-        if may_be_stale or any(len(run.digest.staleness) for run in comparison.runs):
+        if may_be_stale or any(len(run.aggregate.staleness) for run in comparison.runs):
             self._add(StaleColumn(figure.add_axes((0, 0, 1, 1))), STALE)
             centre_staleness_ticks(self._columns[-1].axes)
 
@@ -125,4 +125,4 @@ class _Name:
 
 
 def _is_split(run: RunSnapshot) -> bool:
-    return any(any(rank.parts) for rank in run.digest.ranks)
+    return any(any(rank.parts) for rank in run.aggregate.ranks)

@@ -28,7 +28,7 @@ from ddpnb.reports.figures.layout import (
 )
 from ddpnb.reports.figures.panels import CurvePanel, Labelled
 from ddpnb.reports.figures.series import Line, Preparer, Series
-from ddpnb.reports.plot_options import EVERYTHING, View
+from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.style import INK, MUTED, PAPER, RULE, SMALL_POINTS, TITLE_POINTS
 from ddpnb.runs.comparison import Comparison
 from ddpnb.runs.summary import StrategySummary
@@ -42,9 +42,9 @@ X_LABELS = {
 }
 
 
-def draw(comparison: Comparison, view: View = EVERYTHING) -> Figure:
+def draw(comparison: Comparison, options: PlotOptions = EVERYTHING) -> Figure:
     """Return the figure of a comparison, to be saved by matplotlib's own means."""
-    live = LiveFigure(view)
+    live = LiveFigure(options)
     live.update(comparison)
     return live.finish()
 
@@ -59,15 +59,15 @@ class LiveFigure:
         view: what of a comparison to show.
     """
 
-    def __init__(self, view: View = EVERYTHING) -> None:
-        self._view = view
+    def __init__(self, options: PlotOptions = EVERYTHING) -> None:
+        self._options = options
         self._preparer = Preparer()
         self._drawing: _Drawing | None = None
 
     def update(self, comparison: Comparison) -> None:
         """Show the comparison as it is now."""
         if self._drawing is None:
-            self._drawing = _Drawing(comparison, self._view)
+            self._drawing = _Drawing(comparison, self._options)
         self._drawing.update(comparison, self._preparer.series_of(comparison))
 
     def png(self) -> bytes:
@@ -95,19 +95,19 @@ class LiveFigure:
 class _Drawing:
     """The figure itself, of a size that fits a comparison."""
 
-    def __init__(self, comparison: Comparison, view: View) -> None:
+    def __init__(self, comparison: Comparison, options: PlotOptions) -> None:
         num_strategies = len(
             {(r.comparison, r.name) for r in comparison.runs} | _planned(comparison)
         )
         self._layout = Layout(num_strategies=num_strategies, has_rows=has_detail(comparison))
-        self._view = view
+        self._options = options
         self._figure = Figure(figsize=(WIDTH, self._layout.height), dpi=DPI, facecolor="none")
         self._canvas: Any = FigureCanvasAgg(self._figure)  # matplotlib leaves its methods untyped
         self._still: Any = None
         self._figure.add_artist(_paper(self._figure, self._layout.height))
         self._title = self._text(self._layout.height - 0.38, TITLE_POINTS, INK)
         self._footer = self._text(0.3, SMALL_POINTS, MUTED)
-        across = (view.x,) if view.x else ("samples", "seconds")
+        across = (options.x,) if options.x else ("samples", "seconds")
         self._losses = {x: self._loss_panel(x) for x in across}
         self._rate = self._panel("Samples per second", X_LABELS["seconds"], names_marks=True)
         self._detail = (
@@ -168,7 +168,10 @@ class _Drawing:
     def _loss_panel(self, x: str) -> CurvePanel:
         by = {"samples": "samples", "seconds": "time", "updates": "updates"}[x]
         return self._panel(
-            f"Training loss by {by}", X_LABELS[x], log=self._view.log, target=self._view.target
+            f"Training loss by {by}",
+            X_LABELS[x],
+            log=self._options.log,
+            target=self._options.target,
         )
 
     def _panel(

@@ -69,7 +69,7 @@ class CurvePanel:
         self._is_log = log
         self._names_marks = names_marks
         self._inches = axes.figure.dpi_scale_trans
-        self._strokes: list[Strokes] = []
+        self._artists: list[LineArtists] = []
         self._limits = [0.0, math.inf if log else 0.0, 0.0]  # right, bottom, top
         self._longest = 0.0
         if target is not None:
@@ -91,27 +91,27 @@ class CurvePanel:
     def update(self, lines: Sequence[Labelled], right: float = 0.0) -> None:
         """Show ``lines``; the x axis ends at ``right``, or where a line is longer, after it."""
         shown = [labelled for labelled in lines if _can_show(labelled.line, self._is_log)]
-        while len(self._strokes) < len(shown):
-            self._strokes.append(Strokes(self.axes, self._names_marks))
+        while len(self._artists) < len(shown):
+            self._artists.append(LineArtists(self.axes, self._names_marks))
         changed = [
             labelled.line
-            for strokes, labelled in zip(self._strokes, shown, strict=False)
-            if strokes.show(labelled, self._is_log)
+            for artists, labelled in zip(self._artists, shown, strict=False)
+            if artists.show(labelled, self._is_log)
         ]
-        for strokes in self._strokes[len(shown) :]:
-            strokes.hide()
+        for artists in self._artists[len(shown) :]:
+            artists.hide()
         self._grow(changed, right)
         self._place_labels(len(shown))
         num_told, inches = 0, self._box_inches().width
-        for strokes in self._strokes:
-            num_told += strokes.place_told(0.94 - 0.09 * num_told, self._limits[0], inches)
+        for artists in self._artists:
+            num_told += artists.place_told(0.94 - 0.09 * num_told, self._limits[0], inches)
         if self._waiting.get_visible() == bool(shown):
             self._waiting.set_visible(not shown)
             self.axes.tick_params(labelbottom=bool(shown), labelleft=bool(shown))
 
     def artists(self) -> list[Artist]:
         """Return what may change at an update, from back to front."""
-        return [artist for strokes in self._strokes for artist in strokes.artists]
+        return [artist for artists in self._artists for artist in artists.artists]
 
     def _grow(self, lines: Sequence[Line], right: float) -> None:
         for line in lines:
@@ -132,14 +132,14 @@ class CurvePanel:
 
     def _place_labels(self, num_shown: int) -> None:
         to_share = self.axes.transData - self.axes.transAxes
-        ends = [strokes.end for strokes in self._strokes[:num_shown]]
+        ends = [artists.end for artists in self._artists[:num_shown]]
         wanted = [float(at) for _, at in to_share.transform(ends)] if ends else []
         inches = self._box_inches()
         gap = LABEL_GAP_POINTS / (inches.height * 72)
         inside = [min(max(position, 0.0), 1.0) for position in wanted]
         placed = spread_out(inside, gap, 0.02, 1.0)
-        for strokes, at, label_at in zip(self._strokes, inside, placed, strict=False):
-            strokes.place_label(at, label_at, inches.width)
+        for artists, at, label_at in zip(self._artists, inside, placed, strict=False):
+            artists.place_label(at, label_at, inches.width)
 
     def _box_inches(self) -> Bbox:
         return self.axes.bbox.transformed(self._inches.inverted())
@@ -193,7 +193,7 @@ def _extent(line: Line, is_log: bool) -> tuple[float, float]:
 
 
 @final
-class Strokes:
+class LineArtists:
     """What one line consists of: faint, strong, a mark at its end, a leader, a label."""
 
     def __init__(self, axes: Axes, names_marks: bool) -> None:

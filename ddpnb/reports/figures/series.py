@@ -11,7 +11,7 @@ import numpy as np
 
 from ddpnb.reports.formatting import labels
 from ddpnb.reports.style import Style, style_of
-from ddpnb.runs.aggregate import Curve, RankDigest
+from ddpnb.runs.aggregate import Curve, RankAggregate
 from ddpnb.runs.comparison import Comparison
 from ddpnb.runs.metrics import (
     Absences,
@@ -73,7 +73,7 @@ class Series:
     """By what they are drawn against, one of ``view.ACROSS``."""
     throughput: Line
     summary: StrategySummary
-    ranks: tuple[RankDigest, ...] = ()
+    ranks: tuple[RankAggregate, ...] = ()
     """Of the latest run."""
     away: Absences = field(default_factory=dict)
     """Of the latest run likewise."""
@@ -118,7 +118,7 @@ class Preparer:
 
     def run(self, run: RunSnapshot) -> Drawn:
         """Return one run, prepared."""
-        state = (run.digest.num_events, run.status)
+        state = (run.aggregate.num_events, run.status)
         known = self._runs.get(run.run_id)
         if known is None or known[0] != state:
             known = (state, prepare(run))
@@ -134,7 +134,7 @@ class Preparer:
         style: Style,
     ) -> Series:
         """Return the series of last time where nothing of it has changed."""
-        progress = tuple((run.run_id, run.digest.num_events, run.status) for run in runs)
+        progress = tuple((run.run_id, run.aggregate.num_events, run.status) for run in runs)
         compared_with = (str(summary.speed_up), str(summary.share_of_ceiling))
         num_marks = sum(len(run.marks) for run in runs)
         state = (progress, compared_with, num_marks, label, style)
@@ -153,7 +153,7 @@ def series_of(comparison: Comparison) -> tuple[Series, ...]:
 
 def prepare(run: RunSnapshot) -> Drawn:
     """Return the smoothed curves of one run."""
-    curve = run.digest.curve
+    curve = run.aggregate.curve
     seconds, rate = _throughput(curve, run.header.num_samples if run.header else 0)
     return Drawn(
         curve=curve,
@@ -197,7 +197,7 @@ def _series(
         },
         throughput=_line(rates, []),
         summary=summary,
-        ranks=runs[-1].digest.ranks,
+        ranks=runs[-1].aggregate.ranks,
         away=absences(runs[-1]),
         staleness=staleness_counts(runs),
         marks=tuple(
@@ -206,7 +206,7 @@ def _series(
                 text=mark.text,
                 seconds=mark.seconds,
                 samples=run.num_samples_before
-                + float(samples_at(run.digest.curve, np.array([mark.seconds]))[0]),
+                + float(samples_at(run.aggregate.curve, np.array([mark.seconds]))[0]),
             )
             for run in runs
             for mark in run.marks

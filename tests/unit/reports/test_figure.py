@@ -15,7 +15,7 @@ from ddpnb.protocol.messages import Mark, MarkKind, Parts
 from ddpnb.reports.figures.figure import LiveFigure, draw
 from ddpnb.reports.figures.series import Preparer, series_of
 from ddpnb.reports.formatting import notes
-from ddpnb.reports.plot_options import ACROSS, EVERYTHING, View
+from ddpnb.reports.plot_options import ACROSS, EVERYTHING, PlotOptions
 from ddpnb.runs.comparison import Comparison, overlay
 from ddpnb.runs.model import Run, RunSnapshot, Status
 from ddpnb.runs.summary import time_to_target
@@ -260,8 +260,8 @@ def test_the_lane_of_a_rank_is_blank_while_it_was_away():
     assert "even" not in texts
 
 
-def titles(comparison: Comparison, view: View = EVERYTHING) -> list[str]:
-    return [axes.get_title(loc="left") for axes in draw(comparison, view).axes]
+def titles(comparison: Comparison, options: PlotOptions = EVERYTHING) -> list[str]:
+    return [axes.get_title(loc="left") for axes in draw(comparison, options).axes]
 
 
 BELOW = ["Samples per second", "Time of one step, ms", "Own work of each rank", "Staleness"]
@@ -384,15 +384,15 @@ def test_an_outline_is_explained_only_where_there_is_one():
 @pytest.mark.parametrize("x", ACROSS)
 def test_losses_are_drawn_against_what_was_chosen(x: str):
     comparison = fake_comparison(("single", "async"), num_steps=50)
-    first = draw(comparison, View(x=x)).axes[0]
+    first = draw(comparison, PlotOptions(x=x)).axes[0]
     right = {"samples": 50 * 256, "seconds": 1.0, "updates": 50}[x]
     assert right <= first.get_xlim()[1] <= 2.6 * right
-    assert len(titles(comparison, View(x=x))) == 2 + 4
+    assert len(titles(comparison, PlotOptions(x=x))) == 2 + 4
 
 
 def test_a_target_is_drawn_and_a_logarithmic_axis_shows_no_zero():
     comparison = fake_comparison(("single", "ddp"))
-    figure = draw(comparison, View(log=True, target=0.3))
+    figure = draw(comparison, PlotOptions(log=True, target=0.3))
     texts = [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
     assert texts.count("target 0.3") == 2
     bottom, top = figure.axes[0].get_ylim()
@@ -403,7 +403,7 @@ def test_a_target_is_drawn_and_a_logarithmic_axis_shows_no_zero():
 def test_losses_that_cannot_stand_on_a_logarithmic_axis_do_no_harm():
     run = Run(run_id="m", name="mine")
     run.add(batch("m", [step(i, i + 1.0, -1.0) for i in range(20)]))
-    figure = draw(compared(run), View(log=True))
+    figure = draw(compared(run), PlotOptions(log=True))
     figure.canvas.draw()
     assert (
         sum(

@@ -22,7 +22,7 @@ def a_run(strategy: str) -> Run:
 
 
 def curve_of(run: Run) -> Curve:
-    return run.snapshot().digest.curve
+    return run.snapshot().aggregate.curve
 
 
 def even_curve(num: int, samples: float = 10.0, seconds: float = 0.5) -> Curve:
@@ -103,8 +103,8 @@ def test_what_was_told_too_late_has_its_place_in_the_end():
     run.end(Status.FINISHED)
     assert curve_of(run).loss.tolist() == [4.0, 3.5, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5]
     assert curve_of(run).seconds.tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
-    digest = run.snapshot().digest
-    assert (digest.num_events, [rank.num_steps for rank in digest.ranks]) == (8, [4, 4])
+    aggregate = run.snapshot().aggregate
+    assert (aggregate.num_events, [rank.num_steps for rank in aggregate.ranks]) == (8, [4, 4])
 
 
 def test_an_empty_run_has_empty_curves():
@@ -164,7 +164,7 @@ def test_the_smoothed_line_goes_through_its_points_also_of_a_run_that_is_planned
     num_done: int,
 ):
     run = falling(10_000, num_done).snapshot()
-    ratio = smoothed_loss(run) / run.digest.curve.loss
+    ratio = smoothed_loss(run) / run.aggregate.curve.loss
     assert 0.99 < ratio.min() <= ratio.max() < 1.4
 
 
@@ -216,7 +216,7 @@ def test_tenths_of_a_run_that_slows_down():
 def test_diverged_losses_are_counted_and_kept():
     run = fake_run("single", num_steps=20, nan_from=15).snapshot()
     assert num_diverged(run) == 5
-    curve = run.digest.curve
+    curve = run.aggregate.curve
     assert np.isnan(curve.loss).sum() == curve.num_bad.sum() == 5
 
 

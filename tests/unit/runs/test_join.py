@@ -31,70 +31,70 @@ def waiting_of(rows: Records) -> dict[int, tuple[float, float]]:
 
 
 def test_waiting_is_told_from_communication_by_who_arrived_last():
-    joiner = Together(2, 20)
-    joiner.add(told(0, timed(0, 10.0, communication=4.0)))  # arrived at 5.5
-    updates = joiner.add(told(1, timed(0, 10.0, communication=1.0)))  # at 8.5
+    aligner = Together(2, 20)
+    aligner.add(told(0, timed(0, 10.0, communication=4.0)))  # arrived at 5.5
+    updates = aligner.add(told(1, timed(0, 10.0, communication=1.0)))  # at 8.5
     assert waiting_of(updates.rows) == {0: (3.0, 1.0), 1: (0.0, 1.0)}
 
 
 def test_nobody_waits_longer_than_it_communicated():
-    joiner = Together(2, 20)
-    joiner.add(told(0, timed(0, 5.0, communication=1.0)))
-    updates = joiner.add(told(1, timed(0, 50.0, communication=1.0)))
+    aligner = Together(2, 20)
+    aligner.add(told(0, timed(0, 5.0, communication=1.0)))
+    updates = aligner.add(told(1, timed(0, 50.0, communication=1.0)))
     assert waiting_of(updates.rows)[0] == (1.0, 0.0)
 
 
 def test_a_strategy_that_tells_its_waiting_is_believed():
-    joiner = Together(2, 20)
-    joiner.add(told(0, timed(0, 10.0, communication=4.0, waiting=0.25)))
-    updates = joiner.add(told(1, timed(0, 10.0, communication=1.0)))
+    aligner = Together(2, 20)
+    aligner.add(told(0, timed(0, 10.0, communication=4.0, waiting=0.25)))
+    updates = aligner.add(told(1, timed(0, 10.0, communication=1.0)))
     assert waiting_of(updates.rows) == {0: (0.25, 4.0), 1: (0.0, 1.0)}
 
 
 def test_a_share_that_comes_late_counts_to_the_next_step():
-    joiner = Together(2, 20)
-    joiner.add(told(0, *(timed(step, step + 1.0) for step in range(MAX_BEHIND_STEPS + 2))))
-    updates = joiner.add(told(1, timed(0, 1.0)))
+    aligner = Together(2, 20)
+    aligner.add(told(0, *(timed(step, step + 1.0) for step in range(MAX_BEHIND_STEPS + 2))))
+    updates = aligner.add(told(1, timed(0, 1.0)))
     assert updates.weight.tolist() == [20]
-    assert joiner.end().weight.sum() == (MAX_BEHIND_STEPS - 1) * 10
+    assert aligner.end().weight.sum() == (MAX_BEHIND_STEPS - 1) * 10
 
 
 def test_a_worker_that_fell_silent_is_not_waited_for():
     now = [0.0]
-    joiner = InTurns(2, now=lambda: now[0])
-    joiner.add(told(0, timed(0, 1.0)))
-    joiner.add(told(1, timed(0, 0.5)))
-    assert len(joiner.add(told(0, timed(1, 2.0))).loss) == 0
+    aligner = InTurns(2, now=lambda: now[0])
+    aligner.add(told(0, timed(0, 1.0)))
+    aligner.add(told(1, timed(0, 0.5)))
+    assert len(aligner.add(told(0, timed(1, 2.0))).loss) == 0
     now[0] = 10.0
-    assert joiner.add(told(0, timed(2, 3.0))).seconds.tolist() == [1.0, 2.0, 3.0]
+    assert aligner.add(told(0, timed(2, 3.0))).seconds.tolist() == [1.0, 2.0, 3.0]
 
 
 def test_a_worker_that_never_tells_is_not_waited_for():
     now = [0.0]
-    joiner = InTurns(2, now=lambda: now[0])
-    assert len(joiner.add(told(0, timed(0, 1.0))).loss) == 0
+    aligner = InTurns(2, now=lambda: now[0])
+    assert len(aligner.add(told(0, timed(0, 1.0))).loss) == 0
     now[0] = 10.0
-    assert joiner.add(told(0, timed(1, 2.0))).seconds.tolist() == [1.0, 2.0]
-    assert joiner.is_in_order
+    assert aligner.add(told(0, timed(1, 2.0))).seconds.tolist() == [1.0, 2.0]
+    assert aligner.is_in_order
 
 
 def test_what_a_silent_worker_tells_after_all_is_no_longer_in_order():
     now = [0.0]
-    joiner = InTurns(2, now=lambda: now[0])
-    joiner.add(told(1, timed(0, 0.5)))
+    aligner = InTurns(2, now=lambda: now[0])
+    aligner.add(told(1, timed(0, 0.5)))
     now[0] = 10.0
-    assert joiner.add(told(0, timed(0, 1.0), timed(1, 2.0))).seconds.tolist() == [0.5, 1.0, 2.0]
-    assert joiner.is_in_order
-    joiner.add(told(1, timed(1, 1.5)))
-    joiner.end()
-    assert not joiner.is_in_order
+    assert aligner.add(told(0, timed(0, 1.0), timed(1, 2.0))).seconds.tolist() == [0.5, 1.0, 2.0]
+    assert aligner.is_in_order
+    aligner.add(told(1, timed(1, 1.5)))
+    aligner.end()
+    assert not aligner.is_in_order
 
 
 def test_steps_behind_one_that_nobody_told_of_are_there_in_the_end():
-    joiner = Together(2, 20)
-    joiner.add(told(0, timed(0, 1.0), timed(3, 4.0)))
-    assert joiner.add(told(1, timed(0, 1.0), timed(3, 4.5))).seconds.tolist() == [1.0]
-    assert joiner.end().seconds.tolist() == [4.5]
+    aligner = Together(2, 20)
+    aligner.add(told(0, timed(0, 1.0), timed(3, 4.0)))
+    assert aligner.add(told(1, timed(0, 1.0), timed(3, 4.5))).seconds.tolist() == [1.0]
+    assert aligner.end().seconds.tolist() == [4.5]
 
 
 def test_nan_losses_stay_nan():

@@ -19,9 +19,9 @@ def test_the_mean_step_adds_up_and_hidden_time_is_not_in_it():
 
 def test_a_slow_rank_makes_the_other_wait():
     run = fake_run("ddp", num_steps=50, slow_rank=1).snapshot()
-    first, second = run.digest.ranks
+    first, second = run.aggregate.ranks
     assert first.parts.waiting > 10 * second.parts.waiting
-    times = slowness(run.digest.ranks)
+    times = slowness(run.aggregate.ranks)
     assert times[0] == 1.0
     assert times[1] > 1.15
 

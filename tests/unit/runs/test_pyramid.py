@@ -1,15 +1,15 @@
 import numpy as np
 import pytest
 
-from ddpnb.runs.aggregate import Pyramid
+from ddpnb.runs.aggregate import Downsampler
 
 
-def filled(values: np.ndarray, at_once: int, max_cells: int) -> Pyramid:
-    pyramid = Pyramid(num_sums=1, num_lows=1, num_highs=1, max_cells=max_cells)
+def filled(values: np.ndarray, at_once: int, max_cells: int) -> Downsampler:
+    downsampler = Downsampler(num_sums=1, num_lows=1, num_highs=1, max_cells=max_cells)
     for first in range(0, len(values), at_once):
         part = values[None, first : first + at_once]
-        pyramid.extend(part, part, part)
-    return pyramid
+        downsampler.extend(part, part, part)
+    return downsampler
 
 
 @pytest.mark.parametrize("num", [1, 7, 8, 9, 63, 64, 65, 1000])
@@ -26,10 +26,10 @@ def test_however_entries_come_the_cells_are_the_same(num: int, at_once: int):
 
 
 def test_a_view_does_not_change():
-    pyramid = filled(np.arange(20.0), 1, 8)
-    before = pyramid.view()
+    downsampler = filled(np.arange(20.0), 1, 8)
+    before = downsampler.view()
     kept = before.sums.copy()
-    pyramid.extend(*[np.ones((1, 500))] * 3)
+    downsampler.extend(*[np.ones((1, 500))] * 3)
     np.testing.assert_array_equal(before.sums, kept)
 
 

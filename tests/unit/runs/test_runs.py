@@ -94,8 +94,8 @@ def test_events_of_a_long_run_leave_memory_and_are_read_when_asked_for():
             each.add(batch("m", told, sequence=sequence))
     snapshot = run.snapshot()
     assert snapshot.kept is None
-    assert snapshot.digest.num_events == 30_000
-    assert snapshot.digest.num_samples == 300_000
+    assert snapshot.aggregate.num_events == 30_000
+    assert snapshot.aggregate.num_samples == 300_000
     assert np.array_equal(snapshot.events["step"], np.arange(30_000))
 
 
@@ -105,7 +105,7 @@ def test_a_snapshot_holds_as_much_at_any_length():
     for sequence in range(40):
         told = [step(i, i + 1.0) for i in range(5000 * sequence, 5000 * (sequence + 1))]
         run.add(batch("m", told, sequence=sequence))
-        curve = run.snapshot().digest.curve
+        curve = run.snapshot().aggregate.curve
         sizes.append(curve.loss.nbytes + curve.samples.nbytes + curve.seconds.nbytes)
     assert max(sizes) <= 3 * 8 * MAX_POINTS
 
@@ -114,5 +114,5 @@ def test_staleness_is_counted():
     run = a_run()
     told = [step(i, i + 1.0, staleness=stale) for i, stale in enumerate((0, 2, 2, 5000))]
     run.add(batch(run.run_id, told))
-    counts = run.snapshot().digest.staleness
+    counts = run.snapshot().aggregate.staleness
     assert (counts[0], counts[2], counts[-1], counts.sum()) == (1, 2, 1, 4)

@@ -264,7 +264,7 @@ def test_the_events_of_a_long_run_come_back_from_the_store(store: Store):
     (loaded,) = store.load("long").runs
     assert loaded.kept is None
     assert np.array_equal(loaded.events["step"], np.arange(30_000))
-    assert loaded.digest.curve.loss.tolist() == run.digest.curve.loss.tolist()
+    assert loaded.aggregate.curve.loss.tolist() == run.aggregate.curve.loss.tolist()
 
 
 @pytest.mark.parametrize("num_batches", [4, 30])
@@ -280,9 +280,9 @@ def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store, num_bat
     (live,), (loaded,) = recorder.comparison.runs, store.load("late").runs
     for name in ("samples", "seconds", "loss", "lowest", "highest"):
         np.testing.assert_allclose(
-            getattr(live.digest.curve, name), getattr(loaded.digest.curve, name)
+            getattr(live.aggregate.curve, name), getattr(loaded.aggregate.curve, name)
         )
-    assert np.diff(loaded.digest.curve.loss).max() < 0
+    assert np.diff(loaded.aggregate.curve.loss).max() < 0
     (now,), (later,) = summarise(recorder.comparison), summarise(store.load("late"))
     assert now.num_workers == later.num_workers == store.list()[0].num_workers == 2
     assert now.samples_per_second.high == pytest.approx(later.samples_per_second.high)

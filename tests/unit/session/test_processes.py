@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.cluster.detach import SAVED, find, lingering, name_of
+from ddpnb.cluster.detach import SAVED, detached, find, name_of
 from ddpnb.cluster.processes import Exit, Member, Processes, Service
 from ddpnb.cluster.run_folder import private_folder
 from ddpnb.protocol.errors import UserError
@@ -68,7 +68,7 @@ def test_a_damaged_record_is_named_with_what_to_do(folder: Path, content: str):
         f"{folder / SAVED} is damaged, or another version of ddpnb wrote it: its cluster cannot be "
         f"attached to; end it with `kill {os.getpid()}` and start anew with %ddp_start."
     )
-    assert folder not in [saved.folder for saved in lingering()]
+    assert folder not in [saved.folder for saved in detached()]
 
 
 def test_a_process_is_alive_until_it_ends_and_no_other_is_taken_for_it():

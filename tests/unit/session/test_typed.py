@@ -82,7 +82,7 @@ def test_numbers_of_numpy_are_stored_as_any_others():
         0.5,
         1.0,
     ]
-    assert (told["num_epochs"], told["kill"], asked.view.log) == (3.0, ["1@5s"], True)
+    assert (told["num_epochs"], told["kill"], asked.options.log) == (3.0, ["1@5s"], True)
     stored = [getattr(asked.training, entry.name) for entry in fields(asked.training)]
     assert {type(value) for value in stored} <= {int, float, str, bool, tuple, NoneType}
 

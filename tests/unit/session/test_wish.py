@@ -2,7 +2,7 @@ import pytest
 
 from ddpnb.magics.arguments import arguments
 from ddpnb.magics.magics import DdpMagics, comparison_of
-from ddpnb.magics.panel_form import Wish
+from ddpnb.magics.panel_form import FormState
 from ddpnb.protocol.catalogue import CELL_TASK
 
 WISH = {
@@ -14,8 +14,8 @@ WISH = {
 
 
 def test_the_line_asks_for_what_the_controls_say():
-    wish = Wish(**WISH, num_repeats=3, name="race")
-    spec = comparison_of(arguments(DdpMagics.ddp_compare, wish.line()), wish.line(), "")
+    state = FormState(**WISH, num_repeats=3, name="race")
+    spec = comparison_of(arguments(DdpMagics.ddp_compare, state.line()), state.line(), "")
     (first, *_, last) = spec.run_specs()
     assert spec.run_specs()[0].strategy == "single"
     assert (first.task, first.batch_size, first.num_epochs, first.learning_rate) == (
@@ -38,25 +38,25 @@ def test_the_line_asks_for_what_the_controls_say():
     ],
 )
 def test_single_is_trained_where_it_is_chosen(strategies: tuple[str, ...], trained: list[str]):
-    line = Wish(**(WISH | {"strategies": strategies})).line()
+    line = FormState(**(WISH | {"strategies": strategies})).line()
     spec = comparison_of(arguments(DdpMagics.ddp_compare, line), line, "")
     assert [run.strategy for run in spec.run_specs()] == trained
 
 
 def test_a_straggler_is_written_as_the_magic_takes_it():
-    wish = Wish(**(WISH | {"choices": {"slow": "1:3x, 0:50ms"}}))
-    assert "--slow 1:3x,0:50ms" in wish.line()
+    state = FormState(**(WISH | {"choices": {"slow": "1:3x, 0:50ms"}}))
+    assert "--slow 1:3x,0:50ms" in state.line()
 
 
 def test_the_magic_starts_ranks_only_where_none_run():
-    wish = Wish(**WISH)
-    assert wish.magic(cell="", has_ranks=False).startswith("%ddp_start -n 2\n%ddp_compare ddp ")
-    assert wish.magic(cell="", has_ranks=True).startswith("%ddp_compare ddp ")
+    state = FormState(**WISH)
+    assert state.magic(cell="", has_ranks=False).startswith("%ddp_start -n 2\n%ddp_compare ddp ")
+    assert state.magic(cell="", has_ranks=True).startswith("%ddp_compare ddp ")
 
 
 def test_the_users_own_cell_is_part_of_the_magic():
-    wish = Wish(**(WISH | {"task": CELL_TASK}))
-    first, *rest = wish.magic(cell="def model(): ...", has_ranks=True).splitlines()
+    state = FormState(**(WISH | {"task": CELL_TASK}))
+    first, *rest = state.magic(cell="def model(): ...", has_ranks=True).splitlines()
     assert first.startswith("%%ddp_compare ddp --epochs 1.5 --batch-size 64")
     assert "--task" not in first
     assert rest == ["def model(): ..."]
