@@ -24,7 +24,7 @@ from ddpnb.rank.comm.parameter_store import ParameterStore
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.tasks import load_task
-from ddpnb.rank.training.batches import BatchSchedule, Shard, every_step
+from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
 
 _numbers = itertools.count()
 BATCH_SIZE = 128

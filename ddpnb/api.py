@@ -41,7 +41,7 @@ def start(
         backend: ``"auto"``, ``"gloo"`` or ``"nccl"``.
         threads: CPU threads of each rank; by default the cores divided by the ranks.
         method: ``"fork"`` or ``"spawn"``; by default fork on Linux, spawn elsewhere.
-        linger: seconds that the ranks outlive the kernel, to be attached to by another.
+        detach: seconds that the ranks outlive the kernel, to be attached to by another.
         attach: take over ranks that have outlived their kernel, with their variables; the
             cluster's name where there are several.
 

@@ -94,7 +94,7 @@ class Cluster(Engines):
         """Take over ranks that have outlived their kernel, with all their variables.
 
         Args:
-            saved: the cluster, as ``linger.find`` returns it.
+            record: the cluster, as ``detach.find`` returns it.
 
         Raises:
             UserError: where another kernel holds it, or it has just ended.

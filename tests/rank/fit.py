@@ -17,7 +17,7 @@ from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.strategies.base import Batch, Memory, Replica, StepReport, Strategy
 from ddpnb.rank.tasks.base import OptimizerFactory
-from ddpnb.rank.training.batches import BatchSchedule, Shard, every_step
+from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
 
 BeforeStep = Callable[[int, int], None]
 """Called with rank and step number: where a test injects a fault."""

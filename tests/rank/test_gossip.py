@@ -11,7 +11,7 @@ import torch
 
 from ddpnb.rank.comm.parameter_store import Access
 from ddpnb.rank.strategies.gossip import Gossip, chosen_by
-from ddpnb.rank.training.batches import Shard
+from ddpnb.rank.tasks.batches import Shard
 from tests.rank.fit import Fit, Problem, distance, drive, fit_of
 from tests.rank.ranks import TIMEOUT_SECONDS, make_state
 from tests.rank.test_deaths import (

@@ -14,8 +14,8 @@ from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Plan
 from ddpnb.rank.strategies.data_parallel import Cast, ThreadReplicas
 from ddpnb.rank.tasks.base import default_optimizer
+from ddpnb.rank.tasks.batches import BatchSchedule, Shard
 from ddpnb.rank.training import loop
-from ddpnb.rank.training.batches import BatchSchedule, Shard
 from ddpnb.rank.training.context import build
 from ddpnb.rank.training.optimizer_hooks import notes, tuned
 from tests.rank.ranks import make_state

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.training.batches import BatchSchedule, Shard, every_step
+from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
 
 
 def make(num_samples=64, batch_size=10, num_epochs=1.0, num_ranks=3, seed=0) -> BatchSchedule:

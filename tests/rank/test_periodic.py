@@ -5,7 +5,7 @@ import torch
 
 from ddpnb.protocol.messages import RunHeader
 from ddpnb.rank.strategies.gossip import met_in
-from ddpnb.rank.training.batches import Shard
+from ddpnb.rank.tasks.batches import Shard
 from tests.rank.fit import Fit, Problem, by_strategy, distance, fit_of
 from tests.rank.test_options import spec_of, train_job
 

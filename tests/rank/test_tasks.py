@@ -11,8 +11,8 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks import cifar10, load_task, synthetic, text
 from ddpnb.rank.tasks.base import DatasetSamples, TensorSamples
+from ddpnb.rank.tasks.batches import every_step
 from ddpnb.rank.training import loop
-from ddpnb.rank.training.batches import every_step
 from ddpnb.rank.training.evaluation import score
 from ddpnb.rank.training.loader import PrefetchingLoader
 from tests.rank.ranks import make_state

@@ -48,7 +48,7 @@ from ddpnb.rank.comm.packed_tensors import PackedTensors
 from ddpnb.rank.comm.parameter_server import NO_BOUND, Server
 from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, Log, ParameterStore, no_log
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
-from ddpnb.rank.training.batches import Shard
+from ddpnb.rank.tasks.batches import Shard
 
 _WEIGHT_NOTE = (
     "Gradients are weighted by their share of the global batch; staleness adds to momentum, "

@@ -20,7 +20,7 @@ from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.strategies.timer import NullTimer, Timer
 from ddpnb.rank.tasks.base import LossFunction, OptimizerFactory
-from ddpnb.rank.training.batches import Shard, every_step
+from ddpnb.rank.tasks.batches import Shard, every_step
 
 State = dict[str, Any]
 """What a checkpoint keeps: tensors, numbers and texts, in dicts and lists."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, SynchronousStrategy
-from ddpnb.rank.training.batches import Shard
+from ddpnb.rank.tasks.batches import Shard
 
 Autocast = Callable[[], AbstractContextManager[object]]
 """Makes the context to compute in, which torch keeps for each thread apart."""

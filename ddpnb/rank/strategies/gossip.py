@@ -31,7 +31,7 @@ from ddpnb.rank.strategies.base import (
     SynchronousStrategy,
 )
 from ddpnb.rank.strategies.shared_memory_workers import SharedMemoryStrategy
-from ddpnb.rank.training.batches import Shard
+from ddpnb.rank.tasks.batches import Shard
 
 
 @final

@@ -17,7 +17,7 @@ from ddpnb.rank.comm.parameter_store import Access, Log, no_log
 from ddpnb.rank.comm.rendezvous import Rendezvous, this_host
 from ddpnb.rank.comm.work_queue import WorkQueue
 from ddpnb.rank.strategies.base import Plan, Replica, Strategy
-from ddpnb.rank.training.batches import Shard
+from ddpnb.rank.tasks.batches import Shard
 
 _MEMORY = "memory"
 

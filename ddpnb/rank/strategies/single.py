@@ -13,7 +13,7 @@ from typing import final
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Batch, Plan, StepReport, SynchronousStrategy
-from ddpnb.rank.training.batches import Shard
+from ddpnb.rank.tasks.batches import Shard
 
 
 @final

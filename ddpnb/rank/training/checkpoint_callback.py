@@ -7,7 +7,7 @@ from typing import final
 import torch
 
 from ddpnb.rank.strategies.base import Replica, State, Strategy
-from ddpnb.rank.training.batches import Shard
+from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.checkpoint import (
     Checkpoints,
     random_numbers,

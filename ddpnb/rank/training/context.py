@@ -17,7 +17,7 @@ from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, no
 from ddpnb.rank.strategies.timer import Timer
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import DatasetSamples, OptimizerFactory, Pair, Task
-from ddpnb.rank.training.batches import BatchSchedule, Shard
+from ddpnb.rank.tasks.batches import BatchSchedule, Shard
 from ddpnb.rank.training.checkpoint import Place, read
 from ddpnb.rank.training.loader import NUM_AHEAD, InlineLoader, PrefetchingLoader, Source
 from ddpnb.rank.training.optimizer_hooks import tuned

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddpnb.compat.torch_internals import end_data_workers
 from ddpnb.protocol.processes import die_with_parent
 from ddpnb.rank.tasks.base import Pair, Samples
-from ddpnb.rank.training.batches import Shard
+from ddpnb.rank.tasks.batches import Shard
 
 NUM_AHEAD = 2
 """Shares that each process has in work, or ready, while this worker trains on one."""

@@ -104,8 +104,8 @@ def run(
         namespace: the user's variables on this rank; left as they are.
         should_stop: asked before each step; one rank's yes ends the run on all of them.
         filename: what tracebacks call the comparison's cell.
-        joining: where this rank comes in, if the others train already; it is in no group then.
-        lifeline: frees this rank from waits that are not its group's.
+        rejoin_info: where this rank comes in, if the others train already; it is in no group then.
+        cancellation: frees this rank from waits that are not its group's.
 
     Raises:
         UserError: what ``check`` would have refused.

@@ -22,7 +22,7 @@ from torch import nn
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.tasks.base import OptimizerFactory
-from ddpnb.rank.training.batches import BatchSchedule
+from ddpnb.rank.tasks.batches import BatchSchedule
 
 Hook = Any
 
