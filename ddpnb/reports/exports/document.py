@@ -12,8 +12,8 @@
 
 ``spec``, ``header`` and ``reports`` have the fields of ``RunSpec``, ``RunHeader`` and
 ``RunReport`` in ``ddpnb/protocol/messages.py``.  Under ``steps`` and ``metrics`` all lists of a
-run are equally long: one entry per step of each worker, in order of arrival.  ``seconds`` are training
-seconds since the run began, ``created`` is seconds since 1970 (UTC), ``staleness`` counts
+run are equally long: one entry per step of each worker, in order of arrival.  ``seconds`` are
+training seconds since the run began, ``created`` is seconds since 1970 (UTC), ``staleness`` counts
 updates.  What is not a number (NaN, infinite, no staleness) is ``null``.
 """
 
