@@ -29,6 +29,7 @@ from ddpnb.cluster.placement import (
 )
 from ddpnb.cluster.processes import HeldError, Processes
 from ddpnb.cluster.run_folder import private_folder, write_owners
+from ddpnb.cluster.timeouts import Timeouts
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import StaleVariable
 from ddpnb.protocol.processes import BatchSchedule, process_id
@@ -46,6 +47,8 @@ class Cluster(Engines):
         super().__init__(folder)
         self.spec = spec
         self.method = method
+        self.timeouts = Timeouts()
+        """How calls are supervised; may be replaced between two calls, as tests do."""
         self.began = time.time()
         self._group = GroupState()
         self._is_left = False

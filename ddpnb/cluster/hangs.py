@@ -133,18 +133,6 @@ def _finished_how(stuck: Sequence[RankStatus], finished: Mapping[int, int]) -> s
     return "finished the cell without calling it"
 
 
-ASK_SECONDS = 0.8
-"""How often the ranks are asked where they are; twice a second cost a training 1 %."""
-STUCK_SECONDS = 2.0
-"""How long ranks must have waited for each other, with nothing going on, to be stuck."""
-LONGEST_GAP_SECONDS = 1.0
-"""What the time between two answers counts for at most.
-
-Where it was longer, this kernel or the ranks were stopped, as with a laptop that sleeps:
-that nothing went on meanwhile says nothing.
-"""
-
-
 @dataclass(kw_only=True, slots=True)
 class StallDetector:
     """Asks the running ranks where they are, and finds out when they wait for ever.
@@ -173,7 +161,7 @@ class StallDetector:
         now = time.monotonic()
         if self._asked:
             return self._hear(now, finished)
-        if now - self._asked_at > ASK_SECONDS:
+        if now - self._asked_at > self.cluster.timeouts.poll_seconds:
             self._asked_at = now
             ranks = sorted(self.call.running & set(self.cluster.living))
             self._asked = {
@@ -192,7 +180,8 @@ class StallDetector:
             return ""
         self._asked = {}
         found = [answer.result() for answer in answers.values()]
-        passed, self._heard_at = min(now - self._heard_at, LONGEST_GAP_SECONDS), now
+        longest = self.cluster.timeouts.longest_gap_seconds
+        passed, self._heard_at = min(now - self._heard_at, longest), now
         return self._judge(passed, tuple(RankStatus(**w) for w in found if w), finished)
 
     def _judge(
@@ -203,7 +192,7 @@ class StallDetector:
             self._first = ()
         elif not self._first or not is_stuck(self._first, where, self._waited):
             self._first, self._waited = where, 0.0
-        elif self._waited >= STUCK_SECONDS:
+        elif self._waited >= self.cluster.timeouts.stuck_after_seconds:
             idle = set(self.cluster.ranks) - set(self.call.ranks)
             return diagnose(where, finished, idle)
         return ""

@@ -13,8 +13,6 @@ import psutil
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.rank_sets import format_ranks
 
-LOOK_SECONDS = 1.0
-"""How often the running ranks' processes are looked at."""
 NUM_LOOKS = 3
 """How often in a row a process must have been found stopped; a profiler stops it for a moment."""
 
@@ -39,7 +37,7 @@ class StoppedProcesses:
     def check(self, running: Iterable[int]) -> str:
         """Return which of the running ranks have been found stopped; empty where none newly is."""
         now = time.monotonic()
-        if now - self._looked_at < LOOK_SECONDS:
+        if now - self._looked_at < self.cluster.timeouts.stopped_poll_seconds:
             return ""
         self._looked_at = now
         found = stopped_ranks(self.cluster, running)

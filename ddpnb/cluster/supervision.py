@@ -17,26 +17,12 @@ from ddpnb.cluster.call import Call, CallEvent, Lost, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import StallDetector
 from ddpnb.cluster.stopped import StoppedProcesses
+from ddpnb.cluster.timeouts import Timeouts
 from ddpnb.protocol.messages import CellReport, Failure
 from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
 
-TICK_SECONDS = 0.05
-FREE_AFTER_SECONDS = 0.3
-"""How long ranks may still run after one has failed: they may be about to fail alike."""
-NAME_AFTER_SECONDS = 0.8
-"""How long after a failure it is told, where other ranks still run: they were in no collective,
-or the machine is so busy that those that were freed have yet to end."""
-CUT_AFTER_SECONDS = 0.3
-"""How long an interrupted rank may take before it is freed from its collective."""
-AGAIN_AFTER_SECONDS = 1.2
-"""How long a freed rank may take before it is interrupted again.
-
-It may have had another cell before this one, or have caught the first interrupt.
-"""
-KILL_AFTER_SECONDS = 10.0
-"""How long an interrupted and freed rank may take before it is killed."""
-MAX_CUTS = 5
-"""How often ranks are freed that are found stuck, 2 s each time, before they are killed.
+MAX_ABORTS = 5
+"""How often stuck ranks are freed before they are killed.
 
 On a busy machine a freed rank may need seconds to leave its call.
 """
@@ -50,9 +36,10 @@ class Watch:
         cluster: where the call runs.
         call: the call.
         handle: takes each happening, in order.
-        tick: called about every ``TICK_SECONDS``, to draw.
+        tick: called about every ``tick_seconds``, to draw.
         timeout: seconds after which the ranks are interrupted.
-        free_after: seconds that ranks may still run after one has failed.
+        free_after_seconds: how long ranks may still run after one has failed; by default
+            as the cluster's timeouts say.
         tell: takes what the user should know before the call ends.
         survives: tells whether the others can do without a rank that has died just now.
     """
@@ -62,7 +49,7 @@ class Watch:
     handle: Callable[[CallEvent], None]
     tick: Callable[[], None]
     timeout: float | None = None
-    free_after: float = FREE_AFTER_SECONDS
+    free_after_seconds: float | None = None
     tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
     survives: Callable[[int], bool] = lambda _: False
     timed_out: bool = False
@@ -81,6 +68,10 @@ class Watch:
     def __post_init__(self) -> None:
         self._detector = StallDetector(cluster=self.cluster, call=self.call)
 
+    @property
+    def _timeouts(self) -> Timeouts:
+        return self.cluster.timeouts
+
     def run(self) -> None:
         """Return when every rank has ended the call.
 
@@ -91,7 +82,7 @@ class Watch:
         stopped = StoppedProcesses(cluster=self.cluster)
         try:
             while not self.call.done:
-                self._attend(TICK_SECONDS)
+                self._attend(self._timeouts.tick_seconds)
                 self._free_waiting()
                 self._free_stuck()
                 self._name_failed()
@@ -125,7 +116,10 @@ class Watch:
         """Cut the group under ranks that still run a while after one has failed."""
         if self._failed_at is None or self._num_aborts or not self.call.running:
             return
-        if time.monotonic() - self._failed_at > self.free_after:
+        seconds = self.free_after_seconds
+        if seconds is None:
+            seconds = self._timeouts.free_after_seconds
+        if time.monotonic() - self._failed_at > seconds:
             self._abort()
 
     def _free_stuck(self) -> None:
@@ -137,7 +131,7 @@ class Watch:
         if why := self._detector.check(finished):
             if not self._num_aborts:
                 self.stuck = why
-            if self._num_aborts < MAX_CUTS:
+            if self._num_aborts < MAX_ABORTS:
                 self._abort()
             else:
                 self._kill()
@@ -146,7 +140,8 @@ class Watch:
         """Tell at once what failed where other ranks compute on, for who knows how long."""
         if self._failed_at is None or self._is_named or not self.call.running:
             return
-        if time.monotonic() - self._failed_at > NAME_AFTER_SECONDS:
+        seconds = self._timeouts.name_after_seconds
+        if time.monotonic() - self._failed_at > seconds:
             self._is_named = True
             causes = [f"rank {rank} {cause}" for rank, cause in self.lost.items()]
             for rank, value in self.returned.items():
@@ -154,7 +149,7 @@ class Watch:
                     causes.append(f"rank {rank} failed: {failure.name}: {failure.text}")
             who = spoken_ranks(self.call.running)
             self.tell(
-                f"{'; '.join(causes)} ({who} still ran {NAME_AFTER_SECONDS:g} s later; "
+                f"{'; '.join(causes)} ({who} still ran {seconds:g} s later; "
                 "an interrupt ends such a cell)"
             )
 
@@ -176,14 +171,14 @@ class Watch:
 
     def _stop_ranks(self) -> None:
         """Interrupt the ranks until they stop; free, then kill, those that do not."""
-        kill_at = time.monotonic() + KILL_AFTER_SECONDS
+        kill_at = time.monotonic() + self._timeouts.kill_after_seconds
         while self.call.running and time.monotonic() < kill_at:
             with contextlib.suppress(KeyboardInterrupt):  # a second one changes nothing
                 self._urge()
         if self.call.running:
             self._kill()
         with contextlib.suppress(KeyboardInterrupt):  # now it means: do not wait any longer
-            self._attend_until_done(KILL_AFTER_SECONDS)
+            self._attend_until_done(self._timeouts.kill_after_seconds)
 
     def _urge(self) -> None:
         """Interrupt the ranks that run; free those that wait in a collective nevertheless.
@@ -193,16 +188,16 @@ class Watch:
         self.cluster.processes.signal(sorted(self.call.running), signal.SIGCONT)
         self.cluster.interrupt(tuple(self.call.running))
         try:
-            self._attend_until_done(CUT_AFTER_SECONDS)
+            self._attend_until_done(self._timeouts.abort_after_seconds)
         finally:  # also where an impatient second interrupt comes
             if self.call.running:
                 self.cluster.abort(tuple(self.call.running))
-        self._attend_until_done(AGAIN_AFTER_SECONDS)
+        self._attend_until_done(self._timeouts.interrupt_again_after_seconds)
 
     def _attend_until_done(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not self.call.done and time.monotonic() < deadline:
-            self._attend(TICK_SECONDS)
+            self._attend(self._timeouts.tick_seconds)
 
 
 def failure_in(value: object) -> Failure | None:
