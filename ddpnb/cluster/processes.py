@@ -23,7 +23,7 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from ddpnb.protocol.processes import BatchSchedule, Notice, ProcessId, Request, is_alive
+from ddpnb.protocol.processes import ControlRequest, Notice, ProcessId, Request, is_alive
 
 CRASH = "Fatal Python error"
 """How faulthandler begins what it writes."""
@@ -136,8 +136,8 @@ class Processes:
         self, *, pipe: Connection, server: Server, on_exit: Callable[[Exit], None]
     ) -> None:
         self._on_exit = on_exit
-        self._orders: dict[int, Future[Any]] = {}
-        self._order_ids = itertools.count(time.time_ns())  # no answer to an earlier kernel fits
+        self._answers: dict[int, Future[Any]] = {}
+        self._request_ids = itertools.count(time.time_ns())  # no answer to an earlier kernel fits
         self._send_lock = threading.Lock()
         self._stopped = False
         self.ready: Future[list[str]] = Future()
@@ -216,16 +216,18 @@ class Processes:
         """Start one rank; it joins the process group by itself."""
         self._send(op=Request.START_RANK, rank=rank, environment=environment, settings=settings)
 
-    def order(self, rank: int, order: BatchSchedule) -> "Future[Any]":
+    def request(self, rank: int, request: ControlRequest) -> "Future[Any]":
         """Have a rank's control thread do something, whatever its main thread is at.
 
         Where the rank is gone, and be it with the whole cluster, no answer comes.
         """
-        order_id = next(self._order_ids)
+        request_id = next(self._request_ids)
         answer: Future[Any] = Future()
-        self._orders[order_id] = answer
+        self._answers[request_id] = answer
         with contextlib.suppress(OSError):
-            self._send(op=Request.TELL, rank=rank, message={"order": order, "id": order_id})
+            self._send(
+                op=Request.FORWARD, rank=rank, message={"request": request, "id": request_id}
+            )
         return answer
 
     def signal(self, ranks: list[int], number: int) -> None:
@@ -235,7 +237,7 @@ class Processes:
 
     def allow_detach(self, seconds: float, address: Path) -> None:
         """Have the processes outlive this one, awaiting another at ``address``."""
-        self._send(op=Request.LINGER, seconds=seconds, address=str(address))
+        self._send(op=Request.ALLOW_DETACH, seconds=seconds, address=str(address))
 
     def detach(self) -> None:
         """Leave the processes to the next kernel; may be called twice."""
@@ -290,8 +292,8 @@ class Processes:
             case Notice.FAILED:
                 self.ready.set_exception(RuntimeError(event["cause"]))
             case Notice.ANSWER:
-                if (order := self._orders.pop(event["id"], None)) is not None:
-                    order.set_result(event["value"])
+                if (answer := self._answers.pop(event["id"], None)) is not None:
+                    answer.set_result(event["value"])
             case Notice.EXITED:
                 if not self._stopped:
                     self._on_exit(Exit(member=member_of(event["name"]), code=event["code"]))

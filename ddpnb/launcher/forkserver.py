@@ -108,22 +108,22 @@ class Forkserver:
         try:
             request: Frame = json.loads(kernel.recv_bytes())
         except (EOFError, OSError):
-            return self.part(kernel)
+            return self.on_disconnect(kernel)
         match request.pop("op"):
             case Request.START_RANK:
                 self.start_rank(**request)
-            case Request.TELL:
-                self.tell(**request)
+            case Request.FORWARD:
+                self.forward(**request)
             case Request.SIGNAL:
                 self.signal(**request)
-            case Request.LINGER:
-                self.detach(**request)
+            case Request.ALLOW_DETACH:
+                self.allow_detach(**request)
             case Request.DETACH:
-                self.part(kernel)
+                self.on_disconnect(kernel)
             case Request.STOP:
                 self.is_stopped = True
 
-    def detach(self, *, seconds: float, address: str) -> None:
+    def allow_detach(self, *, seconds: float, address: str) -> None:
         """Outlive the kernel from now on; the next one is awaited at ``address``."""
         self.detach_seconds = seconds
         if self.listener is None:
@@ -132,7 +132,7 @@ class Forkserver:
             self.listener.listen()
             self.selector.register(self.listener, selectors.EVENT_READ, self.on_connect)
 
-    def part(self, kernel: Connection) -> None:
+    def on_disconnect(self, kernel: Connection) -> None:
         """Go on without a kernel, for a while."""
         self.selector.unregister(kernel)
         kernel.close()
@@ -185,7 +185,7 @@ class Forkserver:
             run_child(main)
         return pid
 
-    def tell(self, *, rank: int, message: Frame) -> None:
+    def forward(self, *, rank: int, message: Frame) -> None:
         """Pass a message to the control thread of a rank; a dead rank is told nothing."""
         for child in self.children.values():
             if child.name == str(rank) and child.pipe is not None:

@@ -21,9 +21,9 @@ class Request(StrEnum):
     """What the notebook's kernel asks of the fork server, as ``op`` of a JSON frame."""
 
     START_RANK = "start_rank"
-    TELL = "tell"
+    FORWARD = "forward"
     SIGNAL = "signal"
-    LINGER = "linger"
+    ALLOW_DETACH = "allow_detach"
     DETACH = "detach"
     STOP = "stop"
 
@@ -40,11 +40,11 @@ class Notice(StrEnum):
     REFUSED = "refused"
 
 
-class BatchSchedule(StrEnum):
-    """What a rank's control thread does, whatever its main thread is at."""
+class ControlRequest(StrEnum):
+    """A request to a rank's control thread, which answers whatever the main thread does."""
 
-    CUT = "cut"
-    WHERE = "where"
+    ABORT = "abort"
+    STATUS = "status"
     STACK = "stack"
     STOP = "stop"
 
