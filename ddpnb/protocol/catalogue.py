@@ -203,7 +203,9 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#b57a00", "long-short", "H"),
         is_dense=True,
         options={
-            "reshard": Option(default=True, about="free a layer's parameters between its forward and its backward pass")
+            "reshard": Option(
+                default=True, about="free a layer's parameters until its backward pass"
+            )
         },
     ),
     "gossip": StrategyEntry(
@@ -245,7 +247,7 @@ TASKS: Mapping[str, Entry] = {
         options={
             "samples": Option(default=4096, least=16, about="images to train on"),
             "parameters": Option(
-                default=0, least=0, about="of the whole model, for more to exchange; 0: the usual number"
+                default=0, least=0, about="of the whole model, for more to exchange; 0: as it is"
             ),
             "compute": Option(
                 default=0, least=0, about="additional convolutions per image, for more to compute"

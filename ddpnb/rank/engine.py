@@ -20,7 +20,7 @@ from traitlets import Instance
 
 from ddpnb.compat.python_internals import leaves_loops, outside_of_loop
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import BatchSchedule, Notice
+from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.process_group import Group
 from ddpnb.rank.random_state import seed_from_entropy
 from ddpnb.rank.status import rank_status, users_stack
@@ -38,7 +38,7 @@ class ControlThread(threading.Thread):
     """
 
     def __init__(
-        self, rank: int, pipe: Connection, handlers: Mapping[BatchSchedule, Handler]
+        self, rank: int, pipe: Connection, handlers: Mapping[RankCommand, Handler]
     ) -> None:
         super().__init__(name="ddpnb-control", daemon=True)
         self.rank = rank
@@ -58,10 +58,15 @@ class ControlThread(threading.Thread):
         """Carry out one order and send its result back."""
         value: object = None
         try:
-            value = self.handlers[BatchSchedule(order)]()
+            value = self.handlers[RankCommand(order)]()
         except Exception:  # noqa: BLE001  the edge of the thread, which must live on: to the log
             traceback.print_exc()
-        message = {"event": Notice.ANSWER, "rank": self.rank, "id": order_id, "value": value}
+        message = {
+            "event": ForkServerEvent.ANSWER,
+            "rank": self.rank,
+            "id": order_id,
+            "value": value,
+        }
         self.pipe.send_bytes(json.dumps(message).encode())
 
 
@@ -146,10 +151,10 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     group = group_of(settings, folder)
     engine = RankEngine.instance(group=group)
     handlers = {
-        BatchSchedule.CUT: group.abort,
-        BatchSchedule.WHERE: engine.rank_status,
-        BatchSchedule.STACK: engine.stack,
-        BatchSchedule.STOP: engine.stop_wanted.set,
+        RankCommand.ABORT: group.abort,
+        RankCommand.STATUS: engine.rank_status,
+        RankCommand.STACK: engine.stack,
+        RankCommand.STOP: engine.stop_wanted.set,
     }
     ControlThread(group.rank, pipe, handlers).start()
     if settings["generation"] is None:  # the others train: a group is formed when they are done

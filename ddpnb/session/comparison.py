@@ -14,7 +14,7 @@ from ddpnb.protocol.catalogue import BASELINE, CELL_TASK, STRATEGIES
 from ddpnb.protocol.choices import check_transport, has_transport
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunReport, RunSpec
-from ddpnb.protocol.processes import BatchSchedule
+from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.rank_sets import format_ranks
 from ddpnb.protocol.remote_call import OnRank
 from ddpnb.protocol.training_options import TrainingSpec
@@ -240,7 +240,7 @@ class Training:
         if now >= self._next_order_seconds:
             self._next_order_seconds = now + ORDER_SECONDS  # one that came too early was lost
             for rank in self.cluster.living:
-                self.cluster.processes.order(rank, BatchSchedule.STOP)
+                self.cluster.processes.order(rank, RankCommand.STOP)
 
     def _tell_lost(self, recovery: RankRecovery, report: object) -> None:
         if recovery.came_back and isinstance(report, RunReport):

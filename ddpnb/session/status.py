@@ -11,7 +11,7 @@ from ddpnb.cluster.hangs import describe
 from ddpnb.cluster.processes import describe_exit
 from ddpnb.cluster.stopped import stopped_ranks, tell_stopped
 from ddpnb.protocol.messages import RankStatus
-from ddpnb.protocol.processes import BatchSchedule
+from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.rank_sets import format_ranks
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.table import Cell, Column, Table
@@ -82,7 +82,7 @@ def tell_where(cluster: Cluster) -> str:
     asked = {
         rank: [
             cluster.processes.order(rank, order)
-            for order in (BatchSchedule.WHERE, BatchSchedule.STACK)
+            for order in (RankCommand.STATUS, RankCommand.STACK)
         ]
         for rank in cluster.living
     }
