@@ -11,7 +11,7 @@ from ddpnb.cluster.hangs import describe
 from ddpnb.cluster.processes import describe_exit
 from ddpnb.cluster.stopped import describe_stopped, stopped_ranks
 from ddpnb.protocol.messages import RankStatus
-from ddpnb.protocol.processes import ControlRequest
+from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.rank_sets import format_ranks
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.table import Cell, Column, Table
@@ -81,8 +81,8 @@ def tell_where(cluster: Cluster) -> str:
     """Say where each rank stands at this moment, and give the stacks of those that are busy."""
     asked = {
         rank: [
-            cluster.processes.request(rank, order)
-            for order in (ControlRequest.STATUS, ControlRequest.STACK)
+            cluster.processes.command(rank, order)
+            for order in (RankCommand.STATUS, RankCommand.STACK)
         ]
         for rank in cluster.living
     }

@@ -29,7 +29,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ddpnb.protocol.catalogue import STRATEGIES, Choice
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.choices import Choice
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import (
