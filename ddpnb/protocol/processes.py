@@ -34,7 +34,6 @@ class ForkServerEvent(StrEnum):
 
     READY = "ready"
     FAILED = "failed"
-    STARTED = "started"
     EXITED = "exited"
     ANSWER = "answer"
     ATTACHED = "attached"
