@@ -1,4 +1,4 @@
-"""A child of the fork server, from its fork to its exit: the controller or a rank (their processes).
+"""A child of the fork server: the controller or a rank, from fork to exit (their processes).
 
 Torch is imported only by a rank: the controller is forked before it.
 """

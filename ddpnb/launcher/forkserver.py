@@ -142,7 +142,7 @@ class Forkserver:
             redirect_output(self.folder / "forkserver.log")  # the kernel's own may be gone
 
     def on_connect(self, listener: socket.socket) -> None:
-        """Take another kernel and report which children have ended; refuse it while there is one."""
+        """Take another kernel and report the exits so far, or refuse it while there is one."""
         kernel = Connection(listener.accept()[0].detach())
         if self.kernel is not None:
             with contextlib.suppress(OSError):

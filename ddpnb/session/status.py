@@ -7,9 +7,8 @@ from typing import Protocol
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.detach import name_of
-from ddpnb.cluster.hangs import describe
+from ddpnb.cluster.hangs import describe, describe_stopped, stopped_ranks
 from ddpnb.cluster.processes import describe_exit
-from ddpnb.cluster.stopped import describe_stopped, stopped_ranks
 from ddpnb.protocol.messages import RankStatus
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.rank_sets import format_ranks
