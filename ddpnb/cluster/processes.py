@@ -31,10 +31,19 @@ from ddpnb.protocol.processes import (
     is_alive,
 )
 
+STOP_TIMEOUT_SECONDS = 8.0
+CONNECT_SECONDS = 2.0
+"""How long to try while another kernel, which may be ending, holds the fork server."""
+
+RECORDED_CALLS = 64
+"""How many collectives torch's flight recorder keeps on each rank, to show where it waits."""
+
 CRASH = "Fatal Python error"
 """The first words of a stack that faulthandler writes."""
 BEFORE_CRASH = 3
 """How many lines of a log are shown before these."""
+
+Event = dict[str, Any]
 
 
 class Service(StrEnum):
@@ -48,11 +57,6 @@ Member = int | Service
 """A process of the cluster: a rank by its number, or a service."""
 
 
-def member_of(name: str) -> Member:
-    """Return the process that the fork server reports under ``name``."""
-    return int(name) if name.isdigit() else Service(name)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exit:
     """How a process of the cluster ended."""
@@ -60,53 +64,6 @@ class Exit:
     member: Member
     code: int | None
     """The exit code; the negative signal number where a signal ended it; None if not known."""
-
-
-def describe_exit(exit_: Exit) -> str:
-    """Say how a process ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
-    if exit_.code is None:
-        return "has ended"
-    if exit_.code >= 0:
-        return f"ended with exit code {exit_.code}"
-    try:
-        return f"was killed by {signal.Signals(-exit_.code).name}"
-    except ValueError:
-        return f"was killed by signal {-exit_.code}"
-
-
-def spoken(member: Member) -> str:
-    """Return a process as the subject of a sentence: ``"Rank 1"``, ``"The controller"``."""
-    return f"Rank {member}" if isinstance(member, int) else f"The {member}"
-
-
-def log_tail(folder: Path, member: Member, num_lines: int) -> str:
-    """Return the last lines of a process's log, or a crash from its first line.
-
-    A few lines before a crash are included: native code often gives its reason there.
-
-    Args:
-        folder: the cluster's run folder.
-        member: which process.
-        num_lines: the most to return.
-    """
-    name = f"rank-{member}" if isinstance(member, int) else member.replace(" ", "")
-    try:
-        lines = (folder / f"{name}.log").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), -num_lines)
-    crash = max(0, crash - BEFORE_CRASH) if crash >= 0 else crash
-    return "\n".join(lines[crash:][:num_lines])
-
-
-STOP_TIMEOUT_SECONDS = 8.0
-CONNECT_SECONDS = 2.0
-"""How long to try while another kernel, perhaps just ending, still holds the fork server."""
-
-RECORDED_CALLS = 64
-"""How many collectives torch's flight recorder keeps on each rank, to show where it waits."""
-
-Event = dict[str, Any]
 
 
 class Server(Protocol):
@@ -375,3 +332,45 @@ def wait_for_file(path: Path, timeout: float, while_waiting: Callable[[], None])
         while_waiting()
         time.sleep(0.005)
     raise TimeoutError(f"{path} did not appear within {timeout:.0f} s")
+
+
+def member_of(name: str) -> Member:
+    """Return the process that the fork server reports under ``name``."""
+    return int(name) if name.isdigit() else Service(name)
+
+
+def describe_exit(exit_: Exit) -> str:
+    """Say how a process ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
+    if exit_.code is None:
+        return "has ended"
+    if exit_.code >= 0:
+        return f"ended with exit code {exit_.code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_.code).name}"
+    except ValueError:
+        return f"was killed by signal {-exit_.code}"
+
+
+def spoken(member: Member) -> str:
+    """Return a process as the subject of a sentence: ``"Rank 1"``, ``"The controller"``."""
+    return f"Rank {member}" if isinstance(member, int) else f"The {member}"
+
+
+def log_tail(folder: Path, member: Member, num_lines: int) -> str:
+    """Return the last lines of a process's log, or a crash from its first line.
+
+    A few lines before a crash are included: native code often gives its reason there.
+
+    Args:
+        folder: the cluster's run folder.
+        member: which process.
+        num_lines: the most to return.
+    """
+    name = f"rank-{member}" if isinstance(member, int) else member.replace(" ", "")
+    try:
+        lines = (folder / f"{name}.log").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), -num_lines)
+    crash = max(0, crash - BEFORE_CRASH) if crash >= 0 else crash
+    return "\n".join(lines[crash:][:num_lines])

@@ -22,6 +22,8 @@ from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
 
 MAX_ABORTS = 5
 """How often stuck ranks are freed before they are killed: a busy machine may need several."""
+END_TIMEOUT_SECONDS = 10.0
+"""How long a call with killed ranks may take to end."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -174,7 +176,7 @@ class Watch:
         if self.call.running:
             self._kill()
         with contextlib.suppress(KeyboardInterrupt):  # an interrupt now ends the wait
-            self._attend_until_done(self._timeouts.kill_after_seconds)
+            self._attend_until_done(END_TIMEOUT_SECONDS)
 
     def _interrupt_and_free(self) -> None:
         """Interrupt the running ranks; free those that keep waiting in a collective.
