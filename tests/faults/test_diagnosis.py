@@ -229,8 +229,8 @@ def test_a_cell_that_would_wait_for_ever_is_named_and_freed(both: list[Cluster],
     source, expected = STUCK[case]
     began = time.monotonic()
     for cluster, ended in zip(both, run_on_each(both, source), strict=True):
-        told = ended.watch.stuck
-        assert re.search(spelled(expected, len(cluster.ranks)), told, re.DOTALL), told
+        diagnosis = ended.watch.stuck
+        assert re.search(spelled(expected, len(cluster.ranks)), diagnosis, re.DOTALL), diagnosis
         assert not ended.lost
     assert time.monotonic() - began < 15, "found within 6 s; the rest is for a busy machine"
     assert not any(again.failures or again.lost for again in run_on_each(both, USABLE))
