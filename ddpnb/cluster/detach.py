@@ -21,8 +21,6 @@ RECORD_FILE = "cluster.json"
 SOCKET = "kernel.sock"
 """Where the fork server waits for another kernel."""
 
-HOW_TO_DETACH = "ranks outlive their kernel where they were started with %ddp_start --detach 600"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRecord:
@@ -69,7 +67,7 @@ def read(folder: Path) -> ClusterRecord:
 
     Raises:
         OSError: there is none: the cluster does not outlive its kernel, or has just ended.
-        UserError: it is damaged, or of another version of ddpnb.
+        UserError: it is unreadable, or of another version of ddpnb.
     """
     path = folder / RECORD_FILE
     try:
@@ -92,8 +90,7 @@ def _parse(folder: Path, text: str) -> ClusterRecord:
         "spec": ClusterSpec(**content["spec"]),
         "placement": Placement(**placement | {"devices": tuple(placement["devices"])}),
         "states": tuple(
-            RankState(**state | {"missing": tuple(state.get("missing", ()))})
-            for state in content["states"]
+            RankState(**state | {"missing": tuple(state["missing"])}) for state in content["states"]
         ),
         "engine_of": {int(rank): engine for rank, engine in content["engine_of"].items()},
     }
@@ -106,9 +103,9 @@ def detached() -> list[ClusterRecord]:
 
 
 def _read_all() -> tuple[list[ClusterRecord], dict[str, UserError]]:
-    """Return the same, and by name an error for each cluster whose record is unreadable."""
+    """Return the clusters of ``detached``, and by name an error for each unreadable record."""
     found: list[ClusterRecord] = []
-    damaged: dict[str, UserError] = {}
+    unreadable: dict[str, UserError] = {}
     for folder in own_folders():
         with contextlib.suppress(OSError, ValueError):  # just starting, or just ended
             if not living_owners(folder):
@@ -116,11 +113,11 @@ def _read_all() -> tuple[list[ClusterRecord], dict[str, UserError]]:
             try:
                 record = read(folder)
             except UserError as error:
-                damaged[name_of(folder)] = error
+                unreadable[name_of(folder)] = error
             else:
                 if record.spec.detach_seconds and is_alive(record.server):
                     found.append(record)
-    return sorted(found, key=lambda record: record.began), damaged
+    return sorted(found, key=lambda record: record.began), unreadable
 
 
 def holder(record: ClusterRecord) -> int | None:
@@ -143,16 +140,16 @@ def find(name: str, here: Path) -> ClusterRecord:
     """
     waiting: list[ClusterRecord] = []
     held: dict[str, int] = {}
-    found, damaged = _read_all()
+    found, unreadable = _read_all()
     for record in found:
         if (kernel := holder(record)) is None:
             waiting.append(record)
         else:
             held[record.name] = kernel
-    if name in damaged:
-        raise damaged[name]
-    if damaged and not (name or waiting):
-        raise next(iter(damaged.values()))
+    if name in unreadable:
+        raise unreadable[name]
+    if unreadable and not (name or waiting):
+        raise next(iter(unreadable.values()))
     return choose(waiting, held, name, here)
 
 
@@ -190,7 +187,8 @@ def choose(
         names = ", ".join(record.name for record in waiting)
         raise UserError(f"There is no cluster {name!r} to attach to; choose one of: {names}.")
     raise UserError(
-        f"There is no cluster {name + ' ' if name else ''}to attach to: {HOW_TO_DETACH}."
+        f"There is no cluster {name + ' ' if name else ''}to attach to: ranks outlive their kernel "
+        "if they were started with %ddp_start --detach 600."
     )
 
 
