@@ -34,15 +34,15 @@ from ddpnb.cluster.call import Output
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from tests.cluster.rig import begin, processes_of, run
-spec = ClusterSpec(num_ranks=2, device="cpu", linger_seconds=float(sys.argv[1]))
+spec = ClusterSpec(num_ranks=2, device="cpu", detach_seconds=float(sys.argv[1]))
 cluster = Cluster.start(spec)
 run(cluster, "kept = 7 + 10 * rank")
 cell = begin(cluster, "print('begun')\\n" + sys.argv[2])
 said = {}
 while set(said) != {0, 1}:  # a cell that is sent at the very moment of the kill may never leave
-    for happening in cell.watch.call.happenings(30.0):
-        if isinstance(happening, Output):
-            said[happening.rank] = happening
+    for event in cell.watch.call.events(30.0):
+        if isinstance(event, Output):
+            said[event.rank] = event
 print(json.dumps([str(cluster.folder), [p.pid for p in processes_of(cluster)]]), flush=True)
 sys.stdin.read()
 """
@@ -52,7 +52,7 @@ sys.stdin.read()
 def left_by_a_kill(
     seconds: float, source: str = "1"
 ) -> Iterator[tuple[Path, list[psutil.Process]]]:
-    """A cluster whose owner has been killed while its ranks ran a cell."""
+    """A cluster without its kernel, which was killed while its ranks ran a cell."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER, str(seconds), source],
         stdin=subprocess.PIPE,
@@ -74,7 +74,7 @@ def left_by_a_kill(
 
 
 @contextlib.contextmanager
-def lingering_cluster(method: str | None = None) -> Iterator[Cluster]:
+def detachable_cluster(method: str | None = None) -> Iterator[Cluster]:
     spec = ClusterSpec(num_ranks=2, device="cpu", detach_seconds=600)
     cluster = Cluster.start(spec, method=method)
     processes = processes_of(cluster)
@@ -120,8 +120,8 @@ def test_when_the_time_is_over_nothing_is_left():
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_what_came_to_an_end_meanwhile_is_told_and_can_be_brought_back(method: str):
-    with lingering_cluster(method) as cluster:
+def test_what_came_to_an_end_meanwhile_is_reported_and_can_be_brought_back(method: str):
+    with detachable_cluster(method) as cluster:
         run(cluster, "kept = rank")
         cluster.detach()
         os.kill(cluster.states[1].pid, signal.SIGKILL)
@@ -139,7 +139,7 @@ def test_what_came_to_an_end_meanwhile_is_told_and_can_be_brought_back(method: s
 
 
 def test_a_group_that_was_cut_is_formed_anew_by_the_next_kernel():
-    with lingering_cluster() as cluster:
+    with detachable_cluster() as cluster:
         for generation in (1, 2):
             failed = run(cluster, f"1 / rank\n{ALL_REDUCE}")
             assert failed.failures[0].name == "ZeroDivisionError"
@@ -149,8 +149,8 @@ def test_a_group_that_was_cut_is_formed_anew_by_the_next_kernel():
         cluster.stop()
 
 
-def test_nothing_lingers_that_cannot_be_used():
-    with lingering_cluster() as cluster:
+def test_nothing_unusable_stays_behind():
+    with detachable_cluster() as cluster:
         processes = processes_of(cluster)
         ranks = {state.pid for state in cluster.states}
         cluster.detach()
@@ -159,8 +159,8 @@ def test_nothing_lingers_that_cannot_be_used():
         wait_until(lambda: not cluster.folder.exists(), "the end of the run folder")
 
 
-def test_the_end_of_a_fork_server_that_was_taken_over_is_told():
-    with lingering_cluster() as cluster:
+def test_the_end_of_a_fork_server_that_was_taken_over_is_reported():
+    with detachable_cluster() as cluster:
         processes = processes_of(cluster)
         cluster = detach_and_attach(cluster)
         processes[0].kill()
@@ -172,7 +172,7 @@ def test_the_end_of_a_fork_server_that_was_taken_over_is_told():
 
 
 def test_only_one_kernel_at_a_time():
-    with lingering_cluster() as cluster:
+    with detachable_cluster() as cluster:
         record = next(record for record in detached() if record.folder == cluster.folder)
         with pytest.raises(UserError, match="is in use by another kernel: shut that kernel down"):
             Cluster.attach(record)
@@ -212,8 +212,8 @@ def test_ranks_left_in_a_collective_are_freed(capsys: pytest.CaptureFixture[str]
         cluster.stop()
 
 
-def test_the_linger_may_be_changed_while_it_runs():
-    with lingering_cluster() as cluster:
+def test_the_time_to_detach_may_be_changed_while_it_runs():
+    with detachable_cluster() as cluster:
         processes = processes_of(cluster)
         cluster.allow_detach(0.5)
         assert next(s for s in detached() if s.folder == cluster.folder).spec.detach_seconds == 0.5
@@ -247,7 +247,7 @@ def test_the_cluster_is_the_one_that_waits_or_the_one_started_here():
 
 
 @pytest.mark.parametrize(
-    ("homes", "held", "name", "told"),
+    ("homes", "held", "name", "sentence"),
     [
         ([], {}, "", r"There is no cluster to attach to: ranks .* %ddp_start --detach 600"),
         ([], {}, "x", r"There is no cluster x to attach to: ranks .* %ddp_start --detach 600"),
@@ -258,17 +258,17 @@ def test_the_cluster_is_the_one_that_waits_or_the_one_started_here():
         (["/here"], {"x": 12}, "x", r"The cluster x is in use by another kernel, process 12: shut"),
     ],
 )
-def test_where_there_is_doubt_one_sentence_tells_the_choice(
-    homes: list[str], held: dict[str, int], name: str, told: str
+def test_where_there_is_doubt_one_sentence_names_the_choice(
+    homes: list[str], held: dict[str, int], name: str, sentence: str
 ):
     waiting = [record(f"c{n}", home) for n, home in enumerate(homes)]
-    with pytest.raises(UserError, match=told) as error:
+    with pytest.raises(UserError, match=sentence) as error:
         choose(waiting, held, name, Path("/here"))
     assert "\n" not in str(error.value)
 
 
 def test_what_another_version_has_written_is_not_attached_to():
-    with lingering_cluster() as cluster:
+    with detachable_cluster() as cluster:
         assert cluster.folder in [record.folder for record in detached()]
         path = cluster.folder / "cluster.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"new": 1}))

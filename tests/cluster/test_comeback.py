@@ -77,7 +77,7 @@ def test_a_killed_rank_costs_its_share_and_comes_back(tmp_path, capsys, strategy
         assert 0 < rank_0.num_lost_samples <= 5
         assert rank_0.held_out_accuracy > 0.9
         events = snapshot.events[snapshot.events["rank"] == 1]
-        came_back = snapshot.marks[1].seconds  # with a step, not when that was told
+        came_back = snapshot.marks[1].seconds  # with a step, not when that was reported
         assert came_back in events["seconds"]
         assert (events["seconds"] >= came_back).sum() > 10
         assert 1 <= (events["seconds"] < came_back).sum() < 50  # the dead process's own
@@ -176,7 +176,7 @@ def test_the_death_of_rank_0_fails_the_run(tmp_path):
         prepare(cluster, Store(tmp_path), a_spec("async", tmp_path, rank=0)).run()
 
 
-def test_what_a_rank_did_before_its_kill_failed_the_run_is_told(tmp_path):
+def test_what_a_rank_did_before_its_kill_failed_the_run_is_reported(tmp_path):
     store = Store(tmp_path)
     spec = a_spec("ddp", tmp_path, num_calls=-1)
     spec = replace(spec, training=replace(spec.training, kill=("1@700ms",)))
@@ -185,9 +185,9 @@ def test_what_a_rank_did_before_its_kill_failed_the_run_is_told(tmp_path):
     (snapshot,) = store.load("cell-1").runs
     assert (snapshot.status, [mark.text for mark in snapshot.marks]) == ("failed", ["killed"])
     killed = snapshot.marks[0].seconds
-    told = snapshot.events[snapshot.events["rank"] == 1]
-    assert list(told["step"]) == list(range(len(told)))
-    assert killed - 0.3 < told["seconds"][-1] <= killed + 0.01
+    events = snapshot.events[snapshot.events["rank"] == 1]
+    assert list(events["step"]) == list(range(len(events)))
+    assert killed - 0.3 < events["seconds"][-1] <= killed + 0.01
 
 
 def test_the_strategies_after_one_that_a_death_ended_are_trained(tmp_path, capsys):
@@ -197,9 +197,9 @@ def test_the_strategies_after_one_that_a_death_ended_are_trained(tmp_path, capsy
     with started(2, method="fork") as cluster:
         with pytest.raises(RankError, match="rank 1"):
             prepare(cluster, store, spec).run()
-        told = capsys.readouterr().err
-        assert "ddp failed and is left out; still to be trained: no-comm, single." in told
-        assert "Rank 1 died, which ended the training; it is a new process now" in told
+        shown = capsys.readouterr().err
+        assert "ddp failed and is left out; still to be trained: no-comm, single." in shown
+        assert "Rank 1 died, which ended the training; it is a new process now" in shown
         assert pull(cluster, "1 + rank") == [1, 2]
     found = [(run.name, str(run.status)) for run in store.load("cell-1").runs]
     others = [("single", "finished"), ("no-comm", "finished")]

@@ -127,7 +127,9 @@ def test_a_wait_ends_by_an_abort_and_the_next_group_works(tmp_path: Path):
     assert errors == [(f"{ABORTED} 0.", True)] * 2
     assert 0.4 < seconds < 10
     assert is_known, "the next call must tell of the abort, not that there is no group"
-    assert calls == [["abort", "abort", "shutdown"]] * 2  # cut, and again before it is left
+    assert (
+        calls == [["abort", "abort", "shutdown"]] * 2
+    )  # by the abort, and again before it is left
     assert total == pipes[1].recv() == 2
 
 

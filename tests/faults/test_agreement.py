@@ -311,11 +311,11 @@ def test_calls_that_may_differ_are_let_through(both: list[Cluster], case: str) -
 
 def test_the_traceback_ends_at_the_users_line(both: list[Cluster]) -> None:
     ended = run(both[0], "mine = torch.ones(3 + rank)\ndist.all_reduce(mine)")
-    (told,) = {f.traceback for f in ended.failures.values() if not f.is_consequence} or {()}
-    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(told))
+    (lines,) = {f.traceback for f in ended.failures.values() if not f.is_consequence} or {()}
+    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(lines))
     assert "----> 2 dist.all_reduce(mine)" in text
     assert "distributed_c10d.py" not in text
-    assert "agreement.py" not in text
+    assert "collective_checks.py" not in text
 
 
 def test_a_refused_call_may_be_made_again_rightly(both: list[Cluster]) -> None:

@@ -59,17 +59,17 @@ def stop_once_begun(cell, process: psutil.Process) -> None:
     threading.Thread(target=stop).start()
 
 
-def do_once_told(cell, do) -> list[float]:
-    """Do something as soon as the user has been told something; return when that was."""
-    told_at: list[float] = []
+def do_once_notified(cell, do) -> list[float]:
+    """Do something as soon as the user is notified; return when that was."""
+    notified_at: list[float] = []
 
     def wait() -> None:
         wait_until(lambda: bool(cell.notes), "a note", timeout=60)
-        told_at.append(time.monotonic())
+        notified_at.append(time.monotonic())
         do()
 
     threading.Thread(target=wait).start()
-    return told_at
+    return notified_at
 
 
 def test_the_status_shows_a_stopped_rank_and_the_ways_out(
@@ -103,11 +103,11 @@ def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_with_it(
     cell = begin(three, UNTIL.format(sign=str(sign)))
     began = time.monotonic()
     stop_once_begun(cell, stopped)
-    told_at = do_once_told(cell, resume)
+    notified_at = do_once_notified(cell, resume)
     finish(cell)
     assert len(cell.notes) == 1
     assert f"Rank 1 is stopped (SIGSTOP): `kill -CONT {stopped.pid}`" in cell.notes[0]
-    assert told_at[0] - began < 30, "told within 6 s; the rest is for a busy machine"
+    assert notified_at[0] - began < 30, "found within 6 s; the rest is for a busy machine"
     assert not cell.failures
     assert not cell.watch.stuck
     assert pull(three, "kept") == [10, 11, 12]
@@ -118,7 +118,7 @@ def test_an_interrupt_ends_a_cell_with_a_stopped_rank_and_keeps_its_variables(
 ) -> None:
     cell = begin(three, ENDLESS)
     stop_once_begun(cell, stopped)
-    interrupted_at = do_once_told(cell, lambda: setattr(cell.watch, "stop_requested", True))
+    interrupted_at = do_once_notified(cell, lambda: setattr(cell.watch, "stop_requested", True))
     finish(cell)
     assert time.monotonic() - interrupted_at[0] < 20
     assert set(cell.failures) == {0, 1, 2}

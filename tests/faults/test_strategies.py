@@ -208,7 +208,7 @@ def test_to_cut_the_group_frees_whoever_waits_by_another_transport(cluster, tmp_
 
 
 def freed_by_an_abort(cluster: Cluster, spec: RunSpec, marker: Path) -> None:
-    """Train until rank 1 sleeps, cut the group under rank 0, and see it go."""
+    """Train until rank 1 sleeps, abort the group under rank 0, and see it return."""
     cluster.ensure_group()
     freed: list[float] = []
 
@@ -225,7 +225,7 @@ def freed_by_an_abort(cluster: Cluster, spec: RunSpec, marker: Path) -> None:
         timeout=30,
     )
     called = Called(marker=marker)
-    called.begin(lambda: cluster.cut([0]))
+    called.begin(lambda: cluster.abort([0]))
     watch.run()
     called.thread.join()
     assert not watch.timed_out
