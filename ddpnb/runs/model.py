@@ -217,7 +217,7 @@ class Run:
             header=self._header,
             status=status,
             detail=detail,
-            aggregate=self._aggregate.view(),
+            aggregate=self._aggregate.snapshot(),
             kept=self._kept(),
             history=self._history,
             reports=tuple(report for _, report in sorted(self._reports.items())),
@@ -231,7 +231,7 @@ class Run:
         with contextlib.suppress(UserError):
             rows = now.events
             if len(rows) == now.aggregate.num_events:
-                self._aggregate = RunAggregator.of_all(rows, now.spec, now.header)
+                self._aggregate = RunAggregator.from_all(rows, now.spec, now.header)
 
     def _keep(self, rows: Records, metrics: tuple[tuple[int, str, float], ...]) -> None:
         """Keep the events, until there are too many for memory."""
