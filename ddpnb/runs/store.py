@@ -273,7 +273,7 @@ def _read_run(database: Database, stored: StoredRun, *, keeps_events: bool = Fal
         spec=stored.spec,
         created=stored.created,
         num_ranks=stored.num_ranks,
-        history=None if keeps_events else partial(_read_run, database, stored, keeps_events=True),
+        load=None if keeps_events else partial(_read_run, database, stored, keeps_events=True),
     )
     for row in database.read(BATCHES, (stored.run_id,)):
         is_first = row[2] == 0
