@@ -255,8 +255,8 @@ def test_the_events_of_a_long_run_come_back_from_the_store(store: Store):
     recorder = Recorder(store, name="long", task="digits", source="", specs=())
     recorder.begin("r1", "mine")
     for sequence in range(30):
-        told = [step(i, i + 1.0) for i in range(1000 * sequence, 1000 * (sequence + 1))]
-        recorder.add(batch("r1", told, sequence=sequence))
+        events = [step(i, i + 1.0) for i in range(1000 * sequence, 1000 * (sequence + 1))]
+        recorder.add(batch("r1", events, sequence=sequence))
     (run,) = recorder.comparison.runs
     assert run.events_in_memory is None
     assert np.array_equal(run.events["step"], np.arange(30_000))
@@ -270,12 +270,14 @@ def test_the_events_of_a_long_run_come_back_from_the_store(store: Store):
 @pytest.mark.parametrize("num_batches", [4, 30])
 def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store, num_batches: int):
     recorder = Recorder(store, name="late", task="cell", source="", specs=())
-    recorder.begin("r1", "mine", num_ranks=1)  # as if nobody had waited for rank 1
+    recorder.begin(
+        "r1", "mine", num_ranks=1
+    )  # rank 1 is not waited for
     for sequence in range(num_batches):
         steps = range(1000 * sequence, 1000 * (sequence + 1))
         for rank in range(2):
-            told = [step(i, i + 1.0 + rank / 2, loss=1 / (i + 1 + rank)) for i in steps]
-            recorder.add(batch("r1", told, rank=rank, sequence=sequence))
+            events = [step(i, i + 1.0 + rank / 2, loss=1 / (i + 1 + rank)) for i in steps]
+            recorder.add(batch("r1", events, rank=rank, sequence=sequence))
     recorder.end("r1", Status.FINISHED)
     (live,), (loaded,) = recorder.comparison.runs, store.load("late").runs
     for name in ("samples", "seconds", "loss", "lowest", "highest"):
@@ -288,19 +290,19 @@ def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store, num_bat
     assert now.samples_per_second.high == pytest.approx(later.samples_per_second.high)
 
 
-def test_a_file_that_is_no_database_is_told_in_one_sentence(tmp_path: Path):
+def test_a_file_that_is_no_database_is_refused_in_one_sentence(tmp_path: Path):
     (tmp_path / FILE_NAME).write_text("not a database at all" * 100)
     with pytest.raises(StoreError, match="not a database"):
         Store(tmp_path)
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot be opened"):
         Store(tmp_path / "file" / "runs")
 
 
-def test_a_full_disk_is_told_and_what_is_pending_kept(tmp_path: Path):
+def test_a_full_disk_is_reported_and_pending_batches_are_kept(tmp_path: Path):
     store = Store(tmp_path / "runs", flush_seconds=600)  # append must not flush by itself
     started = store.begin_comparison(a_comparison())
     run = Run.of_spec(spec("ddp"), created=1.0)

@@ -16,8 +16,8 @@ def timed(strategy: str, seconds: tuple[float, ...], repeat: int = 0, samples: i
     run_spec = spec(strategy, repeat)
     run = Run.of_spec(run_spec, comparison="digits-1", created=float(repeat))
     for rank, lasted in enumerate(seconds):
-        told = [step(0, lasted, samples=samples)]
-        run.add(batch(run.run_id, told, rank=rank, header=header(run_spec, 1)))
+        events = [step(0, lasted, samples=samples)]
+        run.add(batch(run.run_id, events, rank=rank, header=header(run_spec, 1)))
         run.add_report(
             RunReport(
                 run_id=run.run_id,
@@ -37,7 +37,7 @@ def compared(*runs: Run) -> Comparison:
     return Comparison(comparison_id="c", name="c", runs=tuple(r.snapshot() for r in runs))
 
 
-def test_a_fault_that_did_not_strike_is_told():
+def test_a_fault_that_did_not_strike_is_noted():
     run = timed("ddp", (2.0, 2.0)).snapshot()
     assert run.spec is not None
     faulty = replace(
@@ -53,7 +53,7 @@ def test_a_fault_that_did_not_strike_is_told():
 
 
 @pytest.mark.parametrize("event", [MarkKind.KILLED, MarkKind.DIED])
-def test_what_is_not_known_of_a_death_that_nobody_asked_for_is_said(event: MarkKind):
+def test_steps_that_an_accidental_death_may_have_lost_are_noted(event: MarkKind):
     marks = (Mark(rank=1, seconds=0.7, kind=event),)
     run = replace(timed("async", (2.0, 2.0)).snapshot(), marks=marks)
     (summary,) = summarise(Comparison(comparison_id="c", name="c", runs=(run,)))
@@ -117,7 +117,7 @@ def test_one_repeat_gives_the_range_over_tenths():
     assert single.samples_per_second.high > single.samples_per_second.middle
 
 
-def test_a_failed_repeat_does_not_bend_the_median_but_is_told():
+def test_a_failed_repeat_does_not_bend_the_median_but_is_noted():
     good, bad = timed("single", (1.0,)), timed("single", (50.0,), 1)
     bad.end(Status.FAILED, "rank 0 was killed")
     (single,) = summarise(compared(good, bad))
@@ -127,8 +127,8 @@ def test_a_failed_repeat_does_not_bend_the_median_but_is_told():
 
 def test_staleness_median_and_maximum():
     run = Run.of_spec(spec("async"), comparison="c", created=1.0)
-    told = [step(i, i + 1.0, staleness=s) for i, s in enumerate((0, 1, 1, 7))]
-    run.add(batch(run.run_id, told))
+    events = [step(i, i + 1.0, staleness=s) for i, s in enumerate((0, 1, 1, 7))]
+    run.add(batch(run.run_id, events))
     (summary,) = summarise(compared(run))
     assert (summary.staleness_median, summary.staleness_max) == (1.0, 7.0)
     assert math.isnan(summarise(fake_comparison(("ddp",)))[0].staleness_max)
