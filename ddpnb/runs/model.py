@@ -159,17 +159,6 @@ class Run:
         self._num_sequences: dict[int, int] = {}
         self._missing: set[tuple[int, int]] = set()
 
-    @classmethod
-    def of_spec(cls, spec: RunSpec, *, comparison: str = "", created: float | None = None) -> "Run":
-        """Return an empty run for ``spec``, named after its strategy."""
-        return cls(
-            run_id=spec.run_id,
-            name=spec.strategy,
-            comparison=comparison,
-            spec=spec,
-            created=created,
-        )
-
     @property
     def run_id(self) -> str:
         """The id in its batches and reports."""

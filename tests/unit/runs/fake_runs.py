@@ -36,6 +36,16 @@ def spec(strategy: str, repeat: int = 0, comparison: str = "digits-1") -> RunSpe
     )
 
 
+def run_of(run_spec: RunSpec, *, comparison: str = "", created: float | None = None) -> Run:
+    return Run(
+        run_id=run_spec.run_id,
+        name=run_spec.strategy,
+        comparison=comparison,
+        spec=run_spec,
+        created=created,
+    )
+
+
 def header(run_spec: RunSpec, num_steps: int, synchronous: bool | None = None) -> RunHeader:
     strategy = run_spec.strategy
     return RunHeader(
@@ -99,7 +109,7 @@ def fake_run(
     wait, which they report as communication, like real strategies.
     """
     run_spec = spec(strategy, repeat, comparison)
-    run = Run.of_spec(run_spec, comparison=comparison, created=1000.0 + repeat)
+    run = run_of(run_spec, comparison=comparison, created=1000.0 + repeat)
     random_ = random.Random(f"{strategy}{repeat}")
     num_reporting = NUM_REPORTING.get(strategy, NUM_RANKS)
     own_steps = num_steps if strategy != "async" else num_steps * num_reporting // NUM_RANKS

@@ -14,11 +14,11 @@ from ddpnb.runs.metrics import (
     window_for,
 )
 from ddpnb.runs.model import Run, Status
-from tests.unit.runs.fake_runs import batch, fake_run, header, spec, step
+from tests.unit.runs.fake_runs import batch, fake_run, header, run_of, spec, step
 
 
 def a_run(strategy: str) -> Run:
-    return Run.of_spec(spec(strategy), comparison="digits-1", created=1.0)
+    return run_of(spec(strategy), comparison="digits-1", created=1.0)
 
 
 def curve_of(run: Run) -> Curve:

@@ -3,11 +3,11 @@ import numpy as np
 from ddpnb.protocol.messages import RunReport
 from ddpnb.runs.aggregate import MAX_POINTS
 from ddpnb.runs.model import Run, Status
-from tests.unit.runs.fake_runs import batch, header, spec, step
+from tests.unit.runs.fake_runs import batch, header, run_of, spec, step
 
 
 def a_run() -> Run:
-    return Run.of_spec(spec("ddp"), comparison="digits-1", created=5.0)
+    return run_of(spec("ddp"), comparison="digits-1", created=5.0)
 
 
 def test_a_run_starts_empty_and_running():

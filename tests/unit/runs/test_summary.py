@@ -8,13 +8,13 @@ from ddpnb.protocol.messages import Mark, MarkKind, RunReport
 from ddpnb.runs.comparison import Comparison, environment, overlay
 from ddpnb.runs.model import Run, Status
 from ddpnb.runs.summary import Spread, samples_per_second, spread, summarise
-from tests.unit.runs.fake_runs import batch, fake_comparison, fake_run, header, spec, step
+from tests.unit.runs.fake_runs import batch, fake_comparison, fake_run, header, run_of, spec, step
 
 
 def timed(strategy: str, seconds: tuple[float, ...], repeat: int = 0, samples: int = 100) -> Run:
     """A run whose workers each saw ``samples`` in the given seconds."""
     run_spec = spec(strategy, repeat)
-    run = Run.of_spec(run_spec, comparison="digits-1", created=float(repeat))
+    run = run_of(run_spec, comparison="digits-1", created=float(repeat))
     for rank, lasted in enumerate(seconds):
         events = [step(0, lasted, samples=samples)]
         run.add(batch(run.run_id, events, rank=rank, header=header(run_spec, 1)))
@@ -72,7 +72,7 @@ def test_a_rank_that_took_no_part_does_not_count():
 
 
 def test_a_run_without_reports_is_measured_by_its_events():
-    run = Run.of_spec(spec("ddp"), comparison="c", created=1.0)
+    run = run_of(spec("ddp"), comparison="c", created=1.0)
     run.add(batch(run.run_id, [step(0, 1.0, samples=10), step(1, 4.0, samples=10)]))
     assert samples_per_second(run.snapshot()) == 5.0
 
@@ -126,7 +126,7 @@ def test_a_failed_repeat_does_not_bend_the_median_but_is_noted():
 
 
 def test_staleness_median_and_maximum():
-    run = Run.of_spec(spec("async"), comparison="c", created=1.0)
+    run = run_of(spec("async"), comparison="c", created=1.0)
     events = [step(i, i + 1.0, staleness=s) for i, s in enumerate((0, 1, 1, 7))]
     run.add(batch(run.run_id, events))
     (summary,) = summarise(compared(run))
@@ -144,7 +144,7 @@ def test_nan_losses_and_lost_batches_are_noted():
 
 
 def test_an_empty_run_is_summarised_without_numbers():
-    (summary,) = summarise(compared(Run.of_spec(spec("ddp"), created=1.0)))
+    (summary,) = summarise(compared(run_of(spec("ddp"), created=1.0)))
     assert math.isnan(summary.samples_per_second.middle)
     assert summary.status == "running"
 
