@@ -15,7 +15,7 @@ begun = store.begin_comparison(
     Comparison(comparison_id="empty-id", name="digits", task="digits", specs=(spec,)),
     wanted_name="empty",
 )
-store.begin_run(begun.comparison_id, Run.of_spec(spec).snapshot())
+store.begin_run(begun.comparison_id, Run(run_id=spec.run_id, name="ddp", spec=spec).snapshot())
 store.finish(spec.run_id, Status.FAILED, "nothing came")
 """
 

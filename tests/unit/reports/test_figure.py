@@ -19,7 +19,7 @@ from ddpnb.reports.plot_options import ACROSS, EVERYTHING, PlotOptions
 from ddpnb.runs.comparison import Comparison, overlay
 from ddpnb.runs.model import Run, RunSnapshot, Status
 from ddpnb.runs.summary import time_to_target
-from tests.unit.runs.fake_runs import batch, fake_comparison, fake_run, header, spec, step
+from tests.unit.runs.fake_runs import batch, fake_comparison, fake_run, header, run_of, spec, step
 
 
 def pixels(png: bytes) -> np.ndarray:
@@ -127,7 +127,7 @@ def test_what_is_emulated_says_so_at_each_line():
 
 
 def test_nothing_yet_is_drawn_as_waiting():
-    empty = compared(Run.of_spec(spec("ddp"), created=1.0))
+    empty = compared(run_of(spec("ddp"), created=1.0))
     assert sum(text.get_text().startswith("waiting for") for text in shown_texts(empty)) == 3
 
 
@@ -156,7 +156,7 @@ def test_a_loop_without_samples_is_drawn_against_time_alone():
 
 
 def test_one_step_and_negative_losses_can_be_drawn():
-    run = Run.of_spec(spec("single"), created=1.0)
+    run = run_of(spec("single"), created=1.0)
     run.add(batch(run.run_id, [step(0, 0.5, -3.0)], header=header(spec("single"), 1)))
     bottom, top = draw(compared(run)).axes[0].get_ylim()
     assert bottom <= -3.0 <= top
@@ -209,7 +209,7 @@ def test_other_cells_are_told():
 def test_repeats_become_a_median_over_at_least_half():
     runs = []
     for repeat, level in enumerate((1.0, 2.0, 6.0)):
-        run = Run.of_spec(spec("single", repeat), comparison="c", created=1.0)
+        run = run_of(spec("single", repeat), comparison="c", created=1.0)
         num_steps = 10 if repeat else 20
         told = [step(i, i + 1.0, level) for i in range(num_steps)]
         run.add(batch(run.run_id, told, header=header(spec("single", repeat), 1)))
@@ -240,7 +240,7 @@ def slowed(*strategies: str) -> Comparison:
 def test_the_lane_of_a_rank_is_blank_while_it_was_away():
     kinds = ((1, MarkKind.KILLED), (2, MarkKind.CAME_BACK))
     marks = [Mark(rank=1, seconds=at, kind=kind) for at, kind in kinds]
-    run = Run.of_spec(spec("async"))
+    run = run_of(spec("async"))
     for rank in range(2):
         times = [0.04 * i for i in range(1, 100) if rank == 0 or not 25 <= i < 50]
         parts = Parts(forward=0.03)
@@ -332,7 +332,7 @@ def test_numbers_at_an_axis_keep_their_distance():
     for factor in (1, 10, 100):
         runs = []
         for name in ("single", "ddp", "async"):
-            run = Run.of_spec(spec(name), created=1.0)
+            run = run_of(spec(name), created=1.0)
             told = [step(i, (i + 1) / 100, 1.0, samples=11 * factor) for i in range(50)]
             run.add(batch(run.run_id, told, header=header(spec(name), 50)))
             run.end(Status.FINISHED)

@@ -14,7 +14,7 @@ from ddpnb.reports.table import Cell, Column, Table, in_two_lines
 from ddpnb.runs.comparison import Comparison
 from ddpnb.runs.model import Run, Status
 from ddpnb.runs.query import StoredRun
-from tests.unit.runs.fake_runs import fake_comparison, fake_run, header, spec
+from tests.unit.runs.fake_runs import fake_comparison, fake_run, header, run_of, spec
 from tests.unit.runs.test_summary import timed
 
 EVIL = "<script>alert('x')</script>"
@@ -252,7 +252,7 @@ def test_progress_tells_how_long_all_runs_will_take():
 
 
 def test_progress_before_the_first_step_and_while_evaluating():
-    run = Run.of_spec(spec("ddp"), created=1.0)
+    run = run_of(spec("ddp"), created=1.0)
     assert progress_of(fake_comparison(()).with_runs([run.snapshot()])).text == "ddp: starting"
     done = replace(fake_run("ddp", num_steps=20).snapshot(), status=Status.RUNNING)
     assert "ddp: evaluating" in progress_of(fake_comparison(()).with_runs([done])).text

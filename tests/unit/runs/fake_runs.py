@@ -1,4 +1,4 @@
-"""Made-up runs, for tests only: what plots and tables would be given by real ranks."""
+"""Made-up runs for tests of plots and tables."""
 
 import math
 import random
@@ -20,7 +20,7 @@ from ddpnb.runs.model import Run, RunSnapshot, Status
 
 BATCH_SIZE = 256
 NUM_RANKS = 2
-TOLD_BY = {"single": 1, "dp": 1, "ddp": NUM_RANKS, "async": NUM_RANKS}
+NUM_REPORTING = {"single": 1, "dp": 1, "ddp": NUM_RANKS, "async": NUM_RANKS}
 WORKERS = {"single": 1, "dp": 2, "ddp": NUM_RANKS, "async": NUM_RANKS}
 STEP_SECONDS = {"single": 0.0240, "dp": 0.0200, "ddp": 0.0150, "async": 0.0262}
 NOTES = {"dp": ("emulated on CPU threads: 2 replicas in one process",)}
@@ -33,6 +33,16 @@ def spec(strategy: str, repeat: int = 0, comparison: str = "digits-1") -> RunSpe
         task="digits",
         batch_size=BATCH_SIZE,
         repeat=repeat,
+    )
+
+
+def run_of(run_spec: RunSpec, *, comparison: str = "", created: float | None = None) -> Run:
+    return Run(
+        run_id=run_spec.run_id,
+        name=run_spec.strategy,
+        comparison=comparison,
+        spec=run_spec,
+        created=created,
     )
 
 
@@ -96,20 +106,20 @@ def fake_run(
     """Return a run of ``num_steps`` global batches of which ``share`` has been trained.
 
     Ranks of synchronous strategies end each step together; one that is slow makes the others
-    wait, which is told as communication, as by real strategies.
+    wait, which they report as communication, like real strategies.
     """
     run_spec = spec(strategy, repeat, comparison)
-    run = Run.of_spec(run_spec, comparison=comparison, created=1000.0 + repeat)
+    run = run_of(run_spec, comparison=comparison, created=1000.0 + repeat)
     random_ = random.Random(f"{strategy}{repeat}")
-    tellers = TOLD_BY.get(strategy, NUM_RANKS)
-    own_steps = num_steps if strategy != "async" else num_steps * tellers // NUM_RANKS
-    for rank in range(tellers):
+    num_reporting = NUM_REPORTING.get(strategy, NUM_RANKS)
+    own_steps = num_steps if strategy != "async" else num_steps * num_reporting // NUM_RANKS
+    for rank in range(num_reporting):
         seconds = 0.0
         events = []
-        pace = random.Random(f"{strategy}{repeat}{rank if strategy == 'async' else 0}")
+        noise = random.Random(f"{strategy}{repeat}{rank if strategy == 'async' else 0}")
         for index in range(int(own_steps * share)):
             slow = 1.25 if 0.45 < index / own_steps < 0.6 else 1.0
-            lasted = STEP_SECONDS.get(strategy, 0.018) * slow * pace.uniform(0.9, 1.12)
+            lasted = STEP_SECONDS.get(strategy, 0.018) * slow * noise.uniform(0.9, 1.12)
             if slow_rank is not None and strategy != "async":
                 lasted *= 1.6
             is_slow = slow_rank == rank
@@ -119,13 +129,13 @@ def fake_run(
             loss = level * lag * math.exp(random_.gauss(0, 0.16))
             if nan_from is not None and index >= nan_from:
                 loss = math.nan
-            stale = random_.choice((0, 1, 1, 1, 2, 3)) if strategy == "async" else None
-            told = replace(
-                step(index, seconds, loss, BATCH_SIZE // tellers, stale),
-                parts=_parts(strategy, lasted, tellers, is_slow=is_slow),
+            staleness = random_.choice((0, 1, 1, 1, 2, 3)) if strategy == "async" else None
+            event = replace(
+                step(index, seconds, loss, BATCH_SIZE // num_reporting, staleness),
+                parts=_parts(strategy, lasted, num_reporting, is_slow=is_slow),
                 num_bytes_sent=0 if strategy == "single" else 49_380,
             )
-            events.append(told)
+            events.append(event)
         own = [mark for mark in marks if mark.rank == rank]
         head = header(run_spec, num_steps)
         run.add(batch(run.run_id, events, rank=rank, header=head, marks=own))
@@ -136,7 +146,7 @@ def fake_run(
     return run
 
 
-def _parts(strategy: str, lasted: float, tellers: int, *, is_slow: bool) -> Parts:
+def _parts(strategy: str, lasted: float, num_reporting: int, *, is_slow: bool) -> Parts:
     """Divide a step as a strategy of so many ranks would."""
     others = 0.0 if strategy == "single" else 0.04 if is_slow else 0.24
     own = lasted * (1 - others)
@@ -180,7 +190,7 @@ def fake_comparison(
 
 
 def _report(run_id: str, rank: int, events: Sequence[StepEvent], strategy: str) -> RunReport:
-    scored = rank == 0
+    evaluates = rank == 0
     return RunReport(
         run_id=run_id,
         rank=rank,
@@ -188,8 +198,8 @@ def _report(run_id: str, rank: int, events: Sequence[StepEvent], strategy: str) 
         num_steps=len(events),
         num_samples=sum(event.num_samples for event in events),
         seconds=events[-1].seconds,
-        final_loss={"async": 0.131}.get(strategy, 0.118) if scored else math.nan,
-        held_out_loss=0.152 if scored else math.nan,
-        held_out_accuracy={"async": 0.9472}.get(strategy, 0.9611) if scored else math.nan,
+        final_loss={"async": 0.131}.get(strategy, 0.118) if evaluates else math.nan,
+        held_out_loss=0.152 if evaluates else math.nan,
+        held_out_accuracy={"async": 0.9472}.get(strategy, 0.9611) if evaluates else math.nan,
         num_batches_sent=1,
     )

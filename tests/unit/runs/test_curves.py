@@ -14,11 +14,11 @@ from ddpnb.runs.metrics import (
     window_for,
 )
 from ddpnb.runs.model import Run, Status
-from tests.unit.runs.fake_runs import batch, fake_run, header, spec, step
+from tests.unit.runs.fake_runs import batch, fake_run, header, run_of, spec, step
 
 
 def a_run(strategy: str) -> Run:
-    return Run.of_spec(spec(strategy), comparison="digits-1", created=1.0)
+    return run_of(spec(strategy), comparison="digits-1", created=1.0)
 
 
 def curve_of(run: Run) -> Curve:
@@ -41,7 +41,7 @@ def test_synchronous_steps_are_a_weighted_mean_at_the_slowest_worker():
     assert steps.seconds.tolist() == [1.5, 2.0]
 
 
-def test_a_step_that_one_worker_has_not_told_is_held_back_until_the_end():
+def test_a_step_that_one_worker_has_not_reported_is_held_back_until_the_end():
     run = a_run("ddp")
     head = header(spec("ddp"), 2)
     run.add(batch(run.run_id, [step(0, 1.0), step(1, 2.0)], header=head))
@@ -66,7 +66,7 @@ def test_a_worker_without_samples_does_not_poison_the_mean():
     assert num_diverged(run.snapshot()) == 0
 
 
-def test_asynchronous_steps_are_ordered_by_time_as_far_as_all_have_told():
+def test_asynchronous_steps_are_ordered_by_time_as_far_as_all_have_reported():
     run = a_run("async")
     head = header(spec("async"), 2)
     run.add(batch(run.run_id, [step(0, 1.0, 4.0), step(1, 3.0, 2.0)], header=head))
@@ -95,7 +95,7 @@ def test_a_rank_that_never_logs_is_not_waited_for_in_the_end():
     assert curve_of(run).loss.tolist() == [4.0, 2.0]
 
 
-def test_what_was_told_too_late_has_its_place_in_the_end():
+def test_what_was_reported_too_late_has_its_place_in_the_end():
     run = Run(run_id="m", name="mine")  # two ranks log, although one is known of
     run.add(batch("m", [step(i, i + 1.0, 4.0 - i) for i in range(4)]))
     run.add(batch("m", [step(i, i + 1.5, 3.5 - i) for i in range(4)], rank=1))
@@ -125,8 +125,8 @@ def test_events_before_the_header_wait_for_it():
 def test_no_curve_is_longer_than_it_may_be(num: int):
     run = Run(run_id="m", name="mine")
     for sequence, at in enumerate(range(0, num, 97)):
-        told = [step(i, i + 1.0) for i in range(at, min(at + 97, num))]
-        run.add(batch("m", told, sequence=sequence))
+        events = [step(i, i + 1.0) for i in range(at, min(at + 97, num))]
+        run.add(batch("m", events, sequence=sequence))
     curve = curve_of(run)
     assert 0 < len(curve) <= MAX_POINTS
     assert (curve.samples[-1], curve.num_updates, curve.updates[-1]) == (num * 10, num, num)
@@ -154,8 +154,8 @@ def test_a_constant_stays_constant_when_smoothed():
 def falling(num_planned: int, num_done: int) -> Run:
     """A run whose loss falls to a tenth in 20 updates, and then stays."""
     run = a_run("single")
-    told = [step(i, i + 1.0, 0.1 + 2.4 * math.exp(-i / 8), 256) for i in range(num_done)]
-    run.add(batch(run.run_id, told, header=header(spec("single"), num_planned)))
+    events = [step(i, i + 1.0, 0.1 + 2.4 * math.exp(-i / 8), 256) for i in range(num_done)]
+    run.add(batch(run.run_id, events, header=header(spec("single"), num_planned)))
     return run
 
 

@@ -33,16 +33,16 @@ def test_nothing_is_known_of_a_run_without_parts():
     assert slowness([]) == {}
 
 
-@pytest.mark.parametrize("told_at", [7.0, 7.5])
-def test_a_rank_that_died_is_away_from_its_last_step_until_its_next(told_at: float):
+@pytest.mark.parametrize("marked_at", [7.0, 7.5])
+def test_a_rank_that_died_is_away_from_its_last_step_until_its_next(marked_at: float):
     run = Run(run_id="m", name="mine", num_ranks=2)
     run.add(batch("m", [step(i, i + 1.0) for i in range(9)]))
-    told = [
+    marks = [
         Mark(rank=1, seconds=at, kind=kind)
-        for at, kind in ((3.4, MarkKind.KILLED), (told_at, MarkKind.CAME_BACK))
+        for at, kind in ((3.4, MarkKind.KILLED), (marked_at, MarkKind.CAME_BACK))
     ]
     run.add(
-        batch("m", [step(i, at) for i, at in enumerate((1.0, 3.0, 7.0, 8.0))], rank=1, marks=told)
+        batch("m", [step(i, at) for i, at in enumerate((1.0, 3.0, 7.0, 8.0))], rank=1, marks=marks)
     )
     run.end("finished")
     assert absences(run.snapshot()) == {1: [(3.0, 7.0)]}

@@ -54,9 +54,9 @@ def test_only_what_is_asked_for_is_found(search: Search, found: list[int]):
 
 
 @pytest.mark.parametrize(
-    ("wish", "told"),
+    ("given", "message"),
     [({"since": "yesterday"}, "Write --since as 90m, 12h"), ({"last": 0}, "--last must be")],
 )
-def test_a_wrong_search_is_one_sentence(wish: dict[str, object], told: str):
-    with pytest.raises(UserError, match=told):
-        Search(**wish)  # type: ignore[arg-type]
+def test_a_wrong_search_is_one_sentence(given: dict[str, object], message: str):
+    with pytest.raises(UserError, match=message):
+        Search(**given)  # type: ignore[arg-type]

@@ -3,11 +3,11 @@ import numpy as np
 from ddpnb.protocol.messages import RunReport
 from ddpnb.runs.aggregate import MAX_POINTS
 from ddpnb.runs.model import Run, Status
-from tests.unit.runs.fake_runs import batch, header, spec, step
+from tests.unit.runs.fake_runs import batch, header, run_of, spec, step
 
 
 def a_run() -> Run:
-    return Run.of_spec(spec("ddp"), comparison="digits-1", created=5.0)
+    return run_of(spec("ddp"), comparison="digits-1", created=5.0)
 
 
 def test_a_run_starts_empty_and_running():
@@ -51,7 +51,7 @@ def test_a_gap_is_seen_and_mended_by_a_late_batch():
     assert run.snapshot().num_lost_batches == 1
 
 
-def test_a_report_tells_of_batches_lost_at_the_end():
+def test_a_report_counts_batches_lost_at_the_end():
     run = a_run()
     run.add(batch(run.run_id, [step(0, 1.0)], sequence=0))
     run.add_report(RunReport(run_id=run.run_id, rank=0, took_part=True, num_batches_sent=3))
@@ -67,7 +67,7 @@ def test_metrics_point_at_their_events():
     assert metrics["lr"].tolist() == [(1, 0.1)]
 
 
-def test_the_end_is_told():
+def test_a_snapshot_has_the_end():
     run = a_run()
     run.end(Status.FAILED, "rank 1 was killed")
     snapshot = run.snapshot()
@@ -87,24 +87,24 @@ def test_many_small_batches_stay_in_order():
 
 def test_events_of_a_long_run_leave_memory_and_are_read_when_asked_for():
     whole = Run(run_id="m", name="mine")
-    run = Run(run_id="m", name="mine", history=whole.snapshot)
+    run = Run(run_id="m", name="mine", load=whole.snapshot)
     for sequence in range(30):
-        told = [step(i, i + 1.0) for i in range(1000 * sequence, 1000 * (sequence + 1))]
+        events = [step(i, i + 1.0) for i in range(1000 * sequence, 1000 * (sequence + 1))]
         for each in (whole, run):
-            each.add(batch("m", told, sequence=sequence))
+            each.add(batch("m", events, sequence=sequence))
     snapshot = run.snapshot()
-    assert snapshot.kept is None
+    assert snapshot.events_in_memory is None
     assert snapshot.aggregate.num_events == 30_000
     assert snapshot.aggregate.num_samples == 300_000
     assert np.array_equal(snapshot.events["step"], np.arange(30_000))
 
 
 def test_a_snapshot_holds_as_much_at_any_length():
-    run = Run(run_id="m", name="mine", history=lambda: run.snapshot())
+    run = Run(run_id="m", name="mine", load=lambda: run.snapshot())
     sizes = []
     for sequence in range(40):
-        told = [step(i, i + 1.0) for i in range(5000 * sequence, 5000 * (sequence + 1))]
-        run.add(batch("m", told, sequence=sequence))
+        events = [step(i, i + 1.0) for i in range(5000 * sequence, 5000 * (sequence + 1))]
+        run.add(batch("m", events, sequence=sequence))
         curve = run.snapshot().aggregate.curve
         sizes.append(curve.loss.nbytes + curve.samples.nbytes + curve.seconds.nbytes)
     assert max(sizes) <= 3 * 8 * MAX_POINTS
@@ -112,7 +112,7 @@ def test_a_snapshot_holds_as_much_at_any_length():
 
 def test_staleness_is_counted():
     run = a_run()
-    told = [step(i, i + 1.0, staleness=stale) for i, stale in enumerate((0, 2, 2, 5000))]
-    run.add(batch(run.run_id, told))
+    events = [step(i, i + 1.0, staleness=stale) for i, stale in enumerate((0, 2, 2, 5000))]
+    run.add(batch(run.run_id, events))
     counts = run.snapshot().aggregate.staleness
     assert (counts[0], counts[2], counts[-1], counts.sum()) == (1, 2, 1, 4)

@@ -26,7 +26,7 @@ from ddpnb.runs.recorder import Recorder
 from ddpnb.runs.repeat import magic_of
 from ddpnb.runs.store import FILE_NAME, Store, runs_folder
 from ddpnb.runs.summary import summarise
-from tests.unit.runs.fake_runs import batch, fake_run, header, spec, step
+from tests.unit.runs.fake_runs import batch, fake_run, header, run_of, spec, step
 
 
 def a_comparison(number: int = 1) -> Comparison:
@@ -47,7 +47,7 @@ def keep(store: Store, strategies: tuple[str, ...], number: int = 1, repeats: in
     for repeat in range(repeats):
         for strategy in strategies:
             run_spec = spec(strategy, repeat, name)
-            run = Run.of_spec(run_spec, created=100.0 * number + repeat)
+            run = run_of(run_spec, created=100.0 * number + repeat)
             store.begin_run(f"id-{number}", run.snapshot())
             store.append(batch(run.run_id, [step(0, 1.0)], header=header(run_spec, 1)))
             store.finish(run.run_id, Status.FINISHED)
@@ -163,7 +163,7 @@ def test_renaming_and_deleting(store: Store):
 def test_closing_twice_is_no_harm_and_keeps_what_is_pending(tmp_path: Path):
     store = Store(tmp_path, flush_seconds=1000)
     started = store.begin_comparison(a_comparison())
-    run = Run.of_spec(spec("ddp"), created=1.0)
+    run = run_of(spec("ddp"), created=1.0)
     store.begin_run(started.comparison_id, run.snapshot())
     store.append(batch(run.run_id, [step(0, 1.0)]))
     store.close()
@@ -190,7 +190,7 @@ def test_two_notebooks_write_at_once(tmp_path: Path):
 
 def write_many(store: Store, number: int) -> None:
     started = store.begin_comparison(a_comparison(number))
-    run = Run.of_spec(spec("ddp", comparison=f"c{number}"), created=float(number))
+    run = run_of(spec("ddp", comparison=f"c{number}"), created=float(number))
     store.begin_run(started.comparison_id, run.snapshot())
     for sequence in range(40):
         store.append(batch(run.run_id, [step(sequence, 1.0)], sequence=sequence))
@@ -199,13 +199,12 @@ def write_many(store: Store, number: int) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from tests.unit.runs.fake_runs import batch, header, spec, step
+from tests.unit.runs.fake_runs import batch, header, run_of, spec, step
 from tests.unit.runs.test_store import a_comparison
-from ddpnb.runs.model import Run
 from ddpnb.runs.store import Store
 
 store = Store(Path(sys.argv[1]), flush_seconds=0)
-run = Run.of_spec(spec("ddp"), created=1.0)
+run = run_of(spec("ddp"), created=1.0)
 store.begin_run(store.begin_comparison(a_comparison()).comparison_id, run.snapshot())
 for sequence in range(100000):
     head = header(spec("ddp"), 1) if sequence == 0 else None
@@ -236,7 +235,7 @@ def test_a_writer_killed_midway_leaves_a_readable_run(tmp_path: Path):
 
 def test_a_run_being_written_elsewhere_is_still_running(store: Store, tmp_path: Path):
     started = store.begin_comparison(a_comparison())
-    store.begin_run(started.comparison_id, Run.of_spec(spec("ddp"), created=1.0).snapshot())
+    store.begin_run(started.comparison_id, run_of(spec("ddp"), created=1.0).snapshot())
     assert Store(tmp_path / "runs").list()[0].status == "running"
 
 
@@ -255,14 +254,14 @@ def test_the_events_of_a_long_run_come_back_from_the_store(store: Store):
     recorder = Recorder(store, name="long", task="digits", source="", specs=())
     recorder.begin("r1", "mine")
     for sequence in range(30):
-        told = [step(i, i + 1.0) for i in range(1000 * sequence, 1000 * (sequence + 1))]
-        recorder.add(batch("r1", told, sequence=sequence))
+        events = [step(i, i + 1.0) for i in range(1000 * sequence, 1000 * (sequence + 1))]
+        recorder.add(batch("r1", events, sequence=sequence))
     (run,) = recorder.comparison.runs
-    assert run.kept is None
+    assert run.events_in_memory is None
     assert np.array_equal(run.events["step"], np.arange(30_000))
     recorder.end("r1", Status.FINISHED)
     (loaded,) = store.load("long").runs
-    assert loaded.kept is None
+    assert loaded.events_in_memory is None
     assert np.array_equal(loaded.events["step"], np.arange(30_000))
     assert loaded.aggregate.curve.loss.tolist() == run.aggregate.curve.loss.tolist()
 
@@ -270,12 +269,12 @@ def test_the_events_of_a_long_run_come_back_from_the_store(store: Store):
 @pytest.mark.parametrize("num_batches", [4, 30])
 def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store, num_batches: int):
     recorder = Recorder(store, name="late", task="cell", source="", specs=())
-    recorder.begin("r1", "mine", num_ranks=1)  # as if nobody had waited for rank 1
+    recorder.begin("r1", "mine", num_ranks=1)  # rank 1 is not waited for
     for sequence in range(num_batches):
         steps = range(1000 * sequence, 1000 * (sequence + 1))
         for rank in range(2):
-            told = [step(i, i + 1.0 + rank / 2, loss=1 / (i + 1 + rank)) for i in steps]
-            recorder.add(batch("r1", told, rank=rank, sequence=sequence))
+            events = [step(i, i + 1.0 + rank / 2, loss=1 / (i + 1 + rank)) for i in steps]
+            recorder.add(batch("r1", events, rank=rank, sequence=sequence))
     recorder.end("r1", Status.FINISHED)
     (live,), (loaded,) = recorder.comparison.runs, store.load("late").runs
     for name in ("samples", "seconds", "loss", "lowest", "highest"):
@@ -288,22 +287,22 @@ def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store, num_bat
     assert now.samples_per_second.high == pytest.approx(later.samples_per_second.high)
 
 
-def test_a_file_that_is_no_database_is_told_in_one_sentence(tmp_path: Path):
+def test_a_file_that_is_no_database_is_refused_in_one_sentence(tmp_path: Path):
     (tmp_path / FILE_NAME).write_text("not a database at all" * 100)
     with pytest.raises(StoreError, match="not a database"):
         Store(tmp_path)
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot be opened"):
         Store(tmp_path / "file" / "runs")
 
 
-def test_a_full_disk_is_told_and_what_is_pending_kept(tmp_path: Path):
+def test_a_full_disk_is_reported_and_pending_batches_are_kept(tmp_path: Path):
     store = Store(tmp_path / "runs", flush_seconds=600)  # append must not flush by itself
     started = store.begin_comparison(a_comparison())
-    run = Run.of_spec(spec("ddp"), created=1.0)
+    run = run_of(spec("ddp"), created=1.0)
     store.begin_run(started.comparison_id, run.snapshot())
     fill_the_disk(store)
     store.append(batch(run.run_id, [step(i, 1.0) for i in range(50_000)]))
@@ -321,7 +320,7 @@ def fill_the_disk(store: Store, num_pages: int = 30) -> None:
 
 def test_a_run_that_is_trained_is_not_deleted_by_another_notebook(store: Store, tmp_path: Path):
     started = store.begin_comparison(a_comparison())
-    run = Run.of_spec(spec("ddp"), created=1.0)
+    run = run_of(spec("ddp"), created=1.0)
     store.begin_run(started.comparison_id, run.snapshot())
     other = Store(tmp_path / "runs")
     with pytest.raises(UserError, match="is being trained; %ddp_interrupt ends that"):

@@ -8,16 +8,16 @@ from ddpnb.protocol.messages import Mark, MarkKind, RunReport
 from ddpnb.runs.comparison import Comparison, environment, overlay
 from ddpnb.runs.model import Run, Status
 from ddpnb.runs.summary import Spread, samples_per_second, spread, summarise
-from tests.unit.runs.fake_runs import batch, fake_comparison, fake_run, header, spec, step
+from tests.unit.runs.fake_runs import batch, fake_comparison, fake_run, header, run_of, spec, step
 
 
 def timed(strategy: str, seconds: tuple[float, ...], repeat: int = 0, samples: int = 100) -> Run:
     """A run whose workers each saw ``samples`` in the given seconds."""
     run_spec = spec(strategy, repeat)
-    run = Run.of_spec(run_spec, comparison="digits-1", created=float(repeat))
+    run = run_of(run_spec, comparison="digits-1", created=float(repeat))
     for rank, lasted in enumerate(seconds):
-        told = [step(0, lasted, samples=samples)]
-        run.add(batch(run.run_id, told, rank=rank, header=header(run_spec, 1)))
+        events = [step(0, lasted, samples=samples)]
+        run.add(batch(run.run_id, events, rank=rank, header=header(run_spec, 1)))
         run.add_report(
             RunReport(
                 run_id=run.run_id,
@@ -37,7 +37,7 @@ def compared(*runs: Run) -> Comparison:
     return Comparison(comparison_id="c", name="c", runs=tuple(r.snapshot() for r in runs))
 
 
-def test_a_fault_that_did_not_strike_is_told():
+def test_a_fault_that_did_not_strike_is_noted():
     run = timed("ddp", (2.0, 2.0)).snapshot()
     assert run.spec is not None
     faulty = replace(
@@ -53,7 +53,7 @@ def test_a_fault_that_did_not_strike_is_told():
 
 
 @pytest.mark.parametrize("event", [MarkKind.KILLED, MarkKind.DIED])
-def test_what_is_not_known_of_a_death_that_nobody_asked_for_is_said(event: MarkKind):
+def test_steps_that_an_accidental_death_may_have_lost_are_noted(event: MarkKind):
     marks = (Mark(rank=1, seconds=0.7, kind=event),)
     run = replace(timed("async", (2.0, 2.0)).snapshot(), marks=marks)
     (summary,) = summarise(Comparison(comparison_id="c", name="c", runs=(run,)))
@@ -72,7 +72,7 @@ def test_a_rank_that_took_no_part_does_not_count():
 
 
 def test_a_run_without_reports_is_measured_by_its_events():
-    run = Run.of_spec(spec("ddp"), comparison="c", created=1.0)
+    run = run_of(spec("ddp"), comparison="c", created=1.0)
     run.add(batch(run.run_id, [step(0, 1.0, samples=10), step(1, 4.0, samples=10)]))
     assert samples_per_second(run.snapshot()) == 5.0
 
@@ -117,7 +117,7 @@ def test_one_repeat_gives_the_range_over_tenths():
     assert single.samples_per_second.high > single.samples_per_second.middle
 
 
-def test_a_failed_repeat_does_not_bend_the_median_but_is_told():
+def test_a_failed_repeat_does_not_bend_the_median_but_is_noted():
     good, bad = timed("single", (1.0,)), timed("single", (50.0,), 1)
     bad.end(Status.FAILED, "rank 0 was killed")
     (single,) = summarise(compared(good, bad))
@@ -126,9 +126,9 @@ def test_a_failed_repeat_does_not_bend_the_median_but_is_told():
 
 
 def test_staleness_median_and_maximum():
-    run = Run.of_spec(spec("async"), comparison="c", created=1.0)
-    told = [step(i, i + 1.0, staleness=s) for i, s in enumerate((0, 1, 1, 7))]
-    run.add(batch(run.run_id, told))
+    run = run_of(spec("async"), comparison="c", created=1.0)
+    events = [step(i, i + 1.0, staleness=s) for i, s in enumerate((0, 1, 1, 7))]
+    run.add(batch(run.run_id, events))
     (summary,) = summarise(compared(run))
     assert (summary.staleness_median, summary.staleness_max) == (1.0, 7.0)
     assert math.isnan(summarise(fake_comparison(("ddp",)))[0].staleness_max)
@@ -144,7 +144,7 @@ def test_nan_losses_and_lost_batches_are_noted():
 
 
 def test_an_empty_run_is_summarised_without_numbers():
-    (summary,) = summarise(compared(Run.of_spec(spec("ddp"), created=1.0)))
+    (summary,) = summarise(compared(run_of(spec("ddp"), created=1.0)))
     assert math.isnan(summary.samples_per_second.middle)
     assert summary.status == "running"
 

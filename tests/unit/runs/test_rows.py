@@ -18,7 +18,7 @@ def test_a_mark_keeps_its_kind_and_an_old_one_gets_it():
 
 def test_an_old_header_still_says_that_its_strategy_was_emulated():
     for strategy, is_emulated in (("dp", True), ("ddp", False)):
-        told = header(spec(strategy), 1)
-        fields = json.loads(rows.to_text(told))
+        written = header(spec(strategy), 1)
+        fields = json.loads(rows.to_text(written))
         assert fields.pop("is_emulated") is is_emulated
-        assert rows.from_text(RunHeader, json.dumps(fields)) == told
+        assert rows.from_text(RunHeader, json.dumps(fields)) == written
