@@ -33,7 +33,7 @@ def test_load_ext_is_instant_and_brings_the_magics(bare_kernel: Kernel):
 def test_before_start_each_magic_says_what_to_do(bare_kernel: Kernel, source: str):
     cell = bare_kernel.run(source)
     assert cell.error == "UserError"
-    assert cell.told == (
+    assert cell.error_text == (
         "UserError: No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
     )
 
@@ -80,7 +80,9 @@ def test_restart_takes_another_number_and_loses_variables(kernel: Kernel):
     assert "3 ranks ready" in kernel.run("%ddp_restart -n 3").text
     assert not any(map(is_alive, old))
     assert kernel.run("%%ddp\nworld_size, 'lost' in globals()").stdout == "[0-2] (3, False)\n"
-    assert kernel.run("%ddp_restart -n 0").told.startswith("UserError: -n must be between 1 and")
+    assert kernel.run("%ddp_restart -n 0").error_text.startswith(
+        "UserError: -n must be between 1 and"
+    )
     assert kernel.run("%%ddp\nworld_size").stdout == "[0-2] 3\n"  # nothing was lost by that
     assert "3 ranks ready" in kernel.run("%ddp_restart").text
 
@@ -104,7 +106,7 @@ def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ("--device tpu", "There is no device 'tpu'; choose one of: auto, cpu, cuda."),
         ("--backend mpi", "There is no backend 'mpi'; choose one of: auto, gloo, nccl."),
@@ -115,11 +117,13 @@ def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
         ("--ranks 2", "ddp_start has no option --ranks; its options are: -n, "),
     ],
 )
-def test_a_wrong_start_is_one_sentence_with_the_choices(bare_kernel: Kernel, line: str, told: str):
+def test_a_wrong_start_is_one_sentence_with_the_choices(
+    bare_kernel: Kernel, line: str, expected: str
+):
     cell = bare_kernel.run(f"%ddp_start {line}")
     assert cell.error == "UserError"
-    assert told in cell.told
-    assert "\n" not in cell.told
+    assert expected in cell.error_text
+    assert "\n" not in cell.error_text
     assert "No cluster was running" in bare_kernel.run("%ddp_stop").stdout
 
 

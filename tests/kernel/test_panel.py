@@ -10,14 +10,14 @@ FORM = "get_ipython().magics_manager.registry['DdpMagics'].panel._form"
 
 def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel):
     first = kernel.run("%ddp_panel")
-    assert not first.error, first.told
+    assert not first.error, first.error_text
     assert len(first.outputs) == 3
     compared = kernel.run(CELL.replace("--name lines", "--name before"))
-    assert not compared.error, compared.told
+    assert not compared.error, compared.error_text
     assert kernel.value(f"{FORM}._task.value") == "own cell"
     assert kernel.value(f"{FORM}._stored.options[:2]") == "('before/ddp', 'before/single')"
     again = kernel.run("%ddp_panel")
-    assert not again.error, again.told
+    assert not again.error, again.error_text
     setting = (
         f"form = {FORM}\nchoices = form._choices\n"
         "choices['num_epochs'].value, choices['batch_size'].value = 1, 32\n"

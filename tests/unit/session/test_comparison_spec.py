@@ -66,7 +66,7 @@ NAMED = {"strategies": ("ddp",)}
 
 
 @pytest.mark.parametrize(
-    ("training", "wish", "told"),
+    ("training", "choices", "expected"),
     [
         (
             {"task": "digits"},
@@ -129,11 +129,11 @@ NAMED = {"strategies": ("ddp",)}
     ],
 )
 def test_a_wrong_comparison_is_one_sentence(
-    training: dict[str, Any], wish: dict[str, Any], told: str
+    training: dict[str, Any], choices: dict[str, Any], expected: str
 ):
     with pytest.raises(UserError) as caught:
-        ComparisonSpec(training=TrainingSpec(**training), **NAMED | wish)
-    assert told in str(caught.value)
+        ComparisonSpec(training=TrainingSpec(**training), **NAMED | choices)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -177,21 +177,21 @@ WRONG_LINES = {
 }
 
 
-@pytest.mark.parametrize(("line", "told"), WRONG_LINES.items(), ids=WRONG_LINES)
-def test_a_wrong_line_is_one_sentence_before_anything_trains(line: str, told: str):
+@pytest.mark.parametrize(("line", "expected"), WRONG_LINES.items(), ids=WRONG_LINES)
+def test_a_wrong_line_is_one_sentence_before_anything_trains(line: str, expected: str):
     with pytest.raises(UserError) as caught:
         parse(f"ddp --task digits {line}")
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_the_help_begins_with_the_usage_and_tells_every_default():
-    told = " ".join((DdpMagics.ddp_compare.__doc__ or "").split())
-    assert told.startswith("%ddp_compare [--repeats REPEATS]")
-    assert "how often each strategy is trained [1]" in told
-    assert "of the weights and the order of samples [0]" in told
-    assert "--epochs N passes over the training data;" in told
-    assert "counted in samples seen [2]" in told
+    shown = " ".join((DdpMagics.ddp_compare.__doc__ or "").split())
+    assert shown.startswith("%ddp_compare [--repeats REPEATS]")
+    assert "how often each strategy is trained [1]" in shown
+    assert "of the weights and the order of samples [0]" in shown
+    assert "--epochs N passes over the training data;" in shown
+    assert "counted in samples seen [2]" in shown
 
 
 def test_every_choice_has_its_option():
@@ -238,8 +238,8 @@ def test_the_python_twin_has_the_same_choices_and_defaults():
     parameters = inspect.signature(compare).parameters
     chosen = {o.keyword: parameters[o.keyword].default for _, o in training_options()}
     assert training_of(chosen, source=CELL) == TrainingSpec(source=CELL)
-    told = compare.__doc__ or ""
-    assert all(f"\n        {o.keyword}: {o.meaning}." in told for _, o in training_options())
+    shown = compare.__doc__ or ""
+    assert all(f"\n        {o.keyword}: {o.meaning}." in shown for _, o in training_options())
     assert training_of({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
         source=CELL, jitter=0.2, slow=("1:3x",)
     )
