@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from ddpnb.cluster.placement import METHODS, ClusterSpec
-from ddpnb.magics.arguments import takes_training_options, training_of
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.reports.exports.export import export as write_export
 from ddpnb.reports.listing import Details
@@ -14,9 +13,9 @@ from ddpnb.reports.table import Table
 from ddpnb.runs.query import Search
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.cells import RunningCell
+from ddpnb.session.choices import make_training_spec, takes_training_options, typed
 from ddpnb.session.comparison import ComparisonSpec
 from ddpnb.session.session import this_session
-from ddpnb.typed_arguments import typed
 
 
 @typed
@@ -188,7 +187,7 @@ def compare(
         UserError: where something cannot be trained, before anything is.
         RankError: where a training failed.
     """
-    training = training_of(choices, in_python=True, source=source)
+    training = make_training_spec(choices, in_python=True, source=source)
     spec = ComparisonSpec(
         strategies=strategies,
         training=training,

@@ -1,10 +1,8 @@
 """How do the choices of a training become options of a magic, and back?  (Notebook side.)"""
 
 import argparse
-import inspect
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from inspect import Parameter
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from IPython.core import magic_arguments as ipython
@@ -16,7 +14,7 @@ from ddpnb.compat.python_internals import options_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.options import Option
-from ddpnb.protocol.training_options import TrainingSpec, training_options
+from ddpnb.protocol.training_options import training_options
 
 Magic = TypeVar("Magic", bound=Callable[..., Any])
 
@@ -68,9 +66,6 @@ def no_arguments(magic: str, line: str) -> None:
         raise UserError(f"{magic} takes no arguments, but was given {line.strip()!r}.")
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
 class training_arguments(ArgDecorator):  # noqa: N801  as IPython's own
     """Gives a magic an option for each choice of a training, under headings."""
 
@@ -94,42 +89,6 @@ def catalogue_text() -> str:
                 written = "|".join(option.values) or option.default
                 lines.append(f"    {name}:{key}={written}  {option.about}")
     return "\n".join(lines[1:])
-
-
-def training_of(
-    chosen: Mapping[str, Any], *, in_python: bool = False, **others: Any
-) -> TrainingSpec:
-    """Return the training that was chosen.
-
-    Args:
-        chosen: texts or values, by the names that the options have in Python; more do no harm.
-        in_python: whether errors name the options as in Python, or as in a magic's line.
-        **others: fields that are no options.
-
-    Raises:
-        UserError: something cannot be.
-    """
-    fields = {
-        name: option.read(option.keyword if in_python else option.flag, chosen[option.keyword])
-        for name, option in training_options()
-        if option.keyword in chosen
-    }
-    return TrainingSpec(**fields, **others)
-
-
-def takes_training_options(function: Function) -> Function:
-    """Give a function's signature and help each option in place of ``**choices``."""
-    signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    options = [option for _, option in training_options()]
-    chosen = [
-        Parameter(option.keyword, Parameter.KEYWORD_ONLY, default=option.default)
-        for option in options
-    ]
-    function.__signature__ = signature.replace(parameters=own + chosen)  # type: ignore[attr-defined]
-    told = "\n".join(f"        {option.keyword}: {option.meaning}." for option in options)
-    function.__doc__ = (function.__doc__ or "").replace("        **choices: as listed.", told)
-    return function
 
 
 def _settings(option: Option) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from ddpnb.magics.arguments import (
     magic_arguments,
     no_arguments,
     training_arguments,
-    training_of,
 )
 from ddpnb.magics.completion import complete_magics
 from ddpnb.protocol.catalogue import STRATEGIES
@@ -39,6 +38,7 @@ from ddpnb.reports.listing import Details
 from ddpnb.reports.live import show_result
 from ddpnb.reports.plot_options import ACROSS, PlotOptions
 from ddpnb.runs.query import Search
+from ddpnb.session.choices import make_training_spec
 from ddpnb.session.comparison import ComparisonSpec
 from ddpnb.session.session import this_cell_number, this_session
 
@@ -375,7 +375,7 @@ def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
     source = below_magic(f"%%ddp_compare {line}", cell) if cell.strip() else ""
     return ComparisonSpec(
         strategies=tuple(args.strategies),
-        training=training_of(vars(args), source=source, cell=this_cell_number()),
+        training=make_training_spec(vars(args), source=source, cell=this_cell_number()),
         num_repeats=args.repeats,
         name=args.name,
         baseline=not args.no_baseline,

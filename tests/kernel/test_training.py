@@ -184,12 +184,12 @@ STOP = """
 %%local
 import threading
 import time
-from ddpnb.magics.arguments import training_of
+from ddpnb.session.choices import make_training_spec
 from ddpnb.session.comparison import ComparisonSpec, Training
 from ddpnb.runs.recorder import Recorder
 from ddpnb.session.session import this_session
 
-training = training_of({"task": "digits", "epochs": 5000.0, "lr": 0.01})
+training = make_training_spec({"task": "digits", "epochs": 5000.0, "lr": 0.01})
 specs = ComparisonSpec(strategies=("ddp", "async"), training=training, baseline=False).run_specs()
 recorder = Recorder(
     this_session().store, name="ended", task="digits", source="", specs=specs

@@ -4,11 +4,12 @@ from typing import Any
 import pytest
 
 from ddpnb.api import compare
-from ddpnb.magics.arguments import arguments, training_of
+from ddpnb.magics.arguments import arguments
 from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import TrainingSpec, training_options
+from ddpnb.session.choices import make_training_spec
 from ddpnb.session.comparison import ComparisonSpec
 
 CELL = "def model(): ...\ndef data(split): ..."
@@ -237,19 +238,19 @@ def test_what_is_not_chosen_is_as_in_the_spec():
 def test_the_python_twin_has_the_same_choices_and_defaults():
     parameters = inspect.signature(compare).parameters
     chosen = {o.keyword: parameters[o.keyword].default for _, o in training_options()}
-    assert training_of(chosen, source=CELL) == TrainingSpec(source=CELL)
+    assert make_training_spec(chosen, source=CELL) == TrainingSpec(source=CELL)
     shown = compare.__doc__ or ""
     assert all(f"\n        {o.keyword}: {o.meaning}." in shown for _, o in training_options())
-    assert training_of({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
+    assert make_training_spec({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
         source=CELL, jitter=0.2, slow=("1:3x",)
     )
 
 
 def test_a_number_for_jitter_is_read_as_its_text_is():
-    assert training_of({"jitter": 0.2}, source=CELL).jitter == 0.2
+    assert make_training_spec({"jitter": 0.2}, source=CELL).jitter == 0.2
     for jitter in (20, 20.0):
         with pytest.raises(UserError, match=r"would be 2000 %; write 20% or 0\.2\."):
-            training_of({"jitter": jitter}, source=CELL)
+            make_training_spec({"jitter": jitter}, source=CELL)
 
 
 def test_a_run_is_a_training_with_a_strategy():
@@ -260,4 +261,4 @@ def test_a_run_is_a_training_with_a_strategy():
 
 
 def parse(line: str) -> TrainingSpec:
-    return training_of(vars(arguments(DdpMagics.ddp_compare, line)))
+    return make_training_spec(vars(arguments(DdpMagics.ddp_compare, line)))
