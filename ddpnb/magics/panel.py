@@ -23,7 +23,7 @@ from ddpnb.reports.result import ComparisonResult
 from ddpnb.runs.comparison import Comparison, overlay
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.comparison import ComparisonSpec
-from ddpnb.session.errors import ANSI, told
+from ddpnb.session.errors import ANSI, render_error
 from ddpnb.session.session import this_session
 
 NOTHING_YET = "Run trains the chosen strategies; their figure and table appear here."
@@ -168,7 +168,7 @@ class Panel:
                 self._parse(state.line(), cell),
                 cluster=ClusterSpec(num_ranks=state.num_ranks),
                 shown_by=self._stage,
-                ended=self._note_end,
+                on_end=self._note_end,
             )
         except UserError as error:
             self._form.tell(str(error), is_error=True)
@@ -200,6 +200,6 @@ class Panel:
             name = running.result.comparison.name
             self._form.tell(f"Finished, and stored as {name}: %ddp_plot {name} draws it again.")
         else:
-            text = str(error) if isinstance(error, UserError) else ANSI.sub("", told(error))
+            text = str(error) if isinstance(error, UserError) else ANSI.sub("", render_error(error))
             self._form.tell(text, is_error=True)
         self._look()

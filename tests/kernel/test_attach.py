@@ -59,7 +59,7 @@ def test_a_new_kernel_finds_the_ranks_of_the_old_one(fresh_kernel: Kernel, now: 
     assert len(processes) >= 4  # fork server, controller with its child, ranks
     loaded = kernel.restart(now=now)
     assert loaded.lines == [
-        "Ranks wait here for a kernel: %ddp_start --attach takes them, with all variables."
+        "Ranks wait for a kernel: %ddp_start --attach takes them over, with all variables."
     ]
     assert set(living(processes)) == set(processes)
     assert kernel.run("%%ddp\n1").error == "UserError"
@@ -99,7 +99,7 @@ def test_a_cell_that_the_old_kernel_left_running_is_told_and_interrupted(fresh_k
     kernel.run("%%ddp --no-wait\nimport time\nwhile rank: time.sleep(0.1)")
     kernel.restart()
     attached = kernel.run("%ddp_start --attach")
-    assert "Rank 1 still runs what the last kernel sent" in attached.stdout
+    assert "Rank 1 still runs a call of the earlier kernel" in attached.stdout
     assert "busy" in attached.text
     assert kernel.run("%ddp_pull kept --ranks 0 --as here\nprint(here)").stdout == "1\n"
     kernel.run("%ddp_interrupt")
@@ -211,7 +211,7 @@ def test_the_twin_refuses_what_the_magic_refuses(bare_kernel: Kernel):
 def test_attach_and_linger_where_a_cluster_runs(kernel: Kernel):
     cell = kernel.run("%ddp_start --attach")
     assert cell.error_text == (
-        "UserError: A cluster is running here already: %ddp_stop ends it, "
+        "UserError: A cluster is already running here: %ddp_stop ends it, "
         "then --attach takes another."
     )
     kept = kernel.run("%%ddp\nkept = 3\n")

@@ -9,7 +9,7 @@ import pytest
 from tests.kernel.client import Cell, Kernel
 
 LONG = "%ddp_compare ddp --task digits --epochs 100000 --no-baseline --no-wait"
-BUSY = "A comparison trains on the ranks: %ddp_interrupt stops it"
+BUSY = "A comparison is training on the ranks: %ddp_interrupt stops it"
 
 
 def ended(kernel: Kernel, *, timeout: float = 30.0) -> None:
@@ -45,7 +45,7 @@ def test_the_notebook_goes_on_and_the_figure_is_redrawn_where_it_began(
     assert len(training.outputs) == 2
     shown = kernel.run("running").text
     assert re.fullmatch(
-        r"<comparison, begun \d\d:\d\d:\d\d; %ddp_status tells how far it is>", shown
+        r"<comparison, started \d\d:\d\d:\d\d; %ddp_status shows its progress>", shown
     )
 
 
@@ -59,7 +59,7 @@ def test_why_tells_where_each_rank_is_in_its_training(training: Cell, kernel: Ke
 
 def test_status_says_that_a_comparison_trains_and_how_far(training: Cell, kernel: Kernel):
     text = kernel.run("%ddp_status").text
-    assert re.search(r"a comparison trains: ddp: \d+ % · [\d,]+ samples/s", text)
+    assert re.search(r"a comparison is training: ddp: \d+ % · [\d,]+ samples/s", text)
     assert text.count("busy") == 2
 
 

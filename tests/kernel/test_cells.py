@@ -206,7 +206,7 @@ def test_some_ranks_only(kernel: Kernel):
         ("%%ddp --ranks 0-5\n1", "There is no rank 2-5: the ranks are 0-1."),
         ("%%ddp --ranks a\n1", "'a' does not name ranks: write numbers and ranges, such as 0,2-3."),
         ("%%rank 7\n1", "There is no rank 7: the ranks are 0-1."),
-        ("%%rank\n1", "Say which ranks: %%rank 0, or %%rank 0,2-3."),
+        ("%%rank\n1", "Name the ranks: %%rank 0, or %%rank 0,2-3."),
         ("%%ddp --timeout 0\n1", "--timeout must be greater than 0 seconds, not 0."),
         (
             "%%ddp --speed 9\n1",
@@ -214,7 +214,7 @@ def test_some_ranks_only(kernel: Kernel):
         ),
         ("%%ddp --name ddp\n1", "'ddp' is a strategy; give the comparison a name of its own."),
         ("%ddp_status now", "%ddp_status takes no arguments, but was given 'now'."),
-        ("%ddp_auto maybe", "Say %ddp_auto on, or %ddp_auto off."),
+        ("%ddp_auto maybe", "Write %ddp_auto on, or %ddp_auto off."),
         ("%ddp_push nothing", "The notebook has no variable nothing."),
         ("%ddp_pull nothing", "Rank 0 cannot give nothing: NameError"),
         ("%ddp_pull world_size --ranks 4", "There is no rank 4: the ranks are 0-1."),
@@ -240,7 +240,7 @@ def test_a_cell_can_go_on_in_the_background(kernel: Kernel, tmp_path: Path):
         f"%%ddp --no-wait\n{waits_for(sign)}for i in range(4):\n    print('tick', i)"
     )
     cell = kernel.wait(request)  # which the cell on the ranks has not ended for
-    shown = r"<cell on ranks 0-1, begun \d\d:\d\d:\d\d; %ddp_status tells how it is>"
+    shown = r"<cell on ranks 0-1, started \d\d:\d\d:\d\d; %ddp_status shows its state>"
     assert re.search(shown, cell.text)
     kernel.run("handle = _")
     assert kernel.run("%ddp_status").text.count("busy") == 2
@@ -286,7 +286,7 @@ def test_waiting_may_have_a_timeout_and_the_cell_goes_on(kernel: Kernel, tmp_pat
 
 def test_auto_sends_every_cell_to_the_ranks(kernel: Kernel):
     kernel.run("x = 'here'")
-    assert "%%local keeps one here" in kernel.run("%ddp_auto on").stdout
+    assert "%%local keeps one in the notebook" in kernel.run("%ddp_auto on").stdout
     kernel.run("x = 'there'")
     assert kernel.run("x, rank * 0").by_rank == both("('there', 0)")
     failed = kernel.run("y = 1\n1/0")

@@ -62,10 +62,10 @@ def test_start_shows_a_table_and_a_second_start_says_so(bare_kernel: Kernel):
     assert all(map(is_alive, pids))
 
     again = bare_kernel.run("%ddp_start -n 2")
-    assert "The cluster is running already, with ranks 0-1" in again.stdout
+    assert "The cluster is already running, with ranks 0-1" in again.stdout
     assert pids_in(again.bundles("text/plain")[0]) == pids
     other = bare_kernel.run("%ddp_start -n 3")
-    assert "A cluster of 2 ranks is running already: %ddp_restart -n 3 changes that" in other.stdout
+    assert "A cluster of 2 ranks is already running: %ddp_restart -n 3 changes that" in other.stdout
     assert pids_in(other.bundles("text/plain")[0]) == pids
 
     status = bare_kernel.run("%ddp_status")
@@ -101,7 +101,7 @@ def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
     kernel.run("%ddp_stop")
     cell = kernel.wait_for_text(request, "UserError")
     assert cell.stdout == (
-        "UserError: The cluster was ended, or left to another kernel, while this ran.\n"
+        "UserError: The cluster was stopped, or handed to another kernel, while this ran.\n"
     )
 
 

@@ -88,6 +88,6 @@ def test_they_end_with_a_rank_that_is_killed(kernel: Kernel, victim: int):
     request, _, fetching = begin(kernel, 1e6, **{"ddp --no": f"ddp --kill {victim}@2s --no"})
     cell = kernel.wait(request)
     assert not cell.error, cell.error_text
-    assert f"Rank {victim} was killed as wished" in cell.text
+    assert f"Rank {victim} was killed by --kill" in cell.text
     assert len(fetching) == 4
     assert gone(fetching)

@@ -46,7 +46,7 @@ def test_run_and_stop_at_the_wrong_moment_are_told(kernel: Kernel):
         "form._choices['num_epochs'].value, form._task.value = 500, 'digits'\nform._run.click()"
     )
     kernel.run("form._run.click()")
-    assert "A comparison trains on the ranks" in kernel.value("form._status.value")
+    assert "A comparison is training on the ranks" in kernel.value("form._status.value")
     kernel.run("form._stop.click()")
     deadline = time.monotonic() + 30
     while "Stopped" not in kernel.value("form._status.value"):

@@ -186,10 +186,10 @@ def test_a_wrong_line_is_one_sentence_before_anything_trains(line: str, expected
     assert "\n" not in str(caught.value)
 
 
-def test_the_help_begins_with_the_usage_and_tells_every_default():
+def test_the_help_begins_with_the_usage_and_names_every_default():
     shown = " ".join((DdpMagics.ddp_compare.__doc__ or "").split())
-    assert shown.startswith("%ddp_compare [--repeats REPEATS]")
-    assert "how often each strategy is trained [1]" in shown
+    assert shown.startswith("%ddp_compare [--repeats N]")
+    assert "trainings of each strategy [1]" in shown
     assert "of the weights and the order of samples [0]" in shown
     assert "--epochs N passes over the training data;" in shown
     assert "counted in samples seen [2]" in shown
