@@ -36,8 +36,8 @@ from ddpnb.reports.listing import Details
 from ddpnb.reports.live import show_result
 from ddpnb.reports.plot_options import ACROSS, PlotOptions
 from ddpnb.runs.query import Search
-from ddpnb.session.choices import make_training_spec
 from ddpnb.session.comparison import ComparisonSpec
+from ddpnb.session.keywords import make_training_spec
 from ddpnb.session.session import this_cell_number, this_session
 
 if TYPE_CHECKING:
@@ -65,9 +65,7 @@ class DdpMagics(Magics):
     @argument("--device", default="auto", help=" | ".join(DEVICES))
     @argument("--backend", default="auto", help=" | ".join(BACKENDS))
     @argument("--threads", metavar="N", type=int, help="CPU threads of each rank")
-    @argument(
-        "--detach", metavar="SECONDS", type=float, default=0.0, help="let them outlive the kernel"
-    )
+    @argument("--detach", metavar="SECONDS", type=float, default=0.0, help="outlive the kernel")
     @argument("--attach", metavar="NAME", nargs="?", const="", help="take over waiting ranks")
     @line_magic
     def ddp_start(self, line: str) -> None:

@@ -81,7 +81,7 @@ class Choice:
 _TIMEOUT = Option(
     default=60.0,
     least=1,
-    about="seconds without any worker's step after which the silent ones are given up",
+    about="seconds without a step of any worker after which silent workers count as dead",
 )
 
 STRATEGIES: Mapping[str, StrategyEntry] = {
@@ -92,7 +92,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         aliases=("OneDeviceStrategy",),
     ),
     "dp": StrategyEntry(
-        about="torch DataParallel; emulated on CPU threads where there are not two GPUs",
+        about="torch DataParallel; emulated by CPU threads without two GPUs",
         import_path="ddpnb.rank.strategies.data_parallel:DataParallel",
         look=Look("#e76300", "dashed", "^"),
         aliases=("DataParallel",),
@@ -110,21 +110,21 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         options={
             "bucket_cap_mb": Option(
                 default=25.0,
-                about="MB of gradients in one message",
+                about="MB of gradients per message",
                 least=0,
                 is_least_allowed=False,
             ),
             "static_graph": Option(default=False, about="every step uses the same parameters"),
             "hook": Option(
                 default="none",
-                about="what gradients are sent as",
+                about="compression of the gradients that are sent",
                 choices=("none", "fp16", "bf16", "powersgd"),
             ),
             "powersgd_rank": Option(default=1, about="rank of PowerSGD's matrices", least=1),
         },
     ),
     "ddp-shm": StrategyEntry(
-        about="the same, with an all-reduce in the memory that CPU ranks share",
+        about="the same, with an all-reduce in shared memory; CPU ranks only",
         import_path="ddpnb.rank.strategies.ddp_shm:DdpShm",
         look=Look("#174f86", "dashed", "h"),
         is_dense=True,
@@ -142,7 +142,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         is_dense=True,
     ),
     "central": StrategyEntry(
-        about="parameters in one place on the host, updated there once",
+        about="one copy of the parameters on the host, updated there",
         import_path="ddpnb.rank.strategies.central:Central",
         look=Look("#b9ac70", "dash-dot-dot", "P"),
         aliases=("CentralStorageStrategy",),
@@ -157,13 +157,11 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         is_dense=True,
         transports=("auto", "shm", "gloo", "rpc"),
         options={
-            "period": Option(
-                default=1, least=1, about="gradients, whoever's, that make one update"
-            ),
+            "period": Option(default=1, least=1, about="gradients per update, from any workers"),
             "bound": Option(
                 default=-1,
                 least=-1,
-                about="steps a worker may be ahead of the slowest; 0: synchronous, -1: any number",
+                about="steps a worker may be ahead of the slowest; 0: synchronous, -1: unlimited",
             ),
             "damping": Option(
                 default=False, about="divide the learning rate by 1 + staleness (on, off)"
@@ -180,20 +178,20 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         options={"timeout": _TIMEOUT},
     ),
     "local-sgd": StrategyEntry(
-        about="each rank alone, weights averaged every few steps",
+        about="each rank trains alone; weights are averaged every few steps",
         import_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
         look=Look("#bd1f01", "solid", "v"),
         options={
-            "every": Option(default=8, about="steps from one average to the next", least=1),
+            "every": Option(default=8, about="steps between averages", least=1),
             "after": Option(default=0, about="steps of synchronous SGD at first", least=0),
         },
     ),
     "diloco": StrategyEntry(
-        about="each rank alone, an outer Nesterov step on the averaged change every few steps",
+        about="each rank trains alone; every few steps a Nesterov step on the averaged change",
         import_path="ddpnb.rank.strategies.diloco:DiLoCo",
         look=Look("#f0857a", "dashed", "<"),
         options={
-            "every": Option(default=8, about="inner steps of an outer one", least=1),
+            "every": Option(default=8, about="inner steps per outer step", least=1),
             "outer_lr": Option(
                 default=0.7, about="the outer learning rate", least=0, is_least_allowed=False
             ),
@@ -210,12 +208,10 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         import_path="ddpnb.rank.strategies.fsdp:Fsdp",
         look=Look("#b57a00", "long-short", "H"),
         is_dense=True,
-        options={
-            "reshard": Option(default=True, about="let go of a layer before its backward pass")
-        },
+        options={"reshard": Option(default=True, about="free a layer after its forward pass")},
     ),
     "gossip": StrategyEntry(
-        about="each rank averages its weights with a random neighbour, waiting for nobody",
+        about="each rank averages its weights with a random neighbour, without waiting",
         import_path="ddpnb.rank.strategies.gossip:Gossip",
         look=Look("#92dadd", "long", ">"),
         is_asynchronous=True,
@@ -227,7 +223,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         },
     ),
     "no-comm": StrategyEntry(
-        about="each rank alone on its even share: how fast that could be here",
+        about="each rank trains alone: the speed limit of these ranks",
         import_path="ddpnb.rank.strategies.no_comm:NoComm",
         look=Look("#6db38a", "dotted", "*"),
     ),
@@ -240,7 +236,7 @@ TASKS: Mapping[str, Entry] = {
         import_path="ddpnb.rank.tasks.digits:build",
     ),
     "cifar10": Entry(
-        about="ResNet-18 on data/cifar-10-batches-bin; on synthetic images where there is none",
+        about="ResNet-18 on data/cifar-10-batches-bin; on synthetic images without it",
         import_path="ddpnb.rank.tasks.cifar10:build",
     ),
     "text": Entry(
@@ -253,10 +249,10 @@ TASKS: Mapping[str, Entry] = {
         options={
             "samples": Option(default=4096, least=16, about="images to train on"),
             "parameters": Option(
-                default=0, least=0, about="of the model in all, for more to exchange; 0: as it is"
+                default=0, least=0, about="parameters of the model, to exchange more; 0: as it is"
             ),
             "compute": Option(
-                default=0, least=0, about="convolutions more for each image, for more to compute"
+                default=0, least=0, about="additional convolutions per image, to compute more"
             ),
         },
     ),

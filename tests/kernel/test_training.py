@@ -184,7 +184,7 @@ STOP = """
 %%local
 import threading
 import time
-from ddpnb.session.choices import make_training_spec
+from ddpnb.session.keywords import make_training_spec
 from ddpnb.session.comparison import ComparisonSpec, Training
 from ddpnb.runs.recorder import Recorder
 from ddpnb.session.session import this_session

@@ -9,8 +9,8 @@ from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import TrainingSpec, training_options
-from ddpnb.session.choices import make_training_spec
 from ddpnb.session.comparison import ComparisonSpec
+from ddpnb.session.keywords import make_training_spec
 
 CELL = "def model(): ...\ndef data(split): ..."
 DIGITS = TrainingSpec(task="digits")
@@ -190,7 +190,7 @@ def test_the_help_begins_with_the_usage_and_names_every_default():
     shown = " ".join((DdpMagics.ddp_compare.__doc__ or "").split())
     assert shown.startswith("%ddp_compare [--repeats N]")
     assert "trainings of each strategy [1]" in shown
-    assert "of the weights and the order of samples [0]" in shown
+    assert "seed of the initial weights and the order of samples [0]" in shown
     assert "--epochs N passes over the training data;" in shown
     assert "counted in samples seen [2]" in shown
 
