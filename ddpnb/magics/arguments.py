@@ -1,4 +1,4 @@
-"""How do the choices of a training become options of a magic, and back?  (Notebook side.)"""
+"""The arguments of the magics: how they are declared, parsed and explained (kernel)."""
 
 import argparse
 from argparse import Namespace
@@ -20,18 +20,19 @@ Magic = TypeVar("Magic", bound=Callable[..., Any])
 
 
 def magic_arguments() -> Callable[[Magic], Magic]:
-    """Give a magic its parser, as IPython's own does, and a help that begins with the usage."""
+    """Give a magic its parser, as IPython's decorator does; its help begins with the usage."""
 
-    def give(magic: Magic) -> Magic:
-        parsed: Magic = ipython.magic_arguments()(magic)
-        parsed.__doc__ = (parsed.__doc__ or "").removeprefix("::").lstrip("\n")  # for Sphinx
-        return parsed
+    def decorate(magic: Magic) -> Magic:
+        decorated: Magic = ipython.magic_arguments()(magic)
+        help_text = decorated.__doc__ or ""
+        decorated.__doc__ = help_text.removeprefix("::").lstrip("\n")  # markup for Sphinx
+        return decorated
 
-    return give
+    return decorate
 
 
 def options(magic: object) -> list[str]:
-    """Return the options of a magic, as its parser knows them."""
+    """Return the option strings of a magic's parser."""
     parser: argparse.ArgumentParser | None = getattr(magic, "parser", None)
     if parser is None:
         return []
@@ -39,10 +40,10 @@ def options(magic: object) -> list[str]:
 
 
 def arguments(magic: Callable[..., object], line: str) -> Namespace:
-    """Return a magic's parsed line.
+    """Parse a magic's line.
 
     Raises:
-        UserError: where it cannot be parsed; says what is wrong with which word.
+        UserError: the line is wrong; names the word and the problem.
     """
     parser: argparse.ArgumentParser = magic.parser  # type: ignore[attr-defined]
     name = magic.__name__
@@ -50,7 +51,7 @@ def arguments(magic: Callable[..., object], line: str) -> Namespace:
         parsed, unknown = parser.parse_known_args(arg_split(line))
     except UsageError as error:
         raise UserError(f"{error}; %{name}? explains it.") from None
-    except ValueError as error:  # a quotation without an end
+    except ValueError as error:  # an unclosed quotation
         raise UserError(f"{error} in {line.strip()!r}.") from None
     if unknown:
         word, known = unknown[0].partition("=")[0], options(magic)
@@ -61,13 +62,13 @@ def arguments(magic: Callable[..., object], line: str) -> Namespace:
 
 
 def no_arguments(magic: str, line: str) -> None:
-    """Raise a UserError where a magic that takes no argument was given one."""
+    """Raise a UserError if there are arguments."""
     if line.strip():
         raise UserError(f"{magic} takes no arguments, but was given {line.strip()!r}.")
 
 
 class training_arguments(ArgDecorator):  # noqa: N801  as IPython's own
-    """Gives a magic an option for each choice of a training, under headings."""
+    """Adds an option for each choice of a training, grouped under headings."""
 
     def add_to_parser(self, parser: argparse.ArgumentParser, group: object) -> None:
         """Add the options."""
@@ -79,19 +80,20 @@ class training_arguments(ArgDecorator):  # noqa: N801  as IPython's own
 
 
 def catalogue_text() -> str:
-    """Return the strategies and tasks there are, with their options: the end of a help text."""
+    """Return the strategies and tasks with their options, for the end of a help text."""
     lines: list[str] = []
     for heading, entries in (("strategies", STRATEGIES), ("tasks", TASKS)):
         lines += ["", f"{heading}:"]
         for name, entry in entries.items():
             lines.append(f"  {name:<17}  {entry.about}")
             for key, option in entry.options.items():
-                written = "|".join(option.values) or option.default
-                lines.append(f"    {name}:{key}={written}  {option.about}")
+                values = "|".join(option.values) or option.default
+                lines.append(f"    {name}:{key}={values}  {option.about}")
     return "\n".join(lines[1:])
 
 
 def _settings(option: Option) -> dict[str, Any]:
+    """Return the arguments of ``add_argument`` for an option."""
     about = option.meaning.replace("%", "%%")
     if option.value_kind is bool:
         return {"action": "store_true", "help": about}

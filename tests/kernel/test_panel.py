@@ -39,9 +39,9 @@ def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel
     )
 
 
-def test_run_and_stop_at_the_wrong_moment_are_told(kernel: Kernel):
+def test_run_and_stop_at_the_wrong_moment_are_reported(kernel: Kernel):
     kernel.run(f"%ddp_panel\nform = {FORM}\nform._stop.click()")
-    assert "Nothing trains." in kernel.value("form._status.value")
+    assert "Nothing is training." in kernel.value("form._status.value")
     kernel.run(
         "form._choices['num_epochs'].value, form._task.value = 500, 'digits'\nform._run.click()"
     )
