@@ -78,7 +78,7 @@ class Panel:
     def _refresh(self, _: Any = None) -> None:
         """Offer the ranks, the cell and the stored runs that there are now."""
         try:
-            stored = this_session().pairs()[:MAX_STORED]
+            stored = this_session().addresses()[:MAX_STORED]
         except UserError:  # training works without the store
             stored = ()
         self._form.offer(

@@ -1,11 +1,8 @@
 """Comparisons and cells that run while the notebook runs other cells (kernel).
 
-Each has a thread, which runs in a copy of the context of the cell that started it: so its
-output appears under that cell.
+Each has a thread, whose output appears under the cell that started it.
 """
 
-import contextvars
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import final
@@ -17,7 +14,7 @@ from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
 from ddpnb.protocol.remote_call import OnRank
 from ddpnb.reports.progress import Progress, progress_of
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.session.cells import RunningCell
+from ddpnb.session.cells import RunningCell, cell_thread
 from ddpnb.session.comparison import Training
 from ddpnb.session.errors import CellInterrupt, render_error
 from ddpnb.session.status import Running
@@ -46,18 +43,14 @@ class RunningComparison:
         self.ranks = tuple(ranks)
         self.error: BaseException | None = None
         """Why it ended early; None otherwise."""
+        self.done = False
+        """Whether it has ended, for whatever reason."""
+        self.stop_requested = False
         self._prepare = prepare
         self._on_end = on_end or _print_error
         self._training: Training | None = None
         self._result: ComparisonResult | None = None
-        self._is_stopped = threading.Event()
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(self._run,),
-            name="ddpnb-compare",
-            daemon=True,
-        )
+        self._thread = cell_thread(self._run)
         self._started = time.strftime("%H:%M:%S")
 
     def begin(self) -> None:
@@ -65,23 +58,13 @@ class RunningComparison:
         self._thread.start()
 
     @property
-    def done(self) -> bool:
-        """Whether it has ended, for whatever reason."""
-        return self._is_over.is_set()
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it was asked to stop."""
-        return self._is_stopped.is_set()
-
-    @property
     def was_stopped(self) -> bool:
         """Whether it ended because it was asked to, and not by an error."""
-        return self.is_stopped and (self.error is None or isinstance(self.error, CellInterrupt))
+        return self.stop_requested and (self.error is None or isinstance(self.error, CellInterrupt))
 
     def interrupt(self) -> None:
         """End the current run and skip the rest; may be called twice."""
-        self._is_stopped.set()
+        self.stop_requested = True
         if self._training is not None:
             self._training.stop()
 
@@ -136,12 +119,12 @@ class RunningComparison:
     def _run(self) -> None:
         try:
             self._training = self._prepare()
-            if self.is_stopped:
+            if self.stop_requested:
                 self._training.stop()
             self._result = self._training.run()
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  wait() raises it
             self.error = error
-        self._is_over.set()  # first, so that the callback can start another comparison
+        self.done = True  # first, so that the callback can start another comparison
         self._on_end(self)
 
 
@@ -171,8 +154,7 @@ class OrphanedCall:
             handle=lambda _: None,
             tick=lambda: None,
         )
-        here = contextvars.copy_context()  # holds the cell that the output belongs to
-        self._thread = threading.Thread(target=here.run, args=(self._run,), daemon=True)
+        self._thread = cell_thread(self._run)
         self._thread.start()
 
     @property
@@ -234,10 +216,11 @@ class Jobs:
         """Add a cell; forget those that have ended."""
         self._cells = [other for other in self._cells if not other.done] + [cell]
 
-    def begin(self, comparison: RunningComparison) -> None:
-        """Start a comparison."""
+    def begin(self, comparison: RunningComparison) -> RunningComparison:
+        """Start a comparison, and return it."""
         self._comparison = comparison
         comparison.begin()
+        return comparison
 
     def notes(self) -> list[str]:
         """Return a line on the progress of the comparison, if there is one."""
@@ -251,11 +234,11 @@ class Jobs:
             comparison.interrupt()
             which = f" {comparison.name}" if comparison.name else ""
             return f"Interrupted the comparison{which}; what it has trained is kept."
-        busy = [cell for cell in self._cells if not cell.done]
-        for cell in busy:
-            cell.interrupt()
+        busy = self._busy_cells()
         if not busy:
             return "Nothing runs in the background."
+        for cell in busy:
+            cell.interrupt()
         where = " and ".join(spoken_ranks(cell.ranks) for cell in busy)
         return f"Interrupted the cell{'s' if len(busy) > 1 else ''} on {where}."
 
@@ -275,8 +258,11 @@ class Jobs:
 
     def refuse_if_cells_run(self) -> None:
         """Raise a UserError while a cell is running."""
-        if busy := [cell for cell in self._cells if not cell.done]:
+        if busy := self._busy_cells():
             raise UserError(
                 f"A cell is still running on rank {format_ranks(busy[0].ranks)}: wait for it, "
                 "or stop it with %ddp_interrupt."
             )
+
+    def _busy_cells(self) -> list[RunningCell | OrphanedCall]:
+        return [cell for cell in self._cells if not cell.done]

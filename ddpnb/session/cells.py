@@ -4,7 +4,7 @@ import contextvars
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ddpnb.cluster.call import CallEvent, Events, Output, Silent
 from ddpnb.cluster.cluster import Cluster
@@ -92,8 +92,7 @@ class RunningCell:
 
     def run_in_background(self) -> None:
         """Run the cell in a thread, so that the notebook can run other cells."""
-        here = contextvars.copy_context()  # holds the cell that the output belongs to
-        self._thread = threading.Thread(target=here.run, args=(self._run_quietly,), daemon=True)
+        self._thread = cell_thread(self._run_quietly)
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -167,6 +166,12 @@ class RunningCell:
             raise CellInterrupt
         if (error := error_of(self._watch)) is not None:
             raise error
+
+
+def cell_thread(function: Callable[[], None]) -> threading.Thread:
+    """Return a thread whose output appears under the notebook cell that is running now."""
+    context = contextvars.copy_context()  # holds the cell that output belongs to
+    return threading.Thread(target=context.run, args=(function,), daemon=True)
 
 
 REMEDIES = {

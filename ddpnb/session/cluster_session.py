@@ -16,8 +16,8 @@ from ddpnb.session.background import Jobs, orphaned_call
 from ddpnb.session.cells import warn_stale
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
 
-Progress = Callable[[str], None]
-"""Is called with a line of text whenever a start gets further."""
+OnProgress = Callable[[str], None]
+"""Is called with a line of text at each stage of a start."""
 
 NOT_STARTED = "No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
 
@@ -40,11 +40,11 @@ class ClusterSession:
         spec: ClusterSpec,
         *,
         method: str | None = None,
-        progress: Progress = lambda _: None,
+        progress: OnProgress = lambda _: None,
     ) -> Table:
         """Start the ranks unless a cluster is running; return the table of ranks."""
         if self._cluster is not None and self._cluster.lost is None:
-            return self._running(spec)
+            return self._keep_running(spec)
         if self._cluster is None:
             self._jobs.refuse_if_training()  # the panel may be starting a cluster
         self.stop()
@@ -73,25 +73,17 @@ class ClusterSession:
             )
         self.stop()
         self._cluster = cluster = Cluster.attach(find(name, Path.cwd()))
-        atexit.register(self.leave)
+        atexit.register(self._at_exit)
         if spec.detach_seconds:
             cluster.allow_detach(spec.detach_seconds)
         if (cell := orphaned_call(cluster)) is not None:
             self._jobs.add(cell)
         return self.status()
 
-    def leave(self) -> None:
-        """When the kernel ends: end every process of the cluster, or detach from it."""
-        cluster = self._cluster
-        if cluster is not None and cluster.spec.detach_seconds and cluster.lost is None:
-            cluster.detach()
-        else:
-            self.stop()
-
     def stop(self) -> bool:
         """End every process of the cluster; return whether there was one."""
         self._jobs.stop()
-        atexit.unregister(self.leave)
+        atexit.unregister(self._at_exit)
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.stop()
@@ -102,7 +94,7 @@ class ClusterSession:
         num_ranks: int | None = None,
         *,
         ranks: str | None = None,
-        progress: Progress = lambda _: None,
+        progress: OnProgress = lambda _: None,
     ) -> Table:
         """End ranks and start new ones; their variables are lost.
 
@@ -140,13 +132,13 @@ class ClusterSession:
         self,
         spec: ClusterSpec,
         method: str | None = None,
-        progress: Progress = lambda _: None,
+        progress: OnProgress = lambda _: None,
     ) -> Cluster:
         self._cluster = cluster = Cluster.start(spec, method=method, progress=progress)
-        atexit.register(self.leave)
+        atexit.register(self._at_exit)
         return cluster
 
-    def _replace(self, ranks: str, progress: Progress) -> Table:
+    def _replace(self, ranks: str, progress: OnProgress) -> Table:
         cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
         if dead := set(cluster.dead) - set(chosen):
@@ -174,7 +166,15 @@ class ClusterSession:
         self._jobs.refuse_if_cells_run()
         return cluster
 
-    def _running(self, spec: ClusterSpec) -> Table:
+    def _at_exit(self) -> None:
+        """End every process of the cluster, or detach from it, when the kernel ends."""
+        cluster = self._cluster
+        if cluster is not None and cluster.spec.detach_seconds and cluster.lost is None:
+            cluster.detach()
+        else:
+            self.stop()
+
+    def _keep_running(self, spec: ClusterSpec) -> Table:
         cluster = self._require()
         print(describe_running(cluster, spec.num_ranks))
         if spec.detach_seconds:

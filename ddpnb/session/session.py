@@ -76,8 +76,9 @@ class Session(ClusterSession):
         cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
         values = pull(cluster, expression, chosen)
-        is_single = ranks is not None and len(chosen) == 1
-        return values[0] if is_single else dict(zip(chosen, values, strict=True))
+        if ranks is not None and len(chosen) == 1:
+            return values[0]
+        return dict(zip(chosen, values, strict=True))
 
     # -- comparisons -----------------------------------------------------------------
 
@@ -93,7 +94,7 @@ class Session(ClusterSession):
         training = prepare(self._require_idle(), self.store, spec)
         if wait:
             return training.run()
-        return self._begin(RunningComparison(lambda: training, training.cluster.ranks))
+        return self._jobs.begin(RunningComparison(lambda: training, training.cluster.ranks))
 
     def compare_in_background(
         self,
@@ -120,7 +121,7 @@ class Session(ClusterSession):
             return prepare(self._require(), self.store, spec, shown_by)
 
         ranks = () if self._cluster is None else self._cluster.ranks
-        return self._begin(RunningComparison(start_and_prepare, ranks, on_end=on_end))
+        return self._jobs.begin(RunningComparison(start_and_prepare, ranks, on_end=on_end))
 
     # -- stored runs -----------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class Session(ClusterSession):
         """Return every name that ``load`` takes."""
         return all_names(self.store.list())
 
-    def pairs(self) -> tuple[str, ...]:
+    def addresses(self) -> tuple[str, ...]:
         """Return ``comparison/strategy`` of all stored runs, newest first."""
         newest_first = sorted(self.store.list(), key=lambda run: -run.created)
         return tuple(dict.fromkeys(f"{run.comparison}/{run.name}" for run in newest_first))
@@ -151,10 +152,6 @@ class Session(ClusterSession):
         return self._store
 
     # -- private ---------------------------------------------------------------------
-
-    def _begin(self, comparison: RunningComparison) -> RunningComparison:
-        self._jobs.begin(comparison)
-        return comparison
 
     def _record_cell(self, name: str, spec: CellSpec, num_ranks: int) -> Recorder:
         recorder = Recorder(

@@ -101,7 +101,7 @@ def test_interrupt_stops_it_and_keeps_what_was_trained(training: Cell, kernel: K
 def test_stopping_the_cluster_ends_it_first(training: Cell, kernel: Kernel):
     cell = kernel.run("%ddp_stop")
     assert "The cluster has stopped." in cell.stdout
-    assert kernel.value("running.done, running.is_stopped") == "True True"
+    assert kernel.value("running.done, running.stop_requested") == "True True"
     assert kernel.value("running.result.comparison.runs[0].status") == "stopped"
 
 
