@@ -23,12 +23,15 @@ TAKE_TURNS = textwrap.dedent(
     f"""
     %%local
     import threading, time
-    from ddpnb.cluster import stall
+    from dataclasses import replace
+    from ddpnb.session.session import this_session
+    cluster = this_session()._cluster
     is_over = threading.Event()
     def take_turns():
         while not is_over.wait(0.02):
             turn = int(time.time() / {WINDOW_SECONDS}) % {len(EVERY)}
-            stall.ASK_SECONDS = {list(EVERY.values())}[turn]
+            seconds = {list(EVERY.values())}[turn]
+            cluster.timeouts = replace(cluster.timeouts, poll_seconds=seconds)
     threading.Thread(target=take_turns, daemon=True).start()
     """
 ).lstrip()

@@ -13,8 +13,8 @@ from ddpnb.reports.table import Table
 from ddpnb.runs.query import Search
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.cells import RunningCell
-from ddpnb.session.keywords import make_training_spec, takes_training_options, typed
 from ddpnb.session.comparison import ComparisonSpec
+from ddpnb.session.keywords import make_training_spec, takes_training_options, typed
 from ddpnb.session.session import this_session
 
 

@@ -51,10 +51,6 @@ def _resumed_by(spec: RunSpec, runs: Sequence[StoredRun]) -> StoredRun:
     return next((run for run in same if run.repeat == spec.repeat), same[-1])
 
 
-FREE_AFTER_SECONDS = 5.0
-"""How long ranks may still check after one has refused; to free them costs the group."""
-
-
 def check(cluster: Cluster, spec: RunSpec) -> Checked:
     """Check a training on every rank.
 
@@ -71,7 +67,7 @@ def check(cluster: Cluster, spec: RunSpec) -> Checked:
         call=cluster.submit(OnRank("check"), spec, ranks=cluster.ranks),
         handle=lambda _: None,
         tick=lambda: None,
-        free_after=FREE_AFTER_SECONDS,
+        free_after_seconds=cluster.timeouts.free_checks_after_seconds,
     )
     try:
         watch.run()

@@ -7,11 +7,10 @@ from typing import Protocol
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.detach import name_of
-from ddpnb.cluster.hangs import describe
+from ddpnb.cluster.hangs import describe, describe_stopped, stopped_ranks
 from ddpnb.cluster.processes import describe_exit
-from ddpnb.cluster.stopped import stopped_ranks, tell_stopped
 from ddpnb.protocol.messages import RankStatus
-from ddpnb.protocol.processes import BatchSchedule
+from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.rank_sets import format_ranks
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.table import Cell, Column, Table
@@ -58,7 +57,7 @@ def status_table(cluster: Cluster, running: Sequence[Running], notes: Sequence[s
                 Cell(text=doing),
             )
         )
-    all_notes = [tell_stopped(cluster, stopped)] if stopped else []
+    all_notes = [describe_stopped(cluster, stopped)] if stopped else []
     if cluster.lost:
         all_notes.append(f"{cluster.lost}: %ddp_restart starts new ranks")
     all_notes.extend(notes)
@@ -81,8 +80,8 @@ def describe_ranks(cluster: Cluster) -> str:
     """Say where each rank is at this moment, with the stacks of those that are busy."""
     asked = {
         rank: [
-            cluster.processes.order(rank, order)
-            for order in (BatchSchedule.WHERE, BatchSchedule.STACK)
+            cluster.processes.command(rank, command)
+            for command in (RankCommand.STATUS, RankCommand.STACK)
         ]
         for rank in cluster.living
     }
@@ -96,7 +95,7 @@ def describe_ranks(cluster: Cluster) -> str:
             where, stack = (a.result(max(0.0, deadline - time.monotonic())) for a in asked[rank])
         except TimeoutError:
             is_stopped = stopped_ranks(cluster, [rank])
-            lines.append(tell_stopped(cluster, [rank]) if is_stopped else _no_answer(rank))
+            lines.append(describe_stopped(cluster, [rank]) if is_stopped else _no_answer(rank))
             continue
         lines.append(describe(RankStatus(**where)))
         lines += ["".join(stack)] if where["is_busy"] else []

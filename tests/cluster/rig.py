@@ -14,6 +14,7 @@ from ddpnb.cluster.call import CallEvent, Output
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch, failure_in
+from ddpnb.cluster.timeouts import Timeouts
 from ddpnb.protocol.messages import CellSpec, Failure
 from ddpnb.protocol.remote_call import OnRank
 from ddpnb.session.variables import unpack
@@ -34,9 +35,12 @@ def waits_for(sign: Path) -> str:
 
 
 @contextlib.contextmanager
-def started(num_ranks: int = 2, *, method: str | None = None) -> Iterator[Cluster]:
+def started(
+    num_ranks: int = 2, *, method: str | None = None, timeouts: Timeouts | None = None
+) -> Iterator[Cluster]:
     """A cluster of one's own, to break."""
     cluster = Cluster.start(ClusterSpec(num_ranks=num_ranks, device="cpu"), method=method)
+    cluster.timeouts = timeouts or cluster.timeouts
     try:
         yield cluster
     finally:
@@ -93,7 +97,7 @@ def begin(
         handle=handle,
         tick=lambda: None,
         timeout=timeout,
-        tell=notes.append,
+        notify=notes.append,
     )
     return Ended(watch=watch, printed=printed, notes=notes)
 

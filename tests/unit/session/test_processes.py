@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.cluster.detach import SAVED, detached, find, name_of
+from ddpnb.cluster.detach import RECORD_FILE, detached, find, name_of
 from ddpnb.cluster.processes import Exit, Member, Processes, Service
 from ddpnb.cluster.run_folder import private_folder
 from ddpnb.protocol.errors import UserError
@@ -61,12 +61,12 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"plan": null}', '{"spec": {"a": 1}}'])
 def test_a_damaged_record_is_named_with_what_to_do(folder: Path, content: str):
-    (folder / SAVED).write_text(content)
+    (folder / RECORD_FILE).write_text(content)
     with pytest.raises(UserError) as raised:
         find(name_of(folder), Path.cwd())
     assert str(raised.value) == (
-        f"{folder / SAVED} is damaged, or another version of ddpnb wrote it: its cluster cannot be "
-        f"attached to; end it with `kill {os.getpid()}` and start anew with %ddp_start."
+        f"{folder / RECORD_FILE} is damaged, or another version of ddpnb wrote it: its cluster "
+        f"cannot be attached to; end it with `kill {os.getpid()}` and start anew with %ddp_start."
     )
     assert folder not in [saved.folder for saved in detached()]
 
