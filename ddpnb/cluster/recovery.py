@@ -67,7 +67,7 @@ class RankRecovery:
             self._dead.add(event.rank)
 
     def attend(self) -> None:
-        """Restart dead ranks, have restarted ranks join, and take the events of those that joined."""
+        """Restart dead ranks, have those join that have started, and take their events."""
         for rank in sorted(self._dead):
             if rank in self.cluster.exits:  # the exit may be reported after the loss of the call
                 self._dead.discard(rank)
