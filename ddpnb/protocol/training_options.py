@@ -1,6 +1,6 @@
-"""What can be chosen about a training, whatever the strategy?  (Both sides.)
+"""The options of a training, the same for every strategy.  (Every process.)
 
-Every choice is written once, as a field of ``TrainingSpec`` with its ``Option``.
+Each is declared once, as a field of ``TrainingSpec`` with its ``Option``.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from ddpnb.protocol.faults import parse_kills, parse_slow
 from ddpnb.protocol.options import Option
 
 AMP = ("none", "bf16")
-"""What mixed precision there is: bfloat16 needs no scaling of the loss."""
+"""Mixed precision; bfloat16 needs no scaling of the loss."""
 
 LR_SCALING = ("none", "linear", "sqrt")
 """How the learning rate may grow with the number of workers."""
@@ -30,7 +30,7 @@ def _option(default: Any, flag: str, **described: Any) -> Any:
 
 
 def _share(name: str, text: str) -> float:
-    """Return the number that ``20%`` or ``0.2`` says."""
+    """Parse ``20%`` or ``0.2``."""
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -43,7 +43,7 @@ def _share(name: str, text: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
-    """One way of training: the same for every strategy that is compared."""
+    """The options of a training: the same for every strategy of a comparison."""
 
     task: str = _option(
         CELL_TASK,
@@ -54,9 +54,9 @@ class TrainingSpec:
         "by default the cell's own",
     )
     source: str = ""
-    """The comparison cell; defines ``model()`` and ``data(split)`` when ``task`` is ``"cell"``."""
+    """The comparison's cell; defines ``model()`` and ``data(split)`` if ``task`` is ``"cell"``."""
     cell: int = 0
-    """The ``n`` of the cell ``In [n]`` that ``source`` stands in; 0: in none."""
+    """The ``n`` of its ``In [n]``; 0 if there is none."""
     num_epochs: float = _option(
         2.0,
         "--epochs",
@@ -92,7 +92,7 @@ class TrainingSpec:
         about="seed of the initial weights and the order of samples",
     )
     num_warmup_steps: int = 3
-    """Steps trained on a throwaway replica first, so that no clock sees a cold start."""
+    """Steps on a throwaway replica before the training, so that no clock sees a cold start."""
     accumulate: int = _option(
         1,
         "--accumulate",
@@ -185,15 +185,15 @@ class TrainingSpec:
         "--save-every",
         group="checkpoints",
         least=0,
-        about="epochs between checkpoints, with one at the end; the last two are kept, in "
-        "data/runs/checkpoints",
+        about="epochs between checkpoints in data/runs/checkpoints; one more at the end; "
+        "the last two are kept",
     )
     resume: str = _option(
         "",
         "--resume",
         group="checkpoints",
         example="RUN",
-        about="start from the last checkpoint of these runs, as %ddp_runs lists them",
+        about="continue from the last checkpoint of these runs, as %ddp_runs lists them",
     )
 
     def __post_init__(self) -> None:
@@ -211,7 +211,7 @@ class TrainingSpec:
 
 
 def training_options() -> Iterator[tuple[str, Option]]:
-    """Yield each field of ``TrainingSpec`` that can be chosen, with its option."""
+    """Yield each field of ``TrainingSpec`` that has an option, and the option."""
     for entry in dataclasses.fields(TrainingSpec):
         if "option" in entry.metadata:
             yield entry.name, entry.metadata["option"]

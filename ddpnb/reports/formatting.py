@@ -8,7 +8,7 @@ from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import training_options
 from ddpnb.runs.comparison import Comparison
 from ddpnb.runs.repeat import body_of
-from ddpnb.runs.summary import Key, StrategySummary, group_runs, is_emulated
+from ddpnb.runs.summary import StrategyKey, StrategySummary, group_runs, is_emulated
 
 NOTHING = "–"
 """Stands in a table where there is no number."""
@@ -69,7 +69,7 @@ def counted(num: int, noun: str) -> str:
     return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
 
 
-def labels(comparison: Comparison) -> dict[Key, str]:
+def labels(comparison: Comparison) -> dict[StrategyKey, str]:
     """Return what each strategy is called where it is shown, what is emulated included."""
     groups = group_runs(comparison.runs)
     several = len({key[0] for key in groups}) > 1

@@ -1,8 +1,8 @@
-"""What of a run is kept for drawing and counting, however long it gets?  (Notebook side.)
+"""The curve, tracks and totals of a run, whose size is bounded however long it trains.  (Kernel.)
 
-Its loss curve, a coarser track of each rank, and totals; fed by events as they come.
-Neighbours in a series are merged, always a power of two of them.  When there are too many
-cells, each two become one: points already drawn stay where they are, or join their neighbour.
+Neighbouring entries of a series are merged into bins, always a power of two of them.  When there
+are too many bins, each two become one: points already drawn stay where they are, or join their
+neighbour.
 """
 
 from dataclasses import dataclass, field
@@ -12,19 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.protocol.messages import NO_STALENESS, Parts, RunHeader, RunSpec
-from ddpnb.runs.align import StepAligner, Updates, aligner_of
+from ddpnb.runs.align import AlignedUpdates, StepAligner, make_aligner
 from ddpnb.runs.rows import Floats, Records
 
 MAX_POINTS = 360
-"""No curve has more points than this: at least every other pixel of its panel has one."""
+"""The most points of a curve: at least one for every other pixel of its panel."""
 
 MAX_RANK_POINTS = 120
-"""No rank's track has more than this."""
+"""The most points of a rank's track."""
 
 MAX_STALENESS = 1023
 """Greater staleness counts as this."""
 
 NUM_RECENT = 20
+"""Losses in ``RunAggregate.recent_loss``."""
 
 PARTS = Parts._fields
 COMPUTED = ("data", "forward", "backward", "optimizer")
@@ -36,94 +37,8 @@ def _nothing() -> Floats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cells:
-    """A series at one moment; each array is of shape ``[columns, cells]``."""
-
-    sums: Floats
-    lows: Floats
-    highs: Floats
-    num_merged: int = 1
-    """Entries that each cell stands for, but for the last, which may be of fewer."""
-    num_entries: int = 0
-
-
-@final
-class Downsampler:
-    """A growing series of at most ``max_cells`` cells.
-
-    Args:
-        num_sums: columns that are added up where cells are merged.
-        num_lows: columns whose least value is kept.
-        num_highs: columns whose greatest value is kept; for what only grows, the last.
-        max_cells: after which cells are merged.
-    """
-
-    def __init__(self, *, num_sums: int, num_lows: int, num_highs: int, max_cells: int) -> None:
-        self._max_cells = max_cells
-        self._cells = Cells(
-            sums=np.empty((num_sums, 0)),
-            lows=np.empty((num_lows, 0)),
-            highs=np.empty((num_highs, 0)),
-        )
-
-    def extend(self, sums: Floats, lows: Floats, highs: Floats) -> None:
-        """Append entries; each array is of shape ``[columns, entries]``, NaN where unknown."""
-        num_new = sums.shape[1]
-        if num_new == 0:
-            return
-        old = self._cells
-        num_begun = old.num_entries % old.num_merged  # entries in a last cell that has room
-        kept = old.sums.shape[1] - (num_begun > 0)
-        cell_of = (num_begun + np.arange(num_new)) // old.num_merged
-        if num_begun:
-            sums, lows, highs = (
-                np.concatenate([before[:, kept:], new], axis=1)
-                for before, new in ((old.sums, sums), (old.lows, lows), (old.highs, highs))
-            )
-            cell_of = np.concatenate([[0], cell_of])
-        starts = np.flatnonzero(np.diff(cell_of, prepend=-1))
-        merged = _merged(sums, lows, highs, starts)
-        self._cells = Cells(
-            sums=np.concatenate([old.sums[:, :kept], merged[0]], axis=1),
-            lows=np.concatenate([old.lows[:, :kept], merged[1]], axis=1),
-            highs=np.concatenate([old.highs[:, :kept], merged[2]], axis=1),
-            num_merged=old.num_merged,
-            num_entries=old.num_entries + num_new,
-        )
-        while self._cells.sums.shape[1] > self._max_cells:
-            self._halve()
-
-    def view(self) -> Cells:
-        """Return the series as it is now; later entries do not change it."""
-        return self._cells
-
-    def _halve(self) -> None:
-        now = self._cells
-        starts = np.arange(0, now.sums.shape[1], 2)
-        sums, lows, highs = _merged(now.sums, now.lows, now.highs, starts)
-        self._cells = Cells(
-            sums=sums,
-            lows=lows,
-            highs=highs,
-            num_merged=2 * now.num_merged,
-            num_entries=now.num_entries,
-        )
-
-
-def _merged(
-    sums: Floats, lows: Floats, highs: Floats, starts: NDArray[np.intp]
-) -> tuple[Floats, Floats, Floats]:
-    """Merge the columns' entries from each start to the next; NaN counts as unknown."""
-    return (
-        np.add.reduceat(sums, starts, axis=1),
-        np.fmin.reduceat(lows, starts, axis=1),
-        np.fmax.reduceat(highs, starts, axis=1),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """The updates of a run, all workers together, thinned; arrays of equal length.
+    """The updates of a run, all workers together, downsampled; arrays of equal length.
 
     Each point stands for ``num_merged`` updates and sits at the end of them.
     """
@@ -137,7 +52,7 @@ class Curve:
     lowest: Floats = field(default_factory=_nothing)
     highest: Floats = field(default_factory=_nothing)
     num_bad: Floats = field(default_factory=_nothing)
-    """Updates whose loss was NaN or infinite."""
+    """Updates with a NaN or infinite loss."""
     num_merged: int = 1
     num_updates: int = 0
 
@@ -167,7 +82,7 @@ class RankAggregate:
     at_seconds: Floats = field(default_factory=_nothing)
     """When each point of the track ends."""
     own_seconds: Floats = field(default_factory=_nothing)
-    """What a step took of this rank's own work at each point; without parts, all it took."""
+    """Mean time of a step's ``COMPUTED`` parts at each point; without parts, of the whole step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -190,14 +105,14 @@ class RunAggregate:
 
 @final
 class RunAggregator:
-    """Takes in the rows of a run; ``view`` costs the same at any length.
+    """Aggregates the rows of a run as they arrive; ``snapshot`` costs the same at any length.
 
-    One thread may add while others look: a view is made of arrays that are replaced,
+    One thread may add while others take snapshots: these are made of arrays that are replaced,
     never written to.
 
     Args:
         spec: what is trained; None for a hand-written loop.
-        num_ranks: how many ranks may tell of a hand-written loop.
+        num_ranks: how many ranks may log from a hand-written loop.
     """
 
     def __init__(self, spec: RunSpec | None, num_ranks: int = 1) -> None:
@@ -205,71 +120,71 @@ class RunAggregator:
         self._num_ranks = num_ranks
         self._aligner: StepAligner | None = None
         self._waiting_for_header: list[Records] = []
-        self._curve = Downsampler(num_sums=3, num_lows=1, num_highs=3, max_cells=MAX_POINTS)
-        self._ranks: dict[int, _Rank] = {}
+        self._curve = Downsampler(num_sums=3, num_minima=1, num_maxima=3, max_bins=MAX_POINTS)
+        self._ranks: dict[int, _RankAggregator] = {}
         self._samples = self._seconds = 0.0
         self._num_events = self._num_samples = self._num_diverged = 0
         self._latest_seconds = 0.0
         self._staleness = np.zeros(0, dtype=np.int64)
         self._recent = np.empty(0)
-        self._view: RunAggregate | None = RunAggregate()
+        self._snapshot: RunAggregate | None = RunAggregate()
 
     @classmethod
-    def of_all(
+    def from_all(
         cls, rows: Records, spec: RunSpec | None, header: RunHeader | None
     ) -> "RunAggregator":
-        """Return what all rows of a run come to, of whatever ranks, in whatever order."""
+        """Return the aggregator of a complete run; ``rows`` of any ranks, in any order."""
         made = cls(spec)
-        made._aligner = aligner_of(header, spec)
+        made._aligner = make_aligner(header, spec)
         made._aligner.end()
         made.add(rows)
         return made
 
     @property
     def is_in_order(self) -> bool:
-        """Whether it has come to what ``of_all`` would: no rank told of anything too late."""
+        """Whether the result is that of ``from_all``: no rank reported a step too late."""
         return self._aligner is None or self._aligner.is_in_order
 
     def add(self, rows: Records, header: RunHeader | None = None) -> None:
-        """Take in rows of one rank, in the order of its steps."""
+        """Add rows of one rank, in the order of its steps."""
         if header is not None or self._spec is None:
-            self._joined_by(header)
+            self._align_by(header)
         if len(rows):
             self._count(rows)
             if self._aligner is None:
                 self._waiting_for_header.append(rows)
             else:
-                self._take(self._aligner.add(rows))
-        self._view = None
+                self._add_updates(self._aligner.add(rows))
+        self._snapshot = None
 
     def end(self) -> None:
-        """Nobody is waited for any more."""
-        self._take(self._joined_by(None).end())
-        self._view = None
+        """Stop waiting for ranks that have not reported a step."""
+        self._add_updates(self._align_by(None).end())
+        self._snapshot = None
 
-    def view(self) -> RunAggregate:
+    def snapshot(self) -> RunAggregate:
         """Return the run as it is now."""
-        view = self._view
-        if view is None:
-            view = RunAggregate(
+        made = self._snapshot
+        if made is None:
+            made = RunAggregate(
                 num_events=self._num_events,
                 num_samples=self._num_samples,
                 seconds=self._latest_seconds,
                 num_diverged=self._num_diverged,
-                curve=_curve_of(self._curve.view()),
-                ranks=tuple(rank.view() for _, rank in sorted(self._ranks.items())),
+                curve=_curve_of(self._curve.snapshot()),
+                ranks=tuple(rank.snapshot() for _, rank in sorted(self._ranks.items())),
                 staleness=self._staleness,
                 recent_loss=float(self._recent.mean()) if len(self._recent) else float("nan"),
             )
-            self._view = view
-        return view
+            self._snapshot = made
+        return made
 
-    def _joined_by(self, header: RunHeader | None) -> StepAligner:
-        """Return what joins the events, from now on if nothing did; the header says how."""
+    def _align_by(self, header: RunHeader | None) -> StepAligner:
+        """Return the run's aligner; the first call makes it, as the header says."""
         if self._aligner is None:
-            self._aligner = aligner_of(header, self._spec, self._num_ranks)
+            self._aligner = make_aligner(header, self._spec, self._num_ranks)
             for early in self._waiting_for_header:
-                self._take(self._aligner.add(early))
+                self._add_updates(self._aligner.add(early))
             self._waiting_for_header = []
         return self._aligner
 
@@ -288,10 +203,10 @@ class RunAggregator:
             counts[: len(self._staleness)] += self._staleness
             self._staleness = counts
 
-    def _take(self, updates: Updates) -> None:
+    def _add_updates(self, updates: AlignedUpdates) -> None:
         for rank in np.unique(updates.rows["rank"]).tolist():
             own = updates.rows[updates.rows["rank"] == rank]
-            self._ranks.setdefault(rank, _Rank(rank)).add(own)
+            self._ranks.setdefault(rank, _RankAggregator(rank)).add(own)
         if len(updates.loss) == 0:
             return
         samples = self._samples + np.cumsum(updates.weight)
@@ -302,36 +217,21 @@ class RunAggregator:
         weight = np.where(is_finite, np.where(updates.weight > 0, updates.weight, 1.0), 0.0)
         self._curve.extend(
             sums=np.stack([np.where(is_finite, updates.loss, 0.0) * weight, weight, ~is_finite]),
-            lows=loss[None],
-            highs=np.stack([samples, seconds, loss]),
+            minima=loss[None],
+            maxima=np.stack([samples, seconds, loss]),
         )
 
 
-def _curve_of(cells: Cells) -> Curve:
-    with np.errstate(invalid="ignore"):
-        loss = cells.sums[0] / cells.sums[1]
-    return Curve(
-        samples=cells.highs[0],
-        seconds=cells.highs[1],
-        loss=loss,
-        lowest=cells.lows[0],
-        highest=cells.highs[2],
-        num_bad=cells.sums[2],
-        num_merged=cells.num_merged,
-        num_updates=cells.num_entries,
-    )
-
-
 @final
-class _Rank:
-    """Adds up what one rank tells."""
+class _RankAggregator:
+    """Aggregates the rows of one rank."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._num_steps = self._num_samples = self._num_bytes = 0
         self._parts = np.zeros(len(PARTS))
         self._seconds = 0.0
-        self._track = Downsampler(num_sums=1, num_lows=0, num_highs=1, max_cells=MAX_RANK_POINTS)
+        self._track = Downsampler(num_sums=1, num_minima=0, num_maxima=1, max_bins=MAX_RANK_POINTS)
 
     def add(self, rows: Records) -> None:
         parts = np.stack([rows[name].astype(np.float64) for name in PARTS])
@@ -346,11 +246,11 @@ class _Rank:
         self._num_samples += int(rows["num_samples"].sum())
         self._num_bytes += int(rows["num_bytes_sent"].sum())
 
-    def view(self) -> RankAggregate:
-        cells = self._track.view()
-        done = np.full(cells.sums.shape[1], float(cells.num_merged))
-        if len(done):
-            done[-1] = cells.num_entries - cells.num_merged * (len(done) - 1)
+    def snapshot(self) -> RankAggregate:
+        track = self._track.snapshot()
+        num_steps = np.full(track.sums.shape[1], float(track.num_merged))
+        if len(num_steps):
+            num_steps[-1] = track.num_entries - track.num_merged * (len(num_steps) - 1)
         return RankAggregate(
             rank=self._rank,
             num_steps=self._num_steps,
@@ -358,6 +258,107 @@ class _Rank:
             seconds=self._seconds,
             parts=Parts(*self._parts.tolist()),
             num_bytes_sent=self._num_bytes,
-            at_seconds=cells.highs[0],
-            own_seconds=cells.sums[0] / done,
+            at_seconds=track.maxima[0],
+            own_seconds=track.sums[0] / num_steps,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DownsampledSeries:
+    """A series at one moment, in bins; each array is of shape ``[columns, bins]``."""
+
+    sums: Floats
+    minima: Floats
+    maxima: Floats
+    num_merged: int = 1
+    """Entries in each bin but the last, which may have fewer."""
+    num_entries: int = 0
+
+
+@final
+class Downsampler:
+    """Merges the entries of a growing series into at most ``max_bins`` bins.
+
+    Args:
+        num_sums: columns that are added up in a bin.
+        num_minima: columns of which a bin has the least value.
+        num_maxima: columns of which a bin has the greatest value; of what only grows, the last.
+        max_bins: if there are more, each two become one.
+    """
+
+    def __init__(self, *, num_sums: int, num_minima: int, num_maxima: int, max_bins: int) -> None:
+        self._max_bins = max_bins
+        self._series = DownsampledSeries(
+            sums=np.empty((num_sums, 0)),
+            minima=np.empty((num_minima, 0)),
+            maxima=np.empty((num_maxima, 0)),
+        )
+
+    def extend(self, sums: Floats, minima: Floats, maxima: Floats) -> None:
+        """Append entries; each array is of shape ``[columns, entries]``, NaN where unknown."""
+        num_new = sums.shape[1]
+        if num_new == 0:
+            return
+        old = self._series
+        num_in_last = old.num_entries % old.num_merged  # 0 if the last bin is full
+        num_full = old.sums.shape[1] - (num_in_last > 0)
+        bin_of = (num_in_last + np.arange(num_new)) // old.num_merged
+        if num_in_last:
+            sums, minima, maxima = (
+                np.concatenate([before[:, num_full:], new], axis=1)
+                for before, new in ((old.sums, sums), (old.minima, minima), (old.maxima, maxima))
+            )
+            bin_of = np.concatenate([[0], bin_of])
+        starts = np.flatnonzero(np.diff(bin_of, prepend=-1))
+        merged = _merged(sums, minima, maxima, starts)
+        self._series = DownsampledSeries(
+            sums=np.concatenate([old.sums[:, :num_full], merged[0]], axis=1),
+            minima=np.concatenate([old.minima[:, :num_full], merged[1]], axis=1),
+            maxima=np.concatenate([old.maxima[:, :num_full], merged[2]], axis=1),
+            num_merged=old.num_merged,
+            num_entries=old.num_entries + num_new,
+        )
+        while self._series.sums.shape[1] > self._max_bins:
+            self._halve()
+
+    def snapshot(self) -> DownsampledSeries:
+        """Return the series as it is now; later entries do not change it."""
+        return self._series
+
+    def _halve(self) -> None:
+        now = self._series
+        starts = np.arange(0, now.sums.shape[1], 2)
+        sums, minima, maxima = _merged(now.sums, now.minima, now.maxima, starts)
+        self._series = DownsampledSeries(
+            sums=sums,
+            minima=minima,
+            maxima=maxima,
+            num_merged=2 * now.num_merged,
+            num_entries=now.num_entries,
+        )
+
+
+def _merged(
+    sums: Floats, minima: Floats, maxima: Floats, starts: NDArray[np.intp]
+) -> tuple[Floats, Floats, Floats]:
+    """Merge the columns' entries from each start to the next; NaN counts as unknown."""
+    return (
+        np.add.reduceat(sums, starts, axis=1),
+        np.fmin.reduceat(minima, starts, axis=1),
+        np.fmax.reduceat(maxima, starts, axis=1),
+    )
+
+
+def _curve_of(series: DownsampledSeries) -> Curve:
+    with np.errstate(invalid="ignore"):
+        loss = series.sums[0] / series.sums[1]
+    return Curve(
+        samples=series.maxima[0],
+        seconds=series.maxima[1],
+        loss=loss,
+        lowest=series.minima[0],
+        highest=series.maxima[2],
+        num_bad=series.sums[2],
+        num_merged=series.num_merged,
+        num_updates=series.num_entries,
+    )

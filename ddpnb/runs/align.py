@@ -1,7 +1,7 @@
-"""Which events together are one update, and in what order were they made?  (Notebook side.)
+"""Which steps of the workers are one update, and in what order?  (Kernel.)
 
-Synchronous workers make step k together: one update.  Asynchronous and logged steps are
-each an update of their own, ordered by time.
+Synchronous workers make step k together: one update.  Each step of an asynchronous worker, and
+each call of ``ddpnb.log``, is an update of its own; these are ordered by time.
 """
 
 import math
@@ -17,21 +17,21 @@ from numpy.typing import NDArray
 from ddpnb.protocol.messages import RunHeader, RunSpec
 from ddpnb.runs.rows import EVENT, Floats, Records
 
-Steps = NDArray[np.int64]
+StepIndices = NDArray[np.int64]
 
-MAX_BEHIND_STEPS = 20_000
-"""A worker that has not told of a step while another is so far ahead is not waited for."""
+MAX_LAG_STEPS = 20_000
+"""A synchronous worker that is so far behind another is not waited for."""
 
 MAX_SILENT_SECONDS = 2.0
-"""Nor is one whose steps are its own, and that has told of nothing for so long."""
+"""An asynchronous worker that has reported nothing for so long is not waited for."""
 
-MAX_HELD = 50_000
-"""Nor is anyone, when so many events are held back."""
+MAX_PENDING_EVENTS = 50_000
+"""No asynchronous worker is waited for while so many events are pending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Updates:
-    """Updates in order; arrays of equal length, but for ``rows``."""
+class AlignedUpdates:
+    """Complete updates in order; arrays of equal length, except ``rows``."""
 
     loss: Floats
     """Mean over the update's samples."""
@@ -40,103 +40,106 @@ class Updates:
     weight: Floats
     """Samples of this update alone."""
     rows: Records
-    """The events, each rank's in the order of its steps; waiting told from communication."""
+    """Their events, each rank's in the order of its steps, with waiting and communication apart."""
 
 
 class StepAligner(ABC):
-    """Is given each rank's events as they come; gives back what is complete."""
+    """Takes each rank's events as they arrive, and returns the updates that are complete."""
 
     @property
     @abstractmethod
     def is_in_order(self) -> bool:
-        """Whether what was given back is what it would be, had all events come at once."""
+        """Whether the updates are the same as if all events had arrived at once."""
 
     @abstractmethod
-    def add(self, rows: Records) -> Updates:
-        """Take in events of one rank; return the updates that are complete by now."""
+    def add(self, rows: Records) -> AlignedUpdates:
+        """Add events of one rank; return the updates that are complete now."""
 
     @abstractmethod
-    def end(self) -> Updates:
-        """Return the rest, complete or not; from now on, ``add`` holds nothing back."""
+    def end(self) -> AlignedUpdates:
+        """Return the rest, complete or not; from now on, ``add`` returns what it is given."""
 
 
-def aligner_of(header: RunHeader | None, spec: RunSpec | None, num_ranks: int = 1) -> StepAligner:
-    """Return how the events of a run are joined; without a header, each is an update.
+def make_aligner(header: RunHeader | None, spec: RunSpec | None, num_ranks: int = 1) -> StepAligner:
+    """Return the aligner for a run.
 
     Args:
-        header: what the run turned out to be; a hand-written loop tells of none.
+        header: of the run; None for a hand-written loop.
         spec: what is trained.
-        num_ranks: how many ranks may tell of a run without a header.
+        num_ranks: how many ranks may log from a hand-written loop.
     """
     if header is None or not header.synchronous:
-        return InTurns(header.num_workers if header else num_ranks)
-    return Together(header.num_workers, spec.batch_size if spec else None)
+        return AsynchronousAligner(header.num_workers if header else num_ranks)
+    return SynchronousAligner(header.num_workers, spec.batch_size if spec else None)
 
 
 @final
-class InTurns(StepAligner):
-    """Orders by time, as far as every worker has told.
+class AsynchronousAligner(StepAligner):
+    """Orders steps by time, up to the time that every worker has reported.
 
     Args:
-        num_workers: who must have told before anything is given back.
-        now: a clock, for whoever falls silent.
+        num_workers: how many workers to wait for.
+        now: a monotonic clock.
     """
 
     def __init__(self, num_workers: int, now: Callable[[], float] = time.monotonic) -> None:
         self._num_workers = num_workers
         self._now = now
-        self._told: dict[int, float] = {}
-        self._heard: dict[int, float] = {}
-        self._held: list[Records] = []
-        self._first_seconds = now()
-        self._given_until = -math.inf
+        self._began_at = now()
+        self._reported_seconds: dict[int, float] = {}
+        """Each rank's latest training second."""
+        self._arrived_at: dict[int, float] = {}
+        self._pending: list[Records] = []
+        self._released_until = -math.inf
         self._is_in_order = True
-        self._is_over = False
+        self._has_ended = False
 
     @property
     def is_in_order(self) -> bool:
-        """Whether nobody told of an earlier event than one that was given back before."""
+        """Whether no event arrived after a later one had been returned."""
         return self._is_in_order
 
-    def add(self, rows: Records) -> Updates:
-        """Take in events of one rank; return those that nobody can precede any more."""
+    def add(self, rows: Records) -> AlignedUpdates:
+        """Add events of one rank; return those that no other event can precede any more."""
         if len(rows):
             rank = int(rows["rank"][0])
-            self._told[rank] = max(self._told.get(rank, 0.0), float(rows["seconds"].max()))
-            self._heard[rank] = self._now()
-            self._held.append(rows)
-        return self._give(math.inf if self._is_over else self._known_until())
+            latest = float(rows["seconds"].max())
+            self._reported_seconds[rank] = max(self._reported_seconds.get(rank, 0.0), latest)
+            self._arrived_at[rank] = self._now()
+            self._pending.append(rows)
+        return self._release(math.inf if self._has_ended else self._complete_until())
 
-    def _known_until(self) -> float:
-        """Return up to when all who are waited for have told."""
-        if sum(map(len, self._held)) > MAX_HELD:
+    def end(self) -> AlignedUpdates:
+        """Return all that is pending."""
+        self._has_ended = True
+        return self._release(math.inf)
+
+    def _complete_until(self) -> float:
+        """Return the training second that all workers which are waited for have reached."""
+        if sum(map(len, self._pending)) > MAX_PENDING_EVENTS:
             return math.inf
         oldest = self._now() - MAX_SILENT_SECONDS
-        if len(self._told) < self._num_workers and self._first_seconds > oldest:
+        if len(self._reported_seconds) < self._num_workers and self._began_at > oldest:
             return -math.inf
         return min(
-            (told for rank, told in self._told.items() if self._heard[rank] > oldest),
+            (
+                seconds
+                for rank, seconds in self._reported_seconds.items()
+                if self._arrived_at[rank] > oldest
+            ),
             default=math.inf,
         )
 
-    def end(self) -> Updates:
-        """Return all that is held."""
-        self._is_over = True
-        return self._give(math.inf)
-
-    def _give(self, until: float) -> Updates:
-        rows = _joined(self._held)
-        if len(rows) and float(rows["seconds"].max()) > until:
-            is_known = rows["seconds"] <= until
-            rows, rest = rows[is_known], rows[~is_known]
-            self._held = [rest]
-        else:
-            self._held = []
+    def _release(self, until: float) -> AlignedUpdates:
+        rows = _concatenated(self._pending)
+        is_complete = rows["seconds"] <= until
+        self._pending = [] if is_complete.all() else [rows[~is_complete]]
+        rows = rows[is_complete]
         rows = rows[np.argsort(rows["seconds"], kind="stable")]
         if len(rows):
-            self._is_in_order &= bool(rows["seconds"][0] >= self._given_until)
-            self._given_until = max(self._given_until, float(rows["seconds"][-1]))
-        return Updates(
+            self._is_in_order &= bool(rows["seconds"][0] >= self._released_until)
+            self._released_until = max(self._released_until, float(rows["seconds"][-1]))
+        return AlignedUpdates(
             loss=rows["loss"].astype(np.float64),
             seconds=rows["seconds"].astype(np.float64),
             weight=rows["num_samples"].astype(np.float64),
@@ -145,12 +148,12 @@ class InTurns(StepAligner):
 
 
 @final
-class Together(StepAligner):
+class SynchronousAligner(StepAligner):
     """Joins the workers' shares of each step, in the order of steps.
 
     Args:
-        num_workers: how many tell of each step, or one in the place of all.
-        batch_size: over all workers together; None: not known.
+        num_workers: how many workers there are.
+        batch_size: over all workers together; None if not known.
     """
 
     def __init__(self, num_workers: int, batch_size: int | None) -> None:
@@ -158,57 +161,55 @@ class Together(StepAligner):
         self._batch_size = batch_size
         self._ranks: set[int] = set()
         self._first_share = 0
-        self._held: list[Records] = []
+        self._pending: list[Records] = []
         self._next_step = 0
-        self._is_over = False
+        self._has_ended = False
 
     @property
     def is_in_order(self) -> bool:
         """Always: steps are numbered."""
         return True
 
-    def add(self, rows: Records) -> Updates:
-        """Take in events of one rank; return the steps that all have told of."""
+    def add(self, rows: Records) -> AlignedUpdates:
+        """Add events of one rank; return the steps that every rank has reported."""
         if len(rows):
             self._first_share = self._first_share or int(rows["num_samples"][0])
             self._ranks.add(int(rows["rank"][0]))
-            self._held.append(rows)
-        return self._give(0 if self._is_over else self._num_tellers())
+            self._pending.append(rows)
+        return self._release(0 if self._has_ended else self._num_reports())
 
-    def end(self) -> Updates:
-        """Return the steps that not all have told of; some may lie behind steps of nobody."""
-        self._is_over = True
-        return self._give(0)
+    def end(self) -> AlignedUpdates:
+        """Return the steps that not every rank has reported."""
+        self._has_ended = True
+        return self._release(0)
 
-    def _num_tellers(self) -> int:
-        """Return how many ranks tell of each step.
+    def _num_reports(self) -> int:
+        """Return how many ranks report each step.
 
-        A process that drives several replicas (``dp``) tells of whole batches; it is
-        known by a first step larger than one worker's share.
+        A process that drives several replicas (``dp``) reports whole batches: its first step
+        is larger than one worker's share.
         """
         if self._batch_size is None or len(self._ranks) != 1:
             return self._num_workers
         largest_share = math.ceil(self._batch_size / self._num_workers)
         return 1 if self._first_share > largest_share else self._num_workers
 
-    def _give(self, num_tellers: int) -> Updates:
-        rows = _joined(self._held)
-        # of a step that is over already, a late share counts to the next
+    def _release(self, num_reports: int) -> AlignedUpdates:
+        rows = _concatenated(self._pending)
+        # A late share of a step that has been returned counts as one of the next step.
         step = np.maximum(rows["step"] - self._next_step, 0)
         counts = np.bincount(step) if len(rows) else np.zeros(0, dtype=np.int64)
-        is_incomplete = counts < num_tellers
-        kept = int(np.argmax(is_incomplete)) if is_incomplete.any() else len(counts)
-        kept = max(kept, len(counts) - MAX_BEHIND_STEPS)
-        if kept == len(counts):
-            self._held = []
-        else:
-            self._held = [rows[step >= kept]]
-            rows, step = rows[step < kept], step[step < kept]
-        self._next_step += kept
-        return _together(rows, step, kept)
+        is_incomplete = counts < num_reports
+        num_steps = int(np.argmax(is_incomplete)) if is_incomplete.any() else len(counts)
+        num_steps = max(num_steps, len(counts) - MAX_LAG_STEPS)
+        is_complete = step < num_steps
+        self._pending = [] if is_complete.all() else [rows[~is_complete]]
+        self._next_step += num_steps
+        return _joined(rows[is_complete], step[is_complete], num_steps)
 
 
-def _together(rows: Records, step: Steps, num_steps: int) -> Updates:
+def _joined(rows: Records, step: StepIndices, num_steps: int) -> AlignedUpdates:
+    """Return one update for each of ``num_steps`` steps that any rank has reported."""
     samples = rows["num_samples"].astype(np.float64)
     weight: Floats = np.bincount(step, samples, num_steps).astype(np.float64)
     weighted = np.where(samples > 0, rows["loss"], 0.0) * samples
@@ -216,27 +217,27 @@ def _together(rows: Records, step: Steps, num_steps: int) -> Updates:
         loss = np.bincount(step, weighted, num_steps) / weight
     seconds = np.full(num_steps, -np.inf)
     np.maximum.at(seconds, step, rows["seconds"])
-    told = np.bincount(step, minlength=num_steps) > 0
-    return Updates(
-        loss=loss[told],
-        seconds=seconds[told],
-        weight=weight[told],
-        rows=waiting_told(rows, step, num_steps),
+    is_reported = np.bincount(step, minlength=num_steps) > 0
+    return AlignedUpdates(
+        loss=loss[is_reported],
+        seconds=seconds[is_reported],
+        weight=weight[is_reported],
+        rows=_with_waiting(rows, step, num_steps),
     )
 
 
-def waiting_told(rows: Records, step: Steps, num_steps: int) -> Records:
-    """Return the rows with waiting told from communication, by when the ranks arrived.
+def _with_waiting(rows: Records, step: StepIndices, num_steps: int) -> Records:
+    """Return the rows with waiting taken out of communication, by when the ranks arrived.
 
-    A rank arrives when it begins to communicate; it waits for the last to arrive.  Where a
-    strategy tells its waiting itself, nothing is changed.
+    A rank arrives when it begins to communicate, and waits for the last rank to arrive.  Where
+    a strategy reports its waiting itself, nothing is changed.
 
         arrival_i = seconds_i - optimizer_i - communication_i
         waiting_i = max over ranks j of arrival_j - arrival_i, at most communication_i
 
     Args:
         rows: events of whole steps.
-        step: of each row, which step, from 0.
+        step: the step of each row, from 0.
         num_steps: how many there are.
     """
     if len(rows) == 0 or rows["waiting"].any() or not rows["communication"].any():
@@ -244,13 +245,13 @@ def waiting_told(rows: Records, step: Steps, num_steps: int) -> Records:
     arrival = rows["seconds"] - rows["optimizer"] - rows["communication"]
     last = np.full(num_steps, -np.inf)
     np.maximum.at(last, step, arrival)
-    told = rows.copy()
-    told["waiting"] = np.clip(last[step] - arrival, 0.0, rows["communication"])
-    told["communication"] = rows["communication"] - told["waiting"]
-    return told
+    changed = rows.copy()
+    changed["waiting"] = np.clip(last[step] - arrival, 0.0, rows["communication"])
+    changed["communication"] = rows["communication"] - changed["waiting"]
+    return changed
 
 
-def _joined(held: list[Records]) -> Records:
-    if len(held) == 1:
-        return held[0]
-    return np.concatenate(held) if held else np.empty(0, dtype=EVENT)
+def _concatenated(pending: list[Records]) -> Records:
+    if len(pending) == 1:
+        return pending[0]
+    return np.concatenate(pending) if pending else np.empty(0, dtype=EVENT)

@@ -1,4 +1,4 @@
-"""What belongs together, and how was it made?  (Notebook side.)"""
+"""Several runs that belong together, and where they were trained.  (Kernel.)"""
 
 import contextlib
 import os
@@ -13,12 +13,12 @@ from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.runs.model import RunSnapshot
 
 LIBRARIES = ("ddpnb", "torch", "ipyparallel", "numpy")
-"""Their versions are kept; none is imported for that."""
+"""Libraries in ``environment``, by their version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Comparison:
-    """Several runs at one moment, and what is needed to repeat them."""
+    """Several runs at one moment, and all that is needed to repeat them."""
 
     comparison_id: str
     name: str
@@ -26,21 +26,21 @@ class Comparison:
     """Seconds since 1970 (UTC)."""
     task: str = ""
     source: str = ""
-    """The cell that defines what is trained; empty for a built-in task."""
+    """The cell that defines the task; empty for a built-in one."""
     specs: tuple[RunSpec, ...] = ()
-    """Every training that was asked for, in the order of training."""
+    """All runs that were asked for, in the order of training."""
     runs: tuple[RunSnapshot, ...] = ()
-    """Every training that has begun."""
+    """All runs that have begun."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """The names asked for or logged, each once, in order."""
-        asked = [spec.strategy for spec in self.specs]
-        return tuple(dict.fromkeys(asked + [run.name for run in self.runs]))
+        """The names of all runs, each once, in order."""
+        names = [spec.strategy for spec in self.specs] + [run.name for run in self.runs]
+        return tuple(dict.fromkeys(names))
 
     def with_runs(self, runs: Sequence[RunSnapshot]) -> "Comparison":
-        """Return the same comparison at another moment."""
+        """Return this comparison with other runs, or the same runs at another moment."""
         return replace(self, runs=tuple(runs))
 
 
@@ -54,15 +54,15 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
         comparison_id="+".join(comparison.comparison_id for comparison in comparisons),
         name=", ".join(dict.fromkeys(comparison.name for comparison in comparisons)),
         created=max(comparison.created for comparison in comparisons),
-        task=_the_same([comparison.task for comparison in comparisons]),
-        source=_the_same([comparison.source for comparison in comparisons]),
+        task=_common([comparison.task for comparison in comparisons]),
+        source=_common([comparison.source for comparison in comparisons]),
         runs=tuple(runs.values()),
-        environment=_shared([comparison.environment for comparison in comparisons]),
+        environment=_common_items([comparison.environment for comparison in comparisons]),
     )
 
 
 def environment() -> dict[str, str]:
-    """Return where a comparison runs, with the versions of what is installed."""
+    """Return this machine's properties and the versions of its libraries."""
     installed = {}
     for library in LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
@@ -72,13 +72,24 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "host": platform.node(),
-        "CPU": cpu_model(),
+        "CPU": _cpu_model(),
         "CPU cores": str(os.cpu_count() or "unknown"),
     }
 
 
-def cpu_model() -> str:
-    """Return the name of the processor, as far as the system tells it."""
+def describe_ranks(states: Sequence[RankState]) -> dict[str, str]:
+    """Return the number of ranks, their devices and their backend."""
+    devices = Counter(state.device_name for state in states if state.device != "cpu")
+    return {
+        "ranks": str(len(states)),
+        "GPUs": ", ".join(f"{number} {name}" for name, number in devices.items()) or "none",
+        "threads of each rank": _distinct(str(state.num_threads) for state in states),
+        "backend": _distinct(state.backend for state in states),
+    }
+
+
+def _cpu_model() -> str:
+    """Return the name of the processor, as far as it is known."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -86,26 +97,16 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def circumstances(states: Sequence[RankState]) -> dict[str, str]:
-    """Return with how many ranks a comparison runs, on what, and how they talk."""
-    devices = Counter(state.device_name for state in states if state.device != "cpu")
-    return {
-        "ranks": str(len(states)),
-        "GPUs": ", ".join(f"{number} {name}" for name, number in devices.items()) or "none",
-        "threads of each rank": _each(str(state.num_threads) for state in states),
-        "backend": _each(state.backend for state in states),
-    }
-
-
-def _each(values: Iterable[str]) -> str:
+def _distinct(values: Iterable[str]) -> str:
     return " and ".join(dict.fromkeys(values))
 
 
-def _the_same(values: Sequence[str]) -> str:
+def _common(values: Sequence[str]) -> str:
+    """Return the value that all have; empty if they differ."""
     return values[0] if len(set(values)) == 1 else ""
 
 
-def _shared(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return what all agree on."""
+def _common_items(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the items that all have."""
     first, *others = environments
     return {key: value for key, value in first.items() if all(o.get(key) == value for o in others)}

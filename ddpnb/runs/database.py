@@ -1,7 +1,7 @@
-"""How is the file that holds the runs opened, read and written safely?  (Notebook side.)
+"""The SQLite file of the runs.  (Kernel.)
 
-SQLite with a rollback journal: it works on NFS homes, survives a kill at any
-moment, and lets two notebooks write in turns.
+With a rollback journal: it works on NFS homes, survives a kill at any moment, and lets two
+notebooks write in turns.
 """
 
 import sqlite3
@@ -14,7 +14,7 @@ from typing import Any, final
 from ddpnb.protocol.errors import UserError
 
 FORMAT = 2
-"""Version of the tables below; raised whenever another ddpnb could not read them."""
+"""Version of the tables below; a change that earlier versions cannot read raises it."""
 
 WAIT_SECONDS = 5.0
 """How long to wait while another notebook writes."""
@@ -42,25 +42,25 @@ CREATE TABLE reports (
 
 
 class StoreError(UserError):
-    """Runs could not be read or written; the training itself is not harmed."""
+    """Runs could not be read or written; a training goes on."""
 
 
 @final
 class Database:
-    """The open file; one thread at a time, every change whole or not at all.
+    """The open file, for one thread at a time.
 
     Args:
         path: the file; it and its folder (for the owner alone) are made if absent.
 
     Raises:
-        StoreError: it cannot be opened, or a newer ddpnb wrote it.
+        StoreError: it cannot be opened, or another version of ddpnb wrote it.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
-        with self._told("opened"):
+        with self._store_errors("opened"):
             if not path.parent.is_dir():
                 path.parent.mkdir(mode=0o700, parents=True)
             self._connection = sqlite3.connect(
@@ -70,13 +70,13 @@ class Database:
 
     def read(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         """Return all rows of ``query``."""
-        with self._lock, self._told("read"):
+        with self._lock, self._store_errors("read"):
             return self._open().execute(query, values).fetchall()
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
-        """Give a connection whose changes are kept together, or not at all."""
-        with self._lock, self._told("written"):
+        """Return a context with a connection; its changes are committed together or not at all."""
+        with self._lock, self._store_errors("written"):
             connection = self._open()
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -88,7 +88,7 @@ class Database:
                 raise
 
     def close(self) -> None:
-        """Close the file; again is no harm."""
+        """Close the file; may be called twice."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
@@ -121,9 +121,9 @@ class Database:
         return int(self._open().execute("PRAGMA user_version").fetchone()[0])
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """Turn what SQLite and the system say into one sentence."""
+    def _store_errors(self, verb: str) -> Iterator[None]:
+        """Raise errors of SQLite and of the system as a ``StoreError``."""
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            raise StoreError(f"The runs in {self._path} cannot be {what}: {error}.") from error
+            raise StoreError(f"The runs in {self._path} cannot be {verb}: {error}.") from error

@@ -1,7 +1,4 @@
-"""What do a run's events amount to: its loss, its speed, its steps' time?  (Notebook side.)
-
-Pure arithmetic on what is kept of a run; nothing is drawn here.
-"""
+"""Loss, speed and the time of steps, from the aggregate of a run.  (Kernel.)"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,37 +12,36 @@ from ddpnb.runs.model import RunSnapshot
 from ddpnb.runs.rows import Floats
 
 SMOOTHED_SHARE = 0.05
-"""The moving average spans one update and this share of what had been seen at each point."""
+"""At each point the moving average spans one update and this share of the samples so far."""
 
 
 def smoothed_loss(run: RunSnapshot) -> Floats:
-    """Return the loss averaged over the latest share of what was seen; one value a point.
+    """Return the moving average of the loss at each point of the curve.
 
-    At each point the span is one update and a share of what the run had seen up to there, not
-    of what is planned.  So the line does not depend on when, or whether, the run ends, and what
-    is drawn stays; the same loss is reached at the same sample in a short and in a long run.
-    Early, where the loss falls fast, the span is short, so that the line does not lag behind
-    its points: where the loss falls like ``1 / samples``, it soon is but a twentieth above them.
+    Its span is one update and a share of the samples so far, not of all that are planned.  So
+    what is drawn stays, and a short and a long run reach the same loss at the same sample.
+    Early, where the loss falls fast, the span is short, and the line does not lag behind its
+    points: where the loss falls like ``1 / samples``, it is soon only a twentieth above them.
     """
     curve = run.aggregate.curve
     if len(curve) == 0:
         return curve.loss
     if curve.samples[-1] == 0:  # a hand-written loop that logs no samples
         return smooth(curve.loss, curve.updates, 1 + SMOOTHED_SHARE * curve.updates)
-    of_update = curve.samples[-1] / curve.num_updates
-    return smooth(curve.loss, curve.samples, of_update + SMOOTHED_SHARE * curve.samples)
+    update = curve.samples[-1] / curve.num_updates
+    return smooth(curve.loss, curve.samples, update + SMOOTHED_SHARE * curve.samples)
 
 
 def smooth(loss: Floats, samples: Floats, spans: Floats) -> Floats:
     """Return the exponential moving average over ``spans`` samples, without start-up bias.
 
-    A point ``d`` samples after the one before it weighs ``1 - exp(-d / span)``; the
-    sum is divided by the weights so far (as Adam does), so the first point is
-    itself.  NaN points stay NaN and leave the average as it is.
+    A point ``d`` samples after the one before it weighs ``1 - exp(-d / span)``.  The sum is
+    divided by the weights so far, as in Adam, so the first average is the first point.  NaN
+    points stay NaN and leave the average as it is.
 
     Args:
         loss: at each point.
-        samples: seen up to each point; never falls.
+        samples: seen up to each point; never fall.
         spans: the span at each point, in samples; greater than 0.
     """
     smoothed = np.full(len(loss), np.nan)
@@ -62,7 +58,7 @@ def smooth(loss: Floats, samples: Floats, spans: Floats) -> Floats:
 def first_reached(y: Floats, x: Floats, target: float) -> float:
     """Return the ``x`` at which ``y`` first is as low as ``target``; NaN if it never is.
 
-    Between two points the way down is taken as straight; NaN points are passed over.
+    Between two points ``y`` is interpolated linearly; NaN points are left out.
     """
     known = np.isfinite(y)
     y, x = y[known], x[known]
@@ -79,8 +75,8 @@ def first_reached(y: Floats, x: Floats, target: float) -> float:
 def throughput(curve: Curve, window: float, max_points: int = 160) -> tuple[Floats, Floats]:
     """Return seconds, and samples/s over the ``window`` seconds before each.
 
-    Between updates the samples count as seen evenly.  A run shorter than one
-    window gives one point: its mean.
+    Between updates, samples are interpolated linearly.  A run shorter than one window gives
+    one point: its mean.
     """
     if len(curve) == 0 or curve.seconds[-1] <= 0:
         return np.empty(0), np.empty(0)
@@ -101,10 +97,10 @@ def tenths(curve: Curve) -> Floats:
     """Return samples/s in each tenth of the run's samples; empty below ten updates."""
     if curve.num_updates < 10 or curve.samples[-1] <= 0 or curve.seconds[-1] <= 0:
         return np.empty(0)
-    marks = np.linspace(0.0, curve.samples[-1], 11)
-    reached = np.interp(marks, np.append(0.0, curve.samples), np.append(0.0, curve.seconds))
-    lasted = np.diff(reached)
-    rates: Floats = (curve.samples[-1] / 10) / lasted[lasted > 0]
+    bounds = np.linspace(0.0, curve.samples[-1], 11)
+    at = np.interp(bounds, np.append(0.0, curve.samples), np.append(0.0, curve.seconds))
+    seconds = np.diff(at)
+    rates: Floats = (curve.samples[-1] / 10) / seconds[seconds > 0]
     return rates
 
 
@@ -124,7 +120,7 @@ def num_diverged(run: RunSnapshot) -> int:
 
 
 Absences = Mapping[int, Sequence[tuple[float, float]]]
-"""From when to when each rank was away; none of a rank that never was."""
+"""Periods, in training seconds, without each rank; a rank that was never absent is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,21 +129,21 @@ class StepSplit:
 
     parts: Parts = NO_PARTS
     num_bytes_sent: float = math.nan
-    """What one worker handed over in one step."""
+    """What one worker sent in one step."""
 
     @property
     def seconds(self) -> float:
-        """The whole step; what is hidden takes no time of its own."""
+        """The whole step; hidden communication takes no time of its own."""
         return sum(self.parts) - self.parts.hidden
 
     @property
     def is_known(self) -> bool:
-        """Whether the ranks told of any part."""
+        """Whether the ranks reported any part."""
         return self.seconds > 0
 
     @property
     def exposed_share(self) -> float:
-        """Share of the step that went into exchanging tensors or waiting for other ranks."""
+        """Share of the step spent on exchanging tensors or waiting for other ranks."""
         if not self.is_known:
             return math.nan
         return (self.parts.communication + self.parts.waiting) / self.seconds
@@ -167,7 +163,7 @@ def step_split(runs: Sequence[RunSnapshot]) -> StepSplit:
 
 
 def slowness(ranks: Sequence[RankAggregate]) -> dict[int, float]:
-    """Return how many times as long as the fastest rank each takes for its own part of a step."""
+    """Return each rank's own time of a step (``own_seconds``) over that of the fastest rank."""
     means = {
         rank.rank: float(np.nanmedian(rank.own_seconds)) for rank in ranks if len(rank.own_seconds)
     }
@@ -176,22 +172,22 @@ def slowness(ranks: Sequence[RankAggregate]) -> dict[int, float]:
 
 
 def absences(run: RunSnapshot) -> Absences:
-    """Return in which training seconds ranks that have died were away; to infinity: still."""
-    away: dict[int, list[tuple[float, float]]] = {}
+    """Return when ranks that died were absent; one that is still absent is so to infinity."""
+    periods: dict[int, list[tuple[float, float]]] = {}
     steps = {rank.rank: rank.at_seconds for rank in run.aggregate.ranks}
     for mark in sorted(run.marks, key=lambda mark: mark.seconds):
-        own = away.get(mark.rank, [])
-        is_away = bool(own) and math.isinf(own[-1][1])
-        if mark.kind in (MarkKind.KILLED, MarkKind.DIED) and not is_away:
+        own = periods.get(mark.rank, [])
+        is_absent = bool(own) and math.isinf(own[-1][1])
+        if mark.kind in (MarkKind.KILLED, MarkKind.DIED) and not is_absent:
             before = [at for at in steps.get(mark.rank, ()) if at <= mark.seconds]
-            away[mark.rank] = [*own, (max(before, default=0.0), math.inf)]
-        elif mark.kind is MarkKind.CAME_BACK and is_away:
+            periods[mark.rank] = [*own, (max(before, default=0.0), math.inf)]
+        elif mark.kind is MarkKind.CAME_BACK and is_absent:
             own[-1] = _longest_pause(steps.get(mark.rank, np.empty(0)), own[-1][0], mark.seconds)
-    return away
+    return periods
 
 
 def _longest_pause(at_seconds: Floats, begin: float, end: float) -> tuple[float, float]:
-    """Return between which steps of a rank most time passed: marks may be told a little late."""
+    """Return the longest time between two steps of a rank, as marks may come a little late."""
     within = at_seconds[(begin < at_seconds) & (at_seconds < end)]
     at = np.concatenate([[begin], within, [end]])
     longest = int(np.argmax(np.diff(at)))

@@ -1,4 +1,4 @@
-"""What has arrived of one training so far?  (Notebook side.)"""
+"""One run: the events that have arrived, and a snapshot to draw.  (Kernel.)"""
 
 import contextlib
 import time
@@ -14,12 +14,12 @@ from ddpnb.protocol.messages import EventBatch, Mark, RunHeader, RunReport, RunS
 from ddpnb.runs.aggregate import RunAggregate, RunAggregator
 from ddpnb.runs.rows import EVENT, METRIC, Records, rows_of
 
-MAX_KEPT_EVENTS = 20_000
-"""Events of a run that stay in memory; those of a longer run lie in the store alone."""
+MAX_EVENTS_IN_MEMORY = 20_000
+"""The events of a longer run are in the store alone."""
 
 
 class Status(StrEnum):
-    """How far a run has come; compares equal to its own text, e.g. ``"failed"``."""
+    """The state of a run; equal to its own text, e.g. ``"failed"``."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -36,13 +36,13 @@ def ending(status: Status, detail: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunSnapshot:
-    """A run at one moment: what plots, tables and the store read."""
+    """A run at one moment: plots, tables and the store read it."""
 
     run_id: str
     name: str
-    """The strategy, or the name a hand-written loop was given."""
+    """The strategy, or the name of a hand-written loop."""
     comparison: str = ""
-    """Name of the comparison that the run belongs to; speed-up is measured within it."""
+    """Name of its comparison; speed-up is measured within one."""
     created: float = 0.0
     """Seconds since 1970 (UTC)."""
     spec: RunSpec | None = None
@@ -50,26 +50,26 @@ class RunSnapshot:
     header: RunHeader | None = None
     status: Status = Status.RUNNING
     detail: str = ""
-    """Why it failed or stopped, in one clause; ``ending`` puts it into words."""
+    """Why it failed or stopped, in one clause."""
     aggregate: RunAggregate = field(default_factory=RunAggregate)
-    """What is drawn and counted; its size does not grow with the run."""
-    kept: "Kept | None" = None
-    """The events, where they are few enough to stay in memory."""
-    history: "Callable[[], RunSnapshot] | None" = None
-    """Reads this run with its events, where they do not."""
+    """Its curve, tracks and totals; the size does not grow with the run."""
+    events_in_memory: "RunEvents | None" = None
+    """None where there are too many."""
+    load: "Callable[[], RunSnapshot] | None" = None
+    """Reads this run with its events from the store."""
     reports: tuple[RunReport, ...] = ()
     marks: tuple[Mark, ...] = ()
-    """What happened during the run, in order of arrival."""
+    """In order of arrival."""
     num_lost_batches: int = 0
 
     @property
     def repeat(self) -> int:
-        """0 for the first training of this name in its comparison."""
+        """0 for the first run of this name in its comparison."""
         return 0 if self.spec is None else self.spec.repeat
 
     @property
     def num_samples_before(self) -> int:
-        """Samples seen before it began, by the run that it resumes."""
+        """Samples that the run which it resumes had seen."""
         return self.header.num_samples_before if self.header else 0
 
     @property
@@ -79,55 +79,54 @@ class RunSnapshot:
 
     @property
     def events(self) -> Records:
-        """Rows of ``EVENT`` in order of arrival; of a long run, read anew at every access."""
-        return self._whole().rows
+        """Rows of ``EVENT`` in order of arrival; a long run is read again at every access."""
+        return self._all_events().rows
 
     @property
     def metrics(self) -> Mapping[str, Records]:
-        """Rows of ``METRIC`` for each of the user's own numbers; read anew likewise."""
-        return self._whole().metrics
+        """Rows of ``METRIC`` by the user's name for them; read again likewise."""
+        return self._all_events().metrics
 
-    def _whole(self) -> "Kept":
-        if self.kept is None and self.history is not None:
-            return self.history()._whole()
-        return self.kept or Kept()
+    def _all_events(self) -> "RunEvents":
+        if self.events_in_memory is None and self.load is not None:
+            return self.load()._all_events()
+        return self.events_in_memory or RunEvents()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Kept:
-    """Every event of a run."""
+class RunEvents:
+    """All events of a run, as they arrived."""
 
     row_parts: tuple[Records, ...] = ()
     metric_parts: Mapping[str, tuple[Records, ...]] = field(default_factory=dict)
 
     @property
     def rows(self) -> Records:
-        """All of them, in order of arrival, read-only."""
+        """Rows of ``EVENT``, read-only."""
         rows = np.concatenate([np.empty(0, dtype=EVENT), *self.row_parts])
         rows.flags.writeable = False
         return rows
 
     @property
     def metrics(self) -> Mapping[str, Records]:
-        """All of the user's own numbers."""
+        """Rows of ``METRIC`` by the user's name for them."""
         return {name: np.concatenate(parts) for name, parts in self.metric_parts.items()}
 
 
 @final
 class Run:
-    """Assembles the events of one training; ``snapshot`` is cheap and never changes.
+    """Assembles the events of one run; a snapshot is cheap and never changes.
 
     One thread may add while others take snapshots.
 
     Args:
-        run_id: the id that its batches and reports carry.
+        run_id: the id in its batches and reports.
         name: the strategy, or the name of a hand-written loop.
-        comparison: name of the comparison that it belongs to.
+        comparison: name of its comparison.
         spec: what is trained; None for a hand-written loop.
         created: seconds since 1970; now if not given.
-        num_ranks: how many ranks may tell of a hand-written loop.
-        history: reads the run with all its events, once they no longer stay in memory;
-            without it, they stay.
+        num_ranks: how many ranks may log from a hand-written loop.
+        load: reads the run with its events from the store; without it, all stay in memory.
     """
 
     def __init__(
@@ -139,9 +138,9 @@ class Run:
         spec: RunSpec | None = None,
         created: float | None = None,
         num_ranks: int = 1,
-        history: Callable[[], RunSnapshot] | None = None,
+        load: Callable[[], RunSnapshot] | None = None,
     ) -> None:
-        self._history = history
+        self._load = load
         self._start = RunSnapshot(
             run_id=run_id,
             name=name,
@@ -153,7 +152,7 @@ class Run:
         self._ending = (Status.RUNNING, "")
         self._aggregate = RunAggregator(spec, num_ranks)
         self._events: list[Records] | None = []
-        self._num_kept = 0
+        self._num_events = 0
         self._metrics: dict[str, list[Records]] = {}
         self._marks: list[Mark] = []
         self._reports: dict[int, RunReport] = {}
@@ -173,11 +172,11 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """The id that this run's batches and reports carry."""
+        """The id in its batches and reports."""
         return self._start.run_id
 
     def add(self, batch: EventBatch) -> bool:
-        """Take in what a rank flushed; return False if that batch was already here."""
+        """Add a batch; return False if it was here already."""
         assert batch.run_id == self.run_id, (batch.run_id, self.run_id)
         if not self._is_new(batch.rank, batch.sequence):
             return False
@@ -185,25 +184,26 @@ class Run:
             self._header = batch.header
         rows = rows_of(batch)
         self._aggregate.add(rows, batch.header)
-        self._keep(rows, batch.metrics)
+        self._store_in_memory(rows, batch.metrics)
         self._marks.extend(batch.marks)
         return True
 
     def add_report(self, report: RunReport) -> None:
-        """Take in what a rank returned; batches it sent that never came count as lost."""
+        """Add the report of a rank; batches that it sent and that have not come count as lost."""
         assert report.run_id == self.run_id, (report.run_id, self.run_id)
         self._reports[report.rank] = report
         self._expect(report.rank, report.num_batches_sent)
 
     def end(self, status: Status, detail: str = "") -> None:
-        """Say how the run ended; the last word counts.
+        """Set how the run ended; may be called again.
 
-        From now on it amounts to the same whenever its events came, live or from the store.
+        Events that came too late for their place are put in order now, so that the live run and
+        the stored one have the same aggregate.
         """
         self._aggregate.end()
         self._ending = (Status(status), detail)
         if not self._aggregate.is_in_order:
-            self._put_in_order()
+            self._aggregate_again()
 
     def snapshot(self) -> RunSnapshot:
         """Return the run as it is now; costs the same however long it is."""
@@ -217,28 +217,28 @@ class Run:
             header=self._header,
             status=status,
             detail=detail,
-            aggregate=self._aggregate.view(),
-            kept=self._kept(),
-            history=self._history,
+            aggregate=self._aggregate.snapshot(),
+            events_in_memory=self._events_in_memory(),
+            load=self._load,
             reports=tuple(report for _, report in sorted(self._reports.items())),
             marks=tuple(self._marks),
             num_lost_batches=len(self._missing),
         )
 
-    def _put_in_order(self) -> None:
-        """Join all events once more, now that they are known; if they cannot be read, do not."""
+    def _aggregate_again(self) -> None:
+        """Aggregate all events in their order, if the store can be read."""
         now = self.snapshot()
         with contextlib.suppress(UserError):
             rows = now.events
             if len(rows) == now.aggregate.num_events:
-                self._aggregate = RunAggregator.of_all(rows, now.spec, now.header)
+                self._aggregate = RunAggregator.from_all(rows, now.spec, now.header)
 
-    def _keep(self, rows: Records, metrics: tuple[tuple[int, str, float], ...]) -> None:
-        """Keep the events, until there are too many for memory."""
+    def _store_in_memory(self, rows: Records, metrics: tuple[tuple[int, str, float], ...]) -> None:
+        """Keep the events until there are too many for memory."""
         if self._events is None:
             return
-        offset = self._num_kept
-        if self._history is not None and offset + len(rows) > MAX_KEPT_EVENTS:
+        offset = self._num_events
+        if self._load is not None and offset + len(rows) > MAX_EVENTS_IN_MEMORY:
             self._events = None
             self._metrics.clear()
             return
@@ -246,13 +246,13 @@ class Run:
             numbers = [(offset + index, value) for index, own, value in metrics if own == name]
             self._metrics.setdefault(name, []).append(np.array(numbers, dtype=METRIC))
         self._events.append(rows)
-        self._num_kept += len(rows)
+        self._num_events += len(rows)
 
-    def _kept(self) -> Kept | None:
+    def _events_in_memory(self) -> RunEvents | None:
         if self._events is None:
             return None
         metrics = {name: tuple(parts) for name, parts in list(self._metrics.items())}
-        return Kept(row_parts=tuple(self._events), metric_parts=metrics)
+        return RunEvents(row_parts=tuple(self._events), metric_parts=metrics)
 
     def _is_new(self, rank: int, sequence: int) -> bool:
         if (rank, sequence) in self._missing:

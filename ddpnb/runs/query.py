@@ -1,4 +1,4 @@
-"""Which runs does a name stand for, and which are asked for?  (Notebook side.)
+"""Stored runs by their names, and the search among them.  (Kernel.)
 
 ``digits-1`` is a comparison, ``digits-1/ddp`` its repeats of one strategy,
 ``digits-1/ddp#2`` the second of them, ``ddp`` the latest repeats of that name, and
@@ -16,10 +16,12 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunHeader, RunSpec
 from ddpnb.runs.model import Status
 
+UNIT_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRun:
-    """A line in the list of runs: all that is known of a run but its events."""
+    """A line in the list of runs: a run without its events."""
 
     run_id: str
     comparison_id: str
@@ -32,32 +34,32 @@ class StoredRun:
     detail: str = ""
     num_events: int = 0
     num_ranks: int = 0
-    """Ranks that have told of anything."""
+    """Ranks that have sent events."""
     spec: RunSpec | None = None
     header: RunHeader | None = None
 
     @property
     def num_workers(self) -> int:
-        """How many train, or have logged from a hand-written loop; 0: not known."""
+        """How many train, or have logged from a hand-written loop; 0 if not known."""
         if self.header is not None:
             return self.header.num_workers
         return self.num_ranks if self.spec is None else 0
 
     @property
     def address(self) -> str:
-        """The name that stands for this run alone, e.g. ``digits-1/ddp#1``."""
+        """The name of this run alone, e.g. ``digits-1/ddp#1``."""
         return f"{self.comparison}/{self.name}#{self.repeat + 1}"
 
 
 def resolve(address: str, runs: Sequence[StoredRun]) -> tuple[StoredRun, ...]:
-    """Return the runs that ``address`` stands for, oldest first.
+    """Return the runs that ``address`` names, oldest first.
 
     Args:
-        address: a comparison, run or repeat as above; a comparison's or run's id also does.
-        runs: all runs there are.
+        address: a comparison, strategy or repeat as above; or the id of a comparison or run.
+        runs: all stored runs.
 
     Raises:
-        UserError: nothing has that name; the closest ones are told.
+        UserError: nothing has that name; the message suggests the closest ones.
     """
     found = (
         [run for run in runs if address in (run.comparison, run.comparison_id, run.run_id)]
@@ -70,7 +72,7 @@ def resolve(address: str, runs: Sequence[StoredRun]) -> tuple[StoredRun, ...]:
 
 
 def all_names(runs: Sequence[StoredRun]) -> tuple[str, ...]:
-    """Return every name that ``resolve`` knows, the shortest kinds first."""
+    """Return every name that ``resolve`` accepts, the shortest kinds first."""
     latest_first = sorted(runs, key=lambda run: -run.created)
     names = [run.name for run in latest_first]
     names += [run.comparison for run in latest_first]
@@ -80,11 +82,11 @@ def all_names(runs: Sequence[StoredRun]) -> tuple[str, ...]:
 
 
 def free_name(wanted: str, base: str, taken: Collection[str]) -> str:
-    """Return a comparison's name: the wanted one, or ``base`` with a number.
+    """Return a new name for a comparison: the wanted one, or ``base`` with a number.
 
     Args:
-        wanted: the user's name, or ``""``; a number is added if it is taken.
-        base: what to number where the user gave no name, e.g. the task.
+        wanted: the user's name, or ``""``; gets a number if it is taken.
+        base: used where the user gave no name, e.g. the task.
         taken: names that exist.
     """
     if wanted and wanted not in taken:
@@ -126,23 +128,20 @@ def _unknown(address: str, runs: Sequence[StoredRun]) -> UserError:
     )
 
 
-UNIT_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What a run must be to be listed; what is left out excludes nothing."""
+    """Which runs to list; a field that is left out excludes none."""
 
     text: str = ""
-    """Stands in its name, strategy, task or state; capitals do not matter."""
+    """Part of the name, strategy, task or state, in any case."""
     task: str = ""
-    """As it was written, or without its options."""
+    """As it was written, with or without its options."""
     strategy: str = ""
     """Likewise."""
     since: str = ""
-    """How long ago it may have begun: ``"90m"``, ``"12h"``, ``"2d"``, ``"1w"``."""
+    """The greatest age: ``"90m"``, ``"12h"``, ``"2d"``, ``"1w"``."""
     last: int | None = None
-    """How many lines are listed, the newest; repeats of one strategy are one line."""
+    """How many lines to list, the newest; repeats of one strategy are one line."""
 
     def __post_init__(self) -> None:
         if self.since:
@@ -151,20 +150,20 @@ class Search:
             raise UserError(f"--last must be at least 1, not {self.last}.")
 
     def among(self, runs: Sequence[StoredRun]) -> tuple[StoredRun, ...]:
-        """Return those of the runs that are asked for, in their order."""
-        begun = time.time() - seconds_of(self.since) if self.since else 0.0
-        found = [run for run in runs if run.created >= begun and self._fits(run)]
+        """Return the runs that match, in their order."""
+        earliest = time.time() - seconds_of(self.since) if self.since else 0.0
+        found = [run for run in runs if run.created >= earliest and self._matches(run)]
         if self.last is None:
             return tuple(found)
         newest_first = sorted(found, key=lambda run: -run.created)
         lines = list(dict.fromkeys((run.comparison_id, run.name) for run in newest_first))
-        kept = set(lines[: self.last])
-        return tuple(run for run in found if (run.comparison_id, run.name) in kept)
+        listed = set(lines[: self.last])
+        return tuple(run for run in found if (run.comparison_id, run.name) in listed)
 
-    def _fits(self, run: StoredRun) -> bool:
-        told = f"{run.comparison}/{run.name} {run.task} {run.status} {run.detail}".lower()
+    def _matches(self, run: StoredRun) -> bool:
+        searched = f"{run.comparison}/{run.name} {run.task} {run.status} {run.detail}".lower()
         return (
-            self.text.lower() in told
+            self.text.lower() in searched
             and self.task in ("", run.task, run.task.split(":")[0])
             and self.strategy in ("", run.name, run.name.split(":")[0])
         )
@@ -174,7 +173,7 @@ def seconds_of(span: str) -> float:
     """Return the seconds of ``"90m"``, ``"12h"``, ``"2d"`` or ``"1w"``.
 
     Raises:
-        UserError: it is no such span.
+        UserError: it is not written so.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", span)
     if found is None:

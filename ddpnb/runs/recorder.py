@@ -1,4 +1,4 @@
-"""Who keeps a comparison while it trains, in memory and on disk?  (Notebook side.)"""
+"""A comparison while it trains, in memory and in the store.  (Kernel.)"""
 
 import time
 import uuid
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from ddpnb.protocol.messages import EventBatch, RankState, RunReport, RunSpec
-from ddpnb.runs.comparison import Comparison, circumstances, environment
+from ddpnb.runs.comparison import Comparison, describe_ranks, environment
 from ddpnb.runs.database import StoreError
 from ddpnb.runs.model import Run, Status
 from ddpnb.runs.store import Store
@@ -15,18 +15,17 @@ from ddpnb.runs.store import Store
 
 @final
 class Recorder:
-    """Records one comparison's runs as they are trained.
+    """Records the runs of one comparison as they are trained.
 
-    A disk that refuses does not stop a training: that is said once, and the runs
-    stay in memory.
+    A disk error does not stop a training: the user is warned once, and the runs stay in memory.
 
     Args:
-        store: where runs are kept.
-        name: the name asked for; empty: one is made from ``task``.
-        task: what is trained, in a word.
+        store: where runs are stored.
+        name: the user's name for the comparison; empty: one is made from ``task``.
+        task: what is trained.
         source: the cell that defines it.
-        specs: every training that will come, in order.
-        ranks: where they train.
+        specs: all runs to come, in order.
+        ranks: on which they train.
     """
 
     def __init__(
@@ -49,9 +48,9 @@ class Recorder:
             task=task,
             source=source,
             specs=tuple(specs),
-            environment=environment() | (circumstances(ranks) if ranks else {}),
+            environment=environment() | (describe_ranks(ranks) if ranks else {}),
         )
-        self._keep(self._begin, name)
+        self._write(self._begin, name)
 
     @property
     def comparison(self) -> Comparison:
@@ -61,33 +60,33 @@ class Recorder:
     def begin(
         self, run_id: str, name: str, spec: RunSpec | None = None, *, num_ranks: int = 1
     ) -> None:
-        """Note that a run is about to train; a hand-written loop, on so many ranks."""
+        """Begin a run; a hand-written loop may log from ``num_ranks`` ranks."""
         run = Run(
             run_id=run_id,
             name=name,
             comparison=self._comparison.name,
             spec=spec,
             num_ranks=num_ranks,
-            history=lambda: self._store.load(run_id).runs[0],
+            load=lambda: self._store.load(run_id).runs[0],
         )
         self._runs.append(run)
-        self._keep(self._store.begin_run, self._comparison.comparison_id, run.snapshot())
+        self._write(self._store.begin_run, self._comparison.comparison_id, run.snapshot())
 
     def add(self, batch: EventBatch) -> None:
-        """Take in what a rank flushed."""
+        """Add a batch of events."""
         self._run(batch.run_id).add(batch)
-        self._keep(self._store.append, batch)
+        self._write(self._store.append, batch)
 
     def add_report(self, report: RunReport) -> None:
-        """Take in what a rank returned."""
+        """Add the report of a rank, if it took part."""
         if report.took_part:
             self._run(report.run_id).add_report(report)
-            self._keep(self._store.add_report, report)
+            self._write(self._store.add_report, report)
 
     def end(self, run_id: str, status: Status, detail: str = "") -> None:
-        """Note how a run ended."""
+        """Record how a run ended."""
         self._run(run_id).end(status, detail)
-        self._keep(self._store.finish, run_id, status, detail)
+        self._write(self._store.finish, run_id, status, detail)
 
     def _run(self, run_id: str) -> Run:
         return next(run for run in self._runs if run.run_id == run_id)
@@ -95,7 +94,7 @@ class Recorder:
     def _begin(self, wanted_name: str) -> None:
         self._comparison = self._store.begin_comparison(self._comparison, wanted_name=wanted_name)
 
-    def _keep(self, write: Callable[..., None], *arguments: object) -> None:
+    def _write(self, write: Callable[..., None], *arguments: object) -> None:
         try:
             write(*arguments)
         except StoreError as error:

@@ -1,4 +1,4 @@
-"""Which magic trains a stored comparison again?  (Notebook side.)"""
+"""The magic that trains a stored comparison again.  (Kernel.)"""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -10,13 +10,13 @@ from ddpnb.protocol.training_options import training_options
 from ddpnb.runs.comparison import Comparison
 
 ALWAYS = ("num_epochs", "batch_size", "learning_rate", "seed")
-"""Fields that are written out even where they are the default, which may change."""
+"""Fields that are written out even where they have their default, which may change."""
 
 
 def magic_of(comparison: Comparison) -> str:
     """Return the notebook cell that trains a comparison again.
 
-    Empty for hand-written loops, and where several comparisons were put together.
+    Empty for hand-written loops and for several comparisons together.
     """
     specs = comparison.specs
     if not specs:
@@ -24,7 +24,7 @@ def magic_of(comparison: Comparison) -> str:
     strategies = tuple(dict.fromkeys(spec.strategy for spec in specs))
     first = specs[0]
     num_repeats = max(spec.repeat for spec in specs) + 1
-    line = line_of(strategies, first.task, _given(first), num_repeats=num_repeats)
+    line = line_of(strategies, first.task, _words(first), num_repeats=num_repeats)
     if first.task != CELL_TASK:
         return f"%ddp_compare {line}"
     return f"%%ddp_compare {line}\n{body_of(first.source)}"
@@ -38,14 +38,14 @@ def line_of(
     num_repeats: int = 1,
     name: str = "",
 ) -> str:
-    """Return the line of ``%ddp_compare``, without its name.
+    """Return the arguments of ``%ddp_compare`` as a line.
 
     Args:
-        strategies: as they are written; ``single`` among them is the baseline.
+        strategies: as users write them; ``single`` among them is the baseline.
         task: what is trained.
-        choices: the words for the choices of the training.
+        choices: the words of the line that choose options of the training.
         num_repeats: how often each strategy is trained.
-        name: what the comparison is stored as; empty: left to ddpnb.
+        name: of the comparison; empty: ddpnb makes one.
     """
     others = [strategy for strategy in strategies if strategy != BASELINE]
     words = others or list(strategies)
@@ -62,19 +62,19 @@ def line_of(
 
 
 def body_of(source: str) -> str:
-    """Return a stored cell without the comment that stands for its magic's line."""
+    """Return a stored cell without the comment in place of its magic."""
     first, _, rest = source.partition("\n")
     return rest if first.startswith("# %%ddp_compare") else source
 
 
 def chosen(spec: RunSpec) -> Iterator[tuple[str, Option]]:
-    """Yield the fields of a spec that are other than where nothing is chosen."""
+    """Yield the fields of a spec that do not have their default, with their options."""
     for name, option in training_options():
         if getattr(spec, name) != option.default:
             yield name, option
 
 
-def _given(spec: RunSpec) -> list[str]:
+def _words(spec: RunSpec) -> list[str]:
     always = {name: option for name, option in training_options() if name in ALWAYS}
     words = []
     for name, option in (always | dict(chosen(spec))).items():

@@ -1,7 +1,7 @@
-"""How do specs, headers, reports and events become text and bytes, and back?  (Notebook side.)
+"""Specs, headers, reports and events as text and bytes, and back.  (Kernel.)
 
-JSON for the few, the bytes of ``EVENT`` rows for the many; never pickle, so a
-stored run from a stranger cannot run code.
+JSON for the few, the bytes of ``EVENT`` rows for the many.  Never pickle: a stored run from a
+stranger must not be able to run code.
 """
 
 import dataclasses
@@ -32,34 +32,34 @@ EVENT = np.dtype(
         *((part, "<f4") for part in Parts._fields),
     ]
 )
-"""One step of one worker, as ``wire.pack_step`` packs it.
+"""One step of one worker, as ``messages.pack_step`` packs it.
 
 Little-endian, so that a stored run can be read anywhere.  The parts of the step, ``data``
-to ``hidden``, are seconds.
+to ``hidden``, are in seconds.
 """
 
 METRIC = np.dtype([("event", "<i8"), ("value", "<f8")])
-"""One number of the user's own, and the index of the event that it belongs to."""
+"""A number that the user logged, and the index of its event."""
 
 
 def rows_of(batch: EventBatch) -> Records:
-    """Return what a rank flushed as rows, read-only and without a copy."""
+    """Return the rows of a batch, read-only and without a copy."""
     return np.frombuffer(batch.rows, dtype=EVENT)
 
 
-Wire = TypeVar("Wire", RunSpec, RunHeader, RunReport)
+Message = TypeVar("Message", RunSpec, RunHeader, RunReport)
 
 
 def to_text(value: RunSpec | RunHeader | RunReport) -> str:
-    """Return ``value`` as JSON; NaN and infinity stay what they are."""
+    """Return ``value`` as JSON, with NaN and infinity."""
     return json.dumps(dataclasses.asdict(value))
 
 
-def from_text(kind: type[Wire], text: str) -> Wire:
-    """Return the ``kind`` that ``to_text`` wrote; fields it does not know are dropped.
+def from_text(kind: type[Message], text: str) -> Message:
+    """Return the message that ``to_text`` wrote; unknown fields are dropped.
 
-    What was trained once stays readable: a spec whose strategy, task or option is no longer in
-    the catalogue is returned as it was written.
+    What was trained once stays readable: a spec of a strategy, task or option that is no longer
+    in the catalogue is returned as it was written.
     """
     known = {entry.name for entry in dataclasses.fields(kind)}
     given: Mapping[str, Any] = json.loads(text)
@@ -100,7 +100,7 @@ def batch_row(batch: EventBatch) -> tuple[str, int, int, int, bytes, str, str]:
 def batch_of(
     row: tuple[str, int, int, int, bytes, str, str], header: RunHeader | None
 ) -> EventBatch:
-    """Return the batch that ``batch_row`` wrote, and give it ``header``."""
+    """Return the batch that ``batch_row`` wrote, with ``header``."""
     run_id, rank, sequence, _, events, metrics, marks = row
     return EventBatch(
         run_id=run_id,
@@ -117,14 +117,14 @@ def batch_of(
 
 
 def _kind_of(text: str, kind: str | None = None) -> MarkKind:
-    """Return the kind of a mark; one stored before marks had kinds has it as its text."""
+    """Return the kind of a mark; if it was stored before marks had kinds, its text says it."""
     if kind is None:
         kind = text if text in set(MarkKind) else MarkKind.OTHER
     return MarkKind(kind)
 
 
-def _unchecked(kind: type[Wire], values: Mapping[str, Any]) -> Wire:
-    """Return a ``kind`` made without its ``__post_init__``."""
+def _unchecked(kind: type[Message], values: Mapping[str, Any]) -> Message:
+    """Return a ``kind`` that its ``__post_init__`` has not checked."""
     made = object.__new__(kind)
     for entry in dataclasses.fields(kind):
         object.__setattr__(made, entry.name, values.get(entry.name, entry.default))

@@ -1,7 +1,7 @@
-"""How are runs kept for a later kernel, and found again?  (Notebook side.)
+"""The store: runs on disk, for this kernel and later ones.  (Kernel.)
 
-Whoever trains begins a comparison and its runs, appends batches as they come,
-and finishes; a crash in between loses at most the last ``flush_seconds``.
+``Recorder`` begins a comparison and its runs, appends batches as they arrive, and finishes each
+run; a crash loses at most the last ``flush_seconds``.
 """
 
 import json
@@ -27,14 +27,13 @@ from ddpnb.runs.query import StoredRun
 FILE_NAME = "runs.sqlite3"
 
 MAX_PENDING_BATCHES = 20_000
-"""Batches kept while the disk refuses them; those after are lost, and counted as such."""
+"""Batches kept in memory while the disk refuses them; later ones are lost, and counted so."""
 
 INSERT_BATCH = """
 INSERT OR IGNORE INTO batches SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7
 WHERE EXISTS (SELECT 1 FROM runs WHERE id = ?1)
 """
-"""A run that another notebook has deleted meanwhile takes nothing more, and does no harm."""
-
+"""Inserts nothing for a run that another notebook has deleted meanwhile."""
 
 LIST = """
 SELECT runs.id, comparisons.id, comparisons.name, runs.name, runs.repeat, runs.created,
@@ -61,11 +60,11 @@ REPORTS = "SELECT report FROM reports WHERE run = ? ORDER BY rank"
 class Store:
     """The runs of one folder.
 
-    Every method raises ``StoreError``, one sentence, if the disk refuses; what
-    could not be written is kept and tried again at the next call.
+    Every method raises ``StoreError`` if the disk refuses.  Batches that could not be written
+    are tried again at the next call.
 
     Args:
-        folder: where they lie; ``runs_folder()`` finds the project's.
+        folder: of the file; ``runs_folder()`` returns the project's.
         flush_seconds: how long batches may gather before they are written.
     """
 
@@ -78,14 +77,14 @@ class Store:
         self._lock = threading.RLock()
 
     def begin_comparison(self, comparison: Comparison, *, wanted_name: str = "") -> Comparison:
-        """Keep a comparison that is about to train; its runs follow by ``begin_run``.
+        """Store a comparison that is about to train; its runs follow by ``begin_run``.
 
         Args:
-            comparison: ``name`` is the stem, e.g. the task, that gets a number.
-            wanted_name: the user's own name for it, if given.
+            comparison: its ``name``, e.g. the task, gets a number if ``wanted_name`` is empty.
+            wanted_name: the user's name for it.
 
         Returns:
-            The same comparison with the name it is found by.
+            The same comparison with its final name.
         """
         with self._database.write() as connection:
             taken = {name for (name,) in connection.execute("SELECT name FROM comparisons")}
@@ -105,7 +104,7 @@ class Store:
         return replace(comparison, name=name)
 
     def begin_run(self, comparison_id: str, run: RunSnapshot) -> None:
-        """Keep a run that is about to train within a comparison that has begun."""
+        """Store a run that is about to train, of a comparison that has begun."""
         spec = rows.to_text(run.spec) if run.spec else None
         with self._database.write() as connection:
             connection.execute(
@@ -117,14 +116,14 @@ class Store:
                     run.name,
                     run.repeat,
                     run.created,
-                    this_process(),
+                    _this_process(),
                     run.status,
                     spec,
                 ),
             )
 
     def append(self, batch: EventBatch) -> None:
-        """Keep what a rank flushed; it reaches the disk within ``flush_seconds``."""
+        """Store a batch; it is written within ``flush_seconds``, at the next call."""
         with self._lock:
             if len(self._pending) < MAX_PENDING_BATCHES:
                 self._pending.append(batch)
@@ -132,13 +131,13 @@ class Store:
             self.flush()
 
     def add_report(self, report: RunReport) -> None:
-        """Keep what a rank returned."""
+        """Store the report of a rank."""
         row = (report.run_id, report.rank, rows.to_text(report))
         with self._database.write() as connection:
             connection.execute("INSERT OR REPLACE INTO reports VALUES (?, ?, ?)", row)
 
     def finish(self, run_id: str, status: Status, detail: str = "") -> None:
-        """Keep how a run ended, and all that is pending."""
+        """Store how a run ended, and all pending batches."""
         self.flush()
         with self._database.write() as connection:
             connection.execute(
@@ -147,34 +146,34 @@ class Store:
             )
 
     def flush(self) -> None:
-        """Write what is pending, whole or not at all."""
+        """Write all pending batches, or none if the disk refuses."""
         with self._lock:
             try:
                 if self._pending:
                     self._write(self._pending)
                 self._pending.clear()
-            finally:  # after a failure too, so that a slow disk is not asked without a pause
+            finally:  # after a failure too, so that a slow disk gets a pause
                 self._last_flush = time.monotonic()
 
     def list(self) -> tuple[StoredRun, ...]:
-        """Return what is known of every run but its events, oldest first."""
-        return _read_list(self._database)
+        """Return every run without its events, oldest first."""
+        return tuple(map(_stored_run, self._database.read(LIST)))
 
     def load(self, *addresses: str) -> Comparison:
-        """Return the runs that the names or ids stand for, as one comparison.
+        """Return the runs that some addresses name, as one comparison.
 
         Args:
             addresses: as ``query.resolve`` takes them, e.g. ``"digits-1/ddp"``, ``"mine"``.
 
         Raises:
-            UserError: a name stands for nothing; the closest ones are told.
+            UserError: nothing has such a name; the message suggests the closest ones.
         """
         self.flush()
         known = self.list()
         return overlay([self._load(query.resolve(address, known)) for address in addresses])
 
     def rename(self, name: str, new_name: str) -> str:
-        """Give the comparison that ``name`` lies in a new name; return it."""
+        """Rename the comparison of the runs that ``name`` names; return the new name."""
         found = query.resolve(name, self.list())[-1]
         with self._database.write() as connection:
             taken = {taken for (taken,) in connection.execute("SELECT name FROM comparisons")}
@@ -185,7 +184,7 @@ class Store:
         return free
 
     def delete(self, address: str) -> tuple[str, ...]:
-        """Forget the runs that ``address`` stands for, and what they saved; return their query.
+        """Delete the runs that ``address`` names, and their checkpoints; return their addresses.
 
         Raises:
             UserError: one of them is being trained.
@@ -206,11 +205,11 @@ class Store:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder with one of each run's checkpoints and its trained model."""
+        """The folder that holds a folder of each run, with checkpoints and the trained model."""
         return self.folder / "checkpoints"
 
     def close(self) -> None:
-        """Write what is pending and close; again is no harm."""
+        """Write all pending batches and close; may be called twice."""
         try:
             if self._pending:
                 self.flush()
@@ -223,8 +222,10 @@ class Store:
         parts = []
         for comparison_id in dict.fromkeys(run.comparison_id for run in found):
             own = [run for run in found if run.comparison_id == comparison_id]
-            whole = _read_comparison(self._database, comparison_id)
-            parts.append(whole.with_runs([_read_run(self._database, run) for run in own]))
+            (row,) = self._database.read(COMPARISON, (comparison_id,))
+            parts.append(
+                _comparison(row).with_runs([_read_run(self._database, run) for run in own])
+            )
         return overlay(parts)
 
     def _write(self, batches: Sequence[EventBatch]) -> None:
@@ -235,11 +236,11 @@ class Store:
 
 
 def runs_folder(start: Path | None = None) -> Path:
-    """Return the folder that runs are stored under; it need not exist.
+    """Return the folder for stored runs; it need not exist.
 
-    It is ``data/runs`` in the project around ``start``: the nearest folder upwards
-    that holds ``data/`` beside ``pyproject.toml`` or ``notebooks/``.  Outside a
-    project it is ``data/runs`` in ``start`` itself.
+    It is ``data/runs`` in the project around ``start``: the nearest folder upwards that has
+    ``data/`` beside ``pyproject.toml`` or ``notebooks/``.  Outside a project it is ``data/runs``
+    in ``start`` itself.
 
     Args:
         start: where to look from; the working directory if not given.
@@ -250,22 +251,12 @@ def runs_folder(start: Path | None = None) -> Path:
 
 
 def _is_project(folder: Path) -> bool:
-    marks = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
-    return marks and (folder / "data").is_dir()
+    is_marked = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
+    return is_marked and (folder / "data").is_dir()
 
 
-def _read_list(database: Database) -> tuple[StoredRun, ...]:
-    """Return what is known of every run but its events, oldest first."""
-    return tuple(map(_stored_run, database.read(LIST)))
-
-
-def _read_comparison(database: Database, comparison_id: str) -> Comparison:
-    """Return a comparison without its runs."""
-    return _comparison(database.read(COMPARISON, (comparison_id,))[0])
-
-
-def _read_run(database: Database, stored: StoredRun, *, keeps_events: bool = False) -> RunSnapshot:
-    """Return a run; the events of a long one are read once more when they are asked for."""
+def _read_run(database: Database, stored: StoredRun, *, in_memory: bool = False) -> RunSnapshot:
+    """Return a run; the events of a long one are read again when they are needed."""
     run = Run(
         run_id=stored.run_id,
         name=stored.name,
@@ -273,7 +264,7 @@ def _read_run(database: Database, stored: StoredRun, *, keeps_events: bool = Fal
         spec=stored.spec,
         created=stored.created,
         num_ranks=stored.num_ranks,
-        history=None if keeps_events else partial(_read_run, database, stored, keeps_events=True),
+        load=None if in_memory else partial(_read_run, database, stored, in_memory=True),
     )
     for row in database.read(BATCHES, (stored.run_id,)):
         is_first = row[2] == 0
@@ -307,6 +298,7 @@ def _stored_run(row: tuple[Any, ...]) -> StoredRun:
 
 
 def _comparison(row: tuple[Any, ...]) -> Comparison:
+    """Return a comparison without its runs."""
     comparison_id, name, created, task, source, specs, environment = row
     versions: Mapping[str, str] = json.loads(environment)
     return Comparison(
@@ -320,13 +312,13 @@ def _comparison(row: tuple[Any, ...]) -> Comparison:
     )
 
 
-def this_process() -> str:
-    """Return host, process id and start time of this process, as the store keeps them."""
+def _this_process() -> str:
+    """Return host, process id and start time of this process, as a run's writer."""
     pid, began = process_id()
     return f"{platform.node()} {pid} {began:.2f}"
 
 
 def _is_written(writer: str) -> bool:
-    """Return whether the kernel that wrote a run still runs; on another host nobody knows: yes."""
+    """Return whether the kernel that wrote a run is alive; on another host, assume so."""
     host, pid, began = writer.rsplit(" ", 2)
     return host != platform.node() or is_alive((int(pid), float(began)))

@@ -1,7 +1,4 @@
-"""What does a comparison amount to, strategy by strategy?  (Notebook side.)
-
-Pure arithmetic; every number of the final table is made here.
-"""
+"""Every number of the final table, strategy by strategy.  (Kernel.)"""
 
 import contextlib
 import math
@@ -26,25 +23,26 @@ from ddpnb.runs.metrics import (
 )
 from ddpnb.runs.model import RunSnapshot, Status, ending
 
-Counts = NDArray[np.int64]
+StalenessCounts = NDArray[np.int64]
+"""How many updates had staleness 0, 1, 2 ..."""
 
-Key = tuple[str, str]
-"""Comparison and name: what the repeats of one strategy have in common."""
+StrategyKey = tuple[str, str]
+"""Comparison and name, which the repeats of one strategy have in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A number, and between which values it lay."""
+    """A number and its range."""
 
     middle: float = math.nan
     """Median over repeats; with one repeat, the value of the run as a whole."""
     low: float = math.nan
     high: float = math.nan
     over: str = ""
-    """What the range is over: ``"repeats"``, ``"tenths"`` of the one run, or nothing."""
+    """``"repeats"``, ``"tenths"`` of the only run, or ``""`` if there is no range."""
 
     def overlaps(self, other: "Spread") -> bool:
-        """Whether the ranges touch, or one is not known: then nothing may be claimed."""
+        """Whether the ranges touch or one is not known, so that nothing may be claimed."""
         values = (self.low, self.high, other.low, other.high)
         return any(map(math.isnan, values)) or (self.low <= other.high and other.low <= self.high)
 
@@ -56,9 +54,9 @@ class StrategySummary:
     name: str
     comparison: str
     num_runs: int
-    """Repeats that ended well, or all that began while none has."""
+    """Repeats that finished; as long as none has, all that began."""
     num_workers: int = 0
-    """0 where it is not known."""
+    """0 if not known."""
     status: Status
     samples_per_second: Spread = field(default_factory=Spread)
     speed_up: float = math.nan
@@ -74,33 +72,33 @@ class StrategySummary:
     staleness_median: float = math.nan
     staleness_max: float = math.nan
     num_lost_samples: float = math.nan
-    """Samples handed out whose gradient never arrived; NaN where none was."""
+    """Samples handed out without a gradient in return; NaN if there are none."""
     parameter_bytes: float = math.nan
     """The most that a rank holds of the parameters."""
     optimizer_bytes: float = math.nan
     """The most that a rank holds of the optimizer's state."""
     seconds_to_target: Spread = field(default_factory=Spread)
-    """When the smoothed training loss first was as low as the target."""
+    """Until the smoothed training loss was as low as the target."""
     samples_to_target: Spread = field(default_factory=Spread)
     num_missed_target: int = 0
     """Repeats that never reached it."""
     num_diverged: int = 0
     """Losses that were NaN or infinite."""
     is_emulated: bool = False
-    """Whether its speed says nothing about that of the real strategy."""
+    """Whether it is emulated, so that its speed says nothing about the real strategy's."""
     notes: tuple[str, ...] = ()
 
 
 def summarise(comparison: Comparison, target: float | None = None) -> tuple[StrategySummary, ...]:
-    """Return one summary per strategy, and per comparison that the runs come from.
+    """Return one summary for each strategy of each comparison among the runs.
 
     Args:
         comparison: the runs.
-        target: the training loss whose reaching is timed; None: no such loss.
+        target: the training loss to reach, for ``seconds_to_target``; None: there is none.
     """
     groups = group_runs(comparison.runs)
     speeds = {key: _speed_of(_counted(runs)) for key, runs in groups.items()}
-    settled = {  # nothing is measured against a run that is under way
+    settled = {  # nothing is measured against a run that still trains
         key: speeds[key].middle
         for key, runs in groups.items()
         if not any(run.is_running for run in _counted(runs))
@@ -118,9 +116,9 @@ def summarise(comparison: Comparison, target: float | None = None) -> tuple[Stra
     )
 
 
-def group_runs(runs: Sequence[RunSnapshot]) -> dict[Key, list[RunSnapshot]]:
+def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapshot]]:
     """Return the repeats of each (comparison, name), in the order of their first run."""
-    groups: dict[Key, list[RunSnapshot]] = {}
+    groups: dict[StrategyKey, list[RunSnapshot]] = {}
     for run in runs:
         groups.setdefault((run.comparison, run.name), []).append(run)
     return groups
@@ -138,7 +136,7 @@ def samples_per_second(run: RunSnapshot) -> float:
     return samples / seconds if seconds > 0 and samples > 0 else math.nan
 
 
-def staleness_counts(runs: Sequence[RunSnapshot]) -> Counts:
+def staleness_counts(runs: Sequence[RunSnapshot]) -> StalenessCounts:
     """Return how many updates had staleness 0, 1, 2 ..., over all runs."""
     counts = np.zeros(
         max((len(run.aggregate.staleness) for run in runs), default=0), dtype=np.int64
@@ -148,8 +146,8 @@ def staleness_counts(runs: Sequence[RunSnapshot]) -> Counts:
     return counts
 
 
-def staleness_median(counts: Counts) -> float:
-    """Return the middle staleness; NaN where no update has one."""
+def staleness_median(counts: StalenessCounts) -> float:
+    """Return the median staleness; NaN if no update has a staleness."""
     total = int(counts.sum())
     if total == 0:
         return math.nan
@@ -158,14 +156,14 @@ def staleness_median(counts: Counts) -> float:
     return float(middle.mean())
 
 
-def reported(run: RunSnapshot, what: Callable[[RunReport], float]) -> float:
-    """Return the first number that a rank's report gives; infinite counts, NaN is none."""
-    values = [what(report) for report in run.reports]
+def reported(run: RunSnapshot, number_of: Callable[[RunReport], float]) -> float:
+    """Return the first number in the ranks' reports that is not NaN; NaN if there is none."""
+    values = [number_of(report) for report in run.reports]
     return next((value for value in values if not math.isnan(value)), math.nan)
 
 
 def spread(values: Sequence[float], over: str = "repeats") -> Spread:
-    """Return median and range of the values that are numbers."""
+    """Return median and range of the values that are not NaN."""
     known = [value for value in values if not math.isnan(value)]
     if not known:
         return Spread()
@@ -176,9 +174,9 @@ def spread(values: Sequence[float], over: str = "repeats") -> Spread:
 
 
 def time_to_target(run: RunSnapshot, target: float) -> tuple[float, float]:
-    """Return at which second and sample the smoothed loss first was as low as ``target``.
+    """Return the second and the sample at which the smoothed loss first reached ``target``.
 
-    Of a run that resumes another the samples count on, the seconds are its own.
+    In a run that resumes another, the samples count on; the seconds are its own.
     """
     curve, loss = run.aggregate.curve, smoothed_loss(run)
     samples = curve.samples + run.num_samples_before
@@ -186,7 +184,7 @@ def time_to_target(run: RunSnapshot, target: float) -> tuple[float, float]:
 
 
 def _summary(
-    key: Key,
+    key: StrategyKey,
     runs: Sequence[RunSnapshot],
     speed: Spread,
     baseline: float,
@@ -214,9 +212,9 @@ def _summary(
         held_out_accuracy=spread([reported(run, lambda r: r.held_out_accuracy) for run in counted]),
         staleness_median=staleness_median(stale),
         staleness_max=float(len(stale) - 1) if len(stale) else math.nan,
-        num_lost_samples=_most(counted, lambda report: report.num_lost_samples),
-        parameter_bytes=_most(counted, lambda report: report.num_parameter_bytes),
-        optimizer_bytes=_most(counted, lambda report: report.num_optimizer_bytes),
+        num_lost_samples=_greatest(counted, lambda report: report.num_lost_samples),
+        parameter_bytes=_greatest(counted, lambda report: report.num_parameter_bytes),
+        optimizer_bytes=_greatest(counted, lambda report: report.num_optimizer_bytes),
         seconds_to_target=spread([seconds for seconds, _ in reached]),
         samples_to_target=spread([samples for _, samples in reached]),
         num_missed_target=sum(math.isnan(seconds) for seconds, _ in reached),
@@ -232,26 +230,26 @@ def is_emulated(runs: Sequence[RunSnapshot]) -> bool:
 
 
 def _num_workers(run: RunSnapshot) -> int:
-    """Return how many ranks train, or have logged from a hand-written loop; 0: not known."""
+    """Return how many ranks train, or have logged from a hand-written loop; 0 if not known."""
     if run.header is not None:
         return run.header.num_workers
     return len(run.aggregate.ranks) if run.spec is None else 0
 
 
-def _most(runs: Sequence[RunSnapshot], what: Callable[[RunReport], int]) -> float:
-    """Return the greatest number that any rank's report gives; NaN where all are 0."""
-    return float(max((what(report) for run in runs for report in run.reports), default=0)) or (
+def _greatest(runs: Sequence[RunSnapshot], number_of: Callable[[RunReport], int]) -> float:
+    """Return the greatest number in any rank's report; NaN if all are 0."""
+    return float(max((number_of(report) for run in runs for report in run.reports), default=0)) or (
         math.nan
     )
 
 
 def _counted(runs: Sequence[RunSnapshot]) -> list[RunSnapshot]:
-    """Return the runs that ended well; a failed repeat must not bend a median."""
+    """Return the runs that finished, if any did; a failed repeat must not bend a median."""
     return [run for run in runs if run.status is Status.FINISHED] or list(runs)
 
 
 def _speed_of(runs: Sequence[RunSnapshot]) -> Spread:
-    """Return samples/s over repeats; of one run, its range over the tenths of the run."""
+    """Return samples/s over repeats, or over the tenths of the only run."""
     if len(runs) > 1:
         return spread([samples_per_second(run) for run in runs])
     parts = tenths(runs[0].aggregate.curve)
@@ -262,7 +260,7 @@ def _speed_of(runs: Sequence[RunSnapshot]) -> Spread:
 
 
 def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
-    """Return each note once: what was emulated, what went wrong, what is missing."""
+    """Return each note once: on emulation, faults, and what is missing."""
     notes = [note for run in runs if run.header for note in run.header.notes]
     for run in runs:
         if run.status in (Status.FAILED, Status.STOPPED):
@@ -270,7 +268,7 @@ def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
     diverged = sum(num_diverged(run) for run in runs)
     lost = sum(run.num_lost_batches for run in runs)
     notes += [_described(mark, run) for run in runs for mark in run.marks if mark.seconds > 0]
-    notes += [note for run in runs for note in _spared(run)]
+    notes += [note for run in runs for note in _faults_too_late(run)]
     if diverged:
         notes.append(f"{diverged} {'loss was' if diverged == 1 else 'losses were'} NaN or infinite")
     if lost:
@@ -279,7 +277,7 @@ def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
 
 
 def _described(mark: Mark, run: RunSnapshot) -> str:
-    """Return what happened later than at the start, which the header describes."""
+    """Return the note for something that happened during the run."""
     text = f"rank {mark.rank} {mark.text} at {mark.seconds:.1f} s"
     is_death = mark.kind in (MarkKind.KILLED, MarkKind.DIED)
     on_purpose = () if run.spec is None else run.spec.kill
@@ -288,8 +286,8 @@ def _described(mark: Mark, run: RunSnapshot) -> str:
     return text
 
 
-def _spared(run: RunSnapshot) -> list[str]:
-    """Say which ranks were to be killed, but not before the training had ended."""
+def _faults_too_late(run: RunSnapshot) -> list[str]:
+    """Return a note for each rank that was to be killed after the training had ended."""
     if run.status is not Status.FINISHED or run.spec is None or run.header is None:
         return []
     killed = {mark.rank for mark in run.marks if mark.kind is MarkKind.KILLED}

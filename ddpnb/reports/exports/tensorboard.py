@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.align import aligner_of
+from ddpnb.runs.align import make_aligner
 from ddpnb.runs.model import RunSnapshot
 from ddpnb.runs.summary import reported, samples_per_second
 
@@ -63,8 +63,8 @@ def _write(folder: Path, run: RunSnapshot) -> None:
 
 def _points(run: RunSnapshot) -> Iterator[Point]:
     events, samples = run.events, run.num_samples_before
-    aligner = aligner_of(run.header, run.spec)
-    aligner.end()  # all is known: nobody is waited for
+    aligner = make_aligner(run.header, run.spec)
+    aligner.end()  # all events are here: none is waited for
     updates = aligner.add(events)
     columns = (updates.weight.tolist(), updates.seconds.tolist(), updates.loss.tolist())
     for weight, seconds, loss in zip(*columns, strict=True):

@@ -24,8 +24,8 @@ from ddpnb.runs.metrics import (
 from ddpnb.runs.model import RunSnapshot
 from ddpnb.runs.rows import Floats
 from ddpnb.runs.summary import (
-    Counts,
-    Key,
+    StalenessCounts,
+    StrategyKey,
     StrategySummary,
     group_runs,
     staleness_counts,
@@ -77,7 +77,7 @@ class Series:
     """Of the latest run."""
     away: Absences = field(default_factory=dict)
     """Of the latest run likewise."""
-    staleness: Counts
+    staleness: StalenessCounts
     marks: tuple[Happened, ...] = ()
 
 
@@ -98,7 +98,7 @@ class Preparer:
     """Prepares runs, and keeps what it has prepared while nothing new comes of a run."""
 
     _runs: dict[str, tuple[Hashable, Drawn]] = field(default_factory=dict)
-    _series: dict[Key, tuple[Hashable, Series]] = field(default_factory=dict)
+    _series: dict[StrategyKey, tuple[Hashable, Series]] = field(default_factory=dict)
 
     def series_of(self, comparison: Comparison) -> tuple[Series, ...]:
         """Return what to draw, one per strategy and comparison."""
@@ -127,7 +127,7 @@ class Preparer:
 
     def _same(
         self,
-        key: Key,
+        key: StrategyKey,
         runs: Sequence[RunSnapshot],
         summary: StrategySummary,
         label: str,

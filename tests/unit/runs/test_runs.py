@@ -87,20 +87,20 @@ def test_many_small_batches_stay_in_order():
 
 def test_events_of_a_long_run_leave_memory_and_are_read_when_asked_for():
     whole = Run(run_id="m", name="mine")
-    run = Run(run_id="m", name="mine", history=whole.snapshot)
+    run = Run(run_id="m", name="mine", load=whole.snapshot)
     for sequence in range(30):
         told = [step(i, i + 1.0) for i in range(1000 * sequence, 1000 * (sequence + 1))]
         for each in (whole, run):
             each.add(batch("m", told, sequence=sequence))
     snapshot = run.snapshot()
-    assert snapshot.kept is None
+    assert snapshot.events_in_memory is None
     assert snapshot.aggregate.num_events == 30_000
     assert snapshot.aggregate.num_samples == 300_000
     assert np.array_equal(snapshot.events["step"], np.arange(30_000))
 
 
 def test_a_snapshot_holds_as_much_at_any_length():
-    run = Run(run_id="m", name="mine", history=lambda: run.snapshot())
+    run = Run(run_id="m", name="mine", load=lambda: run.snapshot())
     sizes = []
     for sequence in range(40):
         told = [step(i, i + 1.0) for i in range(5000 * sequence, 5000 * (sequence + 1))]
