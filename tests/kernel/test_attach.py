@@ -27,9 +27,9 @@ def fresh_kernel(tmp_path: Path) -> Iterator[Kernel]:
     kernel.run("%load_ext ddpnb")
     yield kernel
     kernel.stop()
-    for saved in detached():
-        if saved.home == tmp_path:
-            psutil.Process(saved.server[0]).terminate()
+    for record in detached():
+        if record.home == tmp_path:
+            psutil.Process(record.server[0]).terminate()
 
 
 def processes_below(kernel: Kernel) -> list[psutil.Process]:
