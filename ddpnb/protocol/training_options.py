@@ -51,7 +51,7 @@ class TrainingSpec:
         group="training",
         example="TASK",
         about=f"{' | '.join(TASKS)}, with options as in synthetic:samples=512; "
-        "left out: the cell's own",
+        "by default the cell's own",
     )
     source: str = ""
     """The comparison's cell; defines ``model()`` and ``data(split)`` if ``task`` is ``"cell"``."""
@@ -72,7 +72,7 @@ class TrainingSpec:
         group="training",
         least=1,
         label="global batch",
-        about="the global batch: samples a step, over all workers together",
+        about="the global batch: samples per step over all workers",
     )
     learning_rate: float = _option(
         0.05,
@@ -89,7 +89,7 @@ class TrainingSpec:
         group="training",
         least=0,
         most=2**63 - 1,
-        about="of the weights and the order of samples",
+        about="seed of the initial weights and the order of samples",
     )
     num_warmup_steps: int = 3
     """Steps on a throwaway replica before the training, so that no clock sees a cold start."""
@@ -98,7 +98,7 @@ class TrainingSpec:
         "--accumulate",
         group="steps",
         least=1,
-        about="parts of a worker's share of a step, one after the other, to save memory",
+        about="gradient accumulation: micro-batches per step of each worker",
     )
     amp: str = _option(
         "none",
@@ -106,7 +106,7 @@ class TrainingSpec:
         group="steps",
         choices=AMP,
         example="TYPE",
-        about="type of numbers in the forward pass, where that is safe",
+        about="mixed precision: type of the forward pass where that is safe",
     )
     clip: float | None = _option(
         None,
@@ -130,13 +130,13 @@ class TrainingSpec:
         "--lr-warmup",
         group="steps",
         least=0,
-        about="epochs over which the learning rate grows from almost nothing",
+        about="epochs in which the learning rate grows from almost zero",
     )
     sync_batchnorm: bool = _option(
         False,
         "--sync-batchnorm",
         group="steps",
-        about="BatchNorm takes its statistics over all ranks; on GPUs only",
+        about="BatchNorm computes its statistics over all ranks; GPUs only",
     )
     transport: str = _option(
         "auto",
@@ -152,7 +152,7 @@ class TrainingSpec:
         group="data",
         least=0,
         most=256,
-        about="processes per rank that fetch samples ahead (torch's DataLoader)",
+        about="processes per rank that load samples ahead (torch's DataLoader)",
     )
     slow: tuple[str, ...] = _option(
         (),
@@ -160,8 +160,8 @@ class TrainingSpec:
         group="faults on purpose",
         example="1:3x",
         label="straggler",
-        about="rank 1 computes 3 times as long; 1:50ms: its steps take 50 ms longer; "
-        "several with commas",
+        about="rank 1 takes 3 times as long; 1:50ms: 50 ms longer per step; "
+        "separate several by commas",
     )
     jitter: float = _option(
         0.0,
@@ -171,7 +171,7 @@ class TrainingSpec:
         from_text=_share,
         least=0,
         most=100,
-        about="each step of each rank takes longer at random, by up to this share",
+        about="every step of every rank takes up to this share longer, at random",
     )
     kill: tuple[str, ...] = _option(
         (),

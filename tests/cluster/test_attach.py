@@ -190,7 +190,7 @@ def test_a_cell_left_running_can_be_interrupted(capsys: pytest.CaptureFixture[st
         cell = orphaned_call(cluster)
         assert cell is not None
         assert cell.ranks == (1,)
-        assert "Rank 1 still runs what the last kernel sent" in capsys.readouterr().out
+        assert "Rank 1 still runs a call of the earlier kernel" in capsys.readouterr().out
         cell.interrupt()
         wait_until(lambda: cell.done, "the end of the cell", timeout=20)
         assert orphaned_call(cluster) is None

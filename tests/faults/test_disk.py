@@ -50,7 +50,7 @@ def fill(path: Path) -> None:
 
 def check_it_trains_unsaved(kernel: Kernel, name: str) -> None:
     cell = kernel.run(COMPARE.format(name=name), timeout=120)
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     assert cell.text.count("The runs are not being saved") == 1
     assert "held-out" in cell.text or "accuracy" in cell.text
 

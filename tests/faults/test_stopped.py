@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.session.status import status_table, tell_where
+from ddpnb.session.status import describe_ranks, status_table
 from tests.cluster.rig import begin, finish, processes_of, pull, run, started, wait_until
 
 SETUP = "import time, torch, torch.distributed as dist\nkept = rank + 10"
@@ -84,7 +84,7 @@ def test_the_status_shows_a_stopped_rank_and_the_ways_out(
         "%ddp_restart --ranks 1 starts it anew."
     )
     assert table.notes == (ways_out,)
-    assert tell_where(three) == f"rank 0 is idle\n{ways_out}\nrank 2 is idle"
+    assert describe_ranks(three) == f"rank 0 is idle\n{ways_out}\nrank 2 is idle"
     stopped.resume()
     table = status_table(three, ())
     assert [row[-1].text for row in table.rows] == ["idle"] * 3
