@@ -1,4 +1,4 @@
-"""Which calls of ``torch.distributed`` have to be alike on all ranks, and in what?  (Rank side.)"""
+"""The collectives of ``torch.distributed``, and what must match on all ranks (ranks)."""
 
 import zlib
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from ddpnb.rank.collective_log import TEXT_BYTES
 
 NO_ROOT = -1
 NOT_COMPARED = -1
-"""The size where tensors of different sizes may meet."""
+"""Stands for the size if tensors of different sizes may meet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,21 +24,21 @@ class Collective:
     """As users call it."""
     operation: str
     num_tensors: int
-    """Arguments of the operation that stand before its group."""
+    """Arguments of the operation before its group."""
     tensor: int | None = 0
-    """Which argument is this rank's part; None where there are no tensors."""
+    """The index of the argument that holds this rank's tensors; None if there are no tensors."""
     root: int | None = None
-    """Which of the operation's arguments after its group is the root, if it has one."""
+    """The index of the root among the operation's arguments after its group; None without one."""
     root_is: Literal["from", "to", ""] = ""
     sizes: Literal["equal", "equal on CPUs", "equal without splits", "free"] = "equal"
-    """NCCL takes parts of different sizes where gloo does not."""
+    """NCCL accepts tensors of different sizes in some calls that gloo does not."""
 
     def text(self, arguments: Sequence[Any], root: int) -> tuple[bytes, int]:
-        """Return what is compared of a call, and its checksum.
+        """Return the text by which a call is compared, and the text's checksum.
 
         Args:
             arguments: of the method, or of the operation without its group.
-            root: in the group's numbers; ``NO_ROOT`` where there is none.
+            root: the root's number in the group; ``NO_ROOT`` without one.
         """
         if self.tensor is None:
             return _text(self.name, None, root, NOT_COMPARED, ())
@@ -139,13 +139,13 @@ METHODS = {
         name="monitored_barrier", operation="monitored_barrier_", num_tensors=1, tensor=None
     ),
 }
-"""By their names in ``ProcessGroup``.  What goes from one rank to one other is not among them."""
+"""By their names in ``ProcessGroup``.  Calls between two ranks are not compared."""
 
 ROOT_WORDS = {each.name: each.root_is for each in METHODS.values()}
 
 
 def is_match(one: bytes, other: bytes) -> bool:
-    """Tell whether two ranks' calls may meet: ``[4]`` and ``[2, 2]`` may, as flat memory."""
+    """Return whether two ranks' calls may meet: ``[4]`` and ``[2, 2]`` may, as flat memory."""
     if one == other:
         return True
     *alike, size, _ = one.split(b"\t")
@@ -158,9 +158,9 @@ def spelled(text: bytes, ranks: Sequence[int], *, in_backward: bool = False) -> 
     """Return a call in words: ``"broadcast from rank 0 with Float [3]"``.
 
     Args:
-        text: what is compared of it.
+        text: what ``Collective.text`` returned.
         ranks: the group's ranks, as the default group numbers them.
-        in_backward: whether DDP calls it.
+        in_backward: whether DDP's backward pass calls it.
     """
     name, kind, root, _, shape = text.decode().split("\t")
     words = [f"{name} of DDP's backward" if in_backward else name]

@@ -1,4 +1,4 @@
-"""What is a rank as a process?  An ipyparallel engine that has joined the group.  (Rank side.)"""
+"""A rank's process: an ipyparallel engine that has joined the process group (ranks)."""
 
 import asyncio
 import contextlib
@@ -29,12 +29,12 @@ Handler = Callable[[], object]
 
 
 class ControlThread(threading.Thread):
-    """Carries out orders of the notebook's kernel, one at a time.
+    """Carries out the kernel's orders one at a time, whatever the main thread is doing.
 
     Args:
         rank: this rank, named in every answer.
-        pipe: the pipe to the fork server; its end is the end of this process.
-        handlers: what to do on each order; the value returned is sent back.
+        pipe: the pipe to the fork server; when it closes, this process ends.
+        handlers: the function for each order; its result is sent back.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ControlThread(threading.Thread):
         self.handlers = handlers
 
     def run(self) -> None:
-        """Answer orders until the fork server is gone, then end the process."""
+        """Answer orders until the fork server has gone, then end the process."""
         while True:
             try:
                 order: dict[str, Any] = json.loads(self.pipe.recv_bytes())
@@ -59,20 +59,20 @@ class ControlThread(threading.Thread):
         value: object = None
         try:
             value = self.handlers[BatchSchedule(order)]()
-        except Exception:  # noqa: BLE001  the edge of the thread, which must live on: to the log
+        except Exception:  # noqa: BLE001  the thread must live on; the log has the traceback
             traceback.print_exc()
         message = {"event": Notice.ANSWER, "rank": self.rank, "id": order_id, "value": value}
         self.pipe.send_bytes(json.dumps(message).encode())
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hints
-    """The engine application of one rank; ``RankEngine.instance()`` finds it."""
+    """The engine application of one rank; ``RankEngine.instance()`` returns it."""
 
     group = Instance(Group)
     publisher: Any = None
     """The publisher of the cell or run in progress."""
     stop_wanted = Instance(threading.Event, ())
-    """Set where the run in progress is to end early."""
+    """Set when the run in progress is to end early."""
 
     async def complete_registration(self, *args: Any) -> None:
         """Prepare the shell as soon as the engine has one."""
@@ -88,7 +88,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         )
 
     def rank_status(self) -> dict[str, Any]:
-        """Return where this rank stands, as a ``wire.Whereabouts`` in a dict."""
+        """Return what this rank is doing: a ``messages.RankStatus`` as a dict."""
         shell = None if self.kernel is None else self.kernel.shell
         return asdict(rank_status(self.group, shell))
 
@@ -98,15 +98,15 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
 
 
 def keep_signals() -> None:
-    """Leave SIGINT alone around a message, unlike ipykernel; see ``cell.interruptible``."""
+    """Leave SIGINT alone around a message, unlike ipykernel; see ``cells.interruptible``."""
 
 
 class CellLoop:
-    """Runs a cell's top-level ``await`` although the engine's own loop is running.
+    """Runs a cell's top-level ``await`` while the engine's own loop is running.
 
-    The engine's loop cannot be entered a second time; ipykernel's way round that
-    needs a thread that ipyparallel's engines do not have, and hangs.  So the cells
-    of a rank share a loop of their own, as they do in a terminal's IPython.
+    The engine's loop cannot be entered a second time.  Ipykernel's solution needs a thread that
+    ipyparallel's engines do not have, and hangs.  So the cells of a rank share a loop of their own,
+    as they do in a terminal's IPython.
     """
 
     def __init__(self) -> None:
@@ -122,25 +122,25 @@ class CellLoop:
             try:
                 return self.loop.run_until_complete(task)
             except KeyboardInterrupt:
-                task.cancel()  # else it would go on in the next cell that awaits
+                task.cancel()  # else it would continue in the next cell that awaits
                 with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
                     self.loop.run_until_complete(task)
                 raise
 
 
 def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
-    """Join the process group, then serve as an ipyparallel engine until told to stop.
+    """Join the process group, then serve as an ipyparallel engine until the process is stopped.
 
     Args:
         settings: ``device``, ``shares_device``, ``backend``, ``num_threads``,
-            ``generation`` (None: be in no group yet), ``cells_folder`` (where cells run) and
+            ``generation`` (None: join no group yet), ``cells_folder`` (where cells run) and
             ``engine_arguments`` (ipyparallel's command line).
         pipe: the pipe to the fork server.
         folder: the cluster's private run folder.
     """
-    os.chdir(folder)  # where ipyparallel looks for configuration: nowhere of the user's
+    os.chdir(folder)  # ipyparallel would read configuration from a folder of the user's
     log = os.fdopen(os.dup(2), "w")
-    faulthandler.enable(log, all_threads=False)  # a crash leaves its stack in the log
+    faulthandler.enable(log, all_threads=False)  # a crash writes its stack to the log
     torch.set_num_threads(settings["num_threads"])
     seed_from_entropy()
     group = group_of(settings, folder)
@@ -152,7 +152,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         BatchSchedule.STOP: engine.stop_wanted.set,
     }
     ControlThread(group.rank, pipe, handlers).start()
-    if settings["generation"] is None:  # the others train: a group is formed when they are done
+    if settings["generation"] is None:  # the others are training and form a group afterwards
         group.announce()
     else:
         group.join(settings["generation"])
@@ -162,7 +162,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
 
 
 def group_of(settings: Mapping[str, Any], folder: Path) -> Group:
-    """Return this rank's group, not yet joined; its place stands where torchrun puts it."""
+    """Return this rank's group, not yet joined; its rank is in torchrun's environment variables."""
     device = torch.device(settings["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -10,13 +10,11 @@ slowest has written its parts.  Nothing is unpickled: ``weights_only``.
 
 import contextlib
 import io
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -183,28 +181,3 @@ def read(place: Place, spec: RunSpec) -> State:
         ) from error
     check_spec(state["spec"], spec)
     return state
-
-
-def random_numbers(device: torch.device) -> State:
-    """Return where all global random numbers stand."""
-    kind, keys, *rest = np.random.get_state()
-    version, internal, gauss = random.getstate()
-    state: State = {
-        "torch": torch.get_rng_state(),
-        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
-        "python": [version, list(internal), gauss],
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_numbers(state: State, device: torch.device) -> None:
-    """Let all global random numbers go on from where they stood."""
-    torch.set_rng_state(state["torch"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)

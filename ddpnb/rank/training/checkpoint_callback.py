@@ -6,13 +6,10 @@ from typing import final
 
 import torch
 
+from ddpnb.rank.random_state import random_state, set_random_state
 from ddpnb.rank.strategies.base import Replica, State, Strategy
 from ddpnb.rank.tasks.batches import Shard
-from ddpnb.rank.training.checkpoint import (
-    Checkpoints,
-    random_numbers,
-    set_random_numbers,
-)
+from ddpnb.rank.training.checkpoint import Checkpoints
 from ddpnb.rank.training.checkpoint_compat import description
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import Clock
@@ -33,7 +30,7 @@ def set_up(context: RunContext, strategy: Strategy, replica: Replica) -> None:
         return
     strategy.load(replica, saved["strategy"])
     if context.place(context.spec.resume).part == context.state.rank:  # else it is another rank's
-        set_random_numbers(saved["random"], context.device)
+        set_random_state(saved["random"], context.device)
 
 
 @final
@@ -114,5 +111,5 @@ class CheckpointCallback:
             "step": num_steps,
             "spec": description(self._context.spec, self._replica.optimizers),
             "strategy": self._strategy.save(self._replica),
-            "random": random_numbers(self._context.device),
+            "random": random_state(self._context.device),
         }
