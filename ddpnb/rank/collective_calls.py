@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ NOT_COMPARED = -1
 """Stands for the size if tensors of different sizes may meet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Collective:
     """A method of ``ProcessGroup``, and the operation that it calls in torch's dispatcher."""
 
@@ -25,6 +25,7 @@ class Collective:
     operation: str
     num_tensors: int
     """Arguments of the operation before its group."""
+    _: KW_ONLY
     tensor: int | None = 0
     """The index of the argument that holds this rank's tensors; None if there are no tensors."""
     root: int | None = None
@@ -60,84 +61,43 @@ class Collective:
         return self.sizes == "equal without splits" and not any(arguments[2:4])
 
 
-_ALL_GATHER_SINGLE = Collective(
-    name="all_gather_single", operation="_allgather_base_", num_tensors=2, tensor=1
-)
-_REDUCE_SCATTER_SINGLE = Collective(
-    name="reduce_scatter_single", operation="_reduce_scatter_base_", num_tensors=2, tensor=1
-)
+_ALL_GATHER_SINGLE = Collective("all_gather_single", "_allgather_base_", 2, tensor=1)
+_REDUCE_SCATTER_SINGLE = Collective("reduce_scatter_single", "_reduce_scatter_base_", 2, tensor=1)
 _ALL_TO_ALL_SINGLE = Collective(
-    name="all_to_all_single",
-    operation="alltoall_base_",
-    num_tensors=2,
-    tensor=1,
-    sizes="equal without splits",
+    "all_to_all_single", "alltoall_base_", 2, tensor=1, sizes="equal without splits"
 )
 _ALL_GATHER_COALESCED = Collective(
-    name="all_gather_coalesced",
-    operation="allgather_into_tensor_coalesced_",
-    num_tensors=2,
-    tensor=1,
+    "all_gather_coalesced", "allgather_into_tensor_coalesced_", 2, tensor=1
 )
 _REDUCE_SCATTER_COALESCED = Collective(
-    name="reduce_scatter_coalesced",
-    operation="reduce_scatter_tensor_coalesced_",
-    num_tensors=2,
-    tensor=1,
+    "reduce_scatter_coalesced", "reduce_scatter_tensor_coalesced_", 2, tensor=1
 )
 
 METHODS = {
-    "allreduce": Collective(name="all_reduce", operation="allreduce_", num_tensors=1),
-    "allreduce_coalesced": Collective(
-        name="all_reduce_coalesced", operation="allreduce_coalesced_", num_tensors=1
-    ),
-    "broadcast": Collective(
-        name="broadcast", operation="broadcast_", num_tensors=1, root=0, root_is="from"
-    ),
-    "reduce": Collective(name="reduce", operation="reduce_", num_tensors=1, root=1, root_is="to"),
-    "allgather": Collective(
-        name="all_gather", operation="allgather_", num_tensors=2, tensor=1, sizes="equal on CPUs"
-    ),
-    "allgather_coalesced": Collective(
-        name="all_gather_coalesced", operation="allgather_coalesced_", num_tensors=2, tensor=1
-    ),
+    "allreduce": Collective("all_reduce", "allreduce_", 1),
+    "allreduce_coalesced": Collective("all_reduce_coalesced", "allreduce_coalesced_", 1),
+    "broadcast": Collective("broadcast", "broadcast_", 1, root=0, root_is="from"),
+    "reduce": Collective("reduce", "reduce_", 1, root=1, root_is="to"),
+    "allgather": Collective("all_gather", "allgather_", 2, tensor=1, sizes="equal on CPUs"),
+    "allgather_coalesced": Collective("all_gather_coalesced", "allgather_coalesced_", 2, tensor=1),
     "all_gather_single": _ALL_GATHER_SINGLE,
     "_allgather_base": _ALL_GATHER_SINGLE,
     "all_gather_single_coalesced": _ALL_GATHER_COALESCED,
     "allgather_into_tensor_coalesced": _ALL_GATHER_COALESCED,
     "gather": Collective(
-        name="gather",
-        operation="gather_",
-        num_tensors=2,
-        tensor=1,
-        root=0,
-        root_is="to",
-        sizes="equal on CPUs",
+        "gather", "gather_", 2, tensor=1, root=0, root_is="to", sizes="equal on CPUs"
     ),
-    "scatter": Collective(
-        name="scatter",
-        operation="scatter_",
-        num_tensors=2,
-        root=0,
-        root_is="from",
-        sizes="equal on CPUs",
-    ),
-    "reduce_scatter": Collective(
-        name="reduce_scatter", operation="reduce_scatter_", num_tensors=2, sizes="equal on CPUs"
-    ),
+    "scatter": Collective("scatter", "scatter_", 2, root=0, root_is="from", sizes="equal on CPUs"),
+    "reduce_scatter": Collective("reduce_scatter", "reduce_scatter_", 2, sizes="equal on CPUs"),
     "reduce_scatter_single": _REDUCE_SCATTER_SINGLE,
     "_reduce_scatter_base": _REDUCE_SCATTER_SINGLE,
     "reduce_scatter_single_coalesced": _REDUCE_SCATTER_COALESCED,
     "reduce_scatter_tensor_coalesced": _REDUCE_SCATTER_COALESCED,
-    "alltoall": Collective(
-        name="all_to_all", operation="alltoall_", num_tensors=2, tensor=1, sizes="free"
-    ),
+    "alltoall": Collective("all_to_all", "alltoall_", 2, tensor=1, sizes="free"),
     "all_to_all_single": _ALL_TO_ALL_SINGLE,
     "alltoall_base": _ALL_TO_ALL_SINGLE,
-    "barrier": Collective(name="barrier", operation="barrier", num_tensors=1, tensor=None),
-    "monitored_barrier": Collective(
-        name="monitored_barrier", operation="monitored_barrier_", num_tensors=1, tensor=None
-    ),
+    "barrier": Collective("barrier", "barrier", 1, tensor=None),
+    "monitored_barrier": Collective("monitored_barrier", "monitored_barrier_", 1, tensor=None),
 }
 """By their names in ``ProcessGroup``.  Calls between two ranks are not compared."""
 

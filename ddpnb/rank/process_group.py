@@ -104,7 +104,7 @@ class Group:
             if self.device.type == "cuda" and not self.cancellation.is_aborted:
                 ends_in_time([lambda: torch.cuda.synchronize(self.device)], DRAIN_SECONDS)
             if not abort_groups(ABORT_SECONDS):
-                raise RuntimeError(f"{self.backend} did not abort: start this rank anew.")
+                raise RuntimeError(f"{self.backend} did not abort: restart this rank.")
         with contextlib.suppress(RuntimeError):  # the connections of an aborted group are closed
             dist.destroy_process_group()
 

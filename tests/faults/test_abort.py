@@ -170,7 +170,7 @@ def test_an_abort_that_hangs_holds_up_nothing(groups, tmp_path, monkeypatch, cap
     assert groups == ["abort"] * 4 + ["sockets"]  # the abort first, while its sockets stand
     assert group.cancellation.is_aborted
     assert "standin did not abort in 0.2 s" in capfd.readouterr().err
-    with pytest.raises(RuntimeError, match="standin did not abort: start this rank anew"):
+    with pytest.raises(RuntimeError, match="standin did not abort: restart this rank"):
         group.leave()
 
 

@@ -59,7 +59,9 @@ def test_a_resumed_run_equals_one_that_never_stopped(ranks, tmp_path, strategy, 
     assert resumed[0][0].held_out_loss == pytest.approx(whole[0][0].held_out_loss, abs=1e-6)
     header = next(event for event in resumed[0][1] if isinstance(event, RunHeader))
     before = header.num_samples_before
-    assert f"Resumed from another run at {before} samples; time begins anew." in notes(resumed[0])
+    assert f"Resumed from another run at {before} samples; time starts again at 0." in notes(
+        resumed[0]
+    )
     assert (before, header.num_samples) == (232, 368)
     model, other = (model_of(tmp_path / name) for name in ("new", "whole"))
     for name, value in model.items():

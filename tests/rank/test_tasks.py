@@ -117,14 +117,14 @@ def test_the_users_own_cifar_files_are_read(images):
     loop.check(spec_of("cifar10"), state=make_state(0, 1), namespace={})
 
 
-def test_the_users_own_cifar_files_can_be_read_ahead_by_processes(images):
+def test_the_users_own_cifar_files_can_be_prefetched_by_processes(images):
     train = load_task(spec_of("cifar10"), {}, "").train
     assert isinstance(train, DatasetSamples)
     shards = list(every_step(3, part=0, num_parts=1))
     wanted = [torch.tensor(numbers) for numbers in ([20, 0, 12, 11], [5], [11, 13, 2])]
-    ahead = PrefetchingLoader(train.dataset, shards, lambda shard: wanted[shard.step], 2, seed=0)
-    pairs = list(ahead.pairs())
-    ahead.close()
+    loader = PrefetchingLoader(train.dataset, shards, lambda shard: wanted[shard.step], 2, seed=0)
+    pairs = list(loader.pairs())
+    loader.close()
     assert [shard for shard, _ in pairs] == shards
     for (_, (inputs, targets)), numbers in zip(pairs, wanted, strict=True):
         expected = train.fetch(numbers)

@@ -66,8 +66,13 @@ class DatasetSamples(Samples):
         return len(self.dataset)  # type: ignore[arg-type]  # checked: it has a length
 
     def fetch(self, indices: Tensor) -> Pair:
-        """Fetch the items one by one and stack them with ``default_collate``."""
-        inputs, targets = default_collate([self.dataset[index] for index in indices.tolist()])
+        """Fetch the items as torch's ``DataLoader`` does, and stack them."""
+        numbers, dataset = indices.tolist(), self.dataset
+        if hasattr(dataset, "__getitems__"):
+            items = dataset.__getitems__(numbers)
+        else:
+            items = [dataset[number] for number in numbers]
+        inputs, targets = default_collate(items)
         return Pair(inputs.cpu(), targets.cpu())
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.tasks.base import DatasetSamples, Pair, Samples, Task, default_optimizer
+from ddpnb.rank.tasks.base import DatasetSamples, Samples, Task, default_optimizer
 from ddpnb.rank.tasks.synthetic import make_images
 
 FOLDER = Path("data") / "cifar-10-batches-bin"
@@ -46,8 +46,8 @@ def build(spec: RunSpec) -> Task:
         train, held_out = make_images(1024, 256)
         notes = (f"Synthetic data: there is no {FOLDER}.",)
     else:
-        train = Records(sorted(folder.glob("data_batch_*.bin")))
-        held_out = Records([folder / "test_batch.bin"])
+        train = DatasetSamples(Images(sorted(folder.glob("data_batch_*.bin"))))
+        held_out = DatasetSamples(Images([folder / "test_batch.bin"]))
     return Task(
         model=make_model,
         train=train,
@@ -66,8 +66,8 @@ def data_folder(start: Path) -> Path | None:
 
 
 @final
-class Records(DatasetSamples):
-    """The images of several binary files, one file after the other.
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """The images of several binary files, one file after the other, with their labels.
 
     Args:
         paths: the files.
@@ -79,18 +79,6 @@ class Records(DatasetSamples):
     def __init__(self, paths: Sequence[Path]) -> None:
         if not paths:
             raise UserError(f"{FOLDER} holds no data_batch_1.bin: unpack all of CIFAR-10 there.")
-        self._images = _Images(paths)
-        super().__init__(self._images)
-
-    def fetch(self, indices: Tensor) -> Pair:
-        """Return normalised images (N, 3, 32, 32) and labels (N,)."""
-        return self._images.pair(indices.numpy())
-
-
-class _Images(Dataset[tuple[Tensor, Tensor]]):
-    """The images as torch's DataLoader reads them: a batch at once, then split into images."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
         self._files = [_records(path) for path in paths]
         self._starts = np.cumsum([0, *map(len, self._files)])
 
@@ -101,10 +89,8 @@ class _Images(Dataset[tuple[Tensor, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(*self.pair(np.array(indices)), strict=True))
-
-    def pair(self, numbers: np.ndarray) -> Pair:
-        """Return the images with these numbers, and their labels."""
+        """Return normalised images (3, 32, 32) and their labels (), all read at once."""
+        numbers = np.array(indices)
         records = np.empty((len(numbers), RECORD_BYTES), dtype=np.uint8)
         owners = np.searchsorted(self._starts, numbers, side="right") - 1
         for owner in np.unique(owners):
@@ -112,7 +98,8 @@ class _Images(Dataset[tuple[Tensor, Tensor]]):
             records[is_owned] = self._files[owner][numbers[is_owned] - self._starts[owner]]
         pixels = torch.from_numpy(records[:, 1:]).view(-1, 3, 32, 32)
         images = (pixels.float() / 255 - _MEAN) / _DEVIATION
-        return Pair(images, torch.from_numpy(records[:, 0].astype(np.int64)))
+        labels = torch.from_numpy(records[:, 0].astype(np.int64))
+        return list(zip(images, labels, strict=True))
 
 
 def _records(path: Path) -> np.ndarray:

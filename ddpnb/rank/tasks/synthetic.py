@@ -1,7 +1,7 @@
 """Synthetic images: the prototype from which a noisy image was made (ranks).
 
-Images have CIFAR's shape.  Each of ten classes has a random prototype.  An image is the prototype of
-its class plus noise, scaled to unit variance, so that there is something to learn.
+Images have CIFAR's shape.  Each of ten classes has a random prototype.  An image is the prototype
+of its class plus noise, scaled to unit variance, so that there is something to learn.
 
 Communication and computation can be increased independently: by parameters that need hardly any
 computation, and by convolutions that share their parameters.

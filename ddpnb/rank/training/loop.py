@@ -167,21 +167,21 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
     metrics = RunMetrics(context=context, publish=publish, clock=clock_of(context.device))
     with contextlib.ExitStack() as opened:
         # -- prepare ----------------------------------------------------------------------
-        parts = _prepare(context, metrics, should_stop, opened)
+        prepared = _prepare(context, metrics, should_stop, opened)
         # -- barrier ----------------------------------------------------------------------
         _barrier(context)
         # -- train ------------------------------------------------------------------------
-        _train(context, parts, metrics)
-        metrics.memory = parts.strategy.memory()
+        _train(context, prepared, metrics)
+        metrics.memory = prepared.strategy.memory()
         # -- finish -----------------------------------------------------------------------
-        model = parts.strategy.finish()  # waits for all: only then may the stop file be removed
+        model = prepared.strategy.finish()  # waits for all: only then may the stop file be removed
         if not metrics.was_stopped:
-            parts.callback.end()
-        num_lost = sum(len(context.indices(shard)) for shard in parts.strategy.lost_shards())
+            prepared.callback.end()
+        num_lost = sum(len(context.indices(shard)) for shard in prepared.strategy.lost_shards())
     # -- evaluate -------------------------------------------------------------------------
     if context.state.rank != 0:
         return metrics.report()
-    parts.callback.finish(model)
+    prepared.callback.finish(model)
     evaluation = evaluate(model, context.task, context.device, failed=metrics.mark)
     return metrics.report(
         final_loss=evaluation.train.loss,
@@ -192,8 +192,8 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """What takes part in the measured steps."""
+class _Prepared:
+    """What the measured steps use."""
 
     strategy: Strategy
     source: Source
@@ -207,7 +207,7 @@ def _prepare(
     metrics: RunMetrics,
     should_stop: Callable[[], bool],
     opened: contextlib.ExitStack,
-) -> _Parts:
+) -> _Prepared:
     """Set everything up; ``opened`` closes it."""
     fault_injector = _fault_injector(context, metrics)
     strategy = opened.enter_context(closing(context.strategy()))
@@ -232,7 +232,7 @@ def _prepare(
         warn=metrics.mark,
     )
     source = opened.enter_context(closing(context.source(strategy)))
-    return _Parts(
+    return _Prepared(
         strategy=strategy,
         source=source,
         stop=stop,
@@ -274,13 +274,13 @@ def _barrier(context: RunContext) -> None:
     dist.barrier(device_ids=device_ids)
 
 
-def _train(context: RunContext, parts: _Parts, metrics: RunMetrics) -> None:
+def _train(context: RunContext, prepared: _Prepared, metrics: RunMetrics) -> None:
     """Make the measured steps: all of them, or those before a stop."""
-    clock, fault_injector = metrics.clock, parts.fault_injector
+    clock, fault_injector = metrics.clock, prepared.fault_injector
     metrics.start()
     fault_injector.begin()
-    for step, (shard, pair) in enumerate(parts.source.pairs()):
-        if parts.stop.before(step):
+    for step, (shard, pair) in enumerate(prepared.source.pairs()):
+        if prepared.stop.before(step):
             metrics.was_stopped = True
             break
         context.cancellation.check(is_waiting=False)  # a strategy may never wait for the others
@@ -289,8 +289,8 @@ def _train(context: RunContext, parts: _Parts, metrics: RunMetrics) -> None:
             metrics.add(clock.stop())  # steps that a GPU has yet to finish
             fault_injector.kill()
         fault_injector.begin_step()
-        report = parts.strategy.step(batch)
+        report = prepared.strategy.step(batch)
         fault_injector.delay()  # if the strategy itself has not called it
         metrics.add(clock.timing(report))
-        parts.callback.after(shard)
+        prepared.callback.after(shard)
     metrics.add(clock.stop())

@@ -137,4 +137,4 @@ def _resume_note(context: RunContext) -> str:
     name = context.spec.resumed or "another run"
     num_samples = context.schedule.num_samples_before(context.first_step)
     about = "" if context.plan.synchronous else "about "
-    return f"Resumed from {name} at {about}{num_samples} samples; time begins anew."
+    return f"Resumed from {name} at {about}{num_samples} samples; time starts again at 0."
