@@ -88,7 +88,7 @@ class OwnStrategy(SynchronousStrategy):
     def plan(self, state: RankState) -> Plan:
         """Every rank."""
         synchronous = bool(getattr(self._strategy, "synchronous", True))
-        # Whether its ranks wait for each other is not known: num_ahead is what a stop allows for.
+        # Whether its ranks wait for each other is not known: num_prefetched is what a stop allows for.
         return replace(super().plan(state), synchronous=synchronous, num_prefetched=1)
 
     def setup(self, replica: Replica) -> None:
