@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.parameter_store import Access
+from ddpnb.rank.comm.parameter_store import ParameterAccess
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.strategies.base import Batch, Memory, Replica, StepReport, Strategy
@@ -103,7 +103,7 @@ class Fit:
     parameters: list[Tensor]
     buffers: list[Tensor]
     reports: list[StepReport]
-    log: list[Access] = field(default_factory=list)
+    log: list[ParameterAccess] = field(default_factory=list)
     num_files_left: int = 0
     num_files_while_training: int = 0
     memory: Memory = field(default_factory=Memory)
@@ -134,7 +134,7 @@ def by_strategy(
     before_step: BeforeStep | None = None,
 ) -> Fit:
     """The same by a strategy, on one of the ranks."""
-    log: list[Access] = []
+    log: list[ParameterAccess] = []
     strategy = AsyncParameterServer(log=log.append) if word == "async" else make_strategy(word, {})
     if state.rank >= strategy.plan(state).num_ranks:
         return fit_of(nn.Module(), [])

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import rpc
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.comm.parameter_store import Access
+from ddpnb.rank.comm.parameter_store import ParameterAccess
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from tests.rank.fit import Fit, Problem, by_hand, by_strategy, distance, drive
 from tests.rank.hold import hold_rank_1, wait_for
@@ -29,7 +29,7 @@ OPTIONS = [
 def fit_async(
     state, folder, problem, options=None, transport="auto", before_step=None, **place
 ) -> Fit:
-    log: list[Access] = []
+    log: list[ParameterAccess] = []
     strategy = AsyncParameterServer(**options or {}, log=log.append)
     try:
         fit = drive(strategy, state, folder, problem, before_step, transport=transport, **place)
@@ -182,7 +182,7 @@ def test_a_slow_worker_holds_nobody_up(ranks, tmp_path, transport):
     assert distance(fast, slow) == 0
 
 
-def recomputed(log: list[Access], rank: int) -> list[int]:
+def recomputed(log: list[ParameterAccess], rank: int) -> list[int]:
     """Staleness of each gradient of a rank: updates between its last read and its arrival."""
     found, version, version_read = [], 0, 0
     for access in log:
@@ -194,7 +194,7 @@ def recomputed(log: list[Access], rank: int) -> list[int]:
     return found
 
 
-def writes_of_others(log: list[Access], rank: int) -> list[int]:
+def writes_of_others(log: list[ParameterAccess], rank: int) -> list[int]:
     """Staleness where each gradient makes an update: writes of others since the last read."""
     found, num_others = [], 0
     for access in log:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpnb.rank.comm.parameter_store import Access
-from ddpnb.rank.strategies.gossip import Gossip, chosen_by
+from ddpnb.rank.comm.parameter_store import ParameterAccess
+from ddpnb.rank.strategies.gossip import Gossip, choose_peer
 from ddpnb.rank.tasks.batches import Shard
 from tests.rank.fit import Fit, Problem, distance, drive, fit_of
 from tests.rank.ranks import TIMEOUT_SECONDS, make_state
@@ -25,7 +25,7 @@ CALM = Problem(num_epochs=10, learning_rate=0.02)
 def fit_gossip(
     state, folder, problem, before_step=None, timeout_seconds=60.0, joins=False, num_prefetched=0
 ):
-    log: list[Access] = []
+    log: list[ParameterAccess] = []
     strategy = Gossip(timeout=timeout_seconds, log=log.append)
     try:
         place = {"joins": joins, "num_prefetched": num_prefetched}
@@ -101,7 +101,7 @@ def algorithm_1(problem: Problem, num_ranks: int) -> Fit:
         indices = order.indices(Shard(step=step, part=part, num_parts=num_ranks))
         optimizers[part].zero_grad()
         torch.nn.functional.mse_loss(models[part](inputs[indices]), targets[indices]).backward()
-        other = chosen_by(part, step, range(num_ranks))
+        other = choose_peer(part, step, range(num_ranks))
         assert other is not None
         average([models[part], models[other]])
         optimizers[part].step()
@@ -138,12 +138,12 @@ def test_all_ranks_end_with_the_same_weights_and_leave_nothing(ranks):
 
 
 def test_whom_one_meets_is_random_and_repeatable():
-    met = [chosen_by(1, step, range(4)) for step in range(3000)]
-    assert met == [chosen_by(1, step, range(4)) for step in range(3000)]
-    assert met != [chosen_by(2, step, range(4)) for step in range(3000)]
+    met = [choose_peer(1, step, range(4)) for step in range(3000)]
+    assert met == [choose_peer(1, step, range(4)) for step in range(3000)]
+    assert met != [choose_peer(2, step, range(4)) for step in range(3000)]
     assert all(900 < met.count(other) < 1100 for other in (0, 2, 3))
-    assert chosen_by(1, 5, [1, 3]) == 3
-    assert chosen_by(0, 5, [0]) is None
+    assert choose_peer(1, 5, [1, 3]) == 3
+    assert choose_peer(0, 5, [0]) is None
 
 
 def test_gpus_meet_in_pairs_and_that_is_said():

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from ddpnb.rank.comm.messages import RankLostError, RunOverError
-from ddpnb.rank.comm.shared_weights import Weights
+from ddpnb.rank.comm.shared_weights import SharedWeights
 from tests.rank.fit import Problem, distance
 from tests.rank.test_deaths import (
     LONG,
@@ -57,8 +57,8 @@ def fit_or_die(state, folder, place):
     if state.rank != 1:
         return fit_gossip(state, folder, LONG, unhurried)
     if place == "averaging":
-        average = Weights._average
-        Weights._average = lambda *args: die_on_the_fifth_call() or average(*args)
+        average = SharedWeights._average
+        SharedWeights._average = lambda *args: die_on_the_fifth_call() or average(*args)
     return fit_gossip(state, folder, Deadly() if place == "updating" else LONG, unhurried)
 
 
@@ -134,8 +134,8 @@ def test_where_rank_0_comes_to_no_mean_the_others_are_told(fresh_ranks, fate):
 
 def fit_without_a_mean(state, folder, fate):
     if state.rank == 0:
-        mean = Weights.mean
-        Weights.mean = lambda *args: END[fate]() or mean(*args)
+        mean = SharedWeights.mean
+        SharedWeights.mean = lambda *args: END[fate]() or mean(*args)
     return fit_gossip(state, folder, CALM, unhurried, 2.0)
 
 

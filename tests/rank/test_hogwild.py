@@ -14,7 +14,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.messages import RankLostError, RunOverError
-from ddpnb.rank.comm.parameter_store import Access
+from ddpnb.rank.comm.parameter_store import ParameterAccess
 from ddpnb.rank.comm.work_queue import WorkQueue
 from ddpnb.rank.strategies.hogwild import Hogwild
 from tests.rank.fit import Fit, Problem, distance, drive
@@ -44,7 +44,7 @@ def fit_hogwild(
     num_prefetched=0,
     ended=None,
 ):
-    log: list[Access] = []
+    log: list[ParameterAccess] = []
     strategy = Hogwild(timeout=timeout_seconds, log=log.append)
     try:
         place = {"joins": joins, "num_prefetched": num_prefetched}
@@ -103,7 +103,7 @@ def test_staleness_is_what_the_logs_of_all_workers_say(ranks, tmp_path):
     assert list(ranks(3).folder.iterdir()) == []
 
 
-def writes_in(fit: Fit) -> list[Access]:
+def writes_in(fit: Fit) -> list[ParameterAccess]:
     return [access for access in fit.log if access.is_write]
 
 
@@ -209,8 +209,13 @@ def test_the_board_hands_out_each_share_once_and_knows_the_lost(tmp_path):
         )
         for rank in range(2)
     )
-    assert [one.take(), other.take(), one.take(), other.take()] == [0, 1, 2, None]
-    other.settle()
+    assert [one.take_shard(), other.take_shard(), one.take_shard(), other.take_shard()] == [
+        0,
+        1,
+        2,
+        None,
+    ]
+    other.finish_shard()
     assert one.lost_shards() == [0, 2]
     assert [one.count_update(), other.count_update(), one.num_updates] == [1, 2, 2]
     for queue in (one, other, one):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ddpnb.protocol.messages import RunHeader
-from ddpnb.rank.strategies.gossip import met_in
+from ddpnb.rank.strategies.gossip import partner_in_step
 from ddpnb.rank.tasks.batches import Shard
 from tests.rank.fit import Fit, Problem, by_strategy, distance, fit_of
 from tests.rank.test_options import spec_of, train_job
@@ -55,11 +55,11 @@ def test_local_sgd_is_training_apart_and_averaging(ranks, num_ranks, optimizer):
         ("local-sgd:every=14", []),  # 14 steps in all
         (
             "local-sgd:every=20",
-            ["Weights are averaged at the end alone: 14 steps are fewer than 20."],
+            ["SharedWeights are averaged at the end alone: 14 steps are fewer than 20."],
         ),
         (
             "local-sgd:after=7",
-            ["Weights are averaged at the end alone: 14 steps are fewer than 15."],
+            ["SharedWeights are averaged at the end alone: 14 steps are fewer than 15."],
         ),
         ("diloco:every=14", []),
         (
@@ -119,7 +119,7 @@ def test_post_local_sgd_begins_synchronously(ranks):
 def test_gossip_is_averaging_in_pairs(ranks, num_ranks):
     def meet(step, models) -> None:
         for rank, model in enumerate(models):
-            other = met_in(step, rank=rank, world_size=num_ranks)
+            other = partner_in_step(step, rank=rank, world_size=num_ranks)
             if other is not None and other > rank:
                 average([model, models[other]])
 
@@ -132,7 +132,7 @@ def test_gossip_is_averaging_in_pairs(ranks, num_ranks):
 def test_who_meets_whom(num_ranks):
     seen = set()
     for step in range(2 * num_ranks):
-        met = [met_in(step, rank=rank, world_size=num_ranks) for rank in range(num_ranks)]
+        met = [partner_in_step(step, rank=rank, world_size=num_ranks) for rank in range(num_ranks)]
         assert met.count(None) == num_ranks % 2  # of an odd number one rests
         for rank, other in enumerate(met):
             if other is not None:
