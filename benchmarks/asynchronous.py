@@ -29,7 +29,7 @@ from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
 _numbers = itertools.count()
 BATCH_SIZE = 128
 SECONDS = 2.0
-"""How long each loop trains in each round; who is asynchronous may stop at any step."""
+"""How long each loop trains in each round; asynchronous loops may stop at any step."""
 NUM_SYNCHRONOUS_STEPS = 30
 
 
@@ -80,7 +80,7 @@ def exchange_ms(
 
 
 class Ready(Replica):
-    """A replica whose gradients lie ready: nothing is computed."""
+    """A replica with ready gradients: nothing is computed."""
 
     __slots__ = ()
 

@@ -152,9 +152,9 @@ def drive(
     folder: Path,
     problem: Problem,
     before_step: BeforeStep | None = None,
-    **place: Any,
+    **fields: Any,
 ) -> Fit:
-    """Train on every share that the strategy names; ``place``: further fields of the replica."""
+    """Train on every shard that the strategy names; ``fields``: more fields of the replica."""
     order, (inputs, targets) = problem.order(state.world_size), problem.data()
     strategy.setup(
         Replica(
@@ -167,11 +167,11 @@ def drive(
             num_steps=order.num_steps,
             folder=folder,
             accumulate=problem.accumulate,
-            **({"name": "fit"} | place),
+            **({"name": "fit"} | fields),
         )
     )
     reports = []
-    shards = asked_ahead(strategy.shards(), place.get("num_prefetched", 0))
+    shards = taken_in_advance(strategy.shards(), fields.get("num_prefetched", 0))
     for number, shard in enumerate(shards):
         if before_step is not None:
             before_step(state.rank, number)
@@ -185,8 +185,8 @@ def drive(
     )
 
 
-def asked_ahead(shards: Iterator[Shard], num_prefetched: int) -> Iterator[Shard]:
-    """Ask for so many more shares than are trained on, as who fetches ahead does."""
+def taken_in_advance(shards: Iterator[Shard], num_prefetched: int) -> Iterator[Shard]:
+    """Take so many shards in advance, as prefetching does."""
     held = deque(itertools.islice(shards, num_prefetched))
     for shard in shards:
         held.append(shard)

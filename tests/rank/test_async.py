@@ -27,12 +27,12 @@ OPTIONS = [
 
 
 def fit_async(
-    state, folder, problem, options=None, transport="auto", before_step=None, **place
+    state, folder, problem, options=None, transport="auto", before_step=None, **fields
 ) -> Fit:
     log: list[ParameterAccess] = []
     strategy = AsyncParameterServer(**options or {}, log=log.append)
     try:
-        fit = drive(strategy, state, folder, problem, before_step, transport=transport, **place)
+        fit = drive(strategy, state, folder, problem, before_step, transport=transport, **fields)
     finally:
         strategy.close()
         strategy.close()
@@ -76,7 +76,7 @@ def hold_at_the_bound(sign: Path, bound: int, rank: int, step: int) -> None:
         sign.touch()
     if rank == 1 and step == 2:
         wait_for(sign)
-        time.sleep(0.3)  # in which nobody may get further
+        time.sleep(0.3)  # in which no rank may get further
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
@@ -174,7 +174,7 @@ def test_one_pass_moves_the_parameters_as_far_as_synchronous_sgd(ranks):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_slow_worker_holds_nobody_up(ranks, tmp_path, transport):
+def test_a_slow_worker_delays_no_other(ranks, tmp_path, transport):
     problem = Problem(num_epochs=20, learning_rate=0.02)
     hold = partial(hold_rank_1, tmp_path / "sign", 220)
     fast, slow = ranks(2).call(fit_async, problem, {}, transport, hold)

@@ -1,4 +1,4 @@
-"""Does gossip wait for nobody, average fairly, and say how stale its gradients are?"""
+"""Does gossip never wait, average fairly, and report how stale its gradients are?"""
 
 import itertools
 import time
@@ -28,8 +28,8 @@ def fit_gossip(
     log: list[ParameterAccess] = []
     strategy = Gossip(timeout=timeout_seconds, log=log.append)
     try:
-        place = {"joins": joins, "num_prefetched": num_prefetched}
-        fit: Fit = drive(strategy, state, folder, problem, before_step, **place)
+        fields = {"joins": joins, "num_prefetched": num_prefetched}
+        fit: Fit = drive(strategy, state, folder, problem, before_step, **fields)
         return replace(fit, log=log), strategy.lost_shards()
     finally:
         strategy.close()
@@ -137,7 +137,7 @@ def test_all_ranks_end_with_the_same_weights_and_leave_nothing(ranks):
     assert list(ranks(3).folder.iterdir()) == []
 
 
-def test_whom_one_meets_is_random_and_repeatable():
+def test_the_choice_of_peers_is_random_and_repeatable():
     met = [choose_peer(1, step, range(4)) for step in range(3000)]
     assert met == [choose_peer(1, step, range(4)) for step in range(3000)]
     assert met != [choose_peer(2, step, range(4)) for step in range(3000)]

@@ -47,8 +47,8 @@ def fit_hogwild(
     log: list[ParameterAccess] = []
     strategy = Hogwild(timeout=timeout_seconds, log=log.append)
     try:
-        place = {"joins": joins, "num_prefetched": num_prefetched}
-        fit: Fit = drive(strategy, state, folder, problem, before_step, **place)
+        fields = {"joins": joins, "num_prefetched": num_prefetched}
+        fit: Fit = drive(strategy, state, folder, problem, before_step, **fields)
         if ended is not None:
             ended.touch()
         return replace(fit, log=log), strategy.lost_shards()
@@ -74,7 +74,7 @@ class OverlapProblem(Problem):
         model.register_forward_pre_hook(before_forward)
         return model
 
-    def meet(self, rank: int, step: int) -> None:
+    def before_step(self, rank: int, step: int) -> None:
         """Before each step."""
         if rank == 0 and step == 3:
             wait_for(self.folder / "computing")
@@ -86,7 +86,7 @@ class OverlapProblem(Problem):
 
 def test_staleness_is_what_the_logs_of_all_workers_say(ranks, tmp_path):
     problem = OverlapProblem(num_epochs=10, learning_rate=0.02, folder=tmp_path)
-    fits = [fit for fit, _ in ranks(3).call(fit_hogwild, problem, problem.meet)]
+    fits = [fit for fit, _ in ranks(3).call(fit_hogwild, problem, problem.before_step)]
     writes = {access.version: rank for rank, fit in enumerate(fits) for access in writes_in(fit)}
     assert sum(len(writes_in(fit)) for fit in fits) == len(writes)  # each has its own number
     assert sorted(writes) == list(range(1, problem.order(3).num_steps * 3 + 1))
@@ -122,7 +122,7 @@ def test_it_finds_the_known_optimum_of_a_convex_problem(ranks):
     torch.testing.assert_close(fit.parameters[1], optimum[6], atol=1e-3, rtol=0)
 
 
-def test_a_slow_worker_holds_nobody_up(ranks, tmp_path):
+def test_a_slow_worker_delays_no_other(ranks, tmp_path):
     hold = partial(hold_rank_1, tmp_path / "sign", 110)
     (fast, _), (slow, _) = ranks(2).call(fit_hogwild, CALM, hold)
     assert len(fast.reports) >= 110 > 3 * len(slow.reports)
@@ -155,11 +155,11 @@ def test_a_new_process_takes_a_dead_ones_place(fresh_ranks, tmp_path):
     assert distance(fit, joined) == 0
 
 
-def test_who_comes_when_all_is_over_is_told_so(ranks):
+def test_a_worker_that_joins_after_the_end_gets_an_error(ranks):
     assert ranks(2).start_outside(come_late, 1).result() == "over"
 
 
-def test_where_a_worker_raises_the_others_are_told_who(ranks):
+def test_where_a_worker_raises_the_others_name_it(ranks):
     failures = ranks(3).attempt(fit_hogwild, LONG, raise_on_rank_1)
     assert isinstance(failures[1].cause, ZeroDivisionError)
     assert isinstance(failures[0].cause, RankLostError)
@@ -173,7 +173,7 @@ def test_the_death_of_rank_0_ends_the_run_with_a_sentence(fresh_ranks):
     assert "Rank 0 left" in str(failures[1].cause)
 
 
-def test_who_is_silent_is_given_up(ranks, tmp_path):
+def test_a_silent_worker_is_given_up(ranks, tmp_path):
     sign = tmp_path / "sign"
     (fit, lost), second, (other, _) = ranks(3).attempt(
         fit_hogwild, CALM, partial(hang, sign), 5.0, False, 0, sign
@@ -195,8 +195,8 @@ def test_another_transport_is_refused_before_anything_trains(transport):
         RunSpec(run_id="r", strategy="hogwild", task="digits", transport=transport)
 
 
-def test_the_board_hands_out_each_share_once_and_knows_the_lost(tmp_path):
-    path = tmp_path / "board"
+def test_the_queue_hands_out_each_shard_once_and_knows_the_lost(tmp_path):
+    path = tmp_path / "queue"
     WorkQueue.create(path, world_size=2, num_shards=3)
     one, other = (
         WorkQueue(

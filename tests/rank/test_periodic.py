@@ -1,4 +1,4 @@
-"""Do ranks that meet only now and then average what, when and with whom they say?"""
+"""Do ranks that meet only now and then average what they should, when and with the right rank?"""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_local_sgd_is_training_apart_and_averaging(ranks, num_ranks, optimizer):
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "notes"),
     [
         ("local-sgd:every=14", []),  # 14 steps in all
         (
@@ -68,10 +68,10 @@ def test_local_sgd_is_training_apart_and_averaging(ranks, num_ranks, optimizer):
         ),
     ],
 )
-def test_where_the_end_comes_first_that_is_told(ranks, word: str, told: list[str]):
+def test_where_the_end_comes_first_that_is_noted(ranks, word: str, notes: list[str]):
     _, events = ranks(2).call(train_job, spec_of(word))[0]
     (header,) = [event for event in events if isinstance(event, RunHeader)]
-    assert list(header.notes) == told
+    assert list(header.notes) == notes
 
 
 def test_diloco_without_an_outer_optimizer_is_local_sgd(ranks):
@@ -129,7 +129,7 @@ def test_gossip_is_averaging_in_pairs(ranks, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 10))
-def test_who_meets_whom(num_ranks):
+def test_partners_meet_each_other_and_change(num_ranks):
     seen = set()
     for step in range(2 * num_ranks):
         met = [partner_in_step(step, rank=rank, world_size=num_ranks) for rank in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""Does the sum in shared memory add up, always, and let go of who waits for the dead?"""
+"""Is the all-reduce in shared memory right, and are its waits freed where a rank dies?"""
 
 import os
 import random
@@ -86,7 +86,7 @@ def late_readers(state, folder, num_rounds):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_nobody_overwrites_what_another_has_yet_to_read(ranks, num_ranks):
+def test_no_rank_overwrites_what_another_has_yet_to_read(ranks, num_ranks):
     assert ranks(num_ranks).call(late_readers, 8) == [0] * num_ranks
 
 
@@ -174,7 +174,7 @@ def test_an_interrupt_reaches_a_rank_that_waits(fresh_ranks):
     assert fresh_ranks(2).call(interrupted_training) == [KeyboardInterrupt, RuntimeError]
 
 
-def test_where_ranks_share_no_memory_gloo_takes_over_and_it_is_said(ranks):
+def test_where_ranks_share_no_memory_gloo_takes_over_with_a_note(ranks):
     for fit in ranks(2).call(apart, Problem()):
         assert distance(fit, by_hand(Problem(), 2)) < 1e-5
         assert "cannot share memory" in fit.notes[0]
@@ -191,7 +191,7 @@ def apart(state, folder, problem):
         own.rmdir()
 
 
-def test_waiting_is_told_from_copying(ranks):
+def test_waiting_is_timed_apart_from_copying(ranks):
     for timings in ranks(2).call(timed_job, "ddp-shm", 6):
         assert all(parts.waiting > 0 and parts.communication > 0 for _, parts in timings)
         assert all(parts.hidden == 0 for _, parts in timings)

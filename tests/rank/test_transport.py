@@ -1,4 +1,4 @@
-"""Do tensors of any kind cross shared memory unharmed, and nothing change under a worker?"""
+"""Do tensors cross shared memory unharmed, and do parameters stay while a worker uses them?"""
 
 import random
 import socket
@@ -40,7 +40,7 @@ def test_any_mix_of_tensors_is_packed_and_copied_at_once():
         assert slot.dtype == value.dtype
 
 
-def test_memory_that_was_handed_over_is_the_same_and_has_no_name(tmp_path):
+def test_memory_that_was_sent_is_the_same_and_has_no_name(tmp_path):
     mine = SharedMemory.create(tmp_path / "memory", KINDS, 3)
     assert list(tmp_path.iterdir()) == []
     one_end, other_end = socket.socketpair()
@@ -65,7 +65,7 @@ def test_memory_that_was_handed_over_is_the_same_and_has_no_name(tmp_path):
             assert torch.equal(tensor, torch.full_like(kind, number))
 
 
-def test_memory_that_nobody_hands_over_is_waited_for_no_longer():
+def test_memory_is_not_waited_for_when_the_other_end_is_gone():
     one_end, other_end = socket.socketpair()
     with other_end:
         one_end.close()
@@ -73,7 +73,7 @@ def test_memory_that_nobody_hands_over_is_waited_for_no_longer():
             SharedMemory.receive(other_end, KINDS, 2)
 
 
-def test_where_there_is_no_room_it_is_said(tmp_path):
+def test_missing_room_is_an_error_with_a_sentence(tmp_path):
     with pytest.raises(UserError, match=r"no room for .* MB of shared memory"):
         packed_tensors.create_shared_file(tmp_path / "box", 2**60)
     assert list(tmp_path.iterdir()) == []
@@ -135,13 +135,13 @@ def test_a_worker_finds_the_server_in_the_folder(tmp_path, served):
     transport.drain()
 
 
-def test_a_worker_that_nobody_joins_gives_up(parameters):
+def test_a_worker_that_waits_alone_gives_up(parameters):
     server = make_server(make_store(parameters, 2), 2)
     with pytest.raises(RankLostError, match="Rank 1 left"):
         server.begin(0)
 
 
-def test_a_server_that_nobody_found_closes(tmp_path, served):
+def test_a_server_without_workers_closes(tmp_path, served):
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -277,7 +277,7 @@ def test_a_parameter_without_a_gradient_is_left_alone(parameters):
     assert store.tensors[1].unique().tolist() == [1]
 
 
-def test_nobodys_parameters_change_while_it_trains_on_them(parameters):
+def test_parameters_do_not_change_while_a_worker_trains_on_them(parameters):
     """Workers push in random order; some leave, and come back."""
     num_workers, chance = 4, random.Random(3)
     store = make_store(parameters, num_workers)
@@ -361,7 +361,7 @@ def test_a_worker_killed_in_its_wait_does_not_cost_its_successor_the_place(param
         assert list(joined.shards) == [2]
         with pytest.raises(RankLostError, match="Rank 1"):
             waits.result(10)
-        server.lose(1, 1)  # what its connection tells now is old
+        server.lose(1, 1)  # a late report of its old connection
         pushes = [
             pool.submit(server.push, rank, ones, 0.5, incarnation)
             for rank, incarnation in ((0, 0), (1, "its successor"))

@@ -1,4 +1,4 @@
-"""Do averages of two workers' weights keep the mean, and does nobody wait for a lock for ever?"""
+"""Do averages of two workers' weights keep the mean, and does every wait for a lock end?"""
 
 import contextlib
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_two_take_the_mean_and_a_third_stays(tmp_path):
 
 
 def wait_for_a_lock(state, folder):
-    """Rank 0 holds its lock; rank 1 waits for it in vain, until its time is up or all is cut."""
+    """Rank 0 holds its lock; rank 1 waits for it in vain, until its time is up or it is cancelled."""
     if state.rank == 0:
         create_shared_file(folder / "weights", 2 * packed_num_bytes(LIKE))
     dist.barrier()
@@ -93,7 +93,7 @@ def wait_for_a_lock(state, folder):
     return causes
 
 
-def test_who_waits_for_a_lock_is_freed_in_time(ranks):
+def test_a_wait_for_a_lock_ends_in_time(ranks):
     _, (late, abort) = ranks(2).call(wait_for_a_lock)
     assert isinstance(late, RankLostError)
     assert "freed from its wait" in str(abort)

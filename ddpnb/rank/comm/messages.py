@@ -76,7 +76,7 @@ class Reply(NamedTuple):
     waited_seconds: float = 0.0
     """How long the reply had to wait for other workers."""
     lost_rank: int = NO_RANK
-    """The rank whose loss ended the run; then there are no parameters."""
+    """The lost rank that ended the run; then there are no parameters."""
     copy: int = 0
     """The copy of the parameters to train on, for a worker that shares the server's memory."""
     is_complete: bool = True

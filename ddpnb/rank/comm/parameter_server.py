@@ -1,4 +1,4 @@
-"""The parameter server: who may go on, with which parameters, on which shard (rank 0).
+"""The parameter server: when workers may go on, and with what (rank 0).
 
 Each worker's calls block until it may go on.  Rank 0's own worker calls directly; for each
 worker of another rank, a thread of a transport calls.
@@ -29,7 +29,7 @@ class _Worker:
     incarnation: object
     """Which of the rank's processes it is; a restarted one has another."""
     clock: int
-    """Shards whose gradients have arrived."""
+    """Number of shards that it has pushed the gradients of."""
     first_shards: range = range(0)
     """What it was handed out at the start."""
     shards: deque[int] = field(default_factory=deque)

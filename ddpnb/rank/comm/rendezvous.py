@@ -80,7 +80,7 @@ class Rendezvous:
         return next(iter(self.find_dead_ranks()), NO_RANK)
 
     def find_dead_ranks(self) -> list[int]:
-        """Return the ranks of this host whose processes have died."""
+        """Return the ranks of this host that have died."""
         return [
             rank
             for rank, process in self._peers.items()

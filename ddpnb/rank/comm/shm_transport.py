@@ -1,8 +1,8 @@
 """The transport within a host: shared memory and Unix sockets (ranks).
 
 Each worker of another rank writes its gradients into its part of the shared memory and trains
-on one of the copies of the parameters there.  Short messages through a Unix socket say whose
-turn it is; where a process dies, the socket closes at once.  The server's socket lies in the
+on one of the copies of the parameters there.  Short messages through a Unix socket pass
+the turn; where a process dies, the socket closes at once.  The server's socket lies in the
 run's folder, which no other user may enter: a process that starts later finds it without a
 collective.
 """

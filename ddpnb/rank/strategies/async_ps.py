@@ -127,7 +127,7 @@ class AsyncParameterServer(Strategy):
         """Train on one shard, with parameters as old as the last pull."""
         # forward, backward
         loss = self._replica.compute_gradients(batch)
-        # agree: with nobody, unless there is a bound
+        # agree: with no other rank, unless there is a bound
         # update: by the server; the parameters that come back also have the others' updates
         self._exchange(batch.weight)
         return StepReport(

@@ -86,7 +86,7 @@ class Ddp(SynchronousStrategy):
         self._is_resumed = False
 
     def check(self, replica: Replica) -> None:
-        """Refuse a static graph whose gradients accumulate, and what PowerSGD cannot send."""
+        """Refuse accumulation in a static graph, and gradients that PowerSGD cannot send."""
         if self._static_graph and replica.accumulate > 1:
             raise UserError(
                 "ddp:static_graph=on cannot accumulate gradients (torch's no_sync fails in it); "

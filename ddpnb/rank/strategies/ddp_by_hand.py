@@ -7,7 +7,7 @@ B: the same update as ``ddp``, without its buckets: everything is sent at once, 
 backward pass.
 
 Reference: Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4; Li et al.,
-"PyTorch Distributed", PVLDB 13(12), 2020, section 3.2.1, whose naive solution this is.
+"PyTorch Distributed", PVLDB 13(12), 2020, section 3.2.1 (the naive solution).
 
 Messages per step: one all-reduce of all gradients (one for each dtype).
 Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients.

@@ -69,7 +69,7 @@ class Hogwild(SharedMemoryStrategy):
         self.log_access(is_write=False, version=version_read)
         # forward, backward
         loss = self._replica.compute_gradients(batch)
-        # agree: with nobody
+        # agree: with no other rank
         # update: in the memory of all, while others do the same
         self._replica.timer.begin("optimizer")
         self._make_step(batch.weight)

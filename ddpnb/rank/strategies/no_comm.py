@@ -42,7 +42,7 @@ class NoComm(SynchronousStrategy):
         """Train on this rank's part of one global batch, alone."""
         # forward, backward
         loss = self._replica.compute_gradients(batch)
-        # agree: with nobody
+        # agree: with no other rank
         # update
         self._replica.update(self._optimizer)
         return StepReport(loss=loss, num_samples=batch.num_samples)

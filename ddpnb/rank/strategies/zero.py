@@ -43,7 +43,7 @@ class Zero(SynchronousStrategy):
     """Torch's ``DistributedDataParallel`` with its ``ZeroRedundancyOptimizer``."""
 
     def check(self, replica: Replica) -> None:
-        """Refuse parameters of several types, and a torch whose step hooks are hidden."""
+        """Refuse parameters of several types, and a torch that does not list step hooks."""
         if not lists_step_hooks.works:
             raise UserError(f"{lists_step_hooks.sentence}.")
         if len({parameter.dtype for parameter in replica.parameters}) > 1:
