@@ -212,6 +212,23 @@ def fit_of(model: nn.Module, reports: list[StepReport]) -> Fit:
     )
 
 
+def optimum(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the linear model that fits a problem best."""
+    inputs, targets = problem.data()
+    ones = torch.ones(len(inputs), 1)
+    solution = torch.linalg.lstsq(torch.cat([inputs, ones], dim=1), targets).solution
+    return solution[:6].T, solution[6]
+
+
+@torch.no_grad()
+def average(models: list[nn.Module]) -> None:
+    """Give all models the mean of their parameters."""
+    for same in zip(*(model.parameters() for model in models), strict=True):
+        mean = sum(same) / len(same)
+        for parameter in same:
+            parameter.copy_(mean)
+
+
 def distance(one: Fit, other: Fit) -> float:
     """Largest difference of any parameter."""
     pairs = zip(one.parameters, other.parameters, strict=True)

@@ -12,7 +12,7 @@ from torch.distributed import rpc
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.comm.parameter_store import ParameterAccess
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
-from tests.rank.fit import Fit, Problem, by_hand, by_strategy, distance, drive
+from tests.rank.fit import Fit, Problem, by_hand, by_strategy, distance, drive, optimum
 from tests.rank.hold import hold_rank_1, wait_for
 
 TRANSPORTS = ["shm", "gloo", "rpc", "auto"]
@@ -156,12 +156,8 @@ def test_the_samples_are_those_of_a_synchronous_run(ranks):
 @pytest.mark.parametrize("options", [{}, {"period": 2}, {"bound": 1}], ids=str)
 def test_it_finds_the_known_optimum_of_a_convex_problem(ranks, options):
     problem = Problem(model="linear", learning_rate=0.1, num_epochs=60, batch_size=16)
-    inputs, targets = problem.data()
-    ones = torch.ones(len(inputs), 1)
-    optimum = torch.linalg.lstsq(torch.cat([inputs, ones], dim=1), targets).solution
-    weight, bias = ranks(2).call(fit_async, problem, options)[0].parameters
-    torch.testing.assert_close(weight, optimum[:6].T, atol=1e-3, rtol=0)
-    torch.testing.assert_close(bias, optimum[6], atol=1e-3, rtol=0)
+    fit = ranks(2).call(fit_async, problem, options)[0]
+    torch.testing.assert_close(tuple(fit.parameters), optimum(problem), atol=1e-3, rtol=0)
 
 
 def test_one_pass_moves_the_parameters_as_far_as_synchronous_sgd(ranks):

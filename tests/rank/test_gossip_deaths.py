@@ -1,4 +1,4 @@
-"""What does a death, a failure or a silence cost the other workers of gossip?"""
+"""What does a death, a failure or a silence cost the other workers, without a server?"""
 
 import itertools
 import os
@@ -22,22 +22,24 @@ from tests.rank.test_deaths import (
     wait_for_another,
 )
 from tests.rank.test_gossip import CALM, fit_gossip
+from tests.rank.test_hogwild import fit_hogwild
 
 QUICK = Problem(num_epochs=24, model="linear", learning_rate=0.3)
 
 
+@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild])
 @pytest.mark.parametrize("num_prefetched", [0, 3])
 def test_a_death_costs_one_share_and_those_ahead_and_the_others_train_the_rest(
-    fresh_ranks, num_prefetched
+    fresh_ranks, fit, num_prefetched
 ):
     group = fresh_ranks(3)
-    (fit, lost), dead, (other, _) = group.attempt(
-        fit_gossip, LONG, kill_rank_1, 60.0, False, num_prefetched
+    (first, lost), dead, (third, _) = group.attempt(
+        fit, LONG, kill_rank_1, 60.0, False, num_prefetched
     )
     assert dead.cause is None
     assert len(lost) == 1 + num_prefetched
-    assert len(fit.reports) + len(other.reports) + 5 + len(lost) == LONG.order(3).num_steps * 3
-    assert distance(fit, other) == 0
+    assert len(first.reports) + len(third.reports) + 5 + len(lost) == LONG.order(3).num_steps * 3
+    assert distance(first, third) == 0
     assert list(group.folder.iterdir()) == []
 
 
@@ -98,27 +100,30 @@ def test_a_new_process_takes_a_dead_ones_place(fresh_ranks, tmp_path):
     assert list(group.folder.iterdir()) == []
 
 
-def test_a_worker_that_joins_after_the_end_gets_an_error(ranks):
-    assert ranks(2).start_outside(come_late, 1).result() == "over"
+@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild])
+def test_a_worker_that_joins_after_the_end_gets_an_error(ranks, fit):
+    assert ranks(2).start_outside(come_late, 1, fit).result() == "over"
 
 
-def come_late(state, folder):
+def come_late(state, folder, fit):
     try:
-        fit_gossip(state, folder, LONG, joins=True)
+        fit(state, folder, LONG, joins=True)
     except RunOverError:
         return "over"
 
 
-def test_where_a_worker_raises_the_others_name_it(ranks):
-    failures = ranks(3).attempt(fit_gossip, LONG, raise_on_rank_1)
+@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild])
+def test_where_a_worker_raises_the_others_name_it(ranks, fit):
+    failures = ranks(3).attempt(fit, LONG, raise_on_rank_1)
     assert isinstance(failures[1].cause, ZeroDivisionError)
     assert isinstance(failures[0].cause, RankLostError)
     assert "Rank 1 left" in str(failures[2].cause)
     assert list(ranks(3).folder.iterdir()) == []
 
 
-def test_the_death_of_rank_0_ends_the_run_with_a_sentence(fresh_ranks):
-    failures = fresh_ranks(2).attempt(fit_gossip, LONG, kill_rank_0)
+@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild])
+def test_the_death_of_rank_0_ends_the_run_with_a_sentence(fresh_ranks, fit):
+    failures = fresh_ranks(2).attempt(fit, LONG, kill_rank_0)
     assert failures[0].cause is None
     assert "Rank 0 left" in str(failures[1].cause)
 

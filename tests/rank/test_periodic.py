@@ -6,7 +6,7 @@ import torch
 from ddpnb.protocol.messages import RunHeader
 from ddpnb.rank.strategies.gossip import partner_in_step
 from ddpnb.rank.tasks.batches import Shard
-from tests.rank.fit import Fit, Problem, by_strategy, distance, fit_of
+from tests.rank.fit import Fit, Problem, average, by_strategy, distance, fit_of
 from tests.rank.test_options import spec_of, train_job
 
 LONG = Problem(num_epochs=5)  # 7 steps an epoch
@@ -26,14 +26,6 @@ def trained_apart(problem: Problem, num_ranks: int, meet) -> Fit:
         meet(step, models)
     average(models)
     return fit_of(models[0], [])
-
-
-@torch.no_grad()
-def average(models) -> None:
-    for same in zip(*(model.parameters() for model in models), strict=True):
-        mean = sum(same) / len(same)
-        for parameter in same:
-            parameter.copy_(mean)
 
 
 def every(num_steps: int):

@@ -71,7 +71,7 @@ def test_two_take_the_mean_and_a_third_stays(tmp_path):
 
 
 def wait_for_a_lock(state, folder):
-    """Rank 0 holds its lock; rank 1 waits for it in vain, until its time is up or it is cancelled."""
+    """Rank 0 holds its lock; rank 1 waits for it until its time is up or it is cancelled."""
     if state.rank == 0:
         create_shared_file(folder / "weights", 2 * packed_num_bytes(LIKE))
     dist.barrier()
