@@ -168,7 +168,7 @@ class Plan:
     """Ranks or replicas that train."""
     synchronous: bool
     """Whether all workers make step k together."""
-    num_prefetched: int = 0
+    num_steps_ahead: int = 0
     """Steps that one synchronous worker may be ahead of another: 0 where each waits for all."""
     updates_per_batch: float = 1.0
     """Updates by one optimizer for each global batch."""
@@ -308,10 +308,10 @@ class Batch:
         if num_parts == 1:
             return [self]
         num = min(num_parts, self.most_parts or self.num_samples)
-        cut = zip(self.inputs.tensor_split(num), self.targets.tensor_split(num), strict=True)
+        pairs = zip(self.inputs.tensor_split(num), self.targets.tensor_split(num), strict=True)
         return [
             Batch(inputs=i, targets=t, num_samples=len(i), num_global=self.num_global)
-            for i, t in cut
+            for i, t in pairs
         ]
 
 

@@ -56,7 +56,7 @@ class DiLoCo(SynchronousStrategy):
 
     def plan(self, state: RankState) -> Plan:
         """Every rank; they wait for each other only in outer steps."""
-        return replace(super().plan(state), num_prefetched=self._every)
+        return replace(super().plan(state), num_steps_ahead=self._every)
 
     def setup(self, replica: Replica) -> None:
         """Make both optimizers; the outer one is in the same state on every rank."""

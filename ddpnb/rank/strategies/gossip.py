@@ -248,7 +248,7 @@ class PairwiseGossip(SynchronousStrategy):
 
     def plan(self, state: RankState) -> Plan:
         """Every rank; as the waits pass on around the ring, ranks are up to N steps apart."""
-        return replace(super().plan(state), num_prefetched=state.world_size)
+        return replace(super().plan(state), num_steps_ahead=state.world_size)
 
     def setup(self, replica: Replica) -> None:
         """Make this rank's own optimizer, and buffers for both ranks' weights."""

@@ -41,7 +41,7 @@ class LocalSgd(SynchronousStrategy):
 
     def plan(self, state: RankState) -> Plan:
         """Every rank; they wait for each other only to average."""
-        return replace(super().plan(state), num_prefetched=self._every)
+        return replace(super().plan(state), num_steps_ahead=self._every)
 
     def setup(self, replica: Replica) -> None:
         """Make this rank's own optimizer, and a buffer for all weights."""

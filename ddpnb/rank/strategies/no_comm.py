@@ -36,7 +36,7 @@ class NoComm(SynchronousStrategy):
         """Every rank."""
         notes = (_NOTE,) if state.world_size > 1 else ()
         # Ranks never wait for each other: a stop allows for one step between them.
-        return replace(super().plan(state), num_prefetched=1, notes=notes)
+        return replace(super().plan(state), num_steps_ahead=1, notes=notes)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch, alone."""

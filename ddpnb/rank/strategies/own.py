@@ -89,7 +89,7 @@ class OwnStrategy(SynchronousStrategy):
         """Every rank."""
         synchronous = bool(getattr(self._strategy, "synchronous", True))
         # Its ranks may not wait for each other: a stop allows for one step between them.
-        return replace(super().plan(state), synchronous=synchronous, num_prefetched=1)
+        return replace(super().plan(state), synchronous=synchronous, num_steps_ahead=1)
 
     def setup(self, replica: Replica) -> None:
         """Hand the replica over."""

@@ -183,7 +183,7 @@ class RunContext:
         """Whether BatchNorm takes its statistics over all ranks."""
         plan, on_gpu = self.plan, self.device.type == "cuda"
         is_shared = plan.num_ranks == self.state.world_size > 1
-        is_in_step = plan.synchronous and plan.num_prefetched == 0  # the others must not become so
+        is_in_step = plan.synchronous and plan.num_steps_ahead == 0  # the others must not become so
         return self.spec.sync_batchnorm and is_shared and is_in_step and on_gpu
 
     def _within_training(self, shard: Shard) -> Shard:

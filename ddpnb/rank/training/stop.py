@@ -5,7 +5,7 @@ ranks of the host share, before which step everybody stops.  Each rank looks
 before each step whether the file is there, which takes microseconds.
 
 A synchronous step ends on no rank before every rank has begun it.  So a rank is at
-most ``num_ahead`` steps before the writer (0 on CPU, a few on a GPU, see
+most ``num_steps_ahead`` steps before the writer (0 on CPU, a few on a GPU, see
 ``clock.py``), and twice that many steps later every rank has looked at least once
 since the file was there: none is past the step, none misses the file before it is
 removed.  Asynchronous workers wait for nobody: they stop as soon as they see it.
@@ -26,7 +26,7 @@ class Stop:
         folder: where the ranks meet.
         name: what the file is called by; no two trainings share it.
         synchronous: whether the workers make step k together.
-        num_ahead: steps that a rank may be ahead of another.
+        num_steps_ahead: steps that a rank may be ahead of another.
         wanted: whether this rank has been asked to stop.
     """
 
@@ -36,11 +36,11 @@ class Stop:
         name: str,
         *,
         synchronous: bool,
-        num_prefetched: int,
+        num_steps_ahead: int,
         wanted: Callable[[], bool],
     ) -> None:
         self._path = folder / f"{name}.stop"
-        self._margin = 2 * (num_prefetched + 1) if synchronous else 0
+        self._margin = 2 * (num_steps_ahead + 1) if synchronous else 0
         self._wanted = wanted
         self._last: int | None = None
 

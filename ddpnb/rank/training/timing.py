@@ -36,7 +36,7 @@ class StepTiming(NamedTuple):
 class Clock(Timer):
     """A clock that is started once, and told of every step and of what it is at."""
 
-    num_prefetched: ClassVar[int]
+    num_steps_ahead: ClassVar[int]
     """Steps that a rank may have begun without every earlier one having ended."""
 
     @abstractmethod
@@ -70,7 +70,7 @@ def clock_of(device: torch.device) -> Clock:
 class CpuClock(Clock):
     """Reads the host's clock: when a step returns, it is done."""
 
-    num_prefetched = 0
+    num_steps_ahead = 0
 
     def __init__(self) -> None:
         self._start = self._end = self._since = 0.0
@@ -141,7 +141,7 @@ class _Pending(NamedTuple):
 class CudaClock(Clock):
     """Reads CUDA events, those of finished steps only."""
 
-    num_prefetched = MAX_PENDING + 1
+    num_steps_ahead = MAX_PENDING + 1
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
