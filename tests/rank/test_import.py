@@ -1,7 +1,11 @@
-"""Does what the fork server imports leave CUDA alone?  Forks of who asked cannot use it."""
+"""Does importing the ranks' modules leave CUDA alone, and do the files exist that status names?"""
 
 import subprocess
 import sys
+from pathlib import Path
+
+import ddpnb
+from ddpnb.rank import status
 
 ASKED = """
 import torch
@@ -20,3 +24,9 @@ def test_to_import_what_ranks_need_asks_nothing_of_cuda():
         [sys.executable, "-c", ASKED], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_status_looks_for_files_that_exist():
+    root = Path(ddpnb.__file__).parents[1]
+    assert (root / status.TRAINING).is_file()
+    assert (root / status.SHARED_ALL_REDUCE).is_file()
