@@ -19,8 +19,8 @@ Compression for Distributed Optimization", NeurIPS 2019.
 Messages per step: one all-reduce for each bucket of gradients (25 MB), sent while
 the backward pass still works on the next; with buffers (BatchNorm's statistics)
 also one broadcast from rank 0.
-Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients, compressed;
-buffers are not counted.
+Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients as they are
+sent; buffers are not counted.
 """
 
 from typing import Any, Final, final
