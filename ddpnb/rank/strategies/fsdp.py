@@ -21,8 +21,8 @@ Bytes sent per step and rank, in A parts: (N - 1) * (P * 2 A + G), or without ``
 (N - 1) * (P * A + G), with P the bytes of a rank's part of the parameters and G those of its
 part of the gradients: P less the frozen parameters.  Rows are padded to a multiple of N, so P is
 about an N-th of all parameters' bytes.  The messages that torch really sends are counted: it may
-gather a frozen layer only once, and an unused one never.  Gloo implements reduce-scatter by an all-reduce; its extra bytes
-are not counted, nor is the norm for clipping.
+gather a frozen layer only once, and an unused one never.  Gloo implements reduce-scatter by an
+all-reduce; its extra bytes are not counted, nor is the norm for clipping.
 
 Gloo's collectives block the thread, on CPUs and on GPUs: all their time, waits for other ranks
 included, is exposed.  Copying parameters into a message and out of it counts as the pass that
