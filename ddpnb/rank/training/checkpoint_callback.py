@@ -104,7 +104,7 @@ class CheckpointCallback:
             return
         with self._clock.paused():
             yield
-            if self._context.plan.num_prefetched == 0:
+            if self._context.plan.num_steps_ahead == 0:
                 self._barrier()
 
     def _state(self, num_steps: int) -> State:

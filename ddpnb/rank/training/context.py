@@ -184,7 +184,7 @@ class RunContext:
         plan, on_gpu = self.plan, self.device.type == "cuda"
         is_shared = plan.num_ranks == self.state.world_size > 1
         is_in_step = (
-            plan.synchronous and plan.num_prefetched == 0
+            plan.synchronous and plan.num_steps_ahead == 0
         )  # else BatchNorm would make it so
         return self.spec.sync_batchnorm and is_shared and is_in_step and on_gpu
 

@@ -261,7 +261,7 @@ def _stop(context: RunContext, clock: Clock, should_stop: Callable[[], bool]) ->
         context.folder,
         context.name("t"),
         synchronous=context.plan.synchronous,
-        num_prefetched=clock.num_prefetched + context.plan.num_prefetched,
+        num_steps_ahead=clock.num_steps_ahead + context.plan.num_steps_ahead,
         wanted=should_stop,
     )
 

@@ -5,7 +5,7 @@ number to a file in the folder that all ranks of the host share.  Each rank look
 before each step, which takes microseconds.
 
 A synchronous step ends on no rank before every rank has begun it.  So a rank is at most
-``num_prefetched`` steps ahead of the writer (0 on a CPU, a few on a GPU, see ``timing``).  Within
+``num_steps_ahead`` steps ahead of the writer (0 on a CPU, a few on a GPU, see ``timing``).  Within
 twice as many steps, every rank has looked for the file at least once.  No rank is past the chosen
 step by then, and none misses the file before it is removed.  Asynchronous workers do not wait for
 each other; each stops as soon as it sees the file.
@@ -26,7 +26,7 @@ class Stop:
         folder: shared by all ranks of the host.
         name: of the file; no two trainings share it.
         synchronous: whether the workers make step k together.
-        num_prefetched: steps that a rank may be ahead of another.
+        num_steps_ahead: steps that a rank may be ahead of another.
         wanted: returns whether this rank has been asked to stop.
     """
 
@@ -36,11 +36,11 @@ class Stop:
         name: str,
         *,
         synchronous: bool,
-        num_prefetched: int,
+        num_steps_ahead: int,
         wanted: Callable[[], bool],
     ) -> None:
         self._path = folder / f"{name}.stop"
-        self._margin = 2 * (num_prefetched + 1) if synchronous else 0
+        self._margin = 2 * (num_steps_ahead + 1) if synchronous else 0
         self._wanted = wanted
         self._last: int | None = None
 

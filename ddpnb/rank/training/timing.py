@@ -36,7 +36,7 @@ class StepTiming(NamedTuple):
 class Clock(Timer):
     """A timer for all steps of a run, started once."""
 
-    num_prefetched: ClassVar[int]
+    num_steps_ahead: ClassVar[int]
     """Steps that a rank may begin before an earlier one has ended."""
 
     @abstractmethod
@@ -70,7 +70,7 @@ def clock_of(device: torch.device) -> Clock:
 class CpuClock(Clock):
     """Reads the host's clock: when a step returns, it has finished."""
 
-    num_prefetched = 0
+    num_steps_ahead = 0
 
     def __init__(self) -> None:
         self._start = self._end = self._since = 0.0
@@ -141,7 +141,7 @@ class _Pending(NamedTuple):
 class CudaClock(Clock):
     """Reads CUDA events of finished steps."""
 
-    num_prefetched = MAX_PENDING + 1
+    num_steps_ahead = MAX_PENDING + 1
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
