@@ -146,7 +146,7 @@ def on_cpu(value: object) -> object:
 
 
 def trusted(spec: RunSpec, group: Group) -> AbstractContextManager[None]:
-    """Return the context for a training: ddpnb's own strategies need fewer checks."""
+    """Return the context for a training: strategies of ddpnb's own need not be watched closely."""
     if catalogue.strategy(spec.strategy).name in catalogue.STRATEGIES:
         return group.collective_checks.trusting_torch()
     return nullcontext()

@@ -29,12 +29,12 @@ Handler = Callable[[], object]
 
 
 class ControlThread(threading.Thread):
-    """Carries out the kernel's orders one at a time, whatever the main thread is doing.
+    """Carries out orders of the notebook's kernel, one at a time.
 
     Args:
         rank: this rank, named in every answer.
-        pipe: the pipe to the fork server; when it closes, this process ends.
-        handlers: the function for each order; its result is sent back.
+        pipe: the pipe to the fork server; its end is the end of this process.
+        handlers: what to do on each order; the value returned is sent back.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ControlThread(threading.Thread):
         self.handlers = handlers
 
     def run(self) -> None:
-        """Answer orders until the fork server has gone, then end the process."""
+        """Answer orders until the fork server is gone, then end the process."""
         while True:
             try:
                 order: dict[str, Any] = json.loads(self.pipe.recv_bytes())
@@ -59,7 +59,7 @@ class ControlThread(threading.Thread):
         value: object = None
         try:
             value = self.handlers[BatchSchedule(order)]()
-        except Exception:  # noqa: BLE001  the thread must live on; the log has the traceback
+        except Exception:  # noqa: BLE001  the edge of the thread, which must live on: to the log
             traceback.print_exc()
         message = {"event": Notice.ANSWER, "rank": self.rank, "id": order_id, "value": value}
         self.pipe.send_bytes(json.dumps(message).encode())
@@ -88,7 +88,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         )
 
     def rank_status(self) -> dict[str, Any]:
-        """Return what this rank is doing: a ``messages.RankStatus`` as a dict."""
+        """Return where this rank stands, as a ``wire.Whereabouts`` in a dict."""
         shell = None if self.kernel is None else self.kernel.shell
         return asdict(rank_status(self.group, shell))
 
@@ -152,7 +152,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         BatchSchedule.STOP: engine.stop_wanted.set,
     }
     ControlThread(group.rank, pipe, handlers).start()
-    if settings["generation"] is None:  # the others are training and form a group afterwards
+    if settings["generation"] is None:  # the others train: a group is formed when they are done
         group.announce()
     else:
         group.join(settings["generation"])
