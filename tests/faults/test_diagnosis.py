@@ -70,7 +70,7 @@ STUCK = {
         "shared = SharedAllReduce.open(group.folder, 'stuck', rank=rank, num_ranks=world_size,\n"
         "                        timeout_seconds=60, cancellation=group.cancellation)\n"
         "net = DDP(torch.nn.Linear(3, 2))\n"
-        "net.register_comm_hook((shared, NullTimer()), ddp_shm._add_in_shared_memory)\n"
+        "net.register_comm_hook((shared, NullTimer()), ddp_shm._all_reduce_bucket)\n"
         "for batch in range(4 if rank else 3):\n    net(torch.ones(1, 3)).sum().backward()",
         r"<but 0 wait> in all_reduce of DDP's backward \(line 11\).*rank 0 .* fewer batches",
     ),
@@ -80,7 +80,7 @@ STUCK = {
         "group = this_engine().group\n"
         "shared = SharedAllReduce.open(group.folder, 'stuck', rank=rank, num_ranks=world_size,\n"
         "                        timeout_seconds=60, cancellation=group.cancellation)\n"
-        "if rank: shared.add(x)",
+        "if rank: shared.all_reduce(x)",
         r"<but 0 wait> in all_reduce \(line 6\).*rank 0 finished the cell without calling it",
     ),
     "DDP built on one rank": (

@@ -61,7 +61,7 @@ SLEEPS_ONCE = """
             if not once.exists(): once.touch(); time.sleep(1000)
 """
 SLEEPS_A_WHILE = "time.sleep(3)"
-OF_A_RUN = (".s", ".k", ".sum", ".w", ".b", ".stop")
+OF_A_RUN = (".s", ".k", ".sum", ".w", ".q", ".stop")
 """How the names of files end that a run makes in the cluster's folder."""
 LONG = 500.0
 SHORT = 2.0

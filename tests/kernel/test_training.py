@@ -161,7 +161,7 @@ def test_a_run_is_resumed(kernel: Kernel):
     before = int(kernel.value("int(begun.num_samples)"))
     assert kernel.value("int(on.num_samples_before)") == str(before)
     assert kernel.value("int(on.num_samples)") == str(2 * before)
-    assert f"Resumed from first/ddp#1 at {before} samples; time begins anew." in resumed.text
+    assert f"Resumed from first/ddp#1 at {before} samples; time starts again at 0." in resumed.text
     whole = kernel.run(first.replace("--name first", "--name whole") + "3")
     drawn(whole)
     ends = "[ddpnb.plot(name).to_frame().final_loss[0] for name in ('second/ddp', 'whole/ddp')]"

@@ -1,4 +1,4 @@
-"""Do faults strike whom they should, as hard as they should, in every strategy?"""
+"""Faults strike the right rank, as hard as asked for, in every strategy."""
 
 import itertools
 import statistics
@@ -124,21 +124,21 @@ def test_what_is_learnt_does_not_depend_on_the_delay(ranks, strategy):
 def test_jitter_comes_from_the_seed():
     def delays(seed: int) -> list[float]:
         faults = faults_of(spec_of("ddp", jitter=0.2, seed=seed), [1])
-        drag = FaultInjector(
+        injector = FaultInjector(
             faults,
             compute_seconds=1.0,
             device=torch.device("cpu"),
             timer=NullTimer(),
             publish=lambda _: None,
         )
-        return [drag._delay(1) for _ in range(50)]
+        return [injector._delay(1) for _ in range(50)]
 
     assert delays(0) == delays(0) != delays(1)
     assert 0 <= min(delays(0)) < 0.05 < 0.15 < max(delays(0)) <= 0.2
 
 
 def kill_job(state, folder, spec, marks_file):
-    """Train; write down what is published, for this process may not be there to tell."""
+    """Train; write to a file what is published, for this process may be killed."""
     began = time.monotonic()
 
     def publish(event):
@@ -159,13 +159,13 @@ def kill_job(state, folder, spec, marks_file):
 def test_a_rank_dies_when_it_should_and_says_so_before(fresh_ranks, tmp_path, strategy):
     group = fresh_ranks(2)
     spec = spec_of(strategy, num_epochs=1e6, kill=("1@1s",), slow=("0:10ms",))
-    told = tmp_path / "marks"
+    marks = tmp_path / "marks"
     began = time.monotonic()
-    results = group.attempt(kill_job, spec, told)
+    results = group.attempt(kill_job, spec, marks)
     assert time.monotonic() - began < 45
     victim = 0 if strategy == "dp" else 1  # all of dp's replicas live in rank 0
     assert "died" in str(results[victim])
-    rank, text, seconds = told.read_text().split()
+    rank, text, seconds = marks.read_text().split()
     assert (rank, text) == ("1", "killed")
     assert 1.0 <= float(seconds) < 3.0
     assert victim == 0 or results[0] is not None  # it noticed
@@ -182,7 +182,7 @@ SINGLE = Plan(num_ranks=1, num_workers=1, synchronous=True)
 
 
 @pytest.mark.parametrize(
-    ("plan", "faults", "told"),
+    ("plan", "faults", "expected"),
     [
         (DDP, {"slow": ("1:3x",)}, ["Rank 1 is 3x slower on purpose."]),
         (SINGLE, {"slow": ("1:3x",)}, ["--slow 1:3x has no effect: rank 1 takes no part."]),
@@ -205,17 +205,17 @@ SINGLE = Plan(num_ranks=1, num_workers=1, synchronous=True)
         ),
     ],
 )
-def test_what_strikes_and_what_has_no_effect_is_told(plan, faults, told):
-    assert list(notes(spec_of("ddp", **faults), plan)) == told
+def test_notes_say_what_strikes_and_what_has_no_effect(plan, faults, expected):
+    assert list(notes(spec_of("ddp", **faults), plan)) == expected
 
 
 @pytest.mark.parametrize(
-    ("faults", "told"),
+    ("faults", "expected"),
     [
         ({"slow": ("7:3x",)}, "--slow 7:3x: there is no rank 7; the ranks are 0-1."),
         ({"kill": ("2@1s",)}, "--kill 2@1s: there is no rank 2; the ranks are 0-1."),
     ],
 )
-def test_a_rank_that_is_not_there_is_refused(faults, told):
-    with pytest.raises(UserError, match=told):
+def test_a_rank_that_is_not_there_is_refused(faults, expected):
+    with pytest.raises(UserError, match=expected):
         loop.check(spec_of("ddp", **faults), state=make_state(0, 2), namespace={})

@@ -1,4 +1,4 @@
-"""Events from several threads: one thread sends them all."""
+"""One thread sends the events of all threads."""
 
 import sys
 import threading

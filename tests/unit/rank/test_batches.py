@@ -1,4 +1,4 @@
-"""Does everybody see the same samples in the same order, each exactly once?"""
+"""All strategies see the same samples in the same order, each exactly once."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def seen(order: BatchSchedule, part: int, num_parts: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3])
-def test_the_shares_of_a_step_together_are_the_global_batch(num_parts):
+def test_the_shards_of_a_step_together_are_the_global_batch(num_parts):
     order = make(num_epochs=2)
     parts = [seen(order, part, num_parts) for part in range(num_parts)]
     whole = seen(order, 0, 1)
@@ -57,7 +57,7 @@ def test_epochs_may_end_in_the_middle(num_epochs, num_steps):
     assert order.num_samples == sum(map(len, seen(order, 0, 1)))
 
 
-def test_the_smallest_share_is_of_the_smallest_batch():
+def test_the_smallest_shard_is_of_the_smallest_batch():
     assert make().smallest_shard(3) == Shard(step=6, part=2, num_parts=3)
     assert make(num_samples=60).smallest_shard(2) == Shard(step=0, part=1, num_parts=2)
     assert make(num_epochs=0.2).smallest_shard(2) == Shard(step=0, part=1, num_parts=2)

@@ -1,4 +1,4 @@
-"""Has every mistake in a comparison cell its sentence, before anything trains?"""
+"""Every mistake in a comparison cell is reported in one sentence before anything trains."""
 
 import traceback
 
@@ -230,7 +230,7 @@ BATCHNORM = GOOD + "def model(): return nn.Sequential(nn.Linear(4, 3), nn.BatchN
         ("dp", 3, {"batch_size": 20, "accumulate": 3}),  # 7, 7, 6, and 7 into 3, 3 and 1
     ],
 )
-def test_as_few_samples_as_training_will_meet_are_tried(strategy, num_ranks, choices):
+def test_the_smallest_batch_of_the_training_is_tried(strategy, num_ranks, choices):
     sentence = r"on a batch of 1 samples.*more than 1 value per channel"
     with pytest.raises(UserError, match=sentence):
         check_choices(BATCHNORM, strategy, num_ranks, **choices)
@@ -271,7 +271,7 @@ def test_names_of_earlier_cells_are_seen_but_not_taken_for_the_cells_own():
         check("import torch\n" + DATA, model=nn.Linear(4, 3))
 
 
-def test_nothing_of_the_users_is_touched():
+def test_the_users_variables_stay_as_they_are():
     net, kept = nn.Linear(4, 3), torch.ones(1)
     namespace = {"net": net, "kept": kept, "torch": torch, "np": np}
     before, names = net.weight.clone(), dict(namespace)

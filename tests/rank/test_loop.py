@@ -1,4 +1,4 @@
-"""Does a run tell all it should, stop when asked, and leave no trace?"""
+"""A run reports all it should, stops when asked, and leaves no trace."""
 
 import math
 import random
@@ -61,7 +61,7 @@ def run_job(state, folder, spec, stop_at=math.inf, stop_rank=0):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "gossip:together=on"])
-def test_header_events_and_reports_tell_the_same(ranks, strategy, num_ranks):
+def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
     reports, events = unzip(ranks(num_ranks).call(run_job, spec_of(strategy)))
     header = events[0][0]
     assert isinstance(header, RunHeader)
@@ -72,7 +72,7 @@ def test_header_events_and_reports_tell_the_same(ranks, strategy, num_ranks):
     assert header.num_workers == (1 if strategy == "single" else num_ranks)
     assert header.synchronous == (strategy not in ASYNCHRONOUS)
     for report, mine in zip(reports, steps, strict=True):
-        if strategy in ASYNCHRONOUS:  # who wakes up late may find no share left
+        if strategy in ASYNCHRONOUS:  # a worker that wakes up late may find no shard left
             assert report.took_part or not mine
         else:
             assert report.took_part == bool(mine)
@@ -93,7 +93,7 @@ def assert_judged(first: RunReport, *others: RunReport) -> None:
     assert all(math.isnan(report.final_loss) for report in others)
 
 
-def test_what_is_emulated_or_adjusted_is_said(ranks):
+def test_notes_say_what_is_emulated_or_adjusted(ranks):
     headers = {
         name: ranks(2).call(run_job, spec_of(name))[0][1][0]
         for name in ("single", "dp", "ddp", "async")
@@ -132,7 +132,7 @@ def test_every_strategy_starts_from_the_same_weights_and_batch(ranks):
     "strategy",
     ["ddp", "ddp-shm", "async", "hogwild", "local-sgd", "gossip", "gossip:together=on"],
 )
-def test_one_ranks_wish_to_stop_ends_the_run_on_all(ranks, strategy, stop_rank):
+def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_rank):
     spec = spec_of(strategy, num_epochs=300)
     reports, events = unzip(ranks(2).call(run_job, spec, 20, stop_rank))
     planned = next(e.num_samples for e in events[0] if isinstance(e, RunHeader))
