@@ -18,14 +18,14 @@ from ddpnb.runs.comparison import Comparison
 REDRAW_SECONDS = 0.5
 """Between two redraws at least."""
 
-MAX_SHARE = 0.05
-"""The share of a core's time that redraws may take."""
+MAX_SHARE = 0.1
+"""The share of a core's time that redraws may take: two a second cost about 7 %."""
 
 BUSY_SHARE, BUSY_PERCENT = 0.03, 80.0
-"""The same from so many percent on that all cores are busy."""
+"""The share where all cores together are busier than this."""
 
 MAX_PAUSE_SECONDS = 2.5
-"""A dear picture, as the first of a run, is rare: no longer pause follows it."""
+"""The longest pause: costly pictures, such as the first of a run, are rare."""
 
 
 class Live(Protocol):

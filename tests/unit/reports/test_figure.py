@@ -23,7 +23,7 @@ from tests.unit.runs.fake_runs import batch, fake_comparison, fake_run, header, 
 
 
 def pixels(png: bytes) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(png)))
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGBA"))
 
 
 def compared(*runs: Run) -> Comparison:
@@ -443,9 +443,25 @@ def test_a_quick_redraw_is_the_picture_that_matplotlib_draws():
     fresh = LiveFigure()
     fresh.update(comparison)
     buffer = io.BytesIO()
-    fresh.finish().savefig(buffer, format="png", dpi=100)
+    with matplotlib.rc_context({"text.hinting": "no_hinting"}):  # as the live figure does
+        fresh.finish().savefig(buffer, format="png", dpi=100)
     differs = np.abs(quick - pixels(buffer.getvalue()).astype(int)).max(axis=2) > 60
     assert differs.mean() < 0.01
+
+
+def test_a_frame_of_256_colours_looks_like_the_last_picture():
+    live = LiveFigure()
+    live.update(fake_comparison(num_steps=60, share=0.9))
+    frame = live.png()
+    live.update(fake_comparison(num_steps=60))
+    last = live.png()
+    assert Image.open(io.BytesIO(frame)).mode == "P"
+    assert Image.open(io.BytesIO(last)).mode == "RGBA"
+    title = np.s_[:60]  # the same in both
+    error = np.abs(pixels(frame)[title].astype(int) - pixels(last)[title].astype(int))
+    assert error.max() <= 40
+    assert error.mean() < 1.5
+    assert pixels(frame)[0, 0, 3] == 0
 
 
 def test_nothing_moves_when_a_strategy_turns_out_to_be_emulated():
