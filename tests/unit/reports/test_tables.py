@@ -105,7 +105,7 @@ def test_the_scores_in_text():
     text = scores_table(fake_comparison()).text()
     dp = next(line for line in text.splitlines() if line.startswith("dp "))
     assert re.search(r"dp \(emulated\) +[\d,]+ \([\d,]+–[\d,]+\) +1\.\d\d× +\d\d %", dp)
-    assert "range over the tenths of the run" in text
+    assert "range over its tenths" in text
     assert "emulated on CPU threads" in text
     assert re.search(r"async .* 94\.7 % +1 / 3", text)
 
@@ -154,7 +154,7 @@ def test_workers_have_a_column_where_the_title_does_not_tell_them():
 
 
 def test_a_head_has_two_lines_at_most():
-    assert in_two_lines("sent a step") == ["sent a", "step"]
+    assert in_two_lines("sent per step") == ["sent per", "step"]
     assert in_two_lines("held-out accuracy") == ["held-out", "accuracy"]
     assert in_two_lines("samples/s") == ["samples/s"]
     assert in_two_lines("interconnection") == ["interconnection"]
@@ -329,11 +329,11 @@ def of_runs(*runs: Run) -> Comparison:
 
 def test_what_communication_cost_is_in_the_table():
     table = scores_table(fake_comparison())
-    assert {"exposed", "sent a step"} <= {column.title for column in table.columns}
+    assert {"exposed", "sent per step"} <= {column.title for column in table.columns}
     assert re.search(r"^ddp .* 24 % +49 kB ", table.text(), re.MULTILINE)
-    assert "exposed: share of a step spent on exchanging tensors" in table.text()
+    assert "exposed: share of a step in which a rank exchanges tensors" in table.text()
     alone = scores_table(fake_comparison(("single",)))
-    assert not {"exposed", "sent a step", "samples lost"} & {c.title for c in alone.columns}
+    assert not {"exposed", "sent per step", "samples lost"} & {c.title for c in alone.columns}
 
 
 def test_lost_samples_and_unlike_memory_have_columns():
@@ -351,9 +351,9 @@ def test_lost_samples_and_unlike_memory_have_columns():
     assert re.search(r"ddp .* 8\.0 MB \(4\.0 MB state\)", text)
     assert re.search(r"async .* 640 +6\.0 MB \(2\.0 MB state\)", text)
     same = scores_table(of_runs(reported("ddp", num_parameter_bytes=9), reported("dp")))
-    assert "held a rank" in {column.title for column in same.columns}
+    assert "memory per rank" in {column.title for column in same.columns}
     equal = [reported(name, num_parameter_bytes=9) for name in ("ddp", "dp")]
-    assert "held a rank" not in {column.title for column in scores_table(of_runs(*equal)).columns}
+    assert "memory per rank" not in {column.title for column in scores_table(of_runs(*equal)).columns}
 
 
 def test_when_a_target_was_reached_is_in_table_and_sentence():
@@ -362,7 +362,7 @@ def test_when_a_target_was_reached_is_in_table_and_sentence():
     assert [column.title for column in table.columns][1:3] == ["samples/s", "to loss 0.5"]
     assert re.search(r"ddp .* \d\.\d\d s \(\d\d\.\dk samples\)", table.text())
     told = sentence(comparison, 0.5)
-    assert re.search(r"a training loss of 0.5 is reached after \d.\d\d s by ddp and ", told)
+    assert re.search(r"a training loss of 0.5 was reached after \d.\d\d s by ddp and ", told)
     assert "more samples" not in told, "one repeat allows no claim"
     assert "never" in scores_table(comparison, 0.001).text()
     assert "single and ddp never reached a training loss of 0.001" in sentence(
