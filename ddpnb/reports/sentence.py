@@ -103,19 +103,18 @@ def _reached(done: Sequence[StrategySummary], called: dict[int, str], target: fl
     if not reached:
         return f"{listed(never)} never reached {goal}" if never else ""
     times = [f"{number(s.seconds_to_target.middle)} s by {called[id(s)]}" for s in reached]
-    parts = [f"{goal} was reached after {listed(times)}"]
-    if never:
-        parts.append(f"never by {listed(never)}")
+    first = f"{goal} was reached after {listed(times)}"
+    parts = [f"{first}, never by {listed(never)}" if never else first]
     base = next((s for s in reached if s.name == BASELINE), reached[0])
     parts += [
         f"{called[id(s)]} needs {percent(abs(more))} {'more' if more > 0 else 'fewer'} samples "
-        f"than {called[id(base)]} to get there"
+        f"than {called[id(base)]} to reach it"
         for s in reached
         if not s.samples_to_target.overlaps(base.samples_to_target)
         and s.comparison == base.comparison
         for more in [s.samples_to_target.middle / base.samples_to_target.middle - 1]
     ]
-    return ", ".join(parts)
+    return "; ".join(parts)
 
 
 def _scores(done: Sequence[StrategySummary], called: dict[int, str]) -> str:

@@ -148,7 +148,7 @@ def test_the_report_is_one_page_with_everything(compared: Cell, kernel: Kernel):
 @pytest.mark.parametrize(
     ("wish", "told"),
     [
-        ("out out.xlsx", "the endings are: .csv, .json, .html, .png, .py, .runs.csv"),
+        ("out out.xlsx", "Choose one of .csv, .json, .html, .png, .py, .runs.csv"),
         ("out", "%ddp_export? explains it."),
         ("nobody x.csv", "There is no run 'nobody'"),
     ],

@@ -36,6 +36,8 @@ from ddpnb.runs.summary import StrategySummary
 
 FOOTER_INCHES = WIDTH - 0.7
 MORE = "more below the table"
+CLEAR = 255
+"""The last index of a palette of 256 colours."""
 X_LABELS = {
     "samples": "samples seen",
     "seconds": "training seconds",
@@ -153,10 +155,11 @@ class _Drawing:
                 if artist.get_animated():
                     artist.draw(self._canvas.get_renderer())
         image = Image.fromarray(np.asarray(self._canvas.buffer_rgba()))
-        if self._is_live:  # 256 colours are encoded in half the time
-            image = image.quantize(method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
         buffer = io.BytesIO()
-        image.save(buffer, "png", compress_level=1)
+        if self._is_live:  # takes half as long to encode
+            _in_256_colours(image).save(buffer, "png", compress_level=1, transparency=CLEAR)
+        else:
+            image.save(buffer, "png", compress_level=1)
         return buffer.getvalue()
 
     def finish(self) -> Figure:
@@ -239,6 +242,16 @@ def footer(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> st
             return f"{text}{shown}; {MORE}" if shown else f"{text} {MORE.capitalize()}"
         shown = longer
     return text + shown
+
+
+def _in_256_colours(image: Image.Image) -> Image.Image:
+    """Return an image with a palette, in which ``CLEAR`` stands for its clear pixels."""
+    frame = image.convert("RGB").quantize(
+        CLEAR, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
+    )
+    frame.putpalette([*(frame.getpalette() or [])[: 3 * CLEAR], 255, 255, 255])
+    frame.paste(CLEAR, mask=image.getchannel("A").point([255] + [0] * 255))
+    return frame
 
 
 def _planned(comparison: Comparison) -> set[tuple[str, str]]:

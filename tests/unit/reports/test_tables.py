@@ -353,7 +353,9 @@ def test_lost_samples_and_unlike_memory_have_columns():
     same = scores_table(of_runs(reported("ddp", num_parameter_bytes=9), reported("dp")))
     assert "memory per rank" in {column.title for column in same.columns}
     equal = [reported(name, num_parameter_bytes=9) for name in ("ddp", "dp")]
-    assert "memory per rank" not in {column.title for column in scores_table(of_runs(*equal)).columns}
+    assert "memory per rank" not in {
+        column.title for column in scores_table(of_runs(*equal)).columns
+    }
 
 
 def test_when_a_target_was_reached_is_in_table_and_sentence():
@@ -372,7 +374,7 @@ def test_when_a_target_was_reached_is_in_table_and_sentence():
 
 def test_more_samples_are_claimed_only_where_the_ranges_allow_it():
     told = sentence(fake_comparison(("single", "async"), repeats=3), 0.5)
-    assert re.search(r"async needs \d+ % more samples than single to get there", told)
+    assert re.search(r"async needs \d+ % more samples than single to reach it", told)
 
 
 def test_bytes_in_words():
