@@ -16,6 +16,7 @@ from ddpnb.reports.figures.figure import LiveFigure, draw
 from ddpnb.reports.figures.series import Preparer, series_of
 from ddpnb.reports.formatting import notes
 from ddpnb.reports.plot_options import ACROSS, EVERYTHING, PlotOptions
+from ddpnb.reports.style import PART_COLOURS
 from ddpnb.runs.comparison import Comparison, overlay
 from ddpnb.runs.model import Run, RunSnapshot, Status
 from ddpnb.runs.summary import time_to_target
