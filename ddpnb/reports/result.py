@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, final
 from IPython.core.getipython import get_ipython
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.reports.exports.html_report import page, picture
+from ddpnb.reports.exports.html_report import image_html, report_html
 from ddpnb.reports.formatting import title
 from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
-from ddpnb.reports.results_table import scores_table
+from ddpnb.reports.results_table import results_table
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.table import Table
 from ddpnb.runs.comparison import Comparison
@@ -57,7 +57,7 @@ class ComparisonResult:
 
     def table(self) -> Table:
         """Return one row per strategy: speed, cost of communication, scores; and notes."""
-        return scores_table(self.comparison, self.options.target)
+        return results_table(self.comparison, self.options.target)
 
     def plot(
         self, *, x: str | None = None, log: bool | None = None, target: float | None = None
@@ -116,7 +116,9 @@ class ComparisonResult:
         paths = tuple(target / f"comparison.{kind}" for kind in ("html", "png", "csv"))
         try:
             target.mkdir(parents=True, exist_ok=True)
-            paths[0].write_text(page(self.comparison, png, self.options.target), encoding="utf-8")
+            paths[0].write_text(
+                report_html(self.comparison, png, self.options.target), encoding="utf-8"
+            )
             paths[1].write_bytes(png)
             self.to_frame().to_csv(paths[2], index=False)
         except OSError as error:
@@ -129,7 +131,7 @@ class ComparisonResult:
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
         """Return figure and table together, and each alone as a fallback."""
         png = self.plot().png()
-        html = picture(png, title(self.comparison)) + self.summary_html()
+        html = image_html(png, title(self.comparison)) + self.summary_html()
         return {"text/plain": repr(self), "text/html": html, "image/png": png}
 
     def _ipython_display_(self) -> None:

@@ -18,7 +18,7 @@ RANGES = {
 """The note that explains a range, by what the range is over."""
 
 
-def scores_table(comparison: Comparison, target: float | None = None) -> Table:
+def results_table(comparison: Comparison, target: float | None = None) -> Table:
     """Return one row per strategy, without the columns that hold no information.
 
     Args:

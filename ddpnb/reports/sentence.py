@@ -28,7 +28,7 @@ def sentence(comparison: Comparison, target: float | None = None) -> str:
     parts = [
         _speeds([s for s in done if not s.is_emulated], called),
         "" if target is None else _reached(done, called, target),
-        _scores(done, called),
+        _accuracies(done, called),
         *(_failures(summary, called[id(summary)]) for summary in summaries),
         *(
             f"{called[id(s)]} says nothing about the speed of the real one"
@@ -117,7 +117,7 @@ def _reached(done: Sequence[StrategySummary], called: dict[int, str], target: fl
     return "; ".join(parts)
 
 
-def _scores(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
+def _accuracies(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
     """Return the held-out scores side by side, without a claim about which is better."""
     known = [s for s in done if math.isfinite(s.held_out_accuracy.middle)]
     if not known:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.exports.document import write_json
-from ddpnb.reports.exports.html_report import page
+from ddpnb.reports.exports.html_report import report_html
 from ddpnb.reports.exports.script import write_script
 from ddpnb.reports.exports.tensorboard import write_events
 from ddpnb.reports.result import PAGE_DPI, ComparisonResult
@@ -72,7 +72,7 @@ def write_runs(result: ComparisonResult, path: Path) -> str:
 
 def write_report(result: ComparisonResult, path: Path) -> str:
     """Write the self-contained report."""
-    path.write_text(page(result.comparison, result.plot().png(PAGE_DPI)), encoding="utf-8")
+    path.write_text(report_html(result.comparison, result.plot().png(PAGE_DPI)), encoding="utf-8")
     return "a self-contained report"
 
 

@@ -4,7 +4,7 @@ import base64
 from html import escape
 
 from ddpnb.reports.formatting import title
-from ddpnb.reports.results_table import scores_table
+from ddpnb.reports.results_table import results_table
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.table import pairs_table
 from ddpnb.runs.comparison import Comparison
@@ -28,14 +28,14 @@ h2 { font-size: 1.15rem; margin-top: 2rem; }
 """
 
 
-def page(comparison: Comparison, png: bytes, target: float | None = None) -> str:
+def report_html(comparison: Comparison, png: bytes, target: float | None = None) -> str:
     """Return the report: figure (``png``), sentence, table, settings, code, environment."""
     heading = escape(title(comparison))
     parts = [
         f"<h1>{heading}</h1>",
         f"<p>{escape(sentence(comparison, target))}</p>",
-        picture(png, title(comparison)),
-        f'<div class="wide">{scores_table(comparison, target).html()}</div>',
+        image_html(png, title(comparison)),
+        f'<div class="wide">{results_table(comparison, target).html()}</div>',
         _settings(comparison),
         _code(comparison.source or magic_of(comparison)),
         pairs_table("Environment", comparison.environment).html() if comparison.environment else "",
@@ -48,7 +48,7 @@ def page(comparison: Comparison, png: bytes, target: float | None = None) -> str
     )
 
 
-def picture(png: bytes, description: str) -> str:
+def image_html(png: bytes, description: str) -> str:
     """Return the figure as an HTML image with its data in it."""
     data = base64.b64encode(png).decode("ascii")
     style = "max-width:100%;height:auto"

@@ -48,7 +48,7 @@ def _write(folder: Path, run: RunSnapshot) -> None:
 
     writer: Any = EventFileWriter(str(folder))
     try:
-        for tag, samples, seconds, value in (*_points(run), *_scores(run)):
+        for tag, samples, seconds, value in (*_points(run), *_results(run)):
             if math.isfinite(value):
                 summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
                 time = run.created + seconds
@@ -72,7 +72,7 @@ def _points(run: RunSnapshot) -> Iterator[Point]:
             yield name, int(seen[index]), float(events["seconds"][index]), value
 
 
-def _scores(run: RunSnapshot) -> Iterator[Point]:
+def _results(run: RunSnapshot) -> Iterator[Point]:
     events = run.events
     samples = run.num_samples_before + int(events["num_samples"].sum())
     seconds = float(events["seconds"].max(initial=0.0))
