@@ -16,6 +16,7 @@ from ddpnb.reports.figures.figure import LiveFigure, draw
 from ddpnb.reports.figures.series import Preparer, series_of
 from ddpnb.reports.formatting import notes
 from ddpnb.reports.plot_options import ACROSS, EVERYTHING, PlotOptions
+from ddpnb.reports.style import PART_COLOURS
 from ddpnb.runs.comparison import Comparison, overlay
 from ddpnb.runs.model import Run, RunSnapshot, Status
 from ddpnb.runs.summary import time_to_target
@@ -23,7 +24,11 @@ from tests.unit.runs.fake_runs import batch, fake_comparison, fake_run, header, 
 
 
 def pixels(png: bytes) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(png)))
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGBA"))
+
+
+def to_rgb255(colour: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(colour[1:]))
 
 
 def compared(*runs: Run) -> Comparison:
@@ -443,9 +448,31 @@ def test_a_quick_redraw_is_the_picture_that_matplotlib_draws():
     fresh = LiveFigure()
     fresh.update(comparison)
     buffer = io.BytesIO()
-    fresh.finish().savefig(buffer, format="png", dpi=100)
+    with matplotlib.rc_context({"text.hinting": "no_hinting"}):  # as the live figure does
+        fresh.finish().savefig(buffer, format="png", dpi=100)
     differs = np.abs(quick - pixels(buffer.getvalue()).astype(int)).max(axis=2) > 60
     assert differs.mean() < 0.01
+
+
+def test_a_frame_of_256_colours_looks_like_the_last_picture():
+    live = LiveFigure()
+    live.update(fake_comparison(num_steps=60, share=0.9))
+    frame = live.png()
+    live.update(fake_comparison(num_steps=60))
+    last = live.png()
+    assert Image.open(io.BytesIO(frame)).mode == "P"
+    assert Image.open(io.BytesIO(last)).mode == "RGBA"
+    title = np.s_[20:60, 20:-20]  # the same in both
+    error = np.abs(pixels(frame)[title].astype(int) - pixels(last)[title].astype(int))
+    assert error.max() <= 40
+    assert error.mean() < 1.5
+    assert pixels(frame)[0, 0, 3] == 0
+    swatches = {
+        colour: np.argwhere((pixels(last)[:, :, :3] == to_rgb255(colour)).all(axis=2))[0]
+        for colour in PART_COLOURS.values()
+    }
+    for colour, (y, x) in swatches.items():
+        np.testing.assert_allclose(pixels(frame)[y, x, :3], to_rgb255(colour), atol=6)
 
 
 def test_nothing_moves_when_a_strategy_turns_out_to_be_emulated():
