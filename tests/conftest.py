@@ -1,9 +1,11 @@
-"""What a machine lacks is skipped with its reason; interrupts reach the tests."""
+"""Groups of tests that one process runs; interrupts reach the tests."""
 
 import signal
+from pathlib import Path
 
 import pytest
-import torch
+
+TESTS = Path(__file__).parent
 
 
 def pytest_configure() -> None:
@@ -15,11 +17,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    num_gpus = torch.cuda.device_count()
-    needed = {"gpu": 1, "two_gpus": 2}
+    """Keep a file's tests in one process, which starts the file's clusters once.
+
+    Unit tests start nothing: any process runs any of them.
+    """
     for item in items:
-        for marker, num in needed.items():
-            if item.get_closest_marker(marker) and num_gpus < num:
-                reason = f"needs {num} CUDA GPU{'s' if num > 1 else ''}, there are {num_gpus}"
-                item.add_marker(pytest.mark.skip(reason=reason))
+        room, *_ = place = item.path.relative_to(TESTS).parts
+        if room != "unit" and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("/".join(place)))
