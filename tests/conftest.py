@@ -1,11 +1,9 @@
-"""Groups of tests that one process runs; interrupts reach the tests."""
+"""Which tests run in one process with pytest-xdist; interrupts reach the tests."""
 
 import signal
-from pathlib import Path
+from typing import Any
 
 import pytest
-
-TESTS = Path(__file__).parent
 
 
 def pytest_configure() -> None:
@@ -17,13 +15,26 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a file's tests in one process, which starts the file's clusters once.
 
-    Unit tests start nothing: any process runs any of them.
+    ``--dist loadgroup`` would do, but pytest 9.2 ignores it (pytest-xdist, issue 1386).
     """
-    for item in items:
-        room, *_ = place = item.path.relative_to(TESTS).parts
-        if room != "unit" and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group("/".join(place)))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return Scheduling(config, log)
+
+
+def group_of(nodeid: str) -> str:
+    """Return which tests run in the same process as this one, one after the other."""
+    path, *_ = nodeid.split("::")
+    if path.startswith("tests/unit/"):  # they start nothing: any process runs any of them
+        return nodeid
+    if path.startswith("tests/browser/"):  # one JupyterLab, one Chromium
+        return "browser"
+    return path
