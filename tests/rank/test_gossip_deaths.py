@@ -26,7 +26,7 @@ from tests.rank.test_gossip import CALM, fit_gossip
 QUICK = Problem(num_epochs=24, model="linear", learning_rate=0.3)
 
 
-@pytest.mark.parametrize("num_ahead", [0, 3])
+@pytest.mark.parametrize("num_prefetched", [0, 3])
 def test_a_death_costs_one_share_and_those_ahead_and_the_others_train_the_rest(
     fresh_ranks, num_prefetched
 ):

@@ -128,7 +128,7 @@ def test_a_slow_worker_holds_nobody_up(ranks, tmp_path):
     assert len(fast.reports) >= 110 > 3 * len(slow.reports)
 
 
-@pytest.mark.parametrize("num_ahead", [0, 3])
+@pytest.mark.parametrize("num_prefetched", [0, 3])
 def test_a_death_costs_one_share_and_those_ahead_and_the_others_train_the_rest(
     fresh_ranks, num_prefetched
 ):
