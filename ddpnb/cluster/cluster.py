@@ -32,7 +32,7 @@ from ddpnb.cluster.run_folder import private_folder, write_owners
 from ddpnb.cluster.timeouts import Timeouts
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import StaleVariable
-from ddpnb.protocol.processes import BatchSchedule, process_id
+from ddpnb.protocol.processes import RankCommand, process_id
 from ddpnb.protocol.remote_call import OnRank
 
 
@@ -145,7 +145,7 @@ class Cluster(Engines):
         self._group.is_aborted = True
         self._save()
         for rank in set(ranks) & set(self.living):
-            self._group.aborts[rank] = self.processes.order(rank, BatchSchedule.CUT)
+            self._group.aborts[rank] = self.processes.command(rank, RankCommand.ABORT)
 
     def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
         """Have all ranks form a new process group if the old one was cut, or is of another kind.

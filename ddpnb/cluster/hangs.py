@@ -9,7 +9,7 @@ from typing import Any
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.messages import RankStatus
-from ddpnb.protocol.processes import BatchSchedule
+from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
 
 IDLE_SHARE = 0.2
@@ -165,7 +165,7 @@ class StallDetector:
             self._asked_at = now
             ranks = sorted(self.call.running & set(self.cluster.living))
             self._asked = {
-                rank: self.cluster.processes.order(rank, BatchSchedule.WHERE) for rank in ranks
+                rank: self.cluster.processes.command(rank, RankCommand.STATUS) for rank in ranks
             }
         return ""
 

@@ -23,7 +23,13 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from ddpnb.protocol.processes import BatchSchedule, Notice, ProcessId, Request, is_alive
+from ddpnb.protocol.processes import (
+    ForkServerEvent,
+    KernelRequest,
+    ProcessId,
+    RankCommand,
+    is_alive,
+)
 
 CRASH = "Fatal Python error"
 """How faulthandler begins what it writes."""
@@ -136,8 +142,8 @@ class Processes:
         self, *, pipe: Connection, server: Server, on_exit: Callable[[Exit], None]
     ) -> None:
         self._on_exit = on_exit
-        self._orders: dict[int, Future[Any]] = {}
-        self._order_ids = itertools.count(time.time_ns())  # no answer to an earlier kernel fits
+        self._answers: dict[int, Future[Any]] = {}
+        self._command_ids = itertools.count(time.time_ns())  # no answer to an earlier kernel fits
         self._send_lock = threading.Lock()
         self._stopped = False
         self.ready: Future[list[str]] = Future()
@@ -214,34 +220,38 @@ class Processes:
         self, rank: int, environment: Mapping[str, str], settings: Mapping[str, object]
     ) -> None:
         """Start one rank; it joins the process group by itself."""
-        self._send(op=Request.START_RANK, rank=rank, environment=environment, settings=settings)
+        self._send(
+            op=KernelRequest.START_RANK, rank=rank, environment=environment, settings=settings
+        )
 
-    def order(self, rank: int, order: BatchSchedule) -> "Future[Any]":
+    def command(self, rank: int, command: RankCommand) -> "Future[Any]":
         """Have a rank's control thread do something, whatever its main thread is at.
 
         Where the rank is gone, and be it with the whole cluster, no answer comes.
         """
-        order_id = next(self._order_ids)
+        command_id = next(self._command_ids)
         answer: Future[Any] = Future()
-        self._orders[order_id] = answer
+        self._answers[command_id] = answer
         with contextlib.suppress(OSError):
-            self._send(op=Request.TELL, rank=rank, message={"order": order, "id": order_id})
+            self._send(
+                op=KernelRequest.FORWARD, rank=rank, message={"command": command, "id": command_id}
+            )
         return answer
 
     def signal(self, ranks: list[int], number: int) -> None:
         """Send a signal to some ranks; those that are gone get none."""
         with contextlib.suppress(OSError):
-            self._send(op=Request.SIGNAL, ranks=ranks, number=number)
+            self._send(op=KernelRequest.SIGNAL, ranks=ranks, number=number)
 
     def allow_detach(self, seconds: float, address: Path) -> None:
         """Have the processes outlive this one, awaiting another at ``address``."""
-        self._send(op=Request.LINGER, seconds=seconds, address=str(address))
+        self._send(op=KernelRequest.ALLOW_DETACH, seconds=seconds, address=str(address))
 
     def detach(self) -> None:
         """Leave the processes to the next kernel; may be called twice."""
         self._stopped = True
         with contextlib.suppress(OSError):
-            self._send(op=Request.DETACH)
+            self._send(op=KernelRequest.DETACH)
         self._listener.join(STOP_TIMEOUT_SECONDS)  # the fork server closes its end
         self._pipe.close()
 
@@ -249,7 +259,7 @@ class Processes:
         """End every process of the cluster and wait for it; may be called twice."""
         self._stopped = True
         with contextlib.suppress(OSError):
-            self._send(op=Request.STOP)
+            self._send(op=KernelRequest.STOP)
         try:
             self._server.wait(STOP_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -285,14 +295,14 @@ class Processes:
 
     def _handle(self, event: Event) -> None:
         match event.pop("event"):
-            case Notice.READY:
+            case ForkServerEvent.READY:
                 self.ready.set_result(event["gpus"])
-            case Notice.FAILED:
+            case ForkServerEvent.FAILED:
                 self.ready.set_exception(RuntimeError(event["cause"]))
-            case Notice.ANSWER:
-                if (order := self._orders.pop(event["id"], None)) is not None:
-                    order.set_result(event["value"])
-            case Notice.EXITED:
+            case ForkServerEvent.ANSWER:
+                if (answer := self._answers.pop(event["id"], None)) is not None:
+                    answer.set_result(event["value"])
+            case ForkServerEvent.EXITED:
                 if not self._stopped:
                     self._on_exit(Exit(member=member_of(event["name"]), code=event["code"]))
 
@@ -340,7 +350,7 @@ def connect(address: Path) -> tuple[Connection, dict[str, int]]:
             pipe.close()
             raise TimeoutError("the fork server does not answer")
         answer: Event = json.loads(pipe.recv_bytes())
-        if answer["event"] == Notice.ATTACHED:
+        if answer["event"] == ForkServerEvent.ATTACHED:
             return pipe, answer["exits"]
         pipe.close()
         if time.monotonic() > deadline:

@@ -45,9 +45,8 @@ class StoppedProcesses:
         new = [rank for rank, num in self._num_looks.items() if num == NUM_LOOKS]
         if not new:
             return ""
-        return (
-            f"{tell_stopped(self.cluster, new)} An interrupt ends the cell and keeps the variables."
-        )
+        ways_out = describe_stopped(self.cluster, new)
+        return f"{ways_out} An interrupt ends the cell and keeps the variables."
 
 
 def stopped_ranks(cluster: Cluster, ranks: Iterable[int]) -> list[int]:
@@ -62,7 +61,7 @@ def stopped_ranks(cluster: Cluster, ranks: Iterable[int]) -> list[int]:
     return found
 
 
-def tell_stopped(cluster: Cluster, ranks: Iterable[int]) -> str:
+def describe_stopped(cluster: Cluster, ranks: Iterable[int]) -> str:
     """Say that ranks are stopped, and the ways out."""
     chosen = sorted(ranks)
     is_one = len(chosen) == 1

@@ -40,7 +40,7 @@ class Watch:
         timeout: seconds after which the ranks are interrupted.
         free_after_seconds: how long ranks may still run after one has failed; by default
             as the cluster's timeouts say.
-        tell: takes what the user should know before the call ends.
+        notify: takes what the user should know before the call ends.
         survives: tells whether the others can do without a rank that has died just now.
     """
 
@@ -50,7 +50,7 @@ class Watch:
     tick: Callable[[], None]
     timeout: float | None = None
     free_after_seconds: float | None = None
-    tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
+    notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
     survives: Callable[[int], bool] = lambda _: False
     timed_out: bool = False
     stuck: str = ""
@@ -87,7 +87,7 @@ class Watch:
                 self._free_stuck()
                 self._name_failed()
                 if told := stopped.check(self.call.running):
-                    self.tell(told)
+                    self.notify(told)
                 if self.stop_requested or (deadline and time.monotonic() > deadline):
                     self.timed_out = not self.stop_requested
                     return self._stop_ranks()
@@ -148,7 +148,7 @@ class Watch:
                 if (failure := failure_in(value)) and not failure.is_consequence:
                     causes.append(f"rank {rank} failed: {failure.name}: {failure.text}")
             who = spoken_ranks(self.call.running)
-            self.tell(
+            self.notify(
                 f"{'; '.join(causes)} ({who} still ran {seconds:g} s later; "
                 "an interrupt ends such a cell)"
             )
@@ -166,7 +166,7 @@ class Watch:
 
     def _kill(self) -> None:
         who = format_ranks(self.call.running)
-        self.tell(f"rank {who} could not be freed and is killed: its variables are lost")
+        self.notify(f"rank {who} could not be freed and is killed: its variables are lost")
         self.cluster.processes.signal(sorted(self.call.running), signal.SIGKILL)
 
     def _stop_ranks(self) -> None:

@@ -46,7 +46,7 @@ from ddpnb.launcher.child import (  # noqa: E402
     spawn_rank,
     spawned_rank,
 )
-from ddpnb.protocol.processes import Notice, Request  # noqa: E402
+from ddpnb.protocol.processes import ForkServerEvent, KernelRequest  # noqa: E402
 
 STOP_TIMEOUT_SECONDS = 3.0
 """How long children may take to end by SIGTERM before they are killed."""
@@ -108,22 +108,22 @@ class Forkserver:
         try:
             request: Frame = json.loads(kernel.recv_bytes())
         except (EOFError, OSError):
-            return self.part(kernel)
+            return self.on_disconnect(kernel)
         match request.pop("op"):
-            case Request.START_RANK:
+            case KernelRequest.START_RANK:
                 self.start_rank(**request)
-            case Request.TELL:
-                self.tell(**request)
-            case Request.SIGNAL:
+            case KernelRequest.FORWARD:
+                self.forward(**request)
+            case KernelRequest.SIGNAL:
                 self.signal(**request)
-            case Request.LINGER:
-                self.detach(**request)
-            case Request.DETACH:
-                self.part(kernel)
-            case Request.STOP:
+            case KernelRequest.ALLOW_DETACH:
+                self.allow_detach(**request)
+            case KernelRequest.DETACH:
+                self.on_disconnect(kernel)
+            case KernelRequest.STOP:
                 self.is_stopped = True
 
-    def detach(self, *, seconds: float, address: str) -> None:
+    def allow_detach(self, *, seconds: float, address: str) -> None:
         """Outlive the kernel from now on; the next one is awaited at ``address``."""
         self.detach_seconds = seconds
         if self.listener is None:
@@ -132,7 +132,7 @@ class Forkserver:
             self.listener.listen()
             self.selector.register(self.listener, selectors.EVENT_READ, self.on_connect)
 
-    def part(self, kernel: Connection) -> None:
+    def on_disconnect(self, kernel: Connection) -> None:
         """Go on without a kernel, for a while."""
         self.selector.unregister(kernel)
         kernel.close()
@@ -146,11 +146,11 @@ class Forkserver:
         kernel = Connection(listener.accept()[0].detach())
         if self.kernel is not None:
             with contextlib.suppress(OSError):
-                kernel.send_bytes(json.dumps({"event": Notice.REFUSED}).encode())
+                kernel.send_bytes(json.dumps({"event": ForkServerEvent.REFUSED}).encode())
             return kernel.close()
         self.kernel = kernel
         self.selector.register(kernel, selectors.EVENT_READ, self.on_kernel)
-        self.report(event=Notice.ATTACHED, exits=self.exits)
+        self.report(event=ForkServerEvent.ATTACHED, exits=self.exits)
 
     def start_rank(self, *, rank: int, environment: dict[str, str], settings: Frame) -> None:
         """Fork (or spawn) rank ``rank`` and report its pid."""
@@ -163,7 +163,7 @@ class Forkserver:
         self.children[pid] = Child(name=str(rank), pid=pid, pipe=ours)
         self.exits.pop(str(rank), None)
         self.selector.register(ours, selectors.EVENT_READ, self.on_rank)
-        self.report(event=Notice.STARTED, rank=rank, pid=pid)
+        self.report(event=ForkServerEvent.STARTED, rank=rank, pid=pid)
 
     def start_controller(self, arguments: list[str]) -> None:
         """Fork ipyparallel's controller."""
@@ -185,7 +185,7 @@ class Forkserver:
             run_child(main)
         return pid
 
-    def tell(self, *, rank: int, message: Frame) -> None:
+    def forward(self, *, rank: int, message: Frame) -> None:
         """Pass a message to the control thread of a rank; a dead rank is told nothing."""
         for child in self.children.values():
             if child.name == str(rank) and child.pipe is not None:
@@ -225,7 +225,7 @@ class Forkserver:
                 self.forget(child)
                 code = os.waitstatus_to_exitcode(status)
                 self.exits[child.name] = code
-                self.report(event=Notice.EXITED, name=child.name, pid=pid, code=code)
+                self.report(event=ForkServerEvent.EXITED, name=child.name, pid=pid, code=code)
 
     def forget(self, child: Child) -> None:
         """Close the pipe of a child that has ended."""
@@ -308,10 +308,10 @@ def main(kernel_fd: int) -> None:
         server.start_controller(request["controller_arguments"])
         if server.method == "fork":
             preload()
-        server.report(event=Notice.READY, gpus=describe_gpus())
+        server.report(event=ForkServerEvent.READY, gpus=describe_gpus())
         server.serve()
     except Exception:  # noqa: BLE001  the edge of the process: the kernel shows the cause
-        server.report(event=Notice.FAILED, cause=traceback.format_exc())
+        server.report(event=ForkServerEvent.FAILED, cause=traceback.format_exc())
     finally:
         server.stop()
 

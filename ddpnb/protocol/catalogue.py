@@ -1,7 +1,6 @@
-"""Which strategies and tasks are there, and what can be chosen about each?  (Both sides.)
+"""All strategies and tasks: the two tables at the end of this file.  (Every process.)
 
-A choice is written as one word: ``ddp``, or with options ``ddp:hook=fp16,bucket_cap_mb=5``.
-The constructor of a strategy, and the builder of a task, take these options by name.
+To add a strategy, write its file in ``rank/strategies/`` and its entry in ``STRATEGIES``.
 """
 
 import importlib
@@ -9,41 +8,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ddpnb.protocol.errors import UserError, advice, one_of
-from ddpnb.protocol.options import Option, Value
-
-Dashes = Literal["solid", "dashed", "dash-dot", "long", "dotted", "dash-dot-dot", "long-short"]
+from ddpnb.protocol.options import Option
 
 BASELINE = "single"
-"""Speed-up is measured against this strategy, run in the same comparison."""
+"""The strategy against which the others' speed-up is measured, in the same comparison."""
 
 CEILING = "no-comm"
-"""Even shares without any communication: none that shares evenly can be expected to be faster."""
+"""The strategy without communication: no other that shares evenly can be expected to be faster."""
 
 CELL_TASK = "cell"
-"""The task whose model, data, loss and optimizer the notebook's cell defines."""
+"""The task whose model, data, loss and optimizer are defined in the notebook's cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One strategy or task: what it is, in a line, and what can be chosen about it."""
+    """What is known of a strategy or task without importing it."""
 
     about: str
+    """A line for the lists that users read."""
     import_path: str
-    """What makes it: a module and a name in it, ``"ddpnb.rank.strategies.ddp:Ddp"``."""
+    """The class of a strategy, or the function that builds a task: ``"package.module:Name"``."""
     options: Mapping[str, Option] = field(default_factory=dict)
+    """Its keyword arguments, as users write them: ``ddp:hook=fp16``."""
 
     def load(self) -> Any:
-        """Import what makes it; on the ranks alone, for it imports torch."""
+        """Import the class or function; on the ranks alone, for it imports torch."""
         module, _, name = self.import_path.partition(":")
         return getattr(importlib.import_module(module), name)
 
 
+Dashes = Literal["solid", "dashed", "dash-dot", "long", "dotted", "dash-dot-dot", "long-short"]
+
+
 class Look(NamedTuple):
-    """How a strategy is drawn; dashes and marker together name it without any colour.
+    """How a strategy is drawn; dashes and marker together identify it without any colour.
 
     Ten colours are matplotlib's ``petroff10`` (M. Petroff, arXiv:2107.02270), which any colour
-    vision tells apart.  A family of strategies shares a hue, in clearly different lightness.
+    vision can distinguish.  Related strategies share a hue, in clearly different lightness.
     """
 
     colour: str
@@ -54,34 +55,25 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyEntry(Entry):
-    """All that is known of a strategy outside its own file."""
+    """What is known of a strategy without importing it."""
 
     look: Look
     aliases: tuple[str, ...] = ()
-    """What other libraries call it: whoever writes that is shown the name here."""
+    """Its names in other libraries; a user who writes one is referred to the name here."""
     is_asynchronous: bool = False
     """Whether its updates have a staleness."""
     is_dense: bool = False
-    """Whether it moves gradients as plain memory, and cannot train with sparse ones."""
+    """Whether it needs dense gradients: it moves them as plain memory."""
     may_be_emulated: bool = False
-    """Whether its plan says that it is emulated on some machines."""
+    """Whether its ``plan`` emulates it on some machines."""
     transports: tuple[str, ...] = ()
-    """Those of ``training.TRANSPORTS`` that it can train by; empty: it has none to choose."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What one word stands for."""
-
-    name: str
-    options: Mapping[str, Value] = field(default_factory=dict)
-    """Those that were given."""
+    """The ``training_options.TRANSPORTS`` that it supports; empty: it has no choice of them."""
 
 
 _TIMEOUT = Option(
     default=60.0,
     least=1,
-    about="seconds without any worker's step after which the silent ones are given up",
+    about="seconds without a step by any worker after which silent workers count as dead",
 )
 
 STRATEGIES: Mapping[str, StrategyEntry] = {
@@ -158,12 +150,12 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         transports=("auto", "shm", "gloo", "rpc"),
         options={
             "period": Option(
-                default=1, least=1, about="gradients, whoever's, that make one update"
+                default=1, least=1, about="gradients, of any workers, that make one update"
             ),
             "bound": Option(
                 default=-1,
                 least=-1,
-                about="steps a worker may be ahead of the slowest; 0: synchronous, -1: any number",
+                about="steps a worker may be ahead of the slowest; 0: synchronous, -1: unlimited",
             ),
             "damping": Option(
                 default=False, about="divide the learning rate by 1 + staleness (on, off)"
@@ -185,7 +177,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#bd1f01", "solid", "v"),
         options={
             "every": Option(default=8, about="steps from one average to the next", least=1),
-            "after": Option(default=0, about="steps of synchronous SGD at first", least=0),
+            "after": Option(default=0, about="synchronous steps at first", least=0),
         },
     ),
     "diloco": StrategyEntry(
@@ -211,11 +203,13 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#b57a00", "long-short", "H"),
         is_dense=True,
         options={
-            "reshard": Option(default=True, about="let go of a layer before its backward pass")
+            "reshard": Option(
+                default=True, about="free a layer's parameters until its backward pass"
+            )
         },
     ),
     "gossip": StrategyEntry(
-        about="each rank averages its weights with a random neighbour, waiting for nobody",
+        about="each rank averages its weights with a random neighbour and waits for no other",
         import_path="ddpnb.rank.strategies.gossip:Gossip",
         look=Look("#92dadd", "long", ">"),
         is_asynchronous=True,
@@ -227,12 +221,12 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         },
     ),
     "no-comm": StrategyEntry(
-        about="each rank alone on its even share: how fast that could be here",
+        about="each rank alone on an even share: an upper bound of the speed here",
         import_path="ddpnb.rank.strategies.no_comm:NoComm",
         look=Look("#6db38a", "dotted", "*"),
     ),
 }
-"""Strategies by name, in the order shown to users.  To add one is a file and an entry here."""
+"""Strategies by name, in the order in which users see them."""
 
 TASKS: Mapping[str, Entry] = {
     "digits": Entry(
@@ -253,98 +247,12 @@ TASKS: Mapping[str, Entry] = {
         options={
             "samples": Option(default=4096, least=16, about="images to train on"),
             "parameters": Option(
-                default=0, least=0, about="of the model in all, for more to exchange; 0: as it is"
+                default=0, least=0, about="of the whole model, for more to exchange; 0: as it is"
             ),
             "compute": Option(
-                default=0, least=0, about="convolutions more for each image, for more to compute"
+                default=0, least=0, about="additional convolutions per image, for more to compute"
             ),
         },
     ),
 }
 """Built-in tasks by name."""
-
-
-def strategy(word: str) -> Choice:
-    """Return the strategy that a word names.
-
-    A name that begins with a capital letter is a class of the user's own; whether there is
-    one, and which options it takes, is known on the ranks alone.
-
-    Raises:
-        UserError: there is no such strategy or option, or a value does not fit.
-    """
-    if word[:1].isupper() and word.split(":")[0].isidentifier():
-        name, given = _split(word)
-        return Choice(name=name, options={key: _guess(value) for key, value in given.items()})
-    return _choice("strategy", word, STRATEGIES)
-
-
-def check_transport(word: str, transport: str) -> None:
-    """Refuse a strategy that cannot exchange tensors in the way that was chosen.
-
-    Args:
-        word: the strategy, as ``strategy`` reads it.
-        transport: one of ``training.TRANSPORTS``.
-
-    Raises:
-        UserError: it cannot.
-    """
-    name = strategy(word).name
-    allowed = STRATEGIES[name].transports if name in STRATEGIES else ()
-    if allowed and transport not in allowed:
-        raise UserError(
-            f"{name} trains in shared memory, not by {transport}: "
-            f"leave --transport out, or {name} out of the comparison."
-        )
-
-
-def has_transport(word: str) -> bool:
-    """Return whether a strategy heeds ``--transport``; one of the user's own may."""
-    name = strategy(word).name
-    return name not in STRATEGIES or bool(STRATEGIES[name].transports)
-
-
-def task(word: str) -> Choice:
-    """Return the task that a word names.
-
-    Raises:
-        UserError: there is no such task or option, or a value does not fit.
-    """
-    return Choice(name=CELL_TASK) if word == CELL_TASK else _choice("task", word, TASKS)
-
-
-def _choice(kind: str, word: str, entries: Mapping[str, Entry]) -> Choice:
-    name, given = _split(word)
-    if name not in entries:
-        raise one_of(kind, name, entries)
-    options = entries[name].options
-    for key in given:
-        if not options:
-            raise UserError(f"{name} has no options, but was given {key}.")
-        if key not in options:
-            raise UserError(f"{name} has no option {key!r}; {advice(key, options)}")
-    return Choice(
-        name=name,
-        options={key: options[key].read(f"{name}:{key}", text) for key, text in given.items()},
-    )
-
-
-def _split(word: str) -> tuple[str, dict[str, str]]:
-    name, colon, rest = word.partition(":")
-    pairs = [part.partition("=") for part in rest.split(",")] if colon else []
-    if any(not key or not equals for key, equals, _ in pairs):
-        raise UserError(f"Write options as {name}:option=value,option=value, not {word}.")
-    given = {key: value for key, _, value in pairs}
-    if len(given) < len(pairs):
-        raise UserError(f"{word} gives an option twice: leave one of them out.")
-    return name, given
-
-
-def _guess(text: str) -> Value:
-    """Return the value of an option whose type is known on the ranks alone."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"on": True, "off": False}.get(text, text)

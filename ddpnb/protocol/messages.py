@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from ddpnb.protocol import catalogue
+from ddpnb.protocol.choices import check_transport
 from ddpnb.protocol.training_options import TrainingSpec
 
 
@@ -53,7 +53,7 @@ class RunSpec(TrainingSpec):
 
     def __post_init__(self) -> None:
         TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
-        catalogue.check_transport(self.strategy, self.transport)
+        check_transport(self.strategy, self.transport)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,19 +17,20 @@ ProcessId = tuple[int, float]
 """A process: its pid, and when it began (seconds since 1970), since pids are used again."""
 
 
-class Request(StrEnum):
-    """What the notebook's kernel asks of the fork server, as ``op`` of a JSON frame."""
+class KernelRequest(StrEnum):
+    """A request of the kernel to the fork server: ``op`` of a JSON frame."""
 
     START_RANK = "start_rank"
-    TELL = "tell"
+    FORWARD = "forward"
+    """A ``RankCommand``."""
     SIGNAL = "signal"
-    LINGER = "linger"
+    ALLOW_DETACH = "allow_detach"
     DETACH = "detach"
     STOP = "stop"
 
 
-class Notice(StrEnum):
-    """What the fork server reports to the kernel, as ``event`` of a JSON frame."""
+class ForkServerEvent(StrEnum):
+    """What the fork server, or a rank through it, reports to the kernel: ``event`` of a frame."""
 
     READY = "ready"
     FAILED = "failed"
@@ -40,11 +41,11 @@ class Notice(StrEnum):
     REFUSED = "refused"
 
 
-class BatchSchedule(StrEnum):
-    """What a rank's control thread does, whatever its main thread is at."""
+class RankCommand(StrEnum):
+    """A command of the kernel to a rank's control thread, which is never busy for long."""
 
-    CUT = "cut"
-    WHERE = "where"
+    ABORT = "abort"
+    STATUS = "status"
     STACK = "stack"
     STOP = "stop"
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpnb.protocol import catalogue
 from ddpnb.protocol.catalogue import CELL_TASK, TASKS
+from ddpnb.protocol.choices import parse_task
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.faults import parse_kills, parse_slow
 from ddpnb.protocol.options import Option
@@ -197,7 +197,7 @@ class TrainingSpec:
     )
 
     def __post_init__(self) -> None:
-        catalogue.task(self.task)
+        parse_task(self.task)
         if self.task == CELL_TASK and not self.source.strip():
             raise UserError(
                 "Nothing to train: define model() and data(split) in the cell, "

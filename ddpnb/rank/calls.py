@@ -11,7 +11,8 @@ from dataclasses import replace
 from ipyparallel.serialize import deserialize_object, serialize_object
 from torch import Tensor
 
-from ddpnb.protocol import catalogue
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.choices import parse_strategy
 from ddpnb.protocol.messages import (
     CellReport,
     CellSpec,
@@ -145,7 +146,7 @@ def off_gpu(value: object) -> object:
 
 def trusted(spec: RunSpec, group: Group) -> AbstractContextManager[None]:
     """Return the context for a training: strategies of ddpnb's own need not be watched closely."""
-    if catalogue.strategy(spec.strategy).name in catalogue.STRATEGIES:
+    if parse_strategy(spec.strategy).name in STRATEGIES:
         return group.collective_checks.trusting_torch()
     return nullcontext()
 

@@ -20,7 +20,7 @@ from traitlets import Instance
 
 from ddpnb.compat.python_internals import leaves_loops, outside_of_loop
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import BatchSchedule, Notice
+from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.process_group import Group
 from ddpnb.rank.random_state import seed_from_entropy
 from ddpnb.rank.status import rank_status, users_stack
@@ -29,16 +29,16 @@ Handler = Callable[[], object]
 
 
 class ControlThread(threading.Thread):
-    """Carries out orders of the notebook's kernel, one at a time.
+    """Carries out the kernel's commands, one at a time.
 
     Args:
         rank: this rank, named in every answer.
         pipe: the pipe to the fork server; its end is the end of this process.
-        handlers: what to do on each order; the value returned is sent back.
+        handlers: what to call for each command; the value returned is sent back.
     """
 
     def __init__(
-        self, rank: int, pipe: Connection, handlers: Mapping[BatchSchedule, Handler]
+        self, rank: int, pipe: Connection, handlers: Mapping[RankCommand, Handler]
     ) -> None:
         super().__init__(name="ddpnb-control", daemon=True)
         self.rank = rank
@@ -46,22 +46,27 @@ class ControlThread(threading.Thread):
         self.handlers = handlers
 
     def run(self) -> None:
-        """Answer orders until the fork server is gone, then end the process."""
+        """Carry out commands until the fork server is gone, then end the process."""
         while True:
             try:
-                order: dict[str, Any] = json.loads(self.pipe.recv_bytes())
+                message: dict[str, Any] = json.loads(self.pipe.recv_bytes())
             except (EOFError, OSError):
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.answer(order["order"], order["id"])
+            self.answer(RankCommand(message["command"]), message["id"])
 
-    def answer(self, order: str, order_id: int) -> None:
-        """Carry out one order and send its result back."""
+    def answer(self, command: RankCommand, command_id: int) -> None:
+        """Carry out one command and send its result back."""
         value: object = None
         try:
-            value = self.handlers[BatchSchedule(order)]()
+            value = self.handlers[command]()
         except Exception:  # noqa: BLE001  the edge of the thread, which must live on: to the log
             traceback.print_exc()
-        message = {"event": Notice.ANSWER, "rank": self.rank, "id": order_id, "value": value}
+        message = {
+            "event": ForkServerEvent.ANSWER,
+            "rank": self.rank,
+            "id": command_id,
+            "value": value,
+        }
         self.pipe.send_bytes(json.dumps(message).encode())
 
 
@@ -88,7 +93,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         )
 
     def rank_status(self) -> dict[str, Any]:
-        """Return where this rank stands, as a ``wire.Whereabouts`` in a dict."""
+        """Return where this rank stands, as a ``RankStatus`` in a dict."""
         shell = None if self.kernel is None else self.kernel.shell
         return asdict(rank_status(self.group, shell))
 
@@ -146,10 +151,10 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     group = group_of(settings, folder)
     engine = RankEngine.instance(group=group)
     handlers = {
-        BatchSchedule.CUT: group.abort,
-        BatchSchedule.WHERE: engine.rank_status,
-        BatchSchedule.STACK: engine.stack,
-        BatchSchedule.STOP: engine.stop_wanted.set,
+        RankCommand.ABORT: group.abort,
+        RankCommand.STATUS: engine.rank_status,
+        RankCommand.STACK: engine.stack,
+        RankCommand.STOP: engine.stop_wanted.set,
     }
     ControlThread(group.rank, pipe, handlers).start()
     if settings["generation"] is None:  # the others train: a group is formed when they are done

@@ -33,8 +33,8 @@ FUTEX = {"x86_64": "202", "aarch64": "98"}
 
 DISTRIBUTED = inspect.unwrap(dist.all_reduce).__code__.co_filename
 """Torch's file of the calls that take several ranks."""
-SHARED_SUM = os.path.join("ddpnb", "rank", "transport", "shared_sum.py")
-TRAINING = os.path.join("ddpnb", "rank", "worker.py")
+SHARED_ALL_REDUCE = os.path.join("ddpnb", "rank", "comm", "shared_all_reduce.py")
+TRAINING = os.path.join("ddpnb", "rank", "training", "loop.py")
 BACKWARD = torch.autograd.backward.__code__.co_filename
 """Torch's file of what computes gradients."""
 
@@ -123,7 +123,7 @@ def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
     """Return the call that is in progress and takes several ranks, and its peer if it has one."""
     inside = [frame for frame in frames if frame.f_code.co_filename.endswith(DISTRIBUTED)]
     if not inside:
-        adds = any(frame.f_code.co_filename.endswith(SHARED_SUM) for frame in frames)
+        adds = any(frame.f_code.co_filename.endswith(SHARED_ALL_REDUCE) for frame in frames)
         return "all_reduce" if adds else "", None
     outermost = inside[-1]
     name = outermost.f_code.co_name

@@ -10,11 +10,11 @@ from ddpnb.cluster.call import CallEvent, Events, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.recovery import RankRecovery
 from ddpnb.cluster.supervision import Watch
-from ddpnb.protocol import catalogue
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK, STRATEGIES
+from ddpnb.protocol.choices import check_transport, has_transport
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunReport, RunSpec
-from ddpnb.protocol.processes import BatchSchedule
+from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.rank_sets import format_ranks
 from ddpnb.protocol.remote_call import OnRank
 from ddpnb.protocol.training_options import TrainingSpec
@@ -54,7 +54,7 @@ class ComparisonSpec:
         if wrong := dict.fromkeys(filter(None, map(self._wrong_with, self.strategies))):
             raise UserError(" ".join(wrong))
         transport = self.training.transport
-        if transport != "auto" and not any(map(catalogue.has_transport, self.strategies)):
+        if transport != "auto" and not any(map(has_transport, self.strategies)):
             raise UserError(
                 f"--transport {transport} is for asynchronous strategies, and there is none here: "
                 "leave it out, or compare async too."
@@ -70,7 +70,7 @@ class ComparisonSpec:
     def _wrong_with(self, strategy: str) -> str:
         """Say what is wrong with one of the strategies; nothing where it can be trained."""
         try:
-            catalogue.check_transport(strategy, self.training.transport)
+            check_transport(strategy, self.training.transport)
         except UserError as error:
             return str(error)
         return ""
@@ -240,7 +240,7 @@ class Training:
         if now >= self._next_order_seconds:
             self._next_order_seconds = now + ORDER_SECONDS  # one that came too early was lost
             for rank in self.cluster.living:
-                self.cluster.processes.order(rank, BatchSchedule.STOP)
+                self.cluster.processes.command(rank, RankCommand.STOP)
 
     def _tell_lost(self, recovery: RankRecovery, report: object) -> None:
         if recovery.came_back and isinstance(report, RunReport):

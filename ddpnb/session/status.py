@@ -9,9 +9,9 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.detach import name_of
 from ddpnb.cluster.hangs import describe
 from ddpnb.cluster.processes import describe_exit
-from ddpnb.cluster.stopped import stopped_ranks, tell_stopped
+from ddpnb.cluster.stopped import describe_stopped, stopped_ranks
 from ddpnb.protocol.messages import RankStatus
-from ddpnb.protocol.processes import BatchSchedule
+from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.rank_sets import format_ranks
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.table import Cell, Column, Table
@@ -58,7 +58,7 @@ def status_table(cluster: Cluster, running: Sequence[Running], notes: Sequence[s
                 Cell(text=doing),
             )
         )
-    told = [tell_stopped(cluster, stopped)] if stopped else []
+    told = [describe_stopped(cluster, stopped)] if stopped else []
     if cluster.lost:
         told.append(f"{cluster.lost}: start anew with %ddp_restart")
     told.extend(notes)
@@ -81,8 +81,8 @@ def tell_where(cluster: Cluster) -> str:
     """Say where each rank stands at this moment, and give the stacks of those that are busy."""
     asked = {
         rank: [
-            cluster.processes.order(rank, order)
-            for order in (BatchSchedule.WHERE, BatchSchedule.STACK)
+            cluster.processes.command(rank, order)
+            for order in (RankCommand.STATUS, RankCommand.STACK)
         ]
         for rank in cluster.living
     }
@@ -96,7 +96,7 @@ def tell_where(cluster: Cluster) -> str:
             where, stack = (a.result(max(0.0, deadline - time.monotonic())) for a in asked[rank])
         except TimeoutError:
             is_stopped = stopped_ranks(cluster, [rank])
-            told.append(tell_stopped(cluster, [rank]) if is_stopped else no_answer(rank))
+            told.append(describe_stopped(cluster, [rank]) if is_stopped else no_answer(rank))
             continue
         told.append(describe(RankStatus(**where)))
         told += ["".join(stack)] if where["is_busy"] else []

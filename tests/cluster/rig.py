@@ -97,7 +97,7 @@ def begin(
         handle=handle,
         tick=lambda: None,
         timeout=timeout,
-        tell=notes.append,
+        notify=notes.append,
     )
     return Ended(watch=watch, printed=printed, notes=notes)
 

@@ -34,15 +34,15 @@ from ddpnb.cluster.call import Output
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from tests.cluster.rig import begin, processes_of, run
-spec = ClusterSpec(num_ranks=2, device="cpu", linger_seconds=float(sys.argv[1]))
+spec = ClusterSpec(num_ranks=2, device="cpu", detach_seconds=float(sys.argv[1]))
 cluster = Cluster.start(spec)
 run(cluster, "kept = 7 + 10 * rank")
 cell = begin(cluster, "print('begun')\\n" + sys.argv[2])
 said = {}
 while set(said) != {0, 1}:  # a cell that is sent at the very moment of the kill may never leave
-    for happening in cell.watch.call.happenings(30.0):
-        if isinstance(happening, Output):
-            said[happening.rank] = happening
+    for event in cell.watch.call.events(30.0):
+        if isinstance(event, Output):
+            said[event.rank] = event
 print(json.dumps([str(cluster.folder), [p.pid for p in processes_of(cluster)]]), flush=True)
 sys.stdin.read()
 """
@@ -74,7 +74,7 @@ def left_by_a_kill(
 
 
 @contextlib.contextmanager
-def lingering_cluster(method: str | None = None) -> Iterator[Cluster]:
+def detachable_cluster(method: str | None = None) -> Iterator[Cluster]:
     spec = ClusterSpec(num_ranks=2, device="cpu", detach_seconds=600)
     cluster = Cluster.start(spec, method=method)
     processes = processes_of(cluster)
@@ -121,7 +121,7 @@ def test_when_the_time_is_over_nothing_is_left():
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_what_came_to_an_end_meanwhile_is_told_and_can_be_brought_back(method: str):
-    with lingering_cluster(method) as cluster:
+    with detachable_cluster(method) as cluster:
         run(cluster, "kept = rank")
         cluster.detach()
         os.kill(cluster.states[1].pid, signal.SIGKILL)
@@ -139,7 +139,7 @@ def test_what_came_to_an_end_meanwhile_is_told_and_can_be_brought_back(method: s
 
 
 def test_a_group_that_was_cut_is_formed_anew_by_the_next_kernel():
-    with lingering_cluster() as cluster:
+    with detachable_cluster() as cluster:
         for generation in (1, 2):
             failed = run(cluster, f"1 / rank\n{ALL_REDUCE}")
             assert failed.failures[0].name == "ZeroDivisionError"
@@ -150,7 +150,7 @@ def test_a_group_that_was_cut_is_formed_anew_by_the_next_kernel():
 
 
 def test_nothing_lingers_that_cannot_be_used():
-    with lingering_cluster() as cluster:
+    with detachable_cluster() as cluster:
         processes = processes_of(cluster)
         ranks = {state.pid for state in cluster.states}
         cluster.detach()
@@ -160,7 +160,7 @@ def test_nothing_lingers_that_cannot_be_used():
 
 
 def test_the_end_of_a_fork_server_that_was_taken_over_is_told():
-    with lingering_cluster() as cluster:
+    with detachable_cluster() as cluster:
         processes = processes_of(cluster)
         cluster = detach_and_attach(cluster)
         processes[0].kill()
@@ -172,7 +172,7 @@ def test_the_end_of_a_fork_server_that_was_taken_over_is_told():
 
 
 def test_only_one_kernel_at_a_time():
-    with lingering_cluster() as cluster:
+    with detachable_cluster() as cluster:
         record = next(record for record in detached() if record.folder == cluster.folder)
         with pytest.raises(UserError, match="is in use by another kernel: shut that kernel down"):
             Cluster.attach(record)
@@ -213,7 +213,7 @@ def test_ranks_left_in_a_collective_are_freed(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_linger_may_be_changed_while_it_runs():
-    with lingering_cluster() as cluster:
+    with detachable_cluster() as cluster:
         processes = processes_of(cluster)
         cluster.allow_detach(0.5)
         assert next(s for s in detached() if s.folder == cluster.folder).spec.detach_seconds == 0.5
@@ -268,7 +268,7 @@ def test_where_there_is_doubt_one_sentence_tells_the_choice(
 
 
 def test_what_another_version_has_written_is_not_attached_to():
-    with lingering_cluster() as cluster:
+    with detachable_cluster() as cluster:
         assert cluster.folder in [record.folder for record in detached()]
         path = cluster.folder / "cluster.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"new": 1}))

@@ -13,6 +13,7 @@ from tests.cluster.rig import begin, finish, run_on_each, started
 SETUP = """
 import queue, threading, time
 import torch, torch.distributed as dist
+import torch._dynamo  # by the first DDP otherwise: a second of processor time in the midst of a case
 from torch.nn.parallel import DistributedDataParallel as DDP
 x = torch.ones(3)
 kept = 10 * rank
@@ -63,22 +64,22 @@ STUCK = {
     "one batch fewer, summed in shared memory": (
         "from ddpnb.rank.calls import this_engine\n"
         "from ddpnb.rank.strategies import ddp_shm\n"
-        "from ddpnb.rank.comm.shared_all_reduce import SharedSum\n"
-        "from ddpnb.rank.strategies.timer import Untimed\n"
+        "from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce\n"
+        "from ddpnb.rank.strategies.timer import NullTimer\n"
         "group = this_engine().group\n"
-        "shared = SharedSum.open(group.folder, 'stuck', rank=rank, num_ranks=world_size,\n"
-        "                        timeout_seconds=60, lifeline=group.lifeline)\n"
+        "shared = SharedAllReduce.open(group.folder, 'stuck', rank=rank, num_ranks=world_size,\n"
+        "                        timeout_seconds=60, cancellation=group.cancellation)\n"
         "net = DDP(torch.nn.Linear(3, 2))\n"
-        "net.register_comm_hook((shared, Untimed()), ddp_shm._add_in_shared_memory)\n"
+        "net.register_comm_hook((shared, NullTimer()), ddp_shm._add_in_shared_memory)\n"
         "for batch in range(4 if rank else 3):\n    net(torch.ones(1, 3)).sum().backward()",
         r"<but 0 wait> in all_reduce of DDP's backward \(line 11\).*rank 0 .* fewer batches",
     ),
     "a sum in shared memory that rank 0 does not call": (
         "from ddpnb.rank.calls import this_engine\n"
-        "from ddpnb.rank.comm.shared_all_reduce import SharedSum\n"
+        "from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce\n"
         "group = this_engine().group\n"
-        "shared = SharedSum.open(group.folder, 'stuck', rank=rank, num_ranks=world_size,\n"
-        "                        timeout_seconds=60, lifeline=group.lifeline)\n"
+        "shared = SharedAllReduce.open(group.folder, 'stuck', rank=rank, num_ranks=world_size,\n"
+        "                        timeout_seconds=60, cancellation=group.cancellation)\n"
         "if rank: shared.add(x)",
         r"<but 0 wait> in all_reduce \(line 6\).*rank 0 finished the cell without calling it",
     ),
@@ -246,11 +247,11 @@ def test_a_rank_that_cannot_be_freed_is_ended_and_brought_back(three: Cluster) -
 
 SLOW_TO_LEAVE = """
 import sys
-def linger(frame, event, _):
+def be_slow(frame, event, _):
     if event == "return" and frame.f_code.co_name == "all_reduce":
         sys.setprofile(None)
         time.sleep(5)
-sys.setprofile(linger if rank else None)
+sys.setprofile(be_slow if rank else None)
 if rank: dist.all_reduce(x)
 """
 

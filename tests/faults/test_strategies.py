@@ -225,7 +225,7 @@ def freed_by_an_abort(cluster: Cluster, spec: RunSpec, marker: Path) -> None:
         timeout=30,
     )
     called = Called(marker=marker)
-    called.begin(lambda: cluster.cut([0]))
+    called.begin(lambda: cluster.abort([0]))
     watch.run()
     called.thread.join()
     assert not watch.timed_out

@@ -8,7 +8,7 @@ import pytest
 from ddpnb.cluster.detach import detached
 from tests.kernel.client import Kernel, both
 
-LINGERING = "%ddp_start -n 2 --device cpu --detach 600"
+DETACHABLE = "%ddp_start -n 2 --device cpu --detach 600"
 FILL = "%%ddp\nimport torch\nkept = torch.randn(1000) + rank"
 SUM = "%ddp_pull kept.sum().item()"
 ALL_REDUCE = """%%ddp
@@ -51,7 +51,7 @@ def name_in(text: str) -> str:
 @pytest.mark.parametrize("now", [True, False], ids=["killed", "restarted"])
 def test_a_new_kernel_finds_the_ranks_of_the_old_one(fresh_kernel: Kernel, now: bool):
     kernel = fresh_kernel
-    started = kernel.run(LINGERING)
+    started = kernel.run(DETACHABLE)
     assert "outlives the kernel by 600 s" in started.text
     kernel.run(FILL)
     before = kernel.run(SUM).text
@@ -92,7 +92,7 @@ def test_without_linger_a_restart_ends_everything(fresh_kernel: Kernel):
 
 def test_a_cell_that_the_old_kernel_left_running_is_told_and_interrupted(fresh_kernel: Kernel):
     kernel = fresh_kernel
-    kernel.run(LINGERING)
+    kernel.run(DETACHABLE)
     kernel.run("%%ddp\nkept = rank + 1")
     kernel.run("%%ddp --no-wait\nimport time\nwhile rank: time.sleep(0.1)")
     kernel.restart()
@@ -107,7 +107,7 @@ def test_a_cell_that_the_old_kernel_left_running_is_told_and_interrupted(fresh_k
 
 def test_stop_ends_what_was_left_running_without_another_word(fresh_kernel: Kernel):
     kernel = fresh_kernel
-    kernel.run(LINGERING)
+    kernel.run(DETACHABLE)
     kernel.run("%%ddp --no-wait\nimport time\ntime.sleep(1000)")
     processes = processes_below(kernel)
     kernel.restart()
@@ -121,7 +121,7 @@ def test_stop_ends_what_was_left_running_without_another_word(fresh_kernel: Kern
 
 def test_the_next_cell_waits_for_what_was_left_and_an_interrupt_stops_both(fresh_kernel: Kernel):
     kernel = fresh_kernel
-    kernel.run(LINGERING)
+    kernel.run(DETACHABLE)
     kernel.run("%%ddp --no-wait\nimport time\nwhile rank: time.sleep(0.1)")
     kernel.restart(now=True)
     kernel.run("%ddp_start --attach")
@@ -134,7 +134,7 @@ def test_the_next_cell_waits_for_what_was_left_and_an_interrupt_stops_both(fresh
 
 def test_a_rank_that_died_meanwhile_is_dead_and_comes_back(fresh_kernel: Kernel):
     kernel = fresh_kernel
-    kernel.run(LINGERING)
+    kernel.run(DETACHABLE)
     kernel.run("%%ddp\nkept = rank + 1")
     kernel.run("%ddp_pull __import__('os').getpid() --ranks 1 --as pid")
     rank = psutil.Process(int(kernel.value("pid")))
@@ -153,12 +153,12 @@ def test_a_rank_that_died_meanwhile_is_dead_and_comes_back(fresh_kernel: Kernel)
 def test_two_kernels_in_one_folder(fresh_kernel: Kernel):
     first, second = fresh_kernel, Kernel(fresh_kernel.folder)
     try:
-        name = name_in(first.run(LINGERING).text)
+        name = name_in(first.run(DETACHABLE).text)
         first.run("%%ddp\nwho = 'first'")
         second.run("%load_ext ddpnb")
         held = second.run(f"%ddp_start --attach {name}")
         assert held.told.startswith(f"UserError: The cluster {name} is in use by another kernel, p")
-        other = name_in(second.run(LINGERING).text)
+        other = name_in(second.run(DETACHABLE).text)
         second.run("%%ddp\nwho = 'second'")
         for kernel in (first, second):
             kernel.restart()
@@ -209,6 +209,6 @@ def test_attach_and_linger_where_a_cluster_runs(kernel: Kernel):
     )
     kept = kernel.run("%%ddp\nkept = 3\n")
     assert not kept.error
-    assert "outlives the kernel by 60 s" in kernel.run("import ddpnb; ddpnb.start(linger=60)").text
+    assert "outlives the kernel by 60 s" in kernel.run("import ddpnb; ddpnb.start(detach=60)").text
     assert kernel.run("%%ddp\nkept").stdout == "[0-1] 3\n"
     assert kernel.run("%ddp_stop").stdout == "The cluster has stopped.\n"

@@ -171,7 +171,7 @@ def drive(
         )
     )
     reports = []
-    shards = asked_ahead(strategy.shards(), place.get("num_ahead", 0))
+    shards = asked_ahead(strategy.shards(), place.get("num_prefetched", 0))
     for number, shard in enumerate(shards):
         if before_step is not None:
             before_step(state.rank, number)

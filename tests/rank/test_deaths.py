@@ -177,7 +177,7 @@ def fit_and_lost(
 ):
     strategy = AsyncParameterServer(**options)
     try:
-        place = {"transport": transport, "joins": joins, "num_ahead": num_prefetched}
+        place = {"transport": transport, "joins": joins, "num_prefetched": num_prefetched}
         fit = drive(strategy, state, folder, problem, before_step, **place)
         return fit, strategy.lost_shards()
     finally:

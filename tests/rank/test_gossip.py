@@ -28,7 +28,7 @@ def fit_gossip(
     log: list[Access] = []
     strategy = Gossip(timeout=timeout_seconds, log=log.append)
     try:
-        place = {"joins": joins, "num_ahead": num_prefetched}
+        place = {"joins": joins, "num_prefetched": num_prefetched}
         fit: Fit = drive(strategy, state, folder, problem, before_step, **place)
         return replace(fit, log=log), strategy.lost_shards()
     finally:

@@ -47,7 +47,7 @@ def fit_hogwild(
     log: list[Access] = []
     strategy = Hogwild(timeout=timeout_seconds, log=log.append)
     try:
-        place = {"joins": joins, "num_ahead": num_prefetched}
+        place = {"joins": joins, "num_prefetched": num_prefetched}
         fit: Fit = drive(strategy, state, folder, problem, before_step, **place)
         if ended is not None:
             ended.touch()

@@ -10,7 +10,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.rank.strategies import make_strategy
 
 ADDED = """
-from ddpnb import catalogue
+from ddpnb.protocol import catalogue
 catalogue.STRATEGIES["added"] = catalogue.StrategyEntry(
     about="one that was added",
     import_path="added_strategy:Added",
@@ -57,7 +57,7 @@ import sys
 from ddpnb.magics.arguments import catalogue_text
 from ddpnb.magics.completion import choices
 from ddpnb.runs.comparison import Comparison
-from ddpnb.reports.figure import draw
+from ddpnb.reports.figures.figure import draw
 from ddpnb.reports.style import style_of
 from ddpnb.reports.formatting import longest_label
 from ddpnb.protocol.messages import RunSpec

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from ddpnb.protocol import catalogue
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.choices import parse_strategy
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.own import own_strategy
 
@@ -11,14 +12,14 @@ def make_strategy(word: str, namespace: Mapping[str, object]) -> Strategy:
     """Return the strategy that a word names, with the options it gives.
 
     Args:
-        word: as ``catalogue.strategy`` reads it.
+        word: as ``choices.parse_strategy`` reads it.
         namespace: where a class of the user's own is looked up.
 
     Raises:
         UserError: there is no such strategy or option.
     """
-    choice = catalogue.strategy(word)
-    if choice.name not in catalogue.STRATEGIES:
+    choice = parse_strategy(word)
+    if choice.name not in STRATEGIES:
         return own_strategy(choice, namespace)
-    made: Strategy = catalogue.STRATEGIES[choice.name].load()(**choice.options)
+    made: Strategy = STRATEGIES[choice.name].load()(**choice.options)
     return made

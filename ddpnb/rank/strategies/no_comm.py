@@ -35,7 +35,7 @@ class NoComm(SynchronousStrategy):
     def plan(self, state: RankState) -> Plan:
         """Every rank."""
         notes = (_NOTE,) if state.world_size > 1 else ()
-        # Nobody waits for anybody: num_ahead is what a stop allows for.
+        # Nobody waits for anybody: num_prefetched is what a stop allows for.
         return replace(super().plan(state), num_prefetched=1, notes=notes)
 
     def step(self, batch: Batch) -> StepReport:

@@ -29,7 +29,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ddpnb.protocol.catalogue import STRATEGIES, Choice
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.choices import Choice
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import (
@@ -88,7 +89,7 @@ class OwnStrategy(SynchronousStrategy):
     def plan(self, state: RankState) -> Plan:
         """Every rank."""
         synchronous = bool(getattr(self._strategy, "synchronous", True))
-        # Whether its ranks wait for each other is not known: num_ahead is what a stop allows for.
+        # Whether its ranks wait for each other is not known: num_prefetched is what a stop allows for.
         return replace(super().plan(state), synchronous=synchronous, num_prefetched=1)
 
     def setup(self, replica: Replica) -> None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from ddpnb.protocol import catalogue
-from ddpnb.protocol.catalogue import CELL_TASK
+from ddpnb.protocol.catalogue import CELL_TASK, TASKS
+from ddpnb.protocol.choices import parse_task
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.cell import cell_task
@@ -23,8 +23,8 @@ def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
     Raises:
         UserError: the cell lacks something, or returns something wrong.
     """
-    choice = catalogue.task(spec.task)
+    choice = parse_task(spec.task)
     if choice.name == CELL_TASK:
         return cell_task(spec, namespace, filename)
-    build: Callable[..., Task] = catalogue.TASKS[choice.name].load()
+    build: Callable[..., Task] = TASKS[choice.name].load()
     return build(spec, **choice.options)

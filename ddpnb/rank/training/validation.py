@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from ddpnb.protocol import catalogue
 from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.choices import parse_strategy
 from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.tasks.base import Task
@@ -72,7 +72,7 @@ def check_dense(replica: Replica, strategy: str) -> None:
     Raises:
         UserError: there are some.
     """
-    name = catalogue.strategy(strategy).name
+    name = parse_strategy(strategy).name
     if name not in STRATEGIES or not STRATEGIES[name].is_dense:
         return
     for parameter_name, parameter in replica.model.named_parameters():
