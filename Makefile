@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/pytest -n 4 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help lab demo quick test check bench soak gpu clean
+.PHONY: help lab demo quick test mutants check bench soak gpu clean
 
 help:  ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -34,6 +34,9 @@ quick: $(STAMP)  ## Run the unit tests: pure logic, no cluster, under a minute
 
 test: $(STAMP)  ## Run all tests: real processes, kernels and a browser
 	$(PYTEST) --junitxml=build/tests.xml
+
+mutants: $(STAMP)  ## Put ten faults into a copy, one at a time: the tests must catch each
+	$(BIN)/python -m tests.mutants
 
 check: $(STAMP)  ## Lint, type check, and check that imports point one way
 	$(BIN)/ruff check .

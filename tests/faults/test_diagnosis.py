@@ -123,78 +123,78 @@ STUCK = {
 }
 
 HONEST = {
-    "sleeps before the call": "if rank == 0: time.sleep(.5)\ndist.all_reduce(x)",
+    "sleeps before the call": "if rank == 0: time.sleep(1)\ndist.all_reduce(x)",
     "computes before the call": (
-        "end = time.monotonic() + .5\n"
+        "end = time.monotonic() + 1\n"
         "while rank == 1 and time.monotonic() < end: torch.ones(300, 300) @ torch.ones(300, 300)\n"
         "dist.barrier()"
     ),
     "pure Python before the call": (
-        "end = time.monotonic() + .5\n"
+        "end = time.monotonic() + 1\n"
         "while rank == world_size - 1 and time.monotonic() < end: sum(range(1000))\n"
         "dist.all_reduce(x)"
     ),
-    "validates on rank 0": "if rank == 0: time.sleep(.5)\ndist.barrier()",
+    "validates on rank 0": "if rank == 0: time.sleep(1)\ndist.barrier()",
     "waits for a queue": (
         "q = queue.Queue()\n"
-        "threading.Timer(.5, q.put, [1]).start()\n"
+        "threading.Timer(1, q.put, [1]).start()\n"
         "if rank == 0: q.get()\n"
         "dist.all_reduce(x)"
     ),
     "waits for a subprocess": (
-        "import subprocess\nif rank == 1: subprocess.run(['sleep', '.5'])\ndist.all_reduce(x)"
+        "import subprocess\nif rank == 1: subprocess.run(['sleep', '1'])\ndist.all_reduce(x)"
     ),
     "loads data slowly": (
         "class Slow(torch.utils.data.Dataset):\n"
         "    def __len__(self): return 4\n"
-        "    def __getitem__(self, i): time.sleep(.13 if rank == 0 else 0); return i\n"
+        "    def __getitem__(self, i): time.sleep(.25 if rank == 0 else 0); return i\n"
         "for _ in torch.utils.data.DataLoader(Slow(), num_workers=1): dist.all_reduce(x)"
     ),
     "a slow rank in DDP": (
         "net = DDP(torch.nn.Linear(3, 2))\n"
         "for step in range(2):\n"
-        "    if rank == 1: time.sleep(.31)\n"
+        "    if rank == 1: time.sleep(.6)\n"
         "    net(torch.ones(1, 3)).sum().backward()"
     ),
     "an open asynchronous call while it sleeps": (
         "work = dist.all_reduce(x, async_op=True) if rank else None\n"
-        "time.sleep(.5)\n"
+        "time.sleep(1)\n"
         "work = work or dist.all_reduce(x, async_op=True)\n"
         "work.wait()"
     ),
-    "sends late": "if rank == 0: time.sleep(.5); dist.send(x, 1)\nif rank == 1: dist.recv(x, 0)",
-    "one rank alone works on": "if rank == world_size - 1: time.sleep(.5)",
+    "sends late": "if rank == 0: time.sleep(1); dist.send(x, 1)\nif rank == 1: dist.recv(x, 0)",
+    "one rank alone works on": "if rank == world_size - 1: time.sleep(1)",
     "many small calls": (
-        "end = time.monotonic() + .5\n"
+        "end = time.monotonic() + 1\n"
         "go_on = torch.ones(1)\n"
         "while go_on.item():\n"
         "    go_on.fill_(float(time.monotonic() < end))\n"
         "    dist.broadcast(go_on, 0)"
     ),
     "large calls": "big = torch.ones(20_000_000)\nfor _ in range(6): dist.all_reduce(big)",
-    "new_group with a slow member": "if rank == 0: time.sleep(.5)\npair = dist.new_group([0, 1])",
-    "awaits": "import asyncio\nif rank == 0: await asyncio.sleep(.5)\ndist.all_reduce(x)",
+    "new_group with a slow member": "if rank == 0: time.sleep(1)\npair = dist.new_group([0, 1])",
+    "awaits": "import asyncio\nif rank == 0: await asyncio.sleep(1)\ndist.all_reduce(x)",
     "holds a lock": (
         "lock = threading.Lock(); lock.acquire()\n"
-        "threading.Timer(.5, lock.release).start()\n"
+        "threading.Timer(1, lock.release).start()\n"
         "if rank == 1: lock.acquire()\n"
         "dist.all_reduce(x)"
     ),
     "a thread works, the main one joins it": (
-        "t = threading.Thread(target=time.sleep, args=(.5,))\nt.start()\n"
+        "t = threading.Thread(target=time.sleep, args=(1,))\nt.start()\n"
         "if rank == 0: t.join()\ndist.barrier()"
     ),
     "a checkpoint on rank 0": (
         "import io\n"
-        "end = time.monotonic() + .5\n"
+        "end = time.monotonic() + 1\n"
         "while rank == 0 and time.monotonic() < end: torch.save(torch.ones(9999), io.BytesIO())\n"
         "dist.barrier()"
     ),
     "ranks take turns": (
-        "for turn in range(world_size):\n    if rank == turn: time.sleep(.17)\n    dist.barrier()"
+        "for turn in range(world_size):\n    if rank == turn: time.sleep(.35)\n    dist.barrier()"
     ),
     "reads a pipe": (
-        "import os\nr, w = os.pipe()\nthreading.Timer(.5, os.write, [w, b'x']).start()\n"
+        "import os\nr, w = os.pipe()\nthreading.Timer(1, os.write, [w, b'x']).start()\n"
         "if rank == world_size - 1: os.read(r, 1)\ndist.all_reduce(x)"
     ),
 }
