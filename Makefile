@@ -7,9 +7,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 ALLOW_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 STAMP := $(VENV)/.installed
+# Most tests wait for other processes: four at once suit two cores.
+PYTEST := $(BIN)/pytest -n 4 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help lab demo quick test check bench soak gpu clean
+.PHONY: help lab demo quick test mutants check bench soak gpu clean
 
 help:  ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -28,10 +30,13 @@ demo: $(STAMP)  ## Run the main comparison without a browser; writes build/demo
 	$(BIN)/python -m ddpnb.demo build/demo
 
 quick: $(STAMP)  ## Run the unit tests: pure logic, no cluster, under a minute
-	$(BIN)/pytest tests/unit
+	$(PYTEST) -n logical tests/unit
 
 test: $(STAMP)  ## Run all tests: real processes, kernels and a browser
-	$(BIN)/pytest
+	$(PYTEST) --junitxml=build/tests.xml
+
+mutants: $(STAMP)  ## Put ten faults into a copy, one at a time: the tests must catch each
+	$(BIN)/python -m tests.mutants
 
 check: $(STAMP)  ## Lint, type check, and check that imports point one way
 	$(BIN)/ruff check .

@@ -1,9 +1,9 @@
-"""What a machine lacks is skipped with its reason; interrupts reach the tests."""
+"""Which tests run in one process with pytest-xdist; interrupts reach the tests."""
 
 import signal
+from typing import Any
 
 import pytest
-import torch
 
 
 def pytest_configure() -> None:
@@ -15,11 +15,26 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    num_gpus = torch.cuda.device_count()
-    needed = {"gpu": 1, "two_gpus": 2}
-    for item in items:
-        for marker, num in needed.items():
-            if item.get_closest_marker(marker) and num_gpus < num:
-                reason = f"needs {num} CUDA GPU{'s' if num > 1 else ''}, there are {num_gpus}"
-                item.add_marker(pytest.mark.skip(reason=reason))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep a file's tests in one process, which starts the file's clusters once.
+
+    ``--dist loadgroup`` would do, but pytest 9.2 ignores it (pytest-xdist, issue 1386).
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return Scheduling(config, log)
+
+
+def group_of(nodeid: str) -> str:
+    """Return which tests run in the same process as this one, one after the other."""
+    path, *_ = nodeid.split("::")
+    if path.startswith("tests/unit/"):  # they start nothing: any process runs any of them
+        return nodeid
+    if path.startswith("tests/browser/"):  # one JupyterLab, one Chromium
+        return "browser"
+    return path

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.system_packages import find_program
 
 CHROMIUM_FLAGS = [
     "--no-sandbox",
@@ -30,13 +29,8 @@ SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 
 def find_chromium() -> str:
     """Return the path of Chromium; where there is none, skip, but fail in CI."""
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if (path := shutil.which(name)) is not None:
-            return path
-    reason = "Chromium is not installed (apt-get install chromium)"
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
+    names = ["chromium", "chromium-browser", "google-chrome"]
+    return find_program(names, "Chromium is not installed (apt-get install chromium)")
 
 
 @contextlib.contextmanager

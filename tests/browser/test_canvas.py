@@ -7,9 +7,8 @@ import nbformat
 import numpy as np
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
-from playwright.sync_api import Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.browser.lab import CHROMIUM_FLAGS, find_chromium, lab_server
 from tests.browser.test_lab import command, screenshot, wait_for_saved
 from tests.browser.test_panel import cell, run_cell
 
@@ -34,30 +33,28 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(lab_folder: Path) -> Path:
     """A notebook's file, in a project of its own."""
-    folder = tmp_path_factory.mktemp("canvas")
-    (folder / "data").mkdir()
+    folder = lab_folder / "canvas"
+    (folder / "data").mkdir(parents=True)
     return folder / "canvas.ipynb"
 
 
 @pytest.fixture(scope="module")
-def page(path: Path) -> Iterator[Page]:
+def page(chromium: Browser, lab_address: str, path: Path) -> Iterator[Page]:
     """A comparison that has ended, open in JupyterLab; the cluster is stopped at the end."""
     notebook = new_notebook(cells=[new_code_cell(source) for source in SOURCES])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
     nbformat.write(notebook, path)
-    with lab_server(path.parent) as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find_chromium(), args=CHROMIUM_FLAGS)
-        opened = browser.new_page(viewport={"width": 1400, "height": 1900})
-        opened.goto(address.format(path=path.name))
-        opened.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
-        opened.get_by_text("| Idle").wait_for(timeout=90_000)
-        run_cell(opened, 0)
-        run_cell(opened, RACE)
-        yield opened
-        run_cell(opened, 2)
-        browser.close()
+    opened = chromium.new_page(viewport={"width": 1400, "height": 1900})
+    opened.goto(lab_address.format(path=f"canvas/{path.name}"))
+    opened.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
+    opened.get_by_text("| Idle").wait_for(timeout=90_000)
+    run_cell(opened, 0)
+    run_cell(opened, RACE)
+    yield opened
+    run_cell(opened, 2)
+    opened.close()
 
 
 def test_the_canvas_is_drawn_below_picture_and_table_and_zooms(page: Page) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from playwright.sync_api import Locator, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page
 
 from ddpnb.reports.figures.figure import DPI
 from ddpnb.reports.style import SMALL_POINTS
-from tests.browser.lab import CHROMIUM_FLAGS, SCREENSHOTS, find_chromium, lab_server
+from tests.browser.lab import SCREENSHOTS
 
 LESSON = Path(__file__).parents[2] / "notebooks" / "01_first_comparison.ipynb"
 RACE = 4
@@ -21,10 +21,10 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(lab_folder: Path) -> Path:
     """A folder with the lesson, without outputs."""
-    made = tmp_path_factory.mktemp("lab")
-    (made / "notebooks").mkdir()
+    made = lab_folder / "lesson"
+    (made / "notebooks").mkdir(parents=True)
     (made / "data").mkdir()
     lesson = nbformat.read(LESSON, as_version=4)
     for cell in lesson.cells:
@@ -35,27 +35,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(folder: Path) -> Iterator[str]:
-    """Where a JupyterLab serves the folder."""
-    find_chromium()
-    with lab_server(folder) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def lesson(address: str) -> Iterator[Page]:
+def lesson(chromium: Browser, lab_address: str, folder: Path) -> Iterator[Page]:
     """The lesson, open in JupyterLab in a folder of its own."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find_chromium(), args=CHROMIUM_FLAGS)
-        page = browser.new_page(viewport={"width": 1600, "height": 900})
-        open_notebook(page, address, LESSON.name)
-        yield page
-        browser.close()
+    page = chromium.new_page(viewport={"width": 1600, "height": 900})
+    open_notebook(page, lab_address, LESSON.name)
+    yield page
+    use_theme(page, "JupyterLab Light")
+    page.close()
 
 
 def open_notebook(page: Page, address: str, name: str) -> None:
     """Open a notebook of the folder."""
-    page.goto(address.format(path=f"notebooks/{name}"))
+    page.goto(address.format(path=f"lesson/notebooks/{name}"))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
     page.wait_for_selector(".jp-NotebookPanel-toolbar")
     page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's own news
@@ -146,7 +137,7 @@ def test_the_figure_is_readable_in_the_dark_theme(lesson: Page) -> None:
 
 
 def test_a_saved_notebook_shows_figure_and_table_without_a_kernel(
-    lesson: Page, folder: Path, address: str
+    lesson: Page, folder: Path, lab_address: str
 ) -> None:
     original = folder / "notebooks" / LESSON.name
     command(lesson, "docmanager:save")
@@ -154,7 +145,7 @@ def test_a_saved_notebook_shows_figure_and_table_without_a_kernel(
     saved = json.loads(original.read_text())
     saved["metadata"]["kernelspec"] = {"name": "gone", "display_name": "gone", "language": ""}
     (folder / "notebooks" / "saved.ipynb").write_text(json.dumps(saved))
-    open_notebook(lesson, address, "saved.ipynb")
+    open_notebook(lesson, lab_address, "saved.ipynb")
     if (dialog := lesson.locator(".jp-Dialog")).count():  # it asks for a kernel
         dialog.get_by_role("button", name="No Kernel").click()
     race = lesson.locator(".jp-CodeCell").nth(RACE - 1)

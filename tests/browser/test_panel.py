@@ -9,9 +9,8 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
-from playwright.sync_api import Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.browser.lab import CHROMIUM_FLAGS, find_chromium, lab_server
 from tests.browser.test_lab import command, screenshot
 
 PANEL, AFTER = 1, 2
@@ -22,28 +21,25 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, Path, str]]:
+def lab(chromium: Browser, lab_folder: Path, lab_address: str) -> Iterator[tuple[Page, Path, str]]:
     """A notebook with the panel, open in JupyterLab; its file; its address."""
-    chromium = find_chromium()
-    folder = tmp_path_factory.mktemp("panel")
-    (folder / "data").mkdir()
-    path = folder / "panel.ipynb"
+    (lab_folder / "panel" / "data").mkdir(parents=True)
+    path = lab_folder / "panel" / "panel.ipynb"
+    address = lab_address.format(path=f"panel/{path.name}")
     sources = ["%load_ext ddpnb", "%ddp_panel", f"print('{MARK}')", "%ddp_stop"]
     notebook = new_notebook(cells=[new_code_cell(source) for source in sources])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
     nbformat.write(notebook, path)
-    with lab_server(folder) as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS)
-        page = browser.new_page(viewport={"width": 1600, "height": 1250})
-        page.goto(address.format(path=path.name))
-        page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
-        page.get_by_text("| Idle").wait_for(timeout=90_000)  # the kernel is there
-        page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's own news
-        for index in (0, PANEL):
-            run_cell(page, index)
-        page.get_by_role("button", name="Run", exact=True).wait_for(timeout=60_000)
-        yield page, path, address.format(path=path.name)
-        browser.close()
+    page = chromium.new_page(viewport={"width": 1600, "height": 1250})
+    page.goto(address)
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
+    page.get_by_text("| Idle").wait_for(timeout=90_000)  # the kernel is there
+    page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's own news
+    for index in (0, PANEL):
+        run_cell(page, index)
+    page.get_by_role("button", name="Run", exact=True).wait_for(timeout=60_000)
+    yield page, path, address
+    page.close()
 
 
 @pytest.fixture

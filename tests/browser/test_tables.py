@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from ddpnb.reports.exports.html_report import report_html
 from ddpnb.reports.listing import runs_table
@@ -12,7 +12,6 @@ from ddpnb.reports.results_table import results_table
 from ddpnb.runs.comparison import Comparison
 from ddpnb.runs.model import Status
 from ddpnb.runs.query import StoredRun
-from tests.browser.lab import CHROMIUM_FLAGS, find_chromium
 from tests.unit.runs.fake_runs import fake_comparison, fake_run, header, spec
 
 OUTPUT_PIXELS = 988
@@ -23,13 +22,11 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
+def page(chromium: Browser) -> Iterator[Page]:
     """An empty page as wide as an output."""
-    chromium = find_chromium()
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS)
-        yield browser.new_page(viewport={"width": OUTPUT_PIXELS, "height": 900})
-        browser.close()
+    page = chromium.new_page(viewport={"width": OUTPUT_PIXELS, "height": 900})
+    yield page
+    page.close()
 
 
 def usual(repeats: int) -> Comparison:

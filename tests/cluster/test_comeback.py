@@ -1,10 +1,12 @@
 """Does an asynchronous comparison go on when a rank is killed, and does the rank come back?"""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.runs.store import Store
 from ddpnb.session.comparison import ComparisonSpec, prepare
@@ -38,6 +40,20 @@ def data(split):
 """
 
 
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Cluster]:
+    with started(2, method="fork") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(two_ranks: Cluster) -> Cluster:
+    """Two living ranks, the same for all tests: a rank that a test killed is a new process."""
+    if lost := sorted(set(two_ranks.ranks) - set(two_ranks.living)):
+        two_ranks.bring_back(lost)
+    return two_ranks
+
+
 def a_spec(
     strategy: str,
     folder: Path,
@@ -61,33 +77,32 @@ def a_spec(
 
 
 @pytest.mark.parametrize("strategy", ["async", "async:bound=1", "hogwild", "gossip"])
-def test_a_killed_rank_costs_its_share_and_comes_back(tmp_path, capsys, strategy):
+def test_a_killed_rank_costs_its_share_and_comes_back(cluster, tmp_path, capsys, strategy):
     store = Store(tmp_path)
-    with started(2, method="fork") as cluster:
-        run(cluster, "kept = rank")
-        result = prepare(cluster, store, a_spec(strategy, tmp_path)).run()
-        (snapshot,) = result.comparison.runs
-        assert snapshot.status == "finished"
-        assert [mark.text for mark in snapshot.marks] == ["killed", "came back"]
-        assert {mark.rank for mark in snapshot.marks} == {1}
-        rank_0 = snapshot.reports[0]
-        # what the rank had finished in its last half second it may not have sent
-        num_samples = snapshot.events["num_samples"].sum() + rank_0.num_lost_samples
-        assert 8000 - 50 * 5 <= num_samples <= 8000
-        assert 0 < rank_0.num_lost_samples <= 5
-        assert rank_0.held_out_accuracy > 0.9
-        events = snapshot.events[snapshot.events["rank"] == 1]
-        came_back = snapshot.marks[1].seconds  # with a step, not when that was reported
-        assert came_back in events["seconds"]
-        assert (events["seconds"] >= came_back).sum() > 10
-        assert 1 <= (events["seconds"] < came_back).sum() < 50  # the dead process's own
-        assert len(set(events["step"])) == len(events)
-        assert f"lost {rank_0.num_lost_samples} samples" in capsys.readouterr().err
-        again = prepare(cluster, store, a_spec("ddp", tmp_path, num_epochs=0.2)).run()
-        assert again.comparison.runs[0].status == "finished"
-        assert not run(cluster, ALL_REDUCE).failures
-        assert pull(cluster, "total.item()") == [2.0, 2.0]
-        assert pull(cluster, "kept", ranks=[0]) == [0]
+    run(cluster, "kept = rank")
+    result = prepare(cluster, store, a_spec(strategy, tmp_path)).run()
+    (snapshot,) = result.comparison.runs
+    assert snapshot.status == "finished"
+    assert [mark.text for mark in snapshot.marks] == ["killed", "came back"]
+    assert {mark.rank for mark in snapshot.marks} == {1}
+    rank_0 = snapshot.reports[0]
+    # what the rank had finished in its last half second it may not have sent
+    num_samples = snapshot.events["num_samples"].sum() + rank_0.num_lost_samples
+    assert 8000 - 50 * 5 <= num_samples <= 8000
+    assert 0 < rank_0.num_lost_samples <= 5
+    assert rank_0.held_out_accuracy > 0.9
+    events = snapshot.events[snapshot.events["rank"] == 1]
+    came_back = snapshot.marks[1].seconds  # with a step, not when that was told
+    assert came_back in events["seconds"]
+    assert (events["seconds"] >= came_back).sum() > 10
+    assert 1 <= (events["seconds"] < came_back).sum() < 50  # the dead process's own
+    assert len(set(events["step"])) == len(events)
+    assert f"lost {rank_0.num_lost_samples} samples" in capsys.readouterr().err
+    again = prepare(cluster, store, a_spec("ddp", tmp_path, num_epochs=0.2)).run()
+    assert again.comparison.runs[0].status == "finished"
+    assert not run(cluster, ALL_REDUCE).failures
+    assert pull(cluster, "total.item()") == [2.0, 2.0]
+    assert pull(cluster, "kept", ranks=[0]) == [0]
 
 
 @pytest.mark.parametrize("transport", ["gloo", "rpc"])
@@ -123,41 +138,38 @@ def model():
 """
 
 
-def test_a_rank_that_comes_when_the_run_is_over_is_there_for_the_next(tmp_path):
+def test_a_rank_that_comes_when_the_run_is_over_is_there_for_the_next(cluster, tmp_path):
     store = Store(tmp_path)
     late = LATE.format(marker=str(tmp_path / "marker"), over=str(tmp_path / "over"))
     spec = a_spec("async", tmp_path, num_epochs=4)
     spec = replace(spec, training=replace(spec.training, source=spec.training.source + late))
-    with started(2, method="fork") as cluster:
-        result = prepare(cluster, store, spec).run()
-        (snapshot,) = result.comparison.runs
-        assert snapshot.status == "finished"
-        assert [mark.text for mark in snapshot.marks] == ["killed"]  # it has not come back
-        assert (tmp_path / "over").exists()
-        assert not run(cluster, ALL_REDUCE).failures
-        assert pull(cluster, "total.item()") == [2.0, 2.0]
+    result = prepare(cluster, store, spec).run()
+    (snapshot,) = result.comparison.runs
+    assert snapshot.status == "finished"
+    assert [mark.text for mark in snapshot.marks] == ["killed"]  # it has not come back
+    assert (tmp_path / "over").exists()
+    assert not run(cluster, ALL_REDUCE).failures
+    assert pull(cluster, "total.item()") == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("strategy", ["async", "hogwild", "gossip"])
-def test_who_dies_as_soon_as_it_trains_comes_back_too(tmp_path, strategy):
+def test_who_dies_as_soon_as_it_trains_comes_back_too(cluster, tmp_path, strategy):
     store = Store(tmp_path)
-    with started(2, method="fork") as cluster:
-        spec = a_spec(strategy, tmp_path, num_calls=8, num_epochs=4)
-        result = prepare(cluster, store, spec).run()
-        (snapshot,) = result.comparison.runs
-        assert snapshot.status == "finished"
-        assert [mark.text for mark in snapshot.marks] == ["killed", "came back"]
-        lost = snapshot.reports[0].num_lost_samples
-        assert 4000 - 8 * 5 <= snapshot.events["num_samples"].sum() + lost <= 4000
+    spec = a_spec(strategy, tmp_path, num_calls=8, num_epochs=4)
+    result = prepare(cluster, store, spec).run()
+    (snapshot,) = result.comparison.runs
+    assert snapshot.status == "finished"
+    assert [mark.text for mark in snapshot.marks] == ["killed", "came back"]
+    lost = snapshot.reports[0].num_lost_samples
+    assert 4000 - 8 * 5 <= snapshot.events["num_samples"].sum() + lost <= 4000
 
 
 @pytest.mark.parametrize("strategy", ["async", "async:bound=1", "hogwild", "gossip"])
-def test_of_a_rank_killed_on_purpose_every_step_is_there(tmp_path, strategy):
+def test_of_a_rank_killed_on_purpose_every_step_is_there(cluster, tmp_path, strategy):
     store = Store(tmp_path)
     spec = a_spec(strategy, tmp_path, num_calls=-1)
     spec = replace(spec, training=replace(spec.training, kill=("1@1s",)))
-    with started(2, method="fork") as cluster:
-        result = prepare(cluster, store, spec).run()
+    result = prepare(cluster, store, spec).run()
     (snapshot,) = result.comparison.runs
     assert [mark.text for mark in snapshot.marks] == ["killed", "came back"]
     killed, came_back = (mark.seconds for mark in snapshot.marks)
@@ -171,17 +183,16 @@ def test_of_a_rank_killed_on_purpose_every_step_is_there(tmp_path, strategy):
     assert killed - before < 0.5
 
 
-def test_the_death_of_rank_0_fails_the_run(tmp_path):
-    with started(2, method="fork") as cluster, pytest.raises(RankError):
+def test_the_death_of_rank_0_fails_the_run(cluster, tmp_path):
+    with pytest.raises(RankError):
         prepare(cluster, Store(tmp_path), a_spec("async", tmp_path, rank=0)).run()
 
 
-def test_what_a_rank_did_before_its_kill_failed_the_run_is_reported(tmp_path):
+def test_what_a_rank_did_before_its_kill_failed_the_run_is_reported(cluster, tmp_path):
     store = Store(tmp_path)
     spec = a_spec("ddp", tmp_path, num_calls=-1)
     spec = replace(spec, training=replace(spec.training, kill=("1@700ms",)))
-    with started(2, method="fork") as cluster:
-        prepare(cluster, store, spec).run()
+    prepare(cluster, store, spec).run()
     (snapshot,) = store.load("cell-1").runs
     assert (snapshot.status, [mark.text for mark in snapshot.marks]) == ("failed", ["killed"])
     killed = snapshot.marks[0].seconds
@@ -190,17 +201,16 @@ def test_what_a_rank_did_before_its_kill_failed_the_run_is_reported(tmp_path):
     assert killed - 0.3 < events["seconds"][-1] <= killed + 0.01
 
 
-def test_the_strategies_after_one_that_a_death_ended_are_trained(tmp_path, capsys):
+def test_the_strategies_after_one_that_a_death_ended_are_trained(cluster, tmp_path, capsys):
     store = Store(tmp_path)
     spec = a_spec("ddp", tmp_path, num_calls=20, num_epochs=1)
     spec = replace(spec, strategies=("single", "ddp", "no-comm"), num_repeats=2)
-    with started(2, method="fork") as cluster:
-        with pytest.raises(RankError, match="rank 1"):
-            prepare(cluster, store, spec).run()
-        shown = capsys.readouterr().err
-        assert "ddp failed and is left out; still to be trained: no-comm, single." in shown
-        assert "Rank 1 died, which ended the training; it is a new process now" in shown
-        assert pull(cluster, "1 + rank") == [1, 2]
+    with pytest.raises(RankError, match="rank 1"):
+        prepare(cluster, store, spec).run()
+    told = capsys.readouterr().err
+    assert "ddp failed and is left out; still to be trained: no-comm, single." in told
+    assert "Rank 1 died, which ended the training; it is a new process now" in told
+    assert pull(cluster, "1 + rank") == [1, 2]
     found = [(run.name, str(run.status)) for run in store.load("cell-1").runs]
     others = [("single", "finished"), ("no-comm", "finished")]
     assert sorted(found) == sorted([*others, *others, ("ddp", "failed")])

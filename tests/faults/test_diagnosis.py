@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.timeouts import Timeouts
 from ddpnb.protocol.rank_sets import format_ranks
-from tests.cluster.rig import begin, finish, run_on_each, started
+from tests.cluster.rig import EIGHTH, begin, finish, run_on_each, started
 
 SETUP = """
 import queue, threading, time
@@ -122,78 +123,78 @@ STUCK = {
 }
 
 HONEST = {
-    "sleeps before the call": "if rank == 0: time.sleep(4)\ndist.all_reduce(x)",
+    "sleeps before the call": "if rank == 0: time.sleep(1)\ndist.all_reduce(x)",
     "computes before the call": (
-        "end = time.monotonic() + 4\n"
+        "end = time.monotonic() + 1\n"
         "while rank == 1 and time.monotonic() < end: torch.ones(300, 300) @ torch.ones(300, 300)\n"
         "dist.barrier()"
     ),
     "pure Python before the call": (
-        "end = time.monotonic() + 4\n"
+        "end = time.monotonic() + 1\n"
         "while rank == world_size - 1 and time.monotonic() < end: sum(range(1000))\n"
         "dist.all_reduce(x)"
     ),
-    "validates on rank 0": "if rank == 0: time.sleep(4)\ndist.barrier()",
+    "validates on rank 0": "if rank == 0: time.sleep(1)\ndist.barrier()",
     "waits for a queue": (
         "q = queue.Queue()\n"
-        "threading.Timer(4, q.put, [1]).start()\n"
+        "threading.Timer(1, q.put, [1]).start()\n"
         "if rank == 0: q.get()\n"
         "dist.all_reduce(x)"
     ),
     "waits for a subprocess": (
-        "import subprocess\nif rank == 1: subprocess.run(['sleep', '4'])\ndist.all_reduce(x)"
+        "import subprocess\nif rank == 1: subprocess.run(['sleep', '1'])\ndist.all_reduce(x)"
     ),
     "loads data slowly": (
         "class Slow(torch.utils.data.Dataset):\n"
         "    def __len__(self): return 4\n"
-        "    def __getitem__(self, i): time.sleep(1 if rank == 0 else 0); return i\n"
+        "    def __getitem__(self, i): time.sleep(.25 if rank == 0 else 0); return i\n"
         "for _ in torch.utils.data.DataLoader(Slow(), num_workers=1): dist.all_reduce(x)"
     ),
     "a slow rank in DDP": (
         "net = DDP(torch.nn.Linear(3, 2))\n"
         "for step in range(2):\n"
-        "    if rank == 1: time.sleep(2.5)\n"
+        "    if rank == 1: time.sleep(.6)\n"
         "    net(torch.ones(1, 3)).sum().backward()"
     ),
     "an open asynchronous call while it sleeps": (
         "work = dist.all_reduce(x, async_op=True) if rank else None\n"
-        "time.sleep(4)\n"
+        "time.sleep(1)\n"
         "work = work or dist.all_reduce(x, async_op=True)\n"
         "work.wait()"
     ),
-    "sends late": "if rank == 0: time.sleep(4); dist.send(x, 1)\nif rank == 1: dist.recv(x, 0)",
-    "one rank alone works on": "if rank == world_size - 1: time.sleep(4)",
+    "sends late": "if rank == 0: time.sleep(1); dist.send(x, 1)\nif rank == 1: dist.recv(x, 0)",
+    "one rank alone works on": "if rank == world_size - 1: time.sleep(1)",
     "many small calls": (
-        "end = time.monotonic() + 3\n"
+        "end = time.monotonic() + 1\n"
         "go_on = torch.ones(1)\n"
         "while go_on.item():\n"
         "    go_on.fill_(float(time.monotonic() < end))\n"
         "    dist.broadcast(go_on, 0)"
     ),
     "large calls": "big = torch.ones(20_000_000)\nfor _ in range(6): dist.all_reduce(big)",
-    "new_group with a slow member": "if rank == 0: time.sleep(4)\npair = dist.new_group([0, 1])",
-    "awaits": "import asyncio\nif rank == 0: await asyncio.sleep(4)\ndist.all_reduce(x)",
+    "new_group with a slow member": "if rank == 0: time.sleep(1)\npair = dist.new_group([0, 1])",
+    "awaits": "import asyncio\nif rank == 0: await asyncio.sleep(1)\ndist.all_reduce(x)",
     "holds a lock": (
         "lock = threading.Lock(); lock.acquire()\n"
-        "threading.Timer(4, lock.release).start()\n"
+        "threading.Timer(1, lock.release).start()\n"
         "if rank == 1: lock.acquire()\n"
         "dist.all_reduce(x)"
     ),
     "a thread works, the main one joins it": (
-        "t = threading.Thread(target=time.sleep, args=(4,))\nt.start()\n"
+        "t = threading.Thread(target=time.sleep, args=(1,))\nt.start()\n"
         "if rank == 0: t.join()\ndist.barrier()"
     ),
     "a checkpoint on rank 0": (
         "import io\n"
-        "end = time.monotonic() + 4\n"
+        "end = time.monotonic() + 1\n"
         "while rank == 0 and time.monotonic() < end: torch.save(torch.ones(9999), io.BytesIO())\n"
         "dist.barrier()"
     ),
     "ranks take turns": (
-        "for turn in range(world_size):\n    if rank == turn: time.sleep(1.3)\n    dist.barrier()"
+        "for turn in range(world_size):\n    if rank == turn: time.sleep(.35)\n    dist.barrier()"
     ),
     "reads a pipe": (
-        "import os\nr, w = os.pipe()\nthreading.Timer(4, os.write, [w, b'x']).start()\n"
+        "import os\nr, w = os.pipe()\nthreading.Timer(1, os.write, [w, b'x']).start()\n"
         "if rank == world_size - 1: os.read(r, 1)\ndist.all_reduce(x)"
     ),
 }
@@ -202,11 +203,21 @@ HONEST = {
 @pytest.fixture(scope="module")
 def both() -> Iterator[list[Cluster]]:
     """Two ranks and three, with something to lose."""
-    with started(2) as two, started(3) as three:
+    with started(2, timeouts=EIGHTH) as two, started(3, timeouts=EIGHTH) as three:
         define = "def synchronise(tensor):\n    dist.all_reduce(tensor)\n"
         for source in (SETUP, define):
             assert not any(cell.failures for cell in run_on_each([two, three], source))
         yield [two, three]
+
+
+@pytest.fixture
+def both_as_usual(both: list[Cluster]) -> Iterator[list[Cluster]]:
+    """The same, supervised as a user's clusters are."""
+    for cluster in both:
+        cluster.timeouts = Timeouts()
+    yield both
+    for cluster in both:
+        cluster.timeouts = EIGHTH
 
 
 @pytest.fixture
@@ -226,7 +237,15 @@ def spelled(expected: str, world_size: int) -> str:
 
 @pytest.mark.parametrize("case", STUCK)
 def test_a_cell_that_would_wait_for_ever_is_named_and_freed(both: list[Cluster], case: str) -> None:
-    source, expected = STUCK[case]
+    check_is_named_and_freed(both, *STUCK[case])
+
+
+def test_with_the_usual_timeouts_too(both_as_usual: list[Cluster]) -> None:
+    check_is_named_and_freed(both_as_usual, *STUCK["a rank skips an all_reduce"])
+    check_is_left_alone(both_as_usual, "if rank == 0: time.sleep(4)\ndist.all_reduce(x)")
+
+
+def check_is_named_and_freed(both: list[Cluster], source: str, expected: str) -> None:
     began = time.monotonic()
     for cluster, ended in zip(both, run_on_each(both, source), strict=True):
         diagnosis = ended.watch.stuck
@@ -250,7 +269,7 @@ import sys
 def be_slow(frame, event, _):
     if event == "return" and frame.f_code.co_name == "all_reduce":
         sys.setprofile(None)
-        time.sleep(5)
+        time.sleep(.625)
 sys.setprofile(be_slow if rank else None)
 if rank: dist.all_reduce(x)
 """
@@ -261,13 +280,17 @@ def test_a_freed_rank_that_is_slow_to_leave_its_call_lives_on(three: Cluster) ->
     ended = finish(begin(three, SLOW_TO_LEAVE))
     assert not ended.lost
     assert sorted(ended.failures) == [1, 2]
-    assert ended.seconds > 5
+    assert ended.seconds > 0.625
     assert not finish(begin(three, USABLE)).failures
 
 
 @pytest.mark.parametrize("case", HONEST)
 def test_a_slow_cell_is_left_alone(both: list[Cluster], case: str) -> None:
-    for ended in run_on_each(both, HONEST[case]):
+    check_is_left_alone(both, HONEST[case])
+
+
+def check_is_left_alone(both: list[Cluster], source: str) -> None:
+    for ended in run_on_each(both, source):
         assert not ended.watch.stuck
         assert not ended.failures, ended.failures
     assert not any(again.failures or again.lost for again in run_on_each(both, USABLE))

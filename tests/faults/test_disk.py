@@ -16,6 +16,7 @@ import pytest
 
 from ddpnb.runs.store import FILE_NAME, Store
 from tests.kernel.client import Kernel
+from tests.system_packages import find_program
 from tests.unit.runs.test_store import WRITER
 
 ROOT = Path(__file__).parents[2]
@@ -56,8 +57,7 @@ def check_it_trains_unsaved(kernel: Kernel, name: str) -> None:
 
 
 def test_a_training_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
-    if shutil.which("mount") is None:
-        pytest.skip("a small file system needs mount(8)")
+    find_program(["mount"], "a small file system needs mount(8)")
     with tiny_disk(tmp_path):
         (tmp_path / "data").mkdir()
         (tmp_path / "notebooks").mkdir()

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import socket
 import stat
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 from tests.cluster.rig import ALL_REDUCE, pull, run, started
 from tests.kernel.client import Kernel
+from tests.system_packages import find_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,8 +44,8 @@ with started(2) as cluster:
 
 def test_the_host_name_need_not_resolve() -> None:
     """As on a laptop in a train; in a name space of its own, so that the host keeps its name."""
-    if shutil.which("unshare") is None or shutil.which("hostname") is None:
-        pytest.skip("a host name of its own needs unshare(1) and hostname(1)")
+    for program in ("unshare", "hostname"):
+        find_program([program], "a host name of its own needs unshare(1) and hostname(1)")
     named = ["unshare", "--uts", "sh", "-c", 'hostname nosuch.invalid && exec "$@"', "sh"]
     if subprocess.run([*named, "true"], check=False, capture_output=True).returncode != 0:
         pytest.skip("a host name of its own needs the right to unshare")

@@ -7,6 +7,7 @@ import torch
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from tests.rank.fit import OPTIMIZERS, Fit, Problem, by_hand, by_strategy, distance
+from tests.rank.pairwise import pairwise_cases
 
 ALL = list(STRATEGIES)
 SYNCHRONOUS = [
@@ -36,9 +37,9 @@ def test_options_are_the_constructors(name):
         assert type(parameters[key].default) is type(option.default)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("word", PLAIN_ALONE)
+@pytest.mark.parametrize(
+    ("word", "optimizer", "accumulate"), pairwise_cases(PLAIN_ALONE, [*OPTIMIZERS], [1, 2])
+)
 def test_on_one_rank_it_is_plain_sgd(ranks, word, optimizer, accumulate):
     problem = Problem(optimizer=optimizer, accumulate=accumulate)
     (fit,) = ranks(1).call(by_strategy, word, problem)
@@ -66,26 +67,25 @@ def test_on_one_rank_any_model_trains_as_in_plain_torch(ranks, word, model):
 
 # 64 samples in batches of 10: shards of 4 and 3, and of 2 and 1 in the last batch of an epoch.
 # No rank is ever without a shard (see BatchSchedule), so that torch's Join has nothing to do here.
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", [*SYNCHRONOUS, "async:bound=0"])
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "optimizer", "accumulate", "model"),
+    pairwise_cases(
+        [*SYNCHRONOUS, "async:bound=0"],
+        [2, 3, 4],
+        [*OPTIMIZERS],
+        [1, 2],
+        ["mlp", "frozen", "mixed"],
+        excluded=[{"zero", "mixed"}],
+    ),
+)
 def test_on_several_ranks_it_is_one_process_with_the_whole_batch(
-    ranks, name, num_ranks, optimizer, accumulate
+    ranks, name, num_ranks, optimizer, accumulate, model
 ):
-    problem = Problem(optimizer=optimizer, batch_size=10, accumulate=accumulate)
+    problem = Problem(model=model, optimizer=optimizer, batch_size=10, accumulate=accumulate)
     fits = took_part(ranks(num_ranks).call(by_strategy, name, problem))
     reference = by_hand(problem, num_ranks)
     assert all(distance(fit, reference) < 1e-5 for fit in fits)
     assert num_samples(fits) == num_samples([reference])
-
-
-@pytest.mark.parametrize("model", ["frozen", "mixed"])
-@pytest.mark.parametrize("name", [name for name in SYNCHRONOUS if name != "zero"])
-def test_on_several_ranks_frozen_layers_and_mixed_types_are_no_trouble(ranks, name, model):
-    problem = Problem(model=model)
-    fits = took_part(ranks(3).call(by_strategy, name, problem))
-    assert all(distance(fit, by_hand(problem, 3)) < 1e-5 for fit in fits)
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
@@ -96,9 +96,9 @@ def test_gradients_are_clipped_as_in_one_process(ranks, name):
     assert distance(fits[0], by_hand(Problem(optimizer="adam"), 3)) > 1e-3
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("model", ["mlp", "frozen"])
-@pytest.mark.parametrize("name", WITH_PAIRS)
+@pytest.mark.parametrize(
+    ("name", "model", "num_ranks"), pairwise_cases(WITH_PAIRS, ["mlp", "frozen"], [2, 3])
+)
 def test_all_ranks_agree_in_the_end_and_leave_nothing(ranks, name, model, num_ranks):
     fits = took_part(ranks(num_ranks).call(by_strategy, name, Problem(model=model)))
     assert all(distance(fit, fits[0]) == 0 for fit in fits)

@@ -1,0 +1,141 @@
+"""Ten faults put into a copy of the product, each of which the tests must catch.
+
+``python -m tests.mutants`` makes them one after the other; ``CONTRIBUTING.md`` lists them.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_SECONDS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One fault, and the tests that catch it."""
+
+    what: str
+    file: str
+    """Below ``ddpnb``."""
+    before: str
+    after: str
+    tests: str
+    """Arguments of pytest: a file, and after ``-k`` which of its cases."""
+
+
+MUTANTS = [
+    Mutant(
+        "a ring of four ranks passes on one sum too few",
+        "rank/strategies/ring_by_hand.py",
+        "num_sent += _pass_on(mine, theirs, rank, world_size)",
+        "num_sent += _pass_on(mine, theirs, rank, world_size) if shift < 2 else 0",
+        "tests/rank/test_conformance.py -k 'several and ring-by-hand'",
+    ),
+    Mutant(
+        "accumulated parts of unequal size count alike",
+        "rank/strategies/base.py",
+        "part.num_samples / batch.num_samples",
+        "1 / len(parts)",
+        "tests/rank/test_conformance.py -k 'several and central'",
+    ),
+    Mutant(
+        "gathered gradients of unequal shares count alike",
+        "rank/comm/parameter_store.py",
+        "add_(gradient, alpha=weight)",
+        "add_(gradient)",
+        "tests/rank/test_conformance.py -k async",
+    ),
+    Mutant(
+        "a stale gradient is damped too much",
+        "rank/comm/parameter_store.py",
+        "(1 + fmean(",
+        "(2 + fmean(",
+        "tests/unit/rank/test_transport.py",
+    ),
+    Mutant(
+        "every epoch has the order of the first",
+        "rank/tasks/batches.py",
+        "if epoch == self._epoch:",
+        "if self._epoch >= 0:",
+        "tests/unit/rank/test_batches.py",
+    ),
+    Mutant(
+        "a rank that sleeps or computes counts as stuck",
+        "cluster/hangs.py",
+        "where.call and is_same_wait(",
+        "not where.call or is_same_wait(",
+        "tests/faults/test_diagnosis.py -k sleeps",
+    ),
+    Mutant(
+        "a receive that nobody sends to is never found",
+        "cluster/hangs.py",
+        "now.num_collectives and is_idle",
+        "now.num_collectives and is_idle and now.peer is None",
+        "tests/faults/test_diagnosis.py -k recv",
+    ),
+    Mutant(
+        "an aborted group leaves a rank waiting in shared memory",
+        "rank/comm/shared_all_reduce.py",
+        "cancellation.held(self._hang_up)",
+        "cancellation.held(lambda: None)",
+        "tests/faults/test_strategies.py -k 'frees_whoever_waits and ddp-shm'",
+    ),
+    Mutant(
+        "ranks apart are written as a range",
+        "protocol/rank_sets.py",
+        "rank == parts[-1][-1] + 1",
+        "rank <= parts[-1][-1] + 2",
+        "tests/unit/session/test_ranks.py",
+    ),
+    Mutant(
+        "ranges that do not touch overlap",
+        "runs/summary.py",
+        "self.low <= other.high and other.low <= self.high",
+        "self.low <= other.high",
+        "tests/unit/runs/test_summary.py",
+    ),
+]
+
+
+def main() -> None:
+    """Print which test catches each mutant; fail where none does."""
+    chosen = sys.argv[1:]
+    missed = 0
+    for number, mutant in enumerate(MUTANTS, start=1):
+        if chosen and str(number) not in chosen:
+            continue
+        failed = first_failure(mutant)
+        missed += not failed
+        print(f"{number:2} {mutant.what}: {failed or 'MISSED'}", flush=True)
+    sys.exit(missed > 0)
+
+
+def first_failure(mutant: Mutant) -> str:
+    """Return the first test that fails with the mutant; empty where none does."""
+    with tempfile.TemporaryDirectory(prefix="ddpnb-mutant-") as folder:
+        for name in ("ddpnb", "tests"):
+            shutil.copytree(ROOT / name, Path(folder, name))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        path = Path(folder, "ddpnb", mutant.file)
+        source = path.read_text()
+        assert source.count(mutant.before) == 1, f"{mutant.file} has changed: {mutant.before}"
+        path.write_text(source.replace(mutant.before, mutant.after))
+        ended = subprocess.run(
+            f"{sys.executable} -m pytest -q -x --timeout {TIMEOUT_SECONDS} {mutant.tests}",
+            shell=True,
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": folder},
+            capture_output=True,
+            text=True,
+        )
+    assert ended.returncode in (0, 1), ended.stdout + ended.stderr
+    return next((line for line in ended.stdout.splitlines() if line.startswith("FAILED")), "")
+
+
+if __name__ == "__main__":
+    main()
