@@ -132,7 +132,7 @@ def measure() -> list[Figure]:
             note=f"all drawn anew: {[round(1000 * cost) for cost in timed.first_seconds]} ms",
         ),
         Figure(
-            name="redraws: share of the kernel's time",
+            name="redraws: share of a core",
             unit="",
             ours=[cost / pause for cost, pause in zip(late, interval, strict=True)],
             limit="<= 0.1",

@@ -19,7 +19,7 @@ REDRAW_SECONDS = 0.5
 """The shortest time between two redraws."""
 
 MAX_SHARE = 0.1
-"""The share of a core's time that redraws may take: two a second cost about 7 %."""
+"""The share of a core's time that redraws may take: two redraws a second cost about 7 %."""
 
 BUSY_SHARE, BUSY_PERCENT = 0.03, 80.0
 """The share where all cores together are busier than this."""

@@ -146,7 +146,7 @@ class _Drawing:
 
     def png(self) -> bytes:
         """Return the figure; only what changes while a run trains is drawn each time."""
-        with rc_context({"text.hinting": "no_hinting"}):  # saves a third of the drawing
+        with rc_context({"text.hinting": "no_hinting"}):  # saves a quarter of the drawing
             if self._figure.stale:
                 self._canvas.draw()
                 self._background = self._canvas.copy_from_bbox(self._figure.bbox)
@@ -156,7 +156,7 @@ class _Drawing:
                     artist.draw(self._canvas.get_renderer())
         image = Image.fromarray(np.asarray(self._canvas.buffer_rgba()))
         buffer = io.BytesIO()
-        if self._is_live:  # takes half as long to encode
+        if self._is_live:  # quicker to encode
             _in_256_colours(image).save(buffer, "png", compress_level=1, transparency=CLEAR)
         else:
             image.save(buffer, "png", compress_level=1)
