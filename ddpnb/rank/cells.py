@@ -88,6 +88,8 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     except KeyboardInterrupt as interrupt:  # it came when the cell had just ended
         return interrupt
     error: BaseException | None = result.error_before_exec or result.error_in_exec
+    if isinstance(error, KeyboardInterrupt):  # at an ``await`` IPython shows what it cancels first
+        return error
     return next(iter(shown), error) or aborted(engine)
 
 
