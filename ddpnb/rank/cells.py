@@ -85,7 +85,7 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
         with errors_shown_by(shell) as shown:
             result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
         wait_for_children_output(children_page_faults() > faults)
-    except KeyboardInterrupt as interrupt:  # it came when the cell had just ended
+    except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
         return interrupt
     error: BaseException | None = result.error_before_exec or result.error_in_exec
     if isinstance(error, KeyboardInterrupt):  # at an ``await`` IPython shows what it cancels first

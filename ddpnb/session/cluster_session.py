@@ -78,7 +78,7 @@ class ClusterSession:
         return self.status()
 
     def leave(self) -> None:
-        """At the kernel's end: end every process of the cluster, unless it may be detached."""
+        """At the kernel's end: end every process of the cluster, unless it is to linger."""
         cluster = self._cluster
         if cluster is not None and cluster.spec.detach_seconds and cluster.lost is None:
             cluster.detach()
