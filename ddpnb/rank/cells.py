@@ -81,6 +81,8 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
         return interrupt
     error: BaseException | None = result.error_before_exec or result.error_in_exec
+    if isinstance(error, KeyboardInterrupt):  # at an ``await``, IPython first shows what it cancels
+        return error
     return next(iter(shown), error) or aborted(engine)
 
 

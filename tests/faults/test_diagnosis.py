@@ -14,7 +14,7 @@ from tests.cluster.rig import EIGHTH, begin, finish, run_on_each, started
 SETUP = """
 import queue, threading, time
 import torch, torch.distributed as dist
-import torch._dynamo  # else the first DDP does, with a second of processor time on each rank
+import torch._dynamo  # by the first DDP otherwise: a second of processor time amid a case
 from torch.nn.parallel import DistributedDataParallel as DDP
 x = torch.ones(3)
 kept = 10 * rank
