@@ -65,10 +65,10 @@ MUTANTS = [
         "tests/unit/rank/test_batches.py",
     ),
     Mutant(
-        "a rank that sleeps or computes counts as stuck",
-        "cluster/hangs.py",
-        "where.call and is_same_wait(",
-        "not where.call or is_same_wait(",
+        "a rank that sleeps reports that it waits in a call",
+        "rank/status.py",
+        "        call=call,",
+        "        call=call or 'sleep',",
         "tests/faults/test_diagnosis.py -k sleeps",
     ),
     Mutant(
