@@ -14,13 +14,13 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from benchmarks.measure import Figure
+from ddpnb.history.model import Status
+from ddpnb.history.recorder import Recorder
+from ddpnb.history.rows import EVENT
+from ddpnb.history.store import Store
 from ddpnb.protocol.messages import NO_STALENESS, EventBatch, RunHeader, RunSpec
 from ddpnb.reports.figures.figure import LiveFigure
 from ddpnb.reports.live import MAX_SHARE, REDRAW_SECONDS
-from ddpnb.runs.model import Status
-from ddpnb.runs.recorder import Recorder
-from ddpnb.runs.rows import EVENT
-from ddpnb.runs.store import Store
 
 STRATEGIES = ("single", "dp", "ddp", "async")
 NUM_REPORTING = {"single": 1, "dp": 1, "ddp": 2, "async": 2}

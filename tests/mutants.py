@@ -97,7 +97,7 @@ MUTANTS = [
         "runs/summary.py",
         "self.low <= other.high and other.low <= self.high",
         "self.low <= other.high",
-        "tests/unit/runs/test_summary.py",
+        "tests/unit/history/test_summary.py",
     ),
 ]
 

@@ -18,6 +18,7 @@ from IPython.display import display
 from ddpnb.cluster.detach import waits
 from ddpnb.cluster.placement import BACKENDS, DEVICES, ClusterSpec
 from ddpnb.cluster.run_folder import remove_leftovers
+from ddpnb.history.query import Search
 from ddpnb.magics.arguments import (
     arguments,
     catalogue_text,
@@ -35,7 +36,6 @@ from ddpnb.reports.formatting import counted
 from ddpnb.reports.listing import Details
 from ddpnb.reports.live import show_result
 from ddpnb.reports.plot_options import ACROSS, PlotOptions
-from ddpnb.runs.query import Search
 from ddpnb.session.comparison import ComparisonSpec
 from ddpnb.session.keywords import make_training_spec
 from ddpnb.session.session import this_cell_number, this_session

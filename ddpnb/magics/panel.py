@@ -12,6 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.history.comparison import Comparison, overlay
 from ddpnb.magics.panel_form import Form
 from ddpnb.protocol.catalogue import CELL_TASK
 from ddpnb.protocol.errors import UserError
@@ -20,7 +21,6 @@ from ddpnb.reports.figures.figure import LiveFigure
 from ddpnb.reports.live import RedrawThrottle, picture_bundle, table_bundle
 from ddpnb.reports.progress import progress_of
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.comparison import Comparison, overlay
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.comparison import ComparisonSpec
 from ddpnb.session.errors import ANSI, render_error

@@ -11,10 +11,10 @@ from typing import Any, final
 import ipywidgets as widgets
 
 from ddpnb.cluster.placement import MAX_RANKS
+from ddpnb.history.repeat import line_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.protocol.options import Option, Value
 from ddpnb.protocol.training_options import training_options
-from ddpnb.runs.repeat import line_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

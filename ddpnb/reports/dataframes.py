@@ -6,16 +6,16 @@ A module of its own, because importing pandas takes half a second.
 import numpy as np
 import pandas as pd
 
-from ddpnb.protocol.messages import NO_STALENESS, Parts
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.metrics import step_split
-from ddpnb.runs.model import RunSnapshot
-from ddpnb.runs.summary import (
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.metrics import step_split
+from ddpnb.history.model import RunSnapshot
+from ddpnb.history.summary import (
     reported,
     samples_per_second,
     staleness_counts,
     staleness_median,
 )
+from ddpnb.protocol.messages import NO_STALENESS, Parts
 
 SETTINGS = ("task", "num_epochs", "batch_size", "learning_rate", "seed")
 CIRCUMSTANCES = ("num_workers", "num_threads", "device", "backend", "num_parameters")

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Sequence
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.repeat import body_of
+from ddpnb.history.summary import StrategyKey, StrategySummary, group_runs, is_emulated
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import training_options
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.repeat import body_of
-from ddpnb.runs.summary import StrategyKey, StrategySummary, group_runs, is_emulated
 
 NOTHING = "–"
 """Shown in a table in place of an unknown number."""

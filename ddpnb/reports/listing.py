@@ -7,15 +7,15 @@ from html import escape
 from pathlib import Path
 from typing import final
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import ending
+from ddpnb.history.query import StoredRun
+from ddpnb.history.repeat import magic_of
+from ddpnb.history.summary import summarise
 from ddpnb.protocol.messages import MODEL_FILE, RankState, RunSpec
 from ddpnb.reports.formatting import NOTHING, counted, notes
 from ddpnb.reports.style import style_of
 from ddpnb.reports.table import Cell, Column, Table, pairs_table
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import ending
-from ddpnb.runs.query import StoredRun
-from ddpnb.runs.repeat import magic_of
-from ddpnb.runs.summary import summarise
 
 
 def ranks_table(states: Sequence[RankState]) -> Table:

@@ -7,12 +7,12 @@ from itertools import pairwise
 from statistics import fmean
 from typing import final
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import RunSnapshot
+from ddpnb.history.summary import samples_per_second
 from ddpnb.reports.formatting import duration, labels, number, percent
 from ddpnb.reports.style import style_of
 from ddpnb.reports.table import dot
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import RunSnapshot
-from ddpnb.runs.summary import samples_per_second
 
 BAR = "display:inline-block;width:11em;height:.62em;border-radius:.31em;overflow:hidden;"
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from IPython.core.getipython import get_ipython
 
+from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.exports.html_report import image_html, report_html
 from ddpnb.reports.formatting import title
@@ -14,7 +15,6 @@ from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.results_table import results_table
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.table import Table
-from ddpnb.runs.comparison import Comparison
 
 if TYPE_CHECKING:
     import pandas as pd

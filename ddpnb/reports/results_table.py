@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Status
+from ddpnb.history.summary import Spread, StrategySummary, summarise
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.reports.formatting import NOTHING, labels, notes, number, percent, short, size, title
 from ddpnb.reports.style import Style, style_of
 from ddpnb.reports.table import Cell, Column, Table
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Status
-from ddpnb.runs.summary import Spread, StrategySummary, summarise
 
 RANGES = {
     "repeats": "samples/s: median and range over the repeats",

@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from itertools import combinations
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Status
+from ddpnb.history.summary import StrategySummary, summarise
 from ddpnb.protocol.catalogue import BASELINE
 from ddpnb.reports.formatting import labels, listed, number, percent
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Status
-from ddpnb.runs.summary import StrategySummary, summarise
 
 
 def sentence(comparison: Comparison, target: float | None = None) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from ddpnb.cluster.call import CallEvent, Events, Output, Silent
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch, failure_in
+from ddpnb.history.model import Status
+from ddpnb.history.recorder import Recorder
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, EventBatch, Failure, StaleVariable
 from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
@@ -16,8 +18,6 @@ from ddpnb.protocol.remote_call import OnRank
 from ddpnb.reports.cell_output import CellOutput
 from ddpnb.reports.live import Live, live
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.model import Status
-from ddpnb.runs.recorder import Recorder
 from ddpnb.session.errors import (
     CellInterrupt,
     CellTimeoutError,

@@ -10,6 +10,9 @@ from ddpnb.cluster.call import CallEvent, Events, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.recovery import RankRecovery
 from ddpnb.cluster.supervision import Watch
+from ddpnb.history.model import Status
+from ddpnb.history.recorder import Recorder, new_id
+from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK, STRATEGIES
 from ddpnb.protocol.choices import check_transport, has_transport
 from ddpnb.protocol.errors import UserError
@@ -21,9 +24,6 @@ from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import Live, live
 from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.model import Status
-from ddpnb.runs.recorder import Recorder, new_id
-from ddpnb.runs.store import Store
 from ddpnb.session.cells import error_of, warn_stale
 from ddpnb.session.errors import CellInterrupt, RankError, StuckError
 from ddpnb.session.preflight import check, with_checkpoints

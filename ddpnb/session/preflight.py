@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
+from ddpnb.history.query import StoredRun, resolve
+from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RunSpec
 from ddpnb.protocol.rank_sets import spoken_ranks
 from ddpnb.protocol.remote_call import OnRank
-from ddpnb.runs.query import StoredRun, resolve
-from ddpnb.runs.store import Store
 from ddpnb.session.cells import failures_of
 from ddpnb.session.errors import CellInterrupt, RankError
 

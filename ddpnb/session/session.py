@@ -7,6 +7,9 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 
 from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.history.query import Search, all_names
+from ddpnb.history.recorder import Recorder, new_id
+from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec
 from ddpnb.protocol.rank_sets import parse_ranks
@@ -15,9 +18,6 @@ from ddpnb.reports.live import Live
 from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.table import Table
-from ddpnb.runs.query import Search, all_names
-from ddpnb.runs.recorder import Recorder, new_id
-from ddpnb.runs.store import Store, runs_folder
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.cells import RunningCell
 from ddpnb.session.cluster_session import ClusterSession

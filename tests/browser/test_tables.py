@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from playwright.sync_api import Browser, Page
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Status
+from ddpnb.history.query import StoredRun
 from ddpnb.reports.exports.html_report import report_html
 from ddpnb.reports.listing import runs_table
 from ddpnb.reports.results_table import results_table
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Status
-from ddpnb.runs.query import StoredRun
-from tests.unit.runs.fake_runs import fake_comparison, fake_run, header, spec
+from tests.unit.history.fake_runs import fake_comparison, fake_run, header, spec
 
 OUTPUT_PIXELS = 988
 """Width of an output in a JupyterLab of 1440 pixels, with the file browser open."""

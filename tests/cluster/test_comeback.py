@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.history.store import Store
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.runs.store import Store
 from ddpnb.session.comparison import ComparisonSpec, prepare
 from ddpnb.session.errors import RankError
 from tests.cluster.rig import ALL_REDUCE, pull, run, started

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.runs.store import FILE_NAME, Store
+from ddpnb.history.store import FILE_NAME, Store
 from tests.kernel.client import Kernel
 from tests.system_packages import find_program
-from tests.unit.runs.test_store import WRITER
+from tests.unit.history.test_store import WRITER
 
 ROOT = Path(__file__).parents[2]
 COMPARE = "%ddp_compare ddp --task digits --epochs 20 --no-baseline --name {name}"

@@ -13,12 +13,12 @@ import pytest
 from ddpnb.cluster.call import CallEvent, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch, failure_in
+from ddpnb.history.model import Status
+from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.remote_call import OnRank
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.runs.model import Status
-from ddpnb.runs.store import Store
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.errors import RankError
 from tests.cluster.rig import pull, run, started, wait_until

@@ -5,8 +5,8 @@ import pytest
 from tests.kernel.client import Kernel
 
 EMPTY = """%%local
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Run, Status
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Run, Status
 from ddpnb.session.session import this_session
 from ddpnb.protocol.messages import RunSpec
 spec = RunSpec(run_id="empty-run", strategy="ddp", task="digits")

@@ -186,7 +186,7 @@ import threading
 import time
 from ddpnb.session.keywords import make_training_spec
 from ddpnb.session.comparison import ComparisonSpec, Training
-from ddpnb.runs.recorder import Recorder
+from ddpnb.history.recorder import Recorder
 from ddpnb.session.session import this_session
 
 training = make_training_spec({"task": "digits", "epochs": 5000.0, "lr": 0.01})

@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import RunSnapshot
 from ddpnb.protocol.messages import NO_STALENESS
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import RunSnapshot
 
 FORMAT = 1
 """Raised whenever a field changes its meaning or is removed."""

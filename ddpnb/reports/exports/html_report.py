@@ -3,12 +3,12 @@
 import base64
 from html import escape
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.repeat import magic_of
 from ddpnb.reports.formatting import title
 from ddpnb.reports.results_table import results_table
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.table import pairs_table
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.repeat import magic_of
 
 STYLE_SHEET = """
 :root { color-scheme: light dark; }

@@ -8,12 +8,12 @@ import ast
 from pathlib import Path
 from string import Template
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.repeat import body_of, chosen
 from ddpnb.protocol.catalogue import CELL_TASK
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.repeat import body_of, chosen
 
 CARRIED = ("num_epochs", "batch_size", "learning_rate", "seed")
 """Settings that the script has; its docstring names the others that were used."""

@@ -11,11 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ddpnb.history.align import make_aligner
+from ddpnb.history.model import RunSnapshot
+from ddpnb.history.summary import reported, samples_per_second
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.align import make_aligner
-from ddpnb.runs.model import RunSnapshot
-from ddpnb.runs.summary import reported, samples_per_second
 
 Point = tuple[str, int, float, float]
 """Tag, samples seen, training seconds, value."""

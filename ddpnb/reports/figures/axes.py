@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.axis import XAxis
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import RunSnapshot
 from ddpnb.reports.formatting import short
 from ddpnb.reports.style import FONT_POINTS, INK, MUTED, RULE, SMALL_POINTS
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import RunSnapshot
 
 ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 """An axis ends at one of these times a power of ten, so that it seldom changes."""

@@ -8,6 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import RunSnapshot
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.reports.figures.columns import FigureColumn
 from ddpnb.reports.figures.layout import WIDTH, Layout, shortened
@@ -17,8 +19,6 @@ from ddpnb.reports.figures.series import Series
 from ddpnb.reports.figures.split_column import SplitColumn
 from ddpnb.reports.figures.stale_column import StaleColumn, centre_staleness_ticks
 from ddpnb.reports.style import MUTED, SMALL_POINTS, Style, style_of
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import RunSnapshot
 
 RATE, SPLIT, RANKS, STALE = (1.0, 1.68), (1.35, 2.12), (0.9, 1.12), (0.62, 0.84)
 """Width of each column, as a share, and inches for the text at its right."""

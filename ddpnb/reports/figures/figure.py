@@ -16,6 +16,8 @@ from matplotlib.patches import FancyBboxPatch
 from matplotlib.text import Text
 from PIL import Image
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.summary import StrategySummary
 from ddpnb.reports import formatting
 from ddpnb.reports.figures.axes import planned_samples, planned_seconds
 from ddpnb.reports.figures.detail import Detail, has_detail
@@ -31,8 +33,6 @@ from ddpnb.reports.figures.panels import CurvePanel, LabelledLine
 from ddpnb.reports.figures.series import Line, Preparer, Series
 from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.style import INK, MUTED, PAPER, RULE, SMALL_POINTS, TITLE_POINTS
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.summary import StrategySummary
 
 FOOTER_INCHES = WIDTH - 0.7
 MORE = "more below the table"

@@ -8,11 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.image import AxesImage
 
+from ddpnb.history.metrics import slowness
+from ddpnb.history.rows import Floats
 from ddpnb.reports.figures.columns import FigureColumn, Row, beside, line, set_row_text
 from ddpnb.reports.figures.series import Series
 from ddpnb.reports.style import INK
-from ddpnb.runs.metrics import slowness
-from ddpnb.runs.rows import Floats
 
 LANE_POINTS = 80
 """Number of times in a rank's lane."""

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ddpnb.reports.formatting import labels
-from ddpnb.reports.style import Style, style_of
-from ddpnb.runs.aggregate import Curve, RankAggregate
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.metrics import (
+from ddpnb.history.aggregate import Curve, RankAggregate
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.metrics import (
     Absences,
     absences,
     samples_at,
@@ -21,9 +19,9 @@ from ddpnb.runs.metrics import (
     throughput,
     window_for,
 )
-from ddpnb.runs.model import RunSnapshot
-from ddpnb.runs.rows import Floats
-from ddpnb.runs.summary import (
+from ddpnb.history.model import RunSnapshot
+from ddpnb.history.rows import Floats
+from ddpnb.history.summary import (
     StalenessCounts,
     StrategyKey,
     StrategySummary,
@@ -31,6 +29,8 @@ from ddpnb.runs.summary import (
     staleness_counts,
     summarise,
 )
+from ddpnb.reports.formatting import labels
+from ddpnb.reports.style import Style, style_of
 
 UPDATES_IN_WINDOW = 10
 """About the least number of updates in a window of throughput."""

@@ -1,9 +1,9 @@
 import pytest
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Status
 from ddpnb.reports.figures.axes import planned_samples, planned_seconds
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Status
-from tests.unit.runs.fake_runs import BATCH_SIZE, batch, header, run_of, spec, step
+from tests.unit.history.fake_runs import BATCH_SIZE, batch, header, run_of, spec, step
 
 NUM_STEPS = 200
 

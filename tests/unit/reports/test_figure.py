@@ -11,16 +11,24 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from PIL import Image
 
+from ddpnb.history.comparison import Comparison, overlay
+from ddpnb.history.model import Run, RunSnapshot, Status
+from ddpnb.history.summary import time_to_target
 from ddpnb.protocol.messages import Mark, MarkKind, Parts
 from ddpnb.reports.figures.figure import LiveFigure, draw
 from ddpnb.reports.figures.series import Preparer, series_of
 from ddpnb.reports.formatting import notes
 from ddpnb.reports.plot_options import ACROSS, EVERYTHING, PlotOptions
 from ddpnb.reports.style import PART_COLOURS
-from ddpnb.runs.comparison import Comparison, overlay
-from ddpnb.runs.model import Run, RunSnapshot, Status
-from ddpnb.runs.summary import time_to_target
-from tests.unit.runs.fake_runs import batch, fake_comparison, fake_run, header, run_of, spec, step
+from tests.unit.history.fake_runs import (
+    batch,
+    fake_comparison,
+    fake_run,
+    header,
+    run_of,
+    spec,
+    step,
+)
 
 
 def pixels(png: bytes) -> np.ndarray:

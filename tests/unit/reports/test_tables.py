@@ -4,6 +4,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Run, Status
+from ddpnb.history.query import StoredRun
 from ddpnb.protocol.messages import RankState
 from ddpnb.reports.formatting import duration, number, percent, short, size
 from ddpnb.reports.listing import ranks_table, runs_table
@@ -11,11 +14,8 @@ from ddpnb.reports.progress import progress_of
 from ddpnb.reports.results_table import results_table
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.table import Cell, Column, Table, in_two_lines
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Run, Status
-from ddpnb.runs.query import StoredRun
-from tests.unit.runs.fake_runs import fake_comparison, fake_run, header, run_of, spec
-from tests.unit.runs.test_summary import timed
+from tests.unit.history.fake_runs import fake_comparison, fake_run, header, run_of, spec
+from tests.unit.history.test_summary import timed
 
 EVIL = "<script>alert('x')</script>"
 

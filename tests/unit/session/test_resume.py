@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Run, Status
+from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Run, Status
-from ddpnb.runs.store import Store
 from ddpnb.session.comparison import ComparisonSpec
 from ddpnb.session.preflight import with_checkpoints
 

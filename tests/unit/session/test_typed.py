@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ddpnb import api
+from ddpnb.history.rows import to_text
 from ddpnb.protocol.errors import UserError
-from ddpnb.runs.rows import to_text
 from ddpnb.session.comparison import ComparisonSpec
 
 WRONG = {

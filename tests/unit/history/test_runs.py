@@ -1,9 +1,9 @@
 import numpy as np
 
+from ddpnb.history.aggregate import MAX_POINTS
+from ddpnb.history.model import Run, Status
 from ddpnb.protocol.messages import RunReport
-from ddpnb.runs.aggregate import MAX_POINTS
-from ddpnb.runs.model import Run, Status
-from tests.unit.runs.fake_runs import batch, header, run_of, spec, step
+from tests.unit.history.fake_runs import batch, header, run_of, spec, step
 
 
 def a_run() -> Run:

@@ -3,11 +3,11 @@
 import shlex
 from collections.abc import Iterator, Sequence
 
+from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.options import Option
 from ddpnb.protocol.training_options import training_options
-from ddpnb.runs.comparison import Comparison
 
 ALWAYS = ("num_epochs", "batch_size", "learning_rate", "seed")
 """Fields that are written out even where they have their default, which may change."""

@@ -11,9 +11,9 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpnb.history.align import AlignedUpdates, StepAligner, make_aligner
+from ddpnb.history.rows import Floats, Records
 from ddpnb.protocol.messages import NO_STALENESS, Parts, RunHeader, RunSpec
-from ddpnb.runs.align import AlignedUpdates, StepAligner, make_aligner
-from ddpnb.runs.rows import Floats, Records
 
 MAX_POINTS = 360
 """The most points of a curve: at least one for every other pixel of its panel."""

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.database import StoreError
+from ddpnb.history.model import Run, RunSnapshot, Status
+from ddpnb.history.recorder import Recorder
+from ddpnb.history.repeat import magic_of
+from ddpnb.history.store import FILE_NAME, Store, runs_folder
+from ddpnb.history.summary import summarise
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Parts, StepEvent
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.database import StoreError
-from ddpnb.runs.model import Run, RunSnapshot, Status
-from ddpnb.runs.recorder import Recorder
-from ddpnb.runs.repeat import magic_of
-from ddpnb.runs.store import FILE_NAME, Store, runs_folder
-from ddpnb.runs.summary import summarise
-from tests.unit.runs.fake_runs import batch, fake_run, header, run_of, spec, step
+from tests.unit.history.fake_runs import batch, fake_run, header, run_of, spec, step
 
 
 def a_comparison(number: int = 1) -> Comparison:
@@ -199,9 +199,9 @@ def write_many(store: Store, number: int) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from tests.unit.runs.fake_runs import batch, header, run_of, spec, step
-from tests.unit.runs.test_store import a_comparison
-from ddpnb.runs.store import Store
+from tests.unit.history.fake_runs import batch, header, run_of, spec, step
+from tests.unit.history.test_store import a_comparison
+from ddpnb.history.store import Store
 
 store = Store(Path(sys.argv[1]), flush_seconds=0)
 run = run_of(spec("ddp"), created=1.0)

@@ -3,9 +3,9 @@ import math
 import numpy as np
 import pytest
 
+from ddpnb.history.align import MAX_LAG_STEPS, AsynchronousAligner, SynchronousAligner
+from ddpnb.history.rows import EVENT, Records
 from ddpnb.protocol.messages import Parts, StepEvent, pack_step
-from ddpnb.runs.align import MAX_LAG_STEPS, AsynchronousAligner, SynchronousAligner
-from ddpnb.runs.rows import EVENT, Records
 
 
 def reported(rank: int, *steps: StepEvent) -> Records:

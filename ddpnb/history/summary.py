@@ -8,12 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpnb.protocol.catalogue import BASELINE, CEILING
-from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.faults import parse_kill
-from ddpnb.protocol.messages import Mark, MarkKind, RunReport
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.metrics import (
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.metrics import (
     StepSplit,
     first_reached,
     num_diverged,
@@ -21,7 +17,11 @@ from ddpnb.runs.metrics import (
     step_split,
     tenths,
 )
-from ddpnb.runs.model import RunSnapshot, Status, ending
+from ddpnb.history.model import RunSnapshot, Status, ending
+from ddpnb.protocol.catalogue import BASELINE, CEILING
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.faults import parse_kill
+from ddpnb.protocol.messages import Mark, MarkKind, RunReport
 
 StalenessCounts = NDArray[np.int64]
 """How many updates had staleness 0, 1, 2 ..."""

@@ -9,10 +9,10 @@ from typing import final
 
 import numpy as np
 
+from ddpnb.history.aggregate import RunAggregate, RunAggregator
+from ddpnb.history.rows import EVENT, METRIC, Records, rows_of
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, Mark, RunHeader, RunReport, RunSpec
-from ddpnb.runs.aggregate import RunAggregate, RunAggregator
-from ddpnb.runs.rows import EVENT, METRIC, Records, rows_of
 
 MAX_EVENTS_IN_MEMORY = 20_000
 """The events of a longer run are in the store alone."""

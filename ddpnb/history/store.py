@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
+from ddpnb.history import query, rows
+from ddpnb.history.comparison import Comparison, overlay
+from ddpnb.history.database import Database
+from ddpnb.history.model import Run, RunSnapshot, Status
+from ddpnb.history.query import StoredRun
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, RunHeader, RunReport, RunSpec
 from ddpnb.protocol.processes import is_alive, process_id
-from ddpnb.runs import query, rows
-from ddpnb.runs.comparison import Comparison, overlay
-from ddpnb.runs.database import Database
-from ddpnb.runs.model import Run, RunSnapshot, Status
-from ddpnb.runs.query import StoredRun
 
 FILE_NAME = "runs.sqlite3"
 

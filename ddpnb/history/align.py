@@ -14,8 +14,8 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpnb.history.rows import EVENT, Floats, Records
 from ddpnb.protocol.messages import RunHeader, RunSpec
-from ddpnb.runs.rows import EVENT, Floats, Records
 
 StepIndices = NDArray[np.int64]
 

@@ -11,10 +11,10 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from ddpnb.history.model import Status
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunHeader, RunSpec
-from ddpnb.runs.model import Status
 
 UNIT_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 

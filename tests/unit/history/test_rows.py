@@ -1,8 +1,8 @@
 import json
 
+from ddpnb.history import rows
 from ddpnb.protocol.messages import Mark, MarkKind, RunHeader
-from ddpnb.runs import rows
-from tests.unit.runs.fake_runs import batch, header, spec
+from tests.unit.history.fake_runs import batch, header, spec
 
 
 def test_a_mark_keeps_its_kind_and_an_old_one_gets_it():

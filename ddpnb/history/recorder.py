@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import final
 
+from ddpnb.history.comparison import Comparison, describe_ranks, environment
+from ddpnb.history.database import StoreError
+from ddpnb.history.model import Run, Status
+from ddpnb.history.store import Store
 from ddpnb.protocol.messages import EventBatch, RankState, RunReport, RunSpec
-from ddpnb.runs.comparison import Comparison, describe_ranks, environment
-from ddpnb.runs.database import StoreError
-from ddpnb.runs.model import Run, Status
-from ddpnb.runs.store import Store
 
 
 @final

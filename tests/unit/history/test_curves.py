@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from ddpnb.runs.aggregate import MAX_POINTS, Curve
-from ddpnb.runs.metrics import (
+from ddpnb.history.aggregate import MAX_POINTS, Curve
+from ddpnb.history.metrics import (
     first_reached,
     num_diverged,
     smooth,
@@ -13,8 +13,8 @@ from ddpnb.runs.metrics import (
     throughput,
     window_for,
 )
-from ddpnb.runs.model import Run, Status
-from tests.unit.runs.fake_runs import batch, fake_run, header, run_of, spec, step
+from ddpnb.history.model import Run, Status
+from tests.unit.history.fake_runs import batch, fake_run, header, run_of, spec, step
 
 
 def a_run(strategy: str) -> Run:

@@ -4,11 +4,19 @@ from importlib.metadata import version
 
 import pytest
 
+from ddpnb.history.comparison import Comparison, environment, overlay
+from ddpnb.history.model import Run, Status
+from ddpnb.history.summary import Spread, samples_per_second, spread, summarise
 from ddpnb.protocol.messages import Mark, MarkKind, RunReport
-from ddpnb.runs.comparison import Comparison, environment, overlay
-from ddpnb.runs.model import Run, Status
-from ddpnb.runs.summary import Spread, samples_per_second, spread, summarise
-from tests.unit.runs.fake_runs import batch, fake_comparison, fake_run, header, run_of, spec, step
+from tests.unit.history.fake_runs import (
+    batch,
+    fake_comparison,
+    fake_run,
+    header,
+    run_of,
+    spec,
+    step,
+)
 
 
 def timed(strategy: str, seconds: tuple[float, ...], repeat: int = 0, samples: int = 100) -> Run:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from ddpnb.history.repeat import magic_of
+from ddpnb.history.store import FILE_NAME, Store
+from ddpnb.history.summary import summarise
 from ddpnb.protocol.messages import MarkKind
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.repeat import magic_of
-from ddpnb.runs.store import FILE_NAME, Store
-from ddpnb.runs.summary import summarise
 
 DUMP = Path(__file__).with_name("earlier_store.sql")
 NAMES = ["single", "dp", "ddp", "async"]

@@ -2,9 +2,9 @@ import time
 
 import pytest
 
+from ddpnb.history.model import Status
+from ddpnb.history.query import Search, StoredRun
 from ddpnb.protocol.errors import UserError
-from ddpnb.runs.model import Status
-from ddpnb.runs.query import Search, StoredRun
 
 HOUR = 3600.0
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ddpnb.runs.aggregate import Downsampler
+from ddpnb.history.aggregate import Downsampler
 
 
 def filled(values: np.ndarray, at_once: int, max_bins: int) -> Downsampler:

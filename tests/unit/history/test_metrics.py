@@ -2,10 +2,10 @@ import math
 
 import pytest
 
+from ddpnb.history.metrics import absences, slowness, step_split
+from ddpnb.history.model import Run
 from ddpnb.protocol.messages import Mark, MarkKind
-from ddpnb.runs.metrics import absences, slowness, step_split
-from ddpnb.runs.model import Run
-from tests.unit.runs.fake_runs import batch, fake_run, step
+from tests.unit.history.fake_runs import batch, fake_run, step
 
 
 def test_the_mean_step_adds_up_and_hidden_time_is_not_in_it():

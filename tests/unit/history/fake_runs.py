@@ -5,6 +5,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.protocol.messages import (
     EventBatch,
     Mark,
@@ -15,8 +17,6 @@ from ddpnb.protocol.messages import (
     StepEvent,
     pack_step,
 )
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Run, RunSnapshot, Status
 
 BATCH_SIZE = 256
 NUM_RANKS = 2

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ddpnb.history.aggregate import Curve, RankAggregate
+from ddpnb.history.model import RunSnapshot
+from ddpnb.history.rows import Floats
 from ddpnb.protocol.messages import NO_PARTS, MarkKind, Parts
-from ddpnb.runs.aggregate import Curve, RankAggregate
-from ddpnb.runs.model import RunSnapshot
-from ddpnb.runs.rows import Floats
 
 SMOOTHED_SHARE = 0.05
 """At each point the moving average spans one update and this share of the samples so far."""

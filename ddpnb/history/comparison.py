@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ddpnb.history.model import RunSnapshot
 from ddpnb.protocol.messages import RankState, RunSpec
-from ddpnb.runs.model import RunSnapshot
 
 LIBRARIES = ("ddpnb", "torch", "ipyparallel", "numpy")
 """Libraries in ``environment``, by their version."""
