@@ -9,8 +9,8 @@ from IPython.core.getipython import get_ipython
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import UserError
-from ddpnb.reports.exports.html_report import image_html, report_html
 from ddpnb.reports.formatting import title
+from ddpnb.reports.html_report import image_html, report_html
 from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.results_table import results_table
 from ddpnb.reports.sentence import sentence

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.exports.document import write_json
-from ddpnb.reports.exports.html_report import report_html
 from ddpnb.reports.exports.script import write_script
 from ddpnb.reports.exports.tensorboard import write_events
+from ddpnb.reports.html_report import report_html
 from ddpnb.reports.result import PAGE_DPI, ComparisonResult
 
 
