@@ -238,8 +238,8 @@ def test_the_python_twin_has_the_same_choices_and_defaults():
     parameters = inspect.signature(compare).parameters
     chosen = {o.keyword: parameters[o.keyword].default for _, o in training_options()}
     assert training_of(chosen, source=CELL) == TrainingSpec(source=CELL)
-    told = compare.__doc__ or ""
-    assert all(f"\n        {o.keyword}: {o.meaning}." in told for _, o in training_options())
+    told = inspect.getdoc(compare) or ""
+    assert all(f"\n    {o.keyword}: {o.meaning}." in told for _, o in training_options())
     assert training_of({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
         source=CELL, jitter=0.2, slow=("1:3x",)
     )
