@@ -16,11 +16,11 @@ from benchmarks.measure import Figure
 from benchmarks.ranks import rank_calls
 from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm import transports
-from ddpnb.rank.comm.client import Place
+from ddpnb.rank.comm.client import connect, start_server
 from ddpnb.rank.comm.packed_tensors import PackedTensors
-from ddpnb.rank.comm.parameter_server import Server
+from ddpnb.rank.comm.parameter_server import ParameterServer
 from ddpnb.rank.comm.parameter_store import ParameterStore
+from ddpnb.rank.comm.transport import WorkerConfig
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.tasks import load_task
@@ -29,7 +29,7 @@ from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
 _numbers = itertools.count()
 BATCH_SIZE = 128
 SECONDS = 2.0
-"""How long each loop trains in each round; who is asynchronous may stop at any step."""
+"""How long each loop trains in each round; asynchronous loops may stop at any step."""
 NUM_SYNCHRONOUS_STEPS = 30
 
 
@@ -38,7 +38,7 @@ def exchange_ms(
 ) -> list[float]:
     """Milliseconds of each push and pull of rank 1, to a server that makes an SGD step."""
     parameters = [nn.Parameter(torch.zeros(num_floats))]
-    place = Place(
+    config = WorkerConfig(
         rank=state.rank,
         world_size=2,
         folder=folder,
@@ -49,20 +49,26 @@ def exchange_ms(
         cancellation=CancellationToken(),
     )
 
-    def make_server(absent: Callable[[], int], copies: Sequence[PackedTensors]) -> Server:
+    def make_server(
+        find_failed_rank: Callable[[], int], copies: Sequence[PackedTensors]
+    ) -> ParameterServer:
         store = ParameterStore(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies)
-        return Server(
-            store=store, num_workers=2, num_shards=10**9, timeout_seconds=60, absent=absent
+        return ParameterServer(
+            store=store,
+            num_workers=2,
+            num_shards=10**9,
+            timeout_seconds=60,
+            find_failed_rank=find_failed_rank,
         )
 
     with ExitStack() as opened:
         if state.rank == 0:
-            _, host, client = transports.serve(place, make_server, opened)
+            _, transport, client = start_server(config, make_server, opened)
             client.begin()
             client.finish()
-            host.settle()
+            transport.drain()
             return []
-        client, taken = transports.connect(place, opened), []
+        client, taken = connect(config, opened), []
         client.begin()
         parameters[0].grad = torch.ones(num_floats)
         for _ in range(rounds):
@@ -74,7 +80,7 @@ def exchange_ms(
 
 
 class Ready(Replica):
-    """A replica whose gradients lie ready: nothing is computed."""
+    """A replica with ready gradients: nothing is computed."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
 """What does drawing cost the kernel, and does its memory stay flat while runs grow?
 
 Four strategies, 250,000 events each, arrive as fast as they are taken in; the figure is
-redrawn at the pace that the live display keeps.
+redrawn as often as the live display does on idle cores.
 """
 
 import gc
@@ -14,16 +14,16 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from benchmarks.measure import Figure
+from ddpnb.history.model import Status
+from ddpnb.history.recorder import Recorder
+from ddpnb.history.rows import EVENT
+from ddpnb.history.store import Store
 from ddpnb.protocol.messages import NO_STALENESS, EventBatch, RunHeader, RunSpec
 from ddpnb.reports.figures.figure import LiveFigure
 from ddpnb.reports.live import MAX_SHARE, REDRAW_SECONDS
-from ddpnb.runs.model import Status
-from ddpnb.runs.recorder import Recorder
-from ddpnb.runs.rows import EVENT
-from ddpnb.runs.store import Store
 
 STRATEGIES = ("single", "dp", "ddp", "async")
-TELLERS = {"single": 1, "dp": 1, "ddp": 2, "async": 2}
+NUM_REPORTING = {"single": 1, "dp": 1, "ddp": 2, "async": 2}
 NUM_EVENTS = int(os.environ.get("DDPNB_DRAW_EVENTS", "1000000"))
 EVENTS_IN_BATCH = 500
 NUM_SAMPLED = 40
@@ -35,11 +35,11 @@ def rows(rank: int, first: int, strategy: str, rng: np.random.Generator) -> byte
     made["step"] = np.arange(first, first + EVENTS_IN_BATCH)
     made["seconds"] = (made["step"] + 1) * 1e-3 + rng.uniform(0, 2e-4, EVENTS_IN_BATCH)
     made["loss"] = 0.1 + 2 * np.exp(-made["step"] / 30_000) * rng.uniform(0.8, 1.2, EVENTS_IN_BATCH)
-    made["num_samples"] = 256 // TELLERS[strategy]
+    made["num_samples"] = 256 // NUM_REPORTING[strategy]
     made["staleness"] = rng.integers(0, 4, EVENTS_IN_BATCH) if strategy == "async" else NO_STALENESS
     made["rank"] = rank
-    for part, shard in (("forward", 2e-4), ("backward", 4e-4), ("communication", 2e-4)):
-        made[part] = shard
+    for part, seconds in (("forward", 2e-4), ("backward", 4e-4), ("communication", 2e-4)):
+        made[part] = seconds
     return made.tobytes()
 
 
@@ -63,10 +63,10 @@ class Fed:
 
     def train(self, spec: RunSpec, rng: np.random.Generator) -> None:
         self.recorder.begin(spec.run_id, spec.strategy, spec)
-        tellers, per_run = TELLERS[spec.strategy], NUM_EVENTS // len(STRATEGIES)
-        num_batches = per_run // EVENTS_IN_BATCH // tellers
+        num_reporting, per_run = NUM_REPORTING[spec.strategy], NUM_EVENTS // len(STRATEGIES)
+        num_batches = per_run // EVENTS_IN_BATCH // num_reporting
         for sequence in range(num_batches):
-            for rank in range(tellers):
+            for rank in range(num_reporting):
                 made = rows(rank, sequence * EVENTS_IN_BATCH, spec.strategy, rng)
                 began = time.process_time()
                 header = self.header(spec) if sequence == 0 else None
@@ -98,7 +98,7 @@ class Fed:
             device="cpu",
             backend="gloo",
             num_parameters=1,
-            num_samples=256 * NUM_EVENTS // len(STRATEGIES) // TELLERS[spec.strategy],
+            num_samples=256 * NUM_EVENTS // len(STRATEGIES) // NUM_REPORTING[spec.strategy],
         )
 
 
@@ -128,20 +128,20 @@ def measure() -> list[Figure]:
             name=f"one redraw at up to {NUM_EVENTS:,} events of 4 strategies, second half",
             unit="ms of CPU",
             ours=[1000 * cost for cost in late],
-            limit="<= 60.0",
+            limit="<= 50.0",
             note=f"all drawn anew: {[round(1000 * cost) for cost in timed.first_seconds]} ms",
         ),
         Figure(
-            name="redraws: share of the kernel's time",
+            name="redraws: share of a core",
             unit="",
             ours=[cost / pause for cost, pause in zip(late, interval, strict=True)],
-            limit="<= 0.05",
+            limit="<= 0.1",
         ),
         Figure(
             name="redraws a second",
             unit="1/s",
             ours=[1 / pause for pause in interval],
-            limit=">= 1.0",
+            limit=">= 2.0",
         ),
         Figure(
             name="taking events in, memory and store",

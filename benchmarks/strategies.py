@@ -38,9 +38,9 @@ class Case:
     ours: str
     theirs: str
     is_timed: bool = True
-    """Whether theirs tells a clock, too, where its time goes."""
+    """Whether theirs is timed, too."""
     num_turns: int = 25
-    """Rates that are told of each."""
+    """Rates that are reported of each."""
     num_blocks: int = 1
     """How often each comes in a turn."""
     num_steps: int = 10
@@ -151,7 +151,7 @@ def serve(rank: int, folder: Path, case: Case, pipe: Connection) -> None:
     with contextlib.closing(ours.strategy), contextlib.closing(theirs.strategy):
         rates: list[tuple[float, float]] = []
         for turn in range(case.num_turns + 2):
-            # who is first changes: neither always meets what the other has left in the caches
+            # The first one changes: neither always finds the caches as the other left them.
             order = (ours, theirs) if turn % 2 else (theirs, ours)
             spent = {ours: 0.0, theirs: 0.0}
             for _ in range(case.num_blocks):

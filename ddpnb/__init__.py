@@ -1,8 +1,8 @@
 """See data-parallel training from a notebook: start ranks, train, compare, live.
 
-In a notebook, ``%load_ext ddpnb`` brings the magics; each has its twin here.
-Importing this package imports neither torch nor matplotlib: names are looked up
-when they are used, on the side, kernel or rank, where they are used.
+In a notebook, ``%load_ext ddpnb`` loads the magics; each has its twin in Python here.
+Importing this package imports neither torch nor matplotlib: a public name is looked up when
+it is used, in the kernel or on a rank.
 """
 
 import importlib
@@ -61,7 +61,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Find a public name on the side where it lives (PEP 562)."""
+    """Look up a public name, in the kernel or on a rank (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module 'ddpnb' has no attribute {name!r}")
     engine = sys.modules.get("ddpnb.rank.engine")

@@ -1,22 +1,21 @@
-"""What does each magic read like in plain Python?  (Notebook side.)"""
+"""The magics' twins in plain Python (kernel)."""
 
 from pathlib import Path
 from typing import Any
 
 from ddpnb.cluster.placement import METHODS, ClusterSpec
-from ddpnb.magics.arguments import takes_training_options, training_of
+from ddpnb.history.query import Search
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.reports.exports.export import export as write_export
 from ddpnb.reports.listing import Details
 from ddpnb.reports.plot_options import PlotOptions
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.table import Table
-from ddpnb.runs.query import Search
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.cells import RunningCell
 from ddpnb.session.comparison import ComparisonSpec
+from ddpnb.session.keywords import make_training_spec, takes_training_options, typed
 from ddpnb.session.session import this_session
-from ddpnb.typed_arguments import typed
 
 
 @typed
@@ -32,8 +31,8 @@ def start(
 ) -> Table:
     """Start the ranks and form the process group; the twin of ``%ddp_start``.
 
-    Returns once every rank has finished an all-reduce.  Where a cluster runs
-    already, it is used as it is.
+    Returns once every rank has finished an all-reduce.  A cluster that is already running
+    is used as it is.
 
     Args:
         n: number of ranks; by default one per GPU, or up to four on the CPU's cores.
@@ -41,15 +40,15 @@ def start(
         backend: ``"auto"``, ``"gloo"`` or ``"nccl"``.
         threads: CPU threads of each rank; by default the cores divided by the ranks.
         method: ``"fork"`` or ``"spawn"``; by default fork on Linux, spawn elsewhere.
-        detach: seconds that the ranks outlive the kernel, to be attached to by another.
-        attach: take over ranks that have outlived their kernel, with their variables; the
-            cluster's name where there are several.
+        detach: seconds that the ranks outlive the kernel, so that another one can attach.
+        attach: whether to take over ranks that have outlived their kernel, with their
+            variables; the cluster's name if there are several.
 
     Returns:
         The table of ranks.
 
     Raises:
-        UserError: where that cannot be had on this machine.
+        UserError: this machine does not offer it.
     """
     if method is not None and method not in METHODS:
         raise one_of("method", method, METHODS)
@@ -73,34 +72,33 @@ def stop() -> bool:
 
 @typed
 def restart(n: int | None = None, *, ranks: str | None = None) -> Table:
-    """End ranks and start them anew; their variables are lost.  As ``%ddp_restart``.
+    """End ranks and start new ones; their variables are lost.  The twin of ``%ddp_restart``.
 
     Args:
         n: number of ranks; by default as many as before.
         ranks: only these, e.g. ``"1"``; the others keep their variables.
     """
-    session = this_session()
-    return session.restart(n) if ranks is None else session.bring_back(ranks)
+    return this_session().restart(n, ranks=ranks)
 
 
 @typed
 def why() -> str:
-    """Tell where every rank is right now, with stacks; the twin of ``%ddp_why``."""
+    """Say where every rank is at this moment, with stacks; the twin of ``%ddp_why``."""
     return this_session().why()
 
 
 @typed
 def status() -> Table:
-    """Return the state of every rank; the twin of ``%ddp_status``."""
+    """Return the table of what every rank is doing; the twin of ``%ddp_status``."""
     return this_session().status()
 
 
 @typed
 def interrupt() -> str:
-    """Stop what runs on the ranks; their variables are kept.  As ``%ddp_interrupt``.
+    """Stop what runs in the background, keep variables; the twin of ``%ddp_interrupt``.
 
     Returns:
-        What was stopped, in a sentence.
+        A sentence about what was stopped.
     """
     return this_session().interrupt()
 
@@ -118,20 +116,20 @@ def run_cell(
     """Run a cell on ranks; the twin of ``%%ddp``.
 
     Args:
-        source: the cell, as one would type it: magics, ``!commands`` and ``await`` work.
-        ranks: which ranks, e.g. ``"0,2-3"``; by default all.
-        wait: whether to return only when every rank has ended it.
+        source: the cell's text; magics, ``!commands`` and ``await`` work.
+        ranks: the ranks that run it, e.g. ``"0,2-3"``; by default all.
+        wait: whether to wait until every rank has ended it.
         name: the run that ``ddpnb.log`` in the cell adds to.
         timeout: seconds after which the ranks are interrupted.
-        check: whether to name collectives that do not match over the ranks at the call, which
-            makes them slow; the process group is formed anew for it.
+        check: whether torch compares the exact shapes of collectives across the ranks, which
+            is slow.  The first checked cell has a new process group.
 
     Returns:
-        The running cell where ``wait`` is false.
+        The running cell if ``wait`` is false.
 
     Raises:
-        RankError: where it failed on a rank.
-        TimeoutError: where it took longer than ``timeout``.
+        RankError: it failed on a rank.
+        TimeoutError: it took longer than ``timeout``.
     """
     session = this_session()
     return session.run_cell(source, ranks=ranks, wait=wait, name=name, timeout=timeout, check=check)
@@ -139,7 +137,7 @@ def run_cell(
 
 @typed
 def push(ranks: str | None = None, **variables: object) -> None:
-    """Put variables on the ranks: ``push(a=1, b=2)``; the twin of ``%ddp_push``."""
+    """Copy variables to the ranks: ``push(a=1, b=2)``; the twin of ``%ddp_push``."""
     this_session().push(variables, ranks)
 
 
@@ -148,7 +146,7 @@ def pull(expression: str, *, ranks: str | None = None) -> Any:
     """Return the value of an expression on the ranks; the twin of ``%ddp_pull``.
 
     Returns:
-        A dict from rank to value; the value itself where ``ranks`` names one rank.
+        A dict from rank to value; if ``ranks`` names one rank, its value.
     """
     return this_session().pull(expression, ranks)
 
@@ -169,26 +167,27 @@ def compare(
     """Train strategies on the same task and compare them live; the twin of ``%%ddp_compare``.
 
     Args:
-        *strategies: ``"ddp"``, or with options ``"ddp:hook=fp16"``; a class of your own.
-        source: a cell that defines ``model()`` and ``data(split)``, and if wanted
-            ``loss`` and ``optimizer(params)``.
-        repeats: how often each strategy is trained, in turns with the others.
-        name: what the comparison is stored as; by default made from the task.
-        baseline: whether to train ``single`` too, so that there is a speed-up to tell.
-        wait: whether to return only when all is trained.
+        *strategies: ``"ddp"``, with options ``"ddp:hook=fp16"``, or the name of a class in
+            ``source``.
+        source: a cell that defines ``model()`` and ``data(split)``, optionally
+            ``loss(outputs, targets)``, ``optimizer(params)`` and a strategy of your own.
+        repeats: how often each strategy is trained; the strategies take turns.
+        name: the name of the stored comparison; by default made from the task.
+        baseline: whether to train ``single`` too, as the reference of the speed-up.
+        wait: whether to wait until everything is trained.
         log: whether losses are drawn on a logarithmic axis.
-        target: a training loss whose reaching is marked and timed.
+        target: a training loss; the moment when each strategy reaches it is marked.
         **choices: as listed.
 
     Returns:
-        The result; ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(folder)``.  Where ``wait``
-        is false, the comparison that trains; ``.wait()``, ``.interrupt()``, ``.result``.
+        The result, with ``.table()``, ``.plot()``, ``.to_frame()``, ``.save(folder)``.  If ``wait``
+        is false, the running comparison, with ``.wait()``, ``.interrupt()``, ``.result``.
 
     Raises:
-        UserError: where something cannot be trained, before anything is.
-        RankError: where a training failed.
+        UserError: something cannot be trained; nothing has been trained then.
+        RankError: a strategy failed; the others have been trained.
     """
-    training = training_of(choices, in_python=True, source=source)
+    training = make_training_spec(choices, in_python=True, source=source)
     spec = ComparisonSpec(
         strategies=strategies,
         training=training,
@@ -207,11 +206,11 @@ def runs(
     """Return the table of stored runs; the twin of ``%ddp_runs``.
 
     Args:
-        text: stands in the name, the task or the state.
+        text: only runs whose name, task or state contains this.
         task: only runs of this task.
         strategy: only runs of this strategy.
-        since: only runs begun within ``"90m"``, ``"12h"``, ``"2d"`` or ``"1w"``.
-        last: only so many lines, the newest.
+        since: only runs started within the last ``"90m"``, ``"12h"``, ``"2d"`` or ``"1w"``.
+        last: only this many lines, the newest.
     """
     search = Search(text=text, task=task, strategy=strategy, since=since, last=last)
     return this_session().runs(search)
@@ -219,19 +218,19 @@ def runs(
 
 @typed
 def details(name: str) -> Details:
-    """Return what is needed to repeat a stored comparison; the twin of ``%ddp_runs --show``."""
+    """Return all that is needed to repeat a comparison; the twin of ``%ddp_runs --show``."""
     return Details(this_session().store.load(name))
 
 
 @typed
 def rename(name: str, new_name: str) -> str:
-    """Give a stored comparison another name; return it.  As ``%ddp_runs --rename``."""
+    """Rename a stored comparison; return its new name.  The twin of ``%ddp_runs --rename``."""
     return this_session().store.rename(name, new_name)
 
 
 @typed
 def delete(name: str) -> tuple[str, ...]:
-    """Forget stored runs, for good; return their names.  As ``%ddp_runs --delete``."""
+    """Delete stored runs; return their names.  The twin of ``%ddp_runs --delete``."""
     return this_session().store.delete(name)
 
 
@@ -239,13 +238,13 @@ def delete(name: str) -> tuple[str, ...]:
 def plot(
     *names: str, x: str = "", log: bool = False, target: float | None = None
 ) -> ComparisonResult:
-    """Return stored runs, to be shown as one comparison; the twin of ``%ddp_plot``.
+    """Return stored runs as one comparison that a notebook draws; the twin of ``%ddp_plot``.
 
     Args:
         *names: as ``runs`` lists them; ``"ddp"`` is the latest run of that strategy.
-        x: draw losses against ``"samples"``, ``"seconds"`` or ``"updates"`` alone.
+        x: draw losses against only ``"samples"``, ``"seconds"`` or ``"updates"``.
         log: whether losses are drawn on a logarithmic axis.
-        target: a training loss whose reaching is marked and timed.
+        target: a training loss; the moment when each run reaches it is marked.
     """
     return this_session().load(names, PlotOptions(x=x, log=log, target=target))
 
@@ -262,33 +261,34 @@ def load(*names: str) -> ComparisonResult:
 
 @typed
 def export(name: str, path: Path | str) -> str:
-    """Write stored runs to a file, by its ending; the twin of ``%ddp_export``.
+    """Write stored runs to a file; the twin of ``%ddp_export``.
 
     Args:
-        name: runs or a comparison, as ``runs`` lists them.
-        path: ``.csv`` one row per step of each worker, ``.runs.csv`` one per run, ``.json`` all
-            of it, ``.html`` the report, ``.png`` the figure, ``.py`` the comparison's cell as a
-            torchrun script; a name without an ending is a folder for TensorBoard.
+        name: a run or a comparison, as ``runs`` lists them.
+        path: the ending chooses the content.  ``.csv``: one row per step of each worker;
+            ``.runs.csv``: one row per run; ``.json``: everything; ``.html``: the report;
+            ``.png``: the figure; ``.py``: the comparison's cell as a script for torchrun.
+            Without an ending: a folder for TensorBoard.
 
     Returns:
-        What was written, in one sentence.
+        A sentence about what was written.
     """
     return write_export(this_session().load([name]), path)
 
 
 @typed
 def report(name: str, path: Path | str) -> Path:
-    """Write one page that needs no other file: figure, table, code, environment.
+    """Write a page that needs no other file: figure, table, code, environment.
 
     Args:
-        name: runs or a comparison, as ``runs`` lists them.
-        path: ends with ``.html``.
+        name: a run or a comparison, as ``runs`` lists them.
+        path: must end with ``.html``.
 
     Returns:
         The path.
     """
     target = Path(path)
     if target.suffix != ".html":
-        raise UserError(f"A report ends with .html, unlike {target.name}.")
+        raise UserError(f"The name of a report ends with .html, unlike {target.name}.")
     export(name, target)
     return target

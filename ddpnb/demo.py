@@ -1,4 +1,4 @@
-"""What does the main comparison look like without a browser?  ``make demo``.  (Notebook side.)"""
+"""``make demo``: the comparison of the first lesson without a browser (kernel)."""
 
 import sys
 import time
@@ -13,17 +13,17 @@ def main(folder: str) -> None:
     Args:
         folder: where ``comparison.html``, ``.png`` and ``.csv`` are written.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     try:
         print(api.start(), "\n")
         result = api.compare(
             "dp", "ddp", "async", task="digits", epochs=12, lr=0.02, repeats=3, name="demo"
         )
-        assert isinstance(result, ComparisonResult)  # for it waited
+        assert isinstance(result, ComparisonResult)  # wait is true
         paths = result.save(folder)
     finally:
         api.stop()
-    print(f"\nWritten in {time.monotonic() - began:.0f} s:", *paths, sep="\n  ")
+    print(f"\nWritten in {time.monotonic() - start:.0f} s:", *paths, sep="\n  ")
 
 
 if __name__ == "__main__":

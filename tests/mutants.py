@@ -62,7 +62,7 @@ MUTANTS = [
         "rank/tasks/batches.py",
         "if epoch == self._epoch:",
         "if self._epoch >= 0:",
-        "tests/unit/rank/test_order.py",
+        "tests/unit/rank/test_batches.py",
     ),
     Mutant(
         "a rank that sleeps reports that it waits in a call",
@@ -97,7 +97,7 @@ MUTANTS = [
         "runs/summary.py",
         "self.low <= other.high and other.low <= self.high",
         "self.low <= other.high",
-        "tests/unit/runs/test_summary.py",
+        "tests/unit/history/test_summary.py",
     ),
 ]
 

@@ -1,7 +1,7 @@
-"""What is a call on several ranks, while it is in progress?  (Notebook side.)
+"""A call on several ranks, while it is in progress (kernel).
 
-All that comes back is put in one queue per call, in order, so that whoever waits
-wakes at once and looks nowhere else.
+Everything that comes back goes into one queue per call, in order.  Whoever waits for the
+call wakes at once and has one place to look.
 """
 
 import math
@@ -60,7 +60,7 @@ class Silent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputEnded:
-    """A rank's output for the call has come; its result may be yet to come."""
+    """All output of a rank has come; its result may still be missing."""
 
     rank: int
 
@@ -75,9 +75,9 @@ class Call:
     ranks: tuple[int, ...]
     inbox: "queue.SimpleQueue[CallEvent | OutputEnded]" = field(default_factory=queue.SimpleQueue)
     running: set[int] = field(init=False)
-    """Ranks whose result is still to come."""
+    """Ranks that have not returned."""
     speaking: set[int] = field(init=False)
-    """Ranks whose output has not ended yet; it may end after the result has come."""
+    """Ranks whose output has not ended; it may end after the result has come."""
     output_deadline: float = math.inf
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class Call:
         return not self.running and output_ended
 
     def events(self, timeout: float) -> Iterator[CallEvent]:
-        """Yield what has happened, waiting up to ``timeout`` seconds for the first."""
+        """Yield what has happened, waiting up to ``timeout`` seconds for the first event."""
         while not self.done:
             try:
                 event = self.inbox.get(timeout=timeout)
@@ -101,7 +101,7 @@ class Call:
             yield from self._handle(event)
 
     def lose(self, rank: int, cause: str) -> None:
-        """Note, from any thread, that a rank will not answer any more."""
+        """Note, from any thread, that a rank will not return."""
         self.inbox.put(Lost(rank=rank, cause=cause))
 
     def _handle(self, event: CallEvent | OutputEnded) -> Iterator[CallEvent]:

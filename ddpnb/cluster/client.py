@@ -1,27 +1,31 @@
-"""How does a call reach the ranks, and what comes back while it runs?  (Notebook side.)
+"""The ipyparallel client: sends calls to the ranks and knows each rank's engine (kernel).
 
-ipyparallel carries it.  Its client hands every message from a rank to a callback
-in its own thread; here they go into the call's queue, together with the results.
+ipyparallel hands every message from a rank to a callback in its own thread.  Here they go
+into the call's queue, together with the results.  Importing it takes 0.3 s: this module
+is imported while the fork server works.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ipyparallel as ipp
 from ipyparallel.error import RemoteError
 
 from ddpnb.cluster.call import Call, Events, Lost, Output, OutputEnded, Returned
+from ddpnb.cluster.processes import wait_for_file
+from ddpnb.cluster.timeouts import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS
 from ddpnb.compat import ipyparallel_internals, python_internals
 from ddpnb.protocol.remote_call import OnRank
 
 
 class Dispatcher:
-    """Sends calls to the ranks through an ipyparallel client.
+    """Sends calls to the ranks.
 
     Args:
-        client: a connected client; engine ids are rank numbers when it starts,
-            and ``engine_of`` follows ranks that came back under another id.
+        client: a connected client.  At the start engine ids are rank numbers; ``engine_of``
+            holds those of ranks that were started again.
     """
 
     def __init__(self, client: ipp.Client) -> None:
@@ -31,7 +35,7 @@ class Dispatcher:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What is off on this side because a library is of another version."""
+        """Features that are off in the kernel because a library is of another version."""
         return (*ipyparallel_internals.missing_features(), *python_internals.missing_features())
 
     def submit(self, function: OnRank, *arguments: object, ranks: Sequence[int]) -> Call:
@@ -48,8 +52,8 @@ class Dispatcher:
         """Call ``function`` on some ranks and return their results, in order of ranks.
 
         Raises:
-            TimeoutError: where a rank did not answer in ``timeout`` seconds.
-            RuntimeError: where a rank died, or the call itself failed there.
+            TimeoutError: a rank did not answer within ``timeout`` seconds.
+            RuntimeError: a rank died, or the call itself failed there.
         """
         return self.collect(self.submit(function, *arguments, ranks=ranks), timeout)
 
@@ -69,7 +73,7 @@ class Dispatcher:
         return [values[rank] for rank in call.ranks]
 
     def lose(self, rank: int, cause: str) -> None:
-        """Note that a rank has ended: no call waits for it any longer."""
+        """Have no call wait any longer for a rank that has ended."""
         for call in self._calls:
             if rank in call.ranks:
                 call.lose(rank, cause)
@@ -80,7 +84,7 @@ class Dispatcher:
         def receive(kind: str, content: Any) -> None:
             match kind:
                 case "result" if isinstance(content, BaseException):
-                    call.lose(rank, lost(content))
+                    call.lose(rank, _cause(content))
                 case "result":
                     call.inbox.put(Returned(rank=rank, value=content))
                 case "events":
@@ -93,8 +97,87 @@ class Dispatcher:
         ipyparallel_internals.send(self.client, engine, function, list(arguments), receive)
 
 
-def lost(error: BaseException) -> str:
-    """Say why there is no result of a call."""
+class EngineRegistry:
+    """The engines that have registered, and the rank of each.
+
+    A rank asks for its own number as its engine's id.  Where a dead engine still has that
+    id, the new one gets another, and is asked for its rank.
+
+    Args:
+        dispatcher: reaches the engines.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self._known: set[int] = set()
+
+    @classmethod
+    def connect(cls, profile: Path, while_waiting: Callable[[], None]) -> "EngineRegistry":
+        """Connect to the controller, once it listens.
+
+        Args:
+            profile: ipyparallel's profile folder.
+            while_waiting: called repeatedly; raises to give up.
+        """
+        path = profile / "security/ipcontroller-client.json"
+        wait_for_file(path, START_TIMEOUT_SECONDS, while_waiting)
+        return cls(Dispatcher(ipp.Client(str(path))))
+
+    @property
+    def new(self) -> set[int]:
+        """The engines whose rank is not known yet."""
+        return set(self.dispatcher.client.ids) - self._known
+
+    def of(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Return the engine of each rank."""
+        return {rank: self.dispatcher.engine_of.get(rank, rank) for rank in ranks}
+
+    def take_over(self, engine_of: Mapping[int, int]) -> None:
+        """Adopt the engines of another kernel, with their ranks."""
+        self.dispatcher.engine_of.update(engine_of)
+        self._known = set(self.dispatcher.client.ids)
+
+    def wait_for(self, ranks: set[int], while_waiting: Callable[[], None]) -> None:
+        """Wait until the engines of ``ranks`` have registered, and note the rank of each.
+
+        Args:
+            ranks: the ranks that were started.
+            while_waiting: called repeatedly; raises to give up.
+
+        Raises:
+            TimeoutError: some did not register.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        while len(new := self.new) < len(ranks):
+            while_waiting()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"only {len(new)} of {len(ranks)} ranks came")
+            time.sleep(0.002)
+        if new == ranks:
+            self._known |= new
+            self.dispatcher.engine_of.update((rank, rank) for rank in ranks)
+        else:
+            self.identify(new)
+
+    def identify(self, engines: set[int]) -> None:
+        """Ask engines for their ranks, and note the answers."""
+        self._known |= engines
+        for engine in engines:
+            self.dispatcher.engine_of[-1] = engine  # no rank has this number
+            (state,) = self.dispatcher.gather(
+                OnRank("state"), ranks=[-1], timeout=CALL_TIMEOUT_SECONDS
+            )
+            self.dispatcher.engine_of[state.rank] = engine
+
+    def close(self, ranks: Iterable[int], cause: str) -> None:
+        """Disconnect; calls in progress on ``ranks`` end with ``cause``."""
+        for rank in ranks:
+            self.dispatcher.lose(rank, cause)
+        self.dispatcher.client.close()
+
+
+def _cause(error: BaseException) -> str:
+    """Return why a call has no result."""
     if isinstance(error, RemoteError):
         return f"{error.ename}: {error.evalue}"
     return str(error)

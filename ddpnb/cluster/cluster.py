@@ -1,4 +1,4 @@
-"""How does a cluster begin, keep one process group, and end?  (Notebook side.)"""
+"""A cluster: how it starts, keeps one process group, detaches and ends (kernel)."""
 
 import contextlib
 import os
@@ -6,20 +6,16 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from ddpnb.cluster.detach import DOOR, ClusterRecord, is_held, read
-from ddpnb.cluster.engines import (
-    CALL_TIMEOUT_SECONDS,
-    START_TIMEOUT_SECONDS,
-    EngineRegistry,
-    Engines,
-)
-from ddpnb.cluster.group_state import GroupState, ranks_of
+from ddpnb.cluster.detach import SOCKET, ClusterRecord, held_error, read
+from ddpnb.cluster.engines import Engines
 from ddpnb.cluster.placement import (
     ClusterSpec,
     asks_for_gpus,
@@ -29,18 +25,50 @@ from ddpnb.cluster.placement import (
 )
 from ddpnb.cluster.processes import HeldError, Processes
 from ddpnb.cluster.run_folder import private_folder, write_owners
-from ddpnb.cluster.timeouts import Timeouts
+from ddpnb.cluster.timeouts import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Timeouts
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import StaleVariable
 from ddpnb.protocol.processes import RankCommand, process_id
+from ddpnb.protocol.rank_sets import format_ranks
 from ddpnb.protocol.remote_call import OnRank
+
+
+@dataclass(kw_only=True, slots=True)
+class GroupState:
+    """The ranks' process group, as the kernel knows it."""
+
+    generation: int = 0
+    """How many groups there were before."""
+    is_aborted: bool = False
+    """Whether no collective can be called in it any more."""
+    is_checked: bool = False
+    """Whether torch compares the ranks' collectives at each call."""
+    aborts: "dict[int, Future[Any]]" = field(default_factory=dict)
+    """The last abort that each rank was sent; done when the rank has carried it out."""
+
+    def wait_for_aborts(self, living: Callable[[], Collection[int]]) -> None:
+        """Wait until every abort is done: a late one would end the next group's connections.
+
+        Args:
+            living: returns the living ranks; only they are waited for.
+
+        Raises:
+            TimeoutError: an abort takes too long.
+        """
+        deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
+        aborts = dict(self.aborts)
+        while pending := {rank for rank in living() if rank in aborts and not aborts[rank].done()}:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {format_ranks(pending)} does not leave its group")
+            time.sleep(0.002)
+        self.aborts.clear()
 
 
 class Cluster(Engines):
     """A local cluster of ranks that have formed a process group.
 
-    ``Cluster.start`` returns one, and ``Cluster.attach`` one that another kernel has
-    started; ``stop`` ends it and may be called twice.
+    ``Cluster.start`` starts one, and ``Cluster.attach`` takes over one that another kernel
+    started.  ``stop`` ends it and may be called twice.
     """
 
     def __init__(self, spec: ClusterSpec, method: str, folder: Path) -> None:
@@ -48,10 +76,10 @@ class Cluster(Engines):
         self.spec = spec
         self.method = method
         self.timeouts = Timeouts()
-        """How calls are supervised; may be replaced between two calls, as tests do."""
+        """How calls are supervised; may be replaced at any time, as tests do."""
         self.began = time.time()
         self._group = GroupState()
-        self._is_left = False
+        self._is_detached = False
         self._save_lock = threading.Lock()
 
     @classmethod
@@ -65,13 +93,13 @@ class Cluster(Engines):
         """Start the processes and return once every rank has finished an all-reduce.
 
         Args:
-            spec: what the user asked for.
+            spec: the user's choices.
             method: ``"fork"`` or ``"spawn"``; by default fork on Linux, spawn elsewhere.
-            progress: told in a few words what is being waited for.
+            progress: called with a few words on each phase of the start.
 
         Raises:
-            UserError: where the wish cannot be met on this host.
-            RuntimeError: where a process failed; carries the end of its log.
+            UserError: this host cannot run such a cluster.
+            RuntimeError: a process failed; the message ends with its log.
         """
         placement = None if asks_for_gpus(spec) else place_ranks(spec, 0)
         method = method or ("fork" if sys.platform == "linux" else "spawn")
@@ -100,36 +128,21 @@ class Cluster(Engines):
             record: the cluster, as ``detach.find`` returns it.
 
         Raises:
-            UserError: where another kernel holds it, or it has just ended.
+            UserError: another kernel holds it, or it has just ended.
         """
         cluster = cls(record.spec, record.method, record.folder)
         try:
             cluster.processes = Processes.attach(
-                record.folder / DOOR, record.server, cluster.note_exit
+                record.folder / SOCKET, record.server, cluster.note_exit
             )
         except HeldError:
-            raise is_held(record.name, None) from None
+            raise held_error(record.name, None) from None
         except (OSError, EOFError) as error:
             raise UserError(
                 f"The cluster {record.name} has just ended: start anew with %ddp_start."
             ) from error
         try:
-            record = read(record.folder)  # nobody else changes it from now on
-            cluster.spec, cluster.placement, cluster.states = (
-                record.spec,
-                record.placement,
-                record.states,
-            )
-            cluster.home, cluster.began = record.home, record.began
-            cluster._master_port = record.master_port
-            cluster._group = GroupState(
-                generation=record.generation,
-                is_aborted=record.group_is_aborted,
-                is_checked=record.group_is_checked,
-            )
-            cluster._registry = EngineRegistry.connect(cluster.profile, cluster.raise_if_dead)
-            cluster._registry.take_over(record.engine_of)
-            write_owners(cluster.folder, [os.getpid(), cluster.processes.pid])
+            cluster._restore(read(record.folder))  # only this kernel writes it from now on
         except BaseException:
             cluster.detach()
             raise
@@ -137,40 +150,40 @@ class Cluster(Engines):
 
     @property
     def generation(self) -> int:
-        """Of the process group."""
+        """The process group's number."""
         return self._group.generation
 
     def abort(self, ranks: Sequence[int]) -> None:
-        """Free ranks from the collectives they wait in; the group is dead afterwards."""
+        """Free ranks from the collectives they wait in, which ends the process group."""
         self._group.is_aborted = True
         self._save()
         for rank in set(ranks) & set(self.living):
             self._group.aborts[rank] = self.processes.command(rank, RankCommand.ABORT)
 
     def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
-        """Have all ranks form a new process group if the old one was cut, or is of another kind.
+        """Form a new process group if the old one was aborted, or is of another kind.
 
-        Where a rank is dead there is none to form, and the living do without one.
+        While a rank is dead no group is formed; the others go on without one.
 
         Args:
-            is_checked: whether the group compares collectives over the ranks at each call.
+            is_checked: whether torch compares the ranks' collectives at each call.
 
         Returns:
-            The variables that are tied to the old group, each with its ranks.
+            The variables that still refer to the old group, each with its ranks.
         """
-        if self._group.is_fit(is_checked=is_checked) or self.living != self.ranks:
+        is_fit = not self._group.is_aborted and self._group.is_checked == is_checked
+        if is_fit or self.living != self.ranks:
             return {}
         self._begin_generation()
         stale = self.gather(OnRank("rejoin"), self.generation, is_checked)
-        self._group.note_formed(is_checked=is_checked)
-        self._save()
-        return ranks_of(dict(zip(self.ranks, stale, strict=True)))
+        self._note_formed(is_checked=is_checked)
+        return _ranks_of(dict(zip(self.ranks, stale, strict=True)))
 
     def bring_back(self, ranks: Sequence[int]) -> dict[StaleVariable, list[int]]:
-        """Start ranks anew, in their places in the group; the others keep their variables.
+        """Start ranks anew in a new process group; the others keep their variables.
 
         Returns:
-            The variables of the others that are tied to the old group, with their ranks.
+            The others' variables that still refer to the old group, each with its ranks.
         """
         self.end_ranks(ranks)
         self._begin_generation()
@@ -181,27 +194,26 @@ class Cluster(Engines):
         self.registry.wait_for(set(ranks), self.raise_if_dead)
         stale = self.registry.dispatcher.collect(call, CALL_TIMEOUT_SECONDS)
         self.states = tuple(self.gather(OnRank("state")))
-        self._group.note_formed(is_checked=False)
-        self._save()
-        return ranks_of(dict(zip(others, stale, strict=True)))
+        self._note_formed(is_checked=False)
+        return _ranks_of(dict(zip(others, stale, strict=True)))
 
-    def start_again(self, rank: int) -> None:
-        """Start a dead rank anew, in no group, and return at once; ``has_come`` tells the rest.
+    def restart_alone(self, rank: int) -> None:
+        """Start a dead rank anew, in no group, and return at once; see ``has_restarted``.
 
-        The next ``ensure_group`` forms a group of all.
+        The next ``ensure_group`` forms a group of all ranks.
         """
         self._group.is_aborted = True
         self._group.aborts.pop(rank, None)
         self.start_rank(rank, generation=None)
 
-    def has_come(self, rank: int) -> bool:
-        """Tell whether a rank that was started again can be called."""
+    def has_restarted(self, rank: int) -> bool:
+        """Return whether a rank that was restarted alone can be called."""
         if not (new := self.registry.new):
             return False
         try:
-            self.registry.welcome(new)
+            self.registry.identify(new)
             states = {state.rank: state for state in self.gather(OnRank("state"), ranks=[rank])}
-        except (RuntimeError, UserError):  # it has died again, which is told as its exit
+        except (RuntimeError, UserError):  # it has died again, which is in ``exits``
             return False
         self.states = tuple(states.get(state.rank, state) for state in self.states)
         return True
@@ -211,13 +223,13 @@ class Cluster(Engines):
         self.spec = replace(self.spec, detach_seconds=seconds)
         self._save()
         if seconds:
-            self.processes.allow_detach(seconds, self.folder / DOOR)
+            self.processes.allow_detach(seconds, self.folder / SOCKET)
 
     def detach(self) -> None:
-        """Leave the ranks to another kernel; may be called twice, ``stop`` does nothing then."""
-        if self._is_left:
+        """Leave the ranks to another kernel; may be called twice, and makes ``stop`` do nothing."""
+        if self._is_detached:
             return
-        self._is_left = True
+        self._is_detached = True
         self.disconnect("was left to another kernel")
         with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended
             write_owners(self.folder, [self.processes.pid])
@@ -225,26 +237,61 @@ class Cluster(Engines):
 
     def stop(self) -> None:
         """End every process of the cluster; may be called twice."""
-        if self._is_left:
+        if self._is_detached:
             return
         self.disconnect("was ended with the cluster")
         self.processes.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _start_ranks(self, progress: Callable[[str], None]) -> None:
+        progress("importing torch")
+        if self.placement is None:
+            gpus = self.processes.ready.result(START_TIMEOUT_SECONDS)
+            self.placement = place_ranks(self.spec, len(gpus))
+        ranks = range(self.placement.num_ranks)
+        for rank in ranks:
+            self.start_rank(rank, generation=self.generation)
+        registry = self.connect()
+        self.processes.ready.result(START_TIMEOUT_SECONDS)
+        write_owners(self.folder, [os.getpid(), self.processes.pid])
+        progress(f"{len(ranks)} ranks form a process group")
+        registry.wait_for(set(ranks), self.raise_if_dead)
+        self.states = tuple(
+            registry.dispatcher.gather(OnRank("state"), ranks=ranks, timeout=CALL_TIMEOUT_SECONDS)
+        )
+
+    def _restore(self, record: ClusterRecord) -> None:
+        """Take the state over from the kernel that has left."""
+        self.spec, self.placement, self.states = record.spec, record.placement, record.states
+        self.home, self.began = record.home, record.began
+        self._master_port = record.master_port
+        self._group = GroupState(
+            generation=record.generation,
+            is_aborted=record.group_is_aborted,
+            is_checked=record.group_is_checked,
+        )
+        self.connect().take_over(record.engine_of)
+        write_owners(self.folder, [os.getpid(), self.processes.pid])
+
     def _begin_generation(self) -> None:
-        """Count up the process groups; the new one is no better than cut until it is formed."""
-        self._group.wait_for_aborts(lambda: self.living, CALL_TIMEOUT_SECONDS)
-        self._group.begin()
+        """Number a new process group, unusable until all ranks have joined it."""
+        self._group.wait_for_aborts(lambda: self.living)
+        self._group.generation += 1
+        self._group.is_aborted = True
+        self._save()
+
+    def _note_formed(self, *, is_checked: bool) -> None:
+        self._group.is_aborted, self._group.is_checked = False, is_checked
         self._save()
 
     def _save(self) -> None:
-        """Write what another kernel must know, where one may come."""
+        """Write the record for the next kernel, if one may come."""
         if not self.spec.detach_seconds or (registry := self._registry) is None:
             return
         assert self.placement is not None
         server = self.processes.pid
-        # Cells in the background cut the group in threads of their own.  Where the fork
-        # server has ended, so has the folder.
+        # Cells in the background abort the group in threads of their own.  Where the fork
+        # server has ended, the folder is gone too.
         with self._save_lock, contextlib.suppress(OSError, psutil.NoSuchProcess):
             ClusterRecord(
                 folder=self.folder,
@@ -262,21 +309,11 @@ class Cluster(Engines):
                 group_is_checked=self._group.is_checked,
             ).write()
 
-    def _start_ranks(self, progress: Callable[[str], None]) -> None:
-        progress("importing torch")
-        if self.placement is None:
-            gpus = self.processes.ready.result(START_TIMEOUT_SECONDS)
-            self.placement = place_ranks(self.spec, len(gpus))
-        ranks = range(self.placement.num_ranks)
-        for rank in ranks:
-            self.start_rank(rank, generation=self.generation)
-        self._registry = EngineRegistry.connect(self.profile, self.raise_if_dead)
-        self.processes.ready.result(START_TIMEOUT_SECONDS)
-        write_owners(self.folder, [os.getpid(), self.processes.pid])
-        progress(f"{len(ranks)} ranks form a process group")
-        self._registry.wait_for(set(ranks), self.raise_if_dead)
-        self.states = tuple(
-            self._registry.dispatcher.gather(
-                OnRank("state"), ranks=ranks, timeout=CALL_TIMEOUT_SECONDS
-            )
-        )
+
+def _ranks_of(stale: Mapping[int, Sequence[StaleVariable]]) -> dict[StaleVariable, list[int]]:
+    """Turn the stale variables of each rank into the ranks of each stale variable."""
+    ranks: dict[StaleVariable, list[int]] = {}
+    for rank, found in stale.items():
+        for each in found:
+            ranks.setdefault(each, []).append(rank)
+    return ranks

@@ -1,6 +1,6 @@
-"""How does a kernel find ranks that have outlived another?  (Notebook side.)
+"""Clusters that outlive their kernel: their records, and how another kernel finds one (kernel).
 
-What it must know of a cluster lies in the cluster's run folder, as JSON.
+The record of a cluster lies in its run folder, as JSON.
 """
 
 import contextlib
@@ -17,21 +17,19 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.processes import ProcessId, atomic_write, is_alive
 
-SAVED = "cluster.json"
-DOOR = "kernel.sock"
-"""Where the fork server awaits another kernel."""
-
-HOW_TO_DETACH = "ranks outlive their kernel where they were started with %ddp_start --detach 600"
+RECORD_FILE = "cluster.json"
+SOCKET = "kernel.sock"
+"""Where the fork server waits for another kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRecord:
-    """What another kernel must know of a cluster to use it."""
+    """All that another kernel needs to use a cluster."""
 
     folder: Path
     """The run folder."""
     home: Path
-    """Where the notebook lies that started it, and where cells run."""
+    """The folder of the notebook that started it, in which cells run."""
     began: float
     """``time.time()`` when it was started."""
     server: ProcessId
@@ -42,40 +40,40 @@ class ClusterRecord:
     master_port: int
     states: tuple[RankState, ...]
     engine_of: dict[int, int]
-    """Each rank's engine."""
+    """The engine of each rank."""
     generation: int
-    """Of the process group."""
+    """The process group's number."""
     group_is_aborted: bool
     group_is_checked: bool
 
     @property
     def name(self) -> str:
-        """What it is called by."""
+        """The cluster's name."""
         return name_of(self.folder)
 
     def write(self) -> None:
-        """Write it into the run folder, in place of what was true before."""
+        """Write the record into the run folder, in place of the last one."""
         content = asdict(self) | {"folder": str(self.folder), "home": str(self.home)}
-        atomic_write(self.folder / SAVED, json.dumps(content).encode())
+        atomic_write(self.folder / RECORD_FILE, json.dumps(content).encode())
 
 
 def name_of(folder: Path) -> str:
-    """Return what the cluster of a run folder is called by."""
+    """Return the name of a run folder's cluster."""
     return folder.name.removeprefix(PREFIX)
 
 
 def read(folder: Path) -> ClusterRecord:
-    """Read what was written last.
+    """Read a cluster's record.
 
     Raises:
-        OSError: there is nothing: no cluster that outlives its kernel, or it has just ended.
-        UserError: it cannot be read; says which file, and what to do.
+        OSError: there is none: the cluster does not outlive its kernel, or has just ended.
+        UserError: it is unreadable, or of another version of ddpnb.
     """
-    path = folder / SAVED
+    path = folder / RECORD_FILE
     try:
         return _parse(folder, path.read_text())
     except (ValueError, TypeError, KeyError, AttributeError, UserError) as error:
-        server = living_owners(folder)[-1]  # before it stands the kernel, if one holds it
+        server = living_owners(folder)[-1]  # after the kernel, if one holds it
         raise UserError(
             f"{path} is damaged, or another version of ddpnb wrote it: its cluster cannot be "
             f"attached to; end it with `kill {server}` and start anew with %ddp_start."
@@ -92,8 +90,7 @@ def _parse(folder: Path, text: str) -> ClusterRecord:
         "spec": ClusterSpec(**content["spec"]),
         "placement": Placement(**placement | {"devices": tuple(placement["devices"])}),
         "states": tuple(
-            RankState(**state | {"missing": tuple(state.get("missing", ()))})
-            for state in content["states"]
+            RankState(**state | {"missing": tuple(state["missing"])}) for state in content["states"]
         ),
         "engine_of": {int(rank): engine for rank, engine in content["engine_of"].items()},
     }
@@ -101,30 +98,30 @@ def _parse(folder: Path, text: str) -> ClusterRecord:
 
 
 def detached() -> list[ClusterRecord]:
-    """Return this user's clusters that outlive their kernels, held or not, oldest first."""
+    """Return this user's clusters that outlive their kernel, held or not, oldest first."""
     return _read_all()[0]
 
 
 def _read_all() -> tuple[list[ClusterRecord], dict[str, UserError]]:
-    """Return this user's clusters that outlive their kernels, and by name why others cannot."""
+    """Return the clusters of ``detached``, and by name an error for each unreadable record."""
     found: list[ClusterRecord] = []
-    damaged: dict[str, UserError] = {}
+    unreadable: dict[str, UserError] = {}
     for folder in own_folders():
-        with contextlib.suppress(OSError, ValueError):  # half-made, or it has just ended
+        with contextlib.suppress(OSError, ValueError):  # just starting, or just ended
             if not living_owners(folder):
                 continue
             try:
                 record = read(folder)
             except UserError as error:
-                damaged[name_of(folder)] = error
+                unreadable[name_of(folder)] = error
             else:
                 if record.spec.detach_seconds and is_alive(record.server):
                     found.append(record)
-    return sorted(found, key=lambda record: record.began), damaged
+    return sorted(found, key=lambda record: record.began), unreadable
 
 
 def holder(record: ClusterRecord) -> int | None:
-    """Return the process id of the kernel that holds a cluster, if one does."""
+    """Return the process id of the kernel that holds a cluster, if there is one."""
     with contextlib.suppress(OSError, ValueError):
         return next((pid for pid in living_owners(record.folder) if pid != record.server[0]), None)
     return None
@@ -134,30 +131,30 @@ def find(name: str, here: Path) -> ClusterRecord:
     """Return the cluster to attach to.
 
     Args:
-        name: of the cluster; empty for the one that waits, or the one of them that was
-            started in ``here``.
-        here: where the notebook lies.
+        name: the cluster's; empty for the only one that waits, or the only one of these
+            that was started in ``here``.
+        here: the notebook's folder.
 
     Raises:
-        UserError: where there is none, or more than one, or its file is damaged.
+        UserError: there is none, or more than one, or its record is unreadable.
     """
     waiting: list[ClusterRecord] = []
     held: dict[str, int] = {}
-    found, damaged = _read_all()
+    found, unreadable = _read_all()
     for record in found:
         if (kernel := holder(record)) is None:
             waiting.append(record)
         else:
             held[record.name] = kernel
-    if name in damaged:
-        raise damaged[name]
-    if damaged and not (name or waiting):
-        raise next(iter(damaged.values()))
+    if name in unreadable:
+        raise unreadable[name]
+    if unreadable and not (name or waiting):
+        raise next(iter(unreadable.values()))
     return choose(waiting, held, name, here)
 
 
 def waits(here: Path) -> bool:
-    """Tell whether a cluster that was started in ``here`` waits for a kernel."""
+    """Return whether a cluster that was started in ``here`` waits for a kernel."""
     return any(record.home == here and holder(record) is None for record in detached())
 
 
@@ -168,12 +165,12 @@ def choose(
 
     Args:
         waiting: the clusters that no kernel holds.
-        held: the others' names, each with the process id of its kernel.
+        held: the other clusters' names, each with the process id of its kernel.
         name: as in ``find``.
         here: as in ``find``.
     """
     if name in held:
-        raise is_held(name, held[name])
+        raise held_error(name, held[name])
     matching = [record for record in waiting if name in ("", record.name)]
     started_here = [record for record in matching if record.home == here]
     for choice in (started_here, matching):
@@ -182,28 +179,29 @@ def choose(
     if matching:
         raise UserError(
             f"{len(matching)} clusters wait for a kernel, choose one with %ddp_start --attach "
-            f"NAME: {'; '.join(map(described, matching))}."
+            f"NAME: {'; '.join(map(describe, matching))}."
         )
     if held and not name:
-        raise is_held(*next(iter(held.items())))
+        raise held_error(*next(iter(held.items())))
     if waiting:
         names = ", ".join(record.name for record in waiting)
         raise UserError(f"There is no cluster {name!r} to attach to; choose one of: {names}.")
     raise UserError(
-        f"There is no cluster {name + ' ' if name else ''}to attach to: {HOW_TO_DETACH}."
+        f"There is no cluster {name + ' ' if name else ''}to attach to: ranks outlive their kernel "
+        "if they were started with %ddp_start --detach 600."
     )
 
 
-def is_held(name: str, kernel: int | None) -> UserError:
-    """Return the error for a cluster that another kernel holds."""
-    whose = "another kernel" if kernel is None else f"another kernel, process {kernel}"
+def held_error(name: str, kernel: int | None) -> UserError:
+    """Return the error of attaching to a cluster that another kernel holds."""
+    other = "another kernel" if kernel is None else f"another kernel, process {kernel}"
     return UserError(
-        f"The cluster {name} is in use by {whose}: shut that kernel down, then attach again."
+        f"The cluster {name} is in use by {other}: shut that kernel down, then attach again."
     )
 
 
-def described(record: ClusterRecord) -> str:
-    """Tell a cluster from others: name, ranks, where and when it was started."""
+def describe(record: ClusterRecord) -> str:
+    """Return a cluster's name, number of ranks, and when and where it was started."""
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.began))
     num_ranks = len(record.states)
     return f"{record.name} ({num_ranks} ranks, started {began} in {record.home})"

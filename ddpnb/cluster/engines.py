@@ -1,12 +1,9 @@
-"""How are ranks started, called and ended, and who of them lives?  (Notebook side.)
-
-Each rank is a process that runs an ipyparallel engine.
-"""
+"""The ranks as processes that can be started, called and ended (kernel)."""
 
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,106 +17,19 @@ from ddpnb.cluster.processes import (
     describe_exit,
     log_tail,
     spoken,
-    wait_for_file,
 )
+from ddpnb.cluster.timeouts import CALL_TIMEOUT_SECONDS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.rank_sets import format_ranks
 from ddpnb.protocol.remote_call import OnRank
 
 if TYPE_CHECKING:
-    from ddpnb.cluster.client import Dispatcher
-
-
-START_TIMEOUT_SECONDS = 120.0
-CALL_TIMEOUT_SECONDS = 30.0
-
-
-class EngineRegistry:
-    """The engines that have come, each with its rank.
-
-    A rank asks for its own number as its engine's id; where a dead one has it still, it
-    gets another, and is asked whose it is.
-
-    Args:
-        dispatcher: reaches the engines.
-    """
-
-    def __init__(self, dispatcher: "Dispatcher") -> None:
-        self.dispatcher = dispatcher
-        self._known: set[int] = set()
-
-    @classmethod
-    def connect(cls, profile: Path, while_waiting: Callable[[], None]) -> "EngineRegistry":
-        """Connect to the controller, once it listens.
-
-        Args:
-            profile: ipyparallel's profile folder.
-            while_waiting: called again and again; ends the wait by raising.
-        """
-        import ipyparallel as ipp  # noqa: PLC0415  costs 0.3 s: while the fork server works
-
-        from ddpnb.cluster.client import Dispatcher  # noqa: PLC0415  the same
-
-        path = profile / "security/ipcontroller-client.json"
-        wait_for_file(path, START_TIMEOUT_SECONDS, while_waiting)
-        return cls(Dispatcher(ipp.Client(str(path))))
-
-    @property
-    def new(self) -> set[int]:
-        """The engines that have come and are nobody's yet."""
-        return set(self.dispatcher.client.ids) - self._known
-
-    def of(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the engine of each rank."""
-        return {rank: self.dispatcher.engine_of.get(rank, rank) for rank in ranks}
-
-    def take_over(self, engine_of: Mapping[int, int]) -> None:
-        """Know all engines that are there, as another kernel knew them."""
-        self.dispatcher.engine_of.update(engine_of)
-        self._known = set(self.dispatcher.client.ids)
-
-    def wait_for(self, ranks: set[int], while_waiting: Callable[[], None]) -> None:
-        """Wait until the engines of ranks are there, and note which is whose.
-
-        Args:
-            ranks: those that were started.
-            while_waiting: called again and again; ends the wait by raising.
-
-        Raises:
-            TimeoutError: where some do not come.
-        """
-        deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while len(new := self.new) < len(ranks):
-            while_waiting()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"only {len(new)} of {len(ranks)} ranks came")
-            time.sleep(0.002)
-        if new == ranks:
-            self._known |= new
-            self.dispatcher.engine_of.update((rank, rank) for rank in ranks)
-            return
-        self.welcome(new)
-
-    def welcome(self, engines: set[int]) -> None:
-        """Note which engine is whose, by asking."""
-        self._known |= engines
-        for engine in engines:
-            self.dispatcher.engine_of[-1] = engine  # no rank's number: ask whose it is
-            (state,) = self.dispatcher.gather(
-                OnRank("state"), ranks=[-1], timeout=CALL_TIMEOUT_SECONDS
-            )
-            self.dispatcher.engine_of[state.rank] = engine
-
-    def close(self, ranks: Iterable[int], why: str) -> None:
-        """Reach no rank any more; calls in progress are told ``why``."""
-        for rank in ranks:
-            self.dispatcher.lose(rank, why)
-        self.dispatcher.client.close()
+    from ddpnb.cluster.client import EngineRegistry
 
 
 class Engines:
-    """Ranks that can be called, whatever process group they are in.
+    """Ranks that can be called, in whichever process group they are.
 
     Args:
         folder: the cluster's run folder.
@@ -132,12 +42,12 @@ class Engines:
         self.folder = folder
         self.profile = folder / "profile"
         self.home = Path.cwd()
-        """Where cells run at first, on every rank."""
+        """The working folder in which cells start, on every rank."""
         self.states: tuple[RankState, ...] = ()
         self.exits: dict[Member, Exit] = {}
-        """How processes ended that nobody asked to end."""
+        """Processes that ended without being asked to."""
         self.is_over = False
-        """Whether this kernel has done with it: ended it, or left it to another."""
+        """Whether this kernel has ended the cluster, or has detached from it."""
         self._master_port = free_port()
         self._registry: EngineRegistry | None = None
         self._exit_lock = threading.Lock()
@@ -149,19 +59,19 @@ class Engines:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """The ranks whose process runs; they end with the fork server."""
+        """The ranks that run; none does without the fork server."""
         if Service.FORK_SERVER in self.exits:
             return ()
         return tuple(rank for rank in self.ranks if rank not in self.exits)
 
     @property
     def dead(self) -> tuple[int, ...]:
-        """The ranks whose process has ended."""
+        """The ranks that have ended."""
         return tuple(rank for rank in self.ranks if rank not in self.living)
 
     @property
     def lost(self) -> str | None:
-        """Why the cluster as a whole cannot be used any more, if so."""
+        """Why the cluster as a whole is unusable, if it is."""
         for name in (Service.FORK_SERVER, Service.CONTROLLER):
             if (exit_ := self.exits.get(name)) is not None:
                 return f"the {name} {describe_exit(exit_)}"
@@ -169,7 +79,7 @@ class Engines:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What is off because a library is of another version: one sentence each."""
+        """A sentence for each feature that is off because a library is of another version."""
         here = self._registry.dispatcher.missing if self._registry is not None else ()
         there = (each for state in self.states for each in state.missing)
         return tuple(dict.fromkeys((*here, *there)))
@@ -178,7 +88,7 @@ class Engines:
         """Start a call on some ranks and return at once.
 
         Raises:
-            UserError: where one of the ranks has died, or the cluster has.
+            UserError: one of the ranks has died, or the whole cluster.
         """
         self.require(ranks)
         return self.registry.dispatcher.submit(function, *arguments, ranks=ranks)
@@ -190,13 +100,13 @@ class Engines:
         ranks: Sequence[int] | None = None,
         timeout: float = CALL_TIMEOUT_SECONDS,
     ) -> list[Any]:
-        """Call a function on some ranks, or all, and return the results in order of ranks."""
+        """Call a function on ranks, by default all; return the results in order of ranks."""
         chosen = self.ranks if ranks is None else ranks
         self.require(chosen)
         return self.registry.dispatcher.gather(function, *arguments, ranks=chosen, timeout=timeout)
 
     def require(self, ranks: Sequence[int]) -> None:
-        """Raise a UserError unless all of ``ranks`` live."""
+        """Raise a UserError unless all of ``ranks`` are alive."""
         if (lost := self.lost) is not None:
             raise UserError(f"The cluster is gone: {lost}. Start anew with %ddp_restart.")
         for rank in ranks:
@@ -207,22 +117,22 @@ class Engines:
                 )
 
     def interrupt(self, ranks: Sequence[int]) -> None:
-        """Send ranks the signal that raises ``KeyboardInterrupt`` in a running cell."""
+        """Send ranks SIGINT, which raises ``KeyboardInterrupt`` in a running cell."""
         self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGINT)
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """End ranks at once."""
+        """Kill ranks."""
         self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGKILL)
 
     def log_tail(self, member: Member, num_lines: int = 15) -> str:
-        """Return the last lines that a process wrote to its log, a crash from its beginning."""
+        """Return the last lines of a process's log, or a crash from its first line."""
         return log_tail(self.folder, member, num_lines)
 
     # -- for the cluster -------------------------------------------------------------
 
     @property
-    def registry(self) -> EngineRegistry:
-        """The engines that have come; there are some from the start's middle to the end."""
+    def registry(self) -> "EngineRegistry":
+        """The registered engines; defined once the controller has been reached."""
         assert self._registry is not None
         return self._registry
 
@@ -230,8 +140,8 @@ class Engines:
         """Start a rank's process and return at once.
 
         Args:
-            rank: which one; its end, if it has ended, is forgotten.
-            generation: of the process group that it joins; None for none.
+            rank: which one; its earlier exit is forgotten.
+            generation: of the process group to join; None: join none.
         """
         assert self.placement is not None
         self.exits.pop(rank, None)
@@ -244,7 +154,7 @@ class Engines:
         )
 
     def end_ranks(self, ranks: Sequence[int]) -> None:
-        """Kill those of the ranks that live, and wait until they have ended."""
+        """Kill ranks, and wait until they have ended."""
         self.kill(ranks)
         deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
         while set(ranks) & set(self.living):
@@ -253,7 +163,7 @@ class Engines:
             time.sleep(0.002)
 
     def note_exit(self, exit_: Exit) -> None:
-        """Remember, from the listening thread, that a process ended."""
+        """Note, from the listening thread, that a process has ended."""
         with self._exit_lock:
             self.exits[exit_.member] = exit_
         if (registry := self._registry) is None:
@@ -263,7 +173,7 @@ class Engines:
             registry.dispatcher.lose(rank, describe_exit(exit_))
 
     def raise_if_dead(self) -> None:
-        """Raise a RuntimeError with the end of its log where a process ended while starting."""
+        """Raise a RuntimeError, with the end of the log, if a process ended while starting."""
         with self._exit_lock:
             exits = list(self.exits.values())
         if self.processes.ready.done() and (cause := self.processes.ready.exception()):
@@ -274,9 +184,16 @@ class Engines:
                 f"{self.log_tail(exit_.member)}"
             )
 
-    def disconnect(self, why: str) -> None:
-        """Reach no rank any more; calls in progress are told ``why``."""
+    def connect(self) -> "EngineRegistry":
+        """Connect to the controller, once it listens; the engines may register later."""
+        from ddpnb.cluster.client import EngineRegistry  # noqa: PLC0415  takes 0.3 s: see there
+
+        self._registry = EngineRegistry.connect(self.profile, self.raise_if_dead)
+        return self._registry
+
+    def disconnect(self, cause: str) -> None:
+        """Disconnect from the ranks; calls in progress end with ``cause``."""
         self.is_over = True
         registry, self._registry = self._registry, None
         if registry is not None:
-            registry.close(self.ranks, why)
+            registry.close(self.ranks, cause)

@@ -1,10 +1,12 @@
-"""Why does a cell not end?  In words that a student understands.  (Notebook side.)"""
+"""Why a call does not end: ranks wait for each other without end, or were stopped (kernel)."""
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
+
+import psutil
 
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
@@ -13,29 +15,98 @@ from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
 
 IDLE_SHARE = 0.2
-"""Processor time per second below which a rank that waits sends and receives nothing either."""
+"""Processor time per second below which a waiting rank sends and receives nothing either."""
+NUM_STOPPED_POLLS = 3
+"""How often in a row a process must be found stopped: a profiler stops it for a moment only."""
+
+STOPPED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
+@dataclass(kw_only=True, slots=True)
+class HangDetector:
+    """Polls the running ranks and finds out when they wait for each other without end.
+
+    Args:
+        cluster: the cluster that runs the call.
+        call: the call.
+    """
+
+    cluster: Cluster
+    call: Call
+    _answers: dict[int, "Future[Any]"] = field(default_factory=dict)
+    _polled_at: float = field(default_factory=time.monotonic)
+    _answered_at: float = field(default_factory=time.monotonic)
+    _first: tuple[RankStatus, ...] = ()
+    """The ranks' statuses when all of them had begun to wait."""
+    _waited: float = 0.0
+    """Seconds since, with every gap counted at most as ``longest_gap_seconds``."""
+
+    def check(self, finished: Mapping[int, int]) -> str:
+        """Return why the call is stuck; empty as long as it is not known to be.
+
+        Args:
+            finished: ranks that have finished the cell, each with its number of collectives.
+        """
+        now = time.monotonic()
+        if self._answers:
+            return self._collect(now, finished)
+        if now - self._polled_at > self.cluster.timeouts.poll_seconds:
+            self._polled_at = now
+            ranks = sorted(self.call.running & set(self.cluster.living))
+            self._answers = {
+                rank: self.cluster.processes.command(rank, RankCommand.STATUS) for rank in ranks
+            }
+        return ""
+
+    def reset(self) -> None:
+        """Start over: the ranks were just freed, and need time to notice."""
+        self._answers, self._first = {}, ()
+
+    def _collect(self, now: float, finished: Mapping[int, int]) -> str:
+        """Judge once all ranks have answered; a stopped one answers when it continues."""
+        answers = [a for rank, a in self._answers.items() if rank in self.call.running]
+        if not all(answer.done() for answer in answers):
+            return ""
+        self._answers = {}
+        found = [answer.result() for answer in answers]
+        longest = self.cluster.timeouts.longest_gap_seconds
+        passed, self._answered_at = min(now - self._answered_at, longest), now
+        return self._judge(passed, tuple(RankStatus(**each) for each in found if each), finished)
+
+    def _judge(
+        self, passed: float, now: tuple[RankStatus, ...], finished: Mapping[int, int]
+    ) -> str:
+        self._waited += passed
+        if len(now) != len(self.call.running) or not all(status.call for status in now):
+            self._first = ()
+        elif not self._first or not is_stuck(self._first, now, self._waited):
+            self._first, self._waited = now, 0.0
+        elif self._waited >= self.cluster.timeouts.stuck_after_seconds:
+            idle = set(self.cluster.ranks) - set(self.call.ranks)
+            return diagnose(now, finished, idle)
+        return ""
 
 
 def is_stuck(before: Sequence[RankStatus], now: Sequence[RankStatus], seconds: float) -> bool:
-    """Tell whether ranks wait for each other without end.
+    """Return whether ranks wait for each other without end.
 
-    Every one of them waits in a collective, the same as before, and hardly any
-    processor time was spent meanwhile.  A rank that computes, loads data or sleeps is
-    not in a collective: whoever waits for it is not stuck.
+    Each of them waits in the same collective as before, and has used hardly any processor
+    time since.  A rank that computes, loads data or sleeps is not in a collective: the
+    ranks that wait for it are not stuck.
 
     Args:
         before: the running ranks some time ago.
         now: the running ranks.
         seconds: the time between.
     """
-    earlier = {where.rank: where for where in before}
+    earlier = {status.rank: status for status in before}
     return bool(now) and all(
-        where.call and is_same_wait(earlier.get(where.rank), where, seconds) for where in now
+        status.call and is_same_wait(earlier.get(status.rank), status, seconds) for status in now
     )
 
 
 def is_same_wait(before: RankStatus | None, now: RankStatus, seconds: float) -> bool:
-    """Tell whether a rank stands where it stood, and has done nothing in between."""
+    """Return whether a rank is at the same place as before, and was idle in between."""
     if before is None or (before.call, before.line) != (now.call, now.line):
         return False
     is_idle = now.cpu_seconds - before.cpu_seconds < IDLE_SHARE * seconds
@@ -45,75 +116,75 @@ def is_same_wait(before: RankStatus | None, now: RankStatus, seconds: float) -> 
 def diagnose(
     stuck: Sequence[RankStatus], finished: Mapping[int, int], idle: Collection[int] = ()
 ) -> str:
-    """Say why ranks that are stuck do not go on.
+    """Say why stuck ranks do not go on.
 
     Args:
-        stuck: the ranks that wait, and where.
-        finished: ranks that have ended the cell, each with the collectives it had begun.
+        stuck: the waiting ranks.
+        finished: ranks that have finished the cell, each with its number of collectives.
         idle: ranks that do not run the cell at all.
     """
-    parts = [f"{_who(ranks)} {_where(where)}" for where, ranks in _by_place(stuck)]
+    parts = [f"{_ranks_wait(ranks)} {_place(status)}" for status, ranks in _by_place(stuck)]
     reasons = _point_to_point(stuck, finished)
-    if any(where.peer is None for where in stuck):
+    if any(status.peer is None for status in stuck):
         reasons += _others(stuck, finished, idle)
     if not reasons and len(parts) > 1:
         reasons = ["they wait for different calls"]
     return "; ".join([", ".join(parts), *reasons])
 
 
-def describe(where: RankStatus) -> str:
-    """Say where one rank stands."""
-    if not where.is_busy:
-        return f"rank {where.rank} is idle"
-    if where.call:
-        return f"{_who([where.rank])} {_where(where)}"
-    if not where.line:
-        return f"rank {where.rank} trains, and is in no collective"
-    return f"rank {where.rank} is at line {where.line} of In [{where.cell}], in no collective"
+def describe(status: RankStatus) -> str:
+    """Say what one rank is doing."""
+    if not status.is_busy:
+        return f"rank {status.rank} is idle"
+    if status.call:
+        return f"{_ranks_wait([status.rank])} {_place(status)}"
+    if not status.line:
+        return f"rank {status.rank} trains, and is in no collective"
+    return f"rank {status.rank} is at line {status.line} of In [{status.cell}], in no collective"
 
 
 def _by_place(stuck: Sequence[RankStatus]) -> list[tuple[RankStatus, list[int]]]:
     """Group ranks that wait in the same call, at the same line, with the same tensor."""
     places: dict[tuple[object, ...], list[RankStatus]] = {}
-    for where in stuck:
-        key = (where.call, where.line, where.tensor, where.in_backward, where.peer)
-        places.setdefault(key, []).append(where)
-    return [(group[0], [where.rank for where in group]) for group in places.values()]
+    for status in stuck:
+        key = (status.call, status.line, status.tensor, status.in_backward, status.peer)
+        places.setdefault(key, []).append(status)
+    return [(group[0], [status.rank for status in group]) for group in places.values()]
 
 
-def _who(ranks: Sequence[int]) -> str:
+def _ranks_wait(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} waits"
     return f"ranks {format_ranks(ranks)} wait"
 
 
-def _where(where: RankStatus) -> str:
-    call = f"{where.call} of DDP's backward" if where.in_backward else where.call
-    towards = "" if where.peer is None else f" {_direction(where)} rank {where.peer}"
-    line = f"line {where.line}" if where.line else ""
-    aside = ", ".join(part for part in (line, where.tensor) if part)
+def _place(status: RankStatus) -> str:
+    call = f"{status.call} of DDP's backward" if status.in_backward else status.call
+    towards = "" if status.peer is None else f" {_direction(status)} rank {status.peer}"
+    line = f"line {status.line}" if status.line else ""
+    aside = ", ".join(part for part in (line, status.tensor) if part)
     return f"in {call}{towards}" + (f" ({aside})" if aside else "")
 
 
-def _direction(where: RankStatus) -> str:
-    return "to" if "send" in where.call else "from"
+def _direction(status: RankStatus) -> str:
+    return "to" if "send" in status.call else "from"
 
 
 def _point_to_point(stuck: Sequence[RankStatus], finished: Collection[int]) -> list[str]:
-    """Say which peers do not do their part."""
+    """Say which peers do not send or receive."""
     reasons = []
-    for where in stuck:
-        if where.peer is not None:
-            part = "receiving" if "send" in where.call else "sending"
-            how = "has finished the cell without" if where.peer in finished else "is not"
-            reasons.append(f"rank {where.peer} {how} {part}")
+    for status in stuck:
+        if status.peer is not None:
+            part = "receiving" if "send" in status.call else "sending"
+            how = "has finished the cell without" if status.peer in finished else "is not"
+            reasons.append(f"rank {status.peer} {how} {part}")
     return list(dict.fromkeys(reasons))
 
 
 def _others(
     stuck: Sequence[RankStatus], finished: Mapping[int, int], idle: Collection[int]
 ) -> list[str]:
-    """Say what the ranks that they wait for have done instead."""
+    """Say what the ranks do that the stuck ones wait for."""
     reasons = []
     if finished:
         reasons.append(f"{spoken_ranks(finished)} {_finished_how(stuck, finished)}")
@@ -124,75 +195,64 @@ def _others(
 
 
 def _finished_how(stuck: Sequence[RankStatus], finished: Mapping[int, int]) -> str:
-    """Say how many calls the finished ranks lack, where that is known."""
-    if any(where.in_backward for where in stuck):
+    """Say how many calls the finished ranks lack, if that is known."""
+    if any(status.in_backward for status in stuck):
         return "finished the cell with fewer batches"
-    lacking = {where.num_collectives - num for where in stuck for num in finished.values()}
+    lacking = {status.num_collectives - num for status in stuck for num in finished.values()}
     if len(lacking) == 1 and (num := lacking.pop()) > 1:
         return f"finished the cell with {num} calls fewer"
     return "finished the cell without calling it"
 
 
 @dataclass(kw_only=True, slots=True)
-class StallDetector:
-    """Asks the running ranks where they are, and finds out when they wait for ever.
+class StopDetector:
+    """Finds ranks that received SIGSTOP, by ``kill``, a terminal or a container's pause.
+
+    It counts polls, not seconds: when a laptop sleeps, this kernel is stopped too.
 
     Args:
-        cluster: where the call runs.
-        call: the call.
+        cluster: the cluster that runs the call.
     """
 
     cluster: Cluster
-    call: Call
-    _asked: dict[int, "Future[Any]"] = field(default_factory=dict)
-    _asked_at: float = field(default_factory=time.monotonic)
-    _heard_at: float = field(default_factory=time.monotonic)
-    _first: tuple[RankStatus, ...] = ()
-    """Where the ranks were when they all began to wait."""
-    _waited: float = 0.0
-    """Seconds that have been seen to pass since."""
+    _polled_at: float = field(default_factory=time.monotonic)
+    _num_polls: dict[int, int] = field(default_factory=dict)
 
-    def check(self, finished: Mapping[int, int]) -> str:
-        """Return why the call is stuck; empty where it is not, as far as is known.
-
-        Args:
-            finished: the ranks that have ended, each with the collectives it had begun.
-        """
+    def check(self, running: Iterable[int]) -> str:
+        """Return a sentence on ranks that are newly found stopped; empty if there are none."""
         now = time.monotonic()
-        if self._asked:
-            return self._hear(now, finished)
-        if now - self._asked_at > self.cluster.timeouts.poll_seconds:
-            self._asked_at = now
-            ranks = sorted(self.call.running & set(self.cluster.living))
-            self._asked = {
-                rank: self.cluster.processes.command(rank, RankCommand.STATUS) for rank in ranks
-            }
-        return ""
-
-    def begin_anew(self) -> None:
-        """Forget what was seen: the ranks were freed just now, and need time to notice."""
-        self._asked, self._first = {}, ()
-
-    def _hear(self, now: float, finished: Mapping[int, int]) -> str:
-        """Judge once all have answered; a rank that is stopped answers when it goes on."""
-        answers = {rank: a for rank, a in self._asked.items() if rank in self.call.running}
-        if not all(answer.done() for answer in answers.values()):
+        if now - self._polled_at < self.cluster.timeouts.stopped_poll_seconds:
             return ""
-        self._asked = {}
-        found = [answer.result() for answer in answers.values()]
-        longest = self.cluster.timeouts.longest_gap_seconds
-        passed, self._heard_at = min(now - self._heard_at, longest), now
-        return self._judge(passed, tuple(RankStatus(**w) for w in found if w), finished)
+        self._polled_at = now
+        found = stopped_ranks(self.cluster, running)
+        self._num_polls = {rank: self._num_polls.get(rank, 0) + 1 for rank in found}
+        new = [rank for rank, num in self._num_polls.items() if num == NUM_STOPPED_POLLS]
+        if not new:
+            return ""
+        ways_out = describe_stopped(self.cluster, new)
+        return f"{ways_out} An interrupt ends the cell and keeps the variables."
 
-    def _judge(
-        self, passed: float, where: tuple[RankStatus, ...], finished: Mapping[int, int]
-    ) -> str:
-        self._waited += passed
-        if len(where) != len(self.call.running) or not all(each.call for each in where):
-            self._first = ()
-        elif not self._first or not is_stuck(self._first, where, self._waited):
-            self._first, self._waited = where, 0.0
-        elif self._waited >= self.cluster.timeouts.stuck_after_seconds:
-            idle = set(self.cluster.ranks) - set(self.call.ranks)
-            return diagnose(where, finished, idle)
-        return ""
+
+def stopped_ranks(cluster: Cluster, ranks: Iterable[int]) -> list[int]:
+    """Return those of the ranks that the operating system reports as stopped."""
+    found = []
+    for rank in sorted(set(ranks) & set(cluster.living)):
+        try:
+            if psutil.Process(cluster.states[rank].pid).status() in STOPPED_STATES:
+                found.append(rank)
+        except psutil.NoSuchProcess:
+            continue  # the fork server reports its death
+    return found
+
+
+def describe_stopped(cluster: Cluster, ranks: Iterable[int]) -> str:
+    """Say that ranks are stopped, and what can be done."""
+    chosen = sorted(ranks)
+    subject, them = f"Ranks {format_ranks(chosen)} are", "them"
+    if len(chosen) == 1:
+        subject, them = f"Rank {chosen[0]} is", "it"
+    pids = " ".join(str(cluster.states[rank].pid) for rank in chosen)
+    return (
+        f"{subject} stopped (SIGSTOP): `kill -CONT {pids}` lets {them} go on, "
+        f"%ddp_restart --ranks {format_ranks(chosen)} starts {them} anew."
+    )

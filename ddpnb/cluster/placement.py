@@ -1,4 +1,4 @@
-"""Which rank computes where, and with how many threads?  (Notebook side.)"""
+"""The device and threads of each rank, and the settings that its process gets (kernel)."""
 
 import math
 import os
@@ -12,21 +12,21 @@ from ddpnb.protocol.errors import UserError, one_of
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 METHODS = ("fork", "spawn")
-"""How ranks may be started."""
+"""Ways to start ranks."""
 MAX_RANKS = 256
 MAX_DEFAULT_CPU_RANKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """What the user asked for; ``None`` and ``"auto"`` leave the choice to the placement."""
+    """The user's choices; ``None`` and ``"auto"`` leave them to ``place_ranks``."""
 
     num_ranks: int | None = None
     device: str = "auto"
     backend: str = "auto"
     num_threads: int | None = None
     detach_seconds: float = 0.0
-    """How long the ranks outlive their kernel, waiting for another."""
+    """How long the ranks outlive their kernel and wait for another."""
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -47,7 +47,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where each rank computes."""
+    """The device of each rank, and what all ranks share."""
 
     devices: tuple[str, ...]
     """The device of each rank, as ``torch.device`` spells it."""
@@ -60,13 +60,13 @@ class Placement:
         return len(self.devices)
 
     def shares_device(self, rank: int) -> bool:
-        """Tell whether another rank computes on the same GPU."""
+        """Return whether another rank computes on the same GPU."""
         device = self.devices[rank]
         return device != "cpu" and self.devices.count(device) > 1
 
 
 def may_have_gpus() -> bool:
-    """Tell, without asking CUDA, whether this host could have a GPU."""
+    """Return, without asking CUDA, whether this host could have a GPU."""
     return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
@@ -78,15 +78,15 @@ def num_cores() -> int:
 
 
 def asks_for_gpus(spec: ClusterSpec) -> bool:
-    """Tell whether the fork server must say which GPUs there are before ranks can be placed."""
+    """Return whether ranks can be placed only once the fork server has listed the GPUs."""
     return spec.device == "cuda" or (spec.device == "auto" and may_have_gpus())
 
 
 def place_ranks(spec: ClusterSpec, num_gpus: int) -> Placement:
-    """Place the ranks: one per GPU where there are GPUs, else on the CPU's cores.
+    """Place the ranks: one per GPU if there are GPUs, else on the CPU's cores.
 
     Raises:
-        UserError: where the wish cannot be met on this host.
+        UserError: this host has no such devices.
     """
     if spec.device == "cuda" and num_gpus == 0:
         raise UserError("There is no GPU on this machine: use --device cpu, or leave it out.")
@@ -102,7 +102,7 @@ def place_ranks(spec: ClusterSpec, num_gpus: int) -> Placement:
 
 
 def choose_backend(spec: ClusterSpec, num_ranks: int, num_gpus: int) -> str:
-    """Return NCCL for one rank per GPU, else gloo: NCCL forbids two ranks on one GPU."""
+    """Return NCCL for one rank per GPU, else gloo: NCCL allows no two ranks on one GPU."""
     if spec.backend == "nccl" and num_gpus == 0:
         raise UserError("NCCL works on GPUs only, and there is none here: use --backend gloo.")
     if spec.backend == "nccl" and num_ranks > num_gpus:
@@ -116,7 +116,7 @@ def choose_backend(spec: ClusterSpec, num_ranks: int, num_gpus: int) -> str:
 
 
 def torchrun_environment(placement: Placement, rank: int, master_port: int) -> dict[str, str]:
-    """Return the variables torchrun sets, so that code moves to scripts unchanged."""
+    """Return the variables that torchrun sets, so that code moves to scripts unchanged."""
     size = str(placement.num_ranks)
     return {
         "RANK": str(rank),
@@ -134,7 +134,7 @@ def torchrun_environment(placement: Placement, rank: int, master_port: int) -> d
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody listens on right now."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -148,11 +148,11 @@ CONTROLLER = (
     "--IPController.use_threads=True",  # two processes in place of nine
     "--IPController.db_class=ipyparallel.controller.dictdb.NoDB",  # else it keeps every result
     "--HeartMonitor.period=100",  # ms; ranks are registered on a heartbeat
-    "--HeartMonitor.max_heartmonitor_misses=864000",  # a day: ends are seen by the fork server
+    "--HeartMonitor.max_heartmonitor_misses=864000",  # a day: the fork server reports deaths
 )
 ENGINE = (
     "--log-level=ERROR",
-    "--IPEngine.enable_nanny=False",  # the fork server sees to signals and deaths
+    "--IPEngine.enable_nanny=False",  # the fork server handles signals and deaths
     "--IPEngine.max_heartbeat_misses=0",
 )
 
@@ -175,14 +175,14 @@ def engine_arguments(profile: Path, rank: int) -> list[str]:
 def rank_settings(
     placement: Placement, rank: int, *, profile: Path, home: Path, generation: int | None
 ) -> dict[str, Any]:
-    """Return what a rank's process must know, as ``ddpnb.rank.engine`` takes it.
+    """Return the settings of a rank's process, as ``ddpnb.rank.engine.run`` takes them.
 
     Args:
-        placement: which rank computes where.
-        rank: which one.
+        placement: the device of each rank.
+        rank: the rank.
         profile: ipyparallel's profile folder.
-        home: where cells run at first.
-        generation: of the process group that it joins; None for none.
+        home: the working folder in which cells start.
+        generation: of the process group to join; None: join none.
     """
     return {
         "device": placement.devices[rank],

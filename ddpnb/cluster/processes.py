@@ -1,7 +1,7 @@
-"""How does the kernel start, reach and end the cluster's processes?  (Notebook side.)
+"""The fork server and its children, as the kernel starts, reaches and ends them (kernel).
 
-One subprocess is started, the fork server; all others are its children.  What
-happens to them comes back over its pipe and is read by a thread here.
+The kernel starts one subprocess, the fork server; all other processes are its children.
+It reports their ends over a pipe, which a thread reads here.
 """
 
 import contextlib
@@ -31,14 +31,23 @@ from ddpnb.protocol.processes import (
     is_alive,
 )
 
+STOP_TIMEOUT_SECONDS = 8.0
+CONNECT_SECONDS = 2.0
+"""How long to try while another kernel, which may be ending, holds the fork server."""
+
+RECORDED_CALLS = 64
+"""How many collectives torch's flight recorder keeps on each rank, to show where it waits."""
+
 CRASH = "Fatal Python error"
-"""How faulthandler begins what it writes."""
+"""The first words of a stack that faulthandler writes."""
 BEFORE_CRASH = 3
-"""Lines of a log shown before that."""
+"""How many lines of a log are shown before these."""
+
+Event = dict[str, Any]
 
 
 class Service(StrEnum):
-    """A process of the cluster that is no rank."""
+    """A process of the cluster other than a rank."""
 
     CONTROLLER = "controller"
     FORK_SERVER = "fork server"
@@ -46,11 +55,6 @@ class Service(StrEnum):
 
 Member = int | Service
 """A process of the cluster: a rank by its number, or a service."""
-
-
-def member_of(name: str) -> Member:
-    """Return the process that the fork server calls so."""
-    return int(name) if name.isdigit() else Service(name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,80 +66,31 @@ class Exit:
     """The exit code; the negative signal number where a signal ended it; None if not known."""
 
 
-def describe_exit(exit_: Exit) -> str:
-    """Say how a process ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
-    if exit_.code is None:
-        return "has ended"
-    if exit_.code >= 0:
-        return f"ended with exit code {exit_.code}"
-    try:
-        return f"was killed by {signal.Signals(-exit_.code).name}"
-    except ValueError:
-        return f"was killed by signal {-exit_.code}"
-
-
-def spoken(member: Member) -> str:
-    """Return a process for a sentence's start: ``"Rank 1"``, ``"The controller"``."""
-    return f"Rank {member}" if isinstance(member, int) else f"The {member}"
-
-
-def log_tail(folder: Path, member: Member, num_lines: int) -> str:
-    """Return the last lines that a process wrote to its log, a crash from its beginning.
-
-    With a few lines before a crash: native code often says there why it gives up.
-
-    Args:
-        folder: the cluster's run folder.
-        member: which process.
-        num_lines: how many, at most.
-    """
-    name = f"rank-{member}" if isinstance(member, int) else member.replace(" ", "")
-    try:
-        lines = (folder / f"{name}.log").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), -num_lines)
-    crash = max(0, crash - BEFORE_CRASH) if crash >= 0 else crash
-    return "\n".join(lines[crash:][:num_lines])
-
-
-STOP_TIMEOUT_SECONDS = 8.0
-CONNECT_SECONDS = 2.0
-"""How long a kernel that is just ending may still hold the fork server."""
-
-RECORDED_CALLS = 64
-"""Collectives that torch's flight recorder remembers on each rank, to tell where it waits."""
-
-Event = dict[str, Any]
-
-
 class Server(Protocol):
-    """The fork server, whether it is this process's child or not."""
+    """The fork server, as a child of this process or not."""
 
     @property
     def pid(self) -> int:
         """Its process id."""
 
     def wait(self, timeout: float) -> int | None:
-        """Wait for its end; return how it ended where that can be known.
+        """Wait for its end; return its exit code if it can be known.
 
         Raises:
-            subprocess.TimeoutExpired: where it has not ended.
+            subprocess.TimeoutExpired: it has not ended.
         """
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it."""
 
 
 class Processes:
-    """The fork server and its children, as the kernel sees them.
-
-    ``start`` and ``attach`` return one.
+    """The fork server and its children; made by ``start`` and ``attach``.
 
     Args:
         pipe: to the fork server.
         server: the fork server.
-        on_exit: called from the listening thread when a process has ended.
+        on_exit: called, from the reading thread, when a process has ended.
     """
 
     def __init__(
@@ -143,14 +98,14 @@ class Processes:
     ) -> None:
         self._on_exit = on_exit
         self._answers: dict[int, Future[Any]] = {}
-        self._command_ids = itertools.count(time.time_ns())  # no answer to an earlier kernel fits
+        self._command_ids = itertools.count(time.time_ns())  # unlike those of an earlier kernel
         self._send_lock = threading.Lock()
         self._stopped = False
         self.ready: Future[list[str]] = Future()
         """Resolves to the names of the GPUs once ranks can be started."""
         self._pipe = pipe
         self._server = server
-        self._listener = threading.Thread(target=self._listen, name="ddpnb-processes", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="ddpnb-processes", daemon=True)
 
     @classmethod
     def start(
@@ -167,9 +122,9 @@ class Processes:
         Args:
             folder: the cluster's private run folder; the fork server removes it.
             controller_arguments: ipyparallel's command line for the controller.
-            num_threads: OpenMP threads of each rank; read by torch when it is imported.
+            num_threads: OpenMP threads of each rank; torch reads it when it is imported.
             method: ``"fork"``, or ``"spawn"`` where forking is not safe.
-            on_exit: called from the listening thread when a process has ended.
+            on_exit: called from the reading thread when a process has ended.
         """
         pipe, theirs = Pipe()
         server = subprocess.Popen(
@@ -185,7 +140,7 @@ class Processes:
         processes._send(
             folder=str(folder), method=method, controller_arguments=controller_arguments
         )
-        processes._listener.start()
+        processes._reader.start()
         return processes
 
     @classmethod
@@ -195,20 +150,20 @@ class Processes:
         """Take over a fork server that has outlived its kernel.
 
         Args:
-            address: where it awaits another kernel.
+            address: its socket for another kernel.
             server: its process.
-            on_exit: called for each process that has ended meanwhile, then as in ``start``.
+            on_exit: called at once for each process that has ended, then as in ``start``.
 
         Raises:
-            HeldError: where another kernel holds it.
-            OSError: where it has ended.
+            HeldError: another kernel holds it.
+            OSError: it has ended.
         """
         pipe, exits = connect(address)
-        processes = cls(pipe=pipe, server=Adopted(owner=server), on_exit=on_exit)
-        processes.ready.set_result([])  # ranks can be started: they have been
+        processes = cls(pipe=pipe, server=AdoptedServer(process=server), on_exit=on_exit)
+        processes.ready.set_result([])  # the ranks were started long ago
         for name, code in exits.items():
             on_exit(Exit(member=member_of(name), code=code))
-        processes._listener.start()
+        processes._reader.start()
         return processes
 
     @property
@@ -225,9 +180,9 @@ class Processes:
         )
 
     def command(self, rank: int, command: RankCommand) -> "Future[Any]":
-        """Have a rank's control thread do something, whatever its main thread is at.
+        """Have a rank's control thread carry out a command, and return its answer.
 
-        Where the rank is gone, and be it with the whole cluster, no answer comes.
+        The answer never comes if the rank, or the whole cluster, is gone.
         """
         command_id = next(self._command_ids)
         answer: Future[Any] = Future()
@@ -239,12 +194,12 @@ class Processes:
         return answer
 
     def signal(self, ranks: list[int], number: int) -> None:
-        """Send a signal to some ranks; those that are gone get none."""
+        """Send a signal to those of the ranks that are alive."""
         with contextlib.suppress(OSError):
             self._send(op=KernelRequest.SIGNAL, ranks=ranks, number=number)
 
     def allow_detach(self, seconds: float, address: Path) -> None:
-        """Have the processes outlive this one, awaiting another at ``address``."""
+        """Have the processes outlive this one and wait for another at ``address``."""
         self._send(op=KernelRequest.ALLOW_DETACH, seconds=seconds, address=str(address))
 
     def detach(self) -> None:
@@ -252,7 +207,7 @@ class Processes:
         self._stopped = True
         with contextlib.suppress(OSError):
             self._send(op=KernelRequest.DETACH)
-        self._listener.join(STOP_TIMEOUT_SECONDS)  # the fork server closes its end
+        self._reader.join(STOP_TIMEOUT_SECONDS)  # the fork server closes its end
         self._pipe.close()
 
     def stop(self) -> None:
@@ -271,7 +226,7 @@ class Processes:
         with self._send_lock:
             self._pipe.send_bytes(json.dumps(message).encode())
 
-    def _listen(self) -> None:
+    def _read(self) -> None:
         while (event := self._receive()) is not None:
             try:
                 self._handle(event)
@@ -286,10 +241,10 @@ class Processes:
             self.ready.set_exception(RuntimeError("the fork server ended before it was ready"))
 
     def _receive(self) -> Event | None:
-        """Wait for the next event; return None once the pipe is closed, at either end."""
+        """Wait for the next event; return None once either end of the pipe is closed."""
         try:
             event: Event = json.loads(self._pipe.recv_bytes())
-        except (EOFError, OSError, TypeError):  # TypeError: closed here meanwhile
+        except (EOFError, OSError, TypeError):  # TypeError: closed at this end
             return None
         return event
 
@@ -308,27 +263,27 @@ class Processes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Adopted:
-    """A fork server that another process has started."""
+class AdoptedServer:
+    """A fork server that is not a child of this process."""
 
-    owner: ProcessId
+    process: ProcessId
 
     @property
     def pid(self) -> int:
         """Its process id."""
-        return self.owner[0]
+        return self.process[0]
 
     def wait(self, timeout: float) -> None:
-        """Wait for its end; how it ended, only its parent is told."""
+        """Wait for its end; only its parent learns the exit code."""
         deadline = time.monotonic() + timeout
-        while is_alive(self.owner):
+        while is_alive(self.process):
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired("ddpnb.launcher.forkserver", timeout)
             time.sleep(0.005)
 
     def kill(self) -> None:
-        """End it at once."""
-        if is_alive(self.owner):
+        """Kill it."""
+        if is_alive(self.process):
             os.kill(self.pid, signal.SIGKILL)
 
 
@@ -337,11 +292,11 @@ class HeldError(Exception):
 
 
 def connect(address: Path) -> tuple[Connection, dict[str, int]]:
-    """Ask a fork server to take this kernel as its own; return the pipe, and who has ended.
+    """Connect to a fork server; return the pipe, and the exit codes of ended processes by name.
 
     Raises:
-        HeldError: where it has a kernel, and has it still after ``KNOCK_SECONDS``.
-        OSError: where it has ended.
+        HeldError: another kernel still holds it after ``CONNECT_SECONDS``.
+        OSError: it has ended.
     """
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
@@ -358,22 +313,64 @@ def connect(address: Path) -> tuple[Connection, dict[str, int]]:
         time.sleep(0.05)
 
 
-def wait_for_file(path: Path, timeout: float, still_waiting: Callable[[], None]) -> None:
+def wait_for_file(path: Path, timeout: float, while_waiting: Callable[[], None]) -> None:
     """Wait until a file exists and is complete JSON.
 
     Args:
         path: the file.
         timeout: in seconds.
-        still_waiting: called between looks; raises to give up.
+        while_waiting: called repeatedly; raises to give up.
 
     Raises:
-        TimeoutError: where it did not come.
+        TimeoutError: it did not appear.
     """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError, ValueError):
             json.loads(path.read_text())
             return
-        still_waiting()
+        while_waiting()
         time.sleep(0.005)
     raise TimeoutError(f"{path} did not appear within {timeout:.0f} s")
+
+
+def member_of(name: str) -> Member:
+    """Return the process that the fork server reports under ``name``."""
+    return int(name) if name.isdigit() else Service(name)
+
+
+def describe_exit(exit_: Exit) -> str:
+    """Say how a process ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
+    if exit_.code is None:
+        return "has ended"
+    if exit_.code >= 0:
+        return f"ended with exit code {exit_.code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_.code).name}"
+    except ValueError:
+        return f"was killed by signal {-exit_.code}"
+
+
+def spoken(member: Member) -> str:
+    """Return a process as the subject of a sentence: ``"Rank 1"``, ``"The controller"``."""
+    return f"Rank {member}" if isinstance(member, int) else f"The {member}"
+
+
+def log_tail(folder: Path, member: Member, num_lines: int) -> str:
+    """Return the last lines of a process's log, or a crash from its first line.
+
+    A few lines before a crash are included: native code often gives its reason there.
+
+    Args:
+        folder: the cluster's run folder.
+        member: which process.
+        num_lines: the most to return.
+    """
+    name = f"rank-{member}" if isinstance(member, int) else member.replace(" ", "")
+    try:
+        lines = (folder / f"{name}.log").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    crash = next((n for n, line in enumerate(lines) if line.startswith(CRASH)), -num_lines)
+    crash = max(0, crash - BEFORE_CRASH) if crash >= 0 else crash
+    return "\n".join(lines[crash:][:num_lines])

@@ -1,7 +1,8 @@
-"""How does a rank that has died come back while the others train on?  (Notebook side.)
+"""The recovery of dead ranks while the others train on (kernel).
 
-Its process is started anew, in no process group, and joins the run where it is; over gloo or RPC
-it cannot, and waits for the end.  When the run is over, all ranks form the next group.
+A dead rank's process is started anew, in no process group, and joins the run at its current
+step.  Over gloo or RPC it cannot join, and waits for the end of the run.  Afterwards all
+ranks form the next group.
 """
 
 import contextlib
@@ -11,19 +12,19 @@ from dataclasses import dataclass, field
 
 from ddpnb.cluster.call import Call, CallEvent, Events, Lost, Returned
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.history.rows import rows_of
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, Failure, Mark, MarkKind, RejoinInfo, RunSpec
 from ddpnb.protocol.remote_call import OnRank
-from ddpnb.runs.rows import rows_of
 
-NOTEBOOK = -1
-"""The rank that the notebook's own marks go by."""
+KERNEL = -1
+"""The rank under which the kernel sends its own marks."""
 MAX_STARTS = 3
 """How often one rank is started anew in one run."""
 CLOSED_TRANSPORTS = ("gloo", "rpc")
-"""Those by which nobody can join a run that has begun."""
+"""Transports of a run that no rank can join later."""
 TIMEOUT_SECONDS = 60.0
-"""How long, after the run, a rank on its way may take to arrive and to notice that it is over."""
+"""How long a rank that was restarted may take, after the run, to arrive and to finish."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,10 +32,10 @@ class RankRecovery:
     """Brings dead ranks back into one run.
 
     Args:
-        cluster: where it trains.
+        cluster: the cluster that trains.
         spec: the run.
-        handle: takes what the ranks send, and marks.
-        survives_deaths: whether the run goes on without a rank, unless that is rank 0.
+        handle: takes the events of all ranks, and marks.
+        survives_deaths: whether the run goes on without any rank but rank 0.
     """
 
     cluster: Cluster
@@ -42,54 +43,54 @@ class RankRecovery:
     handle: Callable[[CallEvent], None]
     survives_deaths: bool
     came_back: set[int] = field(default_factory=set)
-    """Ranks whose process is another than when the run began."""
+    """Ranks whose process was replaced during the run."""
     _began_at: float = float("inf")
     _num_batches: dict[int, int] = field(default_factory=dict)
     _num_steps: dict[int, int] = field(default_factory=dict)
     _num_starts: dict[int, int] = field(default_factory=dict)
-    _on_their_way: set[int] = field(default_factory=set)
+    _starting: set[int] = field(default_factory=set)
     _calls: dict[int, Call] = field(default_factory=dict)
     _killed: set[int] = field(default_factory=set)
-    """Ranks that have sent all they had, and are killed on purpose."""
+    """Ranks that were killed on purpose, after sending all their events."""
     _dead: set[int] = field(default_factory=set)
-    _is_back: set[int] = field(default_factory=set)
+    _training_again: set[int] = field(default_factory=set)
 
     def survives(self, rank: int) -> bool:
-        """Tell whether the run goes on without this rank."""
+        """Return whether the run goes on without this rank."""
         return self.survives_deaths and rank != 0
 
     def take(self, event: CallEvent) -> None:
-        """Take what the run's own call tells; start a rank anew that has died."""
+        """Take an event of the run's own call, and note a rank that has died."""
         self._note(event)
         self.handle(event)
         if isinstance(event, Lost) and self.survives(event.rank):
             self._dead.add(event.rank)
 
     def attend(self) -> None:
-        """Start the dead anew, have those join that have arrived, take what they send."""
+        """Restart dead ranks, have those join that have started, and take their events."""
         for rank in sorted(self._dead):
-            if rank in self.cluster.exits:  # it is told by another way than the call's loss
+            if rank in self.cluster.exits:  # the exit may be reported after the loss of the call
                 self._dead.discard(rank)
                 self._start(rank)
-        for rank in sorted(self._on_their_way):
+        for rank in sorted(self._starting):
             if rank in self.cluster.exits:
-                self._on_their_way.discard(rank)
+                self._starting.discard(rank)
                 self._dead.add(rank)
-            elif self.cluster.has_come(rank):
-                self._on_their_way.discard(rank)
+            elif self.cluster.has_restarted(rank):
+                self._starting.discard(rank)
                 self._join(rank)
         for rank, call in list(self._calls.items()):
             for event in call.events(0.0):
                 self._take_joined(rank, event)
 
     def end(self) -> None:
-        """Wait for ranks that are on their way, or that have joined; kill those that do not end."""
+        """Wait for ranks that are starting or have joined; kill those that do not end."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        while self._on_their_way or any(not call.done for call in self._calls.values()):
+        while self._starting or any(not call.done for call in self._calls.values()):
             self.attend()
             time.sleep(0.005)
             if time.monotonic() > deadline:
-                self.cluster.kill([*self._on_their_way, *self._calls])
+                self.cluster.kill([*self._starting, *self._calls])
                 return
 
     def _note(self, event: CallEvent) -> None:
@@ -111,12 +112,12 @@ class RankRecovery:
             self._killed.remove(rank)
         else:
             self._mark(rank, MarkKind.KILLED if (exit_.code or 0) < 0 else MarkKind.DIED)
-        self._is_back.discard(rank)
+        self._training_again.discard(rank)
         self._num_starts[rank] = self._num_starts.get(rank, 0) + 1
         if self._num_starts[rank] <= MAX_STARTS:
-            self.cluster.start_again(rank)
+            self.cluster.restart_alone(rank)
             self.came_back.add(rank)
-            self._on_their_way.add(rank)
+            self._starting.add(rank)
 
     def _join(self, rank: int) -> None:
         if self.spec.transport in CLOSED_TRANSPORTS:
@@ -127,19 +128,19 @@ class RankRecovery:
             first_step=self._num_steps.get(rank, 0),
             began_at=min(self._began_at, time.time()),
         )
-        with contextlib.suppress(UserError):  # it has died again: that is noted next
+        with contextlib.suppress(UserError):  # it has died again: the next ``attend`` notes that
             self._calls[rank] = self.cluster.submit(
                 OnRank("train"), self.spec, rejoin_info, ranks=[rank]
             )
 
     def _take_joined(self, rank: int, event: CallEvent) -> None:
-        is_first = rank not in self._is_back
+        is_first = rank not in self._training_again
         if isinstance(event, Lost):
             self._dead.add(rank)
         elif isinstance(event, Returned) and isinstance(event.value, Failure) and is_first:
             self._mark(rank, text=f"did not come back: {event.value.name}")
         elif isinstance(event, Events) and event.batch.num_steps and is_first:
-            self._is_back.add(rank)
+            self._training_again.add(rank)
             first = rows_of(event.batch)[0]
             self._mark(rank, MarkKind.CAME_BACK, seconds=float(first["seconds"]))
         self._note(event)
@@ -153,14 +154,14 @@ class RankRecovery:
         text: str = "",
         seconds: float | None = None,
     ) -> None:
-        """Note what has happened to a rank, then or at this moment of the training."""
+        """Send a mark on a rank, at ``seconds`` of the training or at this moment."""
         if seconds is None:
             seconds = max(0.0, time.time() - self._began_at)
         batch = EventBatch(
             run_id=self.spec.run_id,
-            rank=NOTEBOOK,
-            sequence=self._num_batches.get(NOTEBOOK, 0),
+            rank=KERNEL,
+            sequence=self._num_batches.get(KERNEL, 0),
             marks=(Mark(rank=rank, seconds=seconds, kind=kind, text=text),),
         )
-        self._num_batches[NOTEBOOK] = batch.sequence + 1
-        self.handle(Events(rank=NOTEBOOK, batch=batch))
+        self._num_batches[KERNEL] = batch.sequence + 1
+        self.handle(Events(rank=KERNEL, batch=batch))

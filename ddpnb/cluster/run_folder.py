@@ -1,7 +1,7 @@
-"""Where do a cluster's files lie, and who removes them after a crash?  (Notebook side.)
+"""The folder of a cluster's files, and its removal after a crash (kernel).
 
-A folder of the cluster's own, closed to other users, in memory where there is such a
-place.  The fork server removes it.  Where that was killed too, the next notebook does.
+Each cluster has a folder of its own, closed to other users, in memory where possible.
+The fork server removes it.  If that was killed too, the next kernel does.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ OWNERS = "owners.json"
 
 
 def parent_folder() -> Path:
-    """Return where the folders of clusters lie."""
+    """Return the folder that holds the run folders."""
     return Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
 
 
@@ -30,18 +30,18 @@ def private_folder() -> Path:
 
 
 def write_owners(folder: Path, pids: list[int]) -> None:
-    """Note the processes that need the folder; as long as one lives, it is no leftover."""
+    """Note the processes that need the folder; it is a leftover once all have ended."""
     owners = [process_id(pid) for pid in pids]
     atomic_write(folder / OWNERS, json.dumps(owners).encode())
 
 
 def living_owners(folder: Path) -> list[int]:
-    """Return the processes that need the folder and live."""
+    """Return the living processes that need the folder."""
     return [owner[0] for owner in json.loads((folder / OWNERS).read_text()) if is_alive(owner)]
 
 
 def own_folders() -> list[Path]:
-    """Return the folders of this user's clusters."""
+    """Return this user's run folders."""
     found = []
     for folder in parent_folder().glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # removed meanwhile
@@ -51,7 +51,7 @@ def own_folders() -> list[Path]:
 
 
 def remove_leftovers() -> list[Path]:
-    """Remove the folders of this user whose owners have all ended; return them."""
+    """Remove and return this user's run folders that no living process needs."""
     removed = []
     for folder in own_folders():
         with contextlib.suppress(OSError, ValueError):

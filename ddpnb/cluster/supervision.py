@@ -1,8 +1,8 @@
-"""Who looks after a call until it has ended, one way or another?  (Notebook side.)
+"""The supervision of a call until it has ended, one way or another (kernel).
 
-Ranks that wait for a rank which has failed are freed.  An interrupt or a timeout
-reaches every rank, also inside a collective.  What does not end even then is
-killed, and said.
+Ranks that wait for a failed rank are freed.  An interrupt or a timeout reaches every
+rank, also inside a collective.  A rank that does not stop even then is killed, and the
+user is notified.
 """
 
 import contextlib
@@ -15,33 +15,31 @@ from typing import Any
 
 from ddpnb.cluster.call import Call, CallEvent, Lost, Returned
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.hangs import StallDetector
-from ddpnb.cluster.stopped import StoppedProcesses
+from ddpnb.cluster.hangs import HangDetector, StopDetector
 from ddpnb.cluster.timeouts import Timeouts
 from ddpnb.protocol.messages import CellReport, Failure
 from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
 
 MAX_ABORTS = 5
-"""How often stuck ranks are freed before they are killed.
-
-On a busy machine a freed rank may need seconds to leave its call.
-"""
+"""How often stuck ranks are freed before they are killed: a busy machine may need several."""
+END_TIMEOUT_SECONDS = 10.0
+"""How long a call with killed ranks may take to end."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Watch:
-    """Attends to one call until it is done.
+    """Supervises one call until it is done.
 
     Args:
         cluster: where the call runs.
         call: the call.
-        handle: takes each happening, in order.
-        tick: called about every ``tick_seconds``, to draw.
+        handle: takes each event, in order.
+        tick: called at least every ``tick_seconds``, to draw.
         timeout: seconds after which the ranks are interrupted.
         free_after_seconds: how long ranks may still run after one has failed; by default
             as the cluster's timeouts say.
-        notify: takes what the user should know before the call ends.
-        survives: tells whether the others can do without a rank that has died just now.
+        notify: shows the user a sentence before the call ends.
+        survives: returns whether the other ranks can go on without one that has died.
     """
 
     cluster: Cluster
@@ -59,35 +57,35 @@ class Watch:
     returned: dict[int, Any] = field(default_factory=dict)
     """What each rank returned."""
     lost: dict[int, str] = field(default_factory=dict)
-    """Ranks that died during the call, with how."""
-    _detector: StallDetector = field(init=False)
+    """Ranks that died during the call, each with the cause."""
+    _detector: HangDetector = field(init=False)
     _failed_at: float | None = None
     _num_aborts: int = 0
     _is_named: bool = False
 
     def __post_init__(self) -> None:
-        self._detector = StallDetector(cluster=self.cluster, call=self.call)
+        self._detector = HangDetector(cluster=self.cluster, call=self.call)
 
     @property
     def _timeouts(self) -> Timeouts:
         return self.cluster.timeouts
 
     def run(self) -> None:
-        """Return when every rank has ended the call.
+        """Return when the call has ended on every rank.
 
         Raises:
-            KeyboardInterrupt: after an interrupt, once the ranks have stopped.
+            KeyboardInterrupt: the kernel was interrupted, and the ranks have stopped.
         """
         deadline = time.monotonic() + self.timeout if self.timeout else None
-        stopped = StoppedProcesses(cluster=self.cluster)
+        stopped = StopDetector(cluster=self.cluster)
         try:
             while not self.call.done:
                 self._attend(self._timeouts.tick_seconds)
                 self._free_waiting()
                 self._free_stuck()
                 self._name_failed()
-                if told := stopped.check(self.call.running):
-                    self.notify(told)
+                if sentence := stopped.check(self.call.running):
+                    self.notify(sentence)
                 if self.stop_requested or (deadline and time.monotonic() > deadline):
                     self.timed_out = not self.stop_requested
                     return self._stop_ranks()
@@ -113,7 +111,7 @@ class Watch:
             self._failed_at = time.monotonic()
 
     def _free_waiting(self) -> None:
-        """Cut the group under ranks that still run a while after one has failed."""
+        """Free ranks that still run a while after one has failed: they may wait for it."""
         if self._failed_at is None or self._num_aborts or not self.call.running:
             return
         seconds = self.free_after_seconds
@@ -123,7 +121,7 @@ class Watch:
             self._abort()
 
     def _free_stuck(self) -> None:
-        """Free ranks that wait for each other without end; kill those that cannot be freed."""
+        """Free ranks that wait for each other without end; kill them when that fails repeatedly."""
         if not self.call.running:
             return
         reports = self.returned.items()
@@ -137,7 +135,7 @@ class Watch:
                 self._kill()
 
     def _name_failed(self) -> None:
-        """Tell at once what failed where other ranks compute on, for who knows how long."""
+        """Show what failed while other ranks compute on, which may take any time."""
         if self._failed_at is None or self._is_named or not self.call.running:
             return
         seconds = self._timeouts.name_after_seconds
@@ -147,14 +145,14 @@ class Watch:
             for rank, value in self.returned.items():
                 if (failure := failure_in(value)) and not failure.is_consequence:
                     causes.append(f"rank {rank} failed: {failure.name}: {failure.text}")
-            who = spoken_ranks(self.call.running)
+            others = spoken_ranks(self.call.running)
             self.notify(
-                f"{'; '.join(causes)} ({who} still ran {seconds:g} s later; "
+                f"{'; '.join(causes)} ({others} still ran {seconds:g} s later; "
                 "an interrupt ends such a cell)"
             )
 
     def _leave_broken_group(self) -> None:
-        """Have the next call form a new group where the ranks' calls are out of step in this."""
+        """Have the next call form a new group if the ranks' collectives are out of step."""
         failures = map(failure_in, self.returned.values())
         if any(failure and failure.breaks_group for failure in failures) and not self._num_aborts:
             self._abort()
@@ -162,34 +160,34 @@ class Watch:
     def _abort(self) -> None:
         self._num_aborts += 1
         self.cluster.abort(tuple(self.call.running))
-        self._detector.begin_anew()
+        self._detector.reset()
 
     def _kill(self) -> None:
-        who = format_ranks(self.call.running)
-        self.notify(f"rank {who} could not be freed and is killed: its variables are lost")
+        ranks = format_ranks(self.call.running)
+        self.notify(f"rank {ranks} could not be freed and is killed: its variables are lost")
         self.cluster.processes.signal(sorted(self.call.running), signal.SIGKILL)
 
     def _stop_ranks(self) -> None:
-        """Interrupt the ranks until they stop; free, then kill, those that do not."""
+        """Interrupt and free the ranks until they stop; kill those that do not."""
         kill_at = time.monotonic() + self._timeouts.kill_after_seconds
         while self.call.running and time.monotonic() < kill_at:
             with contextlib.suppress(KeyboardInterrupt):  # a second one changes nothing
-                self._urge()
+                self._interrupt_and_free()
         if self.call.running:
             self._kill()
-        with contextlib.suppress(KeyboardInterrupt):  # now it means: do not wait any longer
-            self._attend_until_done(self._timeouts.kill_after_seconds)
+        with contextlib.suppress(KeyboardInterrupt):  # an interrupt now ends the wait
+            self._attend_until_done(END_TIMEOUT_SECONDS)
 
-    def _urge(self) -> None:
-        """Interrupt the ranks that run; free those that wait in a collective nevertheless.
+    def _interrupt_and_free(self) -> None:
+        """Interrupt the running ranks; free those that keep waiting in a collective.
 
-        A rank that was stopped goes on: it could not end the cell, and would be killed.
+        Ranks that received SIGSTOP are continued: else they could not end the cell.
         """
         self.cluster.processes.signal(sorted(self.call.running), signal.SIGCONT)
         self.cluster.interrupt(tuple(self.call.running))
         try:
             self._attend_until_done(self._timeouts.abort_after_seconds)
-        finally:  # also where an impatient second interrupt comes
+        finally:  # also after an impatient second interrupt
             if self.call.running:
                 self.cluster.abort(tuple(self.call.running))
         self._attend_until_done(self._timeouts.interrupt_again_after_seconds)
@@ -201,7 +199,7 @@ class Watch:
 
 
 def failure_in(value: object) -> Failure | None:
-    """Return the failure that a rank reported, if it did."""
+    """Return the failure in what a rank returned, if there is one."""
     if isinstance(value, Failure):
         return value
     return value.failure if isinstance(value, CellReport) else None

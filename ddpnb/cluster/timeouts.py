@@ -1,6 +1,10 @@
-"""How long supervision waits before each of its steps (kernel)."""
+"""Timeouts of calls and of their supervision (kernel)."""
 
 from dataclasses import dataclass, fields
+
+START_TIMEOUT_SECONDS = 120.0
+CALL_TIMEOUT_SECONDS = 30.0
+"""How long a call may take that only this package makes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Private parts of ipyparallel.  (Notebook side, and the controller's process.)"""
+"""Private parts of ipyparallel.  (Kernel, and the controller's process.)"""
 
 import inspect
 import threading
@@ -12,19 +12,19 @@ from ipyparallel.controller import heartmonitor
 from ddpnb.compat.probe import missing, probe
 
 Receive = Callable[[str, Any], None]
-"""Takes what comes back of a call, its kind and its content; in another thread.
+"""Called in another thread with each message of a call: its kind and its content.
 
-``"events"`` is an object of ``publish_data``; ``"result"`` the call's value, or the exception in
-its place; ``"idle"``, with None, follows the last output.  Any other kind is a message of the
-engine's output channel, as Jupyter names it.
+``"events"`` is an object of ``publish_data``; ``"result"`` the call's value or exception;
+``"idle"``, with None, follows the last output.  Any other kind is a Jupyter message of the
+engine's output channel.
 """
 
 # -- calls ---------------------------------------------------------------------------------
 
 
-@probe("ipyparallel", "output and curves appear when a cell or a training ends, not before")
+@probe("ipyparallel", "output and curves appear only when a cell or a training ends")
 def follows_calls() -> bool:
-    """Whether what an engine sends during a call can be had at once."""
+    """Whether an engine's messages can be received during a call."""
     return (
         "message_future_hook" in inspect.signature(ipp.Client.send_apply_request).parameters
         and "_mux_stream" in ipp.Client._setup_streams.__code__.co_names
@@ -43,11 +43,11 @@ def send(
     """Start ``function(*arguments)`` on an engine and return at once.
 
     Args:
-        client: that is connected to the engine.
+        client: connected to the engine.
         engine: its id.
-        function: importable there.
-        arguments: what it is called with.
-        receive: called with all that comes back.
+        function: importable on the engine.
+        arguments: of the function.
+        receive: called with each message of the call.
     """
     if not follows_calls.works:
         result = client[engine].apply_async(function, *arguments)
@@ -64,7 +64,7 @@ def send(
 
 
 def _follow(future: Any, receive: Receive) -> None:
-    """Have every output message of a request handed over as it comes."""
+    """Hand over every output message of a request as it arrives."""
 
     def on_message(message: dict[str, Any]) -> None:
         kind, content = message["header"]["msg_type"], message["content"]
@@ -77,7 +77,7 @@ def _follow(future: Any, receive: Receive) -> None:
                     receive("events", published)
                 metadata["data"].clear()
             case _:
-                metadata.update(stdout="", stderr="")  # taken over here: not kept twice
+                metadata.update(stdout="", stderr="")  # handed over: not to be kept twice
                 receive(kind, content)
 
     future.iopub_callbacks.append(on_message)
@@ -85,7 +85,7 @@ def _follow(future: Any, receive: Receive) -> None:
 
 
 def _hand_over(result: ipp.AsyncResult, receive: Receive) -> None:
-    """Wait for a call's end, then hand over all that its engine has sent."""
+    """Wait for a call to end, then hand over all its messages."""
     result.wait()
     result.wait_for_output()
     metadata = result.metadata
@@ -109,9 +109,9 @@ def _outcome(future: Any) -> Any:
 # -- heartbeats ----------------------------------------------------------------------------
 
 
-@probe("ipyparallel", "ranks start a few seconds later")
+@probe("ipyparallel", "the ranks take a few seconds longer to start")
 def replaces_heartbeats() -> bool:
-    """Whether the controller can be made to beat at another rate at first."""
+    """Whether the rate of the controller's heartbeats can be changed."""
     return (
         "HeartMonitor" in heartmonitor._setup_heartmonitor.__code__.co_names
         and {"PeriodicCallback", "caller"} <= {*heartmonitor.HeartMonitor.start.__code__.co_names}
@@ -120,11 +120,11 @@ def replaces_heartbeats() -> bool:
 
 
 def beat_quickly_at_first(milliseconds: int, seconds: float) -> None:
-    """Have this process's controller, not yet started, beat quickly at first.
+    """Make the controller of this process, before it starts, beat quickly at first.
 
     Args:
-        milliseconds: the period between heartbeats at first; engines are registered on one.
-        seconds: after which the period is as the command line says.
+        milliseconds: the period of heartbeats at first; engines are registered on one.
+        seconds: until the period is that of the command line.
     """
     if not replaces_heartbeats.works:
         return
@@ -132,8 +132,8 @@ def beat_quickly_at_first(milliseconds: int, seconds: float) -> None:
     class QuickHeartMonitor(heartmonitor.HeartMonitor):  # type: ignore[misc]  # has no type hints
         def start(self) -> None:
             super().start()
-            calm, self.caller.callback_time = self.caller.callback_time, milliseconds
-            self.loop.call_later(seconds, setattr, self.caller, "callback_time", calm)
+            usual, self.caller.callback_time = self.caller.callback_time, milliseconds
+            self.loop.call_later(seconds, setattr, self.caller, "callback_time", usual)
 
     heartmonitor.HeartMonitor = QuickHeartMonitor
 
@@ -142,5 +142,5 @@ def beat_quickly_at_first(milliseconds: int, seconds: float) -> None:
 
 
 def missing_features() -> tuple[str, ...]:
-    """Return one sentence for each feature that is off with this version of ipyparallel."""
+    """Return a sentence for each feature that is off with this version of ipyparallel."""
     return missing((follows_calls, replaces_heartbeats))

@@ -1,7 +1,7 @@
-"""Is a private part of a library as this code knows it?  (Both sides.)
+"""Probes: is a private part of a library as this code expects it?  (Every process.)
 
-Private parts change without notice.  Each use has a probe, which runs when a rank, or the
-kernel's side of a cluster, starts.  Where it fails, one feature is off, and the user is told so.
+Private parts change without notice.  Each one in use has a probe, which runs when a rank or the
+kernel's side of a cluster starts.  If it fails, one feature is off, and a sentence says so.
 """
 
 import sys
@@ -13,12 +13,12 @@ from typing import final
 
 @final
 class Probe:
-    """Looks once whether a private part is as expected.
+    """Checks once whether a private part is as expected.
 
     Args:
         library: its name in the package index; ``"Python"`` for the standard library.
-        without: what is missing where the probe fails, as a clause without a full stop.
-        check: returns False, or raises, where the part is not as expected.
+        without: the consequence of a failure, as a clause without a full stop.
+        check: returns False, or raises, if the part is not as expected.
     """
 
     def __init__(self, library: str, without: str, check: Callable[[], bool]) -> None:
@@ -36,22 +36,22 @@ class Probe:
 
     @property
     def sentence(self) -> str:
-        """What to tell the user where the probe has failed."""
+        """The sentence for the user if the probe fails."""
         return sentence(self._library, self._without)
 
 
 def probe(library: str, without: str) -> Callable[[Callable[[], bool]], Probe]:
-    """Make a probe of a function; the arguments are those of ``Probe``."""
+    """Return a decorator that makes a ``Probe`` of its ``check``."""
     return lambda check: Probe(library, without, check)
 
 
 def missing(probes: Iterable[Probe]) -> tuple[str, ...]:
-    """Return one sentence for each probe that fails."""
+    """Return the sentences of the probes that fail."""
     return tuple(each.sentence for each in probes if not each.works)
 
 
 def sentence(library: str, without: str) -> str:
-    """Return ``"torch 2.15.0: ..."``: which version of a library lacks what."""
+    """Return ``"torch 2.15.0: ..."``, what is missing with this version of a library."""
     return f"{library} {_version(library)}: {without}"
 
 

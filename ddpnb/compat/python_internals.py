@@ -1,6 +1,6 @@
-"""Private parts of Python's standard library.  (Both sides.)
+"""Private parts of Python's standard library.  (Every process.)
 
-``sys._getframe``, ``sys._current_frames`` and ``os._exit`` are documented, and used where needed.
+``sys._getframe``, ``sys._current_frames`` and ``os._exit`` are documented, so not among them.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def leaves_loops() -> bool:
 
 @contextlib.contextmanager
 def outside_of_loop() -> Iterator[None]:
-    """Return a context in which no event loop runs in this thread, so that another can."""
+    """Return a context in which this thread has no running event loop, so that another can run."""
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:
@@ -31,16 +31,16 @@ def outside_of_loop() -> Iterator[None]:
         asyncio._set_running_loop(outer)
 
 
-@probe("Python", "the options of magics are neither completed nor suggested")
+@probe("Python", "options of magics are not completed, and a misspelt one gets no suggestion")
 def lists_options() -> bool:
-    """Whether a parser's options can be listed."""
+    """Whether the options of a parser can be listed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--given")
     return "--given" in _options(parser)
 
 
 def options_of(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the options that a parser knows; none where that cannot be found out."""
+    """Return the options of a parser; none if they cannot be listed."""
     return _options(parser) if lists_options.works else []
 
 
@@ -49,5 +49,5 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def missing_features() -> tuple[str, ...]:
-    """Return one sentence for each feature that is off with this version of Python."""
+    """Return a sentence for each feature that is off with this version of Python."""
     return missing((leaves_loops, lists_options))

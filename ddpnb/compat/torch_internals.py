@@ -1,7 +1,7 @@
-"""Private parts of torch.  (Rank side.)
+"""Private parts of torch.  (Ranks.)
 
-Torch's own names without an underscore that the documentation does not list, ``ProcessGroup``'s
-methods and the operations in its dispatcher among them, count as private too.
+Names without an underscore that torch's documentation does not list, such as the methods of
+``ProcessGroup`` and the operations in the dispatcher, count as private too.
 """
 
 import json
@@ -19,7 +19,7 @@ from ddpnb.compat.probe import Probe, missing, probe
 
 ProcessGroup: Any = dist.ProcessGroup
 
-# -- collectives, before the backend has them ----------------------------------------------
+# -- collectives before they reach the backend ----------------------------------------------
 
 
 @probe("torch", "calls are not compared before gloo; `--check` still does it")
@@ -35,12 +35,12 @@ def intercepts_collectives() -> bool:
 
 
 def has_operation(operation: str, num_tensors: int, root: int | None) -> bool:
-    """Tell whether torch's dispatcher has a collective with the arguments that are known here.
+    """Return whether torch's dispatcher has a collective with the arguments expected here.
 
     Args:
         operation: its name.
-        num_tensors: how many arguments stand before the group.
-        root: which argument after the group is the root; None if there is none.
+        num_tensors: the number of arguments before the group.
+        root: the index of the root among the arguments after the group; None if it has no root.
     """
     try:
         arguments = getattr(torch.ops.c10d, operation).default._schema.arguments
@@ -56,14 +56,14 @@ def replace_method(name: str, make: Callable[[Callable[..., Any]], Callable[...,
 
     Args:
         name: of the method.
-        make: takes the method, and returns what stands in for it.
+        make: takes the method and returns its replacement.
     """
     if (original := getattr(ProcessGroup, name, None)) is not None:
         setattr(ProcessGroup, name, make(original))
 
 
 def below_autograd() -> AbstractContextManager[None]:
-    """Return a context in which calls pass ``CollectiveKernels`` by."""
+    """Return a context in which calls bypass ``CollectiveKernels``."""
     guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
     return guard
 
@@ -73,7 +73,7 @@ class CollectiveKernels:
     """Python functions that torch's dispatcher calls before the backend's own kernels.
 
     Args:
-        kernels: by operation; each takes a key set and the operation's arguments.
+        kernels: by operation; each takes a key set and the arguments of the operation.
     """
 
     def __init__(self, kernels: Mapping[str, Callable[..., Any]]) -> None:
@@ -82,12 +82,12 @@ class CollectiveKernels:
             self._library.impl(operation, kernel, "Autograd", with_keyset=True)
 
     def remove(self) -> None:
-        """Give the operations back to the backends."""
+        """Restore the backends' own kernels."""
         self._library._destroy()
 
 
 def next_kernel(operation: str) -> Callable[..., Any]:
-    """Return what a kernel of ``CollectiveKernels`` calls to have the operation carried out."""
+    """Return the function by which a kernel of ``CollectiveKernels`` calls the backend's own."""
     redispatch = getattr(torch.ops.c10d, operation).default.redispatch
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.ADInplaceOrView)
     return lambda keys, *arguments: redispatch(keys & below, *arguments)
@@ -96,30 +96,30 @@ def next_kernel(operation: str) -> Callable[..., Any]:
 # -- collectives in progress ---------------------------------------------------------------
 
 
-class Recorded(NamedTuple):
+class PendingCollective(NamedTuple):
     """A collective in torch's flight recorder that has begun and not ended."""
 
     name: str
-    """As users call it."""
+    """The function of ``torch.distributed``."""
     tensor: str
     """What it sends: ``"Float [3, 4]"``."""
 
 
 @probe(
     "torch",
-    "a rank that waits inside DDP's backward pass is not seen to wait; "
-    "interrupt and --timeout still end it",
+    "a rank that waits inside DDP's backward pass is not detected; "
+    "interrupt and --timeout still end its wait",
 )
 def records_collectives() -> bool:
-    """Whether the flight recorder can be read; it holds what has been called so far."""
+    """Whether the flight recorder and its entries so far can be read."""
     for entry in _recorded():
         _is_pending(entry, 0)
         _described(entry)
     return True
 
 
-def pending_collective(since_ns: int) -> Recorded | None:
-    """Return the oldest collective that has begun on this rank since then, and not ended."""
+def pending_collective(since_ns: int) -> PendingCollective | None:
+    """Return the oldest collective that has begun on this rank since a time and not ended."""
     if not dist.is_initialized() or not records_collectives.works:
         return None
     pending = (_described(entry) for entry in _recorded() if _is_pending(entry, since_ns))
@@ -129,7 +129,7 @@ def pending_collective(since_ns: int) -> Recorded | None:
 def _recorded() -> Iterable[dict[str, Any]]:
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     c10d: Any = torch._C._distributed_c10d
-    # NCCL, where it was built in, has its own.
+    # NCCL has a recorder of its own.
     dump = c10d._dump_nccl_trace_json if is_nccl else c10d._dump_fr_trace_json
     entries: Iterable[dict[str, Any]] = json.loads(dump()).get("entries", ())
     return entries
@@ -139,13 +139,13 @@ def _is_pending(entry: dict[str, Any], since_ns: int) -> bool:
     return not entry["retired"] and bool(entry["time_created_ns"] > since_ns)
 
 
-def _described(entry: dict[str, Any]) -> Recorded:
+def _described(entry: dict[str, Any]) -> PendingCollective:
     pairs = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     tensor = ", ".join(f"{kind} {size}" for kind, size in pairs)
-    return Recorded(entry["profiling_name"].partition(":")[2], tensor)
+    return PendingCollective(entry["profiling_name"].partition(":")[2], tensor)
 
 
-@probe("torch", "ranks that finished a cell early are named, but not by how many calls")
+@probe("torch", "the number of calls that a rank has left out is not shown")
 def counts_collectives() -> bool:
     """Whether a process group counts its collectives."""
     return callable(ProcessGroup._get_sequence_number_for_group)
@@ -163,21 +163,21 @@ def num_collectives() -> int:
     return int(group._get_sequence_number_for_group())
 
 
-@probe("torch", "on GPUs only waits in the default process group can be ended, none in sub-groups")
+@probe("torch", "on GPUs, waits in sub-groups cannot be ended, only those in the default group")
 def lists_groups() -> bool:
     """Whether all process groups of this rank are known."""
     return isinstance(dist.distributed_c10d._world.pg_names, dict)
 
 
 def process_groups() -> list[Any]:
-    """Return all process groups of this rank, sub-groups too."""
+    """Return all process groups of this rank, including sub-groups."""
     if lists_groups.works:
         return list(dist.distributed_c10d._world.pg_names)
     return [dist.group.WORLD]
 
 
 def group_store() -> Any:
-    """Return the store in which the default group has met."""
+    """Return the store by which the default group was formed."""
     group: Any = dist.group.WORLD
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
@@ -188,7 +188,7 @@ def group_store() -> Any:
 
 
 class CommunicationTimes(NamedTuple):
-    """What DDP measured of its last backward pass, in seconds."""
+    """The communication of a backward pass, in seconds."""
 
     total: float
     """From the first bucket's start to the last one's end."""
@@ -214,18 +214,18 @@ class DdpTimers:
     """DDP's own timers, read after each backward pass.
 
     Args:
-        ddp: on CPUs; it has made no step yet.
+        ddp: on CPUs, before its first step.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         assert ddp.logger is not None
         self._logger = ddp.logger
         ddp._set_ddp_runtime_logging_sample_rate(1)
-        silent: Any = _Silent(ddp.logger)
+        silent: Any = _SilentLogger(ddp.logger)
         ddp.logger = silent
 
     def read(self) -> CommunicationTimes:
-        """Return what was measured; 0 where nothing was."""
+        """Return the times of the last backward pass; 0 if none were measured."""
         self._logger.set_runtime_stats_and_log()
         measured = self._logger._get_ddp_logging_data().ints_map
         total = max(0.0, measured.get("backward_comm_time", 0) / 1e9)
@@ -234,10 +234,10 @@ class DdpTimers:
 
 
 @final
-class _Silent:
-    """DDP's logger, for DDP itself: it takes no statistics before a forward pass.
+class _SilentLogger:
+    """DDP's logger without the statistics that DDP takes before each forward pass.
 
-    They have been taken after the backward pass before it, and cost 25 us each time.
+    ``DdpTimers.read`` has taken them after the last backward pass; they cost 25 us each time.
     """
 
     def __init__(self, logger: Logger) -> None:
@@ -257,15 +257,15 @@ def ends_data_workers() -> bool:
 
 
 def end_data_workers(batches: Iterator[Any]) -> None:
-    """End the processes of a ``DataLoader``'s iterator now, whoever still refers to it."""
+    """End the processes of a ``DataLoader``'s iterator now, even if it is still referred to."""
     if ends_data_workers.works:
         batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
-@probe("torch", "zero cannot be trained: the hooks of an optimizer are not known")
+@probe("torch", "zero cannot be trained: an optimizer's hooks cannot be read")
 def lists_step_hooks() -> bool:
-    """Whether an optimizer's hooks can be given to another."""
-    # Looked up in the code: to make an optimizer imports 800 modules, which takes a second.
+    """Whether an optimizer's hooks can be read."""
+    # Looked up in the code: making an optimizer imports 800 modules, which takes a second.
     names = {
         *torch.optim.Optimizer.register_step_pre_hook.__code__.co_names,
         *torch.optim.Optimizer.register_step_post_hook.__code__.co_names,
@@ -274,22 +274,22 @@ def lists_step_hooks() -> bool:
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
-    """Return an optimizer's hooks: those before a step, and those after it."""
+    """Return an optimizer's hooks before a step, and those after it."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return list(before.values()), list(after.values())
 
 
 @probe(
     "torch",
-    "`--transport rpc` cannot be used after a rank has come back, until %ddp_restart",
+    "`--transport rpc` cannot be used after a rank was replaced, until %ddp_restart",
 )
 def numbers_rpc_agents() -> bool:
-    """Whether torch's count of a process's agents can be set."""
+    """Whether torch's count of the RPC agents of this process can be set."""
     return isinstance(rpc._init_counter, int)
 
 
 def forget_rpc_agents() -> None:
-    """Have the next agent meet the others as the first one of this process."""
+    """Reset the count, so that the next agent joins others that are their processes' first."""
     rpc._init_counter = 0
 
 
@@ -305,11 +305,11 @@ PROBES = (
     numbers_rpc_agents,
 )
 GPU_PROBES: tuple[Probe, ...] = (lists_groups,)
-"""Of what is used only where a backend can abort."""
+"""For backends that can abort a wait."""
 
 
 def missing_features(*, can_abort: bool) -> tuple[str, ...]:
-    """Return one sentence for each feature that is off with this version of torch.
+    """Return a sentence for each feature that is off with this version of torch.
 
     Args:
         can_abort: whether the group's backend can abort a wait, as NCCL can.

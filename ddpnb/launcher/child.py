@@ -1,11 +1,12 @@
-"""What does a child of the fork server do, from its fork to its exit?  (Its process.)
+"""A child of the fork server: the controller or a rank, from fork to exit (their processes).
 
-Nothing here imports torch before a rank's own time: the controller is forked first.
+Torch is imported only by a rank: the controller is forked before it.
 """
 
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -16,11 +17,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddpnb.launcher import controller
+from ipyparallel.controller.app import IPController
+
+from ddpnb.compat.ipyparallel_internals import beat_quickly_at_first
 from ddpnb.protocol.processes import die_with_parent
 
 Frame = dict[str, Any]
-"""What is said over a pipe, as JSON."""
+"""A message over a pipe, as JSON."""
+
+QUICK_MILLISECONDS = 25
+"""Time between heartbeats while ranks are starting: an engine registers on a heartbeat."""
+QUICK_SECONDS = 10.0
+"""How long that lasts."""
 
 
 def run_child(main: Callable[[], None]) -> NoReturn:
@@ -42,29 +50,28 @@ def run_child(main: Callable[[], None]) -> NoReturn:
         os._exit(code)
 
 
-def redirect_output(path: Path) -> None:
-    """Send the process's stdout and stderr to a log file and its stdin to nothing."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    for source in (log, null):
-        if source > 2:
-            os.close(source)
-
-
 def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> None:
-    """Be ipyparallel's controller, and see to it that nothing outlives the fork server.
+    """Be ipyparallel's controller, and end what outlives the fork server.
 
-    Ranks die with it at once, wherever they are; this process lives a moment longer.
+    Ranks end with the fork server at once; this process lives a moment longer.
+
+    Args:
+        arguments: ipyparallel's command line.
+        sentinel: the pipe whose other end closes with the fork server.
+        folder: the run folder; as the working directory it hides the user's configuration.
     """
     redirect_output(folder / "controller.log")
     threading.Thread(target=end_all_after, args=(sentinel,), daemon=True).start()
-    controller.run(arguments, folder, in_each_child=die_with_parent)
+    os.chdir(folder)
+    os.register_at_fork(after_in_child=die_with_parent)  # the heart monitor's process
+    beat_quickly_at_first(QUICK_MILLISECONDS, QUICK_SECONDS)
+    # CurveZMQ authenticates and encrypts; with it, ipyparallel would leave out the signatures.
+    key = f"--Session.key={secrets.token_hex(32)}"
+    IPController.launch_instance([*arguments, key])
 
 
 def end_all_after(sentinel: Connection) -> None:
-    """Wait for the fork server's end; then kill its process group, what cells started included."""
+    """Wait for the fork server's end, then kill its process group with all that cells started."""
     with contextlib.suppress(EOFError, OSError):
         sentinel.recv_bytes()
     os.killpg(0, signal.SIGKILL)
@@ -73,12 +80,12 @@ def end_all_after(sentinel: Connection) -> None:
 def run_rank(
     rank: int, environment: dict[str, str], settings: Frame, pipe: Connection, folder: Path
 ) -> None:
-    """Be one rank: an ipyparallel engine that has joined the process group."""
+    """Be one rank: an ipyparallel engine in the process group."""
     die_with_parent()
     redirect_output(folder / f"rank-{rank}.log")
     os.environ.update(environment)
-    sys.argv[:] = [""]  # as in an interpreter that runs no script, not the fork server's
-    from ddpnb.rank import engine  # noqa: PLC0415  torch is imported here, after the controller's fork
+    sys.argv[:] = [""]  # as in an interpreter that runs no script; else the fork server's
+    from ddpnb.rank import engine  # noqa: PLC0415  imports torch, after the controller's fork
 
     engine.run(settings, pipe=pipe, folder=folder)
 
@@ -101,13 +108,24 @@ def spawn_rank(
         pass_fds=[pipe.fileno()],
         env=os.environ | environment,
     )
-    process.returncode = 0  # reaped by on_sigchld: keeps Popen from warning or waiting
+    process.returncode = 0  # on_sigchld reaps it: keeps Popen from warning or waiting
     return process.pid
 
 
-def spawned_rank(description: str) -> NoReturn:
+def run_spawned_rank(description: str) -> NoReturn:
     """Be the process that ``spawn_rank`` started."""
     request = json.loads(description)
     pipe = Connection(request.pop("pipe"))
     folder = Path(request.pop("folder"))
     run_child(lambda: run_rank(**request, pipe=pipe, folder=folder))
+
+
+def redirect_output(path: Path) -> None:
+    """Send the process's stdout and stderr to a log file, and read its stdin from nothing."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    for source in (log, null):
+        if source > 2:
+            os.close(source)

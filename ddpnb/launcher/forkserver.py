@@ -1,19 +1,19 @@
-"""Who imports torch once, forks the ranks, and ends them?  (The third process.)
+"""The fork server: imports torch once, forks the ranks and ends them (fork server).
 
-The notebook's kernel starts ``python -m ddpnb.launcher.forkserver FD`` and talks to it
-over one socket pair, in JSON frames.  This process forks the ipyparallel
-controller at once, imports torch while the controller starts, then forks the
-ranks: each shares the imported pages and is ready in a fraction of a second.
+The kernel starts ``python -m ddpnb.launcher.forkserver FD`` and exchanges JSON frames
+with it over one socket pair.  The fork server forks the ipyparallel controller at once,
+imports torch while the controller starts, then forks the ranks.  Each rank shares the
+imported pages and is ready in a fraction of a second.
 
-It runs no tensor operation, starts no thread and never touches CUDA, so that a
-fork of it is safe at any time, also when a dead rank is brought back later.
+The fork server runs no tensor operation, starts no thread and never touches CUDA, so
+that it can fork safely at any time, also to replace a dead rank.
 
-It is the parent of every process of the cluster.  When the kernel's end of the
-socket closes, however the kernel ended, it ends them all and removes the run
-folder.  Where it was asked to linger, it first waits that long for another kernel,
-at a Unix socket in the run folder.  When it is killed itself, the kernel of the
-operating system ends the ranks (``PR_SET_PDEATHSIG``), or they see their own pipe to
-it close; the controller, which sees the same, ends what cells have started.
+It is the parent of every process of the cluster.  When the kernel's end of the socket
+closes, however the kernel ended, the fork server ends them all and removes the run
+folder.  Where the cluster may be detached, it first waits that long for another kernel,
+at a Unix socket in the run folder.  When the fork server is killed, the operating system
+ends the ranks (``PR_SET_PDEATHSIG``), or their own pipes to it close.  The controller's
+pipe closes too, and the controller ends whatever cells have started.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-gc.disable()  # imports make much that lives and little that dies; frozen before the ranks' fork
+gc.disable()  # imports make few objects that die; they are frozen before the ranks are forked
 
 from ddpnb.launcher.child import (  # noqa: E402
     Frame,
@@ -43,13 +43,13 @@ from ddpnb.launcher.child import (  # noqa: E402
     run_child,
     run_controller,
     run_rank,
+    run_spawned_rank,
     spawn_rank,
-    spawned_rank,
 )
 from ddpnb.protocol.processes import ForkServerEvent, KernelRequest  # noqa: E402
 
 STOP_TIMEOUT_SECONDS = 3.0
-"""How long children may take to end by SIGTERM before they are killed."""
+"""How long children may take to end after SIGTERM before they are killed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,28 +63,28 @@ class Child:
 
 @dataclass(kw_only=True, slots=True)
 class Forkserver:
-    """The server's state: the pipe to the notebook's kernel and the children."""
+    """The pipe to the kernel, and the children."""
 
     kernel: Connection | None
-    """None while it waits for another kernel."""
+    """None while the server waits for another kernel."""
     folder: Path
     method: str
     children: dict[int, Child] = field(default_factory=dict)
     exits: dict[str, int] = field(default_factory=dict)
-    """How children ended that have not been started anew: exit codes by name."""
+    """Exit codes, by name, of children that have ended and not been replaced."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     detach_seconds: float = 0.0
-    """How long the ranks outlive a kernel."""
+    """How long the cluster outlives a kernel."""
     listener: socket.socket | None = None
-    """Where another kernel knocks."""
+    """Where another kernel connects."""
     sentinel: Connection | None = None
-    """Nothing is sent here: it is closed by this process's end, which the controller sees."""
+    """Carries nothing: it closes when this process ends, which the controller sees."""
     is_stopped: bool = False
     _deadline: float = 0.0
-    """``time.monotonic()`` until which another kernel is waited for."""
+    """Until when the server waits for another kernel, in ``time.monotonic()``."""
 
     def serve(self) -> None:
-        """Answer the kernel and the ranks until there is no kernel, nor one to wait for."""
+        """Serve the kernel and the ranks until there is no kernel to serve or to wait for."""
         assert self.kernel is not None
         self.selector.register(self.kernel, selectors.EVENT_READ, self.on_kernel)
         with sigchld_wakeup() as wakeup:
@@ -96,15 +96,15 @@ class Forkserver:
 
     @property
     def is_over(self) -> bool:
-        """Whether to end: asked to, or without a kernel and nothing worth waiting with."""
+        """Whether to end: on request, or when no kernel may come or nothing is left for it."""
         if self.is_stopped or self.kernel is not None:
             return self.is_stopped
         names = {child.name for child in self.children.values()}
-        is_of_use = "controller" in names and len(names) > 1
-        return not is_of_use or time.monotonic() >= self._deadline
+        is_usable = "controller" in names and len(names) > 1
+        return not is_usable or time.monotonic() >= self._deadline
 
     def on_kernel(self, kernel: Connection) -> None:
-        """Carry out one request of the notebook's kernel."""
+        """Carry out one request of the kernel."""
         try:
             request: Frame = json.loads(kernel.recv_bytes())
         except (EOFError, OSError):
@@ -124,7 +124,7 @@ class Forkserver:
                 self.is_stopped = True
 
     def allow_detach(self, *, seconds: float, address: str) -> None:
-        """Outlive the kernel from now on; the next one is awaited at ``address``."""
+        """Outlive the kernel from now on, and wait for the next one at ``address``."""
         self.detach_seconds = seconds
         if self.listener is None:
             self.listener = socket.socket(socket.AF_UNIX)
@@ -133,7 +133,7 @@ class Forkserver:
             self.selector.register(self.listener, selectors.EVENT_READ, self.on_connect)
 
     def on_disconnect(self, kernel: Connection) -> None:
-        """Go on without a kernel, for a while."""
+        """Go on without a kernel for ``detach_seconds``."""
         self.selector.unregister(kernel)
         kernel.close()
         self.kernel = None
@@ -142,7 +142,7 @@ class Forkserver:
             redirect_output(self.folder / "forkserver.log")  # the kernel's own may be gone
 
     def on_connect(self, listener: socket.socket) -> None:
-        """Take another kernel, and tell it who has ended; refuse it while there is one."""
+        """Take another kernel and report the exits so far, or refuse it while there is one."""
         kernel = Connection(listener.accept()[0].detach())
         if self.kernel is not None:
             with contextlib.suppress(OSError):
@@ -153,7 +153,7 @@ class Forkserver:
         self.report(event=ForkServerEvent.ATTACHED, exits=self.exits)
 
     def start_rank(self, *, rank: int, environment: dict[str, str], settings: Frame) -> None:
-        """Fork (or spawn) rank ``rank`` and report its pid."""
+        """Fork or spawn a rank."""
         ours, theirs = Pipe()
         if self.method == "fork":
             pid = self.fork(lambda: run_rank(rank, environment, settings, theirs, self.folder))
@@ -163,7 +163,6 @@ class Forkserver:
         self.children[pid] = Child(name=str(rank), pid=pid, pipe=ours)
         self.exits.pop(str(rank), None)
         self.selector.register(ours, selectors.EVENT_READ, self.on_rank)
-        self.report(event=ForkServerEvent.STARTED, rank=rank, pid=pid)
 
     def start_controller(self, arguments: list[str]) -> None:
         """Fork ipyparallel's controller."""
@@ -186,7 +185,7 @@ class Forkserver:
         return pid
 
     def forward(self, *, rank: int, message: Frame) -> None:
-        """Pass a message to the control thread of a rank; a dead rank is told nothing."""
+        """Pass a message on to a rank's control thread, unless the rank is dead."""
         for child in self.children.values():
             if child.name == str(rank) and child.pipe is not None:
                 with contextlib.suppress(OSError):
@@ -202,7 +201,7 @@ class Forkserver:
 
     def on_rank(self, pipe: Connection) -> None:
         """Pass a rank's answer on to the kernel."""
-        if pipe.closed:  # the rank's end was reported a moment ago
+        if pipe.closed:  # the rank's exit was reported a moment ago
             return
         try:
             answer: Frame = json.loads(pipe.recv_bytes())
@@ -212,7 +211,7 @@ class Forkserver:
         self.report(**answer)
 
     def on_sigchld(self, wakeup: int) -> None:
-        """Reap children and report each one's end."""
+        """Reap children and report how each ended."""
         os.read(wakeup, 4096)
         while self.children:
             try:
@@ -225,7 +224,7 @@ class Forkserver:
                 self.forget(child)
                 code = os.waitstatus_to_exitcode(status)
                 self.exits[child.name] = code
-                self.report(event=ForkServerEvent.EXITED, name=child.name, pid=pid, code=code)
+                self.report(event=ForkServerEvent.EXITED, name=child.name, code=code)
 
     def forget(self, child: Child) -> None:
         """Close the pipe of a child that has ended."""
@@ -235,13 +234,13 @@ class Forkserver:
             child.pipe.close()
 
     def report(self, **event: object) -> None:
-        """Tell the notebook's kernel of an event; a kernel that is gone is noticed by serve()."""
+        """Send the kernel an event; ``serve`` notices a kernel that is gone."""
         if self.kernel is not None:
             with contextlib.suppress(OSError):
                 self.kernel.send_bytes(json.dumps(event).encode())
 
     def stop(self) -> None:
-        """End all children, then whatever they started, then this process."""
+        """End all children, whatever they started, and this process."""
         for number, timeout in ((signal.SIGTERM, STOP_TIMEOUT_SECONDS), (signal.SIGKILL, 1.0)):
             for pid in self.children:
                 with contextlib.suppress(ProcessLookupError):
@@ -277,14 +276,14 @@ def sigchld_wakeup() -> Iterator[int]:
 
 
 def preload() -> None:
-    """Import everything that every rank needs, and freeze it for sharing."""
+    """Import what every rank needs, and freeze it so that the ranks share its memory."""
     importlib.import_module("ddpnb.rank.calls")
     gc.enable()
     gc.freeze()
 
 
 def describe_gpus() -> list[str]:
-    """Return the names of the GPUs, asked in a throwaway child: CUDA must not start here."""
+    """Return the names of the GPUs, from a throwaway child: CUDA must not start here."""
     code = (
         "import json; from torch import cuda;"
         "print(json.dumps([cuda.get_device_name(i) for i in range(cuda.device_count())]))"
@@ -298,7 +297,7 @@ def describe_gpus() -> list[str]:
 
 
 def main(kernel_fd: int) -> None:
-    """Serve one notebook's kernel until it is gone."""
+    """Be the fork server of the kernel at the other end of a socket."""
     kernel = Connection(kernel_fd)
     request: Frame = json.loads(kernel.recv_bytes())
     server = Forkserver(kernel=kernel, folder=Path(request["folder"]), method=request["method"])
@@ -318,5 +317,5 @@ def main(kernel_fd: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--rank":
-        spawned_rank(sys.argv[2])
+        run_spawned_rank(sys.argv[2])
     main(int(sys.argv[1]))

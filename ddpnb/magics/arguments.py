@@ -1,10 +1,8 @@
-"""How do the choices of a training become options of a magic, and back?  (Notebook side.)"""
+"""The arguments of the magics: how they are declared, parsed and explained (kernel)."""
 
 import argparse
-import inspect
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from inspect import Parameter
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from IPython.core import magic_arguments as ipython
@@ -16,24 +14,25 @@ from ddpnb.compat.python_internals import options_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.options import Option
-from ddpnb.protocol.training_options import TrainingSpec, training_options
+from ddpnb.protocol.training_options import training_options
 
 Magic = TypeVar("Magic", bound=Callable[..., Any])
 
 
 def magic_arguments() -> Callable[[Magic], Magic]:
-    """Give a magic its parser, as IPython's own does, and a help that begins with the usage."""
+    """Give a magic its parser, as IPython's decorator does; its help begins with the usage."""
 
-    def give(magic: Magic) -> Magic:
-        parsed: Magic = ipython.magic_arguments()(magic)
-        parsed.__doc__ = (parsed.__doc__ or "").removeprefix("::").lstrip("\n")  # for Sphinx
-        return parsed
+    def decorate(magic: Magic) -> Magic:
+        decorated: Magic = ipython.magic_arguments()(magic)
+        help_text = decorated.__doc__ or ""
+        decorated.__doc__ = help_text.removeprefix("::").lstrip("\n")  # markup for Sphinx
+        return decorated
 
-    return give
+    return decorate
 
 
 def options(magic: object) -> list[str]:
-    """Return the options of a magic, as its parser knows them."""
+    """Return the option strings of a magic's parser."""
     parser: argparse.ArgumentParser | None = getattr(magic, "parser", None)
     if parser is None:
         return []
@@ -41,10 +40,10 @@ def options(magic: object) -> list[str]:
 
 
 def arguments(magic: Callable[..., object], line: str) -> Namespace:
-    """Return a magic's parsed line.
+    """Parse a magic's line.
 
     Raises:
-        UserError: where it cannot be parsed; says what is wrong with which word.
+        UserError: the line is wrong; names the word and the problem.
     """
     parser: argparse.ArgumentParser = magic.parser  # type: ignore[attr-defined]
     name = magic.__name__
@@ -52,7 +51,7 @@ def arguments(magic: Callable[..., object], line: str) -> Namespace:
         parsed, unknown = parser.parse_known_args(arg_split(line))
     except UsageError as error:
         raise UserError(f"{error}; %{name}? explains it.") from None
-    except ValueError as error:  # a quotation without an end
+    except ValueError as error:  # an unclosed quotation
         raise UserError(f"{error} in {line.strip()!r}.") from None
     if unknown:
         word, known = unknown[0].partition("=")[0], options(magic)
@@ -63,16 +62,13 @@ def arguments(magic: Callable[..., object], line: str) -> Namespace:
 
 
 def no_arguments(magic: str, line: str) -> None:
-    """Raise a UserError where a magic that takes no argument was given one."""
+    """Raise a UserError if there are arguments."""
     if line.strip():
         raise UserError(f"{magic} takes no arguments, but was given {line.strip()!r}.")
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
 class training_arguments(ArgDecorator):  # noqa: N801  as IPython's own
-    """Gives a magic an option for each choice of a training, under headings."""
+    """Adds an option for each choice of a training, grouped under headings."""
 
     def add_to_parser(self, parser: argparse.ArgumentParser, group: object) -> None:
         """Add the options."""
@@ -84,55 +80,20 @@ class training_arguments(ArgDecorator):  # noqa: N801  as IPython's own
 
 
 def catalogue_text() -> str:
-    """Return the strategies and tasks there are, with their options: the end of a help text."""
+    """Return the strategies and tasks with their options, for the end of a help text."""
     lines: list[str] = []
     for heading, entries in (("strategies", STRATEGIES), ("tasks", TASKS)):
         lines += ["", f"{heading}:"]
         for name, entry in entries.items():
             lines.append(f"  {name:<17}  {entry.about}")
             for key, option in entry.options.items():
-                written = "|".join(option.values) or option.default
-                lines.append(f"    {name}:{key}={written}  {option.about}")
+                values = "|".join(option.values) or option.default
+                lines.append(f"    {name}:{key}={values}  {option.about}")
     return "\n".join(lines[1:])
 
 
-def training_of(
-    chosen: Mapping[str, Any], *, in_python: bool = False, **others: Any
-) -> TrainingSpec:
-    """Return the training that was chosen.
-
-    Args:
-        chosen: texts or values, by the names that the options have in Python; more do no harm.
-        in_python: whether errors name the options as in Python, or as in a magic's line.
-        **others: fields that are no options.
-
-    Raises:
-        UserError: something cannot be.
-    """
-    fields = {
-        name: option.read(option.keyword if in_python else option.flag, chosen[option.keyword])
-        for name, option in training_options()
-        if option.keyword in chosen
-    }
-    return TrainingSpec(**fields, **others)
-
-
-def takes_training_options(function: Function) -> Function:
-    """Give a function's signature and help each option in place of ``**choices``."""
-    signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    options = [option for _, option in training_options()]
-    chosen = [
-        Parameter(option.keyword, Parameter.KEYWORD_ONLY, default=option.default)
-        for option in options
-    ]
-    function.__signature__ = signature.replace(parameters=own + chosen)  # type: ignore[attr-defined]
-    told = "\n".join(f"        {option.keyword}: {option.meaning}." for option in options)
-    function.__doc__ = (function.__doc__ or "").replace("        **choices: as listed.", told)
-    return function
-
-
 def _settings(option: Option) -> dict[str, Any]:
+    """Return the arguments of ``add_argument`` for an option."""
     about = option.meaning.replace("%", "%%")
     if option.value_kind is bool:
         return {"action": "store_true", "help": about}

@@ -1,4 +1,4 @@
-"""What can follow in a magic's line?  Tab completion.  (Notebook side.)"""
+"""Tab completion of the magics' lines (kernel)."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,16 +23,11 @@ from ddpnb.session.session import this_session
 VALUES = {"--device": DEVICES, "--backend": BACKENDS} | {
     option.flag: option.choices for _, option in training_options() if option.choices
 }
-"""What may follow an option."""
+"""The values that an option takes."""
 
 
 def complete_magics(shell: InteractiveShell, magics: Magics) -> None:
-    """Have the shell complete the lines of ddpnb's magics.
-
-    Args:
-        shell: the notebook's IPython.
-        magics: whose options are completed.
-    """
+    """Register the completion of the magics' lines with the shell."""
 
     @context_matcher()  # type: ignore[untyped-decorator]
     def ddpnb_matcher(context: CompletionContext) -> SimpleMatcherResult:
@@ -54,46 +49,44 @@ def complete_magics(shell: InteractiveShell, magics: Magics) -> None:
 
 
 def following(
-    magics: Magics, words: list[str], namespace: dict[str, object], begun: str
+    magics: Magics, words: list[str], namespace: dict[str, object], prefix: str
 ) -> Iterator[SimpleCompletion]:
-    """Yield what may follow the words of a line so far, names before options.
-
-    Nothing where the line is not ours.
+    """Yield what may follow in a line, names before options; nothing in lines of other magics.
 
     Args:
-        magics: whose options are completed.
-        words: the whole words before.
+        magics: the magics, which know their options.
+        words: the complete words of the line so far.
         namespace: the notebook's variables.
-        begun: the beginning of the next word.
+        prefix: the beginning of the next word.
     """
     name = words[0].lstrip("%")
     if not name.startswith(("ddp", "rank")):
         return
     match words[-1]:
         case "--attach":
-            yield from of_kind("cluster", [saved.name for saved in detached()])
+            yield from of_kind("cluster", [record.name for record in detached()])
         case "--task":
-            yield from of_kind("task", choices(TASKS, begun))
+            yield from of_kind("task", choices(TASKS, prefix))
         case "--resume":
-            yield from names("ddp_plot", namespace, begun)
+            yield from names("ddp_plot", namespace, prefix)
         case option if option in VALUES:
             yield from of_kind("value", VALUES[option])
         case _:
-            yield from names(name, namespace, begun)
+            yield from names(name, namespace, prefix)
             yield from of_kind("option", options(getattr(magics, name, None)))
 
 
 def of_kind(kind: str, texts: Iterable[str]) -> Iterator[SimpleCompletion]:
-    """Yield completions that a notebook shows with a word for what they are."""
+    """Yield completions with the kind that a notebook shows beside them."""
     return (SimpleCompletion(text, type=kind) for text in texts)
 
 
-def choices(entries: Mapping[str, Entry], begun: str) -> Iterable[str]:
-    """Return the names of a table; behind a name and its colon, what can be chosen about it."""
-    name, colon, given = begun.partition(":")
+def choices(entries: Mapping[str, Entry], prefix: str) -> Iterable[str]:
+    """Return the names in a table, or after a name and a colon its options and their values."""
+    name, colon, options_text = prefix.partition(":")
     if not colon or name not in entries:
         return entries
-    before, comma, last = given.rpartition(",")
+    before, comma, last = options_text.rpartition(",")
     key, equals, _ = last.partition("=")
     stem = f"{name}:{before}{comma}"
     table = entries[name].options
@@ -102,16 +95,16 @@ def choices(entries: Mapping[str, Entry], begun: str) -> Iterable[str]:
     return [f"{stem}{key}={value}" for value in table[key].values] if key in table else ()
 
 
-def names(magic: str, namespace: dict[str, object], begun: str) -> Iterator[SimpleCompletion]:
+def names(magic: str, namespace: dict[str, object], prefix: str) -> Iterator[SimpleCompletion]:
     """Yield the names that a magic takes: strategies, runs, variables."""
     match magic:
         case "ddp_compare":
-            yield from of_kind("strategy", choices(STRATEGIES, begun))
+            yield from of_kind("strategy", choices(STRATEGIES, prefix))
         case "ddp_auto":
             yield from of_kind("value", ("on", "off"))
         case "ddp_push":
             here = [name for name in namespace if not name.startswith("_")]
             yield from of_kind("variable", sorted(here))
         case "ddp_plot" | "ddp_runs" | "ddp_export":
-            with contextlib.suppress(UserError):  # a store that cannot be read completes nothing
+            with contextlib.suppress(UserError):  # the store cannot be read
                 yield from of_kind("run", this_session().names())

@@ -1,9 +1,5 @@
-"""Which magics are there, and what does each call?  (Notebook side.)
+"""The magics: each parses its line, builds a spec and makes one call of the session (kernel)."""
 
-Every magic parses its line, builds a spec and makes one call of the session.
-"""
-
-import re
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,80 +18,39 @@ from IPython.display import display
 from ddpnb.cluster.detach import waits
 from ddpnb.cluster.placement import BACKENDS, DEVICES, ClusterSpec
 from ddpnb.cluster.run_folder import remove_leftovers
+from ddpnb.history.query import Search
 from ddpnb.magics.arguments import (
     arguments,
     catalogue_text,
     magic_arguments,
     no_arguments,
     training_arguments,
-    training_of,
 )
+from ddpnb.magics.auto_cells import AutoCells, with_magic_line
 from ddpnb.magics.completion import complete_magics
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.display import LiveDisplay
 from ddpnb.reports.exports.export import export
+from ddpnb.reports.formatting import counted
 from ddpnb.reports.listing import Details
 from ddpnb.reports.live import show_result
 from ddpnb.reports.plot_options import ACROSS, PlotOptions
-from ddpnb.runs.query import Search
 from ddpnb.session.comparison import ComparisonSpec
+from ddpnb.session.keywords import make_training_spec
 from ddpnb.session.session import this_cell_number, this_session
 
 if TYPE_CHECKING:
     from ddpnb.magics.panel import Panel
 
-
-OWN = re.compile(r"^%(%ddp|%rank|ddp_|load_ext|reload_ext|unload_ext)", re.MULTILINE)
-"""Magics that stay in the notebook wherever they stand in a cell."""
-
-LOCAL = re.compile(r"^%%local[ \t]*$")
-
-
-class AutoCells:
-    """Puts ``%%ddp`` before every cell while it is on, and takes ``%%local`` away at any time.
-
-    Args:
-        shell: the notebook's IPython.
-    """
-
-    def __init__(self, shell: InteractiveShell) -> None:
-        self._shell = shell
-        self._is_on = False
-        self._redirected = ""
-
-    def switch(self, on: bool) -> None:
-        """Switch it on or off; again is no harm."""
-        self._is_on = on
-        self._redirected = ""
-
-    def install(self) -> None:
-        """Have every cell pass through ``redirect``."""
-        self._shell.input_transformers_cleanup.append(self.redirect)
-
-    def remove(self) -> None:
-        """Leave the cells alone; again is no harm."""
-        if self.redirect in self._shell.input_transformers_cleanup:
-            self._shell.input_transformers_cleanup.remove(self.redirect)
-
-    def redirect(self, lines: list[str]) -> list[str]:
-        """Return the cell's lines, sent to the ranks unless they are to stay here."""
-        source = "".join(lines)
-        if lines and LOCAL.match(lines[0].rstrip("\n")):
-            return ["\n", *lines[1:]]  # numbers of lines and cell stay as the notebook's
-        if not self._is_on or not source.strip() or OWN.search(source):
-            return lines
-        self._redirected = source.rstrip("\n")
-        return ["%%ddp\n", *lines]
-
-    def has_redirected(self, cell: str) -> bool:
-        """Tell whether ``cell`` stood in the notebook without a ``%%ddp`` line before it."""
-        return bool(self._redirected) and cell.rstrip("\n") == self._redirected
+RANKS = "the ranks, such as 0,2-3; by default all"
+RUNS = "as %%ddp_runs lists them"
+TARGET = "mark when each run reaches this training loss"
 
 
 @magics_class
 class DdpMagics(Magics):
-    """The magics of ddpnb; ``%ddp_start?`` tells of one."""
+    """The magics of ddpnb; ``%ddp_start?`` explains one."""
 
     shell: InteractiveShell
 
@@ -106,22 +61,22 @@ class DdpMagics(Magics):
         self._own_cell = ""
 
     @magic_arguments()
-    @argument("-n", type=int, default=None, help="number of ranks")
+    @argument("-n", type=int, help="number of ranks; by default one per GPU, or up to 4 on the CPU")
     @argument("--device", default="auto", help=" | ".join(DEVICES))
     @argument("--backend", default="auto", help=" | ".join(BACKENDS))
-    @argument("--threads", type=int, default=None, help="CPU threads of each rank")
-    @argument("--detach", type=float, default=0.0, help="seconds that the ranks outlive the kernel")
-    @argument("--attach", nargs="?", const="", help="take over ranks that outlived their kernel")
+    @argument("--threads", metavar="N", type=int, help="CPU threads of each rank")
+    @argument("--detach", metavar="SECONDS", type=float, default=0.0, help="outlive the kernel")
+    @argument("--attach", metavar="NAME", nargs="?", const="", help="take over waiting ranks")
     @line_magic
     def ddp_start(self, line: str) -> None:
         """Start the ranks and form the process group.
 
-        One rank per GPU, or ranks on the CPU with gloo where there is none.  Returns
-        once every rank has finished an all-reduce.  A cluster that runs already is
-        used as it is.
+        It returns once every rank has finished an all-reduce.  A cluster that is already
+        running is used as it is.
 
-        Ranks started with ``--detach 600`` live on for ten minutes when the kernel ends or
-        restarts; ``%ddp_start --attach`` finds them again, with all their variables.
+        Ranks started with ``--detach 600`` outlive their kernel by ten minutes.  In the next
+        kernel ``%ddp_start --attach`` takes them over, with all their variables; it needs the
+        cluster's name only if several wait.
         """
         args = arguments(self.ddp_start, line)
         spec = ClusterSpec(
@@ -139,37 +94,33 @@ class DdpMagics(Magics):
 
     @line_magic
     def ddp_status(self, line: str) -> None:
-        """Show the state of every rank."""
+        """Show what every rank is doing."""
         no_arguments("%ddp_status", line)
         display(this_session().status())
 
     @line_magic
     def ddp_stop(self, line: str) -> None:
-        """End every process of the cluster; nothing happens where none runs."""
+        """End every process of the cluster."""
         no_arguments("%ddp_stop", line)
-        stopped = this_session().stop()
-        print("The cluster has stopped." if stopped else "No cluster was running.")
+        was_running = this_session().stop()
+        print("The cluster has stopped." if was_running else "No cluster was running.")
 
     @magic_arguments()
-    @argument("-n", type=int, default=None, help="number of ranks; by default as many as before")
-    @argument("--ranks", default=None, help="restart only these, e.g. 1; the others keep all")
+    @argument("-n", type=int, help="number of ranks; by default as before")
+    @argument("--ranks", help="replace only these; the others keep their variables")
     @line_magic
     def ddp_restart(self, line: str) -> None:
-        """End the ranks and start them anew; their variables are lost.
+        """End the ranks and start new ones; their variables are lost.
 
-        ``%ddp_restart --ranks 1`` brings back one that died, or gives it a fresh start.
+        ``%ddp_restart --ranks 1`` replaces one rank, dead or alive.
         """
-        args = arguments(self.ddp_restart, line)
-        display, session = LiveDisplay(), this_session()
-        if args.ranks is None:
-            table = session.restart(args.n, progress=display.show_text)
-        else:
-            table = session.bring_back(args.ranks, progress=display.show_text)
-        display.show_table(table)
+        args, display = arguments(self.ddp_restart, line), LiveDisplay()
+        progress = display.show_text
+        display.show_table(this_session().restart(args.n, ranks=args.ranks, progress=progress))
 
     @line_magic
     def ddp_why(self, line: str) -> None:
-        """Tell where every rank is right now: cell, line, the collective it waits in, stack."""
+        """Show where every rank is right now: cell, line, collective, stack."""
         no_arguments("%ddp_why", line)
         print(this_session().why())
 
@@ -177,20 +128,18 @@ class DdpMagics(Magics):
     def ddp_interrupt(self, line: str) -> None:
         """Stop what runs on the ranks in the background; variables are kept.
 
-        That is a cell started with ``%%ddp --no-wait``, or a comparison.
-
-        A cell that the notebook waits for is stopped by the notebook's own interrupt,
-        the square button.
+        In the background run cells and comparisons started with ``--no-wait`` or by the panel.
+        To stop a cell that the notebook waits for, interrupt the kernel (the square button).
         """
         no_arguments("%ddp_interrupt", line)
         print(this_session().interrupt())
 
     @magic_arguments()
-    @argument("--ranks", default=None, help="which ranks, e.g. 0,2-3; by default all")
-    @argument("--no-wait", action="store_true", help="go on at once; output follows as it comes")
+    @argument("--ranks", help=RANKS)
+    @argument("--no-wait", action="store_true", help="return at once; output follows as it arrives")
     @argument("--name", default="", help="the run that ddpnb.log in the cell adds to")
-    @argument("--timeout", type=float, default=None, help="seconds before the ranks are stopped")
-    @argument("--check", action="store_true", help="compare exact shapes too, and over hosts; slow")
+    @argument("--timeout", metavar="SECONDS", type=float, help="stop the cell after this time")
+    @argument("--check", action="store_true", help="compare collectives' exact shapes too; slow")
     @cell_magic
     def ddp(self, line: str, cell: str) -> Any:
         """Run the cell on the ranks.
@@ -198,9 +147,9 @@ class DdpMagics(Magics):
         ``rank``, ``local_rank``, ``world_size`` and ``device`` are defined there.  Each
         line of output is labelled with its rank; equal lines are shown once, as [0-3].
         """
-        args = arguments(self.ddp, line)
+        args, is_redirected = arguments(self.ddp, line), self.auto.has_redirected(cell)
         return this_session().run_cell(
-            cell if self.auto.has_redirected(cell) else below_magic(f"%%ddp {line}", cell),
+            cell if is_redirected else with_magic_line(f"%%ddp {line}", cell),
             ranks=args.ranks,
             wait=not args.no_wait,
             name=args.name,
@@ -210,35 +159,35 @@ class DdpMagics(Magics):
 
     @cell_magic
     def rank(self, line: str, cell: str) -> None:
-        """Run the cell on some ranks: ``%%rank 0``, ``%%rank 0,2-3``."""
+        """Run the cell on some ranks: ``%%rank 0`` or ``%%rank 0,2-3``."""
         if not line.strip():
-            raise UserError("Say which ranks: %%rank 0, or %%rank 0,2-3.")
-        this_session().run_cell(below_magic(f"%%rank {line}", cell), ranks=line.strip())
+            raise UserError("Name the ranks: %%rank 0, or %%rank 0,2-3.")
+        this_session().run_cell(with_magic_line(f"%%rank {line}", cell), ranks=line.strip())
 
     @line_magic
     def ddp_auto(self, line: str) -> None:
-        """Send every cell to the ranks: ``%ddp_auto on``, ``%ddp_auto off``.
+        """Run every cell on the ranks from now on: ``%ddp_auto on``, ``%ddp_auto off``.
 
-        While it is on, ``%%local`` keeps a cell in the notebook; so do ddpnb's own magics.
+        Cells that begin with ``%%local``, or contain a magic of ddpnb, still run in the notebook.
         """
-        if line.strip() not in ("on", "off"):
-            raise UserError("Say %ddp_auto on, or %ddp_auto off.")
+        messages = {
+            "on": "Every cell runs on the ranks; %%local keeps one in the notebook.",
+            "off": "Cells run in the notebook again.",
+        }
+        if line.strip() not in messages:
+            raise UserError("Write %ddp_auto on, or %ddp_auto off.")
         self.auto.switch(line.strip() == "on")
-        print(
-            "Every cell runs on the ranks; %%local keeps one here."
-            if line.strip() == "on"
-            else "Cells run in the notebook again."
-        )
+        print(messages[line.strip()])
 
     @cell_magic
     def local(self, line: str, cell: str) -> None:
-        """Run the cell in the notebook, also while ``%ddp_auto`` is on."""
+        """Run the cell in the notebook even while ``%ddp_auto`` is on."""
         no_arguments("%%local", line)
-        self.shell.run_cell(below_magic("%%local", cell)).raise_error()
+        self.shell.run_cell(with_magic_line("%%local", cell)).raise_error()
 
     @magic_arguments()
-    @argument("names", nargs="+", help="variables of the notebook")
-    @argument("--ranks", default=None, help="which ranks, e.g. 0,2-3; by default all")
+    @argument("names", nargs="+", metavar="variable", help="a variable of the notebook")
+    @argument("--ranks", help=RANKS)
     @line_magic
     def ddp_push(self, line: str) -> None:
         """Copy variables of the notebook to the ranks: ``%ddp_push a b``."""
@@ -249,14 +198,14 @@ class DdpMagics(Magics):
         this_session().push({name: here[name] for name in args.names}, args.ranks)
 
     @magic_arguments()
-    @argument("expression", nargs="+", help="a variable of the ranks, or an expression")
-    @argument("--ranks", default=None, help="which ranks, e.g. 0; by default all")
-    @argument("--as", dest="name", default="", help="the notebook's variable that takes it")
+    @argument("expression", nargs="+", help="evaluated on the ranks; usually a variable")
+    @argument("--ranks", help=RANKS)
+    @argument("--as", dest="name", metavar="NAME", help="assign it to this notebook variable")
     @line_magic
     def ddp_pull(self, line: str) -> Any:
-        """Bring a value from the ranks: ``%ddp_pull loss --ranks 0 --as loss``.
+        """Copy a value from the ranks: ``%ddp_pull loss --ranks 0 --as loss``.
 
-        A dict from rank to value; the value itself where ``--ranks`` names one rank.
+        The result is a dict from rank to value; if ``--ranks`` names one rank, its value.
         """
         args = arguments(self.ddp_pull, line)
         value = this_session().pull(" ".join(args.expression), args.ranks)
@@ -267,22 +216,22 @@ class DdpMagics(Magics):
 
     @magic_arguments()
     @argument("strategies", nargs="*", help=" | ".join(STRATEGIES), metavar="strategy")
-    @argument("--repeats", type=int, default=1, help="how often each strategy is trained [1]")
-    @argument("--name", default="", help="what the comparison is stored as")
-    @argument("--no-baseline", action="store_true", help="do not train `single` as well")
+    @argument("--repeats", metavar="N", type=int, default=1, help="trainings of each strategy [1]")
+    @argument("--name", default="", help="the name of the stored comparison")
+    @argument("--no-baseline", action="store_true", help="do not train `single` too")
     @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
-    @argument("--target", type=float, default=None, help="mark and time when a loss is reached")
-    @argument("--no-wait", action="store_true", help="go on at once; the figure follows")
+    @argument("--target", metavar="LOSS", type=float, help=TARGET)
+    @argument("--no-wait", action="store_true", help="return at once and train in the background")
     @training_arguments()
     @kwds(epilog=catalogue_text())
     @line_cell_magic
     def ddp_compare(self, line: str, cell: str = "") -> Any:
         """Train strategies on the same task and compare them, drawn live.
 
-        The cell defines ``model()`` and ``data(split)``, with split "train" or "test",
-        and if wanted ``loss(output, target)`` and ``optimizer(params)``.  Without a
-        cell, ``--task`` names a built-in task.  A strategy may have options,
-        ``ddp:hook=fp16``, and may be a class of your own, ``Averaging:every=2``.
+        The cell defines ``model()`` and ``data(split)``, where split is "train" or "test".
+        It may also define ``loss(outputs, targets)`` and ``optimizer(params)``.  Without a
+        cell, ``--task`` names a built-in task.  A strategy may have options, as in
+        ``ddp:hook=fp16``, and may be a class in the cell, as in ``Averaging:every=2``.
         """
         args = arguments(self.ddp_compare, line)
         if cell.strip():
@@ -291,9 +240,9 @@ class DdpMagics(Magics):
 
     @line_magic
     def ddp_panel(self, line: str) -> None:
-        """Show controls that do what ``%ddp_compare`` does, while other cells run.
+        """Show controls for ``%ddp_compare``; it trains in the background.
 
-        Its task may be the last ``%%ddp_compare`` cell's.  Shown again, it is the same panel.
+        The task may also be that of the latest ``%%ddp_compare`` cell.
         """
         no_arguments("%ddp_panel", line)
         if self.panel is None:
@@ -309,13 +258,13 @@ class DdpMagics(Magics):
         self.panel.show()
 
     @magic_arguments()
-    @argument("names", nargs="*", help="runs or comparisons, as %%ddp_runs lists them")
-    @argument("--x", default="", help=f"{' | '.join(ACROSS)}: draw losses against this alone")
+    @argument("names", metavar="name", nargs="*", help=f"a run or a comparison, {RUNS}")
+    @argument("--x", metavar="AXIS", default="", help=f"only this one: {' | '.join(ACROSS)}")
     @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
-    @argument("--target", type=float, default=None, help="mark and time when a loss is reached")
+    @argument("--target", metavar="LOSS", type=float, help=TARGET)
     @line_magic
     def ddp_plot(self, line: str) -> Any:
-        """Draw stored runs together: ``%ddp_plot mine ddp --log --target 0.3``."""
+        """Draw stored runs in one figure: ``%ddp_plot mine ddp --log --target 0.3``."""
         args = arguments(self.ddp_plot, line)
         options = PlotOptions(x=args.x, log=args.log, target=args.target)
         result = this_session().load(args.names, options)
@@ -323,59 +272,52 @@ class DdpMagics(Magics):
         return result
 
     @magic_arguments()
-    @argument("name", help="runs or a comparison, as %%ddp_runs lists them")
-    @argument("path", help="ends with .csv .runs.csv .json .html .png or .py; a folder else")
+    @argument("name", help=f"a run or a comparison, {RUNS}")
+    @argument("path", help="the file, or a folder for TensorBoard")
     @line_magic
     def ddp_export(self, line: str) -> None:
-        """Write stored runs to a file, by its ending.
+        """Write stored runs to a file; its ending chooses what.
 
-        ``.csv`` steps, ``.runs.csv`` runs, ``.json`` all of it, ``.html`` the report, ``.png``
-        the figure, ``.py`` the comparison's cell as a torchrun script; a folder for TensorBoard.
+        ``.csv``: every step; ``.runs.csv``: a line per run; ``.json``: everything; ``.html``: the
+        report; ``.png``: the figure; ``.py``: the comparison's cell as a script for torchrun.
+        Without an ending: a folder for TensorBoard.
         """
         args = arguments(self.ddp_export, line)
         print(export(this_session().load([args.name]), args.path))
 
     @magic_arguments()
-    @argument("text", nargs="*", help="stands in the name, the task or the state")
+    @argument("text", nargs="*", help="only runs whose name, task or state contains this")
     @argument("--task", default="", help="only runs of this task")
     @argument("--strategy", default="", help="only runs of this strategy")
-    @argument("--since", default="", help="only runs begun within 90m, 12h, 2d or 1w")
-    @argument("--last", type=int, default=None, help="only so many lines, the newest")
-    @argument("--show", metavar="NAME", default="", help="what is needed to repeat it")
-    @argument("--rename", metavar=("OLD", "NEW"), nargs=2, help="give a comparison another name")
-    @argument("--delete", metavar="NAME", default="", help="forget these runs, for good")
+    @argument("--since", metavar="TIME", default="", help="only those of the last 90m, 12h, 2d, 1w")
+    @argument("--last", metavar="N", type=int, help="only this many lines, the newest")
+    @argument("--show", metavar="NAME", help="show all that is needed to repeat a comparison")
+    @argument("--rename", metavar=("OLD", "NEW"), nargs=2, help="rename a comparison")
+    @argument("--delete", metavar="NAME", help="delete runs and their checkpoints")
     @line_magic
     def ddp_runs(self, line: str) -> None:
-        """List the stored runs, tell all of one, rename or delete some.
+        """List stored runs; show, rename or delete some.
 
         ``%ddp_runs --strategy ddp --since 2d``, ``%ddp_runs --show race``,
         ``%ddp_runs --rename race old-race``, ``%ddp_runs --delete race/async``.
         """
         args, session = arguments(self.ddp_runs, line), this_session()
         if args.rename:
-            old, new = args.rename
-            print(f"{old} is now called {session.store.rename(old, new)}.")
+            print(f"{args.rename[0]} is now called {session.store.rename(*args.rename)}.")
         elif args.delete:
             print(f"Deleted {', '.join(session.store.delete(args.delete))}.")
         elif args.show:
             display(Details(session.store.load(args.show)))
         else:
-            search = Search(
-                text=" ".join(args.text),
-                task=args.task,
-                strategy=args.strategy,
-                since=args.since,
-                last=args.last,
-            )
-            display(session.runs(search))
+            display(session.runs(_search(args)))
 
 
 def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
-    """Return the comparison that a parsed line of ``%%ddp_compare`` and its cell ask for."""
-    source = below_magic(f"%%ddp_compare {line}", cell) if cell.strip() else ""
+    """Return the comparison of a parsed line of ``%%ddp_compare`` and its cell."""
+    source = with_magic_line(f"%%ddp_compare {line}", cell) if cell.strip() else ""
     return ComparisonSpec(
         strategies=tuple(args.strategies),
-        training=training_of(vars(args), source=source, cell=this_cell_number()),
+        training=make_training_spec(vars(args), source=source, cell=this_cell_number()),
         num_repeats=args.repeats,
         name=args.name,
         baseline=not args.no_baseline,
@@ -383,25 +325,31 @@ def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
     )
 
 
-def below_magic(magic: str, cell: str) -> str:
-    """Return a cell's body under a comment for its first line: line numbers stay right."""
-    return cell if cell.startswith("%%") else f"# {magic}\n{cell}"
+def _search(args: Namespace) -> Search:
+    """Return what a parsed line of ``%ddp_runs`` searches for."""
+    return Search(
+        text=" ".join(args.text),
+        task=args.task,
+        strategy=args.strategy,
+        since=args.since,
+        last=args.last,
+    )
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics and their completions."""
+    """Register the magics and their completion."""
     magics = DdpMagics(shell)
     magics.auto.install()
     shell.register_magics(magics)
     complete_magics(shell, magics)
     if removed := remove_leftovers():
-        print(f"Removed what {len(removed)} crashed cluster(s) had left: {removed[0].name} ...")
+        print(f"Removed files of {counted(len(removed), 'crashed cluster')}: {removed[0].name} ...")
     if waits(Path.cwd()):
-        print("Ranks wait here for a kernel: %ddp_start --attach takes them, with all variables.")
+        print("Ranks wait for a kernel: %ddp_start --attach takes them over, with all variables.")
 
 
 def unload(shell: InteractiveShell) -> None:
-    """End the cluster; cells run in the notebook again."""
+    """Stop the cluster and switch ``%ddp_auto`` off."""
     magics = shell.magics_manager.registry["DdpMagics"]
     magics.auto.remove()
     if magics.panel is not None:

@@ -1,6 +1,6 @@
-"""Which controls are there, and what do they say?  (Notebook side.)
+"""The panel's controls (kernel).
 
-Each has a label, and works with the keyboard alone.
+Each has a label and can be used with the keyboard alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,27 +11,27 @@ from typing import Any, final
 import ipywidgets as widgets
 
 from ddpnb.cluster.placement import MAX_RANKS
+from ddpnb.history.repeat import line_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.protocol.options import Option, Value
 from ddpnb.protocol.training_options import training_options
-from ddpnb.runs.repeat import line_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormState:
-    """What the controls say; what they do not offer is as in ``%ddp_compare``."""
+    """The values of the controls; all else is as in ``%ddp_compare`` by default."""
 
     strategies: tuple[str, ...]
-    """As they are written in the magic; ``single`` among them is the baseline."""
+    """As the magic takes them; ``single`` is the baseline."""
     task: str
     num_ranks: int
     choices: Mapping[str, Value]
-    """By the fields of ``TrainingSpec``; a text is as the magic takes it, an empty one is none."""
+    """By field of ``TrainingSpec``; a text is as the magic takes it, an empty one is left out."""
     num_repeats: int = 1
     name: str = ""
 
     def line(self) -> str:
-        """Return the line of ``%ddp_compare``, without its name."""
+        """Return the line of ``%ddp_compare``, without the magic's name."""
         words: list[str] = []
         for name, option in training_options():
             chosen = self.choices.get(name, "")
@@ -46,8 +46,8 @@ class FormState:
         """Return a notebook cell that does the same.
 
         Args:
-            cell: what defines the task, where it is the cell's own.
-            has_ranks: whether ranks run already, so that none need be started.
+            cell: the cell that defines the task, if that is chosen.
+            has_ranks: whether ranks are running, so that none are started.
         """
         if self.task == CELL_TASK:
             return f"%%ddp_compare {self.line()}\n{cell}"
@@ -55,10 +55,10 @@ class FormState:
         return f"{start}%ddp_compare {self.line()}"
 
 
-CHOSEN_AT_FIRST = ("single", "ddp", "async")
-NUM_RANKS_AT_FIRST = 2
-AT_FIRST = {"num_epochs": 6.0, "learning_rate": 0.02}
-"""Choices that the panel does not begin with at their defaults."""
+DEFAULT_STRATEGIES = ("single", "ddp", "async")
+DEFAULT_NUM_RANKS = 2
+DEFAULTS = {"num_epochs": 6.0, "learning_rate": 0.02}
+"""Where the panel starts from another value than ``%ddp_compare``."""
 FIELD = {"width": "21em"}
 LABEL = {"description_width": "8.5em"}
 OWN_CELL = "own cell"
@@ -69,27 +69,27 @@ class Form:
     """The controls; holds no results.
 
     Args:
-        changed: called after each change of a control.
-        run: called when Run is pressed.
-        stop: called when Stop is pressed.
-        chose: called with the names of the stored runs that are chosen.
+        on_change: called after each change of a control.
+        on_run: called when Run is pressed.
+        on_stop: called when Stop is pressed.
+        on_select: called with the names of the selected stored runs.
     """
 
     def __init__(
         self,
         *,
-        changed: Callable[[], None],
-        run: Callable[[], None],
-        stop: Callable[[], None],
-        chose: Callable[[tuple[str, ...]], None],
+        on_change: Callable[[], None],
+        on_run: Callable[[], None],
+        on_stop: Callable[[], None],
+        on_select: Callable[[tuple[str, ...]], None],
     ) -> None:
         self._task = widgets.Dropdown(
             options=list(TASKS),
-            **_told("task", "what is trained; a %%ddp_compare cell adds one"),
+            **_labelled("task", "what to train; a %%ddp_compare cell adds its own task"),
         )
         self._strategies = {
             name: widgets.Checkbox(
-                value=name in CHOSEN_AT_FIRST,
+                value=name in DEFAULT_STRATEGIES,
                 description=name,
                 indent=False,
                 layout={"width": "auto", "margin": "0 1.2em 0 0"},
@@ -97,54 +97,56 @@ class Form:
             for name in STRATEGIES
         }
         self._more = widgets.Text(
-            placeholder="ddp:option=value", **_told("with options", "strategies with their options")
+            placeholder="ddp:option=value",
+            **_labelled("with options", "strategies with their options"),
         )
         self._ranks = widgets.BoundedIntText(
-            value=NUM_RANKS_AT_FIRST,
+            value=DEFAULT_NUM_RANKS,
             min=1,
             max=MAX_RANKS,
-            **_told("ranks", "how many are started where no cluster runs"),
+            **_labelled("ranks", "how many to start if no cluster is running"),
         )
         self._choices = {
-            name: _control(option, AT_FIRST.get(name, option.default))
+            name: _control(option, DEFAULTS.get(name, option.default))
             for name, option in training_options()
             if option.label
         }
         self._repeats = widgets.BoundedIntText(
-            value=1, min=1, max=1000, **_told("repeats", "how often each strategy is trained")
+            value=1, min=1, max=1000, **_labelled("repeats", "how often each strategy is trained")
         )
         self._name = widgets.Text(
-            placeholder="made from the task", **_told("name", "what the comparison is stored as")
+            placeholder="made from the task",
+            **_labelled("name", "the name of the stored comparison"),
         )
         self._stored = widgets.SelectMultiple(
             rows=8,
             description="stored runs",
-            tooltip="those chosen are drawn beside what is trained",
+            tooltip="the selected runs are drawn with the latest comparison",
             style=LABEL,
             layout={"width": "26em"},
         )
         self._magic = widgets.Textarea(
             rows=3,
             description="as a magic",
-            tooltip="a cell that does the same, to copy",
+            tooltip="a cell that does the same; copy it",
             style=LABEL,
             layout={"width": "60em", "max_width": "99%"},
         )
-        self._run = widgets.Button(description="Run", tooltip="train the chosen strategies")
+        self._run = widgets.Button(description="Run", tooltip="train the selected strategies")
         self._stop = widgets.Button(
-            description="Stop", tooltip="end what trains; keep what was trained"
+            description="Stop", tooltip="stop training; what was trained is kept"
         )
         self._status = widgets.HTML(layout={"margin": "0 0 0 1em"})
-        self.root = self._placed()
+        self.root = self._arranged()
         for control in self._settings():
-            control.observe(lambda _: changed(), names="value")
-        self._stored.observe(lambda change: chose(change["new"]), names="value")
-        self._run.on_click(lambda _: run())
-        self._stop.on_click(lambda _: stop())
+            control.observe(lambda _: on_change(), names="value")
+        self._stored.observe(lambda change: on_select(change["new"]), names="value")
+        self._run.on_click(lambda _: on_run())
+        self._stop.on_click(lambda _: on_stop())
         self.is_training = False
 
     def state(self) -> FormState:
-        """Return what the controls say."""
+        """Return the values of the controls."""
         chosen = [name for name, box in self._strategies.items() if box.value]
         task = self._task.value
         return FormState(
@@ -158,12 +160,12 @@ class Form:
 
     @property
     def is_training(self) -> bool:
-        """Whether Stop is the button to press next; both can be pressed at any time."""
+        """Whether the Stop button is highlighted; both buttons always work."""
         return bool(self._stop.button_style)
 
     @is_training.setter
     def is_training(self, is_training: bool) -> None:
-        # A button that is disabled while it has the focus would leave the keyboard nowhere.
+        # Disabling the button that has the focus would take the focus away from the keyboard.
         self._run.button_style = "" if is_training else "primary"
         self._stop.button_style = "danger" if is_training else ""
 
@@ -171,15 +173,15 @@ class Form:
         """Show the cell that does the same."""
         self._magic.value = text
 
-    def tell(self, text: str, *, is_error: bool = False) -> None:
-        """Say how it stands; a screen reader says it too."""
+    def show_status(self, text: str, *, is_error: bool = False) -> None:
+        """Show a line of status, which a screen reader reads aloud."""
         role, style = ("alert", "font-weight:600") if is_error else ("status", "")
         self._status.value = (
             f'<div role="{role}" style="white-space:pre-wrap;{style}">{escape(text)}</div>'
         )
 
     def offer(self, *, num_ranks: int | None, has_cell: bool, stored: Sequence[str]) -> None:
-        """Offer what there is now: the ranks that run, the user's cell, the stored runs."""
+        """Update what can be chosen: the number of ranks, the user's cell, the stored runs."""
         self._ranks.disabled = num_ranks is not None
         if num_ranks is not None:
             self._ranks.value = num_ranks
@@ -195,12 +197,12 @@ class Form:
             self._stored.value = kept
 
     def _settings(self) -> list[Any]:
-        """Return the controls that the magic's line is made of."""
+        """Return the controls that determine the magic's line."""
         boxes, choices = self._strategies.values(), self._choices.values()
         others = [self._task, self._more, self._ranks, self._repeats, self._name]
         return [*boxes, *choices, *others]
 
-    def _placed(self) -> Any:
+    def _arranged(self) -> Any:
         boxes = widgets.HBox(
             [widgets.HTML("<b>strategies</b>&emsp;"), *self._strategies.values()],
             layout={"flex_flow": "row wrap", "align_items": "center", "max_width": "99%"},
@@ -215,7 +217,7 @@ class Form:
         return widgets.VBox(
             [
                 boxes,
-                _explained(),
+                _explanations(),
                 widgets.HBox(columns, layout=wrapped),
                 self._magic,
                 widgets.HBox(buttons, layout=wrapped | {"align_items": "center"}),
@@ -224,23 +226,23 @@ class Form:
 
 
 def _control(option: Option, value: Any) -> Any:
-    """Return the control of a choice that begins with a value."""
-    said = _told(option.label, option.meaning)
+    """Return the control of an option, set to a value."""
+    label = _labelled(option.label, option.meaning)
     if option.choices:
-        return widgets.Dropdown(options=option.choices, value=value, **said)
+        return widgets.Dropdown(options=option.choices, value=value, **label)
     kinds = {bool: widgets.Checkbox, int: widgets.IntText, float: widgets.FloatText}
     if value is not None and option.value_kind in kinds and option.from_text is None:
-        return kinds[option.value_kind](value=value, **said)
-    return widgets.Text(placeholder=option.example, **said)
+        return kinds[option.value_kind](value=value, **label)
+    return widgets.Text(placeholder=option.example, **label)
 
 
-def _told(description: str, tip: str) -> dict[str, Any]:
-    return {"description": description, "tooltip": tip, "layout": FIELD, "style": LABEL}
+def _labelled(text: str, tooltip: str) -> dict[str, Any]:
+    return {"description": text, "tooltip": tooltip, "layout": FIELD, "style": LABEL}
 
 
-def _explained() -> Any:
-    """Return what each strategy is, folded away."""
+def _explanations() -> Any:
+    """Return a line about each strategy, folded."""
     lines = "<br>".join(f"{name}: {escape(entry.about)}" for name, entry in STRATEGIES.items())
     return widgets.HTML(
-        f'<details style="line-height:1.5"><summary>what they are</summary>{lines}</details>'
+        f'<details style="line-height:1.5"><summary>about the strategies</summary>{lines}</details>'
     )

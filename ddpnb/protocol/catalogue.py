@@ -84,7 +84,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         aliases=("OneDeviceStrategy",),
     ),
     "dp": StrategyEntry(
-        about="torch DataParallel; emulated on CPU threads where there are not two GPUs",
+        about="torch DataParallel; emulated by CPU threads without two GPUs",
         import_path="ddpnb.rank.strategies.data_parallel:DataParallel",
         look=Look("#e76300", "dashed", "^"),
         aliases=("DataParallel",),
@@ -102,21 +102,21 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         options={
             "bucket_cap_mb": Option(
                 default=25.0,
-                about="MB of gradients in one message",
+                about="MB of gradients per message",
                 least=0,
                 is_least_allowed=False,
             ),
             "static_graph": Option(default=False, about="every step uses the same parameters"),
             "hook": Option(
                 default="none",
-                about="what gradients are sent as",
+                about="compression of the gradients that are sent",
                 choices=("none", "fp16", "bf16", "powersgd"),
             ),
             "powersgd_rank": Option(default=1, about="rank of PowerSGD's matrices", least=1),
         },
     ),
     "ddp-shm": StrategyEntry(
-        about="the same, with an all-reduce in the memory that CPU ranks share",
+        about="the same, with an all-reduce in shared memory; CPU ranks only",
         import_path="ddpnb.rank.strategies.ddp_shm:DdpShm",
         look=Look("#174f86", "dashed", "h"),
         is_dense=True,
@@ -134,7 +134,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         is_dense=True,
     ),
     "central": StrategyEntry(
-        about="parameters in one place on the host, updated there once",
+        about="one copy of the parameters on the host, updated there",
         import_path="ddpnb.rank.strategies.central:Central",
         look=Look("#b9ac70", "dash-dot-dot", "P"),
         aliases=("CentralStorageStrategy",),
@@ -172,7 +172,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         options={"timeout": _TIMEOUT},
     ),
     "local-sgd": StrategyEntry(
-        about="each rank alone, weights averaged every few steps",
+        about="each rank trains alone; weights are averaged every few steps",
         import_path="ddpnb.rank.strategies.local_sgd:LocalSgd",
         look=Look("#bd1f01", "solid", "v"),
         options={
@@ -181,11 +181,11 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         },
     ),
     "diloco": StrategyEntry(
-        about="each rank alone, an outer Nesterov step on the averaged change every few steps",
+        about="each rank trains alone; every few steps a Nesterov step on the averaged change",
         import_path="ddpnb.rank.strategies.diloco:DiLoCo",
         look=Look("#f0857a", "dashed", "<"),
         options={
-            "every": Option(default=8, about="inner steps of an outer one", least=1),
+            "every": Option(default=8, about="inner steps per outer step", least=1),
             "outer_lr": Option(
                 default=0.7, about="the outer learning rate", least=0, is_least_allowed=False
             ),
@@ -234,7 +234,7 @@ TASKS: Mapping[str, Entry] = {
         import_path="ddpnb.rank.tasks.digits:build",
     ),
     "cifar10": Entry(
-        about="ResNet-18 on data/cifar-10-batches-bin; on synthetic images where there is none",
+        about="ResNet-18 on data/cifar-10-batches-bin; on synthetic images without it",
         import_path="ddpnb.rank.tasks.cifar10:build",
     ),
     "text": Entry(

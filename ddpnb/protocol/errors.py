@@ -1,18 +1,18 @@
-"""What can go wrong that a user should read about, and how does it read?  (Both sides.)"""
+"""Errors for users, and the phrases in them.  (Every process.)"""
 
 import difflib
 from collections.abc import Collection, Iterable
 
 FEW = 5
-"""So many names can be read at a glance."""
-LIKELY = 0.65
-"""How alike two names must be, of 1, for one to stand for the other by mistake."""
+"""As many names are listed in full."""
+SIMILARITY = 0.65
+"""Of a misspelt name to the one that was meant; 1: equal."""
 
 
 class UserError(Exception):
-    """A mistake the user can mend, told in one sentence that says how.
+    """A mistake that the user can correct; its one sentence says how.
 
-    IPython shows it as that one sentence, without a traceback.
+    IPython shows the sentence without a traceback.
     """
 
     def _render_traceback_(self) -> list[str]:
@@ -24,7 +24,7 @@ def one_of(what: str, given: object, choices: Iterable[object]) -> UserError:
     """Return the error for a name that is not among ``choices``.
 
     Args:
-        what: what the name stands for, e.g. ``"strategy"``.
+        what: the kind of thing, e.g. ``"strategy"``.
         given: the name that was given.
         choices: the names that exist, in the order to show them.
     """
@@ -33,12 +33,12 @@ def one_of(what: str, given: object, choices: Iterable[object]) -> UserError:
 
 
 def advice(given: str, names: Collection[str], *, few: int = 0) -> str:
-    """Return what to do about a name that does not exist: the ones meant, or all there are.
+    """Return a hint at the names that exist: those that were probably meant, or all.
 
     Args:
         given: the name that was given.
         names: the names that exist.
-        few: so many are told all, whatever was meant.
+        few: as many names are always listed in full.
     """
     if len(names) > few and (near := closest(given, names)):
         return f"did you mean {near}?"
@@ -46,17 +46,17 @@ def advice(given: str, names: Collection[str], *, few: int = 0) -> str:
 
 
 def closest(given: str, names: Iterable[str]) -> str:
-    """Return the one or two names that were likely meant, ``"dp or ddp"``; empty for none."""
-    return " or ".join(difflib.get_close_matches(given, names, n=2, cutoff=LIKELY))
+    """Return the one or two names that were probably meant, ``"dp or ddp"``; empty if none."""
+    return " or ".join(difflib.get_close_matches(given, names, n=2, cutoff=SIMILARITY))
 
 
 def kind_of(value: object) -> str:
-    """Return what a value is, for a sentence: ``"a Tensor"``, ``"an int"``, ``"None"``."""
+    """Return a value's type for a sentence: ``"a Tensor"``, ``"an int"``, ``"None"``."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def summary_of(error: Exception) -> str:
-    """Return an exception in one line: its class and the first line of what it says."""
+    """Return an exception in one line: its class and the first line of its message."""
     reason = (str(error).strip().splitlines() or ["no message"])[0]
     return f"{type(error).__name__}: {reason}"

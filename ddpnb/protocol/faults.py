@@ -1,8 +1,8 @@
-"""How is a fault written that is to strike a rank while it trains?  (Both sides.)
+"""Faults on purpose, as users write them.  (Every process.)
 
 1:3x     rank 1 computes 3 times as long
-1:50ms   each step of rank 1 takes 50 ms longer; also 0.05s
-1@5s     rank 1 is killed after 5 seconds of training; also 500ms
+1:50ms   each step of rank 1 takes 50 ms longer; also 1:0.05s
+1@5s     rank 1 is killed after 5 seconds of training; also 1@500ms
 """
 
 import re
@@ -16,37 +16,37 @@ _KILL = re.compile(r"(\d+)@(\d+(?:\.\d+)?)(ms|s)")
 _UNIT_SECONDS = {"s": 1.0, "ms": 1e-3}
 
 MAX_SECONDS = 86_400.0
-"""A day: longer than any step here, or any training."""
+"""A day."""
 MAX_FACTOR = 10_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """One rank whose steps take longer."""
+    """Makes the steps of one rank take longer."""
 
     rank: int
     factor: float = 1.0
-    """Times its own computing."""
+    """On the time that it computes."""
     seconds: float = 0.0
-    """Longer at each step, whatever it computes."""
+    """Added to each step."""
     text: str
-    """In words, e.g. ``"3x slower"``."""
+    """For users: ``"3x slower"``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One rank that dies."""
+    """Kills one rank."""
 
     rank: int
     seconds: float
-    """Of training, until it does."""
+    """Of training, before it is killed."""
 
 
 def parse_slow(text: str) -> Slow:
-    """Return what ``1:3x`` or ``1:50ms`` says.
+    """Parse ``1:3x`` or ``1:50ms``.
 
     Raises:
-        UserError: it says nothing of the kind.
+        UserError: it is not written so, or not slower.
     """
     found = _SLOW.fullmatch(text)
     if found is None:
@@ -65,10 +65,10 @@ def parse_slow(text: str) -> Slow:
 
 
 def parse_kill(text: str) -> Kill:
-    """Return what ``1@5s`` says.
+    """Parse ``1@5s``.
 
     Raises:
-        UserError: it says nothing of the kind.
+        UserError: it is not written so.
     """
     found = _KILL.fullmatch(text)
     if found is None:
@@ -78,10 +78,10 @@ def parse_kill(text: str) -> Kill:
 
 
 def parse_kills(texts: Sequence[str]) -> tuple[Kill, ...]:
-    """Return what several ``--kill`` say, each of another rank.
+    """Parse several ``--kill``, each of another rank.
 
     Raises:
-        UserError: one is wrong, or a rank is to die twice.
+        UserError: one is wrong, or two are of the same rank.
     """
     kills = tuple(map(parse_kill, texts))
     ranks = [kill.rank for kill in kills]
@@ -98,10 +98,10 @@ def _seconds(what: str, amount: float, unit: str) -> float:
 
 
 def check_ranks(slow: Sequence[str], kill: Sequence[str], world_size: int) -> None:
-    """Refuse faults of ranks that there are not.
+    """Check that the ranks of all faults exist.
 
     Raises:
-        UserError: one names such a rank.
+        UserError: one does not.
     """
     named = [("--slow", text, parse_slow(text).rank) for text in slow]
     named += [("--kill", text, parse_kill(text).rank) for text in kill]

@@ -1,7 +1,6 @@
-"""What crosses between the notebook's kernel and the ranks?  (Both sides.)
+"""The messages between the kernel and the ranks.  (Every process.)
 
-Frozen, checked, picklable values only: specs go down, events and reports come
-back.  Nothing here imports torch, IPython or matplotlib.
+Frozen, checked, picklable values: specs go to the ranks, events and reports come back.
 """
 
 import math
@@ -16,7 +15,7 @@ from ddpnb.protocol.training_options import TrainingSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """Where one rank lives and what it computes with."""
+    """The process and device of one rank."""
 
     rank: int
     local_rank: int
@@ -31,25 +30,25 @@ class RankState:
     shares_device: bool = False
     """Whether another rank computes on the same GPU."""
     missing: tuple[str, ...] = ()
-    """What is off because a library here is of another version: one sentence each."""
+    """A sentence for each feature that is off because of a library's version."""
 
 
 MODEL_FILE = "model.pt"
-"""What a run's trained model is saved as, among its checkpoints: a ``state_dict``."""
+"""The file, among a run's checkpoints, with the ``state_dict`` of the trained model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec(TrainingSpec):
-    """One training: everything a rank must know to repeat it exactly."""
+    """One run: everything that a rank needs to repeat it exactly."""
 
     run_id: str
     strategy: str
-    """As it was written, with its options: ``"ddp"``, ``"ddp:hook=fp16"``."""
+    """As the user wrote it, with its options: ``"ddp"``, ``"ddp:hook=fp16"``."""
     repeat: int = 0
     checkpoints: str = ""
-    """The folder that holds one of each run's checkpoints; empty: none are kept."""
+    """The folder that holds a folder of checkpoints per run; empty: none are kept."""
     resumed: str = ""
-    """What the user calls the run that is resumed, whose id ``resume`` is: ``"first/ddp#1"``."""
+    """The address of the run that is resumed, ``"first/ddp#1"``; ``resume`` holds its id."""
 
     def __post_init__(self) -> None:
         TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
@@ -58,12 +57,12 @@ class RunSpec(TrainingSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
-    """What a run turned out to be, told by its first rank before the first step."""
+    """What a run turned out to be; its first rank sends it before the first step."""
 
     run_id: str
     strategy: str
     synchronous: bool
-    """Whether all workers make step k together; else each counts its own steps."""
+    """Whether all workers make step k together; otherwise each counts its own steps."""
     num_workers: int
     """Ranks (or, for ``dp``, replicas) that train."""
     num_threads: int
@@ -72,27 +71,27 @@ class RunHeader:
     backend: str
     num_parameters: int
     num_samples: int
-    """Training samples the whole run will see, over all workers."""
+    """Training samples that the run will see, over all workers."""
     num_samples_before: int = 0
-    """Those that the run it resumes had seen when the checkpoint was made."""
+    """Samples that the resumed run had seen when its checkpoint was made."""
     is_emulated: bool = False
-    """Whether the strategy's real form cannot run here: its speed says nothing about that."""
+    """Whether the strategy is emulated; then its speed says nothing about the real one."""
     notes: tuple[str, ...] = ()
     """What is emulated, synthetic or adjusted: one short sentence each, shown with every result."""
 
 
 class Parts(NamedTuple):
-    """Where the seconds of one step went; they add up to the step, but for ``hidden``."""
+    """The seconds of one step by part; all except ``hidden`` add up to the step."""
 
     data: float = 0.0
-    """Fetching the batch and bringing it to the device."""
+    """Fetching the batch and copying it to the device."""
     forward: float = 0.0
     backward: float = 0.0
     communication: float = 0.0
     """Exchanging tensors while nothing else was computed: the exposed part."""
     optimizer: float = 0.0
     waiting: float = 0.0
-    """For other ranks to be ready; where a strategy cannot tell, it counts as communication."""
+    """For other ranks; where a strategy cannot measure it, it counts as communication."""
     hidden: float = 0.0
     """Exchanging tensors behind the backward pass: costs no time of its own."""
 
@@ -101,10 +100,10 @@ NO_PARTS = Parts()
 
 
 class MarkKind(StrEnum):
-    """What happened to a rank; its text says what there is no kind for."""
+    """What happened to a rank; ``OTHER`` is in the text alone."""
 
     KILLED = "killed"
-    """By a signal: on purpose, or by somebody else."""
+    """By a signal, on purpose or not."""
     DIED = "died"
     CAME_BACK = "came back"
     OTHER = ""
@@ -112,13 +111,13 @@ class MarkKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Something that happened in a run at one moment: a fault struck, a rank came back."""
+    """Something that happened during a run: a fault struck, a rank came back."""
 
     rank: int
     seconds: float
     """Training time since the run began."""
     text: str = ""
-    """A few words, e.g. ``"3x slower"``; where none are given, those of its kind."""
+    """A few words, e.g. ``"3x slower"``; by default those of its kind."""
     kind: MarkKind = MarkKind.OTHER
 
     def __post_init__(self) -> None:
@@ -132,47 +131,47 @@ class StepEvent:
     step: int
     """0, 1, 2 ... on this worker."""
     seconds: float
-    """Training time since the run began, read after the step; warm-up and evaluation left out."""
+    """Training time at the end of the step, since the run began; without warm-up and evaluation."""
     num_samples: int
     """Samples this worker trained on in this step."""
     loss: float
-    """Mean loss over those samples, before the step's update; NaN where none was given."""
+    """Mean loss over those samples, before the step's update; NaN if none is known."""
     staleness: int | None = None
     """Updates by others between the pull of the parameters and the use of the gradient."""
     parts: Parts = NO_PARTS
     num_bytes_sent: int = 0
-    """What this worker handed over for others in this step."""
+    """What this worker sent to others in this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What a rank knows of a training that can be trained."""
+    """The result of a rank's checks of a run that can be trained."""
 
     num_samples: int
-    """Of the training split here; should be as many on every rank."""
+    """Of the training split on this rank; should be the same on all."""
     survives_deaths: bool
-    """Whether the others train on where a rank other than 0 dies."""
+    """Whether the others train on if a rank other than 0 dies."""
 
 
 NO_STALENESS = -1
-"""Stands for "this step has no staleness" in a row."""
+"""In a row: the step has no staleness."""
 
 _ROW = struct.Struct("<ddqqiiq7f")
 ROW_BYTES = _ROW.size
 
 
 def pack_step(rank: int, step: StepEvent) -> bytes:
-    """Return one step as the 76 bytes that cross, lie in the store and are read as numpy rows.
+    """Return one step as 76 bytes: what is sent and stored, and what numpy reads as a row.
 
-    Packing costs a rank less than pickling would, and the kernel nothing at all.
+    It costs a rank less than pickling, and the kernel nothing.
     """
-    stale = NO_STALENESS if step.staleness is None else step.staleness
+    staleness = NO_STALENESS if step.staleness is None else step.staleness
     return _ROW.pack(
         step.seconds,
         step.loss,
         step.num_samples,
         step.step,
-        stale,
+        staleness,
         rank,
         step.num_bytes_sent,
         *step.parts,
@@ -181,16 +180,16 @@ def pack_step(rank: int, step: StepEvent) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventBatch:
-    """What one rank flushed at once; ``sequence`` counts 0, 1, 2 ... per rank and run."""
+    """Events that one rank sends together; ``sequence`` counts 0, 1, 2 ... per rank and run."""
 
     run_id: str
     rank: int
     sequence: int
     header: RunHeader | None = None
     rows: bytes = b""
-    """What ``pack_step`` made of each step, or of each call of ``ddpnb.log``."""
+    """Each step, or call of ``ddpnb.log``, as ``pack_step`` packs it."""
     metrics: tuple[tuple[int, str, float], ...] = ()
-    """Further numbers of the user's own: index of the row, name, value."""
+    """Further numbers that the user logged: index of the row, name, value."""
     marks: tuple[Mark, ...] = ()
 
     @property
@@ -201,12 +200,12 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejoinInfo:
-    """Where a rank comes into a run that the others train already, after its process had died."""
+    """Where a rank whose process died rejoins a run that the others still train."""
 
     first_batch: int
-    """How many event batches of this rank there are."""
+    """The event batches of this rank so far."""
     first_step: int
-    """How many steps of it."""
+    """Its steps so far."""
     began_at: float
     """``time.time()`` when the training began."""
 
@@ -221,33 +220,33 @@ class RunReport:
     num_steps: int = 0
     num_samples: int = 0
     seconds: float = math.nan
-    """Training time of this rank, warm-up and evaluation left out."""
+    """Training time of this rank, without warm-up and evaluation."""
     final_loss: float = math.nan
     """Mean loss of the final model over the training split; on the evaluating rank only."""
     held_out_loss: float = math.nan
     held_out_accuracy: float = math.nan
-    """Share of held-out samples classified right; NaN where targets are not class labels."""
+    """Share of held-out samples classified correctly; NaN if targets are not class labels."""
     num_batches_sent: int = 0
-    """Event batches flushed, so that the notebook knows when it has them all."""
+    """Event batches sent, so that the kernel knows when it has them all."""
     num_lost_samples: int = 0
-    """Samples handed out whose gradient never arrived, over all workers; on rank 0 only."""
+    """Samples handed out without a gradient in return, over all workers; on rank 0 only."""
     num_parameter_bytes: int = 0
-    """What this rank holds of the parameters when training ends; 0 where it is not known."""
+    """What this rank holds of the parameters when training ends; 0 if not known."""
     num_optimizer_bytes: int = 0
-    """What it holds of the optimizer's state."""
+    """What this rank holds of the optimizer's state."""
     was_stopped: bool = False
-    """Whether it ended before its last step because it was asked to."""
+    """Whether it was stopped before its last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellSpec:
-    """One notebook cell to run on a rank."""
+    """A cell to run on a rank."""
 
     source: str
     execution_count: int
-    """The notebook's own ``In [n]``, so that tracebacks on the ranks name it."""
+    """The ``n`` of the notebook's ``In [n]``, so that tracebacks on the ranks name it."""
     run_id: str = ""
-    """The run that ``ddpnb.log`` in this cell adds to; none if empty."""
+    """The run that ``ddpnb.log`` in this cell adds to; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,17 +258,17 @@ class Failure:
     """The exception's class."""
     text: str
     traceback: tuple[str, ...] = ()
-    """The formatted traceback, as IPython on the rank would show it."""
+    """As IPython on the rank shows it."""
     failed_at: float
-    """``time.time()`` on the rank when the exception arrived."""
+    """``time.time()`` on the rank when the exception was caught."""
     is_consequence: bool = False
-    """Whether it failed only because another rank did: its connection was closed."""
+    """Whether the rank failed only because another did: its connection was closed."""
     was_waiting: bool = True
-    """Of a consequence: whether the rank was waiting for others, or was ended in the midst."""
+    """For a consequence: whether the rank was waiting for others, and not computing."""
     is_death: bool = False
-    """Whether the rank's process died; ``text`` then says how."""
+    """Whether the rank's process died; then ``text`` says how."""
     breaks_group: bool = False
-    """Whether the ranks' next collectives would not meet either: the group is to be formed anew."""
+    """Whether the ranks' next collectives would not match: the group must be formed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,13 +278,13 @@ class CellReport:
     rank: int
     failure: Failure | None = None
     num_batches_sent: int = 0
-    """Event batches that ``ddpnb.log`` flushed."""
+    """Event batches that ``ddpnb.log`` sent."""
     num_collectives: int = 0
     """Collectives of the default group that had begun here when the cell ended."""
 
 
 class StaleVariable(NamedTuple):
-    """A variable on a rank that keeps the process group it was made with."""
+    """A variable on a rank that holds on to an aborted process group."""
 
     name: str
     """The variable, or the expression that leads to the object: ``"trainer.model"``."""
@@ -295,21 +294,21 @@ class StaleVariable(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """Where one rank stands at one moment."""
+    """What one rank is doing at one moment."""
 
     rank: int
     is_busy: bool
     """Whether it runs a cell or trains."""
     cell: int = 0
-    """The ``n`` of the cell ``In [n]`` that it is at; 0 where that is not known."""
+    """The ``n`` of the cell ``In [n]`` that it runs; 0 if not known."""
     line: int = 0
-    """The line of that cell; 0 where that is not known."""
+    """The line of that cell; 0 if not known."""
     call: str = ""
     """The call of ``torch.distributed`` that it waits in, e.g. ``"all_reduce"``; empty if none."""
     in_backward: bool = False
     """Whether it is inside ``backward()``, where DDP's all-reduces run."""
     tensor: str = ""
-    """What that call sends, e.g. ``"Float [3, 4]"``; empty where that is not known."""
+    """What that call sends, e.g. ``"Float [3, 4]"``; empty if not known."""
     peer: int | None = None
     """The rank that it sends to or receives from."""
     num_collectives: int = 0

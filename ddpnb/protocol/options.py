@@ -1,7 +1,7 @@
-"""What is known of one thing that can be chosen?  (Both sides.)
+"""Options: what a user can choose about a training, a strategy or a task.  (Every process.)
 
-A choice is written once, as an ``Option``: its check, the magic's argument and help, tab
-completion, the panel's control and the signature in Python follow from it.
+An option is declared once.  Its check, the magic's argument and help, tab completion, the
+panel's control and the signature in Python follow from the declaration.
 """
 
 import math
@@ -19,44 +19,46 @@ WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One thing to choose about a training, a strategy or a task."""
+    """One thing that a user can choose."""
 
     default: Value | tuple[str, ...] | None
     about: str
+    """A line of help."""
     kind: type | None = None
-    """What a value is, where ``default`` is None and does not show it; ``tuple``: of texts."""
+    """The type of a value, where ``default`` is None; ``tuple``: of texts."""
     choices: tuple[str, ...] = ()
     least: float = -math.inf
     is_least_allowed: bool = True
     most: float = math.inf
     from_text: Callable[[str, str], Value] | None = None
-    """Reads a value that is written in a way of its own, given the option's name and the text."""
+    """Parses a special notation, given the option's name and the text."""
     flag: str = ""
-    """How it is written in a magic's line: ``"--batch-size"``; in Python ``batch_size``."""
+    """In a magic's line: ``"--batch-size"``; the keyword in Python is ``batch_size``."""
     group: str = ""
-    """The heading of its help."""
+    """The heading above its help."""
     example: str = "N"
+    """A value, for the help."""
     label: str = ""
-    """Of its control in the panel; empty: it has none there."""
+    """Of its control in the panel; empty: it has no control."""
 
     @property
     def keyword(self) -> str:
-        """What it is called in Python."""
+        """Its name in Python."""
         return self.flag.lstrip("-").replace("-", "_")
 
     @property
     def meaning(self) -> str:
-        """What it is, with all that may be chosen where that can be listed."""
+        """Its line of help, with its choices if it has any."""
         return f"{' | '.join(self.choices)}: {self.about}" if self.choices else self.about
 
     @property
     def value_kind(self) -> type:
-        """What a value is."""
+        """The type of a value."""
         return self.kind or type(self.default)
 
     @property
     def values(self) -> tuple[str, ...]:
-        """What may be written, where that can be listed."""
+        """All values, as texts, if they can be listed."""
         return ("on", "off") if self.value_kind is bool else self.choices
 
     def words(self, value: Any) -> list[str]:
@@ -68,14 +70,14 @@ class Option:
         return [self.flag, f"{value:.12g}" if isinstance(value, float) else str(value)]
 
     def read(self, name: str, given: object) -> Any:
-        """Return what was chosen, from a text or from Python, as a value that fits.
+        """Return a valid value from what was given in a text or in Python.
 
         Args:
             name: what the user calls the option.
             given: the text or value.
 
         Raises:
-            UserError: it does not fit; says what does.
+            UserError: it is not valid; the sentence says what is.
         """
         if self.from_text is not None:
             return self.check(name, self.from_text(name, str(given)), given)
@@ -95,12 +97,12 @@ class Option:
         return self.check(name, value, given)
 
     def check(self, name: str, value: object, given: object = None) -> Any:
-        """Return a value as Python's own of the option's kind; raises as ``read``.
+        """Return a value, converted by ``as_kind``, if it is valid; raises as ``read``.
 
         Args:
             name: what the user calls the option.
             value: the value.
-            given: what the user wrote for it, where that is something else.
+            given: what the user wrote, if that is something else.
         """
         if value is None and self.default is None:
             return None
@@ -121,9 +123,9 @@ class Option:
 
 
 def as_kind(name: str, value: object, kind: type) -> Any:
-    """Return a value as Python's own of a kind, which can be stored and sent anywhere.
+    """Return a value as an object of a built-in type, which can be stored and sent anywhere.
 
-    Numbers of numpy are numbers too, and a whole number does where any number does.
+    Accepts numpy's numbers, and a whole number for a float.
 
     Args:
         name: what the user calls it.
@@ -131,7 +133,7 @@ def as_kind(name: str, value: object, kind: type) -> Any:
         kind: ``bool``, ``int``, ``float``, ``str``, or ``tuple`` for texts.
 
     Raises:
-        UserError: it is nothing of the kind.
+        UserError: it is of another kind.
     """
     if kind is tuple and isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(as_kind(f"each of {name}", each, str) for each in value)

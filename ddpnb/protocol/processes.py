@@ -1,6 +1,6 @@
-"""Which process is this, does it live, and what does it leave behind?  (Both sides.)
+"""Processes: their identity, the names of their requests, and files that survive their death.
 
-Imports neither torch nor IPython.
+Every process imports it; it imports neither torch nor IPython.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 ProcessId = tuple[int, float]
-"""A process: its pid, and when it began (seconds since 1970), since pids are used again."""
+"""A pid and when its process began (seconds since 1970), for pids are used again."""
 
 
 class KernelRequest(StrEnum):
@@ -34,7 +34,6 @@ class ForkServerEvent(StrEnum):
 
     READY = "ready"
     FAILED = "failed"
-    STARTED = "started"
     EXITED = "exited"
     ANSWER = "answer"
     ATTACHED = "attached"
@@ -51,7 +50,7 @@ class RankCommand(StrEnum):
 
 
 _SAME_SECONDS = 1.5
-"""How far apart two readings of one start may lie: they depend on an adjustable clock."""
+"""Two readings of one start may differ by so much: the clock can be adjusted."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -59,14 +58,14 @@ def process_id(pid: int | None = None) -> ProcessId:
     """Return the identity of a process, by default of this one.
 
     Raises:
-        psutil.NoSuchProcess: where it has ended.
+        psutil.NoSuchProcess: it has ended.
     """
     process = psutil.Process(pid)
     return process.pid, process.create_time()
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Return whether a process still runs; one that waits to be reaped does not."""
+    """Return whether a process is alive; a zombie is not."""
     pid, began = process
     try:
         found = psutil.Process(pid)
@@ -89,17 +88,17 @@ def atomic_write(
     mode: int = 0o666,
     synced_folders: Iterable[Path] = (),
 ) -> None:
-    """Write a file that is there as a whole, or as it was before, whenever this process ends.
+    """Write a file: whenever this process ends, the file is complete or as it was before.
 
     Args:
         path: the file.
         content: all of it.
         mode: of the file, less the umask.
-        synced_folders: where the machine itself may go down: the folder of the file, and those
-            above that may be new.  They, and the file, are on the disk when this returns.
+        synced_folders: to survive a crash of the machine too: the file's folder, and those
+            above it that may be new.  They and the file are on the disk when this returns.
 
     Raises:
-        OSError: the disk refuses; nothing is left of it.
+        OSError: the disk refuses; no part of the new file is left.
     """
     folders = tuple(synced_folders)
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -1,4 +1,4 @@
-"""How are sets of ranks read and written?  ``0,2-3``  (Notebook side.)"""
+"""Sets of ranks as users write them: ``0,2-3``.  (Kernel and ranks.)"""
 
 from collections.abc import Collection, Iterable
 
@@ -6,10 +6,10 @@ from ddpnb.protocol.errors import UserError
 
 
 def parse_ranks(text: str | None, world_size: int) -> tuple[int, ...]:
-    """Read a set of ranks such as ``"0,2-3"``; ``None`` means all of them.
+    """Parse a set of ranks such as ``"0,2-3"``; ``None`` means all.
 
     Raises:
-        UserError: where the text names no rank, or one that does not exist.
+        UserError: the text names no rank, or one that does not exist.
     """
     if text is None or text.strip() in ("", "all"):
         return tuple(range(world_size))
@@ -24,16 +24,16 @@ def parse_ranks(text: str | None, world_size: int) -> tuple[int, ...]:
             ) from None
     if not ranks:
         raise UserError(f"{text!r} names no rank: write the smaller number first, such as 0-3.")
-    if strangers := sorted(rank for rank in ranks if rank >= world_size):
+    if missing := sorted(rank for rank in ranks if rank >= world_size):
         raise UserError(
-            f"There is no rank {format_ranks(strangers)}: the ranks are "
+            f"There is no rank {format_ranks(missing)}: the ranks are "
             f"{format_ranks(range(world_size))}."
         )
     return tuple(sorted(ranks))
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Write a set of ranks the short way: ``"0,2-3"``."""
+    """Return a set of ranks in the short form: ``"0,2-3"``."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:

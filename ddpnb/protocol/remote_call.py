@@ -1,4 +1,4 @@
-"""How does the notebook name a function that runs on a rank?  (Both sides.)"""
+"""A function of the ranks, as the kernel names it.  (Kernel and ranks.)"""
 
 import importlib
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class OnRank:
-    """A call by name of a function of ``ddpnb.rank.calls``: ``OnRank("state")()``.
+    """A function of ``ddpnb.rank.calls``, by name: ``OnRank("state")``.
 
-    Only the name crosses: the notebook's side never imports the ranks', and looks nothing up.
+    Only the name is sent, and the rank looks it up: the kernel never imports the ranks' rooms.
     """
 
     function: str
 
     def __call__(self, *args: object) -> object:
-        """Find the function and call it; runs on the rank, where its module is loaded."""
+        """Look the function up and call it; runs on the rank."""
         return getattr(importlib.import_module("ddpnb.rank.calls"), self.function)(*args)

@@ -1,6 +1,6 @@
-"""What can be chosen about a training, whatever the strategy?  (Both sides.)
+"""The options of a training, the same for every strategy.  (Every process.)
 
-Every choice is written once, as a field of ``TrainingSpec`` with its ``Option``.
+Each is declared once, as a field of ``TrainingSpec`` with its ``Option``.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from ddpnb.protocol.faults import parse_kills, parse_slow
 from ddpnb.protocol.options import Option
 
 AMP = ("none", "bf16")
-"""What mixed precision there is: bfloat16 needs no scaling of the loss."""
+"""Mixed precision; bfloat16 needs no scaling of the loss."""
 
 LR_SCALING = ("none", "linear", "sqrt")
 """How the learning rate may grow with the number of workers."""
@@ -30,7 +30,7 @@ def _option(default: Any, flag: str, **described: Any) -> Any:
 
 
 def _share(name: str, text: str) -> float:
-    """Return the number that ``20%`` or ``0.2`` says."""
+    """Parse ``20%`` or ``0.2``."""
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -43,7 +43,7 @@ def _share(name: str, text: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
-    """One way of training: the same for every strategy that is compared."""
+    """The options of a training: the same for every strategy of a comparison."""
 
     task: str = _option(
         CELL_TASK,
@@ -51,12 +51,12 @@ class TrainingSpec:
         group="training",
         example="TASK",
         about=f"{' | '.join(TASKS)}, with options as in synthetic:samples=512; "
-        "left out: the cell's own",
+        "by default the cell's own",
     )
     source: str = ""
-    """The comparison cell; defines ``model()`` and ``data(split)`` when ``task`` is ``"cell"``."""
+    """The comparison's cell; defines ``model()`` and ``data(split)`` if ``task`` is ``"cell"``."""
     cell: int = 0
-    """The ``n`` of the cell ``In [n]`` that ``source`` stands in; 0: in none."""
+    """The ``n`` of its ``In [n]``; 0 if there is none."""
     num_epochs: float = _option(
         2.0,
         "--epochs",
@@ -72,7 +72,7 @@ class TrainingSpec:
         group="training",
         least=1,
         label="global batch",
-        about="the global batch: samples a step, over all workers together",
+        about="the global batch: samples per step over all workers",
     )
     learning_rate: float = _option(
         0.05,
@@ -89,16 +89,16 @@ class TrainingSpec:
         group="training",
         least=0,
         most=2**63 - 1,
-        about="of the weights and the order of samples",
+        about="seed of the initial weights and the order of samples",
     )
     num_warmup_steps: int = 3
-    """Steps trained on a throwaway replica first, so that no clock sees a cold start."""
+    """Steps on a throwaway replica before the training, so that no clock sees a cold start."""
     accumulate: int = _option(
         1,
         "--accumulate",
         group="steps",
         least=1,
-        about="parts that a worker's share of a step is cut into, to save memory",
+        about="gradient accumulation: micro-batches per step of each worker",
     )
     amp: str = _option(
         "none",
@@ -106,7 +106,7 @@ class TrainingSpec:
         group="steps",
         choices=AMP,
         example="TYPE",
-        about="what the forward pass computes in where that is safe",
+        about="mixed precision: type of the forward pass where that is safe",
     )
     clip: float | None = _option(
         None,
@@ -115,7 +115,7 @@ class TrainingSpec:
         group="steps",
         least=0,
         is_least_allowed=False,
-        about="largest norm of all gradients together; larger ones are scaled down to it",
+        about="largest norm of all gradients together; larger gradients are scaled down",
     )
     lr_scaling: str = _option(
         "none",
@@ -130,13 +130,13 @@ class TrainingSpec:
         "--lr-warmup",
         group="steps",
         least=0,
-        about="epochs over which the learning rate grows from almost nothing",
+        about="epochs in which the learning rate grows from almost zero",
     )
     sync_batchnorm: bool = _option(
         False,
         "--sync-batchnorm",
         group="steps",
-        about="BatchNorm takes its statistics over all ranks; on GPUs only",
+        about="BatchNorm computes its statistics over all ranks; GPUs only",
     )
     transport: str = _option(
         "auto",
@@ -152,7 +152,7 @@ class TrainingSpec:
         group="data",
         least=0,
         most=256,
-        about="processes of each rank that fetch samples ahead (torch's DataLoader)",
+        about="processes per rank that load samples ahead (torch's DataLoader)",
     )
     slow: tuple[str, ...] = _option(
         (),
@@ -160,8 +160,8 @@ class TrainingSpec:
         group="faults on purpose",
         example="1:3x",
         label="straggler",
-        about="rank 1 computes 3 times as long; 1:50ms: its steps take 50 ms longer; "
-        "several with commas",
+        about="rank 1 takes 3 times as long; 1:50ms: 50 ms longer per step; "
+        "separate several by commas",
     )
     jitter: float = _option(
         0.0,
@@ -171,7 +171,7 @@ class TrainingSpec:
         from_text=_share,
         least=0,
         most=100,
-        about="each step of each rank takes longer at random, by up to this share",
+        about="every step of every rank takes up to this share longer, at random",
     )
     kill: tuple[str, ...] = _option(
         (),
@@ -185,15 +185,15 @@ class TrainingSpec:
         "--save-every",
         group="checkpoints",
         least=0,
-        about="epochs between checkpoints, one at the end among them, kept in "
-        "data/runs/checkpoints; the last two stay",
+        about="epochs between checkpoints in data/runs/checkpoints; one more at the end; "
+        "the last two are kept",
     )
     resume: str = _option(
         "",
         "--resume",
         group="checkpoints",
         example="RUN",
-        about="begin from the last checkpoint of these runs, as %ddp_runs lists them",
+        about="continue from the last checkpoint of these runs, as %ddp_runs lists them",
     )
 
     def __post_init__(self) -> None:
@@ -211,7 +211,7 @@ class TrainingSpec:
 
 
 def training_options() -> Iterator[tuple[str, Option]]:
-    """Yield each field of ``TrainingSpec`` that can be chosen, with its option."""
+    """Yield each field of ``TrainingSpec`` that has an option, and the option."""
     for entry in dataclasses.fields(TrainingSpec):
         if "option" in entry.metadata:
             yield entry.name, entry.metadata["option"]

@@ -1,6 +1,6 @@
-"""What may the notebook ask of a rank?  (Rank side.)
+"""The functions that the notebook's kernel may call on a rank (ranks).
 
-Each function here is called by its name, through ``ddpnb.protocol.remote_call.OnRank``.
+The kernel calls each public function by its name, through ``ddpnb.protocol.remote_call.OnRank``.
 """
 
 import copy
@@ -34,15 +34,15 @@ from ddpnb.rank.training import loop
 
 
 def state() -> RankState:
-    """Describe where this rank lives."""
+    """Return this rank's process, host and device."""
     return this_engine().group.state()
 
 
 def rejoin(generation: int, is_checked: bool) -> list[StaleVariable]:
-    """Form a new process group; takes part: every rank.
+    """Form a new process group.  Takes part: every rank.
 
     Returns:
-        This rank's variables that are tied to the old group.
+        This rank's variables that still hold the old group.
     """
     engine = this_engine()
     engine.group.join(generation, is_checked=is_checked)
@@ -55,7 +55,7 @@ def run_cell(spec: CellSpec) -> CellReport:
 
 
 def check(spec: RunSpec) -> Failure | Checked:
-    """Find what would stop a training, before anything trains."""
+    """Check one training before anything trains."""
     engine = this_engine()
     try:
         return cells.interruptible(
@@ -66,15 +66,15 @@ def check(spec: RunSpec) -> Failure | Checked:
                 filename=filename_of(spec, engine),
             )
         )
-    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  told in the notebook
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the notebook shows it
         return failure_of(error, engine)
 
 
 def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport | Failure:
-    """Train as the spec says, or join those who do; report how it went."""
+    """Train one run, or join it if the others train it already; report how it went."""
     engine = this_engine()
     group = engine.group
-    engine.stop_wanted.clear()  # a wish that came late was for the run before
+    engine.stop_wanted.clear()  # a late request was for the run before
     try:
         first_batch = rejoin_info.first_batch if rejoin_info else 0
         with (
@@ -95,18 +95,18 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport | F
                 )
             )
         return replace(report, num_batches_sent=publisher.num_batches)
-    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  told in the notebook
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the notebook shows it
         return failure_of(error, engine)
 
 
 def push(variables: bytes) -> Failure | None:
-    """Put packed variables into this rank's namespace; say where that failed, and how."""
+    """Put packed variables into this rank's namespace; return how it failed, if it did."""
     engine = this_engine()
     shell = engine.kernel.shell
     try:
         unpacked, _ = deserialize_object(pickle.loads(variables), shell.user_ns)
         shell.push(unpacked)
-    except Exception as error:  # noqa: BLE001  told in the notebook
+    except Exception as error:  # noqa: BLE001  the notebook shows it
         return failure_of(error, engine)
     return None
 
@@ -114,33 +114,35 @@ def push(variables: bytes) -> Failure | None:
 def pull(expression: str) -> bytes | Failure:
     """Return the packed value of an expression in this rank's namespace, or how it failed.
 
-    Tensors, also those in lists, tuples and dicts, are fetched from the GPU: the notebook's
-    kernel would have to start CUDA to take them there.
+    Tensors, also those in lists, tuples and dicts, are copied from the GPU: the kernel would have
+    to start CUDA to unpack them.
     """
     engine = this_engine()
     try:
         value = eval(expression, engine.kernel.shell.user_ns)
         if engine.group.device.type == "cuda":
-            value = off_gpu(value)
+            value = on_cpu(value)
         buffers = serialize_object([value], buffer_threshold=0)
-        return pickle.dumps([bytearray(buffer) for buffer in buffers])  # writable on arrival
-    except Exception as error:  # noqa: BLE001  told in the notebook
+        return pickle.dumps(
+            [bytearray(buffer) for buffer in buffers]
+        )  # arrays are writable on arrival
+    except Exception as error:  # noqa: BLE001  the notebook shows it
         return failure_of(error, engine)
 
 
-def off_gpu(value: object) -> object:
-    """Return a value whose tensors, also in lists, tuples and dicts, have left the GPU."""
+def on_cpu(value: object) -> object:
+    """Return a value with its tensors, also those in lists, tuples and dicts, on the CPU."""
     match value:
         case Tensor():
             return value.cpu()
         case dict():
-            copied = copy.copy(value)  # of its own class, as a state_dict is
-            copied.update((key, off_gpu(item)) for key, item in value.items())
+            copied = copy.copy(value)  # keeps its class, as of a state_dict
+            copied.update((key, on_cpu(item)) for key, item in value.items())
             return copied
         case tuple() if hasattr(value, "_make"):  # a named tuple
-            return value._make(map(off_gpu, value))
+            return value._make(map(on_cpu, value))
         case list() | tuple() if type(value) in (list, tuple):
-            return type(value)(map(off_gpu, value))
+            return type(value)(map(on_cpu, value))
     return value
 
 
@@ -152,7 +154,7 @@ def trusted(spec: RunSpec, group: Group) -> AbstractContextManager[None]:
 
 
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:
-    """Return what to call a comparison's cell so that IPython shows it as ``Cell In[n]``."""
+    """Return a file name for a comparison's cell that IPython shows as ``Cell In[n]``."""
     if not spec.cell:
         return loop.UNNAMED
     name: str = engine.kernel.shell.compile.cache(spec.source, spec.cell, spec.source)
@@ -160,7 +162,7 @@ def filename_of(spec: RunSpec, engine: RankEngine) -> str:
 
 
 def this_engine() -> RankEngine:
-    """Return the engine that this process is."""
+    """Return this process's engine."""
     engine = RankEngine.instance()
     assert isinstance(engine, RankEngine)
     return engine

@@ -1,7 +1,7 @@
-"""How is a rank freed from a wait that is not the process group's?  (Rank side.)
+"""How a rank is freed from waits that are not the process group's (ranks).
 
-What waits for other ranks by a socket or a condition of its own says here how that wait is
-ended; what looks again and again asks whether it still may.
+Code that waits for other ranks at a socket or a condition registers a way to end that wait.  Code
+that polls checks the token each time.
 """
 
 import contextlib
@@ -11,59 +11,60 @@ from typing import final
 
 
 class RunCancelledError(RuntimeError):
-    """This rank waited for nobody, and was ended because another had failed."""
+    """This rank was not waiting; it was ended because another rank had failed."""
 
 
 @final
 class CancellationToken:
-    """One group's: cut once, with the group, from another thread than the one that waits."""
+    """The token of one group: aborted once, with the group, from another thread than the waits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ways_out: list[Callable[[], None]] = []
-        self._is_cancelled = False
+        self._callbacks: list[Callable[[], None]] = []
+        self._is_aborted = False
 
     @property
     def is_aborted(self) -> bool:
-        """Whether nobody should wait any more."""
-        return self._is_cancelled
+        """Whether all waits have been ended."""
+        return self._is_aborted
 
     def abort(self) -> int:
-        """End all waits, now and from now on; return how many were held.  May be called twice."""
+        """End all waits, present and future; return how many there were.  May be called twice."""
         with self._lock:
-            self._is_cancelled = True
-            for let_go in self._ways_out:
-                let_go()
-            return len(self._ways_out)
+            self._is_aborted = True
+            for end_wait in self._callbacks:
+                end_wait()
+            return len(self._callbacks)
 
     @contextlib.contextmanager
-    def held(self, let_go: Callable[[], None]) -> Iterator[None]:
-        """Have ``let_go`` called at a cut, never after this has ended.
+    def held(self, end_wait: Callable[[], None]) -> Iterator[None]:
+        """Have ``end_wait`` called if the group is aborted inside the block.
 
         Args:
-            let_go: ends a wait; called from another thread, at once where all is cut already.
+            end_wait: ends a wait; called from another thread, or at once if the group has been
+                aborted already.
         """
         with self._lock:
-            self._ways_out.append(let_go)
-            if self._is_cancelled:
-                let_go()
+            self._callbacks.append(end_wait)
+            if self._is_aborted:
+                end_wait()
         try:
             yield
         finally:
             with self._lock:
-                self._ways_out.remove(let_go)
+                self._callbacks.remove(end_wait)
 
     def check(self, *, is_waiting: bool = True) -> None:
-        """Raise where nobody should wait any more.
+        """Raise if the group has been aborted.
 
         Args:
-            is_waiting: whether who asks is in a wait.
+            is_waiting: whether the caller is waiting for other ranks.
 
         Raises:
-            EndedWithOthersError: all has been cut, outside a wait.
-            RuntimeError: all has been cut, in one.
+            RunCancelledError: the group has been aborted, and the caller was not waiting.
+            RuntimeError: the group has been aborted, and the caller was waiting.
         """
-        if self._is_cancelled and not is_waiting:
+        if self._is_aborted and not is_waiting:
             raise RunCancelledError("This rank was ended with the others.")
-        if self._is_cancelled:
+        if self._is_aborted:
             raise RuntimeError("Connection closed by peer: this rank was freed from its wait.")

@@ -1,8 +1,8 @@
-"""Which calls of ``torch.distributed`` have to be alike on all ranks, and in what?  (Rank side.)"""
+"""The collectives of ``torch.distributed``, and what must match on all ranks (ranks)."""
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -13,10 +13,10 @@ from ddpnb.rank.collective_log import TEXT_BYTES
 
 NO_ROOT = -1
 NOT_COMPARED = -1
-"""The size where tensors of different sizes may meet."""
+"""Stands for the size if tensors of different sizes may meet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Collective:
     """A method of ``ProcessGroup``, and the operation that it calls in torch's dispatcher."""
 
@@ -24,21 +24,22 @@ class Collective:
     """As users call it."""
     operation: str
     num_tensors: int
-    """Arguments of the operation that stand before its group."""
+    """Arguments of the operation before its group."""
+    _: KW_ONLY
     tensor: int | None = 0
-    """Which argument is this rank's part; None where there are no tensors."""
+    """The index of the argument that holds this rank's tensors; None if there are no tensors."""
     root: int | None = None
-    """Which of the operation's arguments after its group is the root, if it has one."""
+    """The index of the root among the operation's arguments after its group; None without one."""
     root_is: Literal["from", "to", ""] = ""
     sizes: Literal["equal", "equal on CPUs", "equal without splits", "free"] = "equal"
-    """NCCL takes parts of different sizes where gloo does not."""
+    """NCCL accepts tensors of different sizes in some calls that gloo does not."""
 
     def text(self, arguments: Sequence[Any], root: int) -> tuple[bytes, int]:
-        """Return what is compared of a call, and its checksum.
+        """Return the text by which a call is compared, and the text's checksum.
 
         Args:
             arguments: of the method, or of the operation without its group.
-            root: in the group's numbers; ``NO_ROOT`` where there is none.
+            root: the root's number in the group; ``NO_ROOT`` without one.
         """
         if self.tensor is None:
             return _text(self.name, None, root, NOT_COMPARED, ())
@@ -60,92 +61,51 @@ class Collective:
         return self.sizes == "equal without splits" and not any(arguments[2:4])
 
 
-_ALL_GATHER_SINGLE = Collective(
-    name="all_gather_single", operation="_allgather_base_", num_tensors=2, tensor=1
-)
-_REDUCE_SCATTER_SINGLE = Collective(
-    name="reduce_scatter_single", operation="_reduce_scatter_base_", num_tensors=2, tensor=1
-)
+_ALL_GATHER_SINGLE = Collective("all_gather_single", "_allgather_base_", 2, tensor=1)
+_REDUCE_SCATTER_SINGLE = Collective("reduce_scatter_single", "_reduce_scatter_base_", 2, tensor=1)
 _ALL_TO_ALL_SINGLE = Collective(
-    name="all_to_all_single",
-    operation="alltoall_base_",
-    num_tensors=2,
-    tensor=1,
-    sizes="equal without splits",
+    "all_to_all_single", "alltoall_base_", 2, tensor=1, sizes="equal without splits"
 )
 _ALL_GATHER_COALESCED = Collective(
-    name="all_gather_coalesced",
-    operation="allgather_into_tensor_coalesced_",
-    num_tensors=2,
-    tensor=1,
+    "all_gather_coalesced", "allgather_into_tensor_coalesced_", 2, tensor=1
 )
 _REDUCE_SCATTER_COALESCED = Collective(
-    name="reduce_scatter_coalesced",
-    operation="reduce_scatter_tensor_coalesced_",
-    num_tensors=2,
-    tensor=1,
+    "reduce_scatter_coalesced", "reduce_scatter_tensor_coalesced_", 2, tensor=1
 )
 
 METHODS = {
-    "allreduce": Collective(name="all_reduce", operation="allreduce_", num_tensors=1),
-    "allreduce_coalesced": Collective(
-        name="all_reduce_coalesced", operation="allreduce_coalesced_", num_tensors=1
-    ),
-    "broadcast": Collective(
-        name="broadcast", operation="broadcast_", num_tensors=1, root=0, root_is="from"
-    ),
-    "reduce": Collective(name="reduce", operation="reduce_", num_tensors=1, root=1, root_is="to"),
-    "allgather": Collective(
-        name="all_gather", operation="allgather_", num_tensors=2, tensor=1, sizes="equal on CPUs"
-    ),
-    "allgather_coalesced": Collective(
-        name="all_gather_coalesced", operation="allgather_coalesced_", num_tensors=2, tensor=1
-    ),
+    "allreduce": Collective("all_reduce", "allreduce_", 1),
+    "allreduce_coalesced": Collective("all_reduce_coalesced", "allreduce_coalesced_", 1),
+    "broadcast": Collective("broadcast", "broadcast_", 1, root=0, root_is="from"),
+    "reduce": Collective("reduce", "reduce_", 1, root=1, root_is="to"),
+    "allgather": Collective("all_gather", "allgather_", 2, tensor=1, sizes="equal on CPUs"),
+    "allgather_coalesced": Collective("all_gather_coalesced", "allgather_coalesced_", 2, tensor=1),
     "all_gather_single": _ALL_GATHER_SINGLE,
     "_allgather_base": _ALL_GATHER_SINGLE,
     "all_gather_single_coalesced": _ALL_GATHER_COALESCED,
     "allgather_into_tensor_coalesced": _ALL_GATHER_COALESCED,
     "gather": Collective(
-        name="gather",
-        operation="gather_",
-        num_tensors=2,
-        tensor=1,
-        root=0,
-        root_is="to",
-        sizes="equal on CPUs",
+        "gather", "gather_", 2, tensor=1, root=0, root_is="to", sizes="equal on CPUs"
     ),
-    "scatter": Collective(
-        name="scatter",
-        operation="scatter_",
-        num_tensors=2,
-        root=0,
-        root_is="from",
-        sizes="equal on CPUs",
-    ),
-    "reduce_scatter": Collective(
-        name="reduce_scatter", operation="reduce_scatter_", num_tensors=2, sizes="equal on CPUs"
-    ),
+    "scatter": Collective("scatter", "scatter_", 2, root=0, root_is="from", sizes="equal on CPUs"),
+    "reduce_scatter": Collective("reduce_scatter", "reduce_scatter_", 2, sizes="equal on CPUs"),
     "reduce_scatter_single": _REDUCE_SCATTER_SINGLE,
     "_reduce_scatter_base": _REDUCE_SCATTER_SINGLE,
     "reduce_scatter_single_coalesced": _REDUCE_SCATTER_COALESCED,
     "reduce_scatter_tensor_coalesced": _REDUCE_SCATTER_COALESCED,
-    "alltoall": Collective(
-        name="all_to_all", operation="alltoall_", num_tensors=2, tensor=1, sizes="free"
-    ),
+    "alltoall": Collective("all_to_all", "alltoall_", 2, tensor=1, sizes="free"),
     "all_to_all_single": _ALL_TO_ALL_SINGLE,
     "alltoall_base": _ALL_TO_ALL_SINGLE,
-    "barrier": Collective(name="barrier", operation="barrier", num_tensors=1, tensor=None),
-    "monitored_barrier": Collective(
-        name="monitored_barrier", operation="monitored_barrier_", num_tensors=1, tensor=None
-    ),
+    "barrier": Collective("barrier", "barrier", 1, tensor=None),
+    "monitored_barrier": Collective("monitored_barrier", "monitored_barrier_", 1, tensor=None),
 }
-"""By their names in ``ProcessGroup``.  What goes from one rank to one other is not among them."""
+"""By their names in ``ProcessGroup``.  Calls between two ranks are not compared."""
 
 ROOT_WORDS = {each.name: each.root_is for each in METHODS.values()}
 
 
 def is_match(one: bytes, other: bytes) -> bool:
-    """Tell whether two ranks' calls may meet: ``[4]`` and ``[2, 2]`` may, as flat memory."""
+    """Return whether two ranks' calls may meet: ``[4]`` and ``[2, 2]`` may, as flat memory."""
     if one == other:
         return True
     *alike, size, _ = one.split(b"\t")
@@ -158,9 +118,9 @@ def spelled(text: bytes, ranks: Sequence[int], *, in_backward: bool = False) -> 
     """Return a call in words: ``"broadcast from rank 0 with Float [3]"``.
 
     Args:
-        text: what is compared of it.
+        text: what ``Collective.text`` returned.
         ranks: the group's ranks, as the default group numbers them.
-        in_backward: whether DDP calls it.
+        in_backward: whether DDP's backward pass calls it.
     """
     name, kind, root, _, shape = text.decode().split("\t")
     words = [f"{name} of DDP's backward" if in_backward else name]

@@ -1,13 +1,13 @@
-"""Do all ranks call the same collective?  Asked before the backend has the call.  (Rank side.)
+"""The check that all ranks call the same collective, before the backend has the call (ranks).
 
-Where ranks meet in one collective with tensors of different sizes, gloo ends a process.  So
-each rank writes each call into its group's ``Ledger``, and looks what the others on this host
-have written as their call of the same number.  Where two do not match, whoever comes second
-raises, and the other, which waits by then, is freed.
+If ranks meet in one collective with tensors of different sizes, gloo ends the process.  So each
+rank writes each call to its group's ``CollectiveLog`` and compares it with the other ranks' calls
+of the same number.  If two differ, at most one of them reaches the backend.  The other rank raises
+once the backend has accepted that one.  The rank that waits in the backend is freed afterwards.
 
-Two ways lead to the backend.  Users come by methods of ``ProcessGroup``.  What torch calls
-from C++, as DDP does in the backward pass, comes by the dispatcher alone: a kernel in Python
-is called there, above the backend's, which costs more; so the methods pass it by.
+Calls reach a backend in two ways.  Users call methods of ``ProcessGroup``, which are wrapped.
+Torch's own C++ code, such as DDP in the backward pass, goes through the dispatcher alone.  There a
+Python kernel runs before the backend's own.  It costs more, so the wrapped methods bypass it.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import functools
 import hashlib
 import os
 import sys
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,46 +31,49 @@ from torch.distributed import ProcessGroup
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import sentence
 from ddpnb.rank.collective_calls import METHODS, NO_ROOT, Collective, is_match, spelled
-from ddpnb.rank.collective_log import CollectiveLog, Entry
+from ddpnb.rank.collective_log import CallState, CollectiveLog, Entry
 
 FILES = "calls-{generation}-"
 CELLS = f"{os.sep}ipykernel_"
-"""What is in the file name of every cell's code."""
+"""A part of the file name of every cell's code."""
 USUAL_DEPTH = 5
-"""How far up the user's line is where a cell calls a function of ``torch.distributed``."""
+"""How far up the stack the user's line is if a cell calls a function of ``torch.distributed``."""
 BACKWARD = torch.autograd.backward.__code__.co_filename
-"""Torch's file of what computes gradients."""
+"""The file of torch that computes gradients."""
 MAX_FRAMES = 24
-"""How far up the stack the user's line is looked for."""
+"""How far up the stack to look for the user's line."""
+DISPUTE_SECONDS = 1.0
+"""How long a backend may take to accept or refuse a call that differs from another rank's."""
+POLL_SECONDS = 0.001
+SETTLE_SECONDS = 0.05
+"""How long to wait before raising, so that the error also names ranks that come a little later."""
 
 
 class CollectiveMismatchError(RuntimeError):
-    """The ranks of a group are in different calls, or in one with tensors that do not match."""
+    """The ranks of a group make different calls, or one call with tensors that do not match."""
 
 
 @final
 class CollectiveChecker:
-    """Compares the collectives of this process with the other ranks'."""
+    """Compares this process's collectives with the other ranks'."""
 
     def __init__(self) -> None:
         self._folder = Path()
         self._generation = -1
-        self._collective_logs: dict[
-            int, tuple[weakref.ref[ProcessGroup], CollectiveLog | None]
-        ] = {}
+        self._logs: dict[int, tuple[weakref.ref[ProcessGroup], CollectiveLog | None]] = {}
         self._num_opened: Counter[str] = Counter()
         self._kernels: torch_internals.CollectiveKernels | None = None
         self._compared: dict[str, Collective] = {}
 
     def begin(self, folder: Path, generation: int) -> None:
-        """Start anew with a new default group, and remove what older ones have left.
+        """Start afresh with a new default group, and remove the files of older ones.
 
         Args:
             folder: a private directory that all ranks of this host share.
             generation: how many default groups there were before.
         """
         self._folder, self._generation = folder, generation
-        self._collective_logs.clear()
+        self._logs.clear()
         self._num_opened.clear()
         for path in folder.glob(FILES.format(generation="*") + "*"):
             if int(path.name.split("-")[1]) < generation:
@@ -78,22 +82,22 @@ class CollectiveChecker:
             self._compared = {name: each for name, each in METHODS.items() if is_known(each)}
             for name, collective in self._compared.items():
                 torch_internals.replace_method(name, partial(self._method, collective))
-            self._watch_torch()
+            self._intercept_torch()
 
     def missing_features(self) -> tuple[str, ...]:
-        """Return a sentence where some collectives alone are not compared with this torch."""
+        """Return a sentence if this version of torch lets only some collectives be compared."""
         names = sorted({each.name for each in METHODS.values() if not is_known(each)})
         if not names or not torch_internals.intercepts_collectives.works:
-            return ()  # that none is compared is said of all at once
+            return ()  # if none can be compared, the probe itself says so
         lost = f"{', '.join(names)} not compared before gloo; `--check` still does it"
         return (sentence("torch", lost),)
 
     @contextlib.contextmanager
     def trusting_torch(self) -> Iterator[None]:
-        """Return a context in which what torch calls from C++ is not compared.
+        """Return a context in which calls from torch's C++ code are not compared.
 
-        For a training that is known to call the same on all ranks: two calls from DDP in a
-        step of 15 ms take 2 % of it.
+        For a training that is known to make the same calls on all ranks: two calls from DDP
+        take 2 % of a step of 15 ms.
         """
         if self._kernels is None:
             yield
@@ -102,99 +106,136 @@ class CollectiveChecker:
         try:
             yield
         finally:
-            self._watch_torch()
+            self._intercept_torch()
 
-    def _watch_torch(self) -> None:
-        """Step in between torch's own callers and the backends."""
+    def _intercept_torch(self) -> None:
+        """Put a kernel between torch's own callers and the backends."""
         by_operation = {each.operation: each for each in self._compared.values()}
         self._kernels = torch_internals.CollectiveKernels(
             {operation: self._kernel(collective) for operation, collective in by_operation.items()}
         )
 
     def _method(self, collective: Collective, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what stands in for a method of ``ProcessGroup``."""
+        """Return the replacement of a method of ``ProcessGroup``."""
 
         @functools.wraps(original)
         def method(group: ProcessGroup, *arguments: Any, **options: Any) -> Any:
             root = _root_of(collective, arguments)
-            if root is None:  # not called as torch.distributed does: the kernel sees it
+            if root is None:  # not called as torch.distributed does: the kernel compares it
                 return original(group, *arguments, **options)
-            collective_log = self._enter(group, collective, arguments, root)
-            with _taken_back_if_refused(collective_log), torch_internals.below_autograd():
-                return original(group, *arguments, **options)
+            log, number = self._enter(group, collective, arguments, root)
+            with torch_internals.below_autograd():
+                return _carry_out(log, number, original, group, *arguments, **options)
 
         return method
 
     def _kernel(self, collective: Collective) -> Callable[..., Any]:
         """Return what the dispatcher calls before the backend's own kernel."""
-        carry_out = torch_internals.next_kernel(collective.operation)
+        backends_own = torch_internals.next_kernel(collective.operation)
         num = collective.num_tensors
 
         def kernel(keys: Any, *arguments: Any) -> Any:
             group, rest = ProcessGroup.unbox(arguments[num]), arguments[num + 1 :]
             root = NO_ROOT if collective.root is None else rest[collective.root]
-            collective_log = self._enter(group, collective, arguments[:num] + rest, root)
-            with _taken_back_if_refused(collective_log):
-                return carry_out(keys, *arguments)
+            log, number = self._enter(group, collective, arguments[:num] + rest, root)
+            return _carry_out(log, number, backends_own, keys, *arguments)
 
         return kernel
 
     def _enter(
         self, group: ProcessGroup, collective: Collective, arguments: Sequence[Any], root: int
-    ) -> CollectiveLog | None:
-        """Write a call down, and compare it with the others'.
+    ) -> tuple[CollectiveLog | None, int]:
+        """Write a call to the group's log, and compare it with the other ranks'.
 
         Returns:
-            Where it is written; None where there is nobody to compare with.
+            The log, and the call's number; None and 0 if there is no other rank to compare with.
 
         Raises:
             CollectiveMismatchError: another rank has made another call.
         """
-        known = self._collective_logs.get(id(group))
-        collective_log = known[1] if known and known[0]() is group else self._open(group)
-        if collective_log is None:
-            return None
+        known = self._logs.get(id(group))
+        log = known[1] if known and known[0]() is group else self._open(group)
+        if log is None:
+            return None, 0
         line, in_backward = _users_place()
-        if not collective_log.write(*collective.text(arguments, root), line, in_backward):
-            entries = collective_log.entries()
-            (mine,) = (entry for entry in entries if entry.place == collective_log.place)
-            if not all(is_match(mine.text, entry.text) for entry in entries):
-                collective_log.take_back()
-                raise CollectiveMismatchError(_told(entries, collective_log.ranks))
-        return collective_log
+        number, is_alike = log.write(*collective.text(arguments, root), line, in_backward)
+        if not is_alike:
+            try:
+                settle_dispute(log, number)
+            except BaseException:
+                log.take_back()
+                raise
+        return log, number
 
     def _open(self, group: ProcessGroup) -> CollectiveLog | None:
-        """Return the ledger of a group's life; None where there is no use or no room for it."""
+        """Return the log of a new group; None if it is of no use, or if there is no room for it."""
         try:
             ranks = dist.get_process_group_ranks(group)
         except KeyError:  # not a group of torch.distributed's, or not yet
             return None
-        collective_log = None
+        log = None
         if len(ranks) > 1:
-            # A name may come again: torch gives it away anew where a group was destroyed.
+            # Torch gives the name of a destroyed group to a new one.
             name = hashlib.sha256(f"{group.group_name} {sorted(ranks)}".encode()).hexdigest()[:16]
             self._num_opened[name] += 1
             start = FILES.format(generation=self._generation)
             path = self._folder / f"{start}{name}-{self._num_opened[name]}"
             with contextlib.suppress(OSError):
-                collective_log = CollectiveLog.open(path, place=group.rank(), ranks=ranks)
-        self._collective_logs[id(group)] = (weakref.ref(group), collective_log)
-        return collective_log
+                log = CollectiveLog.open(path, place=group.rank(), ranks=ranks)
+        self._logs[id(group)] = (weakref.ref(group), log)
+        return log
 
 
-@contextlib.contextmanager
-def _taken_back_if_refused(collective_log: CollectiveLog | None) -> Iterator[None]:
-    """Return a context for the call itself: what raises was not made, and not written down."""
+def _carry_out(
+    log: CollectiveLog | None, number: int, call: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    """Make the call itself, and note whether the backend accepts it."""
+    if log is None:
+        return call(*args, **options)
     try:
-        yield
+        result = call(*args, **options)
     except BaseException:
-        if collective_log is not None:
-            collective_log.take_back()
+        log.take_back()
         raise
+    log.accept(number)
+    return result
+
+
+def settle_dispute(log: CollectiveLog, number: int) -> None:
+    """Return once the call of this rank may go to the backend.
+
+    A call that differs may be one that the backend is about to refuse.  So only a call that the
+    backend has accepted counts against this one.  Of several ranks in dispute, the first of the
+    group goes to the backend, and the others hold their calls back until the outcome is known.
+
+    Raises:
+        CollectiveMismatchError: the backend has accepted another rank's call.
+    """
+    deadline = time.monotonic() + DISPUTE_SECONDS
+    while True:
+        log.set_disputed(0)  # before others are read: whoever comes later finds this call in force
+        differing = _differing(log, number)
+        if all(each.state is CallState.DISPUTED and each.place > log.place for each in differing):
+            return
+        log.set_disputed(number)
+        is_accepted = any(each.state is CallState.ACCEPTED for each in differing)
+        if is_accepted or time.monotonic() > deadline:
+            break
+        time.sleep(POLL_SECONDS)
+    time.sleep(SETTLE_SECONDS)
+    entries = {each.place: each for each in (*differing, *log.entries(number))}
+    raise CollectiveMismatchError(_described(list(entries.values()), log.ranks))
+
+
+def _differing(log: CollectiveLog, number: int) -> list[Entry]:
+    """Return the other ranks' calls of a number that do not match this rank's."""
+    entries = log.entries(number)
+    (own,) = (each for each in entries if each.place == log.place)
+    return [each for each in entries if not is_match(own.text, each.text)]
 
 
 def is_known(collective: Collective) -> bool:
-    """Tell whether torch's dispatcher has a collective as it stands in ``METHODS``."""
+    """Return whether torch's dispatcher has a collective as it stands in ``METHODS``."""
     return torch_internals.has_operation(
         collective.operation, collective.num_tensors, collective.root
     )
@@ -214,7 +255,7 @@ def _users_place() -> tuple[int, bool]:
     """Return the user's innermost line, 0 if there is none near, and whether DDP calls."""
     try:
         frame = sys._getframe(USUAL_DEPTH)
-    except ValueError:  # C++ called, in a thread of its own
+    except ValueError:  # called from C++, in a thread of its own
         return 0, False
     if CELLS in frame.f_code.co_filename:
         return frame.f_lineno, False
@@ -233,18 +274,18 @@ def _nearest_place(frame: FrameType | None) -> tuple[int, bool]:
     return 0, in_backward
 
 
-def _told(entries: Sequence[Entry], ranks: Sequence[int]) -> str:
-    """Say which ranks are in which call."""
+def _described(entries: Sequence[Entry], ranks: Sequence[int]) -> str:
+    """Return the sentence that says which ranks make which call."""
     calls: dict[str, list[int]] = {}
     for entry in sorted(entries, key=lambda entry: ranks[entry.place]):
         call = spelled(entry.text, ranks, in_backward=entry.in_backward)
         line = f" (line {entry.line})" if entry.line else ""
         calls.setdefault(call + line, []).append(ranks[entry.place])
-    told = [f"{_who(callers)} {call}" for call, callers in calls.items()]
-    return f"the calls of the ranks do not match: {', but '.join(told)}"
+    parts = [f"{_callers(callers)} {call}" for call, callers in calls.items()]
+    return f"the calls of the ranks do not match: {', but '.join(parts)}"
 
 
-def _who(ranks: Sequence[int]) -> str:
+def _callers(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} calls"
     return f"ranks {','.join(map(str, ranks))} call"

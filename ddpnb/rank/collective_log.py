@@ -1,42 +1,58 @@
-"""Which calls did each rank of a group make last?  In memory that they share.  (Rank side.)
+"""The last collectives of each rank of a group, in memory that the ranks share (ranks).
 
-Every rank has a ring of its last calls in one file that all have mapped, and writes there
-only.  Of two ranks that write their call of the same number and then look for the other's,
-one at least finds it: a lock that is held for each, twice in all, orders memory.
+Each rank has a ring of its last calls in one file that all ranks map, and writes to its own
+ring only.  When two ranks write their call of the same number and then read the other's, at
+least one of them finds the other's: every write and every read holds a lock, which orders
+memory.
+
+A call is WRITTEN first.  It is ACCEPTED when the backend has taken it.  It is DISPUTED while its
+rank holds it back because another rank's call differs.
 """
 
 import mmap
 import os
 import struct
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Final, Self, final
 
 NUM_KEPT: Final = 64
-"""Calls of a rank that can be compared; who is further behind finds nothing to compare with."""
+"""Calls kept for each rank; a rank further behind finds nothing to compare with."""
 TEXT_BYTES: Final = 111
-SETTLE_SECONDS: Final = 0.05
-"""After this what looked different is read again: half written, or refused by its backend."""
 _ENTRY: Final = struct.Struct(f"<{TEXT_BYTES}s?IIQ")
 _KEY: Final = struct.Struct("<IQ")
 _KEY_OFFSET: Final = _ENTRY.size - _KEY.size
-_RING_BYTES: Final = NUM_KEPT * _ENTRY.size
+_NUMBER: Final = struct.Struct("<Q")
+_ACCEPTED: Final = NUM_KEPT * _ENTRY.size
+"""Behind the ring: the number of the last call that the backend accepted."""
+_DISPUTED: Final = _ACCEPTED + _NUMBER.size
+"""Behind that: the number of the call that is in dispute; 0 if there is none."""
+_RANK_BYTES: Final = _DISPUTED + _NUMBER.size
+
+
+class CallState(Enum):
+    """How far a call has come."""
+
+    WRITTEN = auto()
+    DISPUTED = auto()
+    ACCEPTED = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What one rank has written of one call."""
+    """What one rank has written about one call."""
 
     place: int
     """The rank in the group."""
     text: bytes
     """What is compared, up to ``TEXT_BYTES``."""
     line: int
-    """Where the user's cell called; 0 where that is not known."""
+    """The line of the user's cell that made the call; 0 if it is not known."""
     in_backward: bool
+    state: CallState
 
 
 @final
@@ -53,19 +69,19 @@ class CollectiveLog:
         self.place = place
         self.ranks = tuple(ranks)
         self._shared = shared
-        self._own = place * _RING_BYTES
-        self._others = [n * _RING_BYTES for n in range(len(ranks)) if n != place]
+        self._own = place * _RANK_BYTES
+        self._others = [n * _RANK_BYTES for n in range(len(ranks)) if n != place]
         self._num_calls = 0
         self._lock = threading.Lock()
 
     @classmethod
     def open(cls, path: Path, *, place: int, ranks: Sequence[int]) -> Self:
-        """Map the group's file, made by whoever comes first.
+        """Map the group's file; the first rank to come makes it.
 
         Raises:
             OSError: there is no room for it.
         """
-        size = len(ranks) * _RING_BYTES
+        size = len(ranks) * _RANK_BYTES
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size)  # else a full disk would end the process
@@ -73,14 +89,17 @@ class CollectiveLog:
         finally:
             os.close(descriptor)
 
-    def write(self, text: bytes, checksum: int, line: int, in_backward: bool) -> bool:
-        """Write this rank's next call; tell whether all others' that are there look the same.
+    def write(self, text: bytes, checksum: int, line: int, in_backward: bool) -> tuple[int, bool]:
+        """Write this rank's next call.
 
         Args:
             text: what is compared, up to ``TEXT_BYTES``.
             checksum: of the text, 32 bits.
-            line: where the user's cell called; 0 where that is not known.
-            in_backward: whether DDP calls.
+            line: the line of the user's cell that makes the call; 0 if it is not known.
+            in_backward: whether DDP's backward pass makes the call.
+
+        Returns:
+            The call's number, and whether no other rank has written another call under it.
         """
         shared = self._shared
         with self._lock:
@@ -91,25 +110,52 @@ class CollectiveLog:
             for other in self._others:
                 seen = _KEY.unpack_from(shared, other + start + _KEY_OFFSET)
                 if seen[1] == number and seen[0] != checksum:
-                    return False
-        return True
+                    return number, False
+        return number, True
 
-    def entries(self) -> list[Entry]:
-        """Return the last call here, and of the others those of the same number that are there."""
-        time.sleep(SETTLE_SECONDS)
-        found = []
+    def accept(self, number: int) -> None:
+        """Note that the backend has taken a call of this rank."""
         with self._lock:
-            for place in range(len(self.ranks)):
-                start = place * _RING_BYTES + self._num_calls % NUM_KEPT * _ENTRY.size
-                text, in_backward, line, _, number = _ENTRY.unpack_from(self._shared, start)
-                if number == self._num_calls:
-                    text = text.rstrip(b"\0")
-                    found.append(Entry(place=place, text=text, line=line, in_backward=in_backward))
-        return found
+            _NUMBER.pack_into(self._shared, self._own + _ACCEPTED, number)
 
     def take_back(self) -> None:
         """Undo the last ``write``: the call was refused."""
+        self.set_disputed(0)
         with self._lock:
             start = self._own + self._num_calls % NUM_KEPT * _ENTRY.size
             _KEY.pack_into(self._shared, start + _KEY_OFFSET, 0, 0)
             self._num_calls -= 1
+
+    def set_disputed(self, number: int) -> None:
+        """Note which call this rank holds back; 0: none."""
+        with self._lock:
+            _NUMBER.pack_into(self._shared, self._own + _DISPUTED, number)
+
+    def entries(self, number: int) -> list[Entry]:
+        """Return the calls of a number that have been written."""
+        found = []
+        for place in range(len(self.ranks)):
+            state = self._state(place, number)  # before the entry, which may be replaced until then
+            start = place * _RANK_BYTES + number % NUM_KEPT * _ENTRY.size
+            with self._lock:
+                text, in_backward, line, _, written = _ENTRY.unpack_from(self._shared, start)
+            if written == number:
+                found.append(
+                    Entry(
+                        place=place,
+                        text=text.rstrip(b"\0"),
+                        line=line,
+                        in_backward=in_backward,
+                        state=state,
+                    )
+                )
+        return found
+
+    def _state(self, place: int, number: int) -> CallState:
+        start = place * _RANK_BYTES
+        with self._lock:
+            (accepted,) = _NUMBER.unpack_from(self._shared, start + _ACCEPTED)
+            (disputed,) = _NUMBER.unpack_from(self._shared, start + _DISPUTED)
+        if accepted >= number:
+            return CallState.ACCEPTED
+        return CallState.DISPUTED if disputed == number else CallState.WRITTEN

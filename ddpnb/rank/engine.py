@@ -1,4 +1,4 @@
-"""What is a rank as a process?  An ipyparallel engine that has joined the group.  (Rank side.)"""
+"""A rank's process: an ipyparallel engine that has joined the process group (ranks)."""
 
 import asyncio
 import contextlib
@@ -71,13 +71,13 @@ class ControlThread(threading.Thread):
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hints
-    """The engine application of one rank; ``RankEngine.instance()`` finds it."""
+    """The engine application of one rank; ``RankEngine.instance()`` returns it."""
 
     group = Instance(Group)
     publisher: Any = None
     """The publisher of the cell or run in progress."""
     stop_wanted = Instance(threading.Event, ())
-    """Set where the run in progress is to end early."""
+    """Set when the run in progress is to end early."""
 
     async def complete_registration(self, *args: Any) -> None:
         """Prepare the shell as soon as the engine has one."""
@@ -103,15 +103,15 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
 
 
 def keep_signals() -> None:
-    """Leave SIGINT alone around a message, unlike ipykernel; see ``cell.interruptible``."""
+    """Leave SIGINT alone around a message, unlike ipykernel; see ``cells.interruptible``."""
 
 
 class CellLoop:
-    """Runs a cell's top-level ``await`` although the engine's own loop is running.
+    """Runs a cell's top-level ``await`` while the engine's own loop is running.
 
-    The engine's loop cannot be entered a second time; ipykernel's way round that
-    needs a thread that ipyparallel's engines do not have, and hangs.  So the cells
-    of a rank share a loop of their own, as they do in a terminal's IPython.
+    The engine's loop cannot be entered a second time.  Ipykernel's solution needs a thread that
+    ipyparallel's engines do not have, and hangs.  So the cells of a rank share a loop of their own,
+    as they do in a terminal's IPython.
     """
 
     def __init__(self) -> None:
@@ -127,25 +127,25 @@ class CellLoop:
             try:
                 return self.loop.run_until_complete(task)
             except KeyboardInterrupt:
-                task.cancel()  # else it would go on in the next cell that awaits
+                task.cancel()  # else it would continue in the next cell that awaits
                 with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
                     self.loop.run_until_complete(task)
                 raise
 
 
 def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
-    """Join the process group, then serve as an ipyparallel engine until told to stop.
+    """Join the process group, then serve as an ipyparallel engine until the process is stopped.
 
     Args:
         settings: ``device``, ``shares_device``, ``backend``, ``num_threads``,
-            ``generation`` (None: be in no group yet), ``cells_folder`` (where cells run) and
+            ``generation`` (None: join no group yet), ``cells_folder`` (where cells run) and
             ``engine_arguments`` (ipyparallel's command line).
         pipe: the pipe to the fork server.
         folder: the cluster's private run folder.
     """
-    os.chdir(folder)  # where ipyparallel looks for configuration: nowhere of the user's
+    os.chdir(folder)  # ipyparallel would read configuration from a folder of the user's
     log = os.fdopen(os.dup(2), "w")
-    faulthandler.enable(log, all_threads=False)  # a crash leaves its stack in the log
+    faulthandler.enable(log, all_threads=False)  # a crash writes its stack to the log
     torch.set_num_threads(settings["num_threads"])
     seed_from_entropy()
     group = group_of(settings, folder)
@@ -167,7 +167,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
 
 
 def group_of(settings: Mapping[str, Any], folder: Path) -> Group:
-    """Return this rank's group, not yet joined; its place stands where torchrun puts it."""
+    """Return this rank's group, not yet joined; its rank is in torchrun's environment variables."""
     device = torch.device(settings["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)

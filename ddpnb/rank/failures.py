@@ -1,4 +1,4 @@
-"""How does an exception on this rank read in the notebook?  (Rank side.)"""
+"""Exceptions on this rank, as the notebook shows them (ranks)."""
 
 import re
 import time
@@ -21,20 +21,19 @@ CLOSED_CONNECTION = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Socket closed|NCCL communicator was aborted"
     r"|remote process exiting prematurely"
 )
-"""What gloo and NCCL say on a rank whose peer has gone, or that was itself cut off."""
+"""Errors of gloo and NCCL when a peer has gone, or when this rank was aborted."""
 
 FINGERPRINT = re.compile(
     r"[Rr]ank (\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=\d+, "
     r"OpType=(\w+)(?:, TensorShape=(\[[\d, ]*\]), TensorDtypes=(\w+))?"
 )
-"""What torch says of each rank where the calls of a checked group do not match."""
+"""Torch's description of each rank's call if the calls of a checked group do not match."""
 
 CALLS = {"ALLREDUCE": "all_reduce", "ALLGATHER": "all_gather", "ALLTOALL": "all_to_all"}
-"""Calls that torch spells in another way there."""
+"""Calls that torch spells differently in that description."""
 
 NOT_THE_USERS = (str(Path(__file__).parents[1]), IPython.__path__[0])
-"""Where the code lies that stands between the engine and what the user wrote."""
-
+"""Folders of the code between the engine and the user's code."""
 
 TORCH = torch.__path__[0]
 
@@ -54,18 +53,18 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
 
 
 def text_of(error: BaseException) -> str:
-    """Return what an exception says; where calls of ranks do not match, in one short sentence."""
+    """Return an exception's message; one short sentence if calls of ranks do not match."""
     text = str(error.msg if isinstance(error, SyntaxError) else error)
     ranks = FINGERPRINT.findall(text)
     if len(ranks) < 2:
         return text
-    told = [f"rank {rank} calls {_call(*call)}" for rank, *call in ranks]
-    return f"the calls of the ranks do not match: {', but '.join(told)}"
+    calls = [f"rank {rank} calls {_call(*call)}" for rank, *call in ranks]
+    return f"the calls of the ranks do not match: {', but '.join(calls)}"
 
 
 def _call(name: str, shape: str, dtype: str) -> str:
-    told = CALLS.get(name, name.lower())
-    return f"{told} with {dtype} {shape}" if shape else told
+    call = CALLS.get(name, name.lower())
+    return f"{call} with {dtype} {shape}" if shape else call
 
 
 def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
@@ -74,7 +73,7 @@ def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     if isinstance(error, CollectiveMismatchError) and frames is not None:
         end_at_users(frames, shell)
     if isinstance(error, UserError) and frames is None:
-        return []  # its sentence says it all
+        return []  # its message is enough
     if isinstance(error, SyntaxError) and frames is None:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])
     else:
@@ -85,20 +84,20 @@ def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
 
 
 def users_part(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from the user's first frame on; None where it has none of theirs."""
+    """Return a traceback from the user's first frame on; None if it has no frame of theirs."""
     frames = _past(frames, NOT_THE_USERS)
-    # Torch calls the user's forward; where nothing of theirs follows, its own frames are told.
+    # Torch may call the user's forward; otherwise the traceback shows torch's own frames.
     return _past(frames, (*NOT_THE_USERS, TORCH)) or frames
 
 
-def _past(frames: TracebackType | None, places: tuple[str, ...]) -> TracebackType | None:
-    while frames and frames.tb_frame.f_code.co_filename.startswith(places):
+def _past(frames: TracebackType | None, folders: tuple[str, ...]) -> TracebackType | None:
+    while frames and frames.tb_frame.f_code.co_filename.startswith(folders):
         frames = frames.tb_next
     return frames
 
 
 def end_at_users(frames: TracebackType, shell: Any) -> None:
-    """Cut off what the user's innermost line has called, where one is in a cell."""
+    """Cut the traceback off after the user's innermost line, if one is in a cell."""
     frame: TracebackType | None = frames
     last = None
     while frame is not None:
@@ -109,7 +108,7 @@ def end_at_users(frames: TracebackType, shell: Any) -> None:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Tell whether an exception says only that another rank is gone, or has failed."""
+    """Return whether an exception only reports that another rank has gone or failed."""
     if isinstance(error, RankLostError | RunCancelledError):
         return True
     return isinstance(error, RuntimeError) and CLOSED_CONNECTION.search(str(error)) is not None

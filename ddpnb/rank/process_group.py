@@ -1,4 +1,4 @@
-"""How does this rank join, leave and free its process group?  (Rank side.)"""
+"""The process group of this rank: joined, left and aborted (ranks)."""
 
 import contextlib
 import os
@@ -25,27 +25,26 @@ JOIN_TIMEOUT = timedelta(seconds=60)
 """How long the ranks wait for each other when they form a group."""
 
 ABORT_SECONDS = 10.0
-"""How long NCCL may take to abort before what else frees a rank goes on without it."""
+"""How long NCCL may take to abort before the rest of ``Group.abort`` goes on without it."""
 
-SETTLE_SECONDS = 2.0
-"""How long a GPU may still be at what it was given before a group is left."""
+DRAIN_SECONDS = 2.0
+"""How long a GPU may go on with its queued work before a group is left."""
 
 NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-"""NCCL's watchdog ends a process whose group was aborted or waits for ten minutes, unless told."""
+"""Without these, NCCL's watchdog ends the process when a group is aborted or waits ten minutes."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Group:
-    """This rank's place in the default process group of ``torch.distributed``.
+    """This rank's membership in the default process group of ``torch.distributed``.
 
-    The ranks of one host meet in a ``FileStore`` inside the private run folder:
-    no port is opened for it, and it outlives every single rank.  Each time the
-    group is formed anew, under the next generation's key prefix, so that no key
-    of a dead group is ever read.
+    The ranks of one host meet in a ``FileStore`` inside the private run folder.  It needs no port
+    and outlives any single rank.  Each new group has a generation and a file of its own, so that no
+    key of a dead group is ever read.
     """
 
     rank: int
@@ -57,22 +56,22 @@ class Group:
     folder: Path
     generation: int = field(default=-1)
     joined_ns: int = 0
-    """``time.time_ns()`` when this generation's group had been formed."""
+    """``time.time_ns()`` when this generation's group was formed."""
     cancellation: CancellationToken = field(default_factory=CancellationToken)
-    """Frees this rank from waits that are not the group's own; a new one with each group."""
+    """Ends waits that are not the group's own; each group has a new one."""
     collective_checks: CollectiveChecker = field(default_factory=CollectiveChecker)
     """Refuses collectives that do not match the other ranks'."""
 
     def join(self, generation: int, *, is_checked: bool = False) -> None:
-        """Form the group; takes part: every rank.  Returns after a finished all-reduce.
+        """Form the group.  Takes part: every rank.  Returns after a finished all-reduce.
 
         Args:
             generation: how many groups there were before.
-            is_checked: whether torch compares order, shape and type of the collectives of
-                all ranks at each call (``DebugLevel.DETAIL``); that makes them slow.
+            is_checked: whether torch compares order, shape and type of all ranks' collectives at
+                each call (``DebugLevel.DETAIL``), which makes them slow.
 
         Raises:
-            RuntimeError: where a rank did not come within ``JOIN_TIMEOUT``.
+            RuntimeError: a rank did not join within ``JOIN_TIMEOUT``.
         """
         self.leave()
         store = dist.FileStore(str(self.folder / f"group-{generation}"), self.world_size)
@@ -101,21 +100,21 @@ class Group:
         """
         if not dist.is_initialized():
             return
-        if self.is_aborted_to_end:  # its own good-bye would wait for ranks that may be gone
+        if self.can_abort:  # destroying the group would wait for ranks that may be gone
             if self.device.type == "cuda" and not self.cancellation.is_aborted:
-                ends_in_time([lambda: torch.cuda.synchronize(self.device)], SETTLE_SECONDS)
+                ends_in_time([lambda: torch.cuda.synchronize(self.device)], DRAIN_SECONDS)
             if not abort_groups(ABORT_SECONDS):
-                raise RuntimeError(f"{self.backend} did not abort: start this rank anew.")
-        with contextlib.suppress(RuntimeError):  # a cut group cannot say good-bye
+                raise RuntimeError(f"{self.backend} did not abort: restart this rank.")
+        with contextlib.suppress(RuntimeError):  # the connections of an aborted group are closed
             dist.destroy_process_group()
 
     @property
-    def is_aborted_to_end(self) -> bool:
-        """Whether waits in this backend end by an abort: in all but gloo, which has none."""
+    def can_abort(self) -> bool:
+        """Whether the backend can abort a wait: all but gloo can."""
         return self.backend != "gloo"
 
     def announce(self) -> None:
-        """Tell the other ranks of this host which process this rank is."""
+        """Write this process's pid where the other ranks of this host find it."""
         atomic_write(self.folder / f"rank-{self.rank}.pid", str(os.getpid()).encode())
 
     def peers(self) -> list[psutil.Process]:
@@ -128,25 +127,24 @@ class Group:
         return found
 
     def abort(self) -> int:
-        """Free this rank from every wait for another rank; return how many waits were cut.
+        """Free this rank from every wait for another rank; return how many waits were ended.
 
-        Shuts down the TCP connections between this process and its peers, in
-        whatever group they were opened; the waiting call then raises
-        ``RuntimeError``.  Gloo itself offers no way to end a wait.  Called from
-        another thread than the one that waits.  The group is dead afterwards:
-        ``join`` forms the next.  NCCL's communicators are aborted first, before its own
-        sockets are among those shut down.  What waits without the group holds the ``lifeline``.
+        Called from another thread than the one that waits.  Gloo offers no way to end a wait, so
+        this shuts down the TCP connections between this process and its peers, whichever group
+        opened them.  The waiting call then raises ``RuntimeError``.  NCCL's communicators are
+        aborted first, before their sockets are shut down too.  Waits that are not the group's hold
+        its ``cancellation``.  Afterwards the group is dead, and ``join`` forms the next one.
         """
-        if self.is_aborted_to_end and dist.is_initialized() and not abort_groups(ABORT_SECONDS):
+        if self.can_abort and dist.is_initialized() and not abort_groups(ABORT_SECONDS):
             print(f"{self.backend} did not abort in {ABORT_SECONDS:g} s.", file=sys.stderr)
         num_aborted = self.cancellation.abort()
-        theirs = set()
+        peers_ends = set()
         for peer in self.peers():
             with contextlib.suppress(psutil.Error):
-                theirs |= {(c.laddr, c.raddr) for c in peer.net_connections("tcp") if c.raddr}
-        for mine in psutil.Process().net_connections("tcp"):
-            if mine.raddr and (mine.raddr, mine.laddr) in theirs:
-                num_aborted += shut_down(mine.fd)
+                peers_ends |= {(c.laddr, c.raddr) for c in peer.net_connections("tcp") if c.raddr}
+        for own in psutil.Process().net_connections("tcp"):
+            if own.raddr and (own.raddr, own.laddr) in peers_ends:
+                num_aborted += shut_down(own.fd)
         return num_aborted
 
     def state(self) -> RankState:
@@ -164,27 +162,26 @@ class Group:
             backend=self.backend,
             shares_device=self.shares_device,
             missing=(
-                *torch_internals.missing_features(can_abort=self.is_aborted_to_end),
+                *torch_internals.missing_features(can_abort=self.can_abort),
                 *self.collective_checks.missing_features(),
             ),
         )
 
 
 def abort_groups(seconds: float) -> bool:
-    """Abort all process groups of this rank, sub-groups too; tell whether that was done in time.
+    """Abort all process groups of this rank, sub-groups too; return whether they ended in time.
 
-    What waits in them ends: on the CPU with an error, on a GPU with a tensor that means
-    nothing.  The groups stay known, so that the next call says that they were aborted;
-    torch's ``_abort_process_group`` forgets them, in the midst of what another thread does with
-    them.  Each abort may take as long as its group's timeout and wait for another's, so each
-    has a thread of its own.
+    A wait on the CPU then raises; a wait on a GPU leaves a meaningless tensor.  The groups stay
+    registered, so that the next call reports that they were aborted.  Torch's own
+    ``_abort_process_group`` would remove them while another thread uses them.  An abort may take as
+    long as its group's timeout and may wait for another group's abort, so each has its own thread.
     """
     groups = torch_internals.process_groups()
     return ends_in_time([group.abort for group in groups], seconds)
 
 
 def ends_in_time(calls: Sequence[Callable[[], object]], seconds: float) -> bool:
-    """Make all calls at once; tell whether they have ended when so many seconds are over."""
+    """Make all calls at once, in threads; return whether they ended within so many seconds."""
     threads = [threading.Thread(target=call, name="ddpnb-bounded", daemon=True) for call in calls]
     deadline = time.monotonic() + seconds
     for thread in threads:
@@ -195,11 +192,11 @@ def ends_in_time(calls: Sequence[Callable[[], object]], seconds: float) -> bool:
 
 
 def shut_down(descriptor: int) -> bool:
-    """Shut a connected socket down without closing it; tell whether that was done."""
+    """Shut a connected socket down without closing it; return whether it was connected."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # closed in the meantime, or not connected: nothing waits in it
+    except OSError:  # closed meanwhile, or not connected: nothing waits there
         return False
     return True

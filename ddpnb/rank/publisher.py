@@ -1,7 +1,7 @@
-"""How do events reach the notebook without slowing the training?  (Rank side.)
+"""The queue through which events reach the notebook without slowing the training (ranks).
 
-The training thread only appends to a queue.  A thread of its own takes what has
-gathered and sends it a few times a second, as one message.
+The training thread only appends to the queue.  Another thread sends its content twice a second,
+as one message.
 """
 
 import math
@@ -17,10 +17,10 @@ from ddpnb.protocol.messages import EventBatch, Mark, MarkKind, RunHeader, StepE
 from ddpnb.rank.engine import RankEngine
 
 FLUSH_SECONDS = 0.5
-"""How long an event may wait on the rank: twice a second is as often as pictures need.
+"""How long an event may wait on the rank.
 
-A process that dies takes with it what waits: the last steps of its curve.  Sent ten times a
-second, events took 2 % of a training that kept all cores busy.
+When a process dies, the steps in its queue are lost.  Flushing ten times a second took 2 % of the
+speed of a training that kept all cores busy.
 """
 
 Logged = tuple[float, float, int, Mapping[str, float]]
@@ -30,12 +30,12 @@ Logged = tuple[float, float, int, Mapping[str, float]]
 class Publisher:
     """Sends a run's events to the notebook, in order, in numbered batches.
 
-    Use it as a context manager: the thread starts with the first event, and on
-    leaving, all that was published has been sent.
+    Use it as a context manager.  The thread starts with the first event; when the block ends, all
+    events have been sent.
 
     Args:
         rank: this rank.
-        run_id: the run that the events belong to; empty: there is none.
+        run_id: the run that the events belong to; empty if there is none.
         first_batch: the number of the first batch.
     """
 
@@ -61,26 +61,26 @@ class Publisher:
         self.close()
 
     def publish(self, event: RunHeader | StepEvent | Mark) -> None:
-        """Hand an event over; costs the caller two microseconds."""
+        """Add an event to the queue; takes two microseconds."""
         if isinstance(event, RunHeader):
             self._header = event
         elif isinstance(event, Mark):
             self._marks.append(event)
             if event.kind is MarkKind.KILLED:
-                self._flush()  # this process will not be there half a second from now
+                self._flush()  # this process is about to end
         else:
             self._rows.append(pack_step(self.rank, event))
         if self._thread is None:
             self._start()
 
     def log(self, loss: float, samples: int, metrics: Mapping[str, float]) -> None:
-        """Publish one call of ``ddpnb.log``; the event itself is made when it is sent."""
+        """Publish one call of ``ddpnb.log``; the event is made only when it is sent."""
         self._logged.append((time.perf_counter() - self._started_seconds, loss, samples, metrics))
         if self._thread is None:
             self._start()
 
     def close(self) -> None:
-        """Send what is left and end the thread; may be called twice."""
+        """Send the rest of the queue and end the thread; may be called twice."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -89,13 +89,13 @@ class Publisher:
 
     def _start(self) -> None:
         with self._starting:
-            if self._thread is None:  # another thread's first event may have come meanwhile
+            if self._thread is None:  # else another thread published the first event meanwhile
                 thread = threading.Thread(target=self._run, name="ddpnb-publish", daemon=True)
                 thread.start()
                 self._thread = thread
 
     def _run(self) -> None:
-        self._flush()  # the run's header, or this rank's first step: there is something to show
+        self._flush()  # at once, so that the notebook has something to show
         while not self._stop.wait(FLUSH_SECONDS):
             self._flush()
 
@@ -140,15 +140,15 @@ class Publisher:
 def log(*, loss: float = math.nan, samples: int = 0, **metrics: float) -> None:
     """Add one step of a hand-written training loop to the run that the cell names.
 
-    Call it in a ``%%ddp --name mine`` cell, once a step, on every rank that trains.
+    Call it in a ``%%ddp --name mine`` cell, once per step, on every rank that trains.
 
     Args:
         loss: mean loss over this rank's samples of the step.
         samples: how many samples this rank trained on in the step.
-        **metrics: further numbers to keep with the step.
+        **metrics: more numbers to store with the step.
 
     Raises:
-        UserError: where the cell names no run.
+        UserError: the cell names no run.
     """
     publisher = RankEngine.instance().publisher
     if publisher is None or not publisher.run_id:

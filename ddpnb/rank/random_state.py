@@ -1,51 +1,71 @@
-"""How does a training leave what is the user's as it was?  (Every rank.)"""
+"""The global random numbers: seeded, saved and restored (ranks)."""
 
 import contextlib
 import random
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 
-@contextlib.contextmanager
-def preserve_rng(device: torch.device) -> Iterator[None]:
-    """Restore random numbers, default dtype and thread count when the block ends.
-
-    Inside the block, ``device`` is the current one where it is a GPU.
-    """
-    numbers = random.getstate()
-    numpy_numbers = np.random.get_state()
-    dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()
-    gpus = [device] if device.type == "cuda" else []
-    with contextlib.ExitStack() as stack:
-        stack.callback(_set_num_threads, num_threads)
-        stack.callback(torch.set_default_dtype, dtype)
-        stack.callback(np.random.set_state, numpy_numbers)
-        stack.callback(random.setstate, numbers)
-        stack.enter_context(torch.random.fork_rng(devices=gpus))
-        for gpu in gpus:
-            stack.enter_context(torch.cuda.device(gpu))
-        yield
-
-
 def seed_everything(seed: int) -> None:
-    """Start all global random numbers anew, those of GPUs too."""
+    """Seed all global random numbers, those of GPUs too."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def seed_from_entropy() -> None:
-    """Start all global random numbers where no other process does, those of GPUs when used.
+    """Seed all global random numbers differently in each process, those of GPUs too.
 
-    A forked process begins with the numbers of its parent, and so would all its siblings.
+    A forked process begins with its parent's random state, as do all its siblings.
     """
     random.seed()
     torch.seed()
-    if "numpy.random" in sys.modules:  # else it is imported, and seeded so, when first used
+    if "numpy.random" in sys.modules:  # else numpy seeds itself when it is imported
         np.random.seed()
+
+
+@contextlib.contextmanager
+def preserve_rng(device: torch.device) -> Iterator[None]:
+    """Restore random numbers, default dtype and thread count when the block ends.
+
+    Inside the block, ``device`` is the current device if it is a GPU.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(_set_num_threads, torch.get_num_threads())
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.callback(set_random_state, random_state(device), device)
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        yield
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of all global random numbers, in types that a checkpoint can hold."""
+    kind, keys, *rest = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "python": [version, list(internal), gauss],
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Restore what ``random_state`` returned."""
+    torch.set_rng_state(state["torch"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def _set_num_threads(num_threads: int) -> None:

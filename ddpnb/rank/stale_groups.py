@@ -1,4 +1,4 @@
-"""Which of the user's variables are tied to a process group that is no more?  (Rank side.)"""
+"""The user's variables that still hold an earlier process group (ranks)."""
 
 from collections.abc import Iterator, Mapping
 
@@ -14,26 +14,26 @@ KINDS = (
     "DeviceMesh",
     "ProcessGroup",
 )
-"""Torch's classes whose objects keep the group that they were made with.
+"""Classes of torch that keep the group they were made with.
 
-Told by name: to import them all takes a second, and who has such an object has done so.
+They are compared by name, because importing them all takes a second.
 """
 
-MOST_ITEMS = 1000
-"""A container of more is data, not where somebody keeps a model."""
+MAX_ITEMS = 1000
+"""A larger container holds data, not models."""
 
 
 def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
-    """Return what is tied to a group: variables, and what they hold one level down.
+    """Return the variables that hold a group, directly or one level down.
 
-    A model that is part of another module is found at any depth.
+    In a module, a model is found at any depth.
     """
     found: list[StaleVariable] = []
     for name, value in namespace.items():
         if not is_users(name):
             continue
         if kind := kind_of(value):
-            found.append(StaleVariable(name, kind))  # what it holds in turn goes with it
+            found.append(StaleVariable(name, kind))  # no need to look inside
             continue
         for path, held in held_by(name, value):
             if kind := kind_of(held):
@@ -42,24 +42,24 @@ def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
 
 
 def is_users(name: str) -> bool:
-    """Tell whether a variable is the user's own, not IPython's history."""
+    """Return whether a variable is the user's own, not IPython's history."""
     return not name.startswith("_") and name not in {"In", "Out"}
 
 
 def kind_of(value: object) -> str:
-    """Return which of ``KINDS`` a value is; empty if none."""
+    """Return which of ``KINDS`` a value is; empty if it is none of them."""
     names = {c.__name__ for c in type(value).__mro__ if c.__module__.startswith("torch")}
     return next((kind for kind in KINDS if kind in names), "")
 
 
 def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield what a value holds, each with the expression that leads there."""
+    """Yield what a value holds, each with the expression that leads to it."""
     if isinstance(value, nn.Module):
         inside = dict(value.named_modules(prefix=name))
         outermost = (path for path in inside if not is_part_of_stale(path, inside))
         yield from ((path, inside[path]) for path in outermost)
     elif isinstance(value, dict | list | tuple):
-        if len(value) <= MOST_ITEMS:
+        if len(value) <= MAX_ITEMS:
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             yield from ((f"{name}[{key!r}]", item) for key, item in pairs)
     elif type(value).__module__ == "__main__":
@@ -67,7 +67,7 @@ def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def is_part_of_stale(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Tell whether a module is a part of one that is tied."""
+    """Return whether a module is part of another one that holds a group."""
     names = path.split(".")
     above = (".".join(names[:num]) for num in range(1, len(names)))
     return any(kind_of(modules.get(outer)) for outer in above)

@@ -1,11 +1,10 @@
-"""Where does this rank stand right now?  (Rank side, in the control thread.)
+"""What is this rank doing right now?  (ranks, in the control thread)
 
-Three sources: the main thread's Python stack (``sys._current_frames``) tells which line
-of which cell it is at, and a call of ``torch.distributed``, or a sum in shared memory, that
-it is in (DDP's hooks run there too, where it trains on the CPU); torch's flight
-recorder tells which collectives have begun and not ended, DDP's own among them; and the
-operating system tells whether the thread sleeps on a lock, as it does in a collective of
-gloo's.  A thread that waits for a GPU is busy asking: it is not known to wait.
+There are three sources.  The main thread's Python stack shows the cell and its line, and a call
+of ``torch.distributed`` or a shared-memory all-reduce in progress.  Torch's flight recorder lists
+the collectives that have begun and not ended, including DDP's own.  The operating system shows
+whether the thread sleeps on a lock, as it does in a collective of gloo.  A thread that waits for
+a GPU keeps polling, so it does not count as waiting.
 """
 
 import contextlib
@@ -29,21 +28,21 @@ from ddpnb.protocol.messages import RankStatus
 from ddpnb.rank.process_group import Group
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}
-"""Linux's number of the system call in which a thread waits for a lock."""
+"""The number of Linux's system call that waits for a lock."""
 
 DISTRIBUTED = inspect.unwrap(dist.all_reduce).__code__.co_filename
-"""Torch's file of the calls that take several ranks."""
+"""The file of torch with the calls in which several ranks take part."""
 SHARED_ALL_REDUCE = os.path.join("ddpnb", "rank", "comm", "shared_all_reduce.py")
 TRAINING = os.path.join("ddpnb", "rank", "training", "loop.py")
 BACKWARD = torch.autograd.backward.__code__.co_filename
-"""Torch's file of what computes gradients."""
+"""The file of torch that computes gradients."""
 
 POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 """Calls between two ranks, each with the argument that names the other."""
 
 
 def rank_status(group: Group, shell: Any) -> RankStatus:
-    """Tell where this rank stands; costs nothing until it is asked.
+    """Return what this rank is doing; costs nothing until it is called.
 
     Args:
         group: this rank's process group.
@@ -51,11 +50,11 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
     """
     frames = list(main_thread_frames())
     call, peer = distributed_call(frames)
-    is_asked = call or sleeps_on_lock()
-    pending = torch_internals.pending_collective(group.joined_ns) if is_asked else None
+    may_wait = call or sleeps_on_lock()
+    pending = torch_internals.pending_collective(group.joined_ns) if may_wait else None
     if not call and pending is not None:
         call = pending.name
-    cell, line = (0, 0) if shell is None else place(frames, shell)
+    cell, line = (0, 0) if shell is None else users_line(frames, shell)
     return RankStatus(
         rank=group.rank,
         is_busy=line > 0 or any(map(is_training, frames)),
@@ -70,8 +69,8 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
     )
 
 
-def place(frames: list[FrameType], shell: Any) -> tuple[int, int]:
-    """Return the cell, and its line, that the main thread is at; zeros if in none."""
+def users_line(frames: list[FrameType], shell: Any) -> tuple[int, int]:
+    """Return the cell and the line that the main thread has reached; zeros outside a cell."""
     for frame in frames:
         if is_users(frame, shell):
             return cell_number(shell, frame.f_code.co_filename), frame.f_lineno
@@ -79,7 +78,7 @@ def place(frames: list[FrameType], shell: Any) -> tuple[int, int]:
 
 
 def cell_number(shell: Any, filename: str) -> int:
-    """Return the ``n`` of the cell ``In [n]`` whose code IPython calls so; 0 if it is none."""
+    """Return ``n`` if IPython uses this file name for the code of ``In [n]``; 0 if it does not."""
     label, name = shell.compile.format_code_name(filename) or ("", "")
     number = name.removeprefix("In[").removesuffix("]")
     return int(number) if label == "Cell" and number.isdecimal() else 0
@@ -88,7 +87,7 @@ def cell_number(shell: Any, filename: str) -> int:
 def users_stack(shell: Any) -> list[str]:
     """Return the main thread's stack, one string a frame.
 
-    From the user's outermost frame on, or in a training from its own.
+    It begins at the user's outermost frame, or else at the training loop's.
     """
     frames = list(main_thread_frames())
     users = [n for n, frame in enumerate(frames, 1) if shell and is_users(frame, shell)]
@@ -105,22 +104,22 @@ def main_thread_frames() -> Iterator[FrameType]:
 
 
 def is_users(frame: FrameType, shell: Any) -> bool:
-    """Tell whether a frame runs a cell; ipyparallel's own call runs in its namespace too."""
+    """Return whether a frame runs a cell; ipyparallel's own call runs in that namespace too."""
     return frame.f_globals is shell.user_ns and frame.f_code.co_filename != "<string>"
 
 
 def is_training(frame: FrameType) -> bool:
-    """Tell whether a frame trains a comparison's run, or checks one."""
+    """Return whether a frame trains or checks a comparison's run."""
     return frame.f_code.co_filename.endswith(TRAINING)
 
 
 def is_backward(frame: FrameType) -> bool:
-    """Tell whether a frame is torch's ``backward``."""
+    """Return whether a frame is torch's ``backward``."""
     return frame.f_code.co_filename.endswith(BACKWARD)
 
 
 def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
-    """Return the call that is in progress and takes several ranks, and its peer if it has one."""
+    """Return the call of several ranks that is in progress, and its peer if it has one."""
     inside = [frame for frame in frames if frame.f_code.co_filename.endswith(DISTRIBUTED)]
     if not inside:
         adds = any(frame.f_code.co_filename.endswith(SHARED_ALL_REDUCE) for frame in frames)
@@ -139,7 +138,7 @@ def num_collectives() -> int:
 
 
 def sleeps_on_lock() -> bool:
-    """Tell whether the main thread sleeps on a lock; True where the system does not tell."""
+    """Return whether the main thread sleeps on a lock; True if the system does not show it."""
     number = FUTEX.get(platform.machine())
     try:
         call = Path(f"/proc/self/task/{os.getpid()}/syscall").read_text()

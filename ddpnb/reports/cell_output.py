@@ -1,8 +1,8 @@
-"""How does the ranks' output appear under a cell?  Equal pieces once.  (Notebook side.)
+"""The output of all ranks under one cell, equal pieces shown once (kernel).
 
-Each rank's output is a sequence of items: lines, displayed figures, values.  The
-items of all ranks are merged into one sequence that keeps every rank's own order
-and shows an item that several ranks have next as one, labelled with all of them.
+Each rank's output is a sequence of items: lines, displayed figures, values.  The items of all
+ranks are merged into one sequence.  It keeps the order of every rank.  An item that is next
+on several ranks is shown once, labelled with all of them.
 """
 
 import json
@@ -20,9 +20,9 @@ from ddpnb.protocol.rank_sets import format_ranks
 from ddpnb.reports.display import LiveDisplay
 
 HOLD_SECONDS = 0.25
-"""How long an item waits for the same item of ranks that are still running.
+"""How long an item waits for the same item from ranks that are still running.
 
-ipykernel on the ranks sends what was printed every 0.2 s.
+On the ranks, ipykernel sends printed text every 0.2 s.
 """
 
 
@@ -32,7 +32,7 @@ class Item(NamedTuple):
     kind: str
     """``"stdout"``, ``"stderr"``, ``"bar"``, ``"display"`` or ``"value"``."""
     text: str
-    """A line without its end; for displays the bundle as JSON, which makes them comparable."""
+    """A line without its line end, or a display's bundle as JSON, so that two can be compared."""
 
     @property
     def bundle(self) -> dict[str, Any]:
@@ -43,17 +43,17 @@ class Item(NamedTuple):
 
 @dataclass(slots=True)
 class RankOutput:
-    """What one rank has said and has not been shown yet."""
+    """One rank's output that is not shown yet."""
 
     items: deque[Item] = field(default_factory=deque)
     partial: dict[str, str] = field(default_factory=dict)
     """The unfinished last line of each stream."""
     since: float = 0.0
-    """When the oldest item not shown yet arrived, on the monotonic clock."""
+    """When the oldest of ``items`` arrived, on the monotonic clock."""
     is_running: bool = True
 
     def add(self, items: Iterable[Item]) -> None:
-        """Put items behind the others."""
+        """Append items."""
         if not self.items:
             self.since = time.monotonic()
         self.items.extend(items)
@@ -63,35 +63,35 @@ class OutputMerger:
     """Merges the output of several ranks.
 
     Args:
-        ranks: whose output is merged.
+        ranks: the ranks that run the cell.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._outputs = {rank: RankOutput() for rank in ranks}
 
     def write(self, rank: int, stream: str, text: str) -> None:
-        """Take text that a rank wrote to ``"stdout"`` or ``"stderr"``."""
+        """Add text that a rank wrote to ``"stdout"`` or ``"stderr"``."""
         output = self._outputs[rank]
-        whole = output.partial.get(stream, "") + text
-        *lines, output.partial[stream] = whole.split("\n")
-        if "\r" in whole:
+        joined = output.partial.get(stream, "") + text
+        *lines, output.partial[stream] = joined.split("\n")
+        if "\r" in joined:
             output.add(line_item(stream, line) for line in lines)
         else:
             output.add(Item(stream, line) for line in lines)
 
     def display(self, rank: int, kind: str, content: Mapping[str, Any]) -> None:
-        """Take a MIME bundle that a rank displayed or returned as a cell's value."""
+        """Add a MIME bundle that a rank displayed, or returned as the cell's value."""
         self._outputs[rank].add([Item(kind, json.dumps(content, sort_keys=True, default=str))])
 
     def finish(self, rank: int) -> None:
-        """Note that a rank will write no more; its unfinished lines are complete now."""
+        """Note that a rank writes no more; its unfinished lines are complete now."""
         output = self._outputs[rank]
         output.is_running = False
         output.add(line_item(stream, text) for stream, text in output.partial.items() if text)
         output.partial.clear()
 
     def unfinished(self) -> dict[str, list[int]]:
-        """Return unfinished lines as they look now (progress bars), each with its ranks."""
+        """Return the unfinished lines (progress bars) as they look now, each with its ranks."""
         lines: dict[str, list[int]] = {}
         for rank, output in self._outputs.items():
             for text in output.partial.values():
@@ -100,11 +100,11 @@ class OutputMerger:
         return lines
 
     def take(self) -> list[tuple[list[int], Item]]:
-        """Return the merged items that can be shown now, each with its ranks."""
+        """Remove and return the items that can be shown now, each with its ranks."""
         taken: list[tuple[list[int], Item]] = []
         ahead: dict[int, Counter[Item]] = {}
-        while speaking := self._speaking():
-            heads = {rank: output.items[0] for rank, output in speaking.items()}
+        while ready := self._ready():
+            heads = {rank: output.items[0] for rank, output in ready.items()}
             item = next(iter(heads.values()))
             if any(head != item for head in heads.values()):
                 ahead = ahead or {r: Counter(o.items) for r, o in self._outputs.items()}
@@ -117,21 +117,21 @@ class OutputMerger:
             taken.append((ranks, item))
         return taken
 
-    def _speaking(self) -> dict[int, RankOutput]:
-        """Return the ranks that have something to show; none while it is worth waiting."""
-        speaking = {rank: output for rank, output in self._outputs.items() if output.items}
-        if len(speaking) == len(self._outputs) or not speaking:
-            return speaking
+    def _ready(self) -> dict[int, RankOutput]:
+        """Return the ranks with items to show; none while waiting for the others may help."""
+        ready = {rank: output for rank, output in self._outputs.items() if output.items}
+        if len(ready) == len(self._outputs) or not ready:
+            return ready
         others_run = any(o.is_running and not o.items for o in self._outputs.values())
-        oldest = min(output.since for output in speaking.values())
+        oldest = min(output.since for output in ready.values())
         is_fresh = time.monotonic() - oldest < HOLD_SECONDS
-        return {} if others_run and is_fresh else speaking
+        return {} if others_run and is_fresh else ready
 
 
 def choose(heads: Mapping[int, Item], ahead: Mapping[int, Counter[Item]]) -> Item:
-    """Return which of the ranks' next items comes first: one that no rank has further down.
+    """Return which of the ranks' next items to show: one that no other rank has further down.
 
-    Showing it now splits no pair of equal items.
+    Showing such an item never splits equal items of several ranks.
     """
     for item in heads.values():
         if all(head == item or not ahead[rank][item] for rank, head in heads.items()):
@@ -140,24 +140,24 @@ def choose(heads: Mapping[int, Item], ahead: Mapping[int, Counter[Item]]) -> Ite
 
 
 def line_item(stream: str, line: str) -> Item:
-    """Return a finished line: one that redrew itself, with carriage returns, is a bar."""
+    """Return a finished line as an item; a line with carriage returns was a progress bar."""
     line = line.rstrip("\r")
     return Item("bar" if "\r" in line else stream, visible(line))
 
 
 def visible(line: str) -> str:
-    """Return what is left to see of a line after its carriage returns."""
+    """Return the part of a line that its carriage returns leave visible."""
     return line.rstrip("\r").rsplit("\r", 1)[-1]
 
 
 BAR_SECONDS = 0.2
-"""How often the lines in progress (tqdm) are redrawn."""
+"""The shortest time between two redraws of progress bars (tqdm)."""
 
 Message = dict[str, Any]
 
 
 class CellOutput:
-    """Shows what ranks print and display, labelled, while their cell runs.
+    """Shows what the ranks print and display, with labels, while their cell runs.
 
     Args:
         ranks: the ranks that run the cell.
@@ -169,7 +169,7 @@ class CellOutput:
         self._bars = Bars()
 
     def take(self, rank: int, kind: str, content: Message) -> None:
-        """Take a message of a rank's output channel."""
+        """Add a message from a rank's output channel."""
         match kind:
             case "stream":
                 self._merger.write(rank, content["name"], content["text"])
@@ -180,11 +180,11 @@ class CellOutput:
                 self._merger.display(rank, "value", {"data": content["data"]})
 
     def finish(self, rank: int) -> None:
-        """Note that a rank has ended the cell, and all its output is here."""
+        """Note that a rank has ended the cell and all of its output has arrived."""
         self._merger.finish(rank)
 
     def show(self) -> None:
-        """Show what can be shown by now."""
+        """Show all that can be shown now."""
         chunk: list[str] = []
         stream = "stdout"
         for ranks, item in self._merger.take():
@@ -198,7 +198,7 @@ class CellOutput:
             else:
                 show_bundle(ranks, item)
         write(stream, chunk)
-        self._bars.show([labelled(who, text) for text, who in self._merger.unfinished().items()])
+        self._bars.show([labelled(on, text) for text, on in self._merger.unfinished().items()])
 
     def close(self) -> None:
         """Show the rest; may be called twice."""
@@ -209,7 +209,7 @@ class CellOutput:
 
 
 class Bars:
-    """Lines that redraw themselves (tqdm), in a place of their own; the last state stays."""
+    """Progress bars (tqdm) in a display of their own; their last state stays."""
 
     def __init__(self) -> None:
         self.finished: list[str] = []
@@ -218,7 +218,7 @@ class Bars:
         self._shown_at = 0.0
 
     def show(self, running: list[str], *, at_once: bool = False) -> None:
-        """Show the finished and the running lines, at most every ``BAR_SECONDS``."""
+        """Show the finished and the running bars, at most every ``BAR_SECONDS``."""
         text = "\n".join(self.finished + running)
         now = time.monotonic()
         if text != self._shown and (at_once or now - self._shown_at > BAR_SECONDS):
@@ -227,18 +227,18 @@ class Bars:
 
 
 def labelled(ranks: Sequence[int], text: str) -> str:
-    """Return a line with its ranks before it: ``"[0-3] hello"``."""
+    """Return a line after the label of its ranks: ``"[0-3] hello"``."""
     return f"[{label_of(tuple(ranks))}] {text}"
 
 
 @cache
 def label_of(ranks: tuple[int, ...]) -> str:
-    """Return the label of some ranks; a cell of many lines asks for the same ones."""
+    """Return the ranks as text; cached, because most lines of a cell have the same ranks."""
     return format_ranks(ranks)
 
 
 def write(stream: str, lines: list[str]) -> None:
-    """Write lines to this process's stdout or stderr at once, and empty the list."""
+    """Write lines to this process's stdout or stderr in one call, and empty the list."""
     if lines:
         file = sys.stderr if stream == "stderr" else sys.stdout
         file.write("".join(lines))
@@ -247,7 +247,7 @@ def write(stream: str, lines: list[str]) -> None:
 
 
 def show_bundle(ranks: list[int], item: Item) -> None:
-    """Show a display or a cell's value, under a label that names its ranks."""
+    """Show a display or a cell's value under the label of its ranks."""
     label, bundle = f"[{format_ranks(ranks)}]", item.bundle
     data = bundle["data"]
     if item.kind == "value" and set(data) == {"text/plain"}:

@@ -1,33 +1,33 @@
-"""What is a comparison as tidy DataFrames?  (Notebook side.)
+"""A comparison as tidy DataFrames (kernel).
 
-Kept apart because importing pandas takes half a second.
+A module of its own, because importing pandas takes half a second.
 """
 
 import numpy as np
 import pandas as pd
 
-from ddpnb.protocol.messages import NO_STALENESS, Parts
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.metrics import step_split
-from ddpnb.runs.model import RunSnapshot
-from ddpnb.runs.summary import (
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.metrics import step_split
+from ddpnb.history.model import RunSnapshot
+from ddpnb.history.summary import (
     reported,
     samples_per_second,
     staleness_counts,
     staleness_median,
 )
+from ddpnb.protocol.messages import NO_STALENESS, Parts
 
 SETTINGS = ("task", "num_epochs", "batch_size", "learning_rate", "seed")
 CIRCUMSTANCES = ("num_workers", "num_threads", "device", "backend", "num_parameters")
 
 
 def runs_frame(comparison: Comparison) -> pd.DataFrame:
-    """Return one row per run: what was asked, where it ran, what came out."""
+    """Return one row per run: its settings, where it ran, its results."""
     return pd.DataFrame([_run_row(run) for run in comparison.runs])
 
 
 def steps_frame(comparison: Comparison) -> pd.DataFrame:
-    """Return one row per step of each worker; a column for each of the user's own metrics."""
+    """Return one row per step of each worker; with a column for each of the user's own metrics."""
     frames = [_steps_of(run) for run in comparison.runs]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 

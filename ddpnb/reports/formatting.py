@@ -1,17 +1,17 @@
-"""How are runs and numbers put into words?  (Notebook side.)"""
+"""Runs and numbers as text (kernel)."""
 
 import math
 from collections.abc import Sequence
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.repeat import body_of
+from ddpnb.history.summary import StrategyKey, StrategySummary, group_runs, is_emulated
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import training_options
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.repeat import body_of
-from ddpnb.runs.summary import Key, StrategySummary, group_runs, is_emulated
 
 NOTHING = "–"
-"""Stands in a table where there is no number."""
+"""Shown in a table in place of an unknown number."""
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -55,7 +55,7 @@ def percent(share: float, decimals: int = 0) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span for reading at a glance, e.g. ``12 s`` or ``3 min 20 s``."""
+    """Return a time span, rounded to seconds, e.g. ``12 s`` or ``3 min 20 s``."""
     if not math.isfinite(seconds):
         return NOTHING
     minutes, rest = divmod(max(round(seconds), 0), 60)
@@ -69,8 +69,8 @@ def counted(num: int, noun: str) -> str:
     return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
 
 
-def labels(comparison: Comparison) -> dict[Key, str]:
-    """Return what each strategy is called where it is shown, what is emulated included."""
+def labels(comparison: Comparison) -> dict[StrategyKey, str]:
+    """Return the label of each strategy, which says so if it is emulated."""
     groups = group_runs(comparison.runs)
     several = len({key[0] for key in groups}) > 1
     return {
@@ -81,13 +81,13 @@ def labels(comparison: Comparison) -> dict[Key, str]:
 
 
 def longest_label(strategy: str) -> str:
-    """Return what a strategy that has not begun may be called at most."""
+    """Return the longest label that a strategy which has not begun may get."""
     entry = STRATEGIES.get(strategy.partition(":")[0])
     return f"{strategy} (emulated)" if entry and entry.may_be_emulated else strategy
 
 
 def title(comparison: Comparison) -> str:
-    """Return one line: what was trained, with which batch, on what."""
+    """Return one line: the task, the global batch, the workers and their devices."""
     specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
     headers = [run.header for run in comparison.runs if run.header]
     tasks = dict.fromkeys("own cell" if s.task == "cell" else s.task for s in specs)
@@ -98,37 +98,37 @@ def title(comparison: Comparison) -> str:
     if headers:
         workers = counted(max(header.num_workers for header in headers), "worker")
         parts.append(f"{workers} on {' and '.join(devices)}")
-    told = ", ".join(part for part in parts if part)
-    return f"{comparison.name}: {told}" if told else comparison.name
+    text = ", ".join(part for part in parts if part)
+    return f"{comparison.name}: {text}" if text else comparison.name
 
 
 def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tuple[str, ...]:
-    """Return what must be said beside a plot: emulations, failures, unlike runs."""
+    """Return the notes that a plot needs: emulations, failures, different settings."""
     named = labels(comparison)
-    whose: dict[str, list[str]] = {}
+    strategies: dict[str, list[str]] = {}
     for summary in summaries:
         for note in summary.notes:
-            whose.setdefault(note, []).append(named[summary.comparison, summary.name])
+            strategies.setdefault(note, []).append(named[summary.comparison, summary.name])
     is_alone = len(summaries) == 1
     specs = [run.spec for run in comparison.runs if run.spec]
     differing = differences(specs)
-    told = [f"these runs differ in {listed(differing)}"] if differing else []
-    told += [
+    found = [f"these runs differ in {listed(differing)}"] if differing else []
+    found += [
         note if len(names) == len(summaries) and not is_alone else f"{', '.join(names)}: {note}"
-        for note, names in whose.items()
+        for note, names in strategies.items()
     ]
-    return tuple(told)
+    return tuple(found)
 
 
 def differences(specs: Sequence[RunSpec]) -> list[str]:
-    """Return which choices, as they are called in a magic's line, are not the same for all."""
-    told = [
+    """Return the options, named as in a magic's line, that are not the same for all runs."""
+    differing = [
         option.keyword.replace("_", " ")
         for name, option in training_options()
         if len({_choice(spec, name) for spec in specs}) > 1
     ]
     cells = {body_of(spec.source).strip() for spec in specs if spec.task == CELL_TASK}
-    return told + (["the cell's code"] if len(cells) > 1 else [])
+    return differing + (["the cell's code"] if len(cells) > 1 else [])
 
 
 def listed(parts: Sequence[str]) -> str:
@@ -138,4 +138,4 @@ def listed(parts: Sequence[str]) -> str:
 
 def _choice(spec: RunSpec, name: str) -> object:
     value = getattr(spec, name)
-    return bool(value) if name == "resume" else value  # each run goes on from one of its own
+    return bool(value) if name == "resume" else value  # each run resumes a run of its own

@@ -1,4 +1,4 @@
-"""Which ranks are there, which runs are stored, and how is one repeated?  (Notebook side.)"""
+"""Tables of ranks and stored runs, and the details of one comparison (kernel)."""
 
 import dataclasses
 import time
@@ -7,19 +7,19 @@ from html import escape
 from pathlib import Path
 from typing import final
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import ending
+from ddpnb.history.query import StoredRun
+from ddpnb.history.repeat import magic_of
+from ddpnb.history.summary import summarise
 from ddpnb.protocol.messages import MODEL_FILE, RankState, RunSpec
 from ddpnb.reports.formatting import NOTHING, counted, notes
 from ddpnb.reports.style import style_of
 from ddpnb.reports.table import Cell, Column, Table, pairs_table
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import ending
-from ddpnb.runs.query import StoredRun
-from ddpnb.runs.repeat import magic_of
-from ddpnb.runs.summary import summarise
 
 
 def ranks_table(states: Sequence[RankState]) -> Table:
-    """Return where each rank lives and what it computes with."""
+    """Return one row per rank: its process, host and device."""
     ordered = sorted(states, key=lambda state: state.rank)
     return Table(
         caption=f"{counted(len(ordered), 'rank')} ready",
@@ -37,7 +37,7 @@ def ranks_table(states: Sequence[RankState]) -> Table:
 
 
 def runs_table(runs: Sequence[StoredRun]) -> Table:
-    """Return the stored runs, newest first; repeats of one strategy share a line."""
+    """Return the stored runs, newest first; repeats of one strategy share a row."""
     newest_first = sorted(runs, key=lambda run: (-run.created, run.comparison, run.name))
     by_name: dict[tuple[str, str], list[StoredRun]] = {}
     for run in newest_first:
@@ -51,16 +51,16 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
             Column(title="batch", is_number=True),
             Column(title="workers", is_number=True),
             Column(title="steps", is_number=True),
-            Column(title="begun"),
+            Column(title="started"),
             Column(title="state", is_prose=True),
         ),
         rows=tuple(_run_row(repeats) for repeats in by_name.values()),
         notes=(
-            "steps: of all workers, over all repeats",
-            "%ddp_plot NAME ... draws them; the part after the slash stands for the latest",
+            "steps: the sum over all workers and repeats",
+            "%ddp_plot NAME ... draws them; the part after the slash alone means the latest",
         )
         if runs
-        else ("%%ddp_compare trains and stores some",),
+        else ("%%ddp_compare trains and stores runs",),
     )
 
 
@@ -89,7 +89,7 @@ def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
     run = repeats[0]
     style = style_of(run.name)
     endings = sorted({ending(repeat.status, repeat.detail) for repeat in repeats})
-    begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created))
+    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created))
     return (
         Cell(text=f"{run.comparison}/{run.name}", dot=style.colour, is_hollow=style.is_hollow),
         Cell(text=str(len(repeats))),
@@ -97,7 +97,7 @@ def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
         Cell(text=f"{run.spec.batch_size:,}" if run.spec else NOTHING),
         Cell(text=str(run.num_workers or NOTHING)),
         Cell(text=f"{sum(repeat.num_events for repeat in repeats):,}"),
-        Cell(text=begun),
+        Cell(text=started),
         Cell(text="; ".join(endings)),
     )
 
@@ -110,18 +110,18 @@ BLOCK = (
 
 @final
 class Details:
-    """Settings, environment and the magic of a comparison; as HTML in a notebook."""
+    """The settings, environment and magic of a comparison, as HTML in a notebook."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
 
     @property
     def magic(self) -> str:
-        """The cell that trains it again; empty for a hand-written loop."""
+        """A cell that repeats the comparison; empty for a hand-written loop."""
         return magic_of(self.comparison)
 
     def tables(self) -> tuple[Table, Table]:
-        """Return what was asked for, and where it ran."""
+        """Return the settings, and where the comparison ran."""
         return self._settings(), pairs_table("Where it ran", dict(self.comparison.environment))
 
     def __repr__(self) -> str:
@@ -141,34 +141,34 @@ class Details:
         return f"{tables}<p><b>{head}</b></p>{block}" if code else tables
 
     def _settings(self) -> Table:
-        """Return the settings that the runs share, and what was emulated or adjusted."""
+        """Return the settings of all runs, with notes on what was emulated or adjusted."""
         comparison = self.comparison
         specs = comparison.specs or tuple(run.spec for run in comparison.runs if run.spec)
-        begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(comparison.created))
-        told = {"begun": begun, "strategies": " ".join(comparison.strategies)}
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(comparison.created))
+        settings = {"started": started, "strategies": " ".join(comparison.strategies)}
         hidden = ("run_id", "strategy", "repeat", "source", "cell", "checkpoints", "resume")
         for entry in dataclasses.fields(specs[0]) if specs else ():
-            values = dict.fromkeys(_spoken(getattr(spec, entry.name)) for spec in specs)
+            values = dict.fromkeys(_setting_text(getattr(spec, entry.name)) for spec in specs)
             if entry.name not in hidden:
-                told[entry.name.removeprefix("num_").replace("_", " ")] = " and ".join(values)
+                settings[entry.name.removeprefix("num_").replace("_", " ")] = " and ".join(values)
         if specs:
-            told["repeats"] = str(max(spec.repeat for spec in specs) + 1)
-        told |= {
+            settings["repeats"] = str(max(spec.repeat for spec in specs) + 1)
+        settings |= {
             f"model of {spec.strategy}#{spec.repeat + 1}": str(p) for spec, p in _models(specs)
         }
-        table = pairs_table(comparison.name, told)
+        table = pairs_table(comparison.name, settings)
         return dataclasses.replace(table, notes=notes(comparison, summarise(comparison)))
 
 
 def _models(specs: Sequence[RunSpec]) -> Iterator[tuple[RunSpec, Path]]:
-    """Yield where trained models lie, of those runs that saved them."""
+    """Yield the runs that saved their trained model, each with its file."""
     for spec in specs:
         path = Path(spec.checkpoints) / spec.run_id / MODEL_FILE
         if spec.checkpoints and path.is_file():
             yield spec, path
 
 
-def _spoken(value: object) -> str:
+def _setting_text(value: object) -> str:
     if value in (None, "", ()):
         return "none"
     if isinstance(value, bool):

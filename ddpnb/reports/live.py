@@ -1,4 +1,4 @@
-"""How does a comparison appear under its cell while it trains?  (Notebook side.)"""
+"""A comparison under its cell while it trains (kernel)."""
 
 import base64
 import sys
@@ -9,43 +9,43 @@ from typing import Protocol, final
 import psutil
 from IPython.core.getipython import get_ipython
 
+from ddpnb.history.comparison import Comparison
 from ddpnb.reports.display import Bundle, LiveDisplay, is_chosen, show_canvas
 from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.progress import progress_of
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.comparison import Comparison
 
 REDRAW_SECONDS = 0.5
-"""Between two redraws at least."""
+"""The shortest time between two redraws."""
 
-MAX_SHARE = 0.05
-"""The share of a core's time that redraws may take."""
+MAX_SHARE = 0.1
+"""The share of a core's time that redraws may take: two redraws a second cost about 7 %."""
 
 BUSY_SHARE, BUSY_PERCENT = 0.03, 80.0
-"""The same from so many percent on that all cores are busy."""
+"""The share where all cores together are busier than this."""
 
 MAX_PAUSE_SECONDS = 2.5
-"""A dear picture, as the first of a run, is rare: no longer pause follows it."""
+"""The longest pause: costly pictures, such as the first of a run, are rare."""
 
 
 class Live(Protocol):
     """Shows a comparison while it trains."""
 
     def begin(self, comparison: Comparison) -> None:
-        """Show what is to come, before anything trains."""
+        """Show the planned runs, before anything trains."""
 
     def is_due(self) -> bool:
-        """Tell whether it is time to show it anew."""
+        """Return whether the next update is due."""
 
     def update(self, comparison: Comparison) -> None:
         """Show the comparison as it is now."""
 
     def finish(self, result: ComparisonResult) -> None:
-        """Show the result, for good."""
+        """Show the result; nothing replaces it."""
 
 
 def live(options: PlotOptions = EVERYTHING) -> Live:
-    """Return what shows a comparison here: in a Jupyter kernel a figure, else lines of text."""
+    """Return a live display: a figure in a Jupyter kernel, lines of text elsewhere."""
     in_kernel = hasattr(get_ipython(), "kernel")
     return LiveFigureAndTable(options) if in_kernel else LiveText()
 
@@ -54,13 +54,12 @@ def live(options: PlotOptions = EVERYTHING) -> Live:
 class RedrawThrottle:
     """Spaces redraws, so that they take a small share of this process's time.
 
-    Where training keeps all cores busy, what drawing takes is taken from it: the share is
-    smaller there.
+    The share is smaller where training keeps all cores busy, because drawing slows it there.
 
     Args:
-        now: a clock.
-        spent: a clock of what the drawing thread computes.
-        busy: returns in percent how busy all cores have been since the last call.
+        now: a monotonic clock.
+        spent: a clock of the processor time of the drawing thread.
+        busy: returns how busy all cores have been since the last call, in percent.
     """
 
     def __init__(
@@ -74,11 +73,11 @@ class RedrawThrottle:
         busy()
 
     def is_due(self) -> bool:
-        """Return whether it is time to draw."""
+        """Return whether the next redraw is due."""
         return self._now() >= self._next_seconds
 
     def draw(self, drawing: Callable[[], None]) -> None:
-        """Draw, and pause for as long as that costs, over the share."""
+        """Draw, then set the pause that keeps drawing within its share."""
         began = self._spent()
         drawing()
         share = MAX_SHARE if self._busy() < BUSY_PERCENT else BUSY_SHARE
@@ -90,8 +89,8 @@ class RedrawThrottle:
 class LiveFigureAndTable:
     """One figure and one line of progress, redrawn in place.
 
-    At the end the line becomes the table, so that a saved notebook holds one PNG
-    and one HTML table.
+    At the end the table replaces the line, so that a saved notebook holds one PNG and one
+    HTML table.
     """
 
     def __init__(self, options: PlotOptions = EVERYTHING) -> None:
@@ -103,11 +102,11 @@ class LiveFigureAndTable:
         self._throttle = RedrawThrottle()
 
     def begin(self, comparison: Comparison) -> None:
-        """Draw for the first time, which costs most, while no training pays for it."""
+        """Draw the first picture, the costliest, before training begins."""
         self._show(comparison)
 
     def is_due(self) -> bool:
-        """Tell whether it is time to draw."""
+        """Return whether the next redraw is due."""
         return self._throttle.is_due()
 
     def update(self, comparison: Comparison) -> None:
@@ -115,7 +114,7 @@ class LiveFigureAndTable:
         self._throttle.draw(lambda: self._show(comparison))
 
     def finish(self, result: ComparisonResult) -> None:
-        """Show the figure for the last time, and the table in place of the progress."""
+        """Show the last picture, and the table in place of the progress."""
         self._draw(result.comparison)
         self._line.show(table_bundle(result))
         show_canvas_if_chosen(result)
@@ -136,23 +135,23 @@ class LiveText:
     """One line of progress, rewritten on a terminal; the table at the end."""
 
     def __init__(self) -> None:
-        self._said = ""
+        self._last_run = ""
         self._next_seconds = 0.0
 
     def begin(self, comparison: Comparison) -> None:
-        """Say nothing: what begins is said when it does."""
+        """Write nothing yet."""
 
     def is_due(self) -> bool:
-        """Tell whether it is time to rewrite the line."""
+        """Return whether the line is due to be rewritten."""
         return time.monotonic() >= self._next_seconds
 
     def update(self, comparison: Comparison) -> None:
-        """Rewrite the line; into a file, write one line per run."""
+        """Rewrite the line; in a file, write one line per run."""
         self._next_seconds = time.monotonic() + REDRAW_SECONDS
         if sys.stderr.isatty():
             sys.stderr.write(f"\r\x1b[K{progress_of(comparison)!r}")
-        elif comparison.runs and comparison.runs[-1].run_id != self._said:
-            self._said = comparison.runs[-1].run_id
+        elif comparison.runs and comparison.runs[-1].run_id != self._last_run:
+            self._last_run = comparison.runs[-1].run_id
             run, number = comparison.runs[-1], len(comparison.runs)
             sys.stderr.write(f"run {number} of {len(comparison.specs)}: {run.name}\n")
         sys.stderr.flush()
@@ -172,14 +171,14 @@ def show_result(result: ComparisonResult) -> None:
 
 
 def show_canvas_if_chosen(result: ComparisonResult) -> None:
-    """Show the figure once more, interactive, after ``%matplotlib widget``."""
+    """Show the figure again, interactive, if ``%matplotlib widget`` was run."""
     if is_chosen():
         show_canvas(result.plot().figure, result.comparison.name)
 
 
-def picture_bundle(png: bytes, described: str) -> Bundle:
-    """Return a PNG as a MIME bundle, with a text for where it cannot be seen."""
-    return {"image/png": base64.b64encode(png).decode(), "text/plain": described}
+def picture_bundle(png: bytes, description: str) -> Bundle:
+    """Return a PNG as a MIME bundle, with a text for frontends that show no pictures."""
+    return {"image/png": base64.b64encode(png).decode(), "text/plain": description}
 
 
 def table_bundle(result: ComparisonResult) -> Bundle:
@@ -188,6 +187,6 @@ def table_bundle(result: ComparisonResult) -> Bundle:
 
 
 def mark_shown(result: ComparisonResult) -> None:
-    """Note that the current cell shows the result already."""
+    """Note that the current cell already shows the result."""
     shell = get_ipython()
     result.shown_in_cell = None if shell is None else shell.execution_count

@@ -1,4 +1,4 @@
-"""What of a comparison does the user want to see?  (Notebook side.)"""
+"""The user's choices about a figure and its table (kernel)."""
 
 import math
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from ddpnb.protocol.errors import UserError, one_of
 
 ACROSS = ("samples", "seconds", "updates")
-"""What a loss can be drawn against."""
+"""The quantities that a loss can be drawn against."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotOptions:
-    """The choices about a figure and its table."""
+    """How a comparison is drawn."""
 
     x: str = ""
-    """One of ``ACROSS``; empty: samples and seconds side by side."""
+    """One of ``ACROSS``, or empty for samples and seconds side by side."""
     log: bool = False
-    """Whether losses stand on a logarithmic axis."""
+    """Whether the axis of losses is logarithmic."""
     target: float | None = None
-    """A training loss whose reaching is marked and timed."""
+    """A training loss; the figure marks it, the table shows when it is reached."""
 
     def __post_init__(self) -> None:
         if self.x and self.x not in ACROSS:
@@ -30,4 +30,4 @@ class PlotOptions:
 
 
 EVERYTHING = PlotOptions()
-"""What is shown unless the user asks for something else."""
+"""The default choices."""

@@ -1,4 +1,4 @@
-"""How far is the training?  One line.  (Notebook side.)"""
+"""The progress of a comparison, as one line (kernel)."""
 
 import math
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from itertools import pairwise
 from statistics import fmean
 from typing import final
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import RunSnapshot
+from ddpnb.history.summary import samples_per_second
 from ddpnb.reports.formatting import duration, labels, number, percent
 from ddpnb.reports.style import style_of
 from ddpnb.reports.table import dot
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import RunSnapshot
-from ddpnb.runs.summary import samples_per_second
 
 BAR = "display:inline-block;width:11em;height:.62em;border-radius:.31em;overflow:hidden;"
 
@@ -20,11 +20,11 @@ BAR = "display:inline-block;width:11em;height:.62em;border-radius:.31em;overflow
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One line of progress, shown as HTML with a bar in a notebook and as text elsewhere."""
+    """One line of progress: HTML with a bar in a notebook, text elsewhere."""
 
     text: str
     share: float
-    """How much of the run is done, 0 to 1."""
+    """The part of the run that is done, 0 to 1."""
     colour: str
 
     def html(self) -> str:
@@ -48,7 +48,7 @@ class Progress:
 
 
 def progress_of(comparison: Comparison) -> Progress:
-    """Return how far a comparison is: the run that trains, and how many are still to come.
+    """Return the progress of the run that trains, and of the whole comparison.
 
     E.g. ``ddp, repeat 1 of 3: 63 % · 812 samples/s · loss 0.41 | run 2 of 12: 12 s left, about
     2 min 5 s in all``.
@@ -59,15 +59,15 @@ def progress_of(comparison: Comparison) -> Progress:
         return Progress(text=f"{first}: starting", share=0.0, colour=style_of(first).colour)
     run = comparison.runs[-1]
     share = _share(run)
-    told = " · ".join([_what(run, comparison) + f": {_state(run, share)}", *_numbers(run)])
+    text = " · ".join([_what(run, comparison) + f": {_state(run, share)}", *_numbers(run)])
     left = _seconds_left(run, share)
     if num_planned > 1:
-        told += f" | run {len(comparison.runs)} of {num_planned}"
-        told += f": {duration(left)} left{_in_all(comparison, left)}" if left is not None else ""
+        text += f" | run {len(comparison.runs)} of {num_planned}"
+        text += f": {duration(left)} left{_in_all(comparison, left)}" if left is not None else ""
     elif left is not None:
-        told += f" · {duration(left)} left"
+        text += f" · {duration(left)} left"
     colour = style_of(run.name, comparison.strategies).colour
-    return Progress(text=told, share=share, colour=colour)
+    return Progress(text=text, share=share, colour=colour)
 
 
 def _share(run: RunSnapshot) -> float:
@@ -92,7 +92,7 @@ def _state(run: RunSnapshot, share: float) -> str:
 
 
 def _numbers(run: RunSnapshot) -> list[str]:
-    """Return speed and loss, as far as they are known."""
+    """Return the speed and the loss, if known."""
     if run.aggregate.num_events == 0:
         return []
     speed = samples_per_second(run)
@@ -101,23 +101,23 @@ def _numbers(run: RunSnapshot) -> list[str]:
 
 
 def _seconds_left(run: RunSnapshot, share: float) -> float | None:
-    """Return how long the run that trains will take still; None where that is not known."""
+    """Return the time that the current run still needs, or None if unknown."""
     if run.aggregate.num_events == 0 or not run.is_running or not 0 < share < 1:
         return None
     return run.aggregate.seconds * (1 - share) / share
 
 
 def _in_all(comparison: Comparison, left: float) -> str:
-    """Say about how long all runs will take still, where some are done and some to come.
+    """Return the estimated time until all runs are done, as text; empty if unknown.
 
-    One to come takes as long as those of its strategy did, or else as those before it.
+    A planned run is expected to take as long as earlier runs of its strategy, or else of all.
     """
     runs, to_come = comparison.runs, comparison.specs[len(comparison.runs) :]
-    took: dict[str, list[float]] = {}
+    seconds_of: dict[str, list[float]] = {}
     for run, following in pairwise(runs):
-        took.setdefault(run.name, []).append(following.created - run.created)
-    everyone = [seconds for each in took.values() for seconds in each]
-    if not everyone or not to_come:
+        seconds_of.setdefault(run.name, []).append(following.created - run.created)
+    all_seconds = [seconds for each in seconds_of.values() for seconds in each]
+    if not all_seconds or not to_come:
         return ""
-    left += sum(fmean(took.get(spec.strategy, everyone)) for spec in to_come)
+    left += sum(fmean(seconds_of.get(spec.strategy, all_seconds)) for spec in to_come)
     return f", about {duration(left)} in all"

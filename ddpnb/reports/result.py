@@ -1,4 +1,4 @@
-"""What does a comparison give back, to look at, to compute with and to keep?  (Notebook side.)"""
+"""The result of a comparison: table, figure, sentence, data (kernel)."""
 
 import io
 from html import escape
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, final
 
 from IPython.core.getipython import get_ipython
 
+from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import UserError
-from ddpnb.reports.exports.html_report import page, picture
+from ddpnb.reports.exports.html_report import image_html, report_html
 from ddpnb.reports.formatting import title
 from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
-from ddpnb.reports.results_table import scores_table
+from ddpnb.reports.results_table import results_table
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.table import Table
-from ddpnb.runs.comparison import Comparison
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,11 +26,11 @@ PAGE_DPI = 160
 
 @final
 class Picture:
-    """A drawn comparison; shows itself in a notebook, and ``figure`` is matplotlib's own."""
+    """A drawn comparison, shown as PNG in a notebook; ``figure`` is a matplotlib figure."""
 
-    def __init__(self, figure: "Figure", described: str) -> None:
+    def __init__(self, figure: "Figure", description: str) -> None:
         self.figure = figure
-        self._described = described
+        self._description = description
 
     def png(self, dpi: float = SCREEN_DPI) -> bytes:
         """Return the picture with ``dpi`` dots an inch."""
@@ -39,7 +39,7 @@ class Picture:
         return buffer.getvalue()
 
     def __repr__(self) -> str:
-        return self._described
+        return self._description
 
     def _repr_png_(self) -> bytes:
         return self.png()
@@ -47,28 +47,28 @@ class Picture:
 
 @final
 class ComparisonResult:
-    """What a comparison showed, as the store also gives it back to a later kernel."""
+    """The result of a comparison, of this kernel or from the store."""
 
     def __init__(self, comparison: Comparison, options: PlotOptions = EVERYTHING) -> None:
         self.comparison = comparison
         self.options = options
         self.shown_in_cell: int | None = None
-        """Number of the cell that shows the result already, so that it is not shown twice."""
+        """Number of the cell that already shows the result, so that it is not shown twice."""
 
     def table(self) -> Table:
-        """Return one row per strategy: speed, scores, what communication cost, notes."""
-        return scores_table(self.comparison, self.options.target)
+        """Return one row per strategy: speed, cost of communication, scores; and notes."""
+        return results_table(self.comparison, self.options.target)
 
     def plot(
         self, *, x: str | None = None, log: bool | None = None, target: float | None = None
     ) -> Picture:
-        """Return the figure, as it was asked for or with some of it chosen anew.
+        """Return the figure, with the options of the comparison or with others.
 
         Args:
             x: draw losses against ``"samples"``, ``"seconds"`` or ``"updates"`` alone; ``""``
                 for samples and seconds side by side.
-            log: whether losses stand on a logarithmic axis.
-            target: a training loss whose reaching is marked.
+            log: whether the axis of losses is logarithmic.
+            target: a training loss to mark.
         """
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
 
@@ -80,11 +80,11 @@ class ComparisonResult:
         return Picture(draw(self.comparison, options), self.sentence())
 
     def sentence(self) -> str:
-        """Return in one computed sentence what the comparison shows."""
+        """Return what the comparison shows, as one computed sentence."""
         return sentence(self.comparison, self.options.target)
 
     def summary_html(self) -> str:
-        """Return the table and the sentence as HTML, to stand under a figure."""
+        """Return the table and the sentence as HTML, to be shown below a figure."""
         return f"{self.table().html()}<p>{escape(self.sentence())}</p>"
 
     def to_frame(self) -> "pd.DataFrame":
@@ -100,23 +100,25 @@ class ComparisonResult:
         return steps_frame(self.comparison)
 
     def save(self, folder: Path | str) -> tuple[Path, Path, Path]:
-        """Write ``comparison.html`` (needs no other file), ``.png`` and ``.csv``.
+        """Write ``comparison.html`` (self-contained), ``.png`` and ``.csv``.
 
         Args:
-            folder: where to; made if absent.
+            folder: created if absent.
 
         Returns:
             The three paths, in that order.
 
         Raises:
-            UserError: they cannot be written there.
+            UserError: a file cannot be written.
         """
         png = self.plot().png(PAGE_DPI)
         target = Path(folder)
         paths = tuple(target / f"comparison.{kind}" for kind in ("html", "png", "csv"))
         try:
             target.mkdir(parents=True, exist_ok=True)
-            paths[0].write_text(page(self.comparison, png, self.options.target), encoding="utf-8")
+            paths[0].write_text(
+                report_html(self.comparison, png, self.options.target), encoding="utf-8"
+            )
             paths[1].write_bytes(png)
             self.to_frame().to_csv(paths[2], index=False)
         except OSError as error:
@@ -127,13 +129,13 @@ class ComparisonResult:
         return f"{self.table().text()}\n\n{self.sentence()}"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Give a notebook the figure and the table in one, and each alone as a fallback."""
+        """Return figure and table together, and each alone as a fallback."""
         png = self.plot().png()
-        html = picture(png, title(self.comparison)) + self.summary_html()
+        html = image_html(png, title(self.comparison)) + self.summary_html()
         return {"text/plain": repr(self), "text/html": html, "image/png": png}
 
     def _ipython_display_(self) -> None:
-        """Show nothing where the cell shows the result already; else leave it to the bundle."""
+        """Show nothing if the cell already shows the result; else leave it to the bundle."""
         shell = get_ipython()
         if shell is None or shell.execution_count != self.shown_in_cell:
-            raise NotImplementedError  # IPython's word for "try the next way"
+            raise NotImplementedError  # makes IPython use the bundle

@@ -1,36 +1,36 @@
-"""What did each strategy reach?  The table at the end.  (Notebook side.)"""
+"""The table of results, one row per strategy (kernel)."""
 
 import math
 from collections.abc import Callable, Sequence
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Status
+from ddpnb.history.summary import Spread, StrategySummary, summarise
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.reports.formatting import NOTHING, labels, notes, number, percent, short, size, title
 from ddpnb.reports.style import Style, style_of
 from ddpnb.reports.table import Cell, Column, Table
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Status
-from ddpnb.runs.summary import Spread, StrategySummary, summarise
 
 RANGES = {
     "repeats": "samples/s: median and range over the repeats",
-    "tenths": "samples/s: of the whole run, and range over the tenths of the run",
+    "tenths": "samples/s: mean of the run, and range over its tenths",
 }
-"""What the range in the table is over."""
+"""The note that explains a range, by what the range is over."""
 
 
-def scores_table(comparison: Comparison, target: float | None = None) -> Table:
-    """Return one row per strategy; columns that tell nothing are left out.
+def results_table(comparison: Comparison, target: float | None = None) -> Table:
+    """Return one row per strategy, without the columns that hold no information.
 
     Args:
         comparison: the runs.
-        target: a training loss whose reaching is timed; None: no such loss.
+        target: a training loss; a column shows when it was reached.  None: no such column.
     """
     summaries = summarise(comparison, target)
-    named = labels(comparison)
+    names = labels(comparison)
     styles = [_style(summary, comparison) for summary in summaries]
     heads = tuple(
         Cell(
-            text=named[s.comparison, s.name],
+            text=names[s.comparison, s.name],
             quiet=_state(s),
             dot=style.colour,
             is_hollow=style.is_hollow,
@@ -41,10 +41,10 @@ def scores_table(comparison: Comparison, target: float | None = None) -> Table:
     is_classified = any(math.isfinite(s.held_out_accuracy.middle) for s in summaries)
     for name, cell_of in COLUMNS.items():
         cells = tuple(map(cell_of, summaries))
-        is_needless = is_classified and name == "held-out loss"  # in to_frame() all the same
-        is_needless |= name == "workers" and not _tell_workers(summaries)
-        is_needless |= name in ONLY_DIFFERENCES and len({cell.text for cell in cells}) == 1
-        if not is_needless and any(cell.text != NOTHING for cell in cells):
+        is_redundant = is_classified and name == "held-out loss"  # still in to_frame()
+        is_redundant |= name == "workers" and not _workers_differ(summaries)
+        is_redundant |= name in ONLY_DIFFERENCES and len({cell.text for cell in cells}) == 1
+        if not is_redundant and any(cell.text != NOTHING for cell in cells):
             columns.append((Column(title=name, is_number=True), cells))
         if name == "samples/s" and target is not None:
             reached = tuple(_reached(summary) for summary in summaries)
@@ -53,29 +53,29 @@ def scores_table(comparison: Comparison, target: float | None = None) -> Table:
         caption=title(comparison),
         columns=tuple(column for column, _ in columns),
         rows=tuple(zip(*(cells for _, cells in columns), strict=True)),
-        notes=_explained(summaries, [column.title for column, _ in columns])
+        notes=_column_notes(summaries, [column.title for column, _ in columns])
         + notes(comparison, summaries),
     )
 
 
-def _tell_workers(summaries: Sequence[StrategySummary]) -> bool:
-    """Return whether not all but the baseline have as many workers as the title says."""
+def _workers_differ(summaries: Sequence[StrategySummary]) -> bool:
+    """Return whether strategies other than the baseline differ in their number of workers."""
     return len({s.num_workers for s in summaries if s.num_workers and s.name != BASELINE}) > 1
 
 
-def _explained(summaries: Sequence[StrategySummary], shown: Sequence[str]) -> tuple[str, ...]:
+def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) -> tuple[str, ...]:
     overs = dict.fromkeys(s.samples_per_second.over for s in summaries)
     is_stale = any(math.isfinite(s.staleness_max) for s in summaries)
-    told = [RANGES[over] for over in overs if over]
-    told += ["staleness: median / greatest"] if is_stale else []
+    found = [RANGES[over] for over in overs if over]
+    found += ["staleness: median / maximum"] if is_stale else []
     if any(s.split.exposed_share > 0 for s in summaries):
-        told.append(
-            "exposed: share of a step spent on exchanging tensors or waiting for other ranks, "
-            "with nothing computed meanwhile"
+        found.append(
+            "exposed: share of a step in which a rank exchanges tensors or waits for other ranks, "
+            "and computes nothing"
         )
-    if "held a rank" in shown:
-        told.append("held a rank: parameters and the optimizer's state; then the state alone")
-    return tuple(told)
+    if "memory per rank" in shown:
+        found.append("memory per rank: parameters and optimizer state, then the state alone")
+    return tuple(found)
 
 
 def _state(summary: StrategySummary) -> str:
@@ -109,15 +109,15 @@ def _of(spread: Spread, shown: Callable[[float], str] = number) -> Cell:
 
 
 def _range(spread: Spread, shown: Callable[[float], str]) -> str:
-    """Return e.g. ``96.1–97.2 %``, the unit said once."""
+    """Return e.g. ``96.1–97.2 %``, with the unit once."""
     low, high = shown(spread.low), shown(spread.high)
     return f"{low.removesuffix(' %')}–{high}" if spread.low >= 0 else f"{low} to {high}"
 
 
 def _exposed(summary: StrategySummary) -> Cell:
     parts = summary.split.parts
-    is_told = parts.communication + parts.waiting + parts.hidden > 0 or summary.name == CEILING
-    is_known = is_told and summary.num_workers > 1
+    is_timed = parts.communication + parts.waiting + parts.hidden > 0 or summary.name == CEILING
+    is_known = is_timed and summary.num_workers > 1
     return Cell(text=percent(summary.split.exposed_share) if is_known else NOTHING)
 
 
@@ -125,8 +125,8 @@ def _memory(summary: StrategySummary) -> Cell:
     parameters, state = summary.parameter_bytes, summary.optimizer_bytes
     if math.isnan(parameters) and math.isnan(state):
         return Cell(text=NOTHING)
-    held = sum(part for part in (parameters, state) if math.isfinite(part))
-    return Cell(text=size(held), quiet=f"{size(state)} state" if state > 0 else "")
+    both = sum(part for part in (parameters, state) if math.isfinite(part))
+    return Cell(text=size(both), quiet=f"{size(state)} state" if state > 0 else "")
 
 
 def _lost(summary: StrategySummary) -> Cell:
@@ -134,7 +134,7 @@ def _lost(summary: StrategySummary) -> Cell:
 
 
 def _reached(summary: StrategySummary) -> Cell:
-    """Return after how many seconds and samples the target was reached."""
+    """Return the seconds and samples after which the target was reached."""
     seconds, samples = summary.seconds_to_target.middle, summary.samples_to_target.middle
     if math.isnan(seconds):
         return Cell(text="never" if summary.status is Status.FINISHED else NOTHING)
@@ -155,7 +155,7 @@ COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
     "efficiency": lambda summary: Cell(text=percent(summary.efficiency)),
     "of no-comm": lambda summary: Cell(text=percent(summary.share_of_ceiling)),
     "exposed": _exposed,
-    "sent a step": lambda summary: Cell(text=size(summary.split.num_bytes_sent)),
+    "sent per step": lambda summary: Cell(text=size(summary.split.num_bytes_sent)),
     "final loss": lambda summary: _of(summary.final_loss),
     "held-out loss": lambda summary: _of(summary.held_out_loss),
     "held-out accuracy": lambda summary: _of(
@@ -163,9 +163,9 @@ COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
     ),
     "staleness": _staleness,
     "samples lost": _lost,
-    "held a rank": _memory,
+    "memory per rank": _memory,
 }
-"""The columns after the first, each with what fills it."""
+"""The columns after the first, each with the function that fills its cells."""
 
-ONLY_DIFFERENCES = ("held a rank",)
-"""Columns that tell nothing where all rows are the same."""
+ONLY_DIFFERENCES = ("memory per rank",)
+"""Columns that are left out where all rows are the same."""

@@ -1,25 +1,25 @@
-"""What does a comparison show, in one honest sentence?  (Notebook side.)
+"""The findings of a comparison as one computed sentence (kernel).
 
-Computed, never phrased by hand; silent about speed where the ranges overlap.
+Where the ranges of two speeds overlap, it says nothing about which is faster.
 """
 
 import math
 from collections.abc import Sequence
 from itertools import combinations
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Status
+from ddpnb.history.summary import StrategySummary, summarise
 from ddpnb.protocol.catalogue import BASELINE
 from ddpnb.reports.formatting import labels, listed, number, percent
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Status
-from ddpnb.runs.summary import StrategySummary, summarise
 
 
 def sentence(comparison: Comparison, target: float | None = None) -> str:
-    """Return one sentence on speed, score and what went wrong, as far as it is known.
+    """Return one sentence on speed, scores and failures, as far as they are known.
 
     Args:
         comparison: the runs.
-        target: a training loss whose reaching is told of; None: no such loss.
+        target: a training loss; the sentence says when it was reached.  None: no such loss.
     """
     summaries = summarise(comparison, target)
     names = labels(comparison)
@@ -28,36 +28,35 @@ def sentence(comparison: Comparison, target: float | None = None) -> str:
     parts = [
         _speeds([s for s in done if not s.is_emulated], called),
         "" if target is None else _reached(done, called, target),
-        _scores(done, called),
-        *(_trouble(summary, called[id(summary)]) for summary in summaries),
+        _accuracies(done, called),
+        *(_failures(summary, called[id(summary)]) for summary in summaries),
         *(
             f"{called[id(s)]} says nothing about the speed of the real one"
             for s in done
             if s.is_emulated
         ),
     ]
-    told = "; ".join(part for part in parts if part)
-    told = told or _alone(done, called)
-    if not told:
+    text = "; ".join(part for part in parts if part) or _alone(done, called)
+    if not text:
         return "Nothing has finished yet."
-    is_name = told.startswith(tuple(called.values()))  # written as it is typed, also first
-    return f"{told if is_name else told[0].upper() + told[1:]}."
+    is_name = text.startswith(tuple(called.values()))  # names keep their lower case
+    return f"{text if is_name else text[0].upper() + text[1:]}."
 
 
 def _alone(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
-    """Return the speeds of runs that have nothing to be compared with."""
+    """Return the speeds of runs that cannot be compared with any other."""
     known = [s for s in done if math.isfinite(_speed(s))]
     return listed([f"{called[id(s)]} ran at {number(_speed(s))} samples/s" for s in known])
 
 
 def _speeds(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
-    """Return each speed that differs from the baseline's by more than both spreads.
+    """Return each speed whose range does not overlap with the baseline's.
 
-    Where none does, return the pair that differs most, if any does.
+    Where all overlap, return the two strategies that differ most, if any do.
     """
     known = [s for s in done if math.isfinite(s.samples_per_second.middle)]
     if len(known) < 2 or len({s.comparison for s in known}) > 1:
-        return ""  # runs of different comparisons may have trained different things
+        return ""  # different comparisons may have trained different models
     base = next((s for s in known if s.name == BASELINE), min(known, key=_speed))
     others = sorted((s for s in known if s is not base), key=_speed, reverse=True)
     clear = [s for s in others if not s.samples_per_second.overlaps(base.samples_per_second)]
@@ -71,12 +70,12 @@ def _speeds(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
 
 
 def _clearest_pair(others: Sequence[StrategySummary], called: dict[int, str], baseline: str) -> str:
-    """Return which two differ most, of those that all overlap with the baseline.
+    """Return the two strategies that differ most, where all overlap with the baseline.
 
     Args:
         others: all but the baseline, the fastest first.
-        called: what each is called.
-        baseline: what the baseline is called.
+        called: the name of each.
+        baseline: the name of the baseline.
     """
     pairs = [
         (fast, slow)
@@ -94,33 +93,32 @@ def _clearest_pair(others: Sequence[StrategySummary], called: dict[int, str], ba
 
 
 def _reached(done: Sequence[StrategySummary], called: dict[int, str], target: float) -> str:
-    """Return when each got to the target, and who needs clearly more samples than the first."""
-    got = sorted(
+    """Return when each reached the target, and which need clearly more or fewer samples."""
+    reached = sorted(
         (s for s in done if math.isfinite(s.seconds_to_target.middle)),
         key=lambda s: s.seconds_to_target.middle,
     )
-    never = [called[id(s)] for s in done if s not in got]
+    never = [called[id(s)] for s in done if s not in reached]
     goal = f"a training loss of {target:g}"
-    if not got:
+    if not reached:
         return f"{listed(never)} never reached {goal}" if never else ""
-    times = [f"{number(s.seconds_to_target.middle)} s by {called[id(s)]}" for s in got]
-    parts = [f"{goal} is reached after {listed(times)}"]
-    if never:
-        parts.append(f"never by {listed(never)}")
-    base = next((s for s in got if s.name == BASELINE), got[0])
+    times = [f"{number(s.seconds_to_target.middle)} s by {called[id(s)]}" for s in reached]
+    first = f"{goal} was reached after {listed(times)}"
+    parts = [f"{first}, never by {listed(never)}" if never else first]
+    base = next((s for s in reached if s.name == BASELINE), reached[0])
     parts += [
         f"{called[id(s)]} needs {percent(abs(more))} {'more' if more > 0 else 'fewer'} samples "
-        f"than {called[id(base)]} to get there"
-        for s in got
+        f"than {called[id(base)]} to reach it"
+        for s in reached
         if not s.samples_to_target.overlaps(base.samples_to_target)
         and s.comparison == base.comparison
         for more in [s.samples_to_target.middle / base.samples_to_target.middle - 1]
     ]
-    return ", ".join(parts)
+    return "; ".join(parts)
 
 
-def _scores(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
-    """Return the held-out scores side by side; they are facts, not claims."""
+def _accuracies(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
+    """Return the held-out scores side by side, without a claim about which is better."""
     known = [s for s in done if math.isfinite(s.held_out_accuracy.middle)]
     if not known:
         return ""
@@ -129,11 +127,11 @@ def _scores(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
         share = percent(each.held_out_accuracy.middle, 1)
         by_share.setdefault(share, []).append(called[id(each)])
     shares = [f"{share} for {listed(names)}" for share, names in by_share.items()]
-    told = ", and ".join([", ".join(shares[:-1]), shares[-1]] if len(shares) > 1 else shares)
-    return f"held-out accuracy is {told}"
+    text = ", and ".join([", ".join(shares[:-1]), shares[-1]] if len(shares) > 1 else shares)
+    return f"held-out accuracy is {text}"
 
 
-def _trouble(summary: StrategySummary, name: str) -> str:
+def _failures(summary: StrategySummary, name: str) -> str:
     parts = []
     if summary.num_diverged:
         parts.append(f"{name}'s loss became NaN or infinite")

@@ -1,6 +1,6 @@
-"""What does each strategy look like, everywhere?  (Notebook side.)
+"""The colour, line and marker of each strategy, in every figure and table (kernel).
 
-The colour, line and marker of each are in ``catalogue.STRATEGIES``.
+Those of the strategies themselves are in ``catalogue.STRATEGIES``.
 """
 
 import zlib
@@ -17,7 +17,7 @@ MUTED = "#5b626b"
 RULE = "#e3e6ea"
 """Grid lines and the frame."""
 PAPER = "#ffffff"
-"""The plots' own ground: they look the same in a light and in a dark notebook."""
+"""The background of figures, which look the same in a light and in a dark notebook."""
 
 PART_COLOURS = {
     "data": "#d9c7b8",
@@ -28,7 +28,7 @@ PART_COLOURS = {
     "waiting": "#edae49",
     "hidden": "#d1495b",
 }
-"""The parts of a step: cool for computing, warm for what other ranks cost."""
+"""The parts of a step: cool colours for computing, warm ones for the cost of other ranks."""
 
 FONT_POINTS = 13.0
 SMALL_POINTS = 12.0
@@ -59,7 +59,7 @@ class Style:
     dashes: Dashes
     marker: str
     is_hollow: bool = False
-    """Whether the marker is but an outline: a variant of a strategy."""
+    """Whether the marker is an outline: it is, for a variant of a strategy."""
 
 
 def _style(colour: str, dashes: catalogue.Dashes, marker: str) -> Style:
@@ -99,11 +99,11 @@ SPARE_STYLES: Sequence[Style] = (
     _style("#6b3410", "dash-dot-dot", "<"),
     _style("#128a8a", "long-short", ">"),
 )
-"""For the names of hand-written loops and for classes of the user's own."""
+"""For hand-written loops, and for strategies that are the user's own classes."""
 
 VARIANT_DASHES: Sequence[Dashes] = [dashes for dashes in DASHES.values() if dashes != "-"]
 VARIANT_SHADES = (0.72, 1.22, 0.52)
-"""How much darker or lighter than its strategy a variant's colour is."""
+"""Factors for the colour of a variant: darker or lighter than its strategy."""
 
 
 def style_of(name: str, among: Sequence[str] = (), shade: int = 0) -> Style:
@@ -111,8 +111,8 @@ def style_of(name: str, among: Sequence[str] = (), shade: int = 0) -> Style:
 
     Args:
         name: the strategy's or the loop's name; with options, ``"ddp:hook=fp16"``, a variant.
-        among: all names drawn together, so that no two loops or variants look alike while
-            there are styles to spare; alone, a name always gives the same style.
+        among: all names drawn together; no two loops or variants of them look alike as long
+            as there are styles left.  A name alone always gets the same style.
         shade: 0 for the first comparison drawn; each further one is darker.
     """
     base, _, options = name.partition(":")
@@ -125,13 +125,13 @@ def style_of(name: str, among: Sequence[str] = (), shade: int = 0) -> Style:
 
 def _spare_style(name: str, among: Sequence[str]) -> Style:
     bases = {other.partition(":")[0] for other in (name, *among)}
-    return SPARE_STYLES[_dealt(bases - STYLES.keys(), len(SPARE_STYLES))[name]]
+    return SPARE_STYLES[_assigned(bases - STYLES.keys(), len(SPARE_STYLES))[name]]
 
 
 def _variant(style: Style, name: str, among: Sequence[str]) -> Style:
     """Return a strategy's style, altered for one of its variants."""
     family = f"{name.partition(':')[0]}:"
-    number = _dealt(
+    number = _assigned(
         {other for other in (name, *among) if other.startswith(family)}, len(VARIANT_DASHES)
     )[name]
     free = [dashes for dashes in VARIANT_DASHES if dashes != style.dashes]
@@ -139,10 +139,10 @@ def _variant(style: Style, name: str, among: Sequence[str]) -> Style:
     return replace(style, colour=colour, dashes=free[number % len(free)], is_hollow=True)
 
 
-def _dealt(names: Collection[str], num_places: int) -> dict[str, int]:
-    """Give each name a place of its own while there are any: one that its letters ask for."""
-    places: dict[str, int] = {}
+def _assigned(names: Collection[str], num_numbers: int) -> dict[str, int]:
+    """Return a number for each name, from a hash; no number twice while there are any left."""
+    numbers: dict[str, int] = {}
     for name in sorted(names):
-        free = [p for p in range(num_places) if p not in places.values()] or range(num_places)
-        places[name] = free[zlib.crc32(name.encode()) % len(free)]
-    return places
+        free = [n for n in range(num_numbers) if n not in numbers.values()] or range(num_numbers)
+        numbers[name] = free[zlib.crc32(name.encode()) % len(free)]
+    return numbers

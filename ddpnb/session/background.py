@@ -1,11 +1,8 @@
-"""How does a comparison train while the notebook goes on?  (Notebook side.)
+"""Comparisons and cells that run while the notebook runs other cells (kernel).
 
-A thread attends to it; what it draws appears where it was started, because the
-thread runs in a copy of that cell's context.
+Each has a thread, whose output appears under the cell that started it.
 """
 
-import contextvars
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import final
@@ -17,13 +14,13 @@ from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
 from ddpnb.protocol.remote_call import OnRank
 from ddpnb.reports.progress import Progress, progress_of
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.session.cells import RunningCell
+from ddpnb.session.cells import RunningCell, cell_thread
 from ddpnb.session.comparison import Training
-from ddpnb.session.errors import CellInterrupt, told
+from ddpnb.session.errors import CellInterrupt, render_error
 from ddpnb.session.status import Running
 
 STOP_TIMEOUT_SECONDS = 15.0
-"""How long a comparison that was told to stop may take; its ranks are killed before that."""
+"""How long a comparison may take to stop; its ranks are killed before that."""
 
 
 @final
@@ -31,9 +28,9 @@ class RunningComparison:
     """A comparison that trains in the background.
 
     Args:
-        prepare: makes it ready and checks it; called in the thread.
+        prepare: checks the comparison and returns its training; called in the thread.
         ranks: the ranks that it keeps busy.
-        ended: called in the thread, once all is over, with this object.
+        on_end: called in the thread with this object, once the comparison has ended.
     """
 
     def __init__(
@@ -41,72 +38,60 @@ class RunningComparison:
         prepare: Callable[[], Training],
         ranks: Sequence[int] = (),
         *,
-        ended: Callable[["RunningComparison"], None] | None = None,
+        on_end: Callable[["RunningComparison"], None] | None = None,
     ) -> None:
         self.ranks = tuple(ranks)
         self.error: BaseException | None = None
-        """Why it ended early, once it has."""
+        """Why it ended early; None otherwise."""
+        self.done = False
+        """Whether it has ended, for whatever reason."""
+        self.stop_requested = False
         self._prepare = prepare
-        self._ended = ended or _tell
+        self._on_end = on_end or _print_error
         self._training: Training | None = None
         self._result: ComparisonResult | None = None
-        self._is_stopped = threading.Event()
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(
-            target=contextvars.copy_context().run, args=(self._run,), name="ddpnb-compare"
-        )
-        self._thread.daemon = True
-        self._begun = time.strftime("%H:%M:%S")
+        self._thread = cell_thread(self._run)
+        self._started = time.strftime("%H:%M:%S")
 
     def begin(self) -> None:
-        """Train from now on."""
+        """Start to train."""
         self._thread.start()
 
     @property
-    def done(self) -> bool:
-        """Whether it has ended, one way or another."""
-        return self._is_over.is_set()
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it was told to stop."""
-        return self._is_stopped.is_set()
-
-    @property
     def was_stopped(self) -> bool:
-        """Whether it has ended because it was told to, and not for a fault."""
-        return self.is_stopped and (self.error is None or isinstance(self.error, CellInterrupt))
+        """Whether it ended because it was asked to, and not by an error."""
+        return self.stop_requested and (self.error is None or isinstance(self.error, CellInterrupt))
 
     def interrupt(self) -> None:
-        """Stop it: the run that trains ends, those to come are left out; again is no harm."""
-        self._is_stopped.set()
+        """End the current run and skip the rest; may be called twice."""
+        self.stop_requested = True
         if self._training is not None:
             self._training.stop()
 
     def stop(self) -> None:
-        """Stop it and wait until its ranks are free; again is no harm."""
+        """Stop it and wait until its ranks are free; may be called twice."""
         self.interrupt()
         self._thread.join(STOP_TIMEOUT_SECONDS)
 
     def wait(self, timeout: float | None = None) -> ComparisonResult:
-        """Wait until it has ended; return the result, or raise what it failed with.
+        """Wait until it has ended; return the result, or raise its error.
 
         Args:
-            timeout: in seconds; the comparison goes on after it.
+            timeout: in seconds; the comparison continues after it.
         """
         self._thread.join(timeout)
         if self._thread.is_alive():
-            raise TimeoutError(f"the comparison still trains after {timeout} s")
+            raise TimeoutError(f"the comparison is still training after {timeout} s")
         if self.error is not None:
             raise self.error
         return self.result
 
     @property
     def result(self) -> ComparisonResult:
-        """What it has shown so far.
+        """What it has trained so far.
 
         Raises:
-            UserError: nothing has trained yet.
+            UserError: nothing has been trained yet.
         """
         if self._result is not None:
             return self._result
@@ -121,44 +106,44 @@ class RunningComparison:
 
     @property
     def name(self) -> str:
-        """What its runs are stored under; empty before it trains."""
+        """The name of the stored comparison; empty before it trains."""
         return "" if self._training is None else self._training.recorder.comparison.name
 
     def __repr__(self) -> str:
-        """Say what stays right under the cell that showed it: how it ended, or when it began."""
+        """Describe the comparison in words that stay true in a saved notebook."""
         if not self.done:
-            return f"<comparison, begun {self._begun}; %ddp_status tells how far it is>"
+            return f"<comparison, started {self._started}; %ddp_status shows its progress>"
         ending = "stopped" if self.was_stopped else "failed" if self.error else "finished"
         return f"<comparison: {ending}>"
 
     def _run(self) -> None:
         try:
             self._training = self._prepare()
-            if self.is_stopped:
+            if self.stop_requested:
                 self._training.stop()
             self._result = self._training.run()
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  for wait(), told now
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  wait() raises it
             self.error = error
-        self._is_over.set()  # first, so that who is told may begin the next at once
-        self._ended(self)
+        self.done = True  # first, so that the callback can start another comparison
+        self._on_end(self)
 
 
-def _tell(running: RunningComparison) -> None:
-    """Say under the cell that started it why a comparison ended early."""
+def _print_error(running: RunningComparison) -> None:
+    """Print why a comparison ended early, under the cell that started it."""
     if running.error is not None and not isinstance(running.error, CellInterrupt):
-        print(told(running.error))
+        print(render_error(running.error))
 
 
 IDLE_SECONDS = 2.0
-"""A rank that does not answer in this time is at something."""
+"""A rank that does not answer within this time is busy."""
 
 
 class OrphanedCall:
-    """What runs on ranks since before this kernel; it is attended to, as any cell.
+    """A call of an earlier kernel that still runs on ranks; it is supervised as any cell.
 
     Args:
-        cluster: where it runs.
-        ranks: the ranks that are at it.
+        cluster: the cluster that runs it.
+        ranks: the ranks that run it.
     """
 
     def __init__(self, cluster: Cluster, ranks: tuple[int, ...]) -> None:
@@ -169,8 +154,7 @@ class OrphanedCall:
             handle=lambda _: None,
             tick=lambda: None,
         )
-        here = contextvars.copy_context()  # knows which cell output belongs to
-        self._thread = threading.Thread(target=here.run, args=(self._run,), daemon=True)
+        self._thread = cell_thread(self._run)
         self._thread.start()
 
     @property
@@ -179,7 +163,7 @@ class OrphanedCall:
         return self._watch.call.done
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until it has been attended to; ``timeout`` in seconds."""
+        """Wait until it has ended, at most ``timeout`` seconds."""
         self._thread.join(timeout)
 
     def interrupt(self) -> None:
@@ -189,28 +173,28 @@ class OrphanedCall:
     def _run(self) -> None:
         self._watch.run()
         if self._watch.stuck:
-            print(f"What the last kernel had sent was stuck: {self._watch.stuck}")
+            print(f"The call of the earlier kernel was stuck: {self._watch.stuck}")
 
 
 def orphaned_call(cluster: Cluster) -> OrphanedCall | None:
-    """Find out which ranks are at something, and say so; None where all are idle."""
+    """Return the call that keeps ranks busy, and print which; None if all are idle."""
     call = cluster.submit(OnRank("state"), ranks=cluster.living)
     deadline = time.monotonic() + IDLE_SECONDS
-    while call.running and (left := deadline - time.monotonic()) > 0:
-        for _ in call.events(left):
+    while call.running and (remaining := deadline - time.monotonic()) > 0:
+        for _ in call.events(remaining):
             pass
     if not call.running:
         return None
     busy = tuple(sorted(call.running))
     print(
-        f"Rank {format_ranks(busy)} still runs what the last kernel sent, and its output goes "
-        "nowhere: %ddp_interrupt stops it."
+        f"Rank {format_ranks(busy)} still runs a call of the earlier kernel, without output: "
+        "%ddp_interrupt stops it."
     )
     return OrphanedCall(cluster, busy)
 
 
 class Jobs:
-    """Cells and the comparison that run while the notebook goes on."""
+    """The cells and the one comparison that run in the background."""
 
     def __init__(self) -> None:
         self._cells: list[RunningCell | OrphanedCall] = []
@@ -218,7 +202,7 @@ class Jobs:
 
     @property
     def comparison(self) -> RunningComparison | None:
-        """The comparison that trains, if one does."""
+        """The comparison that is training; None if there is none."""
         running = self._comparison
         return None if running is None or running.done else running
 
@@ -229,52 +213,56 @@ class Jobs:
         return [*self._cells] if comparison is None else [*self._cells, comparison]
 
     def add(self, cell: RunningCell | OrphanedCall) -> None:
-        """Keep an eye on a cell; those that have ended are forgotten."""
+        """Add a cell; forget those that have ended."""
         self._cells = [other for other in self._cells if not other.done] + [cell]
 
-    def begin(self, comparison: RunningComparison) -> None:
-        """Train a comparison from now on."""
+    def begin(self, comparison: RunningComparison) -> RunningComparison:
+        """Start a comparison, and return it."""
         self._comparison = comparison
         comparison.begin()
+        return comparison
 
     def notes(self) -> list[str]:
-        """Say how far the comparison is, if one trains."""
+        """Return a line on the progress of the comparison, if there is one."""
         if (comparison := self.comparison) is None:
             return []
-        return [f"a comparison trains: {comparison.progress() or 'it is being checked'}"]
+        return [f"a comparison is training: {comparison.progress() or 'being checked'}"]
 
     def interrupt(self) -> str:
-        """Stop the comparison, or where none trains, the cells; say in a sentence what."""
+        """Stop the comparison, or else the cells; return a sentence about what was stopped."""
         if (comparison := self.comparison) is not None:
             comparison.interrupt()
             which = f" {comparison.name}" if comparison.name else ""
             return f"Interrupted the comparison{which}; what it has trained is kept."
-        busy = [cell for cell in self._cells if not cell.done]
-        for cell in busy:
-            cell.interrupt()
+        busy = self._busy_cells()
         if not busy:
             return "Nothing runs in the background."
+        for cell in busy:
+            cell.interrupt()
         where = " and ".join(spoken_ranks(cell.ranks) for cell in busy)
         return f"Interrupted the cell{'s' if len(busy) > 1 else ''} on {where}."
 
     def stop(self) -> None:
-        """Stop the comparison and wait for that; forget the cells, which end with the ranks."""
+        """Stop the comparison and wait for its end; forget the cells, which end with the ranks."""
         if (comparison := self.comparison) is not None:
             comparison.stop()
         self._cells.clear()
 
     def refuse_if_training(self) -> None:
-        """Raise a UserError where a comparison trains."""
+        """Raise a UserError while a comparison is training."""
         if self.comparison is not None:
             raise UserError(
-                "A comparison trains on the ranks: %ddp_interrupt stops it, "
-                "%ddp_status tells how far it is."
+                "A comparison is training on the ranks: %ddp_interrupt stops it, "
+                "%ddp_status shows its progress."
             )
 
     def refuse_if_cells_run(self) -> None:
-        """Raise a UserError where a cell runs."""
-        if busy := [cell for cell in self._cells if not cell.done]:
+        """Raise a UserError while a cell is running."""
+        if busy := self._busy_cells():
             raise UserError(
-                f"A cell still runs on rank {format_ranks(busy[0].ranks)}: wait for it, "
+                f"A cell is still running on rank {format_ranks(busy[0].ranks)}: wait for it, "
                 "or stop it with %ddp_interrupt."
             )
+
+    def _busy_cells(self) -> list[RunningCell | OrphanedCall]:
+        return [cell for cell in self._cells if not cell.done]

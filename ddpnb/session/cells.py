@@ -1,14 +1,16 @@
-"""How does a cell run on ranks, from its source to its last output?  (Notebook side.)"""
+"""A cell that runs on ranks, from its source to its last output (kernel)."""
 
 import contextvars
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ddpnb.cluster.call import CallEvent, Events, Output, Silent
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch, failure_in
+from ddpnb.history.model import Status
+from ddpnb.history.recorder import Recorder
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, EventBatch, Failure, StaleVariable
 from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
@@ -16,27 +18,25 @@ from ddpnb.protocol.remote_call import OnRank
 from ddpnb.reports.cell_output import CellOutput
 from ddpnb.reports.live import Live, live
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.model import Status
-from ddpnb.runs.recorder import Recorder
 from ddpnb.session.errors import (
     CellInterrupt,
     CellTimeoutError,
     RankError,
     StuckError,
-    told,
+    render_error,
 )
 
 
 class RunningCell:
-    """A cell that runs on ranks: its output appears where it was started.
+    """A cell that runs on ranks; its output appears under the notebook cell that started it.
 
     Args:
-        cluster: where it runs.
+        cluster: the cluster that runs it.
         spec: the cell.
         ranks: the ranks that run it.
-        recorder: keeps what ``ddpnb.log`` publishes; None where the cell names no run.
+        recorder: records what ``ddpnb.log`` publishes; None if the cell names no run.
         timeout: seconds after which the ranks are interrupted.
-        is_checked: whether collectives that do not match are named at the call.
+        is_checked: whether torch compares every collective across the ranks.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class RunningCell:
         self._live: Live | None = None
         self._output = CellOutput(ranks)
         self._thread: threading.Thread | None = None
-        self._begun = time.strftime("%H:%M:%S")
-        tell_stale(cluster.ensure_group(is_checked=is_checked))
+        self._started = time.strftime("%H:%M:%S")
+        warn_stale(cluster.ensure_group(is_checked=is_checked))
         self._watch = Watch(
             cluster=cluster,
             call=cluster.submit(OnRank("run_cell"), spec, ranks=ranks),
@@ -74,12 +74,12 @@ class RunningCell:
         return self._watch.call.done
 
     def run(self) -> None:
-        """Attend to the cell until it has ended, showing its output.
+        """Show the cell's output until it has ended.
 
         Raises:
-            RankError: where it failed on a rank.
-            CellTimeoutError: where it took longer than its timeout.
-            KeyboardInterrupt: where it was interrupted; the ranks have stopped.
+            RankError: it failed on a rank.
+            CellTimeoutError: it took longer than its timeout.
+            KeyboardInterrupt: it was interrupted; the ranks have stopped.
         """
         try:
             self._watch.run()
@@ -91,21 +91,20 @@ class RunningCell:
         self._raise()
 
     def run_in_background(self) -> None:
-        """Attend to the cell in a thread, so that the notebook goes on."""
-        here = contextvars.copy_context()  # knows which cell output belongs to
-        self._thread = threading.Thread(target=here.run, args=(self._run_quietly,), daemon=True)
+        """Run the cell in a thread, so that the notebook can run other cells."""
+        self._thread = cell_thread(self._run_quietly)
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for a cell started with ``--no-wait``; raise what it failed with.
+        """Wait for a cell started with ``--no-wait``; raise its error if it failed.
 
         Args:
-            timeout: in seconds; the cell goes on after it.
+            timeout: in seconds; the cell continues after it.
         """
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
-                raise TimeoutError(f"the cell still runs after {timeout} s")
+                raise TimeoutError(f"the cell is still running after {timeout} s")
         if self.error is not None:
             raise self.error
 
@@ -114,19 +113,19 @@ class RunningCell:
         self._watch.stop_requested = True
 
     def __repr__(self) -> str:
-        """Say what stays right under the cell that showed it: how it ended, or when it began."""
+        """Describe the cell in words that stay true in a saved notebook."""
         cell = f"cell on {spoken_ranks(self.ranks)}"
         if not self.done or (self._thread is not None and self._thread.is_alive()):
-            return f"<{cell}, begun {self._begun}; %ddp_status tells how it is>"
+            return f"<{cell}, started {self._started}; %ddp_status shows its state>"
         is_stopped = isinstance(self.error, CellInterrupt)
         return f"<{cell}: {'stopped' if is_stopped else 'failed' if self.error else 'finished'}>"
 
     def _run_quietly(self) -> None:
         try:
             self.run()
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  for wait(), shown now
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  wait() raises it
             self.error = error
-            print(told(error))
+            print(render_error(error))
 
     def _handle(self, event: CallEvent) -> None:
         if isinstance(event, Output):
@@ -152,9 +151,10 @@ class RunningCell:
     def _end_run(self) -> None:
         if self._recorder is None:
             return
-        failed = self._watch.lost or any(map(failure_in, self._watch.returned.values()))
-        finished = not failed and len(self._watch.returned) == len(self.ranks)
-        status = Status.FAILED if failed else Status.FINISHED if finished else Status.STOPPED
+        has_failed = self._watch.lost or any(map(failure_in, self._watch.returned.values()))
+        has_finished = len(self._watch.returned) == len(self.ranks)
+        ending = Status.FINISHED if has_finished else Status.STOPPED
+        status = Status.FAILED if has_failed else ending
         self._recorder.end(self._spec.run_id, status)
         if self._live is not None:
             self._live.finish(ComparisonResult(self._recorder.comparison))
@@ -168,7 +168,13 @@ class RunningCell:
             raise error
 
 
-MAKE_AGAIN = {
+def cell_thread(function: Callable[[], None]) -> threading.Thread:
+    """Return a thread whose output appears under the notebook cell that is running now."""
+    context = contextvars.copy_context()  # holds the cell that output belongs to
+    return threading.Thread(target=context.run, args=(function,), daemon=True)
+
+
+REMEDIES = {
     "DistributedDataParallel": "wrap it again, DistributedDataParallel({name}.module)",
     "FullyShardedDataParallel": "build the model again, and wrap it",
     "FSDPModule": "build the model again, and shard it",
@@ -176,25 +182,25 @@ MAKE_AGAIN = {
     "DeviceMesh": "make it again, with init_device_mesh",
     "ProcessGroup": "form it again, with dist.new_group",
 }
-"""What to do about an object that is tied to a group that was cut."""
+"""What to do about an object that belongs to an aborted process group."""
 
 
-def tell_stale(stale: Mapping[StaleVariable, Sequence[int]]) -> None:
-    """Say which of the ranks' variables are tied to a process group that is no more."""
-    for tied, ranks in stale.items():
-        what = MAKE_AGAIN[tied.kind].format(name=tied.name)
-        article = "an" if tied.kind.startswith("FSDP") else "a"
+def warn_stale(stale: Mapping[StaleVariable, Sequence[int]]) -> None:
+    """Print which variables of the ranks belong to a process group that was aborted."""
+    for variable, ranks in stale.items():
+        remedy = REMEDIES[variable.kind].format(name=variable.name)
+        article = "an" if variable.kind.startswith("FSDP") else "a"
         print(
-            f"`{tied.name}` on rank {format_ranks(ranks)} is {article} {tied.kind} of the process "
-            f"group that was cut: {what}.",
+            f"`{variable.name}` on rank {format_ranks(ranks)} is {article} {variable.kind} of a "
+            f"process group that was aborted: {remedy}.",
             file=sys.stderr,
         )
 
 
 def error_of(watch: Watch) -> StuckError | RankError | UserError | None:
-    """Return what a call that has ended failed with, if it did."""
+    """Return the error of a call that has ended; None if it succeeded."""
     if watch.cluster.is_over and watch.lost:
-        return UserError("The cluster was ended, or left to another kernel, while this ran.")
+        return UserError("The cluster was stopped, or handed to another kernel, while this ran.")
     if watch.stuck:
         return StuckError(watch.stuck, watch.lost)
     failures = failures_of(watch)
@@ -202,7 +208,7 @@ def error_of(watch: Watch) -> StuckError | RankError | UserError | None:
 
 
 def failures_of(watch: Watch) -> list[Failure]:
-    """Return how the call failed, on whichever ranks it did."""
+    """Return the failures of a call, those of dead ranks among them."""
     failures = [f for f in map(failure_in, watch.returned.values()) if f is not None]
     for rank, cause in watch.lost.items():
         log = watch.cluster.log_tail(rank)

@@ -1,4 +1,4 @@
-"""How are strategies trained one after the other and compared?  (Notebook side.)"""
+"""A comparison: strategies trained one after the other on the same task (kernel)."""
 
 import math
 import sys
@@ -10,6 +10,9 @@ from ddpnb.cluster.call import CallEvent, Events, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.recovery import RankRecovery
 from ddpnb.cluster.supervision import Watch
+from ddpnb.history.model import Status
+from ddpnb.history.recorder import Recorder, new_id
+from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK, STRATEGIES
 from ddpnb.protocol.choices import check_transport, has_transport
 from ddpnb.protocol.errors import UserError
@@ -21,43 +24,40 @@ from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import Live, live
 from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.model import Status
-from ddpnb.runs.recorder import Recorder, new_id
-from ddpnb.runs.store import Store
-from ddpnb.session.cells import error_of, tell_stale
+from ddpnb.session.cells import error_of, warn_stale
 from ddpnb.session.errors import CellInterrupt, RankError, StuckError
 from ddpnb.session.preflight import check, with_checkpoints
 
-ORDER_SECONDS = 0.3
-"""How often the ranks are told to stop, until they have."""
-PATIENCE_SECONDS = 1.2
-"""How long they may take to stop and to judge what was learnt, before they are interrupted."""
+STOP_INTERVAL_SECONDS = 0.3
+"""Between two requests to stop; the ranks get them until they have stopped."""
+GRACE_SECONDS = 1.2
+"""How long the ranks may take to stop and to evaluate the model before they are interrupted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonSpec:
-    """What is compared: strategies, and the training that is the same for all of them."""
+    """What to compare: strategies, and the training that is the same for all of them."""
 
     strategies: tuple[str, ...]
-    """As they are written, e.g. ``"ddp"`` or ``"ddp:hook=fp16"``."""
+    """As the user writes them: ``"ddp"`` or ``"ddp:hook=fp16"``."""
     training: TrainingSpec
     num_repeats: int = 1
     name: str = ""
     baseline: bool = True
-    """Whether ``single`` is trained too, so that there is a speed-up to tell."""
+    """Whether ``single`` is trained too, as the reference of the speed-up."""
     options: PlotOptions = EVERYTHING
 
     def __post_init__(self) -> None:
         if not self.strategies:
             names = ", ".join(STRATEGIES)
             raise UserError(f"Name the strategies to compare, one or more of: {names}.")
-        if wrong := dict.fromkeys(filter(None, map(self._wrong_with, self.strategies))):
-            raise UserError(" ".join(wrong))
+        if errors := dict.fromkeys(filter(None, map(self._error_of, self.strategies))):
+            raise UserError(" ".join(errors))
         transport = self.training.transport
         if transport != "auto" and not any(map(has_transport, self.strategies)):
             raise UserError(
                 f"--transport {transport} is for asynchronous strategies, and there is none here: "
-                "leave it out, or compare async too."
+                "leave it out, or add async."
             )
         task = self.training.task
         if task != CELL_TASK and self.training.source.strip():
@@ -67,8 +67,8 @@ class ComparisonSpec:
         if self.num_repeats < 1:
             raise UserError(f"--repeats must be at least 1, not {self.num_repeats}.")
 
-    def _wrong_with(self, strategy: str) -> str:
-        """Say what is wrong with one of the strategies; nothing where it can be trained."""
+    def _error_of(self, strategy: str) -> str:
+        """Return what is wrong with a strategy; empty if it can be trained."""
         try:
             check_transport(strategy, self.training.transport)
         except UserError as error:
@@ -76,7 +76,7 @@ class ComparisonSpec:
         return ""
 
     def run_specs(self) -> tuple[RunSpec, ...]:
-        """Return every training: all strategies once, then all again, so that none is favoured."""
+        """Return every training; strategies take turns, so that none is favoured."""
         strategies = dict.fromkeys(self.strategies)
         if self.baseline:
             strategies = dict.fromkeys([BASELINE, *strategies])
@@ -90,15 +90,15 @@ class ComparisonSpec:
 
 @dataclass(kw_only=True, slots=True)
 class Training:
-    """A comparison that is being trained.
+    """The trainings of a comparison.
 
     Args:
-        cluster: where.
-        recorder: keeps the runs.
+        cluster: the cluster that trains.
+        recorder: records the runs.
         specs: the trainings, in order.
-        survivors: the strategies that train on where a rank other than 0 dies.
-        live: shows them.
-        view: what of them is shown.
+        survivors: the strategies that continue when a rank other than 0 dies.
+        live: shows the comparison while it trains.
+        options: how the result is drawn.
     """
 
     cluster: Cluster
@@ -110,33 +110,33 @@ class Training:
     _watch: Watch | None = None
     _is_stopped: bool = False
     _is_skipped: bool = False
-    _next_order_seconds: float = 0.0
+    _next_stop_seconds: float = 0.0
     _interrupt_seconds: float = math.inf
 
     def stop(self) -> None:
-        """End the run in progress early, and begin no other; from any thread, also twice.
+        """End the current run early and start no other; from any thread, also twice.
 
-        All its ranks end it after the same step, and what it has learnt is judged; where that
-        takes too long they are interrupted.
+        All ranks stop after the same step and evaluate the model; if that takes too long, they
+        are interrupted.
         """
         self._is_stopped = True
 
     def skip(self) -> None:
-        """End the run in progress early, and go on with the next; from any thread, also twice.
+        """End the current run early and continue with the next; from any thread, also twice.
 
-        It ends as with ``stop``; where it is interrupted, the next trains in a new group.
+        It ends as with ``stop``; if it is interrupted, the next run has a new process group.
         """
         self._is_skipped = True
 
     def run(self) -> ComparisonResult:
-        """Train everything; what was trained is shown and kept, however it ends.
+        """Train everything; show and store what was trained, however it ends.
 
-        A strategy that fails is left out from then on, and the others are trained; where the
-        very first fails, so would they.
+        A strategy that fails is left out from then on, and the others are trained.  If the very
+        first training fails, the others would fail too, and none is trained.
 
         Raises:
-            RankError: where a training failed, in the end.
-            KeyboardInterrupt: where it was interrupted; the ranks have stopped.
+            RankError: a strategy failed; raised at the end.
+            KeyboardInterrupt: it was interrupted; the ranks have stopped.
         """
         errors: dict[str, Exception] = {}
         try:
@@ -147,8 +147,8 @@ class Training:
                     self._train(spec)
                 except (UserError, RankError, StuckError) as error:
                     errors[spec.strategy] = error
-                    left = [s.strategy for s in self.specs[number:] if s.strategy not in errors]
-                    if not self._goes_on_without(spec.strategy, left, is_first=number == 0):
+                    rest = [s.strategy for s in self.specs[number:] if s.strategy not in errors]
+                    if not self._continue_without(spec.strategy, rest, is_first=number == 0):
                         break
         finally:
             result = ComparisonResult(self.recorder.comparison, self.options)
@@ -157,20 +157,20 @@ class Training:
             raise next(iter(errors.values()))
         return result
 
-    def _goes_on_without(self, failed: str, left: Sequence[str], *, is_first: bool) -> bool:
-        """Say what becomes of the others where a strategy has failed."""
-        if not left or self._is_stopped:
+    def _continue_without(self, failed: str, rest: Sequence[str], *, is_first: bool) -> bool:
+        """Return whether the rest is trained after a strategy has failed, and print it."""
+        if not rest or self._is_stopped:
             return False
-        names = ", ".join(dict.fromkeys(left))
+        names = ", ".join(dict.fromkeys(rest))
         if is_first or self.cluster.lost is not None:
             print(f"Not trained: {names}.", file=sys.stderr)
             return False
         print(f"{failed} failed and is left out; still to be trained: {names}.", file=sys.stderr)
-        self._bring_back("died, which ended the training")
+        self._replace_dead("died, which ended the training")
         return True
 
     def _train(self, spec: RunSpec) -> None:
-        tell_stale(self.cluster.ensure_group())
+        warn_stale(self.cluster.ensure_group())
         self.recorder.begin(spec.run_id, spec.strategy, spec)
         recovery = RankRecovery(
             cluster=self.cluster,
@@ -197,13 +197,13 @@ class Training:
             recovery.end()
         if watch.stop_requested:
             self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
-            self.cluster.abort(self.cluster.living)  # what was begun in it may never end
+            self.cluster.abort(self.cluster.living)  # its collectives may never end
             return
-        watch.lost = {r: how for r, how in watch.lost.items() if not recovery.survives(r)}
+        watch.lost = {r: cause for r, cause in watch.lost.items() if not recovery.survives(r)}
         if (error := error_of(watch)) is not None:
             cause = error.cause if isinstance(error, RankError) else str(error)
             self.recorder.end(spec.run_id, Status.FAILED, watch.stuck or cause)
-            if spec.kill and self._bring_back("was killed as wished, which ended the training"):
+            if spec.kill and self._replace_dead("was killed by --kill, which ended the training"):
                 return
             raise error
         reports = watch.returned.values()
@@ -211,18 +211,17 @@ class Training:
             self.recorder.end(spec.run_id, Status.STOPPED, "stopped by the user")
         else:
             self.recorder.end(spec.run_id, Status.FINISHED)
-        self._tell_lost(recovery, watch.returned.get(0))
-        self._bring_back("died while the others trained on")
+        self._print_lost_samples(recovery, watch.returned.get(0))
+        self._replace_dead("died while the others continued")
 
-    def _bring_back(self, how: str) -> bool:
-        """Start ranks anew that have died, and say how; tell whether there were any."""
+    def _replace_dead(self, how: str) -> bool:
+        """Start new processes for ranks that died, and print it; return whether any had."""
         dead = self.cluster.dead
         if not dead or self.cluster.lost is not None:
             return False
-        tell_stale(self.cluster.bring_back(dead))
+        warn_stale(self.cluster.bring_back(dead))
         print(
-            f"Rank {format_ranks(dead)} {how}; it is a new process now, without the variables it "
-            "had.",
+            f"Rank {format_ranks(dead)} {how}; it is a new process now, without its variables.",
             file=sys.stderr,
         )
         return True
@@ -234,20 +233,20 @@ class Training:
         now = time.monotonic()
         if not (self._is_stopped or self._is_skipped):
             return
-        self._interrupt_seconds = min(self._interrupt_seconds, now + PATIENCE_SECONDS)
+        self._interrupt_seconds = min(self._interrupt_seconds, now + GRACE_SECONDS)
         if self._watch is not None and now >= self._interrupt_seconds:
             self._watch.stop_requested = True
-        if now >= self._next_order_seconds:
-            self._next_order_seconds = now + ORDER_SECONDS  # one that came too early was lost
+        if now >= self._next_stop_seconds:  # a request before the first step was ignored
+            self._next_stop_seconds = now + STOP_INTERVAL_SECONDS
             for rank in self.cluster.living:
                 self.cluster.processes.command(rank, RankCommand.STOP)
 
-    def _tell_lost(self, recovery: RankRecovery, report: object) -> None:
+    def _print_lost_samples(self, recovery: RankRecovery, report: object) -> None:
         if recovery.came_back and isinstance(report, RunReport):
             print(
                 f"{recovery.spec.strategy}: rank {format_ranks(sorted(recovery.came_back))} died, "
                 f"which lost {report.num_lost_samples} samples, and is a new process now, without "
-                "the variables it had.",
+                "its variables.",
                 file=sys.stderr,
             )
 
@@ -261,21 +260,21 @@ class Training:
 def prepare(
     cluster: Cluster, store: Store, spec: ComparisonSpec, shown_by: Live | None = None
 ) -> Training:
-    """Check that every strategy can be trained; return what trains them all.
+    """Check that every strategy can be trained; return the training of them all.
 
     Args:
-        cluster: where.
-        store: keeps the runs.
-        spec: what is compared.
+        cluster: the cluster that trains.
+        store: stores the runs.
+        spec: what to compare.
         shown_by: shows it; by default a figure and a table under the current cell.
 
     Raises:
-        UserError: where the task or a strategy cannot be trained, before anything is.
+        UserError: the task or a strategy cannot be trained.  Nothing has been trained then.
     """
     specs = with_checkpoints(spec.run_specs(), spec.strategies, store)
-    tell_stale(cluster.ensure_group())
-    each = {run_spec.strategy: run_spec for run_spec in specs}
-    found = {name: check(cluster, run_spec) for name, run_spec in each.items()}
+    warn_stale(cluster.ensure_group())
+    by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
+    checked = {name: check(cluster, run_spec) for name, run_spec in by_strategy.items()}
     recorder = Recorder(
         store,
         name=spec.name,
@@ -290,7 +289,7 @@ def prepare(
         cluster=cluster,
         recorder=recorder,
         specs=specs,
-        survivors=frozenset(name for name, told in found.items() if told.survives_deaths),
+        survivors=frozenset(name for name, each in checked.items() if each.survives_deaths),
         live=shown,
         options=spec.options,
     )

@@ -1,7 +1,4 @@
-"""How does a cell or a run fail, and how do the errors of several ranks read?  (Notebook side.)
-
-The root cause comes first.
-"""
+"""How failures of ranks are shown: the root cause first, identical ones once (kernel)."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -24,26 +21,26 @@ class RankError(Exception):
     """A cell or run failed on some ranks.
 
     Attributes:
-        failures: every rank's failure, the first in time first.
+        failures: every rank's failure, root causes first, then in order of time.
     """
 
     def __init__(self, failures: Sequence[Failure]) -> None:
         self.failures = tuple(sorted(failures, key=lambda f: (f.is_consequence, f.failed_at)))
-        super().__init__(sentence(self.failures))
+        super().__init__(summarize(self.failures))
 
     @property
     def cause(self) -> str:
-        """What happened, in a few words that stay right: without what to do about it."""
+        """What happened, in a few words without advice, so that it can be stored."""
         first = self.failures[0]
         if first.is_death:
             return f"rank {first.rank} {first.text}"
-        said = f" ({first.text.splitlines()[0]})" if first.text.strip() else ""
-        where = spoken_ranks([failure.rank for failure in alike(first, self.failures)])
-        return f"{first.name} on {where}{said}"
+        text = f" ({first.text.splitlines()[0]})" if first.text.strip() else ""
+        ranks = [failure.rank for failure in _identical_to(first, self.failures)]
+        return f"{first.name} on {spoken_ranks(ranks)}{text}"
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython shows (its protocol for exceptions that render themselves)."""
-        return render(self.failures)
+        return render_failures(self.failures)
 
 
 class CellTimeoutError(_OneLine, TimeoutError):
@@ -57,7 +54,7 @@ class CellTimeoutError(_OneLine, TimeoutError):
 
 
 class CellInterrupt(_OneLine, KeyboardInterrupt):
-    """A cell was interrupted, and its ranks have stopped."""
+    """A cell or run was interrupted, and its ranks have stopped."""
 
     def __init__(self) -> None:
         super().__init__("the ranks have stopped; their variables are kept")
@@ -67,7 +64,7 @@ CellInterrupt.__name__ = "KeyboardInterrupt"  # what Jupyter's clients know
 
 
 class StuckError(_OneLine, Exception):
-    """The ranks of a cell waited for each other without end, and were freed."""
+    """The ranks waited for each other without end, and were freed."""
 
     def __init__(self, why: str, lost: Collection[int] = ()) -> None:
         ending = "They were freed; variables are kept."
@@ -80,13 +77,13 @@ class StuckError(_OneLine, Exception):
         super().__init__(f"{why}. {ending}")
 
 
-def told(error: BaseException) -> str:
-    """Return what IPython would show of an error that reaches nobody."""
+def render_error(error: BaseException) -> str:
+    """Return what IPython would show of an error that is not raised in a cell."""
     lines = error._render_traceback_() if hasattr(error, "_render_traceback_") else [repr(error)]
     return "\n".join(lines)
 
 
-def sentence(failures: Sequence[Failure]) -> str:
+def summarize(failures: Sequence[Failure]) -> str:
     """Say in one sentence which rank failed first, and how."""
     first = failures[0]
     if first.is_death:
@@ -94,34 +91,34 @@ def sentence(failures: Sequence[Failure]) -> str:
             f"rank {first.rank} {first.text}; %ddp_restart --ranks {first.rank} brings it back, "
             "the other ranks keep their variables"
         )
-    same = alike(first, failures)
+    same = _identical_to(first, failures)
     if len(same) > 1:
         return f"ranks {format_ranks(f.rank for f in same)} failed: {first.name}: {first.text}"
     others = "" if len(failures) == 1 else " first"
     return f"rank {first.rank} failed{others}: {first.name}: {first.text}"
 
 
-def render(failures: Sequence[Failure]) -> list[str]:
-    """Return the lines that tell of all failures: the first in full, equal ones once."""
+def render_failures(failures: Sequence[Failure]) -> list[str]:
+    """Return the lines that show all failures, identical ones once, consequences last."""
     roots = [failure for failure in failures if not failure.is_consequence] or failures[:1]
     lines: list[str] = []
-    told: list[Failure] = []
+    shown: list[Failure] = []
     for failure in roots:
-        if failure in told:
+        if failure in shown:
             continue
-        same = alike(failure, roots)
-        told += same
+        same = _identical_to(failure, roots)
+        shown += same
         if lines:
             lines.append("")
-        lines.append(f"RankError: {sentence([failure, *same[1:]])}")
-        lines += body(failure)
+        lines.append(f"RankError: {summarize([failure, *same[1:]])}")
+        lines += _traceback_lines(failure)
     if consequences := [f for f in failures if f.is_consequence and f not in roots]:
-        lines += ["", *told_consequences(consequences)]
+        lines += ["", *_consequence_lines(consequences)]
     return lines
 
 
-def body(failure: Failure) -> list[str]:
-    """Return the lines of a failure's traceback, without the last where the headline says it."""
+def _traceback_lines(failure: Failure) -> list[str]:
+    """Return a failure's traceback, without its last line where that repeats the headline."""
     lines = "\n".join(failure.traceback).splitlines()
     last = f"{failure.name}: {failure.text}".splitlines()
     if [ANSI.sub("", line) for line in lines[-len(last) :]] == last:
@@ -131,27 +128,27 @@ def body(failure: Failure) -> list[str]:
     return lines
 
 
-def told_consequences(failures: Sequence[Failure]) -> list[str]:
-    """Say which ranks failed only because another one did: who waited, and who did not."""
+def _consequence_lines(failures: Sequence[Failure]) -> list[str]:
+    """Name the ranks that failed only because another did: those that waited, and the rest."""
     waited = [failure.rank for failure in failures if failure.was_waiting]
     others = [failure.rank for failure in failures if not failure.was_waiting]
     how = "waiting in a collective for it and stopped: connection closed by peer"
-    told = [f"({_who_was(waited)} {how})"] if waited else []
-    return told + ([f"({_who_was(others)} stopped with it)"] if others else [])
+    lines = [f"({_ranks_were(waited)} {how})"] if waited else []
+    return lines + ([f"({_ranks_were(others)} stopped with it)"] if others else [])
 
 
-def _who_was(ranks: Sequence[int]) -> str:
+def _ranks_were(ranks: Sequence[int]) -> str:
     return f"{spoken_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'}"
 
 
-def alike(failure: Failure, failures: Sequence[Failure]) -> list[Failure]:
-    """Return the failures that read the same, without regard to colour."""
-    wanted = plain(failure)
-    return [other for other in failures if plain(other) == wanted]
+def _identical_to(failure: Failure, failures: Sequence[Failure]) -> list[Failure]:
+    """Return the failures that read the same; colours do not count."""
+    wanted = _identity(failure)
+    return [other for other in failures if _identity(other) == wanted]
 
 
-def plain(failure: Failure) -> tuple[str, str, str]:
-    """Return what makes two failures read the same; calls that do not match are one failure."""
+def _identity(failure: Failure) -> tuple[str, str, str]:
+    """Return what two failures share if they read the same; mismatched calls are one failure."""
     if failure.breaks_group:
         return failure.name, "", ""
     return failure.name, failure.text, ANSI.sub("", "\n".join(failure.traceback))

@@ -1,16 +1,16 @@
-"""Can all that is to be compared be trained?  Asked before anything is.  (Notebook side.)"""
+"""Checks of every training of a comparison before the first one starts (kernel)."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
+from ddpnb.history.query import StoredRun, resolve
+from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RunSpec
 from ddpnb.protocol.rank_sets import spoken_ranks
 from ddpnb.protocol.remote_call import OnRank
-from ddpnb.runs.query import StoredRun, resolve
-from ddpnb.runs.store import Store
 from ddpnb.session.cells import failures_of
 from ddpnb.session.errors import CellInterrupt, RankError
 
@@ -18,13 +18,13 @@ from ddpnb.session.errors import CellInterrupt, RankError
 def with_checkpoints(
     specs: Sequence[RunSpec], asked: Collection[str], store: Store
 ) -> tuple[RunSpec, ...]:
-    """Return trainings that know where checkpoints lie, and which run they are to resume.
+    """Complete trainings with the folder of checkpoints and the run that each resumes.
 
     Args:
-        specs: the trainings; what they resume is as the user wrote it.
-        asked: the strategies that the user named: of the others, those that were not
-            trained in what is resumed are left out.
-        store: keeps the runs.
+        specs: the trainings; ``resume`` is what the user wrote.
+        asked: the strategies that the user named.  A baseline that was added to them is left
+            out if the resumed comparison did not train it.
+        store: the stored runs.
 
     Raises:
         UserError: there is no such run to resume.
@@ -41,26 +41,26 @@ def with_checkpoints(
         raise UserError(
             f"{address} has no run of {missing[0]} to resume; it has: {', '.join(sorted(names))}."
         )
-    found = [(spec, _of(spec, runs)) for spec in placed if spec.strategy in names]
+    found = [(spec, _resumed_by(spec, runs)) for spec in placed if spec.strategy in names]
     return tuple(replace(spec, resume=run.run_id, resumed=run.address) for spec, run in found)
 
 
-def _of(spec: RunSpec, runs: Sequence[StoredRun]) -> StoredRun:
-    """Return the run that a training resumes: of its strategy and repeat, else the last one."""
+def _resumed_by(spec: RunSpec, runs: Sequence[StoredRun]) -> StoredRun:
+    """Return the run that a training resumes: the same strategy and repeat, else the last one."""
     same = [run for run in runs if run.name == spec.strategy]
     return next((run for run in same if run.repeat == spec.repeat), same[-1])
 
 
 def check(cluster: Cluster, spec: RunSpec) -> Checked:
-    """Have every rank look for what would stop a training.
+    """Check a training on every rank.
 
     Returns:
-        What rank 0 knows of it.
+        What rank 0 found.
 
     Raises:
-        UserError: where the user's own mistake would.
-        RankError: where the cell itself fails.
-        KeyboardInterrupt: where it was interrupted; the ranks have stopped.
+        UserError: a choice does not fit the training.
+        RankError: the cell itself failed.
+        KeyboardInterrupt: the check was interrupted; the ranks have stopped.
     """
     watch = Watch(
         cluster=cluster,
@@ -79,19 +79,19 @@ def check(cluster: Cluster, spec: RunSpec) -> Checked:
             raise UserError(failure.text)
     if failures:
         raise RankError(failures)
-    found = {rank: told for rank, told in watch.returned.items() if isinstance(told, Checked)}
+    found = {rank: each for rank, each in watch.returned.items() if isinstance(each, Checked)}
     _check_sizes(found)
     return found[0]
 
 
 def _check_sizes(found: Mapping[int, Checked]) -> None:
-    """Refuse a training split that is larger on one rank than on another."""
+    """Refuse a training split whose size differs between ranks."""
     by_size: dict[int, list[int]] = {}
-    for rank, told in sorted(found.items()):
-        by_size.setdefault(told.num_samples, []).append(rank)
+    for rank, checked in sorted(found.items()):
+        by_size.setdefault(checked.num_samples, []).append(rank)
     if len(by_size) > 1:
         sizes = [f"{size} samples on {spoken_ranks(on)}" for size, on in by_size.items()]
         raise UserError(
             f"data('train') has {' and '.join(sizes)}; return the same data on every rank, "
-            "each trains on its own part of them."
+            "each rank trains on its own part."
         )

@@ -1,4 +1,4 @@
-"""What can be done in this kernel?  (Notebook side.)"""
+"""All that ddpnb can do in one notebook; magics and their Python twins call it (kernel)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -7,6 +7,9 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 
 from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.history.query import Search, all_names
+from ddpnb.history.recorder import Recorder, new_id
+from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec
 from ddpnb.protocol.rank_sets import parse_ranks
@@ -15,9 +18,6 @@ from ddpnb.reports.live import Live
 from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.table import Table
-from ddpnb.runs.query import Search, all_names
-from ddpnb.runs.recorder import Recorder, new_id
-from ddpnb.runs.store import Store, runs_folder
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.cells import RunningCell
 from ddpnb.session.cluster_session import ClusterSession
@@ -26,7 +26,7 @@ from ddpnb.session.variables import pull, push
 
 
 class Session(ClusterSession):
-    """All that ddpnb does in this kernel; each magic is one call of a method here."""
+    """The cluster, cells, comparisons and stored runs of this kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,33 +67,34 @@ class Session(ClusterSession):
         return cell
 
     def push(self, variables: Mapping[str, object], ranks: str | None = None) -> None:
-        """Put variables into the namespaces of ranks."""
+        """Copy variables to ranks."""
         cluster = self._require_free()
         push(cluster, variables, parse_ranks(ranks, len(cluster.ranks)))
 
     def pull(self, expression: str, ranks: str | None = None) -> Any:
-        """Return the value of an expression: a dict by rank, or one value for one rank named."""
+        """Return the value of an expression on ranks; see ``ddpnb.pull``."""
         cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
         values = pull(cluster, expression, chosen)
-        is_single = ranks is not None and len(chosen) == 1
-        return values[0] if is_single else dict(zip(chosen, values, strict=True))
+        if ranks is not None and len(chosen) == 1:
+            return values[0]
+        return dict(zip(chosen, values, strict=True))
 
     # -- comparisons -----------------------------------------------------------------
 
     @property
     def comparison(self) -> RunningComparison | None:
-        """The comparison that trains in the background, if one does."""
+        """The comparison that is training in the background; None if there is none."""
         return self._jobs.comparison
 
     def compare(
         self, spec: ComparisonSpec, *, wait: bool = True
     ) -> ComparisonResult | RunningComparison:
-        """Train strategies one after the other, drawn live; see ``ddpnb.compare``."""
+        """Train strategies and compare them live; see ``ddpnb.compare``."""
         training = prepare(self._require_idle(), self.store, spec)
         if wait:
             return training.run()
-        return self._begin(RunningComparison(lambda: training, training.cluster.ranks))
+        return self._jobs.begin(RunningComparison(lambda: training, training.cluster.ranks))
 
     def compare_in_background(
         self,
@@ -101,31 +102,31 @@ class Session(ClusterSession):
         *,
         cluster: ClusterSpec,
         shown_by: Live,
-        ended: Callable[[RunningComparison], None],
+        on_end: Callable[[RunningComparison], None],
     ) -> RunningComparison:
-        """Start the ranks if none run, check and train: all of it in the background.
+        """Start the ranks if there are none, check and train: all in the background.
 
         Args:
-            spec: what is compared.
-            cluster: what is started where no cluster runs.
-            shown_by: shows it.
-            ended: called, in another thread, once all is over.
+            spec: what to compare.
+            cluster: what to start if no cluster is running.
+            shown_by: shows the comparison while it trains.
+            on_end: called, in another thread, once the comparison has ended.
         """
         if self._cluster is not None:
             self._require_idle()
 
-        def ready() -> Training:
+        def start_and_prepare() -> Training:
             if self._cluster is None:
                 self._launch(cluster)
             return prepare(self._require(), self.store, spec, shown_by)
 
         ranks = () if self._cluster is None else self._cluster.ranks
-        return self._begin(RunningComparison(ready, ranks, ended=ended))
+        return self._jobs.begin(RunningComparison(start_and_prepare, ranks, on_end=on_end))
 
     # -- stored runs -----------------------------------------------------------------
 
     def runs(self, search: Search) -> Table:
-        """Return the table of those stored runs that are asked for."""
+        """Return the table of the stored runs that a search finds."""
         return runs_table(search.among(self.store.list()))
 
     def load(self, names: Sequence[str], options: PlotOptions = EVERYTHING) -> ComparisonResult:
@@ -138,23 +139,19 @@ class Session(ClusterSession):
         """Return every name that ``load`` takes."""
         return all_names(self.store.list())
 
-    def pairs(self) -> tuple[str, ...]:
-        """Return the name of every strategy of every stored comparison, newest first."""
+    def addresses(self) -> tuple[str, ...]:
+        """Return ``comparison/strategy`` of all stored runs, newest first."""
         newest_first = sorted(self.store.list(), key=lambda run: -run.created)
         return tuple(dict.fromkeys(f"{run.comparison}/{run.name}" for run in newest_first))
 
     @property
     def store(self) -> Store:
-        """The runs of the project that the notebook lies in."""
+        """The stored runs of the notebook's project."""
         if self._store is None:
             self._store = Store(runs_folder())
         return self._store
 
-    # -- within ----------------------------------------------------------------------
-
-    def _begin(self, comparison: RunningComparison) -> RunningComparison:
-        self._jobs.begin(comparison)
-        return comparison
+    # -- private ---------------------------------------------------------------------
 
     def _record_cell(self, name: str, spec: CellSpec, num_ranks: int) -> Recorder:
         recorder = Recorder(
@@ -171,11 +168,11 @@ class Session(ClusterSession):
 
 @cache
 def this_session() -> Session:
-    """Return the session of this kernel: the one that magics and Python twins share."""
+    """Return the session of this kernel; there is one."""
     return Session()
 
 
 def this_cell_number() -> int:
-    """Return the ``n`` of the notebook cell ``In [n]`` that runs now."""
+    """Return the ``n`` of the notebook cell ``In [n]`` that is running."""
     shell = get_ipython()
     return 0 if shell is None else shell.execution_count - 1  # counted up before it runs

@@ -1,4 +1,4 @@
-"""What is every rank doing?  (Notebook side.)"""
+"""What every rank is doing, as a table and in sentences (kernel)."""
 
 import time
 from collections.abc import Sequence
@@ -7,9 +7,8 @@ from typing import Protocol
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.detach import name_of
-from ddpnb.cluster.hangs import describe
+from ddpnb.cluster.hangs import describe, describe_stopped, stopped_ranks
 from ddpnb.cluster.processes import describe_exit
-from ddpnb.cluster.stopped import describe_stopped, stopped_ranks
 from ddpnb.protocol.messages import RankStatus
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.rank_sets import format_ranks
@@ -17,11 +16,11 @@ from ddpnb.reports.formatting import counted
 from ddpnb.reports.table import Cell, Column, Table
 
 ANSWER_SECONDS = 3.0
-"""How long a rank may take to say where it is; one that is stopped does not."""
+"""How long a rank may take to report its position; a stopped process never does."""
 
 
 class Running(Protocol):
-    """Something that keeps ranks busy: a cell, a comparison."""
+    """Background work that keeps ranks busy: a cell, a comparison."""
 
     @property
     def done(self) -> bool:
@@ -33,12 +32,12 @@ class Running(Protocol):
 
 
 def status_table(cluster: Cluster, running: Sequence[Running], notes: Sequence[str] = ()) -> Table:
-    """Return one row per rank: where it lives, and whether it is idle, busy or gone.
+    """Return one row per rank: process, device, and whether it is idle, busy or gone.
 
     Args:
-        cluster: whose ranks.
-        running: what was started on them in the background.
-        notes: what else is to be told.
+        cluster: the cluster of the ranks.
+        running: the background work started on them.
+        notes: further lines under the table.
     """
     busy = {rank for each in running if not each.done for rank in each.ranks}
     stopped = stopped_ranks(cluster, cluster.ranks)
@@ -58,10 +57,10 @@ def status_table(cluster: Cluster, running: Sequence[Running], notes: Sequence[s
                 Cell(text=doing),
             )
         )
-    told = [describe_stopped(cluster, stopped)] if stopped else []
+    all_notes = [describe_stopped(cluster, stopped)] if stopped else []
     if cluster.lost:
-        told.append(f"{cluster.lost}: start anew with %ddp_restart")
-    told.extend(notes)
+        all_notes.append(f"{cluster.lost}: %ddp_restart starts new ranks")
+    all_notes.extend(notes)
     return Table(
         caption=f"{counted(len(cluster.living), 'rank')} of {len(cluster.states)} alive",
         columns=(
@@ -73,64 +72,63 @@ def status_table(cluster: Cluster, running: Sequence[Running], notes: Sequence[s
             Column(title="state", is_prose=True),
         ),
         rows=tuple(rows),
-        notes=tuple(told),
+        notes=tuple(all_notes),
     )
 
 
-def tell_where(cluster: Cluster) -> str:
-    """Say where each rank stands at this moment, and give the stacks of those that are busy."""
+def describe_ranks(cluster: Cluster) -> str:
+    """Say where each rank is at this moment, with the stacks of those that are busy."""
     asked = {
         rank: [
-            cluster.processes.command(rank, order)
-            for order in (RankCommand.STATUS, RankCommand.STACK)
+            cluster.processes.command(rank, command)
+            for command in (RankCommand.STATUS, RankCommand.STACK)
         ]
         for rank in cluster.living
     }
     deadline = time.monotonic() + ANSWER_SECONDS
-    told = []
+    lines = []
     for rank in cluster.ranks:
         if rank not in asked:
-            told.append(f"rank {rank} is dead")
+            lines.append(f"rank {rank} is dead")
             continue
         try:
             where, stack = (a.result(max(0.0, deadline - time.monotonic())) for a in asked[rank])
         except TimeoutError:
             is_stopped = stopped_ranks(cluster, [rank])
-            told.append(describe_stopped(cluster, [rank]) if is_stopped else no_answer(rank))
+            lines.append(describe_stopped(cluster, [rank]) if is_stopped else _no_answer(rank))
             continue
-        told.append(describe(RankStatus(**where)))
-        told += ["".join(stack)] if where["is_busy"] else []
-    return "\n".join(told)
+        lines.append(describe(RankStatus(**where)))
+        lines += ["".join(stack)] if where["is_busy"] else []
+    return "\n".join(lines)
 
 
-def no_answer(rank: int) -> str:
-    """Say that a rank lives and does not tell where it is."""
-    return f"rank {rank} does not answer: it may be deep in code that lets no other thread run"
+def _no_answer(rank: int) -> str:
+    return f"rank {rank} does not answer: it may run code that keeps all other threads waiting"
 
 
-def tell_running(cluster: Cluster, num_ranks: int | None) -> str:
-    """Say what becomes of the wish to start ranks where some run already.
+def describe_running(cluster: Cluster, num_ranks: int | None) -> str:
+    """Say why no ranks are started: a cluster is already running.
 
     Args:
-        cluster: that runs.
-        num_ranks: as many were wished for; None for no wish.
+        cluster: the cluster.
+        num_ranks: the number of ranks that the user asked for; None for any.
     """
     if dead := cluster.dead:
         return (
-            f"A cluster is running already, but rank {format_ranks(dead)} of it is dead: "
+            f"A cluster is already running, but its rank {format_ranks(dead)} is dead: "
             "%ddp_restart brings the ranks back."
         )
     if num_ranks not in (None, len(cluster.ranks)):
         return (
-            f"A cluster of {len(cluster.ranks)} ranks is running already: "
+            f"A cluster of {len(cluster.ranks)} ranks is already running: "
             f"%ddp_restart -n {num_ranks} changes that."
         )
     ranks = format_ranks(cluster.ranks)
-    return f"The cluster is running already, with ranks {ranks}: it is used as it is."
+    return f"The cluster is already running, with ranks {ranks}: it is used as it is."
 
 
 def with_notes(table: Table, cluster: Cluster) -> Table:
-    """Return a table with what is off in a cluster, and whether it outlives the kernel."""
+    """Add to a table the features that are off, and whether the cluster outlives the kernel."""
     if cluster.lost is not None:
         return table
     notes = list(cluster.missing)

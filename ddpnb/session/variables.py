@@ -1,8 +1,8 @@
-"""How does a variable travel between the notebook and a rank?  (Notebook side.)
+"""Copies of variables between the notebook and the ranks (kernel).
 
-As ipyparallel would send it, so that functions defined in a cell and large arrays can
-go, but as plain bytes: what one side cannot read is then the caller's to tell, where it
-would stop ipyparallel's client.  ``ddpnb.rank.calls`` is the other end.
+They are serialized as ipyparallel does it, which handles functions defined in a cell and
+large arrays, but travel as plain bytes: an unreadable value is then an error of this call,
+and does not stop ipyparallel's client.  ``ddpnb.rank.calls`` is the other end.
 """
 
 import pickle
@@ -19,7 +19,7 @@ def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]
     """Put variables into the namespaces of ranks.
 
     Raises:
-        UserError: where they cannot be sent, or not be read there.
+        UserError: they cannot be serialized, or not be read on a rank.
     """
     names = ", ".join(variables)
     try:
@@ -28,21 +28,21 @@ def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]
         raise UserError(f"{names} cannot be sent to the ranks: {error}.") from error
     for failure in gather(cluster, OnRank("push"), packed, ranks=ranks):
         if failure is not None:
-            told = f"{failure.name}: {failure.text}"
-            raise UserError(f"{names} cannot be read on rank {failure.rank}: {told}.")
+            cause = f"{failure.name}: {failure.text}"
+            raise UserError(f"{names} cannot be read on rank {failure.rank}: {cause}.")
 
 
 def pull(cluster: Cluster, expression: str, ranks: Sequence[int]) -> list[Any]:
     """Return the value of an expression on each of some ranks.
 
     Raises:
-        UserError: where a rank cannot give it, or it cannot be read here.
+        UserError: a rank cannot evaluate or send it, or it cannot be read here.
     """
     found = gather(cluster, OnRank("pull"), expression, ranks=ranks)
     for value in found:
         if isinstance(value, Failure):
-            told = f"{value.name}: {value.text}"
-            raise UserError(f"Rank {value.rank} cannot give {expression}: {told}.")
+            cause = f"{value.name}: {value.text}"
+            raise UserError(f"Rank {value.rank} cannot give {expression}: {cause}.")
     try:
         return [unpack(value) for value in found]
     except Exception as error:
@@ -52,18 +52,18 @@ def pull(cluster: Cluster, expression: str, ranks: Sequence[int]) -> list[Any]:
 def gather(
     cluster: Cluster, function: OnRank, *arguments: object, ranks: Sequence[int]
 ) -> list[Any]:
-    """Call a function on some ranks; say what to do where one does not answer."""
+    """Call a function on some ranks; advise the user when one does not answer."""
     try:
         return cluster.gather(function, *arguments, ranks=ranks)
     except TimeoutError as error:
         raise UserError(
-            f"There was {error}: a cell may still run there; %ddp_why tells where it is, "
+            f"There was {error}: a cell may still run there; %ddp_why shows where it is, "
             "%ddp_interrupt stops it."
         ) from error
 
 
 def pack(variables: Mapping[str, object]) -> bytes:
-    """Return variables as bytes for ``push``; raises what pickle raises."""
+    """Serialize variables for ``push``; raises what pickle raises."""
     from ipyparallel.serialize import serialize_object  # noqa: PLC0415  0.3 s: once ranks run
 
     buffers = serialize_object(dict(variables), buffer_threshold=0)
@@ -71,7 +71,7 @@ def pack(variables: Mapping[str, object]) -> bytes:
 
 
 def unpack(value: bytes) -> Any:
-    """Return a value that ``pull`` brought; raises what pickle raises."""
+    """Deserialize a value from ``pull``; raises what pickle raises."""
     from ipyparallel.serialize import deserialize_object  # noqa: PLC0415  0.3 s: once ranks run
 
     (found,), _ = deserialize_object(pickle.loads(value))

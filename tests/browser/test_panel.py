@@ -155,7 +155,7 @@ def test_a_cell_is_answered_while_it_trains(page: Page) -> None:
         seconds.append(time.monotonic() - began)
         page.wait_for_timeout(300)
     print(f"cells were answered after {', '.join(f'{s:.3f}' for s in seconds)} s")
-    expect(status(page)).to_have_text("It trains; cells run meanwhile.")
+    expect(status(page)).to_have_text("Training; you can run other cells meanwhile.")
     assert max(seconds) < 10
 
 

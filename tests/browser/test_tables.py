@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from playwright.sync_api import Browser, Page
 
-from ddpnb.reports.exports.html_report import page as saved_page
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Status
+from ddpnb.history.query import StoredRun
+from ddpnb.reports.exports.html_report import report_html
 from ddpnb.reports.listing import runs_table
-from ddpnb.reports.results_table import scores_table
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Status
-from ddpnb.runs.query import StoredRun
-from tests.unit.runs.fake_runs import fake_comparison, fake_run, header, spec
+from ddpnb.reports.results_table import results_table
+from tests.unit.history.fake_runs import fake_comparison, fake_run, header, spec
 
 OUTPUT_PIXELS = 988
 """Width of an output in a JupyterLab of 1440 pixels, with the file browser open."""
@@ -49,15 +49,15 @@ def usual(repeats: int) -> Comparison:
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_the_usual_comparison_fits_an_output(page: Page, repeats: int):
-    table = scores_table(usual(repeats), 0.3)
+    table = results_table(usual(repeats), 0.3)
     page.set_content(LOOK + table.html())
     assert len(table.columns) == 11
     assert page.evaluate("document.querySelector('table').offsetWidth") <= OUTPUT_PIXELS
 
 
-def test_the_usual_comparison_fits_the_saved_page(page: Page):
+def test_the_usual_comparison_fits_the_report_html(page: Page):
     page.set_viewport_size({"width": 1440, "height": 900})
-    page.set_content(saved_page(usual(3), b"", 0.3))
+    page.set_content(report_html(usual(3), b"", 0.3))
     around = "document.querySelector('table').parentElement"
     assert page.evaluate(f"{around}.scrollWidth <= {around}.clientWidth")
     page.set_viewport_size({"width": OUTPUT_PIXELS, "height": 900})
@@ -65,7 +65,7 @@ def test_the_usual_comparison_fits_the_saved_page(page: Page):
 
 def test_a_table_that_does_not_fit_scrolls_alone_and_keeps_its_names(page: Page):
     page.set_viewport_size({"width": 480, "height": 900})
-    page.set_content(LOOK + scores_table(usual(3), 0.3).html())
+    page.set_content(LOOK + results_table(usual(3), 0.3).html())
     page.evaluate("document.querySelector('table').parentElement.scrollLeft = 300")
     names = page.locator("tbody th")
     assert [round(name.bounding_box()["x"]) for name in names.all()] == [0] * 4

@@ -57,7 +57,7 @@ class Ended:
     watch: Watch
     printed: dict[int, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What the user was told before the end."""
+    """Sentences shown to the user before the end."""
     seconds: float = 0.0
 
     @property

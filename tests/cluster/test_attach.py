@@ -52,7 +52,7 @@ sys.stdin.read()
 def left_by_a_kill(
     seconds: float, source: str = "1"
 ) -> Iterator[tuple[Path, list[psutil.Process]]]:
-    """A cluster whose owner has been killed while its ranks ran a cell."""
+    """A cluster without its kernel, which was killed while its ranks ran a cell."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER, str(seconds), source],
         stdin=subprocess.PIPE,
@@ -120,7 +120,7 @@ def test_when_the_time_is_over_nothing_is_left():
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_what_came_to_an_end_meanwhile_is_told_and_can_be_brought_back(method: str):
+def test_what_came_to_an_end_meanwhile_is_reported_and_can_be_brought_back(method: str):
     with detachable_cluster(method) as cluster:
         run(cluster, "kept = rank")
         cluster.detach()
@@ -149,7 +149,7 @@ def test_a_group_that_was_cut_is_formed_anew_by_the_next_kernel():
         cluster.stop()
 
 
-def test_nothing_lingers_that_cannot_be_used():
+def test_nothing_unusable_stays_behind():
     with detachable_cluster() as cluster:
         processes = processes_of(cluster)
         ranks = {state.pid for state in cluster.states}
@@ -159,7 +159,7 @@ def test_nothing_lingers_that_cannot_be_used():
         wait_until(lambda: not cluster.folder.exists(), "the end of the run folder")
 
 
-def test_the_end_of_a_fork_server_that_was_taken_over_is_told():
+def test_the_end_of_a_fork_server_that_was_taken_over_is_reported():
     with detachable_cluster() as cluster:
         processes = processes_of(cluster)
         cluster = detach_and_attach(cluster)
@@ -190,7 +190,7 @@ def test_a_cell_left_running_can_be_interrupted(capsys: pytest.CaptureFixture[st
         cell = orphaned_call(cluster)
         assert cell is not None
         assert cell.ranks == (1,)
-        assert "Rank 1 still runs what the last kernel sent" in capsys.readouterr().out
+        assert "Rank 1 still runs a call of the earlier kernel" in capsys.readouterr().out
         cell.interrupt()
         wait_until(lambda: cell.done, "the end of the cell", timeout=20)
         assert orphaned_call(cluster) is None
@@ -212,7 +212,7 @@ def test_ranks_left_in_a_collective_are_freed(capsys: pytest.CaptureFixture[str]
         cluster.stop()
 
 
-def test_the_linger_may_be_changed_while_it_runs():
+def test_the_time_to_detach_may_be_changed_while_it_runs():
     with detachable_cluster() as cluster:
         processes = processes_of(cluster)
         cluster.allow_detach(0.5)
@@ -247,7 +247,7 @@ def test_the_cluster_is_the_one_that_waits_or_the_one_started_here():
 
 
 @pytest.mark.parametrize(
-    ("homes", "held", "name", "told"),
+    ("homes", "held", "name", "sentence"),
     [
         ([], {}, "", r"There is no cluster to attach to: ranks .* %ddp_start --detach 600"),
         ([], {}, "x", r"There is no cluster x to attach to: ranks .* %ddp_start --detach 600"),
@@ -258,11 +258,11 @@ def test_the_cluster_is_the_one_that_waits_or_the_one_started_here():
         (["/here"], {"x": 12}, "x", r"The cluster x is in use by another kernel, process 12: shut"),
     ],
 )
-def test_where_there_is_doubt_one_sentence_tells_the_choice(
-    homes: list[str], held: dict[str, int], name: str, told: str
+def test_where_there_is_doubt_one_sentence_names_the_choice(
+    homes: list[str], held: dict[str, int], name: str, sentence: str
 ):
     waiting = [record(f"c{n}", home) for n, home in enumerate(homes)]
-    with pytest.raises(UserError, match=told) as error:
+    with pytest.raises(UserError, match=sentence) as error:
         choose(waiting, held, name, Path("/here"))
     assert "\n" not in str(error.value)
 

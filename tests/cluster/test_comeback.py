@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
+from ddpnb.history.store import Store
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.runs.store import Store
 from ddpnb.session.comparison import ComparisonSpec, prepare
 from ddpnb.session.errors import RankError
 from tests.cluster.rig import ALL_REDUCE, pull, run, started
@@ -188,7 +188,7 @@ def test_the_death_of_rank_0_fails_the_run(cluster, tmp_path):
         prepare(cluster, Store(tmp_path), a_spec("async", tmp_path, rank=0)).run()
 
 
-def test_what_a_rank_did_before_its_kill_failed_the_run_is_told(cluster, tmp_path):
+def test_what_a_rank_did_before_its_kill_failed_the_run_is_reported(cluster, tmp_path):
     store = Store(tmp_path)
     spec = a_spec("ddp", tmp_path, num_calls=-1)
     spec = replace(spec, training=replace(spec.training, kill=("1@700ms",)))
@@ -196,9 +196,9 @@ def test_what_a_rank_did_before_its_kill_failed_the_run_is_told(cluster, tmp_pat
     (snapshot,) = store.load("cell-1").runs
     assert (snapshot.status, [mark.text for mark in snapshot.marks]) == ("failed", ["killed"])
     killed = snapshot.marks[0].seconds
-    told = snapshot.events[snapshot.events["rank"] == 1]
-    assert list(told["step"]) == list(range(len(told)))
-    assert killed - 0.3 < told["seconds"][-1] <= killed + 0.01
+    events = snapshot.events[snapshot.events["rank"] == 1]
+    assert list(events["step"]) == list(range(len(events)))
+    assert killed - 0.3 < events["seconds"][-1] <= killed + 0.01
 
 
 def test_the_strategies_after_one_that_a_death_ended_are_trained(cluster, tmp_path, capsys):

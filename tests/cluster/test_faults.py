@@ -179,7 +179,7 @@ def test_a_killed_rank_is_reported_at_once_and_the_others_keep_their_state(tmp_p
         finish(cell)
         lost = next(event for event in seen if isinstance(event, Lost))
         assert (lost.rank, lost.cause) == (1, "was killed by SIGKILL")
-        assert cell.seconds < 40, "it was told when the wait was over"
+        assert cell.seconds < 40, "the death was reported only after the wait"
         assert cell.lost == {1: "was killed by SIGKILL"}
         assert not cell.failures
 
@@ -187,7 +187,7 @@ def test_a_killed_rank_is_reported_at_once_and_the_others_keep_their_state(tmp_p
         assert pull(cluster, "kept, after", ranks=[0]) == [(10, "went on")]
         with pytest.raises(UserError, match=r"Rank 1 was killed by SIGKILL: .*%ddp_restart"):
             run(cluster, "1")
-        alone = run(cluster, "print(kept)", ranks=[0])  # although its group has been cut
+        alone = run(cluster, "print(kept)", ranks=[0])  # although its group was aborted
         assert alone.printed == {0: "10\n"}
 
 

@@ -83,7 +83,7 @@ def test_nothing_outlives_the_fork_server():
         assert not cluster.folder.exists()
 
 
-def test_the_end_of_the_controller_is_told_and_can_be_stopped():
+def test_the_end_of_the_controller_is_reported_and_can_be_stopped():
     with started(2) as cluster:
         processes = processes_of(cluster)
         ranks = {state.pid for state in cluster.states}

@@ -27,7 +27,7 @@ from tests.cluster.rig import (
 THREADS = max(1, num_cores() // 2)
 
 
-def test_every_rank_tells_where_it_lives(any_cluster: Cluster):
+def test_every_rank_reports_where_it_lives(any_cluster: Cluster):
     states = any_cluster.states
     assert [(s.rank, s.local_rank, s.world_size) for s in states] == [(0, 0, 2), (1, 1, 2)]
     assert [(s.device, s.backend, s.num_threads) for s in states] == [("cpu", "gloo", THREADS)] * 2
@@ -151,11 +151,11 @@ def test_a_wish_that_cannot_be_met_leaves_nothing():
 def test_an_interrupt_while_starting_leaves_nothing(moment: int):
     before, children = folders(), set(psutil.Process().children(recursive=True))
     started_processes: list[psutil.Process] = []
-    told: list[str] = []
+    phases: list[str] = []
 
     def interrupt(text: str) -> None:
-        told.append(text)
-        if len(told) > moment:
+        phases.append(text)
+        if len(phases) > moment:
             found = set(psutil.Process().children(recursive=True)) - children
             started_processes.extend(found)
             raise KeyboardInterrupt

@@ -126,8 +126,8 @@ def test_a_wait_ends_by_an_abort_and_the_next_group_works(tmp_path: Path):
     errors, seconds, is_known, calls, total = pipes[0].recv()
     assert errors == [(f"{ABORTED} 0.", True)] * 2
     assert 0.4 < seconds < 10
-    assert is_known, "the next call must tell of the abort, not that there is no group"
-    assert calls == [["abort", "abort", "shutdown"]] * 2  # cut, and again before it is left
+    assert is_known, "the next call must report the abort, not that there is no group"
+    assert calls == [["abort", "abort", "shutdown"]] * 2  # aborted, and again before it is left
     assert total == pipes[1].recv() == 2
 
 
@@ -170,7 +170,7 @@ def test_an_abort_that_hangs_holds_up_nothing(groups, tmp_path, monkeypatch, cap
     assert groups == ["abort"] * 4 + ["sockets"]  # the abort first, while its sockets stand
     assert group.cancellation.is_aborted
     assert "standin did not abort in 0.2 s" in capfd.readouterr().err
-    with pytest.raises(RuntimeError, match="standin did not abort: start this rank anew"):
+    with pytest.raises(RuntimeError, match="standin did not abort: restart this rank"):
         group.leave()
 
 
@@ -183,7 +183,7 @@ def test_a_cell_that_went_on_after_an_abort_has_failed(tmp_path: Path):
     assert aborted(engine) is None
 
 
-def test_calls_that_end_in_time_are_told_from_those_that_do_not():
+def test_calls_that_end_in_time_are_distinguished_from_those_that_do_not():
     assert ends_in_time([], 0.1)
     assert ends_in_time([lambda: None, lambda: time.sleep(0.01)], 10)
     assert not ends_in_time([lambda: None, lambda: time.sleep(1)], 0.05)

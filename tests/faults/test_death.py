@@ -48,14 +48,14 @@ DEATHS = {
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_a_death_is_told_with_its_cause_and_last_words(cluster: Cluster, death: str) -> None:
+def test_a_death_is_reported_with_its_cause_and_last_words(cluster: Cluster, death: str) -> None:
     source, cause, words = DEATHS[death]
     run(cluster, SETUP + SAY.format(log=str(cluster.folder / "rank-1.log")))
     cell = run(cluster, f"import signal\nif rank == 1:\n    {source}\ndist.barrier()")
     assert cell.lost == {1: cause}
     assert {rank for rank, failure in cell.failures.items() if failure.is_consequence} == {0, 2}
-    (told,) = (failure for failure in failures_of(cell.watch) if failure.rank == 1)
-    said = "\n".join(told.traceback)
+    (found,) = (failure for failure in failures_of(cell.watch) if failure.rank == 1)
+    said = "\n".join(found.traceback)
     assert words in said
     assert ("Segmentation" in said) == (cause == "was killed by SIGSEGV"), "of this death alone"
     assert cell.seconds < 20
@@ -65,15 +65,15 @@ def test_a_death_is_told_with_its_cause_and_last_words(cluster: Cluster, death: 
 
 
 @pytest.mark.parametrize("doing", ["time.sleep(1000)", "while True: sum(range(1000))", "await_all"])
-def test_a_killed_rank_is_told_at_once(cluster: Cluster, doing: str) -> None:
+def test_a_killed_rank_is_reported_at_once(cluster: Cluster, doing: str) -> None:
     """Whatever it was at: the process's end is seen, not a missing answer."""
     run(cluster, SETUP)
-    told: list[float] = []
+    reported: list[float] = []
 
     def note(event: CallEvent) -> None:
         if isinstance(event, Lost):
             assert event.rank == 2
-            told.append(time.monotonic())
+            reported.append(time.monotonic())
 
     doing = "dist.all_reduce(torch.ones(1))" if doing == "await_all" else doing
     waits = "time.sleep(1000)" if "all_reduce" in doing else "dist.all_reduce(torch.ones(1))"
@@ -89,13 +89,13 @@ def test_a_killed_rank_is_told_at_once(cluster: Cluster, doing: str) -> None:
         killed.append(time.monotonic())
         os.kill(cluster.states[2].pid, signal.SIGKILL)
         if "all_reduce" in doing:  # nothing else ends rank 1's sleep
-            wait_until(lambda: bool(told), "word of the death")
+            wait_until(lambda: bool(reported), "word of the death")
             cell.watch.stop_requested = True
 
     threading.Thread(target=kill).start()
     finish(cell)
     assert cell.lost == {2: "was killed by SIGKILL"}
-    assert told[0] - killed[0] < 10
+    assert reported[0] - killed[0] < 10
     cluster.bring_back([2])
     assert pull(cluster, "kept", ranks=[0, 1]) == [10, 11]
     assert not run(cluster, "import torch.distributed as dist\ndist.barrier()").failures

@@ -71,7 +71,7 @@ STUCK = {
         "shared = SharedAllReduce.open(group.folder, 'stuck', rank=rank, num_ranks=world_size,\n"
         "                        timeout_seconds=60, cancellation=group.cancellation)\n"
         "net = DDP(torch.nn.Linear(3, 2))\n"
-        "net.register_comm_hook((shared, NullTimer()), ddp_shm._add_in_shared_memory)\n"
+        "net.register_comm_hook((shared, NullTimer()), ddp_shm._all_reduce_bucket)\n"
         "for batch in range(4 if rank else 3):\n    net(torch.ones(1, 3)).sum().backward()",
         r"<but 0 wait> in all_reduce of DDP's backward \(line 11\).*rank 0 .* fewer batches",
     ),
@@ -81,7 +81,7 @@ STUCK = {
         "group = this_engine().group\n"
         "shared = SharedAllReduce.open(group.folder, 'stuck', rank=rank, num_ranks=world_size,\n"
         "                        timeout_seconds=60, cancellation=group.cancellation)\n"
-        "if rank: shared.add(x)",
+        "if rank: shared.all_reduce(x)",
         r"<but 0 wait> in all_reduce \(line 6\).*rank 0 finished the cell without calling it",
     ),
     "DDP built on one rank": (
@@ -248,8 +248,8 @@ def test_with_the_usual_timeouts_too(both_as_usual: list[Cluster]) -> None:
 def check_is_named_and_freed(both: list[Cluster], source: str, expected: str) -> None:
     began = time.monotonic()
     for cluster, ended in zip(both, run_on_each(both, source), strict=True):
-        told = ended.watch.stuck
-        assert re.search(spelled(expected, len(cluster.ranks)), told, re.DOTALL), told
+        diagnosis = ended.watch.stuck
+        assert re.search(spelled(expected, len(cluster.ranks)), diagnosis, re.DOTALL), diagnosis
         assert not ended.lost
     assert time.monotonic() - began < 15, "found within 6 s; the rest is for a busy machine"
     assert not any(again.failures or again.lost for again in run_on_each(both, USABLE))

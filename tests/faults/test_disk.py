@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.runs.store import FILE_NAME, Store
+from ddpnb.history.store import FILE_NAME, Store
 from tests.kernel.client import Kernel
 from tests.system_packages import find_program
-from tests.unit.runs.test_store import WRITER
+from tests.unit.history.test_store import WRITER
 
 ROOT = Path(__file__).parents[2]
 COMPARE = "%ddp_compare ddp --task digits --epochs 20 --no-baseline --name {name}"
@@ -51,7 +51,7 @@ def fill(path: Path) -> None:
 
 def check_it_trains_unsaved(kernel: Kernel, name: str) -> None:
     cell = kernel.run(COMPARE.format(name=name), timeout=120)
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     assert cell.text.count("The runs are not being saved") == 1
     assert "held-out" in cell.text or "accuracy" in cell.text
 

@@ -86,7 +86,7 @@ psutil.Process.net_connections = look
 
 @pytest.mark.parametrize("slow", [0, 2])
 def test_a_rank_that_is_slow_to_cut_does_not_cut_the_next_group(slow: int):
-    """As on a busy machine: another rank's cut may have freed it before its own is done."""
+    """As on a busy machine: another rank's abort may have freed it before its own is done."""
     with started(3) as cluster:
         run(cluster, SETUP + f"slow = {slow}" + SLOW_CUT)
         ended = run(cluster, "if rank == 1: 1/0\ndist.recv(torch.ones(1), 2 - rank)")

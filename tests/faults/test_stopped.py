@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.session.status import status_table, tell_where
+from ddpnb.session.status import describe_ranks, status_table
 from tests.cluster.rig import begin, finish, processes_of, pull, run, started, wait_until
 
 SETUP = "import time, torch, torch.distributed as dist\nkept = rank + 10"
@@ -59,17 +59,17 @@ def stop_once_begun(cell, process: psutil.Process) -> None:
     threading.Thread(target=stop).start()
 
 
-def do_once_told(cell, do) -> list[float]:
-    """Do something as soon as the user has been told something; return when that was."""
-    told_at: list[float] = []
+def do_once_notified(cell, do) -> list[float]:
+    """Do something as soon as the user is notified; return when that was."""
+    notified_at: list[float] = []
 
     def wait() -> None:
         wait_until(lambda: bool(cell.notes), "a note", timeout=60)
-        told_at.append(time.monotonic())
+        notified_at.append(time.monotonic())
         do()
 
     threading.Thread(target=wait).start()
-    return told_at
+    return notified_at
 
 
 def test_the_status_shows_a_stopped_rank_and_the_ways_out(
@@ -84,7 +84,7 @@ def test_the_status_shows_a_stopped_rank_and_the_ways_out(
         "%ddp_restart --ranks 1 starts it anew."
     )
     assert table.notes == (ways_out,)
-    assert tell_where(three) == f"rank 0 is idle\n{ways_out}\nrank 2 is idle"
+    assert describe_ranks(three) == f"rank 0 is idle\n{ways_out}\nrank 2 is idle"
     stopped.resume()
     table = status_table(three, ())
     assert [row[-1].text for row in table.rows] == ["idle"] * 3
@@ -103,11 +103,11 @@ def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_with_it(
     cell = begin(three, UNTIL.format(sign=str(sign)))
     began = time.monotonic()
     stop_once_begun(cell, stopped)
-    told_at = do_once_told(cell, resume)
+    notified_at = do_once_notified(cell, resume)
     finish(cell)
     assert len(cell.notes) == 1
     assert f"Rank 1 is stopped (SIGSTOP): `kill -CONT {stopped.pid}`" in cell.notes[0]
-    assert told_at[0] - began < 30, "told within 6 s; the rest is for a busy machine"
+    assert notified_at[0] - began < 30, "found within 6 s; the rest is for a busy machine"
     assert not cell.failures
     assert not cell.watch.stuck
     assert pull(three, "kept") == [10, 11, 12]
@@ -118,7 +118,7 @@ def test_an_interrupt_ends_a_cell_with_a_stopped_rank_and_keeps_its_variables(
 ) -> None:
     cell = begin(three, ENDLESS)
     stop_once_begun(cell, stopped)
-    interrupted_at = do_once_told(cell, lambda: setattr(cell.watch, "stop_requested", True))
+    interrupted_at = do_once_notified(cell, lambda: setattr(cell.watch, "stop_requested", True))
     finish(cell)
     assert time.monotonic() - interrupted_at[0] < 20
     assert set(cell.failures) == {0, 1, 2}

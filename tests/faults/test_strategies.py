@@ -13,12 +13,12 @@ import pytest
 from ddpnb.cluster.call import CallEvent, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch, failure_in
+from ddpnb.history.model import Status
+from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.remote_call import OnRank
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.runs.model import Status
-from ddpnb.runs.store import Store
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.errors import RankError
 from tests.cluster.rig import pull, run, started, wait_until
@@ -61,7 +61,7 @@ SLEEPS_ONCE = """
             if not once.exists(): once.touch(); time.sleep(1000)
 """
 SLEEPS_A_WHILE = "time.sleep(3)"
-OF_A_RUN = (".s", ".k", ".sum", ".w", ".b", ".stop")
+OF_A_RUN = (".s", ".k", ".sum", ".w", ".q", ".stop")
 """How the names of files end that a run makes in the cluster's folder."""
 LONG = 500.0
 SHORT = 2.0
@@ -208,7 +208,7 @@ def test_to_cut_the_group_frees_whoever_waits_by_another_transport(cluster, tmp_
 
 
 def freed_by_an_abort(cluster: Cluster, spec: RunSpec, marker: Path) -> None:
-    """Train until rank 1 sleeps, cut the group under rank 0, and see it go."""
+    """Train until rank 1 sleeps, abort the group under rank 0, and see it return."""
     cluster.ensure_group()
     freed: list[float] = []
 

@@ -61,7 +61,7 @@ class Cell:
         return next((o["ename"] for o in self.outputs if o["type"] == "error"), "")
 
     @property
-    def told(self) -> str:
+    def error_text(self) -> str:
         """What the client shows of the exception, without colours."""
         lines = next((o["traceback"] for o in self.outputs if o["type"] == "error"), [])
         return ANSI.sub("", "\n".join(lines))
@@ -73,7 +73,7 @@ class Cell:
     def text(self) -> str:
         """All of it that is text, in order: streams, displays, the exception."""
         parts = [o.get("text") or o.get("data", {}).get("text/plain", "") for o in self.outputs]
-        return ANSI.sub("", "\n".join(parts)) + self.told
+        return ANSI.sub("", "\n".join(parts)) + self.error_text
 
 
 def both(*lines: str) -> dict[int, list[str]]:

@@ -36,7 +36,7 @@ if cluster is None or len(cluster.ranks) != 2 or cluster.living != cluster.ranks
     cluster = this_session()._cluster
 """
     )
-    assert not ready.error, ready.told
+    assert not ready.error, ready.error_text
     return shared_kernel
 
 

@@ -27,9 +27,9 @@ def fresh_kernel(tmp_path: Path) -> Iterator[Kernel]:
     kernel.run("%load_ext ddpnb")
     yield kernel
     kernel.stop()
-    for saved in detached():
-        if saved.home == tmp_path:
-            psutil.Process(saved.server[0]).terminate()
+    for record in detached():
+        if record.home == tmp_path:
+            psutil.Process(record.server[0]).terminate()
 
 
 def processes_below(kernel: Kernel) -> list[psutil.Process]:
@@ -59,13 +59,13 @@ def test_a_new_kernel_finds_the_ranks_of_the_old_one(fresh_kernel: Kernel, now: 
     assert len(processes) >= 4  # fork server, controller with its child, ranks
     loaded = kernel.restart(now=now)
     assert loaded.lines == [
-        "Ranks wait here for a kernel: %ddp_start --attach takes them, with all variables."
+        "Ranks wait for a kernel: %ddp_start --attach takes them over, with all variables."
     ]
     assert set(living(processes)) == set(processes)
     assert kernel.run("%%ddp\n1").error == "UserError"
 
     attached = kernel.run("%ddp_start --attach")
-    assert not attached.error, attached.told
+    assert not attached.error, attached.error_text
     assert "2 ranks of 2 alive" in attached.text
     assert attached.text.count("idle") == 2
     assert name_in(attached.text) == name_in(started.text)
@@ -78,7 +78,9 @@ def test_a_new_kernel_finds_the_ranks_of_the_old_one(fresh_kernel: Kernel, now: 
     assert kernel.run("%ddp_stop").stdout == "The cluster has stopped.\n"
     assert not living(processes)
     assert not Path(f"/dev/shm/ddpnb-{name_in(started.text)}").exists()
-    assert kernel.run("%ddp_start --attach nobody").told.startswith("UserError: There is no clus")
+    assert kernel.run("%ddp_start --attach nobody").error_text.startswith(
+        "UserError: There is no clus"
+    )
 
 
 def test_without_linger_a_restart_ends_everything(fresh_kernel: Kernel):
@@ -97,7 +99,7 @@ def test_a_cell_that_the_old_kernel_left_running_is_told_and_interrupted(fresh_k
     kernel.run("%%ddp --no-wait\nimport time\nwhile rank: time.sleep(0.1)")
     kernel.restart()
     attached = kernel.run("%ddp_start --attach")
-    assert "Rank 1 still runs what the last kernel sent" in attached.stdout
+    assert "Rank 1 still runs a call of the earlier kernel" in attached.stdout
     assert "busy" in attached.text
     assert kernel.run("%ddp_pull kept --ranks 0 --as here\nprint(here)").stdout == "1\n"
     kernel.run("%ddp_interrupt")
@@ -157,15 +159,20 @@ def test_two_kernels_in_one_folder(fresh_kernel: Kernel):
         first.run("%%ddp\nwho = 'first'")
         second.run("%load_ext ddpnb")
         held = second.run(f"%ddp_start --attach {name}")
-        assert held.told.startswith(f"UserError: The cluster {name} is in use by another kernel, p")
+        assert held.error_text.startswith(
+            f"UserError: The cluster {name} is in use by another kernel, p"
+        )
         other = name_in(second.run(DETACHABLE).text)
         second.run("%%ddp\nwho = 'second'")
         for kernel in (first, second):
             kernel.restart()
         doubt = first.run("%ddp_start --attach")
         assert doubt.error == "UserError"
-        assert "clusters wait for a kernel, choose one with %ddp_start --attach NAME" in doubt.told
-        assert doubt.told.count(f"in {first.folder}") == 2
+        assert (
+            "clusters wait for a kernel, choose one with %ddp_start --attach NAME"
+            in doubt.error_text
+        )
+        assert doubt.error_text.count(f"in {first.folder}") == 2
         assert {name, other} <= set(first.complete("%ddp_start --attach "))
         first.run(f"%ddp_start --attach {other}")
         second.run("import ddpnb; ddpnb.start(attach=True)")
@@ -176,7 +183,7 @@ def test_two_kernels_in_one_folder(fresh_kernel: Kernel):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ("--detach -1", "--detach must be a number of seconds, 0 or more, not -1."),
         ("--detach inf", "--detach must be a number of seconds, 0 or more, not inf."),
@@ -188,23 +195,23 @@ def test_two_kernels_in_one_folder(fresh_kernel: Kernel):
         ("--attach --device cpu", "--attach takes a cluster as it was started: leave out"),
     ],
 )
-def test_a_wrong_start_is_one_sentence(bare_kernel: Kernel, line: str, told: str):
+def test_a_wrong_start_is_one_sentence(bare_kernel: Kernel, line: str, expected: str):
     cell = bare_kernel.run(f"%ddp_start {line}")
     assert cell.error == "UserError"
-    assert told in cell.told
-    assert "\n" not in cell.told
+    assert expected in cell.error_text
+    assert "\n" not in cell.error_text
 
 
 def test_the_twin_refuses_what_the_magic_refuses(bare_kernel: Kernel):
     for options in ("2, attach=True", "attach='x', method='spawn'"):
         cell = bare_kernel.run(f"import ddpnb\nddpnb.start({options})")
-        assert cell.told.startswith("UserError: --attach takes a cluster as it was started")
+        assert cell.error_text.startswith("UserError: --attach takes a cluster as it was started")
 
 
 def test_attach_and_linger_where_a_cluster_runs(kernel: Kernel):
     cell = kernel.run("%ddp_start --attach")
-    assert cell.told == (
-        "UserError: A cluster is running here already: %ddp_stop ends it, "
+    assert cell.error_text == (
+        "UserError: A cluster is already running here: %ddp_stop ends it, "
         "then --attach takes another."
     )
     kept = kernel.run("%%ddp\nkept = 3\n")

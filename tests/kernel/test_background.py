@@ -9,7 +9,7 @@ import pytest
 from tests.kernel.client import Cell, Kernel
 
 LONG = "%ddp_compare ddp --task digits --epochs 100000 --no-baseline --no-wait"
-BUSY = "A comparison trains on the ranks: %ddp_interrupt stops it"
+BUSY = "A comparison is training on the ranks: %ddp_interrupt stops it"
 
 
 def ended(kernel: Kernel, *, timeout: float = 30.0) -> None:
@@ -24,7 +24,7 @@ def training(kernel: Kernel) -> Iterator[Cell]:
     """A comparison that would take hours, a moment after its first updates."""
     request = kernel.begin(f"running = {LONG} --name long")
     cell = kernel.wait(request)
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     deadline = time.monotonic() + 30
     while kernel.value("len(running.result.steps())") == "0":
         assert time.monotonic() < deadline, "nothing was trained"
@@ -45,7 +45,7 @@ def test_the_notebook_goes_on_and_the_figure_is_redrawn_where_it_began(
     assert len(training.outputs) == 2
     shown = kernel.run("running").text
     assert re.fullmatch(
-        r"<comparison, begun \d\d:\d\d:\d\d; %ddp_status tells how far it is>", shown
+        r"<comparison, started \d\d:\d\d:\d\d; %ddp_status shows its progress>", shown
     )
 
 
@@ -59,7 +59,7 @@ def test_why_tells_where_each_rank_is_in_its_training(training: Cell, kernel: Ke
 
 def test_status_says_that_a_comparison_trains_and_how_far(training: Cell, kernel: Kernel):
     text = kernel.run("%ddp_status").text
-    assert re.search(r"a comparison trains: ddp: \d+ % · [\d,]+ samples/s", text)
+    assert re.search(r"a comparison is training: ddp: \d+ % · [\d,]+ samples/s", text)
     assert text.count("busy") == 2
 
 
@@ -77,16 +77,16 @@ def test_status_says_that_a_comparison_trains_and_how_far(training: Cell, kernel
 def test_what_else_wants_the_ranks_is_told_so(training: Cell, kernel: Kernel, source: str):
     cell = kernel.run(source)
     assert cell.error == "UserError"
-    assert BUSY in cell.told
-    assert len(cell.told.splitlines()) == 1
+    assert BUSY in cell.error_text
+    assert len(cell.error_text.splitlines()) == 1
 
 
 def test_interrupt_stops_it_and_keeps_what_was_trained(training: Cell, kernel: Kernel):
     kernel.run("%%local\nfirst = len(running.result.steps())")
     began = time.monotonic()
     cell = kernel.run("%ddp_interrupt")
-    told = r"Interrupted the comparison long(-\d+)?; what it has trained is kept\.\n"
-    assert re.fullmatch(told, cell.text)
+    expected = r"Interrupted the comparison long(-\d+)?; what it has trained is kept\.\n"
+    assert re.fullmatch(expected, cell.text)
     ended(kernel)
     print(f"stopped after {time.monotonic() - began:.2f} s")
     assert kernel.value("running") == "<comparison: stopped>"
@@ -101,15 +101,15 @@ def test_interrupt_stops_it_and_keeps_what_was_trained(training: Cell, kernel: K
 def test_stopping_the_cluster_ends_it_first(training: Cell, kernel: Kernel):
     cell = kernel.run("%ddp_stop")
     assert "The cluster has stopped." in cell.stdout
-    assert kernel.value("running.done, running.is_stopped") == "True True"
+    assert kernel.value("running.done, running.stop_requested") == "True True"
     assert kernel.value("running.result.comparison.runs[0].status") == "stopped"
 
 
 def test_one_that_ends_gives_its_result_and_shows_it_where_it_began(kernel: Kernel):
     cell = kernel.run("short = %ddp_compare ddp --task digits --epochs 0.5 --no-wait --name short")
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     done = kernel.run("short.wait(60).table()", timeout=90)
-    assert not done.error, done.told
+    assert not done.error, done.error_text
     kernel.wait_until(lambda: len(cell.outputs) == 2)
     assert [set(output["data"]) for output in cell.outputs] == [
         {"image/png", "text/plain"},
@@ -119,10 +119,10 @@ def test_one_that_ends_gives_its_result_and_shows_it_where_it_began(kernel: Kern
     assert kernel.value("short") == "<comparison: finished>"
 
 
-def test_a_wrong_wish_is_told_in_the_cell_that_made_it(kernel: Kernel):
+def test_a_wrong_line_is_reported_under_its_own_cell(kernel: Kernel):
     cell = kernel.run("%ddp_compare ddp --task digits --batch-size 1 --no-wait")
     assert cell.error == "UserError"
-    assert "cannot be shared by 2 ranks" in cell.told
+    assert "cannot be shared by 2 ranks" in cell.error_text
 
 
 def test_a_rank_that_dies_ends_it_and_is_told_under_its_cell(training: Cell, kernel: Kernel):

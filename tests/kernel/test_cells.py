@@ -111,19 +111,21 @@ def test_an_error_makes_the_cell_fail_and_names_cell_and_line(kernel: Kernel):
     cell = kernel.run("%%ddp\nx = 1\n\ndef broken():\n    return 1 / 0\n\nbroken()")
     assert cell.status == "error"
     assert cell.error == "RankError"
-    assert cell.told.startswith("RankError: ranks 0-1 failed: ZeroDivisionError: division by zero")
-    assert f"Cell In[{cell.number}], line 7\n" in cell.told
-    assert f"Cell In[{cell.number}], line 5, in broken()" in cell.told
-    assert "ddpnb/" not in cell.told
-    assert cell.told.count("Traceback") == 1
+    assert cell.error_text.startswith(
+        "RankError: ranks 0-1 failed: ZeroDivisionError: division by zero"
+    )
+    assert f"Cell In[{cell.number}], line 7\n" in cell.error_text
+    assert f"Cell In[{cell.number}], line 5, in broken()" in cell.error_text
+    assert "ddpnb/" not in cell.error_text
+    assert cell.error_text.count("Traceback") == 1
 
 
 def test_a_syntax_error_shows_the_line(kernel: Kernel):
     cell = kernel.run("%%ddp\nx = 1\nfor i in range(3: pass")
     assert cell.error == "RankError"
-    assert "SyntaxError" in cell.told
-    assert f"Cell In[{cell.number}], line 3" in cell.told
-    assert "for i in range(3: pass" in cell.told
+    assert "SyntaxError" in cell.error_text
+    assert f"Cell In[{cell.number}], line 3" in cell.error_text
+    assert "for i in range(3: pass" in cell.error_text
 
 
 def test_the_root_cause_comes_first_and_the_others_are_folded(kernel: Kernel):
@@ -132,9 +134,9 @@ def test_the_root_cause_comes_first_and_the_others_are_folded(kernel: Kernel):
         "%%ddp\nif rank == 1:\n    raise ValueError('on purpose')\ndist.all_reduce(torch.ones(1))"
     )
     assert cell.error == "RankError"
-    assert cell.told.startswith("RankError: rank 1 failed: ValueError: on purpose")
-    assert "rank 0 was waiting in a collective" in cell.told.splitlines()[-1]
-    assert "gloo" not in cell.told
+    assert cell.error_text.startswith("RankError: rank 1 failed: ValueError: on purpose")
+    assert "rank 0 was waiting in a collective" in cell.error_text.splitlines()[-1]
+    assert "gloo" not in cell.error_text
     assert cell.seconds < 15
     after = kernel.run("%%ddp\ntotal = torch.ones(1)\ndist.all_reduce(total)\nkept, total.item()")
     assert after.by_rank == {0: ["(10, 2.0)"], 1: ["(11, 2.0)"]}
@@ -142,12 +144,12 @@ def test_the_root_cause_comes_first_and_the_others_are_folded(kernel: Kernel):
 
 def test_different_errors_are_all_told(kernel: Kernel):
     cell = kernel.run("%%ddp\nraise KeyError('a') if rank else TypeError('b')")
-    assert "rank 1 failed: KeyError: 'a'" in cell.told
-    assert "rank 0 failed: TypeError: b" in cell.told
+    assert "rank 1 failed: KeyError: 'a'" in cell.error_text
+    assert "rank 0 failed: TypeError: b" in cell.error_text
 
 
 def test_exit_in_a_cell_is_an_error_and_ends_no_rank(kernel: Kernel):
-    assert "SystemExit" in kernel.run("%%ddp\nimport sys\nsys.exit(3)").told
+    assert "SystemExit" in kernel.run("%%ddp\nimport sys\nsys.exit(3)").error_text
     assert kernel.run("%%ddp\nworld_size").by_rank == both("2")
 
 
@@ -163,10 +165,12 @@ def test_a_script_that_raises_fails_the_cell(kernel: Kernel, run: str):
     (kernel.folder / "failing.py").write_text(FAILING)
     cell = kernel.run(f"%%ddp\nimport sys; sys.path.insert(0, '')\n{run}")
     assert cell.error == "RankError"
-    assert cell.told.startswith("RankError: rank 1 failed: ZeroDivisionError: division by zero")
-    assert "in broken()" in cell.told
-    assert "rank 0 was waiting in a collective" in cell.told.splitlines()[-1]
-    assert "safe_execfile" not in cell.told
+    assert cell.error_text.startswith(
+        "RankError: rank 1 failed: ZeroDivisionError: division by zero"
+    )
+    assert "in broken()" in cell.error_text
+    assert "rank 0 was waiting in a collective" in cell.error_text.splitlines()[-1]
+    assert "safe_execfile" not in cell.error_text
     after = kernel.run(f"%%ddp\n{ALL_REDUCE}\nkept, total.item()")
     assert after.by_rank == {0: ["(10, 2.0)"], 1: ["(11, 2.0)"]}
 
@@ -175,7 +179,7 @@ def test_a_script_fails_by_its_exit_status(kernel: Kernel):
     (kernel.folder / "ends.py").write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
     assert kernel.run("%%ddp\n%run ends.py 0").status == "ok"
     cell = kernel.run("%%ddp\n%run ends.py 3")
-    assert cell.told.startswith("RankError: ranks 0-1 failed: SystemExit: 3")
+    assert cell.error_text.startswith("RankError: ranks 0-1 failed: SystemExit: 3")
     assert kernel.run("%%ddp\nworld_size").by_rank == both("2")
 
 
@@ -183,7 +187,7 @@ def test_what_cannot_be_shown_fails_the_cell(kernel: Kernel):
     source = "class Odd:\n    def _repr_html_(self): return 1 / 0\nOdd();\n"
     assert kernel.run(f"%%ddp\n{source}").status == "ok"
     cell = kernel.run(f"%%ddp\n{source}Odd()")
-    assert cell.told.startswith("RankError: ranks 0-1 failed: ZeroDivisionError")
+    assert cell.error_text.startswith("RankError: ranks 0-1 failed: ZeroDivisionError")
     assert kernel.run("%%ddp\n%tb").status == "ok"  # shown again, it is no failure anew
 
 
@@ -192,17 +196,17 @@ def test_some_ranks_only(kernel: Kernel):
     assert kernel.run("%%rank 0\nrank").stdout == "[0] 0\n"
     assert kernel.run("%%rank 0,1\nrank").by_rank == {0: ["0"], 1: ["1"]}
     assert f"Cell In[{(cell := kernel.run('%%rank 0' + chr(10) + '1/0')).number}], line 2" in (
-        cell.told
+        cell.error_text
     )
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "expected"),
     [
         ("%%ddp --ranks 0-5\n1", "There is no rank 2-5: the ranks are 0-1."),
         ("%%ddp --ranks a\n1", "'a' does not name ranks: write numbers and ranges, such as 0,2-3."),
         ("%%rank 7\n1", "There is no rank 7: the ranks are 0-1."),
-        ("%%rank\n1", "Say which ranks: %%rank 0, or %%rank 0,2-3."),
+        ("%%rank\n1", "Name the ranks: %%rank 0, or %%rank 0,2-3."),
         ("%%ddp --timeout 0\n1", "--timeout must be greater than 0 seconds, not 0."),
         (
             "%%ddp --speed 9\n1",
@@ -210,7 +214,7 @@ def test_some_ranks_only(kernel: Kernel):
         ),
         ("%%ddp --name ddp\n1", "'ddp' is a strategy; give the comparison a name of its own."),
         ("%ddp_status now", "%ddp_status takes no arguments, but was given 'now'."),
-        ("%ddp_auto maybe", "Say %ddp_auto on, or %ddp_auto off."),
+        ("%ddp_auto maybe", "Write %ddp_auto on, or %ddp_auto off."),
         ("%ddp_push nothing", "The notebook has no variable nothing."),
         ("%ddp_pull nothing", "Rank 0 cannot give nothing: NameError"),
         ("%ddp_pull world_size --ranks 4", "There is no rank 4: the ranks are 0-1."),
@@ -220,13 +224,13 @@ def test_some_ranks_only(kernel: Kernel):
         ("import ddpnb\nddpnb.log(loss=1)", "ddpnb.log works on the ranks"),
     ],
 )
-def test_bad_input_is_one_sentence_and_loses_nothing(kernel: Kernel, source: str, told: str):
+def test_bad_input_is_one_sentence_and_loses_nothing(kernel: Kernel, source: str, expected: str):
     kernel.run("%%ddp\nkept = rank")
     cell = kernel.run(source)
     assert cell.status == "error"
     assert cell.error == "UserError"
-    assert told in cell.told
-    assert len(cell.told.splitlines()) == 1
+    assert expected in cell.error_text
+    assert len(cell.error_text.splitlines()) == 1
     assert kernel.run("%%ddp\nkept").by_rank == {0: ["0"], 1: ["1"]}
 
 
@@ -236,7 +240,7 @@ def test_a_cell_can_go_on_in_the_background(kernel: Kernel, tmp_path: Path):
         f"%%ddp --no-wait\n{waits_for(sign)}for i in range(4):\n    print('tick', i)"
     )
     cell = kernel.wait(request)  # which the cell on the ranks has not ended for
-    shown = r"<cell on ranks 0-1, begun \d\d:\d\d:\d\d; %ddp_status tells how it is>"
+    shown = r"<cell on ranks 0-1, started \d\d:\d\d:\d\d; %ddp_status shows its state>"
     assert re.search(shown, cell.text)
     kernel.run("handle = _")
     assert kernel.run("%ddp_status").text.count("busy") == 2
@@ -282,17 +286,17 @@ def test_waiting_may_have_a_timeout_and_the_cell_goes_on(kernel: Kernel, tmp_pat
 
 def test_auto_sends_every_cell_to_the_ranks(kernel: Kernel):
     kernel.run("x = 'here'")
-    assert "%%local keeps one here" in kernel.run("%ddp_auto on").stdout
+    assert "%%local keeps one in the notebook" in kernel.run("%ddp_auto on").stdout
     kernel.run("x = 'there'")
     assert kernel.run("x, rank * 0").by_rank == both("('there', 0)")
     failed = kernel.run("y = 1\n1/0")
-    assert f"Cell In[{failed.number}], line 2" in failed.told
+    assert f"Cell In[{failed.number}], line 2" in failed.error_text
     assert kernel.run("!echo $RANK").by_rank == {0: ["0"], 1: ["1"]}
     assert kernel.run("%%local\nx").text == "'here'"
     assert kernel.run("%ddp_pull x --ranks 0").text == "'there'"
     assert kernel.run("%%rank 1\nrank").stdout == "[1] 1\n"
     twin = kernel.run("import ddpnb\nddpnb.status()")
-    assert "works in the notebook, not on the ranks: use %%local" in twin.told
+    assert "works in the notebook, not on the ranks: use %%local" in twin.error_text
     assert "Cells run in the notebook again" in kernel.run("%ddp_auto off").stdout
     assert kernel.run("x").text == "'here'"
 
@@ -302,7 +306,7 @@ def test_an_error_in_a_local_cell_is_shown_once_with_its_own_number(kernel: Kern
     kernel.run(f"%ddp_auto {auto}")
     cell = kernel.run("%%local\nx = 1\n1/0")
     assert [output["type"] for output in cell.outputs] == ["error"]
-    assert f"Cell In[{cell.number}], line 3" in cell.told
+    assert f"Cell In[{cell.number}], line 3" in cell.error_text
 
 
 def test_push_and_pull(kernel: Kernel):
@@ -325,7 +329,7 @@ def test_push_and_pull(kernel: Kernel):
 def test_what_cannot_travel_is_said_and_nothing_hangs(kernel: Kernel):
     kernel.run("import threading\nlock = threading.Lock()\nclass Here: pass\nhere = Here()")
     kernel.run("%%ddp\nclass There: pass\nthere = There()")
-    for line, told in [
+    for line, expected in [
         ("%ddp_push lock", "lock cannot be sent to the ranks"),
         ("%ddp_push here", "here cannot be read on rank 0"),
         ("%ddp_pull there", "there cannot be read in the notebook"),
@@ -333,7 +337,7 @@ def test_what_cannot_travel_is_said_and_nothing_hangs(kernel: Kernel):
     ]:
         cell = kernel.run(line, timeout=20)
         assert cell.error == "UserError", line
-        assert told in cell.told
+        assert expected in cell.error_text
     assert kernel.run("%ddp_pull rank", timeout=20).text == "{0: 0, 1: 1}"
 
 
@@ -341,12 +345,12 @@ def test_a_dead_rank_is_named_and_the_others_keep_their_variables(kernel: Kernel
     kernel.run("%%ddp\nimport os, signal\nkept = rank + 10")
     cell = kernel.run("%%ddp\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
     assert cell.error == "RankError"
-    assert "rank 1" in cell.told.splitlines()[0]
-    assert "SIGKILL" in cell.told.splitlines()[0]
+    assert "rank 1" in cell.error_text.splitlines()[0]
+    assert "SIGKILL" in cell.error_text.splitlines()[0]
     assert "SIGKILL" in kernel.run("%ddp_status").text
     assert "rank 1" in kernel.run("%ddp_start").stdout
-    told = kernel.run("%%ddp\n1").told
-    assert "Rank 1 was killed by SIGKILL" in told
-    assert "%ddp_restart" in told
+    message = kernel.run("%%ddp\n1").error_text
+    assert "Rank 1 was killed by SIGKILL" in message
+    assert "%ddp_restart" in message
     assert kernel.run("%%rank 0\nkept").stdout == "[0] 10\n"
     assert kernel.run("%ddp_pull kept --ranks 0").text == "10"

@@ -33,7 +33,7 @@ def test_load_ext_is_instant_and_brings_the_magics(bare_kernel: Kernel):
 def test_before_start_each_magic_says_what_to_do(bare_kernel: Kernel, source: str):
     cell = bare_kernel.run(source)
     assert cell.error == "UserError"
-    assert cell.told == (
+    assert cell.error_text == (
         "UserError: No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
     )
 
@@ -62,10 +62,10 @@ def test_start_shows_a_table_and_a_second_start_says_so(bare_kernel: Kernel):
     assert all(map(is_alive, pids))
 
     again = bare_kernel.run("%ddp_start -n 2")
-    assert "The cluster is running already, with ranks 0-1" in again.stdout
+    assert "The cluster is already running, with ranks 0-1" in again.stdout
     assert pids_in(again.bundles("text/plain")[0]) == pids
     other = bare_kernel.run("%ddp_start -n 3")
-    assert "A cluster of 2 ranks is running already: %ddp_restart -n 3 changes that" in other.stdout
+    assert "A cluster of 2 ranks is already running: %ddp_restart -n 3 changes that" in other.stdout
     assert pids_in(other.bundles("text/plain")[0]) == pids
 
     status = bare_kernel.run("%ddp_status")
@@ -80,7 +80,9 @@ def test_restart_takes_another_number_and_loses_variables(kernel: Kernel):
     assert "3 ranks ready" in kernel.run("%ddp_restart -n 3").text
     assert not any(map(is_alive, old))
     assert kernel.run("%%ddp\nworld_size, 'lost' in globals()").stdout == "[0-2] (3, False)\n"
-    assert kernel.run("%ddp_restart -n 0").told.startswith("UserError: -n must be between 1 and")
+    assert kernel.run("%ddp_restart -n 0").error_text.startswith(
+        "UserError: -n must be between 1 and"
+    )
     assert kernel.run("%%ddp\nworld_size").stdout == "[0-2] 3\n"  # nothing was lost by that
     assert "3 ranks ready" in kernel.run("%ddp_restart").text
 
@@ -99,12 +101,12 @@ def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
     kernel.run("%ddp_stop")
     cell = kernel.wait_for_text(request, "UserError")
     assert cell.stdout == (
-        "UserError: The cluster was ended, or left to another kernel, while this ran.\n"
+        "UserError: The cluster was stopped, or handed to another kernel, while this ran.\n"
     )
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ("--device tpu", "There is no device 'tpu'; choose one of: auto, cpu, cuda."),
         ("--backend mpi", "There is no backend 'mpi'; choose one of: auto, gloo, nccl."),
@@ -115,11 +117,13 @@ def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
         ("--ranks 2", "ddp_start has no option --ranks; its options are: -n, "),
     ],
 )
-def test_a_wrong_start_is_one_sentence_with_the_choices(bare_kernel: Kernel, line: str, told: str):
+def test_a_wrong_start_is_one_sentence_with_the_choices(
+    bare_kernel: Kernel, line: str, expected: str
+):
     cell = bare_kernel.run(f"%ddp_start {line}")
     assert cell.error == "UserError"
-    assert told in cell.told
-    assert "\n" not in cell.told
+    assert expected in cell.error_text
+    assert "\n" not in cell.error_text
     assert "No cluster was running" in bare_kernel.run("%ddp_stop").stdout
 
 

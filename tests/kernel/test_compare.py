@@ -29,7 +29,7 @@ def compared(shared_kernel: Kernel, kernel_module: Kernel) -> Cell:
     cell = kernel_module.run(
         "%ddp_compare dp ddp async --task digits --epochs 1 --name small", timeout=120
     )
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     kernel_module.run("small = _")
     return cell
 
@@ -82,7 +82,7 @@ def test_all_start_from_the_same_weights_and_see_the_same_samples(compared: Cell
 
 def test_the_cell_form_and_assignment(kernel: Kernel):
     cell = kernel.run(CELL)
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     assert len(cell.bundles("image/png")) == len(cell.bundles("text/html")) == 1
     assert kernel.value("sorted(_.to_frame().strategy)") == "['ddp', 'single']"
     line = kernel.run(
@@ -95,7 +95,7 @@ def test_the_cell_form_and_assignment(kernel: Kernel):
 def test_the_cell_sees_the_ranks_variables_and_leaves_its_own_behind(kernel: Kernel):
     kernel.run("%%ddp\nnum_inputs = 4\nmodel = 'a variable of mine'")
     cell = kernel.run(CELL.replace("Linear(4, 2)", "Linear(num_inputs, 2)"))
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     assert kernel.run("%%ddp\nmodel").by_rank == both("'a variable of mine'")
 
 
@@ -138,19 +138,19 @@ def test_what_cannot_be_trained_is_one_sentence_before_anything_trains(
 ):
     kernel.run("%%ddp\nkept = rank")
     before = kernel.run("%ddp_runs").text
-    old, new, told = wrong
+    old, new, expected = wrong
     assert old in CELL
     cell = kernel.run(CELL.replace(old, new))
     assert cell.error == "UserError"
-    assert told in cell.told
-    assert len(cell.told.splitlines()) == 1
+    assert expected in cell.error_text
+    assert len(cell.error_text.splitlines()) == 1
     assert not cell.bundles("image/png")
     assert kernel.run("%ddp_runs").text == before
     assert kernel.run("%%ddp\nkept").by_rank == {0: ["0"], 1: ["1"]}
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         (
             "ddp --task mnist",
@@ -159,27 +159,27 @@ def test_what_cannot_be_trained_is_one_sentence_before_anything_trains(
         ("ddp", "Nothing to train: define model() and data(split) in the cell"),
     ],
 )
-def test_the_line_form_says_what_is_missing(kernel: Kernel, line: str, told: str):
+def test_the_line_form_says_what_is_missing(kernel: Kernel, line: str, expected: str):
     cell = kernel.run(f"%ddp_compare {line}")
     assert cell.error == "UserError"
-    assert told in cell.told
+    assert expected in cell.error_text
 
 
 @pytest.mark.parametrize(
-    ("new", "told"),
+    ("new", "expected"),
     [
         ("1 / 0", "ZeroDivisionError"),
         ("__import__('sys').exit(3)", "SystemExit"),
         ("(", "SyntaxError"),
     ],
 )
-def test_an_error_in_the_cell_shows_the_users_lines_only(kernel: Kernel, new: str, told: str):
+def test_an_error_in_the_cell_shows_the_users_lines_only(kernel: Kernel, new: str, expected: str):
     cell = kernel.run(CELL.replace("nn.Linear(4, 2)", new))
     assert cell.error == "RankError"
-    assert told in cell.told
-    assert "ddpnb/" not in cell.told
-    assert new in cell.told
-    assert f"Cell In[{cell.number}], line 6" in cell.told
+    assert expected in cell.error_text
+    assert "ddpnb/" not in cell.error_text
+    assert new in cell.error_text
+    assert f"Cell In[{cell.number}], line 6" in cell.error_text
 
 
 def test_a_hand_written_loop_is_a_run_too(compared: Cell, kernel: Kernel):
@@ -187,10 +187,10 @@ def test_a_hand_written_loop_is_a_run_too(compared: Cell, kernel: Kernel):
         "%%ddp --name mine\nimport time, ddpnb\n"
         "for i in range(20):\n    ddpnb.log(loss=1 / (i + 1), samples=8)\n    time.sleep(.01)"
     )
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     assert len(cell.bundles("image/png")) == 1
     assert kernel.value("len(__import__('ddpnb').plot('mine').steps())") == "40"
-    curve = "__import__('ddpnb').plot('mine').comparison.runs[0].digest.curve"
+    curve = "__import__('ddpnb').plot('mine').comparison.runs[0].aggregate.curve"
     assert kernel.value(f"bool(max({curve}.loss[10:]) < 0.5)") == "True"  # nobody begins behind
     both = kernel.run("%ddp_plot mine small/ddp")
     assert len(both.outputs) == 2
@@ -199,7 +199,7 @@ def test_a_hand_written_loop_is_a_run_too(compared: Cell, kernel: Kernel):
     assert re.search(r"^(mine/)?mine ", text, re.MULTILINE)
     assert re.search(r"^small/ddp ", text, re.MULTILINE)
     lost = kernel.run("%%ddp\nimport ddpnb\nddpnb.log(loss=1)")
-    assert "name one with %%ddp --name NAME" in lost.told
+    assert "name one with %%ddp --name NAME" in lost.error_text
 
 
 def test_a_later_kernel_reloads_the_runs_and_run_all_stops_at_an_error(
@@ -247,7 +247,7 @@ def test_no_run_lands_in_the_repository(compared: Cell, project: Path):
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "expected"),
     [
         ("%ddp_start?", ["--device", "--backend", "--threads", "auto | cpu | cuda"]),
         ("%%ddp?", ["--ranks", "--no-wait", "--name", "--timeout"]),
@@ -257,10 +257,10 @@ def test_no_run_lands_in_the_repository(compared: Cell, project: Path):
         ("%ddp_stop?", ["End every process of the cluster"]),
     ],
 )
-def test_help_shows_what_a_magic_takes(shared_kernel: Kernel, source: str, told: list[str]):
+def test_help_shows_what_a_magic_takes(shared_kernel: Kernel, source: str, expected: list[str]):
     (page,) = shared_kernel.run(source).payload
     text = ANSI.sub("", page["data"]["text/plain"])
-    for piece in told:
+    for piece in expected:
         assert piece in text
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpnb.runs.store import Store
+from ddpnb.history.store import Store
 from tests.kernel.client import Kernel
 
 LINE = "%ddp_compare ddp --task digits --epochs 100000"

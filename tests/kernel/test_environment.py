@@ -77,7 +77,7 @@ def test_two_kernels_that_start_at_once_both_train(project: Path) -> None:
             ]
             for kernel, request in zip(kernels, requests, strict=True):
                 cell = kernel.wait(request, timeout=120)
-                assert not cell.error, cell.told
+                assert not cell.error, cell.error_text
         runs = kernels[0].run("%ddp_runs").text
         assert "both0" in runs
         assert "both1" in runs

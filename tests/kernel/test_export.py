@@ -32,19 +32,19 @@ def loss(outputs, targets):
 def compared(shared_kernel: Kernel) -> Cell:
     shared_kernel.run("%ddp_auto off\n%ddp_start -n 2 --device cpu")
     cell = shared_kernel.run(CELL, timeout=120)
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     shared_kernel.run("import ddpnb\nout = ddpnb.load('out')")
     return cell
 
 
 def test_csv_has_one_row_per_step_or_per_run(compared: Cell, kernel: Kernel):
-    told = kernel.run("%ddp_export out deep/out.csv\n%ddp_export out out.runs.csv").stdout
+    shown = kernel.run("%ddp_export out deep/out.csv\n%ddp_export out out.runs.csv").stdout
     with (kernel.folder / "deep" / "out.csv").open() as file:
         steps = list(csv.DictReader(file))
     with (kernel.folder / "out.runs.csv").open() as file:
         runs = list(csv.DictReader(file))
     assert [run["strategy"] for run in runs] == ["single", "ddp", "async"]
-    assert f"{len(steps):,} rows, one per step of each worker." in told
+    assert f"{len(steps):,} rows, one per step of each worker." in shown
     assert kernel.value("len(out.steps())") == str(len(steps))
     ddp = [row for row in steps if row["strategy"] == "ddp"]
     assert {row["rank"] for row in ddp} == {"0", "1"}
@@ -56,8 +56,8 @@ def test_json_holds_everything_and_no_nan(compared: Cell, kernel: Kernel):
         "%%ddp --name lone\nimport ddpnb\nddpnb.log(loss=float('nan'), lr=0.5)\n"
         "ddpnb.log(loss=0.25, samples=3)"
     )
-    told = kernel.run("%ddp_export lone lone.json\n%ddp_export out out.json")
-    assert not told.error, told.told
+    cell = kernel.run("%ddp_export lone lone.json\n%ddp_export out out.json")
+    assert not cell.error, cell.error_text
     text = (kernel.folder / "lone.json").read_text()
     assert "NaN" not in text
     (run,) = json.loads(text)["runs"]
@@ -81,9 +81,9 @@ def test_tensorboard_reads_it_and_the_kernel_imports_no_torch(compared: Cell, ke
         "tensorboard.backend.event_processing.event_accumulator",
         reason="tensorboard is not installed (pip install 'ddpnb[tensorboard]')",
     )
-    told = kernel.run("%ddp_export out logs/out")
-    assert not told.error, told.told
-    assert "tensorboard --logdir logs/out" in told.stdout
+    cell = kernel.run("%ddp_export out logs/out")
+    assert not cell.error, cell.error_text
+    assert "tensorboard --logdir logs/out" in cell.stdout
     assert kernel.value("'torch' in __import__('sys').modules") == "False"
     read = accumulators.EventAccumulator(str(kernel.folder / "logs" / "out" / "ddp" / "1"))
     read.Reload()
@@ -98,7 +98,7 @@ def test_tensorboard_reads_it_and_the_kernel_imports_no_torch(compared: Cell, ke
     assert points[-1].step == steps
     assert [point.step for point in points] == sorted(point.step for point in points)
     again = kernel.run("%ddp_export out logs/out")
-    assert "holds TensorBoard's events already" in again.told
+    assert "already holds TensorBoard events" in again.error_text
 
 
 def test_without_tensorboard_it_says_what_to_install(compared: Cell, kernel: Kernel):
@@ -108,12 +108,12 @@ def test_without_tensorboard_it_says_what_to_install(compared: Cell, kernel: Ker
     )
     cell = kernel.run("%ddp_export out logs/none")
     kernel.run("writer.find_spec = find")
-    assert "pip install 'ddpnb[tensorboard]'" in cell.told
+    assert "pip install 'ddpnb[tensorboard]'" in cell.error_text
 
 
 def test_the_script_trains_under_torchrun_to_the_same_loss(compared: Cell, kernel: Kernel):
-    told = kernel.run("%ddp_export out train.py").stdout
-    assert "torchrun --nproc-per-node 2 train.py" in told
+    shown = kernel.run("%ddp_export out train.py").stdout
+    assert "torchrun --nproc-per-node 2 train.py" in shown
     environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
     ended = subprocess.run(
         [
@@ -146,19 +146,19 @@ def test_the_report_is_one_page_with_everything(compared: Cell, kernel: Kernel):
 
 
 @pytest.mark.parametrize(
-    ("wish", "told"),
+    ("line", "expected"),
     [
-        ("out out.xlsx", "the endings are: .csv, .json, .html, .png, .py, .runs.csv"),
+        ("out out.xlsx", "Choose one of .csv, .json, .html, .png, .py, .runs.csv"),
         ("out", "%ddp_export? explains it."),
         ("nobody x.csv", "There is no run 'nobody'"),
     ],
 )
-def test_a_wrong_wish_is_one_sentence(compared: Cell, kernel: Kernel, wish: str, told: str):
-    cell = kernel.run(f"%ddp_export {wish}")
+def test_a_wrong_line_is_one_sentence(compared: Cell, kernel: Kernel, line: str, expected: str):
+    cell = kernel.run(f"%ddp_export {line}")
     assert cell.error == "UserError"
-    assert told in cell.told
+    assert expected in cell.error_text
 
 
 def test_what_cannot_be_a_script_is_told(compared: Cell, kernel: Kernel):
     kernel.run("%ddp_compare ddp --task digits --epochs 0.3 --no-baseline --name built")
-    assert "built has no such cell" in kernel.run("%ddp_export built built.py").told
+    assert "built has no such cell" in kernel.run("%ddp_export built built.py").error_text

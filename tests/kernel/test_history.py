@@ -1,4 +1,4 @@
-"""Stored runs: found, told in full, renamed, deleted."""
+"""Stored runs: found, shown in full, renamed, deleted."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def stored(shared_kernel: Kernel) -> Cell:
         "%ddp_compare async --task synthetic --epochs 0.1 --no-baseline --name gone",
         timeout=120,
     )
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     return cell
 
 
@@ -26,12 +26,12 @@ def test_runs_are_listed_by_what_they_are(stored: Cell, kernel: Kernel):
     assert kernel.run("%ddp_runs --last 1").text.count("gone/async") == 1
     assert "past/" not in kernel.run("%ddp_runs --last 1").text
     wrong = kernel.run("%ddp_runs --since today")
-    assert "Write --since as 90m, 12h, 2d or 1w, not today." in wrong.told
+    assert "Write --since as 90m, 12h, 2d or 1w, not today." in wrong.error_text
 
 
 def test_all_that_is_needed_to_repeat_one_is_told(stored: Cell, kernel: Kernel):
     cell = kernel.run("%ddp_runs --show past")
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     magic = (
         "%ddp_compare ddp --task digits --epochs 0.5 --batch-size 256 --lr 0.05 --seed 0 "
         "--repeats 2"
@@ -50,4 +50,4 @@ def test_renaming_and_deleting_are_said(stored: Cell, kernel: Kernel):
     assert "better/async" not in kernel.run("%ddp_runs").text
     unknown = kernel.run("%ddp_runs --delete better")
     assert unknown.error == "UserError"
-    assert "There is no run 'better'" in unknown.told
+    assert "There is no run 'better'" in unknown.error_text

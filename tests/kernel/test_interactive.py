@@ -13,13 +13,13 @@ LINE = "%ddp_compare ddp --task synthetic --epochs 0.1 --no-baseline --name"
 @pytest.fixture
 def widget_kernel(kernel: Kernel) -> Iterator[Kernel]:
     chosen = kernel.run("%matplotlib widget")
-    assert not chosen.error, chosen.told
+    assert not chosen.error, chosen.error_text
     yield kernel
     kernel.run("%matplotlib inline")
 
 
 def kinds(cell: Cell) -> list[set[str]]:
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     return [set(output["data"]) for output in cell.outputs]
 
 
@@ -81,7 +81,7 @@ new = axes.get_xlim()
 print((new[1] - new[0]) < 0.5 * (old[1] - old[0]))
 """
     )
-    assert not zoomed.error, zoomed.told
+    assert not zoomed.error, zoomed.error_text
     assert zoomed.stdout.strip() == "True"
 
 
@@ -91,7 +91,7 @@ def test_a_comparison_in_the_background_adds_one_too(widget_kernel: Kernel):
         "while not running.done:\n    __import__('time').sleep(0.05)"
     )
     cell = widget_kernel.wait(request, timeout=120)
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     assert widget_kernel.value("running.error") == "None"
     assert len(cell.bundles("image/png")) == 1
     assert len(cell.bundles(VIEW)) == 1

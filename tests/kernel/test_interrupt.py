@@ -41,8 +41,8 @@ def test_an_interrupt_stops_every_rank_and_keeps_the_variables(kernel: Kernel, b
     cell = interrupted(kernel, f"%%ddp\nprint('begun')\n{body}", shown="begun")
     assert cell.status == "error"
     assert cell.error == "KeyboardInterrupt"
-    assert len(cell.told.splitlines()) == 1
-    assert "variables are kept" in cell.told
+    assert len(cell.error_text.splitlines()) == 1
+    assert "variables are kept" in cell.error_text
     assert cell.seconds < 15
     check_it_goes_on(kernel)
 
@@ -59,8 +59,8 @@ for batch in torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=2):
 
 def test_an_interrupt_ends_the_workers_of_a_data_loader(kernel: Kernel):
     kernel.run(PREPARE)
-    told = kernel.run("%%ddp\nimport os\nprint(os.getpid())").by_rank
-    ranks = [psutil.Process(int(lines[0])) for lines in told.values()]
+    pids = kernel.run("%%ddp\nimport os\nprint(os.getpid())").by_rank
+    ranks = [psutil.Process(int(lines[0])) for lines in pids.values()]
     assert not [child for rank in ranks for child in rank.children(recursive=True)]
     request = kernel.begin(LOADER)
     kernel.wait_for_text(request, "begun")
@@ -87,7 +87,7 @@ def test_a_timeout_stops_every_rank_and_keeps_the_variables(kernel: Kernel, body
     kernel.run(PREPARE)
     cell = kernel.run(f"%%ddp --timeout 0.5\n{body}")
     assert cell.error == "CellTimeoutError"
-    assert "took longer than 0.5 s" in cell.told
+    assert "took longer than 0.5 s" in cell.error_text
     assert 0.5 <= cell.seconds < 15
     check_it_goes_on(kernel)
 

@@ -5,8 +5,8 @@ import pytest
 from tests.kernel.client import Kernel
 
 EMPTY = """%%local
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Run, Status
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Run, Status
 from ddpnb.session.session import this_session
 from ddpnb.protocol.messages import RunSpec
 spec = RunSpec(run_id="empty-run", strategy="ddp", task="digits")
@@ -15,7 +15,7 @@ begun = store.begin_comparison(
     Comparison(comparison_id="empty-id", name="digits", task="digits", specs=(spec,)),
     wanted_name="empty",
 )
-store.begin_run(begun.comparison_id, Run.of_spec(spec).snapshot())
+store.begin_run(begun.comparison_id, Run(run_id=spec.run_id, name="ddp", spec=spec).snapshot())
 store.finish(spec.run_id, Status.FAILED, "nothing came")
 """
 
@@ -46,14 +46,14 @@ def odd_runs(shared_kernel: Kernel) -> None:
     shared_kernel.run("%ddp_auto off\n%ddp_start -n 2 --device cpu")
     for source in (*LOSSES.values(), EMPTY):
         cell = shared_kernel.run(source)
-        assert not cell.error, cell.told
+        assert not cell.error, cell.error_text
     trained = shared_kernel.run(
         "%ddp_compare ddp --task digits --epochs 0.3 --no-baseline --name of-digits\n"
         "%ddp_compare ddp --task synthetic --epochs 0.1 --no-baseline --amp bf16 --name of-noise\n"
         "%ddp_compare ddp --task digits --epochs 0.5 --lr 1e30 --no-baseline --name diverged",
         timeout=120,
     )
-    assert not trained.error, trained.told
+    assert not trained.error, trained.error_text
 
 
 DRAWN = [*LOSSES, "empty", "empty/ddp", "diverged", "of-digits/ddp", "of-digits of-noise"]
@@ -64,7 +64,7 @@ DRAWN += ["of-noise nans empty", "nans infinite diverged empty"]
 @pytest.mark.parametrize("names", DRAWN)
 def test_odd_runs_are_drawn_and_put_into_a_table(kernel: Kernel, names: str, options: str):
     cell = kernel.run(f"%ddp_plot {names}{options}")
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     assert len(cell.bundles("image/png")) == len(cell.bundles("text/html")) == 1
     assert not cell.stderr
 
@@ -85,7 +85,7 @@ def test_odd_runs_are_told_in_full_and_exported(kernel: Kernel, name: str):
         + "\n".join(f"%ddp_export {name} odd.{kind}" for kind in KINDS)
         + f"\nimport ddpnb\nddpnb.load('{name}').to_frame().shape"
     )
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     assert not cell.stderr
     for kind in KINDS:
         assert (kernel.folder / f"odd.{kind}").stat().st_size > 0
@@ -109,5 +109,5 @@ KINDS = ("csv", "runs.csv", "json", "html", "png")
 def test_what_is_not_there_is_one_sentence(kernel: Kernel, source: str):
     cell = kernel.run(source)
     assert cell.error == "UserError"
-    assert len(cell.told.splitlines()) == 1
+    assert len(cell.error_text.splitlines()) == 1
     assert not cell.bundles("image/png")

@@ -10,14 +10,14 @@ FORM = "get_ipython().magics_manager.registry['DdpMagics'].panel._form"
 
 def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel):
     first = kernel.run("%ddp_panel")
-    assert not first.error, first.told
+    assert not first.error, first.error_text
     assert len(first.outputs) == 3
     compared = kernel.run(CELL.replace("--name lines", "--name before"))
-    assert not compared.error, compared.told
+    assert not compared.error, compared.error_text
     assert kernel.value(f"{FORM}._task.value") == "own cell"
     assert kernel.value(f"{FORM}._stored.options[:2]") == "('before/ddp', 'before/single')"
     again = kernel.run("%ddp_panel")
-    assert not again.error, again.told
+    assert not again.error, again.error_text
     setting = (
         f"form = {FORM}\nchoices = form._choices\n"
         "choices['num_epochs'].value, choices['batch_size'].value = 1, 32\n"
@@ -39,14 +39,14 @@ def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel
     )
 
 
-def test_run_and_stop_at_the_wrong_moment_are_told(kernel: Kernel):
+def test_run_and_stop_at_the_wrong_moment_are_reported(kernel: Kernel):
     kernel.run(f"%ddp_panel\nform = {FORM}\nform._stop.click()")
-    assert "Nothing trains." in kernel.value("form._status.value")
+    assert "Nothing is training." in kernel.value("form._status.value")
     kernel.run(
         "form._choices['num_epochs'].value, form._task.value = 500, 'digits'\nform._run.click()"
     )
     kernel.run("form._run.click()")
-    assert "A comparison trains on the ranks" in kernel.value("form._status.value")
+    assert "A comparison is training on the ranks" in kernel.value("form._status.value")
     kernel.run("form._stop.click()")
     deadline = time.monotonic() + 30
     while "Stopped" not in kernel.value("form._status.value"):

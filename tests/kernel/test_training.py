@@ -31,7 +31,7 @@ OWN = CELL.replace("compare ddp", "compare ddp Averaging").replace("--name lines
 
 
 def drawn(cell: Cell) -> None:
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     assert len(cell.bundles("image/png")) == len(cell.bundles("text/html")) == 1
 
 
@@ -51,14 +51,14 @@ def test_it_may_stand_in_an_earlier_cell_and_have_options(kernel: Kernel):
     assert names == "['Averaging', 'Averaging:share=0.5', 'single']"
     assert "halves/Averaging:share=0.5" in kernel.run("%ddp_runs").text
     drawn_again = kernel.run("%ddp_plot halves/Averaging:share=0.5 halves/Averaging")
-    assert not drawn_again.error, drawn_again.told
+    assert not drawn_again.error, drawn_again.error_text
     assert len(drawn_again.bundles("image/png")) == 1
     assert "halves/Averaging:share=0.5" in kernel.complete("%ddp_plot halves/Av")
     kernel.run("%%ddp\ndel Averaging")
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "expected"),
     [
         (
             "return loss",
@@ -70,10 +70,10 @@ def test_it_may_stand_in_an_earlier_cell_and_have_options(kernel: Kernel):
         ("def step", "def stepp", "Averaging has no step(); a strategy needs it."),
     ],
 )
-def test_a_wrong_method_is_one_sentence(kernel: Kernel, old: str, new: str, told: str):
+def test_a_wrong_method_is_one_sentence(kernel: Kernel, old: str, new: str, expected: str):
     cell = kernel.run(OWN + AVERAGING.replace(old, new))
-    assert told in cell.told
-    assert len(cell.told.splitlines()) == 1
+    assert expected in cell.error_text
+    assert len(cell.error_text.splitlines()) == 1
     assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
 
 
@@ -83,12 +83,12 @@ def test_an_error_in_it_is_the_users_own(kernel: Kernel):
     cell = kernel.run(source)
     assert "Averaging failed and is left out; still to be trained: ddp." in cell.text
     assert re.search(r"^ddp ", cell.text, re.MULTILINE)
-    assert "AttributeError: 'Parameter' object has no attribute 'gradient'" in cell.told
+    assert "AttributeError: 'Parameter' object has no attribute 'gradient'" in cell.error_text
     line = source.splitlines().index(
         "            parameter.gradient *= self.share / self.replica.world_size"
     )
-    assert f"Cell In[{cell.number}], line {line + 1}" in cell.told
-    assert "ddpnb/" not in cell.told
+    assert f"Cell In[{cell.number}], line {line + 1}" in cell.error_text
+    assert "ddpnb/" not in cell.error_text
 
 
 def test_data_of_other_sizes_on_other_ranks_are_refused(kernel: Kernel):
@@ -99,8 +99,10 @@ def test_data_of_other_sizes_on_other_ranks_are_refused(kernel: Kernel):
         "    num = 50 + 10 * rank\n"
         "    return torch.randn(num, 4), torch.zeros(num).long()"
     )
-    assert "data('train') has 50 samples on rank 0 and 60 samples on rank 1; return" in cell.told
-    assert len(cell.told.splitlines()) == 1
+    assert (
+        "data('train') has 50 samples on rank 0 and 60 samples on rank 1; return" in cell.error_text
+    )
+    assert len(cell.error_text.splitlines()) == 1
 
 
 def test_an_error_in_the_models_forward_begins_there(kernel: Kernel):
@@ -120,10 +122,10 @@ class Fragile(nn.Linear):
     line = source.replace("--epochs 1", "--epochs 4")
     assert "Not trained: ddp." in kernel.run(line).text  # the baseline failed: so would it
     cell = kernel.run(line.replace("compare ddp", "compare ddp --no-baseline"))
-    assert "RuntimeError: boom" in cell.told.splitlines()[0]
-    assert cell.told.count("RuntimeError: boom") == 1
-    assert "in Fragile.forward" in cell.told
-    assert "torch/nn" not in cell.told
+    assert "RuntimeError: boom" in cell.error_text.splitlines()[0]
+    assert cell.error_text.count("RuntimeError: boom") == 1
+    assert "in Fragile.forward" in cell.error_text
+    assert "torch/nn" not in cell.error_text
 
 
 def test_every_choice_works_from_the_line(kernel: Kernel):
@@ -138,9 +140,9 @@ def test_every_choice_works_from_the_line(kernel: Kernel):
     kept = kernel.folder / "data" / "runs" / "checkpoints"
     models = [str(path) for path in kept.glob("*/model.pt")]
     assert len(models) == 4
-    told = kernel.run("%ddp_runs --show chosen").text
-    assert re.search(r"^model of async#1 ", told, re.MULTILINE)
-    assert all(model in told for model in models)
+    shown = kernel.run("%ddp_runs --show chosen").text
+    assert re.search(r"^model of async#1 ", shown, re.MULTILINE)
+    assert all(model in shown for model in models)
     assert kernel.run("%ddp_runs --delete chosen").lines
     assert not list(kept.iterdir())
 
@@ -159,7 +161,7 @@ def test_a_run_is_resumed(kernel: Kernel):
     before = int(kernel.value("int(begun.num_samples)"))
     assert kernel.value("int(on.num_samples_before)") == str(before)
     assert kernel.value("int(on.num_samples)") == str(2 * before)
-    assert f"Resumed from first/ddp#1 at {before} samples; time begins anew." in resumed.text
+    assert f"Resumed from first/ddp#1 at {before} samples; time starts again at 0." in resumed.text
     whole = kernel.run(first.replace("--name first", "--name whole") + "3")
     drawn(whole)
     ends = "[ddpnb.plot(name).to_frame().final_loss[0] for name in ('second/ddp', 'whole/ddp')]"
@@ -167,14 +169,14 @@ def test_a_run_is_resumed(kernel: Kernel):
     assert kernel.value(f"(lambda a, b: abs(a - b) < 1e-5)(*{ends})") == "True"
     assert (
         "has been trained for 1 epochs already"
-        in kernel.run(first.replace("--name first", "--resume first") + "1").told
+        in kernel.run(first.replace("--name first", "--resume first") + "1").error_text
     )
     assert (
         "first has no run of dp to resume; it has: ddp, single."
         in kernel.run(
             first.replace("compare ddp", "compare dp").replace("--name first", "--resume first")
             + "3"
-        ).told
+        ).error_text
     )
 
 
@@ -182,12 +184,12 @@ STOP = """
 %%local
 import threading
 import time
-from ddpnb.magics.arguments import training_of
+from ddpnb.session.keywords import make_training_spec
 from ddpnb.session.comparison import ComparisonSpec, Training
-from ddpnb.runs.recorder import Recorder
+from ddpnb.history.recorder import Recorder
 from ddpnb.session.session import this_session
 
-training = training_of({"task": "digits", "epochs": 5000.0, "lr": 0.01})
+training = make_training_spec({"task": "digits", "epochs": 5000.0, "lr": 0.01})
 specs = ComparisonSpec(strategies=("ddp", "async"), training=training, baseline=False).run_specs()
 recorder = Recorder(
     this_session().store, name="ended", task="digits", source="", specs=specs
@@ -217,7 +219,7 @@ ended = running.run()
 )
 def test_a_run_ends_early_when_asked_and_is_judged(kernel: Kernel, calls: str, expected: list[str]):
     cell = kernel.run(STOP.lstrip().replace("CALLS", calls))
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     runs = kernel.value("[(r.name, r.status.value, r.detail) for r in recorder.comparison.runs]")
     assert runs == str([(name, "stopped", "stopped by the user") for name in expected])
     reports = "recorder.comparison.runs[0].reports"
@@ -231,8 +233,8 @@ def test_a_rank_killed_on_purpose_ends_its_run_and_the_comparison_goes_on(kernel
     kernel.run("%%ddp\nkept = rank + 10")
     line = "result = %ddp_compare ddp async --task digits --epochs 30 --kill 1@1s --no-baseline"
     cell = kernel.run(f"{line} --slow 0:40ms,1:40ms")
-    assert not cell.error, cell.told
-    assert "Rank 1 was killed as wished, which ended the training" in cell.text
+    assert not cell.error, cell.error_text
+    assert "Rank 1 was killed by --kill, which ended the training" in cell.text
     assert "async: rank 1 died, which lost" in cell.text
     runs = kernel.value("[(run.name, run.status.value) for run in result.comparison.runs]")
     assert runs == "[('ddp', 'failed'), ('async', 'finished')]"

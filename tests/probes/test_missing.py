@@ -33,7 +33,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         kernel = Kernel(folder)
     kernel.run("%load_ext ddpnb")
     started = kernel.run("%ddp_start -n 2 --device cpu")
-    assert not started.error, started.told
+    assert not started.error, started.error_text
     assert_all_told(started.text)
     yield kernel
     kernel.stop()
@@ -62,7 +62,7 @@ print(hasattr(dist.ProcessGroup.allreduce, "__wrapped__"))
 total.shape
 """
     )
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     assert cell.by_rank == both("sum 2.0", "False", "", "torch.Size([1])")
     assert "aside" in cell.stderr
     assert cell.bundles("text/html").count("<b>shown</b>") == 1
@@ -71,33 +71,33 @@ total.shape
 
 def test_an_error_on_a_rank_is_told(kernel: Kernel):
     cell = kernel.run("%%rank 1\n1 / 0")
-    assert "ZeroDivisionError" in cell.told
+    assert "ZeroDivisionError" in cell.error_text
 
 
 def test_a_top_level_await_is_refused_in_a_sentence(kernel: Kernel):
     cell = kernel.run("%%ddp\nimport asyncio\nawait asyncio.sleep(0)")
-    assert python_internals.leaves_loops.sentence in cell.told
+    assert python_internals.leaves_loops.sentence in cell.error_text
     assert kernel.run("%%ddp\nprint(1)").by_rank == both("1")
 
 
 def test_check_still_compares_calls(kernel: Kernel):
     cell = kernel.run("%%ddp --check\ndist.all_reduce(torch.ones(3 + rank))", timeout=90)
-    assert "all_reduce" in cell.told.lower() or "ALLREDUCE" in cell.told
+    assert "all_reduce" in cell.error_text.lower() or "ALLREDUCE" in cell.error_text
     assert kernel.run("%%ddp\nprint(1)").by_rank == both("1")
 
 
 def test_a_misspelt_option_is_refused(kernel: Kernel):
-    assert "--epochz" in kernel.run("%ddp_compare ddp --task digits --epochz 1").told
+    assert "--epochz" in kernel.run("%ddp_compare ddp --task digits --epochz 1").error_text
 
 
 def test_strategies_are_trained(kernel: Kernel):
     line = "%ddp_compare ddp async --task digits --epochs 1 --data-workers 1"
     cell = kernel.run(line, timeout=200)
-    assert not cell.error, cell.told
+    assert not cell.error, cell.error_text
     assert "ddp" in cell.text
     assert "async" in cell.text
 
 
 def test_zero_alone_is_refused_in_a_sentence(kernel: Kernel):
     cell = kernel.run("%ddp_compare zero --task digits --epochs 1", timeout=200)
-    assert torch_internals.lists_step_hooks.sentence in cell.told
+    assert torch_internals.lists_step_hooks.sentence in cell.error_text

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.parameter_store import Access
+from ddpnb.rank.comm.parameter_store import ParameterAccess
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.strategies.base import Batch, Memory, Replica, StepReport, Strategy
@@ -103,7 +103,7 @@ class Fit:
     parameters: list[Tensor]
     buffers: list[Tensor]
     reports: list[StepReport]
-    log: list[Access] = field(default_factory=list)
+    log: list[ParameterAccess] = field(default_factory=list)
     num_files_left: int = 0
     num_files_while_training: int = 0
     memory: Memory = field(default_factory=Memory)
@@ -134,7 +134,7 @@ def by_strategy(
     before_step: BeforeStep | None = None,
 ) -> Fit:
     """The same by a strategy, on one of the ranks."""
-    log: list[Access] = []
+    log: list[ParameterAccess] = []
     strategy = AsyncParameterServer(log=log.append) if word == "async" else make_strategy(word, {})
     if state.rank >= strategy.plan(state).num_ranks:
         return fit_of(nn.Module(), [])
@@ -152,9 +152,9 @@ def drive(
     folder: Path,
     problem: Problem,
     before_step: BeforeStep | None = None,
-    **place: Any,
+    **fields: Any,
 ) -> Fit:
-    """Train on every share that the strategy names; ``place``: further fields of the replica."""
+    """Train on every shard that the strategy names; ``fields``: more fields of the replica."""
     order, (inputs, targets) = problem.order(state.world_size), problem.data()
     strategy.setup(
         Replica(
@@ -167,11 +167,11 @@ def drive(
             num_steps=order.num_steps,
             folder=folder,
             accumulate=problem.accumulate,
-            **({"name": "fit"} | place),
+            **({"name": "fit"} | fields),
         )
     )
     reports = []
-    shards = asked_ahead(strategy.shards(), place.get("num_prefetched", 0))
+    shards = taken_in_advance(strategy.shards(), fields.get("num_prefetched", 0))
     for number, shard in enumerate(shards):
         if before_step is not None:
             before_step(state.rank, number)
@@ -185,8 +185,8 @@ def drive(
     )
 
 
-def asked_ahead(shards: Iterator[Shard], num_prefetched: int) -> Iterator[Shard]:
-    """Ask for so many more shares than are trained on, as who fetches ahead does."""
+def taken_in_advance(shards: Iterator[Shard], num_prefetched: int) -> Iterator[Shard]:
+    """Take so many shards in advance, as prefetching does."""
     held = deque(itertools.islice(shards, num_prefetched))
     for shard in shards:
         held.append(shard)
@@ -210,6 +210,23 @@ def fit_of(model: nn.Module, reports: list[StepReport]) -> Fit:
         buffers=[buffer.clone() for buffer in model.buffers()],
         reports=reports,
     )
+
+
+def optimum(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the linear model that fits a problem best."""
+    inputs, targets = problem.data()
+    ones = torch.ones(len(inputs), 1)
+    solution = torch.linalg.lstsq(torch.cat([inputs, ones], dim=1), targets).solution
+    return solution[:6].T, solution[6]
+
+
+@torch.no_grad()
+def average(models: list[nn.Module]) -> None:
+    """Give all models the mean of their parameters."""
+    for same in zip(*(model.parameters() for model in models), strict=True):
+        mean = sum(same) / len(same)
+        for parameter in same:
+            parameter.copy_(mean)
 
 
 def distance(one: Fit, other: Fit) -> float:

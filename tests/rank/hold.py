@@ -1,4 +1,4 @@
-"""How does a test make sure what happens between two steps of a rank, on any machine?"""
+"""How a test orders the steps of different ranks, on any machine."""
 
 import time
 from pathlib import Path
@@ -7,10 +7,10 @@ SECONDS = 30.0
 
 
 def wait_for(sign: Path) -> None:
-    """Wait until somebody has made a file."""
+    """Wait until a file is there."""
     deadline = time.monotonic() + SECONDS
     while not sign.exists():
-        assert time.monotonic() < deadline, f"nobody gave the sign: {sign.name}"
+        assert time.monotonic() < deadline, f"the sign did not come: {sign.name}"
         time.sleep(0.002)
 
 

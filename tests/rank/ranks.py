@@ -1,4 +1,4 @@
-"""How does a test get real ranks: processes in a real process group?"""
+"""Real ranks for tests: processes in a real process group."""
 
 import multiprocessing
 import shutil
@@ -63,7 +63,7 @@ class Ranks:
         return self.end()
 
     def start_outside(self, job: Callable[..., Any], rank: int, *args: Any) -> "Outside":
-        """Have a new process that is in no group carry out a job as a rank."""
+        """Run a job as a rank, in a new process that is in no group."""
         ours, theirs = CONTEXT.Pipe()
         state = make_state(rank, len(self.processes))
         process = CONTEXT.Process(
@@ -107,7 +107,7 @@ class Outside:
         self._pipe = pipe
 
     def result(self) -> Any:
-        """Wait for the job and the process to end; raises what it failed of."""
+        """Wait for the job and the process to end; raises its error."""
         assert self._pipe.poll(TIMEOUT_SECONDS), "hangs"
         is_right, value = self._pipe.recv()
         self._pipe.close()

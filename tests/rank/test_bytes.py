@@ -1,4 +1,4 @@
-"""Are the bytes that a strategy tells of those of the formula?"""
+"""Does a strategy report the bytes of its formula, and those that torch recorded?"""
 
 import json
 import math
@@ -42,7 +42,7 @@ def test_a_ring_sends_as_little_as_there_is_to_send(ranks, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_a_central_store_is_told_by_each_and_tells_each(ranks, num_ranks):
+def test_a_central_store_hears_from_each_and_sends_to_each(ranks, num_ranks):
     first, *others = sent(ranks, "central", num_ranks)
     assert set(first) == {(num_ranks - 1) * S}
     assert [set(other) for other in others] == [{S}] * (num_ranks - 1)
@@ -54,7 +54,7 @@ def test_replicas_get_parameters_and_give_gradients(ranks):
 
 
 @pytest.mark.parametrize("word", ["single", "no-comm"])
-def test_who_trains_alone_sends_nothing(ranks, word):
+def test_a_rank_that_trains_alone_sends_nothing(ranks, word):
     assert set(sent(ranks, word, 2)[0]) == {0}
 
 
@@ -98,17 +98,19 @@ EXCHANGES = ["ddp", "ddp-by-hand", "central", "local-sgd:every=2", "local-sgd:af
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("word", EXCHANGES)
-def test_what_is_told_is_what_torch_has_recorded(ranks, word, num_ranks):
+def test_reported_bytes_are_those_that_torch_has_recorded(ranks, word, num_ranks):
     """Of the last four of eight steps: what setting up and finishing take is left out."""
-    few, many = (ranks(num_ranks).call(told_and_recorded, word, num) for num in (4, 8))
-    told = [long - short for (short, _), (long, _) in zip(few, many, strict=True)]
+    few, many = (ranks(num_ranks).call(reported_and_recorded, word, num) for num in (4, 8))
+    reported = [long - short for (short, _), (long, _) in zip(few, many, strict=True)]
     recorded = {long - short for (_, short), (_, long) in zip(few, many, strict=True)}
     assert len(recorded) == 1  # every rank makes every call
-    assert sum(told) == pytest.approx(recorded.pop(), abs=4 * num_ranks)  # each tells whole bytes
-    assert sum(told) > 0
+    assert sum(reported) == pytest.approx(
+        recorded.pop(), abs=4 * num_ranks
+    )  # each reports whole bytes
+    assert sum(reported) > 0
 
 
-def told_and_recorded(state, folder, word: str, num_steps: int) -> tuple[int, int]:
+def reported_and_recorded(state, folder, word: str, num_steps: int) -> tuple[int, int]:
     """What a rank says that it sent, and what all ranks send for its calls."""
     problem = replace(PROBLEM, num_epochs=num_steps / 7)
     since = time.time_ns()

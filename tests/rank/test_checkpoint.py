@@ -1,4 +1,4 @@
-"""Does a training that ended early go on as if it had not?"""
+"""A training that ended early is resumed as if it had not ended."""
 
 import os
 import resource
@@ -11,7 +11,7 @@ import torch
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import Mark, RunHeader, RunSpec, StepEvent
 from ddpnb.rank.training import checkpoint
-from ddpnb.rank.training.checkpoint import Checkpoints, Place
+from ddpnb.rank.training.checkpoint import CheckpointPart, Checkpoints
 from tests.rank.test_options import CELL, train_job
 
 DROPOUT = CELL.replace("nn.ReLU(),", "nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2),")
@@ -59,7 +59,9 @@ def test_a_resumed_run_equals_one_that_never_stopped(ranks, tmp_path, strategy, 
     assert resumed[0][0].held_out_loss == pytest.approx(whole[0][0].held_out_loss, abs=1e-6)
     header = next(event for event in resumed[0][1] if isinstance(event, RunHeader))
     before = header.num_samples_before
-    assert f"Resumed from another run at {before} samples; time begins anew." in notes(resumed[0])
+    assert f"Resumed from another run at {before} samples; time starts again at 0." in notes(
+        resumed[0]
+    )
     assert (before, header.num_samples) == (232, 368)
     model, other = (model_of(tmp_path / name) for name in ("new", "whole"))
     for name, value in model.items():
@@ -109,19 +111,19 @@ def test_the_last_two_are_kept_and_the_model(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_there_is_one_at_the_end_however_seldom_they_are(ranks, tmp_path, strategy):
+def test_there_is_one_at_the_end_however_rare_they_are(ranks, tmp_path, strategy):
     ranks(2).call(train_job, spec_of(strategy, tmp_path, num_epochs=1, save_every=5))
     assert {path.parent.name for path in tmp_path.glob("old/*/*")} == {"step-00000007"}
 
 
-def test_without_the_wish_nothing_is_written(ranks, tmp_path):
+def test_without_save_every_nothing_is_written(ranks, tmp_path):
     ranks(1).call(train_job, spec_of("ddp", tmp_path, save_every=0))
     assert list(tmp_path.iterdir()) == []
 
 
-def torn_job(state, folder, place):
+def torn_job(state, folder, part):
     """Write two checkpoints; be killed in the midst of writing the third."""
-    kept = Checkpoints(place, every=1, tell=print)
+    kept = Checkpoints(part, every=1, warn=print)
     kept.after(1, lambda: {"step": 1})
     kept.after(2, lambda: {"step": 2})
     os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
@@ -129,26 +131,26 @@ def torn_job(state, folder, place):
 
 
 def test_a_kill_while_writing_leaves_the_one_before(fresh_ranks, tmp_path):
-    place = Place(folder=tmp_path, part=0, num_parts=1)
-    (result,) = fresh_ranks(1).attempt(torn_job, place)
+    part = CheckpointPart(folder=tmp_path, part=0, num_parts=1)
+    (result,) = fresh_ranks(1).attempt(torn_job, part)
     assert "died" in str(result)
     assert list((tmp_path / "step-00000003").iterdir())  # it was at it
-    assert checkpoint.last_step(place) == 2
-    assert torch.load(place.path(2), weights_only=True) == {"step": 2}
+    assert checkpoint.last_step(part) == 2
+    assert torch.load(part.path(2), weights_only=True) == {"step": 2}
 
 
 def test_a_checkpoint_counts_when_all_its_parts_are_there(tmp_path):
-    first, second = (Place(folder=tmp_path, part=part, num_parts=2) for part in (0, 1))
-    for place, steps in ((first, (5, 10)), (second, (5,))):
+    first, second = (CheckpointPart(folder=tmp_path, part=part, num_parts=2) for part in (0, 1))
+    for part, steps in ((first, (5, 10)), (second, (5,))):
         for step in steps:
-            Checkpoints(place, every=5, tell=print).after(step, lambda: {})
+            Checkpoints(part, every=5, warn=print).after(step, lambda: {})
     assert checkpoint.last_step(first) == checkpoint.last_step(second) == 5
 
 
 def test_ranks_that_drift_apart_leave_the_last_complete_ones(tmp_path):
     """One rank is far ahead of the other, which is killed: a complete checkpoint is left."""
-    first, second = (Place(folder=tmp_path, part=part, num_parts=2) for part in (0, 1))
-    ahead, behind = (Checkpoints(place, every=5, tell=print) for place in (first, second))
+    first, second = (CheckpointPart(folder=tmp_path, part=part, num_parts=2) for part in (0, 1))
+    ahead, behind = (Checkpoints(part, every=5, warn=print) for part in (first, second))
     for step in (5, 10, 15, 20, 25):
         ahead.after(step, lambda: {})
     behind.after(5, lambda: {})
@@ -173,7 +175,7 @@ def limited_job(state, folder, spec):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_is_said_once_and_does_not_stop_the_training(ranks, tmp_path):
+def test_a_full_disk_is_reported_once_and_does_not_stop_the_training(ranks, tmp_path):
     results = ranks(2).call(limited_job, spec_of("ddp", tmp_path))
     for report, events in results:
         assert report.num_steps == 3 * PER_EPOCH
@@ -207,7 +209,7 @@ def test_what_writing_takes_is_not_training_time(ranks, tmp_path):
         assert sum(sum(part) - part.hidden for part in parts) == pytest.approx(report.seconds)
 
 
-def test_notes_tell_whether_the_clock_runs_meanwhile(ranks, tmp_path):
+def test_notes_say_whether_the_clock_runs_meanwhile(ranks, tmp_path):
     stands = ranks(2).call(train_job, spec_of("ddp", tmp_path, num_epochs=1))
     assert "The clock stands still while checkpoints are written." in notes(stands[0])
     runs = ranks(2).call(train_job, spec_of("async", tmp_path, num_epochs=1))
@@ -261,7 +263,7 @@ def model_of(folder):
 def test_a_checkpoint_is_on_the_disk_with_its_name(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
-    place = Place(folder=tmp_path / "run", part=0, num_parts=1)
-    Checkpoints(place, every=1, tell=pytest.fail).after(1, dict)
-    new = [place.path(1).parent, tmp_path / "run", tmp_path]
+    part = CheckpointPart(folder=tmp_path / "run", part=0, num_parts=1)
+    Checkpoints(part, every=1, warn=pytest.fail).after(1, dict)
+    new = [part.path(1).parent, tmp_path / "run", tmp_path]
     assert synced[1:] == [str(folder) for folder in new]

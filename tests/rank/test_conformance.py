@@ -1,4 +1,4 @@
-"""Is every strategy what it says: equal to plain SGD wherever that is what it computes?"""
+"""Does every strategy equal plain SGD wherever that is what it should compute?"""
 
 import inspect
 
@@ -65,8 +65,8 @@ def test_on_one_rank_any_model_trains_as_in_plain_torch(ranks, word, model):
         torch.testing.assert_close(mine, theirs)
 
 
-# 64 samples in batches of 10: shares of 4 and 3, and of 2 and 1 in the last batch of an epoch.
-# No rank is ever without a share (see Order), so that torch's Join has nothing to do here.
+# 64 samples in batches of 10: shards of 4 and 3, and of 2 and 1 in the last batch of an epoch.
+# No rank is ever without a shard (see BatchSchedule), so that torch's Join has nothing to do here.
 @pytest.mark.parametrize(
     ("name", "num_ranks", "optimizer", "accumulate", "model"),
     pairwise_cases(

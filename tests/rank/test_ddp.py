@@ -59,7 +59,7 @@ def test_powersgd_sends_two_thin_matrices_for_each_wide_one(ranks):
 
 
 def large_job(state, folder, word):
-    """Train a model whose gradients fill more than torch's first bucket; tell of the buckets."""
+    """Train a model with gradients that fill more than torch's first bucket; return its buckets."""
     strategy = make_strategy(word, {})
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600), nn.Linear(600, 2))
@@ -131,7 +131,7 @@ def timed_job(state, folder, word, num_steps):
 
 
 @pytest.mark.parametrize("word", ["ddp", "ddp:bucket_cap_mb=0.2", "ddp:hook=fp16"])
-def test_exposed_and_hidden_communication_are_told_apart(ranks, word):
+def test_exposed_and_hidden_communication_are_distinguished(ranks, word):
     for timings in ranks(2).call(timed_job, word, 12):
         ends = [0.0, *(seconds for seconds, _ in timings)]
         for begun, (ended, parts) in zip(ends, timings, strict=False):

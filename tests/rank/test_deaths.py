@@ -86,7 +86,7 @@ def test_a_new_process_takes_a_dead_ones_place(fresh_ranks, tmp_path, options):
     assert list(group.folder.iterdir()) == []
 
 
-def test_who_comes_when_all_is_over_is_told_so(ranks):
+def test_a_worker_that_joins_after_the_end_gets_an_error(ranks):
     outside = ranks(2).start_outside(come_late, 1)
     assert outside.result() == "over"
 
@@ -99,7 +99,7 @@ def test_the_death_of_the_server_ends_the_run_with_a_sentence(fresh_ranks, trans
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo", "rpc"])
-def test_where_a_worker_raises_the_others_are_told_who(ranks, transport):
+def test_where_a_worker_raises_the_others_name_it(ranks, transport):
     group = ranks(3)
     first, second, third = group.attempt(fit_async, LONG, {}, transport, raise_on_rank_1)
     assert isinstance(second.cause, ZeroDivisionError)
@@ -110,7 +110,7 @@ def test_where_a_worker_raises_the_others_are_told_who(ranks, transport):
     assert list(group.folder.iterdir()) == []
 
 
-def test_where_a_worker_fails_before_it_comes_the_others_know_at_once(ranks):
+def test_where_a_worker_fails_before_it_comes_the_others_fail_at_once(ranks):
     started = time.monotonic()
     failures = ranks(3).attempt(fail_early, LONG)
     assert time.monotonic() - started < 10
@@ -120,7 +120,7 @@ def test_where_a_worker_fails_before_it_comes_the_others_know_at_once(ranks):
     assert distance(fits[0], fits[2]) == 0
 
 
-def test_who_is_silent_is_given_up(ranks, tmp_path):
+def test_a_silent_worker_is_given_up(ranks, tmp_path):
     problem = Problem(num_epochs=5)
     first, second, third = ranks(3).attempt(hang_on_rank_1, problem, tmp_path / "sign")
     assert "Rank 1 left" in str(second.cause)
@@ -166,7 +166,7 @@ def test_a_timeout_is_a_number_of_seconds(name):
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo", "rpc"])
-def test_where_the_server_fails_rank_0_says_of_what(ranks, transport):
+def test_where_the_server_fails_rank_0_raises_its_error(ranks, transport):
     first, second = ranks(2).attempt(break_optimizer, transport)
     assert isinstance(first.cause, ZeroDivisionError)
     assert "Rank 0 left" in str(second.cause)
@@ -177,8 +177,8 @@ def fit_and_lost(
 ):
     strategy = AsyncParameterServer(**options)
     try:
-        place = {"transport": transport, "joins": joins, "num_prefetched": num_prefetched}
-        fit = drive(strategy, state, folder, problem, before_step, **place)
+        fields = {"transport": transport, "joins": joins, "num_prefetched": num_prefetched}
+        fit = drive(strategy, state, folder, problem, before_step, **fields)
         return fit, strategy.lost_shards()
     finally:
         strategy.close()

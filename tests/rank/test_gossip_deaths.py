@@ -1,4 +1,4 @@
-"""What does a death, a failure or a silence cost the other workers of gossip?"""
+"""What does a death, a failure or a silence cost the other workers, without a server?"""
 
 import itertools
 import os
@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from ddpnb.rank.comm.messages import RankLostError, RunOverError
-from ddpnb.rank.comm.shared_weights import Weights
+from ddpnb.rank.comm.shared_weights import SharedWeights
 from tests.rank.fit import Problem, distance
 from tests.rank.test_deaths import (
     LONG,
@@ -22,29 +22,31 @@ from tests.rank.test_deaths import (
     wait_for_another,
 )
 from tests.rank.test_gossip import CALM, fit_gossip
+from tests.rank.test_hogwild import fit_hogwild
 
 QUICK = Problem(num_epochs=24, model="linear", learning_rate=0.3)
 
 
+@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild])
 @pytest.mark.parametrize("num_prefetched", [0, 3])
 def test_a_death_costs_one_share_and_those_ahead_and_the_others_train_the_rest(
-    fresh_ranks, num_prefetched
+    fresh_ranks, fit, num_prefetched
 ):
     group = fresh_ranks(3)
-    (fit, lost), dead, (other, _) = group.attempt(
-        fit_gossip, LONG, kill_rank_1, 60.0, False, num_prefetched
+    (first, lost), dead, (third, _) = group.attempt(
+        fit, LONG, kill_rank_1, 60.0, False, num_prefetched
     )
     assert dead.cause is None
     assert len(lost) == 1 + num_prefetched
-    assert len(fit.reports) + len(other.reports) + 5 + len(lost) == LONG.order(3).num_steps * 3
-    assert distance(fit, other) == 0
+    assert len(first.reports) + len(third.reports) + 5 + len(lost) == LONG.order(3).num_steps * 3
+    assert distance(first, third) == 0
     assert list(group.folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("place", ["averaging", "updating"])
-def test_who_dies_with_a_lock_stops_nobody(fresh_ranks, place):
+@pytest.mark.parametrize("moment", ["averaging", "updating"])
+def test_a_death_with_a_lock_held_stops_no_other(fresh_ranks, moment):
     group = fresh_ranks(3)
-    (fit, lost), dead, (other, _) = group.attempt(fit_or_die, place)
+    (fit, lost), dead, (other, _) = group.attempt(fit_or_die, moment)
     assert dead.cause is None
     assert len(lost) == 1
     assert len(fit.reports) + len(other.reports) + 4 + 1 == LONG.order(3).num_steps * 3
@@ -52,14 +54,14 @@ def test_who_dies_with_a_lock_stops_nobody(fresh_ranks, place):
     assert list(group.folder.iterdir()) == []
 
 
-def fit_or_die(state, folder, place):
+def fit_or_die(state, folder, moment):
     """Rank 1 dies in its fifth step: with both locks, or with that of its own weights."""
     if state.rank != 1:
         return fit_gossip(state, folder, LONG, unhurried)
-    if place == "averaging":
-        average = Weights._average
-        Weights._average = lambda *args: die_on_the_fifth_call() or average(*args)
-    return fit_gossip(state, folder, Deadly() if place == "updating" else LONG, unhurried)
+    if moment == "averaging":
+        average = SharedWeights._average
+        SharedWeights._average = lambda *args: die_on_the_fifth_call() or average(*args)
+    return fit_gossip(state, folder, Deadly() if moment == "updating" else LONG, unhurried)
 
 
 calls = itertools.count(1)
@@ -98,51 +100,54 @@ def test_a_new_process_takes_a_dead_ones_place(fresh_ranks, tmp_path):
     assert list(group.folder.iterdir()) == []
 
 
-def test_who_comes_when_all_is_over_is_told_so(ranks):
-    assert ranks(2).start_outside(come_late, 1).result() == "over"
+@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild])
+def test_a_worker_that_joins_after_the_end_gets_an_error(ranks, fit):
+    assert ranks(2).start_outside(come_late, 1, fit).result() == "over"
 
 
-def come_late(state, folder):
+def come_late(state, folder, fit):
     try:
-        fit_gossip(state, folder, LONG, joins=True)
+        fit(state, folder, LONG, joins=True)
     except RunOverError:
         return "over"
 
 
-def test_where_a_worker_raises_the_others_are_told_who(ranks):
-    failures = ranks(3).attempt(fit_gossip, LONG, raise_on_rank_1)
+@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild])
+def test_where_a_worker_raises_the_others_name_it(ranks, fit):
+    failures = ranks(3).attempt(fit, LONG, raise_on_rank_1)
     assert isinstance(failures[1].cause, ZeroDivisionError)
     assert isinstance(failures[0].cause, RankLostError)
     assert "Rank 1 left" in str(failures[2].cause)
     assert list(ranks(3).folder.iterdir()) == []
 
 
-def test_the_death_of_rank_0_ends_the_run_with_a_sentence(fresh_ranks):
-    failures = fresh_ranks(2).attempt(fit_gossip, LONG, kill_rank_0)
+@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild])
+def test_the_death_of_rank_0_ends_the_run_with_a_sentence(fresh_ranks, fit):
+    failures = fresh_ranks(2).attempt(fit, LONG, kill_rank_0)
     assert failures[0].cause is None
     assert "Rank 0 left" in str(failures[1].cause)
 
 
-@pytest.mark.parametrize("fate", ["dies", "hangs"])
-def test_where_rank_0_comes_to_no_mean_the_others_are_told(fresh_ranks, fate):
+@pytest.mark.parametrize("end", ["dies", "hangs"])
+def test_where_rank_0_comes_to_no_mean_the_others_raise(fresh_ranks, end):
     group = fresh_ranks(2)
-    group.call(fit_gossip, CALM)  # nobody is late because it is cold
-    first, second = group.attempt(fit_without_a_mean, fate)
-    assert isinstance(first.cause, RankLostError if fate == "hangs" else type(None))
+    group.call(fit_gossip, CALM)  # no rank is late because it is cold
+    first, second = group.attempt(fit_without_a_mean, end)
+    assert isinstance(first.cause, RankLostError if end == "hangs" else type(None))
     assert "Rank 0 left" in str(second.cause)
 
 
-def fit_without_a_mean(state, folder, fate):
+def fit_without_a_mean(state, folder, end):
     if state.rank == 0:
-        mean = Weights.mean
-        Weights.mean = lambda *args: END[fate]() or mean(*args)
+        mean = SharedWeights.mean
+        SharedWeights.mean = lambda *args: END[end]() or mean(*args)
     return fit_gossip(state, folder, CALM, unhurried, 2.0)
 
 
 END = {"dies": lambda: os.kill(os.getpid(), signal.SIGKILL), "hangs": lambda: time.sleep(7)}
 
 
-def test_who_is_silent_is_given_up(ranks):
+def test_a_silent_worker_is_given_up(ranks):
     ranks(3).call(fit_gossip, CALM)
     (fit, lost), second, (other, _) = ranks(3).attempt(fit_gossip, CALM, hang, 2.0)
     assert isinstance(second.cause, RankLostError)

@@ -1,4 +1,4 @@
-"""Do processes that fetch ahead give the same samples, and end with the run?"""
+"""Processes that prefetch yield the same samples, and end with the run."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ import pytest
 from ddpnb.protocol.messages import RunHeader, RunSpec, StepEvent
 from ddpnb.rank.strategies.timer import NullTimer
 from ddpnb.rank.training import loop
-from ddpnb.rank.training.context import build
+from ddpnb.rank.training.context import build_context
 
 CELL = """
 import os
@@ -90,7 +90,7 @@ def test_samples_and_their_order_are_the_same(ranks, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["async", "hogwild", "gossip"])
-def test_who_asks_for_shares_asks_ahead(ranks, strategy):
+def test_workers_that_take_shards_from_a_queue_take_them_early(ranks, strategy):
     """On one rank every sample comes in its turn; on two, once in each epoch."""
     direct = ranks(1).call(loading_job, spec_of(strategy, num_data_workers=0))
     assert losses(ranks(1).call(loading_job, spec_of(strategy))[0]) == losses(direct[0])
@@ -107,7 +107,7 @@ def augmented_job(state, folder, seed, first_step):
     """Return the inputs of this rank's first step, which are drawn at random."""
     multiprocessing.current_process()._config["daemon"] = False  # else it may have no children
     spec = spec_of("ddp", source=AUGMENTING, seed=seed)
-    context = replace(build(spec, state, {}, filename="here"), first_step=first_step)
+    context = replace(build_context(spec, state, {}, filename="here"), first_step=first_step)
     with closing(context.strategy()) as strategy:
         strategy.setup(context.replica("t", num_steps=1, timer=NullTimer()))
         with closing(context.source(strategy)) as source:
@@ -125,7 +125,7 @@ def test_processes_draw_other_random_numbers_on_each_rank_and_for_each_seed(rank
     assert [str(inputs) for inputs in ranks(2).call(augmented_job, 0, 5)] == drawn[4:]
 
 
-def test_where_it_cannot_help_that_is_said(ranks):
+def test_a_note_says_where_it_has_no_effect(ranks):
     in_memory = "def data(split): return torch.randn(100, 4), torch.zeros(100).long()"
     source = CELL.split("def data")[0] + in_memory
     events, most, *_ = ranks(2).call(loading_job, spec_of("ddp", source=source))[0]

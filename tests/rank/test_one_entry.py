@@ -56,7 +56,7 @@ IN_THE_KERNEL = """
 import sys
 from ddpnb.magics.arguments import catalogue_text
 from ddpnb.magics.completion import choices
-from ddpnb.runs.comparison import Comparison
+from ddpnb.history.comparison import Comparison
 from ddpnb.reports.figures.figure import draw
 from ddpnb.reports.style import style_of
 from ddpnb.reports.formatting import longest_label

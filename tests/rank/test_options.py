@@ -1,4 +1,4 @@
-"""Does every choice of a training do what it says, for every strategy?"""
+"""Every option of a training does what it says, for every strategy."""
 
 import threading
 from contextlib import closing
@@ -16,8 +16,8 @@ from ddpnb.rank.strategies.data_parallel import Cast, ThreadReplicas
 from ddpnb.rank.tasks.base import default_optimizer
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard
 from ddpnb.rank.training import loop
-from ddpnb.rank.training.context import build
-from ddpnb.rank.training.optimizer_hooks import notes, tuned
+from ddpnb.rank.training.context import build_context
+from ddpnb.rank.training.optimizer_hooks import notes, with_hooks
 from tests.rank.ranks import make_state
 
 CELL = """
@@ -57,7 +57,7 @@ def losses(result) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
-def test_accumulated_gradients_are_those_of_the_whole_share(ranks, strategy):
+def test_accumulated_gradients_are_those_of_the_whole_shard(ranks, strategy):
     whole, in_parts = (
         ranks(2).call(train_job, spec_of(strategy, accumulate=num))[0] for num in (1, 4)
     )
@@ -167,7 +167,7 @@ def rates(num_updates: int, optimizer: torch.optim.Optimizer) -> list[float]:
 
 def optimizer_of(plan: Plan = PLAN, **choices) -> torch.optim.Optimizer:
     spec = spec_of("ddp", **choices)
-    return tuned(default_optimizer(0.1), spec, plan, ORDER)([nn.Parameter(torch.ones(1))])
+    return with_hooks(default_optimizer(0.1), spec, plan, ORDER)([nn.Parameter(torch.ones(1))])
 
 
 @pytest.mark.parametrize(("scaling", "full"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
@@ -187,7 +187,7 @@ def test_asynchronous_workers_make_more_updates_in_an_epoch():
     ("word", "num_updates"),
     [("async:bound=0", 4), ("async:period=2", 8), ("hogwild", 4), ("gossip", 4)],
 )
-def test_who_makes_fewer_updates_warms_up_in_as_many_epochs(word, num_updates):
+def test_an_optimizer_with_fewer_updates_warms_up_in_as_many_epochs(word, num_updates):
     """Of 4 workers in an epoch of 4 steps: each gradient alone would make 16 updates."""
     plan = make_strategy(word, {}).plan(make_state(0, 4))
     seen = rates(10, optimizer_of(plan, num_lr_warmup_epochs=1))
@@ -195,7 +195,7 @@ def test_who_makes_fewer_updates_warms_up_in_as_many_epochs(word, num_updates):
 
 
 @pytest.mark.parametrize(
-    ("epochs", "told"),
+    ("epochs", "note"),
     [
         (0, ""),
         (3, ""),
@@ -204,15 +204,15 @@ def test_who_makes_fewer_updates_warms_up_in_as_many_epochs(word, num_updates):
         (4, "The full learning rate is never reached: --lr-warmup 4 is longer than the run."),
     ],
 )
-def test_a_warm_up_without_effect_or_without_end_is_told(epochs: float, told: str):
+def test_a_warm_up_without_effect_or_without_end_has_a_note(epochs: float, note: str):
     spec = spec_of("ddp", num_lr_warmup_epochs=epochs, num_epochs=3)
-    assert list(notes(spec, PLAN, ORDER)) == ([told] if told else [])
+    assert list(notes(spec, PLAN, ORDER)) == ([note] if note else [])
 
 
-def test_a_share_that_cannot_be_cut_into_so_many_is_told(ranks):
+def test_a_shard_with_too_few_samples_to_accumulate_has_a_note(ranks):
     for accumulate, expected in (
         (16, []),
-        (20, ["--accumulate 20: a share of 16 is cut into 16."]),
+        (20, ["--accumulate 20 makes only 16 parts: a worker has 16 samples of each batch."]),
     ):
         _, events = ranks(2).call(train_job, spec_of("ddp", accumulate=accumulate))[0]
         (header,) = [event for event in events if isinstance(event, RunHeader)]
@@ -253,14 +253,14 @@ def test_an_optimizer_that_never_warmed_up_can_begin_to_when_loaded():
 
 
 @pytest.mark.parametrize("strategy", sorted({*STRATEGIES} - {"hogwild"}))  # that has no GPU
-def test_batchnorm_meets_other_ranks_only_where_each_step_does(strategy):
+def test_batchnorm_is_synchronised_only_where_each_step_is(strategy):
     spec = spec_of(strategy, sync_batchnorm=True)
-    context = build(spec, replace(make_state(0, 2), device="cuda:0"), {}, filename="here")
+    context = build_context(spec, replace(make_state(0, 2), device="cuda:0"), {}, filename="here")
     apart = {"single", "dp", "async", "local-sgd", "diloco", "gossip", "no-comm"}
     assert context.syncs_batchnorm == (strategy not in apart)
 
 
-def test_shares_that_meet_in_each_part_are_cut_into_as_many():
+def test_shards_that_synchronise_in_each_part_have_equally_many():
     def num_parts(num_samples: int, most_parts: int | None) -> int:
         rows = torch.ones(num_samples, 1)
         batch = Batch(

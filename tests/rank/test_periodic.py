@@ -1,12 +1,12 @@
-"""Do ranks that meet only now and then average what, when and with whom they say?"""
+"""Do ranks that meet only now and then average what they should, when and with the right rank?"""
 
 import pytest
 import torch
 
 from ddpnb.protocol.messages import RunHeader
-from ddpnb.rank.strategies.gossip import met_in
+from ddpnb.rank.strategies.gossip import partner_in_step
 from ddpnb.rank.tasks.batches import Shard
-from tests.rank.fit import Fit, Problem, by_strategy, distance, fit_of
+from tests.rank.fit import Fit, Problem, average, by_strategy, distance, fit_of
 from tests.rank.test_options import spec_of, train_job
 
 LONG = Problem(num_epochs=5)  # 7 steps an epoch
@@ -28,14 +28,6 @@ def trained_apart(problem: Problem, num_ranks: int, meet) -> Fit:
     return fit_of(models[0], [])
 
 
-@torch.no_grad()
-def average(models) -> None:
-    for same in zip(*(model.parameters() for model in models), strict=True):
-        mean = sum(same) / len(same)
-        for parameter in same:
-            parameter.copy_(mean)
-
-
 def every(num_steps: int):
     return lambda step, models: average(models) if (step + 1) % num_steps == 0 else None
 
@@ -50,16 +42,16 @@ def test_local_sgd_is_training_apart_and_averaging(ranks, num_ranks, optimizer):
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "notes"),
     [
         ("local-sgd:every=14", []),  # 14 steps in all
         (
             "local-sgd:every=20",
-            ["Weights are averaged at the end alone: 14 steps are fewer than 20."],
+            ["SharedWeights are averaged at the end alone: 14 steps are fewer than 20."],
         ),
         (
             "local-sgd:after=7",
-            ["Weights are averaged at the end alone: 14 steps are fewer than 15."],
+            ["SharedWeights are averaged at the end alone: 14 steps are fewer than 15."],
         ),
         ("diloco:every=14", []),
         (
@@ -68,10 +60,10 @@ def test_local_sgd_is_training_apart_and_averaging(ranks, num_ranks, optimizer):
         ),
     ],
 )
-def test_where_the_end_comes_first_that_is_told(ranks, word: str, told: list[str]):
+def test_where_the_end_comes_first_that_is_noted(ranks, word: str, notes: list[str]):
     _, events = ranks(2).call(train_job, spec_of(word))[0]
     (header,) = [event for event in events if isinstance(event, RunHeader)]
-    assert list(header.notes) == told
+    assert list(header.notes) == notes
 
 
 def test_diloco_without_an_outer_optimizer_is_local_sgd(ranks):
@@ -119,7 +111,7 @@ def test_post_local_sgd_begins_synchronously(ranks):
 def test_gossip_is_averaging_in_pairs(ranks, num_ranks):
     def meet(step, models) -> None:
         for rank, model in enumerate(models):
-            other = met_in(step, rank=rank, world_size=num_ranks)
+            other = partner_in_step(step, rank=rank, world_size=num_ranks)
             if other is not None and other > rank:
                 average([model, models[other]])
 
@@ -129,10 +121,10 @@ def test_gossip_is_averaging_in_pairs(ranks, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 10))
-def test_who_meets_whom(num_ranks):
+def test_partners_meet_each_other_and_change(num_ranks):
     seen = set()
     for step in range(2 * num_ranks):
-        met = [met_in(step, rank=rank, world_size=num_ranks) for rank in range(num_ranks)]
+        met = [partner_in_step(step, rank=rank, world_size=num_ranks) for rank in range(num_ranks)]
         assert met.count(None) == num_ranks % 2  # of an odd number one rests
         for rank, other in enumerate(met):
             if other is not None:

@@ -1,4 +1,4 @@
-"""What can a run go on from, and what is refused before anything trains?"""
+"""What a run can be resumed from, and what is refused before anything trains."""
 
 import os
 
@@ -7,7 +7,7 @@ import torch
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.training import loop
-from ddpnb.rank.training.checkpoint import Place
+from ddpnb.rank.training.checkpoint import CheckpointPart
 from tests.rank.ranks import make_state
 from tests.rank.test_checkpoint import PER_EPOCH, losses, spec_of
 from tests.rank.test_options import CELL, train_job
@@ -31,7 +31,7 @@ def test_what_cannot_be_resumed_is_one_sentence_before_anything_trains(ranks, tm
     )
     refused(tmp_path, "--batch-size 32, not 40: give the same", num_epochs=9, batch_size=40)
     refused(tmp_path, "--seed 0, not 1: give the same", num_epochs=9, seed=1)
-    refused(tmp_path, "--lr-warmup 0.0, not 1: give", num_epochs=9, num_lr_warmup_epochs=1)
+    refused(tmp_path, "--lr-warmup 0, not 1: give", num_epochs=9, num_lr_warmup_epochs=1)
     refused(tmp_path, "was trained by 2 ranks, not 3", num_epochs=9, num_ranks=3)
     for path in (tmp_path / "old").glob("step-*/rank-0*"):
         path.write_bytes(b"no such thing")
@@ -112,9 +112,9 @@ class Trap:
 
 def test_nothing_in_a_checkpoint_is_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    place = Place(folder=tmp_path / "old", part=0, num_parts=2)
-    place.path(7).parent.mkdir(parents=True)
+    own = CheckpointPart(folder=tmp_path / "old", part=0, num_parts=2)
+    own.path(7).parent.mkdir(parents=True)
     for part in range(2):
-        torch.save({"step": Trap()}, place.path(7).with_name(place.name(part)))
+        torch.save({"step": Trap()}, own.path(7).with_name(own.name(part)))
     refused(tmp_path, "cannot be read")
     assert not (tmp_path / "trapped").exists()

@@ -1,4 +1,4 @@
-"""Does a rank that keeps a part keep only that, and send what it says?"""
+"""Does a rank that keeps a part keep only that, and report what it sends?"""
 
 import json
 import math
@@ -237,12 +237,12 @@ class Holder(nn.Module):
         Problem(model="frozen", accumulate=3),
     ],
 )
-def test_fsdp_tells_what_torch_has_sent(ranks, word, problem):
-    for told, recorded in ranks(2).call(told_and_recorded, word, problem):
-        assert told == recorded > 0
+def test_fsdp_reports_what_torch_has_sent(ranks, word, problem):
+    for reported, recorded in ranks(2).call(reported_and_recorded, word, problem):
+        assert reported == recorded > 0
 
 
-def told_and_recorded(state, folder, word, problem) -> tuple[int, int]:
+def reported_and_recorded(state, folder, word, problem) -> tuple[int, int]:
     """What a strategy says that it sent, and what the gathers and scatters of torch take."""
     since = time.time_ns()
     fit = by_strategy(state, folder, word, replace(problem, num_epochs=0.5))

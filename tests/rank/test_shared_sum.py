@@ -1,4 +1,4 @@
-"""Does the sum in shared memory add up, always, and let go of who waits for the dead?"""
+"""Is the all-reduce in shared memory right, and are its waits freed where a rank dies?"""
 
 import os
 import random
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.shared_all_reduce import PIECE_BYTES, SharedAllReduce
+from ddpnb.rank.comm.shared_all_reduce import CHUNK_BYTES, SharedAllReduce
 from ddpnb.rank.failures import is_consequence
 from ddpnb.rank.strategies import ddp_shm
 from tests.rank.fit import Problem, by_hand, by_strategy, distance
@@ -50,7 +50,7 @@ def stress(state, folder, num_rounds, most):
             if pauses.random() < 0.02:
                 time.sleep(pauses.random() * 0.002)
             flat = whole_numbers(state.rank, number, size, dtype)
-            shared.add(flat)
+            shared.all_reduce(flat)
             ranks = range(state.world_size)
             expected = sum(whole_numbers(rank, number, size, dtype) for rank in ranks)
             num_wrong += not torch.equal(flat, expected)
@@ -64,7 +64,7 @@ def test_thousands_of_small_sums_of_any_size_and_type_are_right(ranks, num_ranks
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_tensors_of_many_pieces_are_right(ranks, num_ranks):
-    assert ranks(num_ranks).call(stress, 40, PIECE_BYTES) == [0] * num_ranks
+    assert ranks(num_ranks).call(stress, 40, CHUNK_BYTES) == [0] * num_ranks
 
 
 def late_readers(state, folder, num_rounds):
@@ -72,15 +72,13 @@ def late_readers(state, folder, num_rounds):
     pauses = random.Random(state.rank)
     num_wrong = 0
     with closing(opened(state, folder)) as shared:
-        shared.tell(
-            lambda is_waiting: (
-                time.sleep(0.01) if not is_waiting and pauses.random() < 0.3 else None
-            )
+        shared.on_wait = lambda is_waiting: (
+            time.sleep(0.01) if not is_waiting and pauses.random() < 0.3 else None
         )
         for number in range(num_rounds):
-            size = 3 * PIECE_BYTES
+            size = 3 * CHUNK_BYTES
             flat = whole_numbers(state.rank, number, size, torch.float32)
-            shared.add(flat)
+            shared.all_reduce(flat)
             ranks = range(state.world_size)
             expected = sum(whole_numbers(rank, number, size, torch.float32) for rank in ranks)
             num_wrong += not torch.equal(flat, expected)
@@ -88,14 +86,14 @@ def late_readers(state, folder, num_rounds):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_nobody_overwrites_what_another_has_yet_to_read(ranks, num_ranks):
+def test_no_rank_overwrites_what_another_has_yet_to_read(ranks, num_ranks):
     assert ranks(num_ranks).call(late_readers, 8) == [0] * num_ranks
 
 
 def same_bits(state, folder):
     with closing(opened(state, folder)) as shared:
         flat = torch.randn(300_001, generator=torch.Generator().manual_seed(state.rank))
-        shared.add(flat)
+        shared.all_reduce(flat)
         return flat
 
 
@@ -114,7 +112,7 @@ def sum_until_it_fails(state, folder, fault):
                 if fault == "raise":
                     raise ZeroDivisionError
                 time.sleep(3)
-            shared.add(torch.ones(1000))
+            shared.all_reduce(torch.ones(1000))
 
 
 @pytest.mark.parametrize("fault", ["kill", "raise"])
@@ -176,7 +174,7 @@ def test_an_interrupt_reaches_a_rank_that_waits(fresh_ranks):
     assert fresh_ranks(2).call(interrupted_training) == [KeyboardInterrupt, RuntimeError]
 
 
-def test_where_ranks_share_no_memory_gloo_takes_over_and_it_is_said(ranks):
+def test_where_ranks_share_no_memory_gloo_takes_over_with_a_note(ranks):
     for fit in ranks(2).call(apart, Problem()):
         assert distance(fit, by_hand(Problem(), 2)) < 1e-5
         assert "cannot share memory" in fit.notes[0]
@@ -193,7 +191,7 @@ def apart(state, folder, problem):
         own.rmdir()
 
 
-def test_waiting_is_told_from_copying(ranks):
+def test_waiting_is_timed_apart_from_copying(ranks):
     for timings in ranks(2).call(timed_job, "ddp-shm", 6):
         assert all(parts.waiting > 0 and parts.communication > 0 for _, parts in timings)
         assert all(parts.hidden == 0 for _, parts in timings)

@@ -1,4 +1,4 @@
-"""Is each built-in task what it says: real data where it says so, and something to learn?"""
+"""Each built-in task is what it says: real data if it says so, and something to learn."""
 
 import math
 
@@ -58,7 +58,7 @@ def test_text_is_learnt(ranks):
     assert 0.15 < report.held_out_accuracy < 1
 
 
-def test_every_character_counts_as_its_share_of_the_sample():
+def test_every_character_counts_as_its_fraction_of_the_sample():
     scores = torch.zeros(2, 3, 4)
     scores[0, 1], scores[1, 2] = 1, 1
     targets = torch.tensor([[1, 1, 1, 0], [2, 2, 0, 0]])
@@ -117,14 +117,14 @@ def test_the_users_own_cifar_files_are_read(images):
     loop.check(spec_of("cifar10"), state=make_state(0, 1), namespace={})
 
 
-def test_the_users_own_cifar_files_can_be_read_ahead_by_processes(images):
+def test_the_users_own_cifar_files_can_be_prefetched_by_processes(images):
     train = load_task(spec_of("cifar10"), {}, "").train
     assert isinstance(train, DatasetSamples)
     shards = list(every_step(3, part=0, num_parts=1))
     wanted = [torch.tensor(numbers) for numbers in ([20, 0, 12, 11], [5], [11, 13, 2])]
-    ahead = PrefetchingLoader(train.dataset, shards, lambda shard: wanted[shard.step], 2, seed=0)
-    pairs = list(ahead.pairs())
-    ahead.close()
+    loader = PrefetchingLoader(train.dataset, shards, lambda shard: wanted[shard.step], 2, seed=0)
+    pairs = list(loader.pairs())
+    loader.close()
     assert [shard for shard, _ in pairs] == shards
     for (_, (inputs, targets)), numbers in zip(pairs, wanted, strict=True):
         expected = train.fetch(numbers)
@@ -134,16 +134,16 @@ def test_the_users_own_cifar_files_can_be_read_ahead_by_processes(images):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "expected"),
     [
         (b"", "has 0 bytes"),
         (b"a" * 3072, "has 3072 bytes, which is not a number of CIFAR-10 records"),
         (b"\x0b" * 3073, "has a label 11"),
     ],
 )
-def test_files_that_are_not_cifar_are_refused(images, content, told):
+def test_files_that_are_not_cifar_are_refused(images, content, expected):
     (images / "data_batch_2.bin").write_bytes(content)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=expected):
         load_task(spec_of("cifar10"), {}, "")
 
 
@@ -161,7 +161,7 @@ def test_the_residual_network_is_resnet_18():
 
 
 @pytest.mark.parametrize("parameters", [40_000, 2_500_000])
-def test_synthetic_models_have_as_many_parameters_as_wished(parameters):
+def test_synthetic_models_have_as_many_parameters_as_asked_for(parameters):
     task = load_task(spec_of(f"synthetic:parameters={parameters},compute=4,samples=64"), {}, "")
     model = task.model()
     assert size_of(model) == parameters
@@ -175,7 +175,7 @@ def test_more_computing_is_no_more_to_exchange():
     assert len(sizes) == 1
 
 
-def test_synthetic_wishes_that_cannot_be_are_one_sentence():
+def test_impossible_synthetic_options_are_one_sentence():
     with pytest.raises(UserError, match="parameters must be at least 25578, not 5"):
         load_task(spec_of("synthetic:parameters=5"), {}, "")
     with pytest.raises(UserError, match="synthetic:samples must be at least 16"):

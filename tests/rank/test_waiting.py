@@ -1,4 +1,4 @@
-"""Does a step tell apart what its rank computes and what it waits for, in every strategy?"""
+"""Is waiting timed apart from computing, in every strategy?"""
 
 import itertools
 import statistics
@@ -21,7 +21,7 @@ WAITING = (
     "zero",
     *SHARDED,
 )
-"""Whose ranks wait for the slowest."""
+"""Strategies in which ranks wait for the slowest."""
 
 BATCHNORM = """
 import time

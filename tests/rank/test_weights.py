@@ -1,4 +1,4 @@
-"""Do averages of two workers' weights keep the mean, and does nobody wait for a lock for ever?"""
+"""Do averages of two workers' weights keep the mean, and does every wait for a lock end?"""
 
 import contextlib
 from pathlib import Path
@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.messages import RankLostError
-from ddpnb.rank.comm.packed_tensors import create_shared, map_copies, num_bytes
-from ddpnb.rank.comm.shared_weights import Weights
-from ddpnb.rank.strategies.gossip import chosen_by
+from ddpnb.rank.comm.packed_tensors import create_shared_file, map_copies, packed_num_bytes
+from ddpnb.rank.comm.shared_weights import SharedWeights
+from ddpnb.rank.strategies.gossip import choose_peer
 
 LIKE = [torch.empty(400, 500), torch.empty(2, dtype=torch.float64)]
 
@@ -18,7 +18,7 @@ LIKE = [torch.empty(400, 500), torch.empty(2, dtype=torch.float64)]
 def weights_in(folder: Path, num_copies: int, timeout_seconds: float = 60.0, cancellation=None):
     path = folder / "weights"
     copies = map_copies(path, LIKE, num_copies)
-    return Weights(path, copies, timeout_seconds, cancellation or CancellationToken()), copies
+    return SharedWeights(path, copies, timeout_seconds, cancellation or CancellationToken()), copies
 
 
 def some_weights(rank: int) -> list[torch.Tensor]:
@@ -26,7 +26,7 @@ def some_weights(rank: int) -> list[torch.Tensor]:
     return [torch.randn(like.shape, generator=generator, dtype=like.dtype) for like in LIKE]
 
 
-def write(weights: Weights, copies, rank: int, values: list[torch.Tensor]) -> None:
+def write(weights: SharedWeights, copies, rank: int, values: list[torch.Tensor]) -> None:
     with weights.locked(rank):
         for slot, value in zip(copies[rank].tensors, values, strict=True):
             slot.copy_(value)
@@ -34,13 +34,13 @@ def write(weights: Weights, copies, rank: int, values: list[torch.Tensor]) -> No
 
 def average_often(state, folder):
     if state.rank == 0:
-        create_shared(folder / "weights", state.world_size * num_bytes(LIKE))
+        create_shared_file(folder / "weights", state.world_size * packed_num_bytes(LIKE))
     dist.barrier()
     weights, copies = weights_in(folder, state.world_size)
     write(weights, copies, state.rank, some_weights(state.rank))
     dist.barrier()
     for step in range(300):
-        with weights.averaged(state.rank, chosen_by(state.rank, step, range(state.world_size))):
+        with weights.averaged(state.rank, choose_peer(state.rank, step, range(state.world_size))):
             pass
     dist.barrier()
     weights.close()
@@ -59,7 +59,7 @@ def test_averages_in_pairs_keep_the_mean_and_lead_to_it(ranks):
 
 
 def test_two_take_the_mean_and_a_third_stays(tmp_path):
-    create_shared(tmp_path / "weights", 3 * num_bytes(LIKE))
+    create_shared_file(tmp_path / "weights", 3 * packed_num_bytes(LIKE))
     weights, copies = weights_in(tmp_path, 3)
     for rank in range(3):
         write(weights, copies, rank, [torch.full_like(like, 4.0 * rank) for like in LIKE])
@@ -71,9 +71,9 @@ def test_two_take_the_mean_and_a_third_stays(tmp_path):
 
 
 def wait_for_a_lock(state, folder):
-    """Rank 0 holds its lock; rank 1 waits for it in vain, until its time is up or all is cut."""
+    """Rank 0 holds its lock; rank 1 waits for it until its time is up or it is cancelled."""
     if state.rank == 0:
-        create_shared(folder / "weights", 2 * num_bytes(LIKE))
+        create_shared_file(folder / "weights", 2 * packed_num_bytes(LIKE))
     dist.barrier()
     cancellation = CancellationToken()
     weights, _ = weights_in(folder, 2, 0.2, cancellation)
@@ -93,7 +93,7 @@ def wait_for_a_lock(state, folder):
     return causes
 
 
-def test_who_waits_for_a_lock_is_freed_in_time(ranks):
+def test_a_wait_for_a_lock_ends_in_time(ranks):
     _, (late, abort) = ranks(2).call(wait_for_a_lock)
     assert isinstance(late, RankLostError)
     assert "freed from its wait" in str(abort)

@@ -1,4 +1,4 @@
-"""How do many tensors become few messages?  (Every rank.)"""
+"""Many tensors in few messages: flat buffers (ranks)."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 class FlatBuffer:
     """Tensors laid end to end: one flat tensor for each dtype among them.
 
-    They are where the default group can send them from: gloo's, in the host's memory.
+    It lies where the default group can send from: for gloo in the host's memory.
 
     Args:
         like: gives shapes, dtypes and device; at least one.
@@ -27,7 +27,7 @@ class FlatBuffer:
         self.buffers = list(by_dtype.values())
         """Shape (n,) each."""
         self.views: list[Tensor] = []
-        """Where each tensor lies in them, in its own shape, in the order given."""
+        """The part of a buffer for each tensor, in its shape, in the given order."""
         rest = dict(by_dtype)
         for tensor in like:
             view, rest[tensor.dtype] = rest[tensor.dtype].tensor_split([tensor.numel()])
@@ -76,7 +76,7 @@ class FlatBuffer:
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients, all of which a backward pass has made."""
+    """Return the gradients; the backward pass must have made all of them."""
     found = [parameter.grad for parameter in parameters]
     assert all(gradient is not None for gradient in found), "a parameter has no gradient"
     return [gradient for gradient in found if gradient is not None]
@@ -91,11 +91,11 @@ def all_reduce_bytes(size: int, world_size: int) -> int:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors; of one that is spread over ranks, those that lie here."""
+    """Return the bytes of tensors; of a sharded one, those on this rank."""
     return sum(tensor.numel() * tensor.element_size() for tensor in map(_local, tensors))
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return what lies here; by its method, for to import ``DTensor`` takes a rank a second."""
+    """Return the part on this rank, without an import of ``DTensor``, which takes a second."""
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()

@@ -1,7 +1,7 @@
-"""How do ranks of different hosts exchange tensors?  By gloo's send and recv.  (Rank side.)
+"""A transport between hosts: gloo's send and recv (ranks).
 
-All ranks form a gloo group of the run's own.  Besides tensors go messages of fixed size, as
-bytes.  Only members of the process group can take part: nobody joins later.
+All ranks form a gloo group of the run's own, for tensors and for messages of fixed size.  Only
+members of the process group can take part: no worker joins later.
 """
 
 import threading
@@ -13,45 +13,59 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.comm.client import Place, ServerTransport, Wire, WireChannel, serve
 from ddpnb.rank.comm.messages import PeerGoneError
 from ddpnb.rank.comm.packed_tensors import pack
-from ddpnb.rank.comm.parameter_server import SERVER_RANK, Server
+from ddpnb.rank.comm.parameter_server import SERVER_RANK, ParameterServer
+from ddpnb.rank.comm.transport import (
+    ConnectionTransport,
+    PeerConnection,
+    ServerTransport,
+    WorkerConfig,
+    serve_connection,
+)
 
 
 @final
-class GlooServer(ServerTransport):
+class GlooServerTransport(ServerTransport):
     """A thread for each other rank, which waits for its messages; takes part: every rank."""
 
-    def __init__(self, server: Server, place: Place) -> None:
+    def __init__(self, server: ParameterServer, config: WorkerConfig) -> None:
         self._opened = ExitStack()
-        group = _group(place, self._opened)
-        self._timeout = place.timeout_seconds
+        group = _new_group(config, self._opened)
+        self._timeout = config.timeout_seconds
         self._threads = [
             threading.Thread(
-                target=serve,
-                args=(server, rank, _GlooWire(group, rank), pack(place.parameters)),
+                target=serve_connection,
+                args=(server, rank, _GlooConnection(group, rank), pack(config.parameters)),
                 name="ddpnb-server",
                 daemon=True,
             )
-            for rank in place.others
+            for rank in config.other_ranks
         ]
         for thread in self._threads:
             thread.start()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for the threads: each ends with its worker's last message, or with its worker."""
         for thread in self._threads:
             thread.join(self._timeout)
 
     def close(self) -> None:
         """Wait for the threads, leave the group."""
-        self.settle()
+        self.drain()
         self._opened.close()
 
 
+def connect_gloo(config: WorkerConfig) -> ConnectionTransport:
+    """Connect a worker to rank 0; takes part: every rank."""
+    opened = ExitStack()
+    connection = _GlooConnection(_new_group(config, opened), SERVER_RANK)
+    copies = [pack(config.parameters)] * config.world_size  # one, whichever a reply names
+    return ConnectionTransport(connection, pack(config.parameters), copies, opened)
+
+
 @final
-class _GlooWire(Wire):
+class _GlooConnection(PeerConnection):
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self._group = group
         self._peer = peer
@@ -77,17 +91,9 @@ class _GlooWire(Wire):
             raise PeerGoneError from error
 
 
-def gloo_channel(place: Place) -> WireChannel:
-    """Return a worker's channel to rank 0; takes part: every rank."""
-    opened = ExitStack()
-    wire = _GlooWire(_group(place, opened), SERVER_RANK)
-    copies = [pack(place.parameters)] * place.world_size  # whichever the server names
-    return WireChannel(wire, pack(place.parameters), copies, opened)
-
-
-def _group(place: Place, opened: ExitStack) -> dist.ProcessGroup:
-    """Form the group of one run, which ``opened`` leaves; takes part: every rank."""
-    timeout = timedelta(seconds=place.timeout_seconds)
+def _new_group(config: WorkerConfig, opened: ExitStack) -> dist.ProcessGroup:
+    """Form the run's group, which ``opened`` destroys; takes part: every rank."""
+    timeout = timedelta(seconds=config.timeout_seconds)
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     opened.callback(dist.destroy_process_group, group)
     return group

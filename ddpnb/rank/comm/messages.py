@@ -1,13 +1,13 @@
-"""What do a worker and the parameter server tell each other?  (Rank side.)
+"""The messages between a worker and the parameter server (ranks).
 
-Besides tensors, a few numbers of fixed size, never a pickle.
+Each is a few numbers of fixed size, never a pickle.  Tensors travel beside them.
 """
 
 import struct
 from enum import IntEnum
 from typing import NamedTuple, Self
 
-NOBODY = -1
+NO_RANK = -1
 
 _REQUEST = struct.Struct("<qd")
 _REPLY = struct.Struct("<qqqqdqq?")
@@ -19,7 +19,7 @@ class PeerGoneError(Exception):
 
 
 class RankLostError(RuntimeError):
-    """A rank has left in the middle of a run, or makes no progress: the run is over."""
+    """A rank left in the middle of a run, or makes no progress: the run is over."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(
@@ -33,25 +33,25 @@ class RunOverError(Exception):
     """There is no server to join: the run has ended."""
 
 
-class Request(IntEnum):
-    """What a worker asks of the server."""
+class RequestKind(IntEnum):
+    """What a worker requests."""
 
     BEGIN = 1
-    """Give me the first parameters and share, when all workers are here."""
+    """The first parameters and shards, once all workers have arrived."""
     PUSH = 2
-    """Here is my gradient; give me parameters and my next share."""
+    """The next parameters and shard, in exchange for a gradient."""
     DONE = 3
-    """I have made my last step; give me the final parameters."""
+    """The final parameters: the worker has made its last step."""
     LEAVE = 4
-    """I have the final parameters, or else have failed; nothing is expected."""
+    """Nothing: the worker has the final parameters, or has failed."""
 
 
-class Asked(NamedTuple):
-    """What a worker asks, in full."""
+class WorkerRequest(NamedTuple):
+    """A worker's request, without its tensors."""
 
-    request: Request
+    kind: RequestKind
     weight: float = 0.0
-    """Of the gradient that is pushed: the worker's share of the global batch."""
+    """Of the pushed gradient: the worker's share of the global batch."""
 
     def pack(self) -> bytes:
         """Return this as bytes."""
@@ -59,32 +59,32 @@ class Asked(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        """Return what was packed."""
-        request, weight = _REQUEST.unpack(data)
-        return cls(Request(request), weight)
+        """Return the request that was packed."""
+        kind, weight = _REQUEST.unpack(data)
+        return cls(RequestKind(kind), weight)
 
 
 class Reply(NamedTuple):
-    """What the server answers, with the parameters."""
+    """The server's reply, without the parameters."""
 
     staleness: int = 0
     """Updates by others between this worker's pull and the use of its gradient."""
     first_shard: int = 0
     num_shards: int = 0
     stride: int = 1
-    """Numbers of the shares to train on next, so far apart; none at the end."""
+    """Numbers of the next shards: this many, this far apart; none at the end."""
     waited_seconds: float = 0.0
-    """How long the answer had to wait for other workers."""
-    lost_rank: int = NOBODY
-    """Why there are no parameters: who left in the middle of the run."""
+    """How long the reply had to wait for other workers."""
+    lost_rank: int = NO_RANK
+    """The lost rank that ended the run; then there are no parameters."""
     copy: int = 0
-    """Which copy of the parameters to train on, for who shares their memory with the server."""
+    """The copy of the parameters to train on, for a worker that shares the server's memory."""
     is_complete: bool = True
     """Whether no worker has been lost so far."""
 
     @property
     def shards(self) -> range:
-        """Numbers of the shares to train on, after those handed out before."""
+        """Numbers of the shards to train on, after those handed out before."""
         end = self.first_shard + self.num_shards * self.stride
         return range(self.first_shard, end, self.stride)
 
@@ -94,5 +94,5 @@ class Reply(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        """Return what was packed."""
+        """Return the reply that was packed."""
         return cls(*_REPLY.unpack(data))

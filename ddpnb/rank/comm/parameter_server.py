@@ -1,7 +1,7 @@
-"""Who may go on, with which parameters, on which share?  (Rank 0, a thread for each worker.)
+"""The parameter server: when workers may go on, and with what (rank 0).
 
-Each worker's calls block until it may go on.  Rank 0's own worker calls directly; those of
-the other ranks are called for by the threads of a transport.
+Each worker's calls block until it may go on.  Rank 0's own worker calls directly; for each
+worker of another rank, a thread of a transport calls.
 """
 
 import threading
@@ -13,46 +13,46 @@ from typing import Any
 
 from torch import Tensor
 
-from ddpnb.rank.comm.messages import NOBODY, RankLostError, Reply
+from ddpnb.rank.comm.messages import NO_RANK, RankLostError, Reply
 from ddpnb.rank.comm.parameter_store import ParameterStore
 
 SERVER_RANK = 0
 NO_BOUND = -1
-_LOOK_SECONDS = 0.1
-"""How often a wait looks for failures and deaths that nobody reports."""
+_POLL_SECONDS = 0.1
+"""How often a wait checks for failures and deaths that no transport reports."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Worker:
-    """What the server knows of one living worker."""
+    """A living worker."""
 
-    life: object
-    """Which of the rank's processes it is: one that is started anew has another."""
+    incarnation: object
+    """Which of the rank's processes it is; a restarted one has another."""
     clock: int
-    """Shares whose gradients have arrived."""
-    dealt: range = range(0)
-    """What it was dealt when all began."""
+    """Number of shards that it has pushed the gradients of."""
+    first_shards: range = range(0)
+    """What it was handed out at the start."""
     shards: deque[int] = field(default_factory=deque)
-    """What it has been handed out and not trained on, in order."""
+    """What it holds and has not trained on, in order."""
     heard_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
 
 
-class Server:
-    """Hands out parameters and shares, and takes gradients, until all workers are done.
+class ParameterServer:
+    """Hands out parameters and shards, and takes gradients, until all workers are done.
 
-    A worker that dies, or is silent for too long, costs its own share; one that failed ends
+    A worker that dies, or is silent for too long, costs the shards it holds.  One that fails ends
     the run for all, and so does the end of rank 0.
 
     Args:
-        master: the parameters.
+        store: the parameters.
         num_workers: ranks 0, 1, 2 ... that begin together.
-        num_shares: shares to hand out, in order, to whoever asks next.
-        num_ahead: how many more a worker has in hand than the one that it trains on.
+        num_shards: shards to hand out, in order, to the next worker that asks.
+        num_prefetched: shards that a worker holds besides the one that it trains on.
         bound: steps that a worker may be ahead of the slowest; ``NO_BOUND``: any number.
-            At 0 the updates are made for whole rounds.
+            At 0 one update is made of a whole round.
         timeout_seconds: how long it may be that no worker at all makes progress.
-        absent: tells which rank has failed before it came, or ``NOBODY``.
+        find_failed_rank: returns a rank that failed before the run began, or ``NO_RANK``.
     """
 
     def __init__(
@@ -64,98 +64,93 @@ class Server:
         timeout_seconds: float,
         num_prefetched: int = 0,
         bound: int = NO_BOUND,
-        absent: Callable[[], int] = lambda: NOBODY,
+        find_failed_rank: Callable[[], int] = lambda: NO_RANK,
     ) -> None:
         self.store = store
         self.error: Exception | None = None
         """What went wrong in a thread of this rank, if anything did."""
-        self.dead: Callable[[], Sequence[int]] = lambda: ()
-        """Returns the workers that have died, where the transport does not notice it."""
+        self.find_dead_ranks: Callable[[], Sequence[int]] = lambda: ()
+        """Returns dead workers, for a transport that does not notice them."""
         self.lost_shards: list[int] = []
-        """What was handed out to workers that are lost."""
+        """What lost workers held."""
         self._num_workers = num_workers
         self._shards = range(num_shards)
         """What has not been handed out."""
         self._num_prefetched = num_prefetched
         self._bound = bound
         self._timeout = timeout_seconds
-        self._absent = absent
+        self._find_failed_rank = find_failed_rank
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._workers: dict[int, _Worker] = {}
         self._has_begun = False
         self._is_complete = True
         """Whether no worker has been lost."""
-        self._failed_rank = NOBODY
+        self._failed_rank = NO_RANK
         self._progress_at = time.monotonic()
 
-    def begin(self, rank: int, life: object = None) -> Reply:
-        """Wait until all workers are there; give the first parameters and share.
+    def begin(self, rank: int, incarnation: object = None) -> Reply:
+        """Wait for all workers; return the first parameters and shards.
 
-        Who comes later joins, at the clock of the slowest.
+        A worker that comes later joins, at the clock of the slowest.
 
         Args:
-            rank: the worker.
-            life: by this and the following: what tells its process from one that has died.
+            rank: of the worker.
+            incarnation: here and below: distinguishes its process from one that has died.
 
         Raises:
-            RankLostError: by this and the following: the run is over, or goes on without
-                this worker.
+            RankLostError: here and below: the run is over, or goes on without this worker.
         """
         with self._lock:
             self._check()
             if rank in self._workers:  # its death has not been noticed yet
                 self._lose(rank)
-            self._workers[rank] = _Worker(life=life, clock=self._slowest())
+            self._workers[rank] = _Worker(incarnation=incarnation, clock=self._slowest_clock())
             if not self._has_begun and len(self._workers) == self._num_workers:
                 self._has_begun = True
-                self._deal()
+                self._hand_out_first_shards()
             self._note_progress()
             self._wait(lambda: self._has_begun)
-            worker = self._living(rank, life)
-            return self._answer(rank, worker, worker.dealt or self._take(1 + self._num_prefetched))
+            worker = self._living(rank, incarnation)
+            shards = worker.first_shards or self._take(1 + self._num_prefetched)
+            return self._reply(rank, worker, shards)
 
     def push(
         self,
         rank: int,
         gradients: Sequence[Tensor | None],
         weight: float = 1.0,
-        life: object = None,
+        incarnation: object = None,
     ) -> Reply:
-        """Take gradients; give parameters and the next share as soon as the bound allows.
+        """Take gradients; return parameters and the next shard as soon as the bound allows.
 
         Args:
-            rank: the worker.
+            rank: of the worker.
             gradients: of its mean loss, one for each parameter; None: none.
             weight: its share of the global batch.
-            life: its process.
+            incarnation: of the worker.
         """
-        asked = time.perf_counter()
+        asked_at = time.perf_counter()
         with self._lock:
-            waited_seconds = time.perf_counter() - asked
+            waited_seconds = time.perf_counter() - asked_at
             self._check()
-            worker = self._living(rank, life)
+            worker = self._living(rank, incarnation)
             staleness = self.store.write(rank, gradients, weight)
             worker.clock += 1
             worker.shards.popleft()
             worker.heard_at = self._progress_at = time.monotonic()
-            if self._bound != NO_BOUND:  # else nobody waits for this
+            if self._bound != NO_BOUND:  # else no worker waits for this
                 self._note_progress()
-                waited_seconds += self._wait(
-                    lambda: (
-                        worker.clock - self._slowest() <= self._bound
-                        or self._workers.get(rank) is not worker
-                    )
-                )
-                self._living(rank, life)  # it may have died in its wait
-            return self._answer(rank, worker, self._take(1), staleness, waited_seconds)
+                waited_seconds += self._wait(lambda: self._is_within_bound(rank, worker))
+                self._living(rank, incarnation)  # it may have died in its wait
+            return self._reply(rank, worker, self._take(1), staleness, waited_seconds)
 
-    def finish(self, rank: int, life: object = None) -> Reply:
-        """Wait until all workers are done; give the final parameters."""
+    def finish(self, rank: int, incarnation: object = None) -> Reply:
+        """Wait until all workers are done; return the final parameters."""
         with self._lock:
             self._check()
-            worker = self._living(rank, life)
-            self.store.leave(rank)
+            worker = self._living(rank, incarnation)
+            self.store.release(rank)
             worker.is_done = True
             worker.shards.clear()
             self._note_progress()
@@ -168,16 +163,16 @@ class Server:
             )
 
     def parameters(self, reply: Reply) -> Tensor:
-        """Return the parameters of an answer, packed; they stay until that worker asks again."""
+        """Return a reply's parameters, packed; they stay until that worker's next request."""
         return self.store.copies[reply.copy].raw
 
     def snapshot(self) -> tuple[list[Tensor], dict[str, Any]]:
         """Return copies of the parameters and of the optimizer's state, between two updates."""
-        with self._changed:
+        with self._lock:
             return self.store.snapshot()
 
     def leave(self, rank: int) -> Reply:
-        """Note that a worker has the final parameters; one that has not has failed."""
+        """Note that a worker has the final parameters; one that is not done has failed."""
         with self._lock:
             worker = self._workers.get(rank)
             if worker is not None and worker.is_done:
@@ -188,16 +183,16 @@ class Server:
             return Reply()
 
     def wait_until_all_have_left(self) -> bool:
-        """Wait until every living worker of another rank has left; return whether all lived."""
+        """Wait until every living worker of another rank has left; return whether none was lost."""
         with self._lock:
             self._wait(lambda: self._workers.keys() <= {SERVER_RANK})
             return self._is_complete
 
-    def lose(self, rank: int, life: object = None) -> None:
+    def lose(self, rank: int, incarnation: object = None) -> None:
         """Note that a worker's process has died: the others go on without it."""
         with self._lock:
             worker = self._workers.get(rank)
-            if worker is None or worker.life is life:  # else another is in its place already
+            if worker is None or worker.incarnation is incarnation:  # else it is replaced already
                 self._lose(rank)
 
     def fail(self, rank: int, error: Exception | None = None) -> None:
@@ -207,32 +202,32 @@ class Server:
             self.error = self.error or error
 
     def reason(self, rank: int) -> int:
-        """Return whose loss ends the run for a worker that is no longer served."""
-        return rank if self._failed_rank == NOBODY else self._failed_rank
+        """Return the rank to blame, for a worker that is no longer served."""
+        return rank if self._failed_rank == NO_RANK else self._failed_rank
 
     # From here on: under the lock.
 
     def _check(self) -> None:
-        if self._failed_rank != NOBODY:
+        if self._failed_rank != NO_RANK:
             raise RankLostError(self._failed_rank)
 
-    def _living(self, rank: int, life: object) -> _Worker:
+    def _living(self, rank: int, incarnation: object) -> _Worker:
         worker = self._workers.get(rank)
-        if worker is None or worker.life is not life:
-            raise RankLostError(rank)  # given up, but alive after all; or another is in its place
+        if worker is None or worker.incarnation is not incarnation:
+            raise RankLostError(rank)  # given up though alive, or replaced
         return worker
 
-    def _deal(self) -> None:
-        """Hand out the first shares in turns, as many batches as a worker has in hand."""
+    def _hand_out_first_shards(self) -> None:
+        """Hand out the first shards in turns: whole batches, as many as a worker holds."""
         first = self._take(self._num_workers * (1 + self._num_prefetched))
-        for place, (_, worker) in enumerate(sorted(self._workers.items())):
-            worker.dealt = first[place :: self._num_workers]
+        for number, (_, worker) in enumerate(sorted(self._workers.items())):
+            worker.first_shards = first[number :: self._num_workers]
 
     def _take(self, most: int) -> range:
         shards, self._shards = self._shards[:most], self._shards[most:]
         return shards
 
-    def _answer(
+    def _reply(
         self,
         rank: int,
         worker: _Worker,
@@ -250,21 +245,26 @@ class Server:
             copy=self.store.read(rank),
         )
 
-    def _slowest(self) -> int:
+    def _is_within_bound(self, rank: int, worker: _Worker) -> bool:
+        """Return whether a worker may go on; a lost one need not wait either."""
+        is_lost = self._workers.get(rank) is not worker
+        return is_lost or worker.clock - self._slowest_clock() <= self._bound
+
+    def _slowest_clock(self) -> int:
         """Return the clock of the slowest worker that still trains."""
-        clocks = [worker.clock for worker in self._workers.values() if not worker.is_done]
-        return min(clocks, default=0)
+        return min(self._training_clocks(), default=0)
+
+    def _training_clocks(self) -> list[int]:
+        return [worker.clock for worker in self._workers.values() if not worker.is_done]
 
     def _all_are_done(self) -> bool:
         return all(worker.is_done for worker in self._workers.values())
 
     def _note_progress(self) -> None:
-        """Wake who may go on now; with a bound of 0, make the update of a full round."""
+        """Wake the workers that may go on now; at bound 0, make the update of a full round."""
         self._progress_at = time.monotonic()
-        if self._bound == 0:
-            clocks = {worker.clock for worker in self._workers.values() if not worker.is_done}
-            if len(clocks) < 2:
-                self.store.apply()
+        if self._bound == 0 and len(set(self._training_clocks())) < 2:
+            self.store.apply()
         self._changed.notify_all()
 
     def _wait(self, is_so: Callable[[], bool]) -> float:
@@ -274,17 +274,17 @@ class Server:
             left = self._progress_at + self._timeout - time.monotonic()
             if left <= 0:
                 self._give_up()
-            elif not self._has_begun and (absent := self._absent()) != NOBODY:
-                self._fail(absent)
+            elif not self._has_begun and (failed := self._find_failed_rank()) != NO_RANK:
+                self._fail(failed)
             else:
-                self._changed.wait(min(left, _LOOK_SECONDS))
-                for rank in self.dead():
+                self._changed.wait(min(left, _POLL_SECONDS))
+                for rank in self.find_dead_ranks():
                     self._lose(rank)
             self._check()
         return time.perf_counter() - began
 
     def _give_up(self) -> None:
-        """Go on without the worker not heard of for longest, of those waited for."""
+        """Lose the one of the awaited workers that has been silent for longest."""
         if not self._has_begun:
             self._fail(min(set(range(self._num_workers)) - self._workers.keys()))
             return
@@ -297,11 +297,11 @@ class Server:
             self._fail(rank)
         elif (worker := self._workers.pop(rank, None)) is not None:
             self._is_complete = False
-            self.store.leave(rank)
+            self.store.release(rank)
             self.lost_shards.extend(worker.shards)
             self._note_progress()
 
     def _fail(self, rank: int) -> None:
-        if self._failed_rank == NOBODY:
+        if self._failed_rank == NO_RANK:
             self._failed_rank = rank
         self._changed.notify_all()

@@ -1,9 +1,9 @@
-"""What happens to the shared parameters when a gradient arrives?  (Rank 0.)
+"""The parameters of the parameter server, and the update that a gradient makes (rank 0).
 
-There are as many copies of them as workers.  Each worker trains on one, as old as its last
-read; the latest is the one with the last update.  Where another worker than the one whose
-gradient has come trains on that, the update is made in a copy of it that nobody trains on;
-else in place.  So no parameters change while a gradient of them is computed.
+There are as many copies of the parameters as workers.  Each worker trains on the copy that was
+the latest when it last read.  A gradient updates the latest copy in place unless another worker
+trains on it.  Then the update is made in a fresh copy, in memory on which no worker trains.  So
+no parameters change while a gradient of them is computed.
 
 Gradients come with weights: shares of a global batch.  An update is made with their weighted
 mean, at the learning rate times the sum of their weights.
@@ -22,62 +22,27 @@ from ddpnb.rank.comm.packed_tensors import PackedTensors
 from ddpnb.rank.tasks.base import OptimizerFactory
 
 WHOLE_ROUND = 0
-"""The period of a server that waits to be told: it makes its update in ``Master.apply``."""
+"""The period of a store that makes an update only when ``apply`` is called."""
 _ROUNDING = 1e-9
-"""Weights whose sum is so near to 1 are those of a whole batch."""
+"""Weights with a sum this close to 1 make up a whole batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class ParameterAccess:
     """One read of the parameters by a worker, or the arrival of its gradient."""
 
     rank: int
     is_write: bool
     version: int
-    """Updates that the parameters have seen, one that this write has caused included."""
+    """Updates that the parameters have seen, including one caused by this write."""
 
 
-Log = Callable[[Access], None]
-"""Is told of every access, in the order in which they happen."""
+AccessLog = Callable[[ParameterAccess], None]
+"""Called with every access, in the order in which they happen."""
 
 
-def no_log(access: Access) -> None:
+def ignore_access(access: ParameterAccess) -> None:
     """Keep no log."""
-
-
-@final
-class ScaledStep:
-    """Makes an optimizer's steps, each at its own share of the learning rate.
-
-    What the optimizer does besides following the gradient, weight decay or a division by
-    its size, is scaled with it; a gradient that is scaled would leave that as it is.
-
-    Args:
-        optimizer: makes the steps; has all other hooks, which may set the rate, already.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._shard = 1.0
-        self._rates: list[Any] = [None] * len(optimizer.param_groups)
-        self._scaled: list[Any] = self._rates.copy()
-        optimizer.register_step_pre_hook(self._scale)
-        optimizer.register_step_post_hook(self._restore)
-
-    def __call__(self, shard: float = 1.0) -> None:
-        """Make a step at ``share`` times the learning rate, which is the same afterwards."""
-        self._shard = shard
-        self._optimizer.step()
-
-    def _scale(self, *_: object) -> None:
-        for n, group in enumerate(self._optimizer.param_groups):
-            if group["lr"] is not self._scaled[n]:  # torch calls hooks again in a super().step()
-                self._rates[n] = group["lr"]
-                group["lr"] = self._scaled[n] = group["lr"] * self._shard
-
-    def _restore(self, *_: object) -> None:
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate
 
 
 class ParameterStore:
@@ -86,10 +51,10 @@ class ParameterStore:
     Not thread-safe: the server calls it under its lock.
 
     Args:
-        initial: the parameters to begin with, on any device.
-        copies: memory for parameters like these: one for each worker, all on the CPU.
+        initial: the first parameters, on any device.
         optimizer: makes the optimizer.
-        log: is told of every access.
+        log: called with every access.
+        copies: memory for the parameters, on the CPU: one copy for each worker.
         period: gradients that make one update, or ``WHOLE_ROUND``.
         is_damped: whether an update's learning rate is divided by 1 + staleness (the mean
             over its gradients), after Zhang et al., IJCAI 2016.
@@ -99,7 +64,7 @@ class ParameterStore:
         self,
         initial: Sequence[Tensor],
         optimizer: OptimizerFactory,
-        log: Log = no_log,
+        log: AccessLog = ignore_access,
         *,
         copies: Sequence[PackedTensors],
         period: int = 1,
@@ -108,7 +73,7 @@ class ParameterStore:
         self.copies = copies
         self._latest = 0
         self._trained_on: dict[int, int] = {}
-        """The number of the copy that each worker trains on, by rank."""
+        """Number of the copy that each worker trains on, by rank."""
         for mine, theirs in zip(self.tensors, initial, strict=True):
             mine.copy_(theirs.detach())
         self._parameters = [nn.Parameter(tensor) for tensor in self.tensors]
@@ -121,7 +86,7 @@ class ParameterStore:
         self._version_read: dict[int, int] = {}
         self._staleness: list[int] = []
         self._weight = 0.0
-        """Of the gradients that have come since the last update, together."""
+        """Sum over the gradients that have come since the last update."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -132,30 +97,30 @@ class ParameterStore:
         """Give a worker the parameters as they are now.
 
         Returns:
-            The number of the copy that it may train on, until ``leave`` or its next gradients.
+            The number of the copy to train on, until ``release`` or the next ``write``.
         """
         self._trained_on[rank] = self._latest
         self._version_read[rank] = self._version
         self._note(rank, is_write=False)
         return self._latest
 
-    def leave(self, rank: int) -> None:
-        """Note that a worker trains on no copy any more; may be called twice."""
+    def release(self, rank: int) -> None:
+        """Note that a worker no longer trains on any copy; may be called twice."""
         self._trained_on.pop(rank, None)
 
     def write(self, rank: int, gradients: Sequence[Tensor | None], weight: float = 1.0) -> int:
         """Take a worker's gradients; make an update when there are enough.
 
         Args:
-            rank: the worker.
+            rank: of the worker.
             gradients: of its mean loss, one for each parameter; None: none.
             weight: the worker's share of the global batch.
 
         Returns:
             Their staleness: updates since the worker's last read.  It does not grow while
-            they wait for the next update, for they are part of it.
+            they wait for the next update, which they are part of.
         """
-        self.leave(rank)
+        self.release(rank)
         staleness = self._version - self._version_read[rank]
         self._staleness.append(staleness)
         self._weight += weight
@@ -170,11 +135,11 @@ class ParameterStore:
         return staleness
 
     def apply(self) -> None:
-        """Make an update with what has been gathered, if anything has."""
+        """Make an update with the gradients that have come since the last one, if any."""
         if not self._staleness:
             return
         if self._latest in self._trained_on.values():
-            self._go_on_in_another()
+            self._move_to_unused_copy()
         weight = 1.0 if abs(self._weight - 1) < _ROUNDING else self._weight
         if self._period != 1 and weight != 1.0:
             self._divide(weight)
@@ -191,14 +156,14 @@ class ParameterStore:
         return parameters, copy.deepcopy(self._optimizer.state_dict())
 
     def _note(self, rank: int, *, is_write: bool) -> None:
-        self._log(Access(rank=rank, is_write=is_write, version=self._version))
+        self._log(ParameterAccess(rank=rank, is_write=is_write, version=self._version))
 
-    def _go_on_in_another(self) -> None:
-        """Leave the latest copy to those who train on it."""
-        copied, used = self.copies[self._latest], set(self._trained_on.values())
-        # there is one: of as many copies as workers, that of the one who writes is not used
+    def _move_to_unused_copy(self) -> None:
+        """Leave the latest copy to the workers that train on it."""
+        previous, used = self.copies[self._latest], set(self._trained_on.values())
+        # One is unused: there are as many copies as workers, and the one that writes uses none.
         self._latest = next(number for number in range(len(self.copies)) if number not in used)
-        self.copies[self._latest].raw.copy_(copied.raw)
+        self.copies[self._latest].raw.copy_(previous.raw)
         for parameter, tensor in zip(self._parameters, self.tensors, strict=True):
             parameter.data = tensor
 
@@ -214,7 +179,42 @@ class ParameterStore:
 
     @torch.no_grad()
     def _divide(self, weight: float) -> None:
-        """Make a mean of the sum that has been gathered."""
+        """Turn the weighted sum of gradients into their mean."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(weight)
+
+
+@final
+class ScaledStep:
+    """Makes an optimizer's steps, each at its own fraction of the learning rate.
+
+    This scales the whole update, including weight decay and Adam's division by the gradient's
+    size.  To scale the gradient would leave those as they are.
+
+    Args:
+        optimizer: has all other hooks already, which may set the learning rate.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._fraction = 1.0
+        self._rates: list[Any] = [None] * len(optimizer.param_groups)
+        self._scaled_rates: list[Any] = self._rates.copy()
+        optimizer.register_step_pre_hook(self._scale)
+        optimizer.register_step_post_hook(self._restore)
+
+    def __call__(self, fraction: float = 1.0) -> None:
+        """Make a step at this fraction of the learning rate, which is the same afterwards."""
+        self._fraction = fraction
+        self._optimizer.step()
+
+    def _scale(self, *_: object) -> None:
+        for n, group in enumerate(self._optimizer.param_groups):
+            if group["lr"] is not self._scaled_rates[n]:  # torch calls hooks again in super().step
+                self._rates[n] = group["lr"]
+                group["lr"] = self._scaled_rates[n] = group["lr"] * self._fraction
+
+    def _restore(self, *_: object) -> None:
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate

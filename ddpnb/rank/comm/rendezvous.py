@@ -1,7 +1,7 @@
-"""How do the ranks of a group agree on a run's beginnings without a collective?  (Every rank.)
+"""How the ranks of a run find each other without a collective (ranks).
 
-Through the store in which the process group itself has met.  A collective would make those
-who wait for a rank that has failed wait on; here they look whether it has.
+They exchange short texts through the process group's own store.  In a collective, ranks would
+go on waiting for one that has failed; here they check for failures while they wait.
 """
 
 import contextlib
@@ -17,21 +17,22 @@ import torch.distributed as dist
 from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.processes import ProcessId, is_alive, process_id
 from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.messages import NOBODY, RankLostError
+from ddpnb.rank.comm.messages import NO_RANK, RankLostError
 
-_LOOK_SECONDS = 0.005
+_POLL_SECONDS = 0.005
+_FAILED = "failed"
 
 
 @final
 class Rendezvous:
-    """Short texts that the ranks of a group leave for each other, by run.
+    """Short texts that the ranks of a run leave for each other.
 
     Args:
         name: of the run; no two trainings share it.
         rank: this rank.
-        folder: where the ranks of this host say which process they are.
-        timeout_seconds: how long a text may take to come.
-        lifeline: frees this rank from waiting.
+        folder: where the ranks of this host write their process ids.
+        timeout_seconds: how long ``get`` waits.
+        cancellation: frees this rank from waiting.
     """
 
     def __init__(
@@ -46,74 +47,80 @@ class Rendezvous:
         self._rank = rank
         self._timeout = timeout_seconds
         self._cancellation = cancellation
-        self._peers = [(process, other) for process, other in _peers(folder) if other != rank]
+        self._peers = {other: process for other, process in _processes(folder) if other != rank}
 
-    def tell(self, what: str, text: str) -> None:
+    def set(self, key: str, text: str) -> None:
         """Leave a text."""
-        self._store.set(what, text)
+        self._store.set(key, text)
 
-    def read(self, what: str, *, of_rank: int) -> str:
+    def get(self, key: str, *, from_rank: int) -> str:
         """Return a text, once it is there.
 
         Raises:
-            RankLostError: somebody has failed meanwhile, or the text did not come.
+            RankLostError: a rank failed meanwhile, or ``from_rank`` did not leave the text in time.
         """
         deadline = time.monotonic() + self._timeout
-        while not self._store.check([what]):
-            if (absent := self.absent()) != NOBODY:
-                raise RankLostError(absent)
+        while not self._store.check([key]):
+            if (failed := self.find_failed_rank()) != NO_RANK:
+                raise RankLostError(failed)
             if time.monotonic() > deadline:
-                raise RankLostError(of_rank)
-            time.sleep(_LOOK_SECONDS)
-        return str(self._store.get(what).decode())
+                raise RankLostError(from_rank)
+            time.sleep(_POLL_SECONDS)
+        return str(self._store.get(key).decode())
 
-    def absent(self) -> int:
-        """Return who has failed, or died, before it could tell the server, or ``NOBODY``.
+    def find_failed_rank(self) -> int:
+        """Return a rank that failed or died before the run began, or ``NO_RANK``.
 
         Raises:
-            RuntimeError: this rank should wait for nobody any more.
+            RuntimeError: this rank should no longer wait.
         """
         self._cancellation.check()
-        if self._store.check(["absent"]) and (rank := int(self._store.get("absent"))) != self._rank:
+        if self._store.check([_FAILED]) and (rank := int(self._store.get(_FAILED))) != self._rank:
             return rank
-        return next(iter(self.dead()), NOBODY)
+        return next(iter(self.find_dead_ranks()), NO_RANK)
 
-    def dead(self) -> list[int]:
-        """Return the ranks of this host whose processes have died."""
-        return [rank for process, rank in self._peers if process is None or not is_alive(process)]
+    def find_dead_ranks(self) -> list[int]:
+        """Return the ranks of this host that have died."""
+        return [
+            rank
+            for rank, process in self._peers.items()
+            if process is None or not is_alive(process)
+        ]
 
-    def forget(self, *what: str) -> None:
-        """Remove texts that nobody will read any more; that somebody failed may be read yet."""
-        for key in what:
+    def delete(self, *keys: str) -> None:
+        """Remove texts that no rank will read again."""
+        for key in keys:
             with contextlib.suppress(RuntimeError):  # the store went with its rank
                 self._store.delete_key(key)
 
 
 @contextlib.contextmanager
 def announce_failure(name: str, rank: int, folder: Path) -> Iterator[None]:
-    """Where this fails, have those told at once who would wait for this rank in vain."""
+    """Notify the ranks that wait for this one, where the body raises."""
     try:
         yield
-    except RankLostError:  # a consequence: another rank has told why
+    except RankLostError:  # a consequence: another rank has announced the cause
         raise
     except BaseException:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
-                Rendezvous(name, rank, folder, 0.0, CancellationToken()).tell("absent", str(rank))
+                Rendezvous(name, rank, folder, 0.0, CancellationToken()).set(_FAILED, str(rank))
         raise
 
 
-def _peers(folder: Path) -> Iterator[tuple[ProcessId | None, int]]:
-    """Yield the processes of the ranks of this host, as ``Group.announce`` has noted them."""
+def host_id(folder: Path) -> str:
+    """Return a text that is the same for two ranks if and only if they share this folder."""
+    running = Path("/proc/sys/kernel/random/boot_id")  # hosts may have the same name
+    status = folder.stat()
+    boot = running.read_text().strip() if running.exists() else ""
+    return f"{socket.gethostname()} {boot} {status.st_dev} {status.st_ino}"
+
+
+def _processes(folder: Path) -> Iterator[tuple[int, ProcessId | None]]:
+    """Yield the ranks of this host with their processes, as ``Group.announce`` wrote them."""
     for path in folder.glob("rank-*.pid"):
         rank = int(path.stem.removeprefix("rank-"))
         try:
-            yield process_id(int(path.read_text())), rank
+            yield rank, process_id(int(path.read_text()))
         except (psutil.NoSuchProcess, ValueError):
-            yield None, rank
-
-
-def this_host(folder: Path) -> str:
-    """Return what two ranks have in common that share memory in a folder."""
-    status = folder.stat()
-    return f"{socket.gethostname()} {status.st_dev} {status.st_ino}"
+            yield rank, None

@@ -1,21 +1,21 @@
-"""How do ranks of one host add tensors up in shared memory?  (Rank side.)
+"""An all-reduce in shared memory, for ranks of one host (ranks).
 
-Each rank has slots in one file that all have mapped.  A tensor goes through them piece by
-piece, each small enough to stay in the processor's cache:
+Each rank has slots in one file that all ranks map.  A tensor passes through them chunk by
+chunk, each small enough to stay in the processor's cache:
 
-two ranks    each copies its piece into its slot, and the next piece too before it waits for
-             the other's; each adds the other's slot to its own piece
-more ranks   each copies into its slot what others will sum, all wait for all; rank r adds up
-             part r of all slots and puts the sum into its own; all wait for all; each copies
-             the other sums out
+two ranks    Each copies its chunk into its slot, and also the next chunk before it waits for
+             the other's.  Each adds the other's slot to its own chunk.
+more ranks   Each copies its chunk into its slot, but for its own part; all wait for all.  Rank
+             r sums part r of all slots and puts the sum into its own slot; all wait for all.
+             Each copies the other parts' sums out.
 
-Pieces take turns in four sets of slots, so that nobody overwrites what another still reads.
-Who writes turn t has heard from all others that they have written turn t - 2, which they do
-after they have read turn t - 4, the last one in the same set.
+Chunks use four sets of slots in turn, so that no rank overwrites what another still reads.
+Before a rank writes chunk t, every other rank has reported chunk t - 2 as written, which it does
+after it has read chunk t - 4, the last one in the same set.
 
-Ranks wait for each other by a byte through a local socket each: the kernel's locks order
-what is written before and read after, on any processor; and where a rank dies or lets go,
-its sockets close, and all others know at once.
+Ranks wait for each other by one byte through a Unix socket.  The kernel's locks order what is
+written before and read after, on any processor.  Where a rank dies or closes, its sockets close,
+and all others notice at once.
 """
 
 import contextlib
@@ -24,23 +24,28 @@ import struct
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
-from typing import Final, Self, final
+from typing import Final, NamedTuple, Self, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.packed_tensors import create_shared
+from ddpnb.rank.comm.packed_tensors import create_shared_file
 from ddpnb.rank.comm.shm_transport import set_timeout, socket_path
 
-PIECE_BYTES: Final = 1 << 20
-"""Of the sizes from 64 KB to 44 MB this was the fastest, or close to it, with 2 ranks."""
+CHUNK_BYTES: Final = 1 << 20
+"""The fastest, or close to it, of the sizes from 64 KB to 44 MB, with 2 ranks."""
 _NUM_SETS: Final = 4
-_MEETING_SECONDS: Final = 60.0
-_HANDSHAKE: Final = struct.Struct("!i")
-Turn = tuple[Tensor, list[Tensor]]
-"""A piece, and the slots that it goes through: one for each rank, as long as it is."""
+_CONNECT_TIMEOUT_SECONDS: Final = 60.0
+_HELLO: Final = struct.Struct("!i")
+"""The rank that connects."""
+
+
+class _Chunk(NamedTuple):
+    values: Tensor
+    slots: list[Tensor]
+    """One for each rank, as long as ``values``."""
 
 
 @final
@@ -48,11 +53,11 @@ class SharedAllReduce:
     """Sums of tensors over all ranks of the default group, which all live on this host.
 
     Args:
-        raw: the shared memory, uint8, shape (sets x ranks x ``PIECE_BYTES``,).
+        raw: the shared memory, uint8, shape (sets x ranks x ``CHUNK_BYTES``,).
         rank: this rank.
         peers: a connection to each other rank, by rank.
         timeout_seconds: how long to wait for a rank that is alive.
-        lifeline: frees this rank from waiting for another.
+        cancellation: frees this rank from waiting for another.
     """
 
     def __init__(
@@ -68,13 +73,14 @@ class SharedAllReduce:
         self._rank = rank
         self._peers = peers
         self._num_ranks = len(peers) + 1
-        self._turn = 0
+        self._num_chunks = 0
         self._slots: dict[torch.dtype, list[list[Tensor]]] = {}
-        self._on_wait: Callable[[bool], None] = _nobody_listens
+        self.on_wait: Callable[[bool], None] = lambda is_waiting: None
+        """Called with True before each wait for other ranks, with False after it."""
         for peer in peers.values():
             set_timeout(peer, timeout_seconds)
-        self._held = contextlib.ExitStack()
-        self._held.enter_context(cancellation.held(self._hang_up))
+        self._opened = contextlib.ExitStack()
+        self._opened.enter_context(cancellation.held(self._shut_down))
 
     @classmethod
     def open(
@@ -87,19 +93,19 @@ class SharedAllReduce:
         timeout_seconds: float,
         cancellation: CancellationToken,
     ) -> Self:
-        """Meet the other ranks; takes part: every rank of the default group, in one folder.
+        """Connect all ranks of the default group; takes part: every rank, with the same folder.
 
         Nothing is left in the folder.
 
         Raises:
             UserError: there is no room for the shared memory.
-            RuntimeError: a rank did not come.
+            RuntimeError: a rank did not connect.
         """
-        path, size = folder / f"{name}.sum", _NUM_SETS * num_ranks * PIECE_BYTES
+        path, size = folder / f"{name}.sum", _NUM_SETS * num_ranks * CHUNK_BYTES
         address = str(socket_path(folder, f"{name}.{rank}"))
         with contextlib.ExitStack() as made:
             if rank == 0:
-                create_shared(path, size)
+                create_shared_file(path, size)
                 made.callback(path.unlink)
             listener = made.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(address)
@@ -117,12 +123,8 @@ class SharedAllReduce:
             raw, rank=rank, peers=peers, timeout_seconds=timeout_seconds, cancellation=cancellation
         )
 
-    def tell(self, on_wait: Callable[[bool], None]) -> None:
-        """Have ``on_wait`` called with True before each wait for others, with False after it."""
-        self._on_wait = on_wait
-
-    def add(self, flat: Tensor) -> None:
-        """Sum a tensor over all ranks, in place: the same bits everywhere; takes part: every rank.
+    def all_reduce(self, flat: Tensor) -> None:
+        """Sum a tensor over all ranks, in place, to the same bits; takes part: every rank.
 
         Args:
             flat: shape (n,), contiguous, on the CPU; the same n and dtype on every rank.
@@ -130,112 +132,113 @@ class SharedAllReduce:
         Raises:
             RuntimeError: a rank has left, or was silent for too long.
         """
-        pieces = flat.split(PIECE_BYTES // flat.element_size())
-        add = self._add_both if self._num_ranks == 2 else self._add_in_parts
-        add([(piece, self._next_slots(piece)) for piece in pieces])
+        pieces = flat.split(CHUNK_BYTES // flat.element_size())
+        chunks = [_Chunk(piece, self._next_slots(piece)) for piece in pieces]
+        if self._num_ranks == 2:
+            self._reduce_between_two(chunks)
+        else:
+            self._reduce_in_parts(chunks)
 
     def close(self) -> None:
-        """Hang up; may be called twice."""
-        self._held.close()
-        self._hang_up()
+        """Disconnect; may be called twice."""
+        self._opened.close()
+        self._shut_down()
         for peer in self._peers.values():
             peer.close()
 
-    def _hang_up(self) -> None:
-        """End every wait, on both ends, also where a child process holds a copy of a socket."""
+    def _shut_down(self) -> None:
+        """End every wait on both ends, even where a child process holds a copy of a socket."""
         for peer in self._peers.values():
             with contextlib.suppress(OSError):  # the other end may be gone
                 peer.shutdown(socket.SHUT_RDWR)
 
-    def _add_both(self, turns: list[Turn]) -> None:
+    def _reduce_between_two(self, chunks: list[_Chunk]) -> None:
         (peer,) = self._peers
-        self._put(*turns[0])
-        for (piece, slots), following in zip_longest(turns, turns[1:]):
+        self._write(chunks[0])
+        for chunk, following in zip_longest(chunks, chunks[1:]):
             if following is not None:
-                self._put(*following)
-            self._await_others()
-            piece.add_(slots[peer])
+                self._write(following)
+            self._wait_for_others()
+            chunk.values.add_(chunk.slots[peer])
 
-    def _put(self, piece: Tensor, slots: list[Tensor]) -> None:
-        slots[self._rank].copy_(piece)
-        self._tell_others()
+    def _write(self, chunk: _Chunk) -> None:
+        chunk.slots[self._rank].copy_(chunk.values)
+        self._signal_others()
 
-    def _add_in_parts(self, turns: list[Turn]) -> None:
-        for piece, slots in turns:
-            parts = [slot.tensor_split(self._num_ranks) for slot in slots]
-            mine, own = piece.tensor_split(self._num_ranks), self._rank
+    def _reduce_in_parts(self, chunks: list[_Chunk]) -> None:
+        own = self._rank
+        for chunk in chunks:
+            slots = [slot.tensor_split(self._num_ranks) for slot in chunk.slots]
+            mine = chunk.values.tensor_split(self._num_ranks)
             for rank in self._peers:
-                parts[own][rank].copy_(mine[rank])
-            self._meet()
+                slots[own][rank].copy_(mine[rank])
+            self._barrier()
             for rank in self._peers:
-                mine[own].add_(parts[rank][own])
-            parts[own][own].copy_(mine[own])
-            self._meet()
+                mine[own].add_(slots[rank][own])
+            slots[own][own].copy_(mine[own])
+            self._barrier()
             for rank in self._peers:
-                mine[rank].copy_(parts[rank][rank])
+                mine[rank].copy_(slots[rank][rank])
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         """Wait until every rank is here; takes part: every rank."""
-        self._tell_others()
-        self._await_others()
+        self._signal_others()
+        self._wait_for_others()
 
-    def _tell_others(self) -> None:
-        """Say that this rank has written what others read next."""
+    def _signal_others(self) -> None:
+        """Report that this rank has written what others read next."""
         try:
             for peer in self._peers.values():
                 peer.send(b".")
         except OSError as error:
-            raise _left() from error
+            raise _rank_left() from error
 
-    def _await_others(self) -> None:
-        """Wait until every other rank has said the same."""
-        self._on_wait(True)
+    def _wait_for_others(self) -> None:
+        """Wait until every other rank has reported the same."""
+        self.on_wait(True)
         try:
             for peer in self._peers.values():
                 if not peer.recv(1):
-                    raise _left()
+                    raise _rank_left()
         except BlockingIOError as error:
             raise RuntimeError("A rank was silent for too long in a shared sum.") from error
         except OSError as error:
-            raise _left() from error
-        self._on_wait(False)
+            raise _rank_left() from error
+        self.on_wait(False)
 
     def _next_slots(self, piece: Tensor) -> list[Tensor]:
-        """Return the slots of the next turn, one for each rank, as long as its piece."""
-        slots = self._slots_for(piece.dtype)[self._turn % _NUM_SETS]
-        self._turn += 1
+        """Return the slots of the next set, one for each rank, as long as the piece."""
+        slots = self._slots_for(piece.dtype)[self._num_chunks % _NUM_SETS]
+        self._num_chunks += 1
         return [slot[: len(piece)] for slot in slots]
 
     def _slots_for(self, dtype: torch.dtype) -> list[list[Tensor]]:
-        """Return the slots as tensors of a dtype: one list for each set, one slot for each rank."""
+        """Return the slots as tensors of a dtype: a list for each set, a slot for each rank."""
         if dtype not in self._slots:
-            slots, num = self._raw.view(dtype).chunk(_NUM_SETS * self._num_ranks), self._num_ranks
+            num = self._num_ranks
+            slots = self._raw.view(dtype).chunk(_NUM_SETS * num)
             self._slots[dtype] = [list(slots[at : at + num]) for at in range(0, len(slots), num)]
         return self._slots[dtype]
 
 
-def _left() -> RuntimeError:
+def _rank_left() -> RuntimeError:
     return RuntimeError("Connection closed by peer: a rank left a shared sum.")
-
-
-def _nobody_listens(is_waiting: bool) -> None:
-    """Do nothing."""
 
 
 def _connect(
     listener: socket.socket, folder: Path, name: str, rank: int, num_ranks: int
 ) -> dict[int, socket.socket]:
-    """Return a connection to each other rank: made to the lower ones, taken from the higher."""
+    """Return a connection to each other rank: made to lower ranks, accepted from higher ones."""
     peers: dict[int, socket.socket] = {}
-    listener.settimeout(_MEETING_SECONDS)
+    listener.settimeout(_CONNECT_TIMEOUT_SECONDS)
     for other in range(rank):
         peers[other] = socket.socket(socket.AF_UNIX)
-        peers[other].settimeout(_MEETING_SECONDS)
+        peers[other].settimeout(_CONNECT_TIMEOUT_SECONDS)
         peers[other].connect(str(socket_path(folder, f"{name}.{other}")))
-        peers[other].sendall(_HANDSHAKE.pack(rank))
+        peers[other].sendall(_HELLO.pack(rank))
     for _ in range(rank + 1, num_ranks):
         peer, _ = listener.accept()
-        peer.settimeout(_MEETING_SECONDS)
-        (other,) = _HANDSHAKE.unpack(peer.recv(_HANDSHAKE.size, socket.MSG_WAITALL))
+        peer.settimeout(_CONNECT_TIMEOUT_SECONDS)
+        (other,) = _HELLO.unpack(peer.recv(_HELLO.size, socket.MSG_WAITALL))
         peers[other] = peer
     return dict(sorted(peers.items()))

@@ -1,10 +1,10 @@
-"""How do two workers average their weights, whatever others do meanwhile?  (Rank side.)
+"""Averages of two workers' weights in shared memory, without a server (ranks).
 
-Each worker's weights lie in shared memory; whoever reads or writes them holds their lock, and
-who needs two takes the lower rank's first, so that nobody waits in a circle.  A lock is one
-byte of the file that the weights lie in, locked for this process: the operating system lifts
-it when the process dies, whatever children it leaves.  What was half averaged by then stays
-so: each number is the weight that it was, or the mean.
+Each worker's weights lie in shared memory, and a worker reads or writes them only under their
+lock.  A worker that needs two locks takes the lower rank's first, so that no circle of waits
+can arise.  A lock is a locked byte of the file: the operating system releases it when the
+process dies, even if its children live on.  A worker that dies in the middle of an average
+leaves each number either as it was or as the mean.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ _POLL_SECONDS = 0.0001
 
 
 @final
-class Weights:
+class SharedWeights:
     """The weights of all workers.
 
     Args:
         path: the file that they lie in.
         copies: one for each rank, mapped from that file.
         timeout_seconds: how long to wait for one lock.
-        lifeline: frees this rank from waiting.
+        cancellation: frees this rank from waiting.
 
     Raises:
         RunOverError: the file is gone, with rank 0.
@@ -59,17 +59,17 @@ class Weights:
         """Hold the locks of some workers' weights.
 
         Raises:
-            RankLostError: by this and the following: a lock was not free in time.
+            RankLostError: here and below: a lock was not free in time.
         """
         with contextlib.ExitStack() as held:
             for rank in sorted(ranks):
                 self._lock(rank)
-                held.callback(self._unlock, rank)  # to unlock what is unlocked does nothing
+                held.callback(self._unlock, rank)  # no effect where it is unlocked already
             yield
 
     @torch.no_grad()
     def mean(self, ranks: Sequence[int]) -> list[Tensor]:
-        """Return the mean of some workers' weights; each one's are of one moment."""
+        """Return the mean of some workers' weights, each read at one moment."""
         sums = [torch.zeros_like(tensor) for tensor in self._copies[0].tensors]
         for rank in ranks:
             with self.locked(rank):
@@ -78,45 +78,45 @@ class Weights:
         return [total.div_(len(ranks)) for total in sums]
 
     @contextlib.contextmanager
-    def averaged(self, mine: int, other: int | None) -> Iterator[None]:
-        """Give two workers the mean of their weights; within, ``mine`` stays locked.
+    def averaged(self, rank: int, peer: int | None) -> Iterator[None]:
+        """Replace two workers' weights by their mean; in the body, ``rank`` stays locked.
 
         Args:
-            mine: rank of the one.
-            other: of the other; None: there is no other, the weights stay as they are.
+            rank: of one worker.
+            peer: of the other; None: the weights of ``rank`` stay as they are.
         """
-        ranks = (mine,) if other is None else (mine, other)
+        ranks = (rank,) if peer is None else (rank, peer)
         with self.locked(*ranks):
-            if other is not None:
-                self._average(mine, other)
-                self._unlock(other)
+            if peer is not None:
+                self._average(rank, peer)
+                self._unlock(peer)
             yield
 
     def close(self) -> None:
-        """Let go of all locks; may be called twice."""
+        """Release all locks; may be called twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     @torch.no_grad()
-    def _average(self, mine: int, other: int) -> None:
-        pairs = zip(self._copies[mine].tensors, self._copies[other].tensors, strict=True)
-        for one, another in pairs:
-            one.lerp_(another, 0.5)  # in one go: a sum must not stay behind
-            another.copy_(one)
+    def _average(self, rank: int, peer: int) -> None:
+        pairs = zip(self._copies[rank].tensors, self._copies[peer].tensors, strict=True)
+        for mine, theirs in pairs:
+            mine.lerp_(theirs, 0.5)  # one operation, so that a death never leaves a bare sum
+            theirs.copy_(mine)
 
     def _lock(self, rank: int) -> None:
         deadline = time.monotonic() + self._timeout
-        while not self._is_locked_now(rank):
+        while not self._try_lock(rank):
             self._cancellation.check()
             if time.monotonic() > deadline:
                 raise RankLostError(rank)
             time.sleep(_POLL_SECONDS)
 
-    def _is_locked_now(self, rank: int) -> bool:
+    def _try_lock(self, rank: int) -> bool:
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-        except (BlockingIOError, PermissionError):  # which of them, depends on the system
+        except (BlockingIOError, PermissionError):  # which of the two depends on the system
             return False
         return True
 

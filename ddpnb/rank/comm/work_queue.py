@@ -1,8 +1,9 @@
-"""How do processes that share memory hand out work, count updates and notice deaths?  (Rank side.)
+"""A work queue in shared memory: shards, updates and deaths, without a server (ranks).
 
-One file of numbers, which all of them map.  What must not be torn apart, or must be seen in
-order on any processor, is done under a lock.  A worker also holds a lock of its own for as long
-as it lives: the operating system lifts both when their holder dies, whatever children it leaves.
+One file of numbers, which all workers map.  Whatever must stay whole, or be seen in order on
+any processor, is read and written under a lock.  A worker also holds a lock of its own for as
+long as it lives.  The operating system releases a lock when its process dies, even if that
+process's children live on.
 """
 
 import contextlib
@@ -17,43 +18,44 @@ from pathlib import Path
 from typing import final
 
 from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.messages import NOBODY, RankLostError
-from ddpnb.rank.comm.packed_tensors import create_shared
+from ddpnb.rank.comm.messages import NO_RANK, RankLostError
+from ddpnb.rank.comm.packed_tensors import create_shared_file
 
-_NEXT_SHARE, _NUM_UPDATES, _FAILED_RANK, _FIRST_RANK = range(4)
-_WORD_BYTES = 8
+_NEXT_SHARD, _NUM_UPDATES, _FAILED_RANK, _FIRST_RANK = range(4)
+"""The file's numbers; after them the state of each rank, then a byte for each shard."""
+_NUMBER_BYTES = 8
 _POLL_SECONDS = 0.002
-_LOOK_SECONDS = 0.5
-"""How often a worker that trains looks whether it is still needed."""
+_CHECK_SECONDS = 0.5
+"""How often a worker that trains checks whether it is still part of the run."""
 
 
 class WorkerState(IntEnum):
     """How far a worker is."""
 
-    NOT_HERE = 0
+    ABSENT = 0
     TRAINING = 1
     DONE = 2
-    GONE = 3
+    LOST = 3
     """Dead, or silent for too long."""
 
 
 WorkerStates = list[WorkerState]
-"""How far each rank is."""
+"""The state of each rank."""
 
 
 @final
 class WorkQueue:
-    """The numbers of one run, as one of its workers reads and writes them.
+    """The queue of one run, as one of its workers sees it.
 
-    Nobody waits for anybody but to begin and to end.
+    Workers wait for each other only to begin and to end.
 
     Args:
         path: the file that ``create`` made.
         rank: this worker.
         world_size: number of ranks.
-        num_shares: shares to hand out, in order, to whoever asks next.
+        num_shards: shards to hand out, in order, to the next worker that asks.
         timeout_seconds: how long it may be that no worker at all makes progress.
-        lifeline: frees this worker from waiting.
+        cancellation: frees this worker from waiting.
     """
 
     def __init__(
@@ -71,153 +73,155 @@ class WorkQueue:
         self._num_shards = num_shards
         self._timeout = timeout_seconds
         self._cancellation = cancellation
-        self._taken: deque[int] = deque()
-        """Shares that are this worker's, the one it trains on first."""
-        self._looked_at = time.monotonic()
+        self._held: deque[int] = deque()
+        """Shards that this worker has taken, in the order in which it trains on them."""
+        self._checked_at = time.monotonic()
         self._is_in = False
         self._descriptor = os.open(path, os.O_RDWR)
-        self._map = mmap.mmap(self._descriptor, _size(world_size, num_shards))
-        words, view = (_FIRST_RANK + world_size) * _WORD_BYTES, memoryview(self._map)
-        self._words, self._is_out = view[:words].cast("q"), view[words:]
+        self._map = mmap.mmap(self._descriptor, _num_bytes(world_size, num_shards))
+        num_bytes, memory = _num_bytes(world_size, 0), memoryview(self._map)
+        self._numbers, self._is_out = memory[:num_bytes].cast("q"), memory[num_bytes:]
 
     @staticmethod
     def create(path: Path, *, world_size: int, num_shards: int) -> None:
-        """Make the file."""
-        create_shared(path, _size(world_size, num_shards))
+        """Create the file."""
+        create_shared_file(path, _num_bytes(world_size, num_shards))
 
-    def enter(self, absent: Callable[[], int] | None = None) -> None:
-        """Note that this worker is here and lives, and wait for all others.
+    def enter(self, find_failed_rank: Callable[[], int] | None = None) -> None:
+        """Register this worker, and wait for all others.
 
         Args:
-            absent: returns which rank has failed before it came, or ``NOBODY``; None: this worker
-                joins those that train already, and waits for nobody.
+            find_failed_rank: returns a rank that failed before the run began, or ``NO_RANK``;
+                None: this worker joins a run that has begun, and does not wait.
         """
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 1 + self._rank)
-        self._stand(self._rank, WorkerState.TRAINING)
+        self._set_state(self._rank, WorkerState.TRAINING)
         self._is_in = True
-        if absent is not None:
-            self._wait(lambda at: WorkerState.NOT_HERE not in at, absent)
+        if find_failed_rank is not None:
+            self._wait(lambda states: WorkerState.ABSENT not in states, find_failed_rank)
 
-    def take(self) -> int | None:
-        """Return the number of the next share; None: there is none."""
+    def take_shard(self) -> int | None:
+        """Return the number of the next shard; None: there is none."""
         with self._locked():
-            shard = self._words[_NEXT_SHARE]
+            shard = self._numbers[_NEXT_SHARD]
             if shard == self._num_shards:
                 return None
-            self._words[_NEXT_SHARE] = shard + 1
+            self._numbers[_NEXT_SHARD] = shard + 1
             self._is_out[shard] = True
-        self._taken.append(shard)
+        self._held.append(shard)
         return shard
 
-    def settle(self) -> None:
-        """Note that this worker has trained on the first share that it took."""
-        self._is_out[self._taken.popleft()] = False
+    def finish_shard(self) -> None:
+        """Note that this worker has trained on the first shard that it holds."""
+        self._is_out[self._held.popleft()] = False
 
     def count_update(self) -> int:
         """Count an update; return how many there are now."""
         with self._locked():
-            self._words[_NUM_UPDATES] += 1
-            return self._words[_NUM_UPDATES]
+            self._numbers[_NUM_UPDATES] += 1
+            return self._numbers[_NUM_UPDATES]
 
     @property
     def num_updates(self) -> int:
         """Updates by all workers so far."""
-        return self._words[_NUM_UPDATES]
+        return self._numbers[_NUM_UPDATES]
 
     def living(self) -> list[int]:
-        """Return who has come and is not known to have died: nobody looks for it now."""
-        dead = (WorkerState.NOT_HERE, WorkerState.GONE)
-        return [rank for rank in self._ranks if self._words[_FIRST_RANK + rank] not in dead]
+        """Return the ranks that have come and are not known to be dead; looks for no new deaths."""
+        dead = (WorkerState.ABSENT, WorkerState.LOST)
+        return [rank for rank in self._ranks if self._numbers[_FIRST_RANK + rank] not in dead]
 
     def lost_shards(self) -> list[int]:
-        """Return what was handed out and has never been trained on nor given back."""
+        """Return the shards that were taken and neither trained on nor given back."""
         with self._locked():
             return [shard for shard, is_out in enumerate(self._is_out) if is_out]
 
     def check(self) -> None:
         """Raise where the run is over, or goes on without this worker."""
-        if (failed := self._words[_FAILED_RANK] - 1) != NOBODY:
+        if (failed := self._numbers[_FAILED_RANK] - 1) != NO_RANK:
             raise RankLostError(failed)
         self._cancellation.check()
-        if time.monotonic() - self._looked_at > _LOOK_SECONDS:
-            self._looked_at = time.monotonic()
-            self._check_needed()
+        if time.monotonic() - self._checked_at > _CHECK_SECONDS:
+            self._checked_at = time.monotonic()
+            self._check_states()
 
-    def part(self, sum_up: Callable[[], None] | None = None) -> None:
+    def leave(self, on_all_done: Callable[[], None] | None = None) -> None:
         """Wait until all are done; takes part: every living rank.
 
         Args:
-            sum_up: called by rank 0 when all others are done, before any of them goes on.
+            on_all_done: rank 0 calls it when all others are done, before any of them goes on.
         """
-        while self._taken:  # stopped: nobody trained on it, nobody died
-            self.settle()
-        if sum_up is not None and self._rank == 0:
-            self._wait(lambda at: WorkerState.TRAINING not in at[1:])
-            sum_up()
-            self._check_needed()
-        self._stand(self._rank, WorkerState.DONE)
-        self._wait(lambda at: WorkerState.TRAINING not in at)
-        self._check_needed()
+        while self._held:  # a stopped run: given back, so that they do not count as lost
+            self.finish_shard()
+        if on_all_done is not None and self._rank == 0:
+            self._wait(lambda states: WorkerState.TRAINING not in states[1:])
+            on_all_done()
+            self._check_states()
+        self._set_state(self._rank, WorkerState.DONE)
+        self._wait(lambda states: WorkerState.TRAINING not in states)
+        self._check_states()
         self._is_in = False
 
     def close(self) -> None:
-        """Say that this worker failed, if it has not parted; may be called twice."""
+        """Report a failure unless this worker has left; may be called twice."""
         if self._map.closed:
             return
         if self._is_in:
             with self._locked():
-                self._words[_FAILED_RANK] = self._words[_FAILED_RANK] or self._rank + 1
-        self._words.release()
+                self._numbers[_FAILED_RANK] = self._numbers[_FAILED_RANK] or self._rank + 1
+        self._numbers.release()
         self._is_out.release()
         self._map.close()
         os.close(self._descriptor)
 
     def _states(self) -> WorkerStates:
-        """Return how far all are; find out who has died."""
+        """Return the state of each rank, after a search for new deaths."""
         with self._locked():
             for rank in self._ranks:
-                is_training = self._words[_FIRST_RANK + rank] == WorkerState.TRAINING
+                is_training = self._numbers[_FIRST_RANK + rank] == WorkerState.TRAINING
                 if is_training and not self._is_alive(rank):
-                    self._words[_FIRST_RANK + rank] = WorkerState.GONE
-            return [WorkerState(self._words[_FIRST_RANK + rank]) for rank in self._ranks]
+                    self._numbers[_FIRST_RANK + rank] = WorkerState.LOST
+            return [WorkerState(self._numbers[_FIRST_RANK + rank]) for rank in self._ranks]
 
-    def _stand(self, rank: int, state: WorkerState) -> None:
+    def _set_state(self, rank: int, state: WorkerState) -> None:
         with self._locked():
-            self._words[_FIRST_RANK + rank] = state
+            self._numbers[_FIRST_RANK + rank] = state
 
-    def _check_needed(self) -> None:
+    def _check_states(self) -> None:
         """Raise where rank 0 has died, or where this worker was given up."""
         states = self._states()
         for needed in (0, self._rank):
-            if states[needed] is WorkerState.GONE:
+            if states[needed] is WorkerState.LOST:
                 raise RankLostError(needed)
 
     def _wait(
-        self, is_so: Callable[[WorkerStates], bool], absent: Callable[[], int] = lambda: NOBODY
+        self,
+        is_so: Callable[[WorkerStates], bool],
+        find_failed_rank: Callable[[], int] = lambda: NO_RANK,
     ) -> None:
-        """Wait for other workers; those without whom nothing moves are given up."""
+        """Wait for other workers; give up those that make no progress."""
         seen, progress_at = self._progress(), time.monotonic()
         while not is_so(states := self._states()):
             self.check()
-            if (rank := absent()) != NOBODY:
+            if (rank := find_failed_rank()) != NO_RANK:
                 raise RankLostError(rank)
-            if (now := self._progress()) != seen:  # else the standings are no older
+            if (now := self._progress()) != seen:  # else the states are as they were
                 seen, progress_at = now, time.monotonic()
             elif time.monotonic() - progress_at > self._timeout:
                 self._give_up(states)
             time.sleep(_POLL_SECONDS)
 
     def _progress(self) -> tuple[int, list[int]]:
-        """Return what changes as long as there is no need to give anybody up."""
+        """Return what changes for as long as no worker need be given up."""
         return self.num_updates, self.living()
 
     def _give_up(self, states: WorkerStates) -> None:
-        """Count who still trains as dead; rank 0, which may wait for the others, last of all."""
-        if WorkerState.NOT_HERE in states:
-            raise RankLostError(states.index(WorkerState.NOT_HERE))
+        """Mark workers that still train as lost; rank 0, which may wait for the others, last."""
+        if WorkerState.ABSENT in states:
+            raise RankLostError(states.index(WorkerState.ABSENT))
         silent = [r for r in self._ranks if states[r] is WorkerState.TRAINING and r != self._rank]
         for rank in [rank for rank in silent if rank != 0] or silent:
-            self._stand(rank, WorkerState.GONE)
+            self._set_state(rank, WorkerState.LOST)
 
     def _is_alive(self, rank: int) -> bool:
         """Return whether a worker still holds its own lock."""
@@ -225,7 +229,7 @@ class WorkQueue:
             return True
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 + rank)
-        except (BlockingIOError, PermissionError):  # which of them, depends on the system
+        except (BlockingIOError, PermissionError):  # which of the two depends on the system
             return True
         fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 1 + rank)
         return False
@@ -239,5 +243,5 @@ class WorkQueue:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
 
 
-def _size(world_size: int, num_shards: int) -> int:
-    return (_FIRST_RANK + world_size) * _WORD_BYTES + num_shards
+def _num_bytes(world_size: int, num_shards: int) -> int:
+    return (_FIRST_RANK + world_size) * _NUMBER_BYTES + num_shards

@@ -1,4 +1,4 @@
-"""Which strategy does a word name?  (Every rank.)"""
+"""The strategies, one file each, and how one is made from its name (every rank)."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,11 @@ from ddpnb.rank.strategies.own import own_strategy
 
 
 def make_strategy(word: str, namespace: Mapping[str, object]) -> Strategy:
-    """Return the strategy that a word names, with the options it gives.
+    """Return the strategy that a word names, with its options.
 
     Args:
         word: as ``choices.parse_strategy`` reads it.
-        namespace: where a class of the user's own is looked up.
+        namespace: where the user's own classes are looked up.
 
     Raises:
         UserError: there is no such strategy or option.

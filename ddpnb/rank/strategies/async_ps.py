@@ -1,21 +1,20 @@
-"""How do workers train that never wait for each other?  (Every rank; the server on rank 0.)
+"""Asynchronous SGD with a parameter server (every rank; the server on rank 0).
 
     worker i:  pull w;  push g_i(w)                       g_i: over its b_i samples, on its own
     server:    w  <-  w - (b_i / B) * lr * g_i(w_old)     as soon as it arrives
 
-w_old is what the worker had pulled; the updates made since by others are the
-gradient's staleness.  The weight b_i / B, the worker's share of a global batch of B,
-lets one pass over the data move w as far as synchronous SGD does.  It scales the learning
-rate, not the gradient: so it also scales weight decay, and what Adam makes of a gradient.
+w_old is what the worker had pulled; the updates made since by others are the gradient's
+staleness.  The weight b_i / B is the worker's share of a global batch of B: with it, one pass
+over the data moves w as far as synchronous SGD does.  It scales the learning rate, not the
+gradient, and so also weight decay and Adam's updates.
 
 Options:
 
-    period=k    the server gathers k gradients, whoever's, and makes one update with their
-                mean, at the sum of their weights: with k = N a global batch's worth, without
-                anybody waiting for it
-    bound=s     stale synchronous parallel: a worker may be at most s steps ahead of the
-                slowest, else it waits.  s = 0 is synchronous: a round's gradients make one
-                update, which all wait for
+    period=k    the server makes one update of k gradients, from whichever workers: with their
+                mean, at the sum of their weights.  k = N makes a global batch's worth, and no
+                worker waits for it
+    bound=s     stale synchronous parallel: a worker that is s steps ahead of the slowest waits.
+                s = 0 is synchronous: all wait for one update, made of a round's gradients
     damping=on  lr / (1 + staleness) for each update
 
 References: Dean et al., "Large Scale Distributed Deep Networks" (Downpour SGD),
@@ -25,12 +24,12 @@ Async-SGD for Distributed Deep Learning", IJCAI 2016.  Bound: Ho et al., "More E
 Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.
 
 Messages per step and worker: its gradients to the server, the parameters back; and two of
-some 30 bytes.  The answer also names the next share to train on: a faster worker takes
-more of them.  Bytes sent: those of the gradients, P for parameters of P bytes.  (As many come
-back; rank 0 hands over its own without a copy.)
+some 30 bytes.  The reply also names the next shard: a faster worker takes more of them.
+Bytes sent per step: those of the gradients, P for parameters of P bytes.  (As many come back;
+rank 0 hands over its own without a copy.)
 
-A worker that dies costs the share it was at, and those being fetched ahead for it.  A rank
-whose process is started anew may join.  Where rank 0, the server, dies, the run is over.
+A worker that dies costs the shards it holds.  A restarted process may join.  Where rank 0, the
+server, dies, the run is over.
 """
 
 import contextlib
@@ -42,11 +41,12 @@ from torch import nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm import transports
-from ddpnb.rank.comm.client import Place, ServerClient, ServerTransport
+from ddpnb.rank.comm.client import ParameterClient, connect, join, start_server
+from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.comm.packed_tensors import PackedTensors
-from ddpnb.rank.comm.parameter_server import NO_BOUND, Server
-from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, Log, ParameterStore, no_log
+from ddpnb.rank.comm.parameter_server import NO_BOUND, ParameterServer
+from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, AccessLog, ParameterStore, ignore_access
+from ddpnb.rank.comm.transport import ServerTransport, WorkerConfig
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
 from ddpnb.rank.tasks.batches import Shard
 
@@ -65,11 +65,11 @@ class AsyncParameterServer(Strategy):
         bound: steps that a worker may be ahead of the slowest; -1: any number.
         damping: whether the learning rate is divided by 1 + staleness.
         timeout: seconds that the server waits where no worker makes progress.
-        log: is told of every read and write that the server serves; rank 0's is used.
+        log: called with every read and write that the server serves; rank 0's is used.
 
     Raises:
-        UserError: a period or damping together with a bound of 0, which has a period of its
-            own and no staleness.
+        UserError: a period or damping together with a bound of 0, which implies a period and
+            no staleness.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class AsyncParameterServer(Strategy):
         bound: int = NO_BOUND,
         damping: bool = False,
         timeout: float = 60.0,
-        log: Log = no_log,
+        log: AccessLog = ignore_access,
     ) -> None:
         if bound == 0 and period != 1:
             raise UserError("With bound=0 an update is made of a whole round: leave period out.")
@@ -90,8 +90,8 @@ class AsyncParameterServer(Strategy):
         self._is_damped = damping
         self._timeout = timeout
         self._log = log
-        self._server: Server | None = None
-        self._host: ServerTransport | None = None
+        self._server: ParameterServer | None = None
+        self._transport: ServerTransport | None = None
         self._opened = contextlib.ExitStack()
 
     def plan(self, state: RankState) -> Plan:
@@ -108,27 +108,27 @@ class AsyncParameterServer(Strategy):
         )
 
     def setup(self, replica: Replica) -> None:
-        """Open the server or find it, and pull for the first time; takes part: every rank.
+        """Start or find the server, and pull for the first time; takes part: every rank.
 
         A rank that joins takes part alone.
         """
         self._replica = replica
-        self._num_bytes = sum(p.numel() * p.element_size() for p in replica.parameters)
-        self._client = self._make_link(replica)
+        self._num_bytes = num_bytes(replica.parameters)
+        self._client = self._connect(replica)
         self._reply = self._client.begin()
-        self._handed_out = deque(self._reply.shards)
+        self._shard_numbers = deque(self._reply.shards)
 
     def shards(self) -> Iterator[Shard]:
-        """Whatever shares the server names next, until all are handed out."""
-        while self._handed_out:
-            yield self._replica.shard(self._handed_out.popleft())
+        """The shards that the server names, until all are handed out."""
+        while self._shard_numbers:
+            yield self._replica.shard(self._shard_numbers.popleft())
 
     def step(self, batch: Batch) -> StepReport:
-        """Train on one share, with parameters as old as the last pull."""
-        # forward; backward
+        """Train on one shard, with parameters as old as the last pull."""
+        # forward, backward
         loss = self._replica.compute_gradients(batch)
-        # agree: with nobody, unless there is a bound; push, and the server applies it
-        # update: made by the server; what comes back has it, and what others pushed meanwhile
+        # agree: with no other rank, unless there is a bound
+        # update: by the server; the parameters that come back also have the others' updates
         self._exchange(batch.weight)
         return StepReport(
             loss=loss,
@@ -140,60 +140,64 @@ class AsyncParameterServer(Strategy):
     def finish(self) -> nn.Module:
         """Pull once more when all workers are done; takes part: every living rank."""
         self._client.finish()
-        if self._host is not None:
-            self._host.settle()
+        if self._transport is not None:
+            self._transport.drain()
         return self._replica.model
 
     def save(self, replica: Replica) -> State:
-        """Return what the server holds, of one moment: other workers' updates go on meanwhile."""
-        assert self._server is not None, "rank 0 alone is asked"
+        """Return the server's state at one moment, while other workers train on."""
+        assert self._server is not None, "only rank 0 saves"
         parameters, optimizer = self._server.snapshot()
         model = replica.model.state_dict()
-        of = {id(p): held for p, held in zip(replica.parameters, parameters, strict=True)}
+        saved = {id(p): held for p, held in zip(replica.parameters, parameters, strict=True)}
         for name, parameter in replica.model.named_parameters(remove_duplicate=False):
-            model[name] = of.get(id(parameter), model[name])
+            model[name] = saved.get(id(parameter), model[name])
         return {"model": model, "optimizers": [optimizer]}
 
     def lost_shards(self) -> Sequence[Shard]:
-        """Return, on rank 0, what was handed out to workers that died."""
+        """Return, on rank 0, the shards of workers that died."""
         lost = self._server.lost_shards if self._server else ()
         return [self._replica.shard(number) for number in lost]
 
     def close(self) -> None:
-        """Hang up, end the server, remove its files."""
+        """Disconnect, end the server, remove its files."""
         self._opened.close()
 
     def _exchange(self, weight: float) -> None:
-        """Push and pull; where the clock is the host's, tell waiting for others apart."""
+        """Push and pull; time the wait for other workers apart, where the clock is the host's."""
         timer = self._replica.timer
         timer.begin("communication")
         pushed = timer.moment()
         self._reply = self._client.push(weight)
-        self._handed_out.extend(self._reply.shards)
+        self._shard_numbers.extend(self._reply.shards)
         if isinstance(pushed, float) and self._reply.waited_seconds > 0:
             timer.begin("waiting", at=pushed)
             timer.begin("communication", at=pushed + self._reply.waited_seconds)
 
-    def _make_link(self, replica: Replica) -> ServerClient:
-        place = Place(
+    def _connect(self, replica: Replica) -> ParameterClient:
+        config = WorkerConfig(
             rank=replica.rank,
             world_size=replica.world_size,
             folder=replica.folder,
             name=replica.name,
             transport=replica.transport,
             parameters=replica.parameters,
-            # the server's word on who is lost comes first
+            # longer than the server's, so that its report of a lost rank comes first
             timeout_seconds=self._timeout if replica.rank == 0 else 1.5 * self._timeout,
             cancellation=replica.cancellation,
         )
         if replica.joins:
-            return transports.join(place, self._opened)
+            return join(config, self._opened)
         if replica.rank != 0:
-            return transports.connect(place, self._opened)
-        self._server, self._host, client = transports.serve(place, self._make_server, self._opened)
+            return connect(config, self._opened)
+        self._server, self._transport, client = start_server(
+            config, self._make_server, self._opened
+        )
         return client
 
-    def _make_server(self, absent: Callable[[], int], copies: Sequence[PackedTensors]) -> Server:
+    def _make_server(
+        self, find_failed_rank: Callable[[], int], copies: Sequence[PackedTensors]
+    ) -> ParameterServer:
         store = ParameterStore(
             self._replica.parameters,
             self._replica.optimizer,
@@ -202,12 +206,12 @@ class AsyncParameterServer(Strategy):
             period=self._period,
             is_damped=self._is_damped,
         )
-        return Server(
+        return ParameterServer(
             store=store,
             num_workers=self._replica.world_size,
             num_shards=self._replica.num_steps * self._replica.world_size,
             num_prefetched=self._replica.num_prefetched,
             bound=self._bound,
             timeout_seconds=self._timeout,
-            absent=absent,
+            find_failed_rank=find_failed_rank,
         )

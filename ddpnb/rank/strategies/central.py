@@ -1,9 +1,9 @@
-"""How do ranks train whose parameters are kept in one place, on the host?  (Every rank.)
+"""Central storage: one rank keeps the parameters on the host (every rank).
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)        on rank 0's CPU
 
 with g_i the gradient of the mean loss over rank i's b_i samples of the global batch of
-B: the same update as ``ddp``, made once and not on every rank.
+B: the same update as ``ddp``, made once instead of on every rank.
 
 Reference: ``tf.distribute.experimental.CentralStorageStrategy`` of TensorFlow: variables
 are placed on the CPU, computation is replicated over the devices.
@@ -25,7 +25,7 @@ from ddpnb.rank.strategies.base import Batch, Memory, Replica, StepReport, Synch
 
 @final
 class Central(SynchronousStrategy):
-    """One copy of the parameters counts: rank 0's, in the host's memory."""
+    """Rank 0 updates the one copy of the parameters that counts, in the host's memory."""
 
     def setup(self, replica: Replica) -> None:
         """Make the flat messages and, on rank 0, the one copy and its optimizer."""

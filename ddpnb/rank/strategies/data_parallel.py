@@ -1,4 +1,4 @@
-"""How does DataParallel train, in one process?  (Rank 0; the other ranks rest.)
+"""DataParallel: replicas on the threads of one process (rank 0; the other ranks rest).
 
     w  <-  w - lr * g(w),    g = sum over replicas i of (b_i / B) * g_i(w)
 
@@ -9,7 +9,7 @@ Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Par
 Training", PVLDB 13(12), 2020, section 2.2; code: ``torch.nn.parallel.DataParallel``,
 which torch discourages in favour of DistributedDataParallel.
 
-Messages per step, with N replicas, for each part that the batch is cut into: the parameters
+Messages per step, with N replicas, for each part that the batch is split into: the parameters
 and buffers to N - 1 of them, the samples, the outputs to the first, their gradients back, and
 N - 1 replicas' gradients to the first.
 Bytes sent per step, in A parts: A (N - 1) (2 S + U), with S the bytes of all parameters and U
@@ -33,7 +33,7 @@ from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport,
 from ddpnb.rank.tasks.batches import Shard
 
 Autocast = Callable[[], AbstractContextManager[object]]
-"""Makes the context to compute in, which torch keeps for each thread apart."""
+"""Makes the context to compute in; torch's autocast belongs to one thread."""
 
 
 @final
@@ -59,7 +59,7 @@ class DataParallel(SynchronousStrategy):
         )
 
     def fewest_samples(self, num_samples: int, plan: Plan, accumulate: int) -> int:
-        """Those of the last replica: the batch is cut into parts, and each for the replicas."""
+        """Those of the last replica: the batch is split into parts, and each among the replicas."""
         num_parts = min(accumulate, num_samples)
         sizes = (num_samples // num_parts, -(-num_samples // num_parts))
         return min(_fewest_of(size, plan.num_workers) for size in sizes)
@@ -88,7 +88,7 @@ class DataParallel(SynchronousStrategy):
         parts = batch.split(replica.accumulate)
         self._optimizer.zero_grad()
         for part in parts:
-            shard = part.num_samples / batch.num_samples
+            share = part.num_samples / batch.num_samples
             # forward: each replica on its part; the loss on all outputs together
             timer.begin("forward")
             with replica.autocast():
@@ -96,12 +96,12 @@ class DataParallel(SynchronousStrategy):
                 loss = replica.loss(outputs, part.targets)
             # backward: to the outputs, and from there through each replica
             timer.begin("backward")
-            (shard * loss).backward()
+            (share * loss).backward()
             replicas.backward()
-            # agree: add the gradients up in the first replica
+            # agree: sum the gradients in the first replica
             timer.begin("communication")
             replicas.reduce()
-            total += shard * loss.detach()
+            total += share * loss.detach()
         # update: the first replica only; the others are overwritten in the next step
         replica.update(self._optimizer)
         return StepReport(
@@ -124,7 +124,7 @@ class DataParallel(SynchronousStrategy):
 
 @final
 class GpuReplicas:
-    """Torch's ``DataParallel``: its outputs remember the way back."""
+    """Torch's ``DataParallel``; backward through its outputs also reduces the gradients."""
 
     def __init__(self, model: nn.Module, device_ids: list[int]) -> None:
         self.num_replicas = len(device_ids)
@@ -138,21 +138,21 @@ class GpuReplicas:
         return outputs
 
     def backward(self) -> None:
-        """Nothing: torch did it when the loss went backward."""
+        """Nothing: torch has done it."""
 
     def reduce(self) -> None:
-        """Nothing: torch did it when the loss went backward."""
+        """Nothing: torch has done it."""
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
 
 @final
 class Cast(nn.Module):
     """A model that enters its context itself, on whatever thread it is called.
 
-    Torch's ``DataParallel`` opens one in each of its threads, but forgets its type: that would
-    be float16 on every GPU.
+    The context that torch's ``DataParallel`` opens in its threads is float16 on every GPU,
+    whichever type was asked for.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -179,7 +179,7 @@ class ThreadReplicas:
     def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
         """Replicate, scatter, run, gather."""
         self._replicate()
-        # as torch does: fewer than replicas where the batch is small, and the last may be smaller
+        # As torch does: a small batch makes fewer parts than replicas, and the last may be smaller.
         parts = inputs.chunk(len(self._models))
         self._outputs = list(self._pool.map(_forward, self._models, parts, repeat(autocast)))
         self._gathered = torch.cat([output.detach() for output in self._outputs])
@@ -187,13 +187,13 @@ class ThreadReplicas:
 
     def backward(self) -> None:
         """Scatter the gradient of the outputs; run each replica's backward pass."""
-        assert self._gathered.grad is not None, "the loss has not gone backward"
+        assert self._gathered.grad is not None, "backward has not reached the outputs"
         parts = self._gathered.grad.split([len(output) for output in self._outputs])
         list(self._pool.map(_backward, self._outputs, parts))  # the list waits, and raises
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add up in the first replica, which the optimizer updates; the others forget theirs."""
+        """Sum the gradients in the first replica, which the optimizer updates."""
         first, *others = self._models
         for other in others:
             for mine, theirs in zip(first.parameters(), other.parameters(), strict=True):
@@ -207,9 +207,9 @@ class ThreadReplicas:
 
     @torch.no_grad()
     def _replicate(self) -> None:
-        """Copy parameters and buffers to all but the first.
+        """Copy parameters and buffers of the first replica to all others.
 
-        So of what replicas write into buffers only the first one's lasts, as in torch.
+        As in torch, only the first replica's changes to buffers last.
         """
         first, *others = self._models
         for other in others:
@@ -227,7 +227,7 @@ def _gpus(device: torch.device, world_size: int) -> list[int]:
 
 
 def _fewest_of(num_samples: int, num_replicas: int) -> int:
-    """Return how many samples the last replica that has any gets: 7 for 3 are cut 3, 3, 1."""
+    """Return how many samples the last replica that has any gets: 1, where 3 share 7 as 3, 3, 1."""
     most = -(-num_samples // num_replicas)
     return (num_samples - 1) % most + 1
 

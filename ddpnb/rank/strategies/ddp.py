@@ -1,17 +1,16 @@
-"""How does DistributedDataParallel train?  (Every rank.)
+"""DistributedDataParallel (every rank).
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
 with g_i the gradient of the mean loss over rank i's b_i samples of the global batch
-of B: exactly the gradient of the mean loss over the whole batch, but for what a
-compressing hook leaves out.
+of B: exactly the gradient of the mean loss over the whole batch, unless a hook compresses it.
 
-With ``hook`` gradients are made smaller before they are sent, by torch's own hooks:
+With ``hook`` torch's own hooks compress gradients before they are sent:
 
-    fp16        as float16: half the bytes of float32; what is above 65504 becomes infinite
+    fp16        as float16: half the bytes of float32; values above 65504 become infinite
     bf16        as bfloat16: half the bytes, the range of float32, 8 bits of precision
-    powersgd    each matrix of gradients as the product of two thin ones, of a rank that is
-                given, and what that leaves out is added to the next step's (error feedback)
+    powersgd    each matrix of gradients as the product of two thin ones of a given rank; the
+                error is added to the next step's gradients (error feedback)
 
 References: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training", PVLDB 13(12), 2020; Vogels et al., "PowerSGD: Practical Low-Rank Gradient
@@ -20,8 +19,8 @@ Compression for Distributed Optimization", NeurIPS 2019.
 Messages per step: one all-reduce for each bucket of gradients (25 MB), sent while
 the backward pass still works on the next; with buffers (BatchNorm's statistics)
 also one broadcast from rank 0.
-Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients as they
-are sent; buffers are not counted.
+Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients as they are
+sent; buffers are not counted.
 """
 
 from typing import Any, Final, final
@@ -43,16 +42,16 @@ from ddpnb.rank.strategies.base import Batch, Replica, State, StepReport, Synchr
 from ddpnb.rank.strategies.ddp_overlap import CommHook, observe
 
 NUM_PLAIN_STEPS: Final = 2
-"""Steps before PowerSGD compresses: DDP forms its final buckets after the first."""
+"""Steps before PowerSGD compresses; DDP forms its final buckets after the first."""
 
 _DEFAULT_CAP_MB: Final = 25.0
 _ONE_BUCKET_NOTE: Final = (
     "ddp:hook=powersgd sends one bucket: on CPUs torch's hook makes its later calls from other "
-    "threads, and those of several buckets would meet in another order on each rank."
+    "threads, and ranks would make those of several buckets in different orders."
 )
 _RESUMED_NOTE: Final = (
-    f"ddp:hook=powersgd begins anew where a run is resumed: {NUM_PLAIN_STEPS} steps without "
-    "compression, and nothing left over from before."
+    f"ddp:hook=powersgd starts afresh when a run is resumed: {NUM_PLAIN_STEPS} steps without "
+    "compression, and no error feedback from before."
 )
 
 
@@ -61,11 +60,11 @@ class Ddp(SynchronousStrategy):
     """Torch's own ``DistributedDataParallel``, over the default process group.
 
     Args:
-        bucket_cap_mb: how many MB of gradients go in one message; torch's default, 25, makes
-            the first bucket one of 1 MB, so that sending begins early.
-        static_graph: whether torch may rely on every step using the same parameters.
+        bucket_cap_mb: MB of gradients in one message; at torch's default, 25, the first bucket
+            has 1 MB, so that sending begins early.
+        static_graph: whether torch may assume that every step uses the same parameters.
         hook: how gradients are compressed.
-        powersgd_rank: of the matrices that the hook ``powersgd`` sends.
+        powersgd_rank: of the matrices that ``powersgd`` sends.
     """
 
     def __init__(
@@ -83,11 +82,11 @@ class Ddp(SynchronousStrategy):
         self._hook = hook
         self._powersgd_rank = powersgd_rank
         self._power_state: PowerSGDState | None = None
-        self._num_compressed = 0
+        self._num_sent_before = 0
         self._is_resumed = False
 
     def check(self, replica: Replica) -> None:
-        """Refuse a static graph whose gradients accumulate, and what PowerSGD cannot send."""
+        """Refuse accumulation in a static graph, and gradients that PowerSGD cannot send."""
         if self._static_graph and replica.accumulate > 1:
             raise UserError(
                 "ddp:static_graph=on cannot accumulate gradients (torch's no_sync fails in it); "
@@ -110,7 +109,7 @@ class Ddp(SynchronousStrategy):
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""
-        # forward; backward, and agree at the same time: DDP averages the gradients bucket by
+        # forward; backward and, at the same time, agree: DDP averages the gradients bucket by
         # bucket.  It divides by the number of ranks; the weight makes that a mean over samples.
         loss = self._replica.compute_gradients(
             batch,
@@ -118,7 +117,7 @@ class Ddp(SynchronousStrategy):
             model=self._ddp,
             unsynced=self._ddp.no_sync,
         )
-        self._overlap.tell()
+        self._overlap.report()
         # update: every rank the same
         self._replica.update(self._optimizer)
         return StepReport(
@@ -128,18 +127,18 @@ class Ddp(SynchronousStrategy):
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Say where the buckets are not those that were asked for, and what was not resumed."""
+        """Report where buckets differ from the options, and what was not resumed."""
         one_bucket = (_ONE_BUCKET_NOTE,) if self._needs_one_bucket else ()
         is_new = self._power_state is not None and self._is_resumed
         return one_bucket + ((_RESUMED_NOTE,) if is_new else ())
 
     def load(self, replica: Replica, state: State) -> None:
-        """Go on from there, but for what a hook remembers of earlier steps."""
+        """Continue from there, without a hook's memory of earlier steps."""
         super().load(replica, state)
         self._is_resumed = True
 
     def _comm_hook(self) -> CommHook | None:
-        """Return what sends the gradients; takes part: every rank."""
+        """Return the hook that sends gradients; takes part: every rank."""
         match self._hook:
             case "fp16":
                 return fp16_compress_hook
@@ -157,27 +156,25 @@ class Ddp(SynchronousStrategy):
                 return None
 
     def _gradient_bytes(self) -> int:
-        """Return what the gradients of the step just made took when they were sent."""
+        """Return the bytes of the last step's gradients, as they were sent."""
         parameters = self._replica.parameters
         size, num_values = num_bytes(parameters), sum(p.numel() for p in parameters)
         if self._power_state is not None:
-            before, self._num_compressed = (
-                self._num_compressed,
-                self._power_state.total_numel_after_compression,
-            )
-            num_sent = self._num_compressed - before  # 0 in the plain steps
+            num_in_all = self._power_state.total_numel_after_compression
+            num_sent = num_in_all - self._num_sent_before  # 0 in the plain steps
+            self._num_sent_before = num_in_all
             return size * num_sent // num_values if num_sent else size
         return size if self._hook == "none" else 2 * num_values
 
     def _cap_mb(self) -> float | None:
-        """Return how large buckets are; None leaves it to torch."""
+        """Return the size of buckets; None: torch's default."""
         if self._needs_one_bucket:
             return num_bytes(self._replica.parameters) / 2**20 + 1
         return None if self._bucket_cap_mb == _DEFAULT_CAP_MB else self._bucket_cap_mb
 
 
 def _bf16(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Call torch's hook, which DDP refuses by its name on gloo, though gloo can add bfloat16."""
+    """Call torch's hook; under its own name DDP refuses it on gloo, which can add bfloat16."""
     return bf16_compress_hook(state, bucket)
 
 

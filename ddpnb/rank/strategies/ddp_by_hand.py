@@ -1,13 +1,13 @@
-"""How does synchronous data parallelism train, written out?  (Every rank.)
+"""Synchronous data parallelism written out (every rank).
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
 with g_i the gradient of the mean loss over rank i's b_i samples of the global batch of
-B: the same update as ``ddp``, without its buckets: nothing is sent before the backward
-pass has ended, and then everything at once.
+B: the same update as ``ddp``, without its buckets: everything is sent at once, after the
+backward pass.
 
 Reference: Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4; Li et al.,
-"PyTorch Distributed", PVLDB 13(12), 2020, section 3.2.1, whose naive solution this is.
+"PyTorch Distributed", PVLDB 13(12), 2020, section 3.2.1 (the naive solution).
 
 Messages per step: one all-reduce of all gradients (one for each dtype).
 Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients.

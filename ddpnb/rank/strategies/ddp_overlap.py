@@ -1,16 +1,15 @@
-"""How much of DDP's communication hides behind its backward pass?  (Every rank.)
+"""How much of DDP's communication hides behind its backward pass (every rank).
 
-Buckets of gradients are sent while earlier layers' gradients are still computed; when
-the last has been computed, the rest of the sending is exposed: the backward pass waits
-for it.
+Buckets of gradients are sent while earlier layers' gradients are still computed.  Once the last
+gradient is there, the rest of the communication is exposed: the backward pass waits for it.
 
-On a CPU DDP's own timers tell both, read after each backward pass: some 50 us a step, where
-a hook in Python costs up to a twentieth of a step on a busy host.  They count as hidden
-all the time from the first bucket's start to the last gradient, also where no bucket was
-on its way for a while.  On a GPU a hook records events on the streams, which nobody
-waits for.
+On a CPU, DDP's own timers are read after each backward pass, at some 50 us a step; a hook in
+Python costs up to a twentieth of a step on a busy host.  All the time from the first bucket's
+start to the last gradient counts as hidden, even if no bucket was on its way for a while.  On a
+GPU a hook records events on the streams, without waiting for them.
 
-Before a forward pass DDP sends the model's buffers, BatchNorm's statistics: all of it exposed.
+Before a forward pass DDP sends the model's buffers, such as BatchNorm's statistics: all of that
+is exposed.
 """
 
 from abc import ABC, abstractmethod
@@ -27,41 +26,49 @@ from ddpnb.compat.torch_internals import DdpTimers, times_ddp
 from ddpnb.rank.strategies.timer import Moment, NullTimer, Timer
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
-"""Sends one bucket of gradients, and returns what it becomes."""
+"""Sends one bucket of gradients, and returns the future of the averaged one."""
 
 
 class Overlap(ABC):
-    """Tells a timer what part of a backward pass was communication."""
+    """Reports the communication in each backward pass to a timer."""
 
     @abstractmethod
-    def tell(self) -> None:
-        """Tell of the backward pass that has just ended."""
+    def report(self) -> None:
+        """Report the backward pass that has just ended."""
+
+
+@final
+class NullOverlap(Overlap):
+    """An overlap that reports nothing."""
+
+    def report(self) -> None:
+        """Report nothing."""
 
 
 def observe(
     ddp: DistributedDataParallel, timer: Timer, hook: CommHook | None = None, state: object = None
 ) -> Overlap:
-    """Have gradients sent by a hook, and their communication reported to the timer.
+    """Send gradients by a hook, and time their communication.
 
     Args:
-        ddp: that has made no step yet, and has no hook.
-        timer: whom to tell.
-        hook: what sends a bucket of gradients; None: DDP as it is.
-        state: what the hook is called with.
+        ddp: has no hook and has made no step.
+        timer: gets the times.
+        hook: sends a bucket of gradients; None: DDP itself does.
+        state: the hook's first argument.
     """
     observe_buffers(ddp, timer)
     is_timed = not isinstance(timer, NullTimer)
     if is_timed and (ddp.device_type == "cuda" or not times_ddp.works):
-        return _ByEvents(ddp, timer, hook or allreduce_hook, state)
+        return _EventOverlap(ddp, timer, hook or allreduce_hook, state)
     if hook is not None:
         ddp.register_comm_hook(state, hook)
-    return _ByTimers(ddp, timer) if is_timed else Unobserved()
+    return _TimerOverlap(ddp, timer) if is_timed else NullOverlap()
 
 
 def observe_buffers(ddp: DistributedDataParallel, timer: Timer) -> None:
-    """Have what DDP does about buffers, before it calls the model, counted as communication.
+    """Count DDP's broadcast of buffers, before it calls the model, as communication.
 
-    The hook on the model goes when it is called: the trained model has none of it.
+    The hook on the model removes itself, so that the trained model has none.
     """
     model = ddp.module
 
@@ -79,23 +86,15 @@ def observe_buffers(ddp: DistributedDataParallel, timer: Timer) -> None:
 
 
 @final
-class Unobserved(Overlap):
-    """For whom nobody listens to, or who tells by itself."""
-
-    def tell(self) -> None:
-        """Tell nothing."""
-
-
-@final
-class _ByTimers(Overlap):
-    """Reads what DDP measures itself."""
+class _TimerOverlap(Overlap):
+    """Reads DDP's own timers."""
 
     def __init__(self, ddp: DistributedDataParallel, timer: Timer) -> None:
         self._timers = DdpTimers(ddp)
         self._timer = timer
 
-    def tell(self) -> None:
-        """Count the end of the backward pass as communication, and what hid before it."""
+    def report(self) -> None:
+        """Count the end of the backward pass as communication, and the hidden time before it."""
         total, hidden = self._timers.read()
         exposed = max(0.0, total - hidden)
         began = self._timer.moment(seconds_ago=exposed)
@@ -104,8 +103,8 @@ class _ByTimers(Overlap):
 
 
 @final
-class _ByEvents(Overlap):
-    """Notes when each bucket's flight begins and ends, on the streams of a GPU."""
+class _EventOverlap(Overlap):
+    """Records when each bucket's communication begins and ends, on the streams of a GPU."""
 
     def __init__(
         self, ddp: DistributedDataParallel, timer: Timer, hook: CommHook, state: object
@@ -116,18 +115,18 @@ class _ByEvents(Overlap):
 
         def timed(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             self._begun.append(timer.moment())
-            return hook(state, bucket).then(self._note_end)
+            return hook(state, bucket).then(self._record_end)
 
         ddp.register_comm_hook(state, timed)
 
-    def tell(self) -> None:
-        """Count what follows the last bucket's start; the flights of all others are hidden."""
+    def report(self) -> None:
+        """Count all from the last bucket's start as exposed; the other buckets are hidden."""
         for begun, ended in list(zip(self._begun, self._ended, strict=False))[:-1]:
             self._timer.hide(begun, ended)
         if self._begun:
             self._timer.begin("communication", at=self._begun[-1])
         self._begun, self._ended = [], []
 
-    def _note_end(self, sent: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        self._ended.append(self._timer.moment())  # torch runs this on a stream behind the flight
+    def _record_end(self, sent: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        self._ended.append(self._timer.moment())  # torch runs this on a stream behind the message
         return sent.value()

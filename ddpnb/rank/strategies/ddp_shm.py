@@ -1,23 +1,22 @@
-"""How does DistributedDataParallel train whose ranks share their host's memory?  (Every rank.)
+"""DistributedDataParallel with an all-reduce in shared memory (every rank).
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
 with g_i the gradient of the mean loss over rank i's b_i samples of the global batch of
-B: the same update as ``ddp``.  Only the all-reduce is another, a communication hook: it
-goes through shared memory and not, as gloo's does, through TCP on the loopback interface.
-Nothing hides behind the backward pass: each bucket is summed before that goes on.
+B: the same update as ``ddp``.  Only the all-reduce differs: a communication hook sums gradients
+in the shared memory of the host, where gloo uses TCP on the loopback interface.  Nothing hides
+behind the backward pass, which waits until each bucket is summed.
 
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training", PVLDB 13(12), 2020; the sum is in ``transport/shared_sum.py``.
+Training", PVLDB 13(12), 2020; the sum is in ``comm/shared_all_reduce.py``.
 
-Messages per step: for each MB of gradients one byte, or with three ranks or more two, from
-each rank to each other; with buffers (BatchNorm's statistics) also one broadcast.
+Messages per step: for each MB of gradients one byte from each rank to each other, with three
+ranks or more two; with buffers (BatchNorm's statistics) also one broadcast.
 Bytes sent per step and rank: S, the bytes of all gradients, written once for the others to
 read (0 where there are no others).  Where ranks cannot share memory: as ``ddp``.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import final
 
 import torch
@@ -29,10 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
-from ddpnb.rank.comm.rendezvous import this_host
+from ddpnb.rank.comm.rendezvous import host_id
 from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.ddp_overlap import Overlap, Unobserved, observe, observe_buffers
+from ddpnb.rank.strategies.ddp_overlap import NullOverlap, Overlap, observe, observe_buffers
 from ddpnb.rank.strategies.timer import Timer
 
 _NO_SHARING_NOTE = "ddp-shm: the ranks cannot share memory here; gradients went through gloo."
@@ -44,13 +43,13 @@ class DdpShm(SynchronousStrategy):
     """Torch's ``DistributedDataParallel`` with an all-reduce in shared memory.
 
     Args:
-        timeout_seconds: how long a rank waits for another that is alive; as long as torch does.
-            One that dies or leaves is noticed at once.
+        timeout_seconds: how long a rank waits for another that is alive, by default as long as
+            torch does.  A rank that dies or leaves is noticed at once.
     """
 
     def __init__(self, *, timeout_seconds: float = default_pg_timeout.total_seconds()) -> None:
         self._timeout = timeout_seconds
-        self._sum: SharedAllReduce | None = None
+        self._shared: SharedAllReduce | None = None
         self._is_shared = True
 
     def plan(self, state: RankState) -> Plan:
@@ -58,33 +57,33 @@ class DdpShm(SynchronousStrategy):
         return replace(super().plan(state), notes=() if state.device == "cpu" else (_GPU_NOTE,))
 
     def setup(self, replica: Replica) -> None:
-        """Wrap the model, and meet in shared memory; takes part: every rank."""
+        """Wrap the model, and open the shared memory; takes part: every rank."""
         super().setup(replica)
         on_cpu = replica.device.type == "cpu"
         self._ddp = DistributedDataParallel(
             replica.model,
             device_ids=None if on_cpu else [replica.device],
-            gradient_as_bucket_view=True,  # what is summed need not be copied in and out once more
+            gradient_as_bucket_view=True,  # saves copying gradients into buckets and back
         )
         self._num_bytes = num_bytes(replica.parameters)
-        self._is_shared = not on_cpu or _is_one_place(replica.folder, replica.world_size)
+        self._is_shared = not on_cpu or _share_memory(replica)
         if on_cpu and self._is_shared:
-            self._overlap = self._share_memory(replica)
+            self._overlap = self._open(replica)
         else:
             self._overlap = observe(self._ddp, replica.timer)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""
-        # forward; backward, and agree in between: bucket by bucket.  With the weight in the
-        # loss, the sum over the ranks is a mean over samples; DDP itself divides it by N.
-        divided_by = 1 if self._sum is not None else self._replica.world_size
+        # forward; backward and, in between, agree: bucket by bucket.  With the weight in the
+        # loss, the sum over the ranks is a mean over samples; without the hook DDP divides by N.
+        divided_by = 1 if self._shared is not None else self._replica.world_size
         loss = self._replica.compute_gradients(
             batch,
             weight=divided_by * batch.weight,
             model=self._ddp,
             unsynced=self._ddp.no_sync,
         )
-        self._overlap.tell()
+        self._overlap.report()
         # update: every rank the same
         self._replica.update(self._optimizer)
         return StepReport(
@@ -92,16 +91,16 @@ class DdpShm(SynchronousStrategy):
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Say where shared memory could not be used."""
+        """Report where shared memory could not be used."""
         return () if self._is_shared else (_NO_SHARING_NOTE,)
 
     def close(self) -> None:
-        """Hang up, so that no other rank waits for this one."""
-        if self._sum is not None:
-            self._sum.close()
+        """Disconnect, so that no other rank waits for this one."""
+        if self._shared is not None:
+            self._shared.close()
 
-    def _share_memory(self, replica: Replica) -> Overlap:
-        self._sum = SharedAllReduce.open(
+    def _open(self, replica: Replica) -> Overlap:
+        self._shared = SharedAllReduce.open(
             replica.folder,
             replica.name,
             rank=replica.rank,
@@ -113,35 +112,34 @@ class DdpShm(SynchronousStrategy):
         def on_wait(is_waiting: bool) -> None:
             replica.timer.begin("waiting" if is_waiting else "communication")
 
-        self._sum.tell(on_wait)
+        self._shared.on_wait = on_wait
         observe_buffers(self._ddp, replica.timer)
-        self._ddp.register_comm_hook((self._sum, replica.timer), _add_in_shared_memory)
-        return Unobserved()
+        self._ddp.register_comm_hook((self._shared, replica.timer), _all_reduce_bucket)
+        return NullOverlap()
 
     def _num_bytes_sent(self) -> int:
         num = self._replica.world_size
-        if self._sum is None:
+        if self._shared is None:
             return all_reduce_bytes(self._num_bytes, num)
         return self._num_bytes if num > 1 else 0
 
 
-def _add_in_shared_memory(
+def _all_reduce_bucket(
     state: tuple[SharedAllReduce, Timer], bucket: GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """Sum a bucket over all ranks, as a hook of DDP's."""
+    """Sum a bucket over all ranks, as DDP's communication hook."""
     shared, timer = state
     buffer = bucket.buffer()
     timer.begin("communication")
-    shared.add(buffer)
+    shared.all_reduce(buffer)
     timer.begin("backward")
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(buffer)
     return done
 
 
-def _is_one_place(folder: Path, num_ranks: int) -> bool:
-    """Return whether the folder is the same one for all ranks; takes part: every rank."""
-    running = Path("/proc/sys/kernel/random/boot_id").read_text()  # hosts may share a name
-    places = [""] * num_ranks
-    dist.all_gather_object(places, running + this_host(folder))
-    return len(set(places)) == 1
+def _share_memory(replica: Replica) -> bool:
+    """Return whether all ranks share one folder, and so memory; takes part: every rank."""
+    hosts = [""] * replica.world_size
+    dist.all_gather_object(hosts, host_id(replica.folder))
+    return len(set(hosts)) == 1

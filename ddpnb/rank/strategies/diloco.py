@@ -1,4 +1,4 @@
-"""How do ranks train far apart, with an optimizer between their averages?  (Every rank.)
+"""DiLoCo: an outer optimizer applies what ranks have learned apart (every rank).
 
     each step:         w_i  <-  w_i - lr * g_i(w_i)                     the task's optimizer
     every H-th step:   d  =  (1 / N) * sum over ranks i of (w - w_i)    the outer gradient
@@ -13,7 +13,7 @@ Reference: Douillard et al., "DiLoCo: Distributed Low-Communication Training of 
 Models", 2023, algorithm 1; a = 0.7 and m = 0.9 are theirs, H is 500 there.
 
 Messages: one all-reduce of all weights every H-th step (one for each dtype), and one at
-the end where steps are left.
+the end if there were steps since.
 Bytes sent per rank: 2 (N - 1) / N * S in each H-th step, 0 in the others; S is the bytes
 of all parameters.
 """
@@ -55,11 +55,11 @@ class DiLoCo(SynchronousStrategy):
         self._outer_momentum = outer_momentum
 
     def plan(self, state: RankState) -> Plan:
-        """Every rank; between two outer steps none waits for another."""
-        return replace(super().plan(state), num_prefetched=self._every)
+        """Every rank; they wait for each other only in outer steps."""
+        return replace(super().plan(state), num_steps_ahead=self._every)
 
     def setup(self, replica: Replica) -> None:
-        """Make both optimizers; the outer one is the same on every rank."""
+        """Make both optimizers; the outer one is in the same state on every rank."""
         super().setup(replica)
         self._flat = FlatBuffer(replica.parameters)
         self._agreed = [nn.Parameter(p.detach().clone()) for p in replica.parameters]
@@ -83,7 +83,7 @@ class DiLoCo(SynchronousStrategy):
         return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
 
     def notes(self) -> tuple[str, ...]:
-        """Say where the end comes before the first outer step."""
+        """Warn where the training ends before the first outer step."""
         num_steps = self._num_inner + self._replica.num_steps
         if num_steps >= self._every:
             return ()
@@ -96,20 +96,20 @@ class DiLoCo(SynchronousStrategy):
         return Memory.of(parameters, self._optimizer, self._outer)
 
     def finish(self) -> nn.Module:
-        """Make a last outer step where inner ones are left; takes part: every rank."""
+        """Make a last outer step if there were inner steps since; takes part: every rank."""
         if self._num_inner > 0:
             self._agree()
         return self._replica.model
 
     def save(self, replica: Replica) -> State:
-        """Return what every strategy needs, what was agreed on last, and the outer momentum."""
+        """Return what every strategy needs, the agreed weights and the outer momentum."""
         return super().save(replica) | {
             "agreed": [parameter.detach().clone() for parameter in self._agreed],
             "outer": self._outer.state_dict(),
         }
 
     def load(self, replica: Replica, state: State) -> None:
-        """Go on from there."""
+        """Continue from there."""
         super().load(replica, state)
         for mine, theirs in zip(self._agreed, state["agreed"], strict=True):
             mine.data.copy_(theirs)
@@ -121,7 +121,7 @@ class DiLoCo(SynchronousStrategy):
         replica = self._replica
         replica.timer.begin("communication")
         num_sent = self._flat.average(replica.parameters)
-        # The mean of w - w_i is w less the mean of w_i.
+        # The mean of w - w_i is w minus the mean of w_i.
         replica.timer.begin("optimizer")
         for agreed, mean in zip(self._agreed, replica.parameters, strict=True):
             agreed.grad = agreed - mean

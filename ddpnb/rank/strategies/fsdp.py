@@ -1,34 +1,33 @@
-"""How do ranks train that each keep a part of everything only?  (Every rank.)
+"""Fully sharded data parallel: each rank keeps a part of everything (every rank).
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
 with g_i the gradient of the mean loss over rank i's b_i samples of the global batch of
 B: the same update as ``ddp``.  Of each parameter a rank keeps one N-th of the rows, with
 their gradient and their optimizer's state: stage 3 of ZeRO.  A layer's parameters are
-gathered before it is used and let go of afterwards.
+gathered before it is used and released afterwards.
 
 Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 PVLDB 16(12), 2023; code: ``torch.distributed.fsdp.fully_shard`` (FSDP2).
 
-A layer is each module of a ``Sequential`` or ``ModuleList``, wherever the model holds one, and
-of one inside another.  What is in none is gathered at once, with the model; so is a layer that
-is registered twice or has a parameter that another part of the model uses, too.
+A layer is each module in a ``Sequential`` or ``ModuleList``, at any depth of the model.
+Parameters in no layer are gathered at once, with the model.  So are those of a layer that is
+registered twice, or that shares a parameter with another part of the model.
 
-Messages per step: one all-gather of each layer's parameters before its forward pass and,
-with ``reshard``, one more before its backward pass; for each part that the batch is cut
-into.  One reduce-scatter of each layer's gradients.
+Messages per step: one all-gather of each layer's parameters before its forward pass and, with
+``reshard``, one more before its backward pass, for each part that the batch is split into; one
+reduce-scatter of each layer's gradients.
 Bytes sent per step and rank, in A parts: (N - 1) * (P * 2 A + G), or without ``reshard``
 (N - 1) * (P * A + G), with P the bytes of a rank's part of the parameters and G those of its
-part of the gradients: P, but for frozen parameters, which have none.  Rows are filled up to a
-multiple of N: P is about S / N.  Counted are the messages that torch really sends: a frozen
-layer may be gathered once only, one that a step does not use never.  Gloo makes each
-reduce-scatter of an all-reduce; what that sends more is not counted, nor the norm for clipping.
+part of the gradients: P less the frozen parameters.  Rows are padded to a multiple of N, so P is
+about an N-th of all parameters' bytes.  The messages that torch really sends are counted: it may
+gather a frozen layer only once, and an unused one never.  Gloo implements reduce-scatter by an
+all-reduce; its extra bytes are not counted, nor is the norm for clipping.
 
-Gloo's collectives keep the thread until they are done, on CPUs and on GPUs: all their time is
-exposed, with what they wait for other ranks, and none is hidden.  Copying parameters into a
-message and out of it counts as the pass that needs them.  NCCL's run on streams of their own.
-Each counts as hidden from its start to its end, also while the GPU waits for it: where that
-is, torch lets nobody know.
+Gloo's collectives block the thread, on CPUs and on GPUs: all their time, waits for other ranks
+included, is exposed.  Copying parameters into a message and out of it counts as the pass that
+needs them.  NCCL's collectives run on streams of their own and count as hidden from start to
+end, even while the GPU waits for them, because torch does not report when it does.
 """
 
 import copy
@@ -49,11 +48,11 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.rank.strategies.base import Batch, Replica, State, StepReport, SynchronousStrategy
 from ddpnb.rank.strategies.timer import Moment, Timer
 
-Flight = Callable[[], AbstractContextManager[None]]
-"""Makes the context that a collective is called in."""
+TimedCall = Callable[[], AbstractContextManager[None]]
+"""Makes the context that a collective is called in, which times it."""
 
 _NCCL_NOTE = (
-    "fsdp over NCCL: all communication counts as overlapped, also where the GPU waits for it."
+    "fsdp over NCCL: all communication counts as overlapped, even where the GPU waits for it."
 )
 
 
@@ -62,18 +61,18 @@ class Fsdp(SynchronousStrategy):
     """Torch's ``fully_shard`` over the default process group.
 
     Args:
-        reshard: whether a layer is let go of between its forward and its backward pass.
+        reshard: whether a layer is released between its forward and its backward pass.
     """
 
     def __init__(self, *, reshard: bool = True) -> None:
         self._reshard = reshard
 
     def check(self, replica: Replica) -> None:
-        """Refuse parameters without rows to cut between, and layers of several types."""
+        """Refuse parameters without rows to shard, and layers of several types."""
         module = importlib.import_module("torch.distributed.fsdp").FSDPModule
         if not hasattr(module, "set_custom_all_gather"):
-            told = "fsdp needs a newer version; leave fsdp out of the comparison."
-            raise UserError(sentence("torch", told))
+            advice = "fsdp needs a newer version; leave fsdp out of the comparison."
+            raise UserError(sentence("torch", advice))
         for name, parameter in replica.model.named_parameters():
             if parameter.ndim == 0 or parameter.numel() == 0:
                 raise UserError(
@@ -88,25 +87,25 @@ class Fsdp(SynchronousStrategy):
             )
 
     def setup(self, replica: Replica) -> None:
-        """Cut the parameters up, then make this rank's optimizer; takes part: every rank."""
+        """Shard the parameters, then make this rank's optimizer; takes part: every rank."""
         self._messages = _Messages(replica.timer, replica.device)
         self._skeleton = _without_parameters(replica.model)
         assert dist.group.WORLD is not None, "this rank is in a group"
-        # Imported when asked for: it takes a second, and every rank would pay it at start.
+        # Imported here because it takes a second, which every rank would pay at start.
         fsdp = importlib.import_module("torch.distributed.fsdp")
         mesh = DeviceMesh.from_group(dist.group.WORLD, replica.device.type)
         for layer in (*layers_of(replica.model), replica.model):
             fsdp.fully_shard(layer, mesh=mesh, reshard_after_forward=self._reshard)
-            # Gloo adds on the GPU, but takes no mean there.
+            # Gloo can sum on the GPU, but not average.
             layer.set_force_sum_reduction_for_comms(dist.get_backend() == "gloo")
-            self._messages.carry(layer)
+            self._messages.observe(layer)
         super().setup(replica)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""
         replica = self._replica
-        # forward, backward: each layer's parameters come, its gradients go.  They are divided
-        # by the number of ranks; the weight makes that a mean over samples.
+        # forward, backward; agree: each layer's parameters are gathered, its gradients averaged.
+        # Torch divides by the number of ranks; the weight makes that a mean over samples.
         most_parts = batch.num_global // replica.world_size  # the same on every rank
         loss = replica.compute_gradients(
             replace(batch, most_parts=most_parts),
@@ -122,12 +121,12 @@ class Fsdp(SynchronousStrategy):
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Say where communication cannot be told apart."""
-        is_apart = self._messages.is_exposed or self._replica.world_size == 1
-        return () if is_apart else (_NCCL_NOTE,)
+        """Report where exposed communication cannot be distinguished."""
+        is_known = self._messages.is_exposed or self._replica.world_size == 1
+        return () if is_known else (_NCCL_NOTE,)
 
     def finish(self) -> nn.Module:
-        """Gather all into a plain model; takes part: every rank."""
+        """Gather all parameters into a plain model; takes part: every rank."""
         model = self._replica.model
         pairs = zip(self._skeleton.parameters(), model.parameters(), strict=True)
         whole = {id(empty): _gathered(parameter) for empty, parameter in pairs}
@@ -154,7 +153,7 @@ class Fsdp(SynchronousStrategy):
 
     @contextmanager
     def _unsynced(self) -> Iterator[None]:
-        """Keep gradients here for a while, whole."""
+        """Keep whole gradients on this rank for a while."""
         model: Any = self._replica.model  # an FSDPModule since setup
         model.set_requires_gradient_sync(False)
         try:
@@ -164,16 +163,16 @@ class Fsdp(SynchronousStrategy):
 
 
 def layers_of(model: nn.Module) -> list[Any]:
-    """Return what is gathered by itself, inner modules before those that hold them.
+    """Return the modules to gather one by one, inner modules before outer ones.
 
-    Those that are surely called by themselves, as the blocks of a transformer are: torch gathers
-    what a module holds when it is called.
+    Torch gathers a module's parameters when the module is called, so these are modules that are
+    certainly called, such as the blocks of a transformer.
     """
     candidates = set(_listed(model))
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     places: Counter[nn.Module] = Counter()
     holders: dict[str, nn.Module] = {}
-    # A module that is registered at several places is met at each.
+    # A module that is registered at several places appears at each.
     for path, module in model.named_modules(remove_duplicate=False):
         places[module] += 1
         outer = holders.get(path.rpartition(".")[0], model)
@@ -187,10 +186,10 @@ def layers_of(model: nn.Module) -> list[Any]:
 
 
 def _listed(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules with parameters that stand in a list, at whatever depth the list is.
+    """Yield the modules with parameters in any list, at any depth.
 
-    A list is a ``Sequential``, or what cannot be called, as ``ModuleList`` and ``ModuleDict``:
-    each module in it is called by itself.
+    A list is a ``Sequential``, or a module that cannot be called, such as a ``ModuleList`` or
+    ``ModuleDict``: each module in it is called by itself.
     """
     for child in module.children():
         if not _is_list(module) or _is_list(child):
@@ -204,7 +203,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _types_of_layers(model: nn.Module) -> Iterator[set[torch.dtype]]:
-    """Yield the types of the trained parameters of each layer, and of what is in none."""
+    """Yield the types of the trained parameters of each layer, then of those in no layer."""
     seen: set[nn.Parameter] = set()
     for layer in (*layers_of(model), model):
         held = set(layer.parameters()) - seen
@@ -213,7 +212,7 @@ def _types_of_layers(model: nn.Module) -> Iterator[set[torch.dtype]]:
 
 
 def _without_parameters(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose parameters have shapes but no values."""
+    """Return a copy of a model in which parameters have shapes but no values."""
     empty: dict[int, object] = {
         id(parameter): nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         for parameter in model.parameters()
@@ -222,12 +221,12 @@ def _without_parameters(model: nn.Module) -> nn.Module:
 
 
 def _gathered(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the whole of a parameter that is spread over the ranks; takes part: every rank."""
+    """Return the whole of a sharded parameter; takes part: every rank."""
     return nn.Parameter(_whole(parameter.detach()), parameter.requires_grad)
 
 
 def _whole(value: Tensor) -> Tensor:
-    """Return the whole of a tensor that may be spread over the ranks; takes part: every rank."""
+    """Return the whole of a tensor that may be sharded; takes part: every rank."""
     held: Any = value
     whole: Tensor = held.full_tensor() if hasattr(held, "full_tensor") else held
     return whole
@@ -248,7 +247,7 @@ def _local(value: Any) -> Any:
 
 
 def _like(parameter: Any, value: Any) -> Any:
-    """Return a part of something as a tensor that is spread as ``parameter`` is."""
+    """Return this rank's part as a tensor sharded like ``parameter``; other values as they are."""
     if not isinstance(value, Tensor) or value.shape != parameter.to_local().shape:
         return value
     return type(parameter.data).from_local(
@@ -262,37 +261,37 @@ def _like(parameter: Any, value: Any) -> Any:
 
 @final
 class _Messages:
-    """The all-gathers and reduce-scatters of one rank: torch's own, but counted and timed.
+    """Counts and times the all-gathers and reduce-scatters of one rank.
 
     Args:
-        timer: whom to tell.
+        timer: gets the times.
         device: where the parameters are.
     """
 
     def __init__(self, timer: Timer, device: torch.device) -> None:
         self.is_exposed = dist.get_backend() == "gloo"
-        self._flight = _exposed(timer, device) if self.is_exposed else _hidden(timer)
+        self._timed_call = _exposed(timer, device) if self.is_exposed else _hidden(timer)
         self._num_bytes = 0
 
-    def carry(self, layer: Any) -> None:
-        """Be the messages of a layer that was fully sharded."""
-        layer.set_custom_all_gather(_Counted(self, dist.all_gather_single))
-        layer.set_custom_reduce_scatter(_Counted(self, dist.reduce_scatter_single))
+    def observe(self, layer: Any) -> None:
+        """Count and time the messages of a sharded layer."""
+        layer.set_custom_all_gather(_CountedCollective(self, dist.all_gather_single))
+        layer.set_custom_reduce_scatter(_CountedCollective(self, dist.reduce_scatter_single))
 
     def take_num_bytes(self) -> int:
-        """Return the bytes that this rank has sent since it was last asked."""
+        """Return the bytes that this rank has sent since the last call."""
         taken, self._num_bytes = self._num_bytes, 0
         return taken
 
-    def under_way(self, part: Tensor, group: dist.ProcessGroup) -> AbstractContextManager[None]:
+    def counted(self, part: Tensor, group: dist.ProcessGroup) -> AbstractContextManager[None]:
         """Return the context of a collective that sends as much as ``part`` to each other rank."""
         self._num_bytes += (group.size() - 1) * part.numel() * part.element_size()
-        return self._flight()
+        return self._timed_call()
 
 
 @final
-class _Counted:
-    """A collective as torch wants to be given one: it looks at no base class."""
+class _CountedCollective:
+    """A collective with the two methods that torch calls; it needs no base class."""
 
     def __init__(self, messages: _Messages, collective: Callable[..., dist.Work | None]) -> None:
         self._messages = messages
@@ -305,39 +304,39 @@ class _Counted:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **more: Any
     ) -> dist.Work | None:
-        """Call it; one of the tensors is the whole, the other this rank's part."""
+        """Call the collective; one tensor is the whole, the other this rank's part."""
         part = min(output_tensor, input_tensor, key=Tensor.numel)
-        with self._messages.under_way(part, group):
+        with self._messages.counted(part, group):
             return self._collective(output_tensor, input_tensor, group=group, **more)
 
 
-def _exposed(timer: Timer, device: torch.device) -> Flight:
-    """Count a flight as communication, and what follows as what was before."""
+def _exposed(timer: Timer, device: torch.device) -> TimedCall:
+    """Count a call as communication, and what follows as the part before it."""
     computing = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def moment() -> Moment:
-        # Torch calls collectives on streams of their own; what waits is where it computes.
+        # Torch calls collectives on other streams; the computing stream is the one that waits.
         with torch.cuda.stream(computing) if computing is not None else nullcontext():
             return timer.moment()
 
     @contextmanager
-    def flight() -> Iterator[None]:
+    def timed() -> Iterator[None]:
         before = timer.begin("communication", at=moment())
         try:
             yield
         finally:
             timer.begin(before, at=moment())
 
-    return flight
+    return timed
 
 
-def _hidden(timer: Timer) -> Flight:
-    """Count a flight as hidden, on the stream that it is on."""
+def _hidden(timer: Timer) -> TimedCall:
+    """Count a call as hidden, on its own stream."""
 
     @contextmanager
-    def flight() -> Iterator[None]:
+    def timed() -> Iterator[None]:
         begun = timer.moment()
         yield
         timer.hide(begun, timer.moment())
 
-    return flight
+    return timed

@@ -1,8 +1,40 @@
-"""What does one worker of ``gossip`` do, who waits for nobody?  (Every rank, of one host, on CPUs.)
+"""Gossip: each rank averages its weights with one neighbour at a time (every rank).
 
-Its weights lie in memory that all ranks share, where others average theirs with them at any
-time.  It trains on a copy, as they were at one moment; its optimizer's step is made in the
-memory itself.  ``gossip`` says what is computed.
+    worker i:  g    =   g_i(w_old)                     w_old: w_i as i has read it
+               w_i, w_j  <-  (w_i + w_j) / 2           j: any other, chosen at random
+               w_i  <-  w_i - lr * g
+
+with g_i the gradient of the mean loss over one shard.  All weights lie in memory that the ranks
+share.  Worker i averages under the locks of both, whatever j is doing, and makes its step
+before it releases its own lock.  Workers wait for nothing but locks, and a faster worker takes
+more shards.  Others may have averaged with w_i since it was read as w_old: staleness counts the
+updates by others in between.
+
+Reference: Lian, Zhang, Zhang and Liu, "Asynchronous Decentralized Parallel Stochastic Gradient
+Descent", ICML 2018 (AD-PSGD), algorithm 1; the graph is complete.  Each worker has its own
+optimizer, momentum included, which the paper leaves out.
+
+Messages per step: none.  Bytes sent per step and rank: S, the bytes of all parameters, for the
+mean that is written into the neighbour's memory (as many are read there); 0 by a single rank.
+
+A worker that dies costs the shards it holds.  It may join anew, with the mean of the others'
+weights.  All end with the mean of all living workers' weights.
+
+With ``together=on``, and on GPUs, which share no such memory, the ranks meet in pairs step by
+step, and each waits for its partner:
+
+    w_i'  =   w_i - lr * g_i(w_i)          on each rank i
+    w_i  <-   (w_i' + w_j') / 2            j: the partner of i in this step
+
+The ranks form a ring; in step k ranks k, k + 2, ... each meet the next one, so that each rank
+meets its left and its right neighbour in turn.  Of an odd number one rests, another in each
+step.  Weights agree only nearly; their mean moves as in synchronous SGD.
+
+Reference: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?",
+NeurIPS 2017 (D-PSGD); here the pairs change from step to step.
+
+Messages per step and rank: all weights to the partner, and its own back (for each dtype); at
+the end one all-reduce of all weights.  Bytes sent per step and rank: S; 0 by a rank that rests.
 """
 
 import contextlib
@@ -18,8 +50,8 @@ from torch import nn
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import FlatBuffer, num_bytes
 from ddpnb.rank.comm.messages import RunOverError
-from ddpnb.rank.comm.parameter_store import Log, no_log
-from ddpnb.rank.comm.shared_weights import Weights
+from ddpnb.rank.comm.parameter_store import AccessLog, ignore_access
+from ddpnb.rank.comm.shared_weights import SharedWeights
 from ddpnb.rank.strategies.base import (
     Batch,
     Memory,
@@ -33,65 +65,77 @@ from ddpnb.rank.strategies.base import (
 from ddpnb.rank.strategies.shared_memory_workers import SharedMemoryStrategy
 from ddpnb.rank.tasks.batches import Shard
 
+_PAIRS_NOTE = "On GPUs gossip meets in pairs, step by step: they share no memory (together=on)."
+
 
 @final
-class Pairs(SynchronousStrategy):
-    """Averages in pairs that change from step to step: ``gossip:together=on``."""
+class Gossip(Strategy):
+    """Asynchronous gossip, or gossip in pairs.
+
+    Args:
+        together: whether ranks meet in pairs even where they could share memory.
+        timeout: of asynchronous gossip: seconds in which some worker must make progress.
+        log: of asynchronous gossip: called with every read and update of this worker.
+    """
+
+    def __init__(
+        self, *, together: bool = False, timeout: float = 60.0, log: AccessLog = ignore_access
+    ) -> None:
+        self._variant: Strategy
+        self._variant = PairwiseGossip() if together else AsyncGossip(timeout=timeout, log=log)
 
     def plan(self, state: RankState) -> Plan:
-        """Every rank; one is ahead of another by as many steps as it takes news to come by."""
-        return replace(super().plan(state), num_prefetched=state.world_size)
+        """Every rank trains."""
+        if state.device.startswith("cpu") or isinstance(self._variant, PairwiseGossip):
+            return self._variant.plan(state)
+        return replace(PairwiseGossip().plan(state), notes=(_PAIRS_NOTE,))
 
     def setup(self, replica: Replica) -> None:
-        """Make this rank's own optimizer, and room for both ranks' weights."""
-        super().setup(replica)
-        self._mine = FlatBuffer(replica.parameters)
-        self._theirs = FlatBuffer(replica.parameters)
-        self._num_steps = replica.first_step
+        """Set the variant up; takes part: every rank, or the one that joins.
+
+        Raises:
+            UserError: the ranks share no memory.
+            RunOverError: there is no run to join.
+        """
+        if replica.device.type != "cpu":
+            self._variant = PairwiseGossip()
+        self._variant.setup(replica)
+
+    def shards(self) -> Iterator[Shard]:
+        """The variant's shards."""
+        return self._variant.shards()
 
     def step(self, batch: Batch) -> StepReport:
-        """Train on this rank's part of one global batch; takes part: one neighbour."""
-        replica = self._replica
-        # forward, backward, update: each rank alone
-        loss = replica.compute_gradients(batch)
-        replica.update(self._optimizer)
-        # agree: takes part: this rank and the one that it meets
-        neighbour = met_in(self._num_steps, rank=replica.rank, world_size=replica.world_size)
-        num_sent = 0 if neighbour is None else self._average_with(neighbour)
-        self._num_steps += 1
-        return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
+        """Train on one shard; takes part: this rank, and in pairs its partner."""
+        return self._variant.step(batch)
+
+    def memory(self) -> Memory:
+        """What the variant holds."""
+        return self._variant.memory()
 
     def finish(self) -> nn.Module:
-        """Average over all; takes part: every rank."""
-        self._mine.average(self._replica.parameters)
-        return self._replica.model
+        """Take the mean of all weights; takes part: every living rank."""
+        return self._variant.finish()
 
-    def _average_with(self, neighbour: int) -> int:
-        """Take the mean of both ranks' weights; return the bytes sent."""
-        self._replica.timer.begin("communication")
-        self._mine.gather(self._replica.parameters)
-        both = [
-            dist.P2POp(operation, buffer, neighbour)
-            for operation, flat in ((dist.isend, self._mine), (dist.irecv, self._theirs))
-            for buffer in flat.buffers
-        ]
-        for work in dist.batch_isend_irecv(both):
-            work.wait()
-        for mine, theirs in zip(self._mine.buffers, self._theirs.buffers, strict=True):
-            torch.add(mine, theirs, out=mine).div_(2)
-        self._mine.scatter(self._replica.parameters)
-        return self._mine.num_bytes
+    def save(self, replica: Replica) -> State:
+        """Return the variant's state."""
+        return self._variant.save(replica)
 
+    def load(self, replica: Replica, state: State) -> None:
+        """Continue from the variant's state."""
+        self._variant.load(replica, state)
 
-def met_in(step: int, *, rank: int, world_size: int) -> int | None:
-    """Return the rank that a rank meets in a step; None where it rests."""
-    place = (rank - step) % world_size
-    other = place ^ 1
-    return None if other >= world_size else (other + step) % world_size
+    def lost_shards(self) -> Sequence[Shard]:
+        """Return, on rank 0, the shards of workers that died; none in pairs."""
+        return self._variant.lost_shards()
+
+    def close(self) -> None:
+        """Close the variant."""
+        self._variant.close()
 
 
 @final
-class Neighbours(SharedMemoryStrategy):
+class AsyncGossip(SharedMemoryStrategy):
     """Averages with one neighbour at a time, whenever a gradient is ready."""
 
     def setup(self, replica: Replica) -> None:
@@ -101,18 +145,18 @@ class Neighbours(SharedMemoryStrategy):
 
         Raises:
             UserError: the ranks share no memory.
-            RunOverError: there is nothing to join.
+            RunOverError: there is no run to join.
         """
         self._num_steps = 0
-        self._has_ended = False
+        self._has_finished = False
         self.open(
             replica,
-            num_copies=replica.world_size + 1,  # the last one for what all end with
-            elsewhere="gossip needs all ranks on one host; compare gossip:together=on.",
+            num_copies=replica.world_size + 1,  # the last one for the final mean
+            refusal="gossip needs all ranks on one host; compare gossip:together=on.",
         )
-        weights = Weights(self.path, self.copies, self._timeout, replica.cancellation)
+        weights = SharedWeights(self.path, self.copies, self._timeout, replica.cancellation)
         self._weights = self._opened.enter_context(contextlib.closing(weights))
-        self._mine = [nn.Parameter(slot) for slot in self.copies[replica.rank].tensors]
+        self._mine = [nn.Parameter(tensor) for tensor in self.copies[replica.rank].tensors]
         if replica.joins:
             mean = self._mean()
             with weights.locked(replica.rank):
@@ -121,32 +165,32 @@ class Neighbours(SharedMemoryStrategy):
         self.enter()
 
     def step(self, batch: Batch) -> StepReport:
-        """Train on one share; average with whoever is chosen, at whatever it is."""
+        """Train on one shard; average with a random worker, whatever it is doing."""
         replica, queue = self._replica, self.queue
         queue.check()
-        # read: the weights that the gradient is of, while nobody changes them
+        # read: the weights that the gradient is computed at, under their lock
         replica.timer.begin("communication")
-        read = queue.num_updates
+        version_read = queue.num_updates
         with self._weights.locked(replica.rank):
             _copy(self._mine, replica.parameters)
-        self.note(is_write=False, version=read)
+        self.log_access(is_write=False, version=version_read)
         # forward, backward
         loss = replica.compute_gradients(batch)
         queue.check()
-        # agree: takes part: this worker alone, in its own memory and the neighbour's
+        # agree: takes part: this worker alone, in its own memory and the peer's
         replica.timer.begin("communication")
-        neighbour = chosen_by(replica.rank, self._num_steps, queue.living())
-        with self._weights.averaged(replica.rank, neighbour):
+        peer = choose_peer(replica.rank, self._num_steps, queue.living())
+        with self._weights.averaged(replica.rank, peer):
             self._update()
             version = queue.count_update()
-        self.note(is_write=True, version=version)
-        queue.settle()
+        self.log_access(is_write=True, version=version)
+        queue.finish_shard()
         self._num_steps += 1
         return StepReport(
             loss=loss,
             num_samples=batch.num_samples,
-            staleness=version - 1 - read,
-            num_bytes_sent=0 if neighbour is None else num_bytes(replica.parameters),
+            staleness=version - 1 - version_read,
+            num_bytes_sent=0 if peer is None else num_bytes(replica.parameters),
         )
 
     def memory(self) -> Memory:
@@ -155,38 +199,38 @@ class Neighbours(SharedMemoryStrategy):
 
     def finish(self) -> nn.Module:
         """Wait until all are done, and take the mean; takes part: every living rank."""
-        shared = self.copies[-1].tensors
-        self.queue.part(lambda: _copy(self._mean(), shared))
-        _copy(shared, self._replica.parameters)
-        self._has_ended = True
+        final_mean = self.copies[-1].tensors
+        self.queue.leave(lambda: _copy(self._mean(), final_mean))
+        _copy(final_mean, self._replica.parameters)
+        self._has_finished = True
         return self._replica.model
 
     def save(self, replica: Replica) -> State:
-        """Return the mean of all weights now, and rank 0's optimizer."""
-        if not self._has_ended:  # the next step reads its own weights anew
+        """Return the current mean of all weights, and rank 0's optimizer."""
+        if not self._has_finished:  # the next step reads this rank's own weights anew
             _copy(self._mean(), replica.parameters)
         return super().save(replica)
 
     def _update(self) -> None:
         """Make the optimizer's step on the weights in shared memory."""
-        for slot, parameter in zip(self._mine, self._replica.parameters, strict=True):
-            slot.grad = parameter.grad
+        for mine, parameter in zip(self._mine, self._replica.parameters, strict=True):
+            mine.grad = parameter.grad
         self._replica.update(self._optimizer)
-        for slot in self._mine:
-            slot.grad = None
+        for mine in self._mine:
+            mine.grad = None
 
     def _mean(self) -> list[torch.Tensor]:
-        """Return the mean of the weights of all who live."""
+        """Return the mean of all living workers' weights."""
         living = self.queue.living()
         if not living:
             raise RunOverError
         return self._weights.mean(living)
 
 
-def chosen_by(rank: int, step: int, living: Sequence[int]) -> int | None:
-    """Return whom a rank averages with in its step: of the living any other, all as likely.
+def choose_peer(rank: int, step: int, living: Sequence[int]) -> int | None:
+    """Return the rank to average with: any other of the living, all equally likely.
 
-    The same at any time, whatever the run's seed; None where there is no other.
+    The choice depends on the arguments alone, not on the run's seed.  None: there is no other.
     """
     others = [other for other in living if other != rank]
     return Random(f"{rank} {step}").choice(others) if others else None
@@ -198,67 +242,57 @@ def _copy(values: Iterable[torch.Tensor], into: Iterable[torch.Tensor]) -> None:
         tensor.copy_(value)
 
 
-_TOGETHER_NOTE = "On GPUs gossip meets in pairs, step by step: they share no memory (together=on)."
-
-
 @final
-class Gossip(Strategy):
-    """Gossip in the way that the ranks allow.
-
-    Args:
-        together: whether ranks meet in pairs, step by step, also where they could share memory.
-        timeout: seconds in which at least one worker must make progress, where none waits.
-        log: is told of every read and update of this worker, where none waits.
-    """
-
-    def __init__(self, *, together: bool = False, timeout: float = 60.0, log: Log = no_log) -> None:
-        self._way: Strategy = Pairs() if together else Neighbours(timeout=timeout, log=log)
+class PairwiseGossip(SynchronousStrategy):
+    """Averages in pairs that change from step to step: ``gossip:together=on``."""
 
     def plan(self, state: RankState) -> Plan:
-        """Every rank trains."""
-        if state.device.startswith("cpu") or isinstance(self._way, Pairs):
-            return self._way.plan(state)
-        return replace(Pairs().plan(state), notes=(_TOGETHER_NOTE,))
+        """Every rank; as the waits pass on around the ring, ranks are up to N steps apart."""
+        return replace(super().plan(state), num_steps_ahead=state.world_size)
 
     def setup(self, replica: Replica) -> None:
-        """Get ready in that way; takes part: every rank, or the one that joins.
-
-        Raises:
-            UserError: the ranks share no memory.
-            RunOverError: there is nothing to join.
-        """
-        if replica.device.type != "cpu":
-            self._way = Pairs()
-        self._way.setup(replica)
-
-    def shards(self) -> Iterator[Shard]:
-        """Whatever share is next; together: this rank's part of every global batch."""
-        return self._way.shards()
+        """Make this rank's own optimizer, and buffers for both ranks' weights."""
+        super().setup(replica)
+        self._mine = FlatBuffer(replica.parameters)
+        self._theirs = FlatBuffer(replica.parameters)
+        self._num_steps = replica.first_step
 
     def step(self, batch: Batch) -> StepReport:
-        """Train on one share; takes part: this rank, and together its neighbour."""
-        return self._way.step(batch)
-
-    def memory(self) -> Memory:
-        """What that way holds."""
-        return self._way.memory()
+        """Train on this rank's part of one global batch; takes part: this rank and its partner."""
+        replica = self._replica
+        # forward, backward, update: each rank alone
+        loss = replica.compute_gradients(batch)
+        replica.update(self._optimizer)
+        # agree: takes part: this rank and its partner
+        partner = partner_in_step(self._num_steps, rank=replica.rank, world_size=replica.world_size)
+        num_sent = 0 if partner is None else self._average_with(partner)
+        self._num_steps += 1
+        return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
 
     def finish(self) -> nn.Module:
-        """Take the mean; takes part: every living rank."""
-        return self._way.finish()
+        """Average over all; takes part: every rank."""
+        self._mine.average(self._replica.parameters)
+        return self._replica.model
 
-    def save(self, replica: Replica) -> State:
-        """Return what that way needs."""
-        return self._way.save(replica)
+    def _average_with(self, partner: int) -> int:
+        """Take the mean of both ranks' weights; return the bytes sent."""
+        self._replica.timer.begin("communication")
+        self._mine.gather(self._replica.parameters)
+        exchange = [
+            dist.P2POp(operation, buffer, partner)
+            for operation, flat in ((dist.isend, self._mine), (dist.irecv, self._theirs))
+            for buffer in flat.buffers
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        for mine, theirs in zip(self._mine.buffers, self._theirs.buffers, strict=True):
+            torch.add(mine, theirs, out=mine).div_(2)
+        self._mine.scatter(self._replica.parameters)
+        return self._mine.num_bytes
 
-    def load(self, replica: Replica, state: State) -> None:
-        """Go on from there."""
-        self._way.load(replica, state)
 
-    def lost_shards(self) -> Sequence[Shard]:
-        """Return, on rank 0, what was handed out to workers that died; together: nothing."""
-        return self._way.lost_shards()
-
-    def close(self) -> None:
-        """Close it."""
-        self._way.close()
+def partner_in_step(step: int, *, rank: int, world_size: int) -> int | None:
+    """Return the rank that a rank meets in a step; None where it rests."""
+    position = (rank - step) % world_size
+    other = position ^ 1
+    return None if other >= world_size else (other + step) % world_size

@@ -1,21 +1,20 @@
-"""How do workers train on the same memory, without locks?  (Every rank, of one host, on CPUs.)
+"""Hogwild: workers train on the same memory without locks (every rank, of one host, on CPUs).
 
     worker i:  w  <-  w - (b_i / B) * lr * g_i(w_old)     w: the one copy, in shared memory
 
 Each worker reads the parameters while others write them, and updates them without asking;
-w_old may be a mixture of states.  Each has its own optimizer: momentum is local.  Staleness is
-told by a shared counter of updates: those of others between the forward pass and the update.
+w_old may be a mixture of states.  Each has its own optimizer: momentum is local.  Staleness
+comes from a shared counter of updates: those by others between the forward pass and the update.
 The weight b_i / B, a share of the global batch of B, is that of ``async``.
 
 Reference: Niu, Recht, Re and Wright, "Hogwild!: A Lock-Free Approach to Parallelizing
 Stochastic Gradient Descent", NeurIPS 2011.
 
-Messages per step: none.  The next share, and the counter, are taken from shared memory under a
-file lock: a faster worker takes more shares.  Bytes sent: P for parameters of P bytes, written
-to the memory of all.
+Messages per step: none.  Workers take the next shard and count updates in shared memory, under
+a file lock; a faster worker takes more shards.  Bytes sent per step: P for parameters of P
+bytes, written to the memory of all.
 
-A worker that dies costs the share it was at, and those being fetched ahead for it; it may
-join anew.  GPUs cannot share such memory: hogwild needs ranks on CPUs.
+A worker that dies costs the shards it holds; it may join anew.  GPUs cannot share such memory.
 """
 
 from typing import final
@@ -54,39 +53,39 @@ class Hogwild(SharedMemoryStrategy):
 
         Raises:
             UserError: the ranks share no memory.
-            RunOverError: there is nothing to join.
+            RunOverError: there is no run to join.
         """
-        self.open(replica, elsewhere="hogwild needs all ranks on one host; compare async.")
+        self.open(replica, refusal="hogwild needs all ranks on one host; compare async.")
         self._num_bytes = num_bytes(replica.parameters)
-        for slot, parameter in zip(self.copies[0].tensors, replica.parameters, strict=True):
-            parameter.data = slot
+        for tensor, parameter in zip(self.copies[0].tensors, replica.parameters, strict=True):
+            parameter.data = tensor
         self._make_step = ScaledStep(replica.optimizer(replica.parameters))
         self.enter()
 
     def step(self, batch: Batch) -> StepReport:
-        """Train on one share, on parameters that others change meanwhile."""
+        """Train on one shard, on parameters that others change meanwhile."""
         self.queue.check()
-        read = self.queue.num_updates
-        self.note(is_write=False, version=read)
-        # forward; backward
+        version_read = self.queue.num_updates
+        self.log_access(is_write=False, version=version_read)
+        # forward, backward
         loss = self._replica.compute_gradients(batch)
-        # agree: with nobody
+        # agree: with no other rank
         # update: in the memory of all, while others do the same
         self._replica.timer.begin("optimizer")
         self._make_step(batch.weight)
         version = self.queue.count_update()
-        self.queue.settle()
-        self.note(is_write=True, version=version)
+        self.queue.finish_shard()
+        self.log_access(is_write=True, version=version)
         return StepReport(
             loss=loss,
             num_samples=batch.num_samples,
-            staleness=version - 1 - read,
+            staleness=version - 1 - version_read,
             num_bytes_sent=self._num_bytes,
         )
 
     def finish(self) -> nn.Module:
         """Wait until all are done, and copy the parameters; takes part: every living rank."""
-        self.queue.part()
-        for parameter in self._replica.parameters:  # into memory of their own
+        self.queue.leave()
+        for parameter in self._replica.parameters:
             parameter.data = parameter.data.clone()
         return self._replica.model

@@ -1,10 +1,10 @@
-"""How do ranks train that average their weights only now and then?  (Every rank.)
+"""Local SGD: ranks average their weights every few steps (every rank).
 
     each step:         w_i  <-  w_i - lr * g_i(w_i)                      on each rank i
     every H-th step:   w_i  <-  (1 / N) * sum over ranks j of w_j        after that
 
-with g_i the gradient of the mean loss over rank i's own part of the global batch, and
-each rank's momentum its own.  With ``after`` = T the first T steps are synchronous SGD:
+with g_i the gradient of the mean loss over rank i's own part of the global batch.  Momentum
+is local.  With ``after`` = T the first T steps are synchronous SGD:
 the gradients are averaged, and H is counted from there.
 
 References: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et
@@ -40,11 +40,11 @@ class LocalSgd(SynchronousStrategy):
         self._after = after
 
     def plan(self, state: RankState) -> Plan:
-        """Every rank; between two averages none waits for another."""
-        return replace(super().plan(state), num_prefetched=self._every)
+        """Every rank; they wait for each other only to average."""
+        return replace(super().plan(state), num_steps_ahead=self._every)
 
     def setup(self, replica: Replica) -> None:
-        """Make this rank's own optimizer, and room for the weights of one message."""
+        """Make this rank's own optimizer, and a buffer for all weights."""
         super().setup(replica)
         self._flat = FlatBuffer(replica.parameters)
         self._num_steps = replica.first_step
@@ -69,12 +69,12 @@ class LocalSgd(SynchronousStrategy):
         return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
 
     def notes(self) -> tuple[str, ...]:
-        """Say where the end comes before the first average."""
+        """Warn where the training ends before the first average."""
         num_steps = self._replica.first_step + self._replica.num_steps
         if num_steps - self._after >= self._every:
             return ()
         few = f"{num_steps} steps are fewer than {self._after + self._every}"
-        return (f"Weights are averaged at the end alone: {few}.",)
+        return (f"SharedWeights are averaged at the end alone: {few}.",)
 
     def finish(self) -> nn.Module:
         """Average once more; takes part: every rank."""

@@ -1,12 +1,12 @@
-"""How fast would this host train if the ranks never had to talk?  (Every rank.)
+"""No communication: the ceiling of what strategies can reach here (every rank).
 
     rank i:  w_i  <-  w_i - lr * g_i(w_i)
 
-with g_i the gradient of the mean loss over rank i's own part of the global batch.  All
-ranks compute at once and nothing is sent: the ceiling of what a strategy can reach here
-that shares the samples evenly.  The run is over when the slowest rank is done; who gives
-a fast rank more, as ``async`` does, may be faster.  Rank 0's model counts; it has learnt
-from its own part alone.
+with g_i the gradient of the mean loss over rank i's own part of the global batch.  All ranks
+compute at once and nothing is sent: no strategy that shares the samples evenly can be faster.
+The run is over when the slowest rank is done; a strategy that gives a fast rank more samples,
+as ``async`` does, may be faster.  Rank 0's model is the result; it has learned only from rank
+0's part.
 
 Reference: the local gradient step of Zinkevich et al., "Parallelized Stochastic Gradient
 Descent", NeurIPS 2010, without its average at the end.
@@ -35,14 +35,14 @@ class NoComm(SynchronousStrategy):
     def plan(self, state: RankState) -> Plan:
         """Every rank."""
         notes = (_NOTE,) if state.world_size > 1 else ()
-        # Nobody waits for anybody: num_prefetched is what a stop allows for.
-        return replace(super().plan(state), num_prefetched=1, notes=notes)
+        # Ranks never wait for each other: a stop allows for one step between them.
+        return replace(super().plan(state), num_steps_ahead=1, notes=notes)
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch, alone."""
         # forward, backward
         loss = self._replica.compute_gradients(batch)
-        # agree: with nobody
+        # agree: with no other rank
         # update
         self._replica.update(self._optimizer)
         return StepReport(loss=loss, num_samples=batch.num_samples)

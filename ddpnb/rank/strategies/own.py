@@ -1,4 +1,4 @@
-"""How is a strategy trained that the user wrote in a cell?  (Every rank.)
+"""A strategy that the user wrote in a cell (every rank).
 
 Any class with ``setup(replica)``, ``step(batch)`` and ``finish()`` will do:
 
@@ -18,8 +18,8 @@ Any class with ``setup(replica)``, ``step(batch)`` and ``finish()`` will do:
         def finish(self):
             return self.replica.model
 
-``close()`` is called in the end, where there is one; ``save()`` returns what a checkpoint is
-to hold besides the model and its optimizers, and ``load(state)`` takes it back.
+Three more methods are optional: ``close()`` is called in the end, ``save()`` returns what a
+checkpoint should hold besides the model and its optimizers, and ``load(state)`` restores it.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ _METHODS = ("setup", "step", "finish")
 
 
 def own_strategy(choice: Choice, namespace: Mapping[str, object]) -> "OwnStrategy":
-    """Return the strategy that a class in ``namespace`` is.
+    """Return a strategy that runs a class in ``namespace``.
 
     Raises:
         UserError: there is no such class, it lacks a method, or it cannot be made.
@@ -72,13 +72,13 @@ def own_strategy(choice: Choice, namespace: Mapping[str, object]) -> "OwnStrateg
 
 @final
 class OwnStrategy(SynchronousStrategy):
-    """A user's object, given what it does not say itself.
+    """A user's object, with defaults for what it does not define.
 
-    Every rank trains on its part of every global batch.  ``synchronous = False`` in the class
-    says that its workers do not wait for each other at each step.
+    Every rank trains on its part of every global batch.  A class whose ranks do not wait for
+    each other at each step sets ``synchronous = False``.
 
     Args:
-        name: what its class is called.
+        name: of the user's class.
         strategy: the user's object.
     """
 
@@ -89,8 +89,8 @@ class OwnStrategy(SynchronousStrategy):
     def plan(self, state: RankState) -> Plan:
         """Every rank."""
         synchronous = bool(getattr(self._strategy, "synchronous", True))
-        # Whether its ranks wait for each other is not known: num_prefetched is what a stop allows for.
-        return replace(super().plan(state), synchronous=synchronous, num_prefetched=1)
+        # Its ranks may not wait for each other: a stop allows for one step between them.
+        return replace(super().plan(state), synchronous=synchronous, num_steps_ahead=1)
 
     def setup(self, replica: Replica) -> None:
         """Hand the replica over."""
@@ -99,17 +99,17 @@ class OwnStrategy(SynchronousStrategy):
 
     def step(self, batch: Batch) -> StepReport:
         """Have the user's object train on a batch; it returns the loss, or a ``StepReport``."""
-        told = self._strategy.step(batch)
-        if isinstance(told, StepReport):
-            return told
-        if isinstance(told, Tensor) and told.ndim == 0:
-            return StepReport(loss=told.detach(), num_samples=batch.num_samples)
-        if isinstance(told, float):
-            loss = torch.tensor(told, device=self._replica.device)
+        result = self._strategy.step(batch)
+        if isinstance(result, StepReport):
+            return result
+        if isinstance(result, Tensor) and result.ndim == 0:
+            return StepReport(loss=result.detach(), num_samples=batch.num_samples)
+        if isinstance(result, float):
+            loss = torch.tensor(result, device=self._replica.device)
             return StepReport(loss=loss, num_samples=batch.num_samples)
-        shape = f" of shape {tuple(told.shape)}" if isinstance(told, Tensor) else ""
+        shape = f" of shape {tuple(result.shape)}" if isinstance(result, Tensor) else ""
         raise UserError(
-            f"{self._name}.step(batch) returned {kind_of(told)}{shape}; "
+            f"{self._name}.step(batch) returned {kind_of(result)}{shape}; "
             "return the mean loss over the batch, a tensor of shape ()."
         )
 
@@ -129,20 +129,20 @@ class OwnStrategy(SynchronousStrategy):
         return model
 
     def save(self, replica: Replica) -> State:
-        """Add what the user's object saves, where it does."""
+        """Add what the user's object saves, if it has ``save``."""
         state = super().save(replica)
         if callable(save := getattr(self._strategy, "save", None)):
             state["own"] = save()
         return state
 
     def load(self, replica: Replica, state: State) -> None:
-        """Hand the user's object what it saved."""
+        """Give the user's object what it saved."""
         super().load(replica, state)
         if "own" in state and callable(load := getattr(self._strategy, "load", None)):
             load(state["own"])
 
     def close(self) -> None:
-        """Close the user's object, where it can be."""
+        """Close the user's object, if it has ``close``."""
         close: Callable[[], None] | None = getattr(self._strategy, "close", None)
         if close is not None:
             close()

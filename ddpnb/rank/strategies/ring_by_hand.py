@@ -1,4 +1,4 @@
-"""How does a ring of ranks agree on gradients, each talking to its neighbours alone?  (Every rank.)
+"""A ring all-reduce written out: each rank talks only to its neighbours (every rank).
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
@@ -59,7 +59,7 @@ def ring_all_reduce(flat: Tensor, *, rank: int, world_size: int) -> int:
     Args:
         flat: shape (n,), with the same n on every rank.
         rank: this rank.
-        world_size: how many there are.
+        world_size: number of ranks.
 
     Returns:
         The bytes that this rank sent.
@@ -67,20 +67,24 @@ def ring_all_reduce(flat: Tensor, *, rank: int, world_size: int) -> int:
     chunks = flat.tensor_split(world_size)
     arrived = torch.empty_like(chunks[0])  # the first chunk is a largest one
     num_sent = 0
-    # reduce-scatter: at the end chunk rank + 1 is summed up here
+    # reduce-scatter: at the end this rank holds the sum of chunk rank + 1
     for shift in range(world_size - 1):
         mine, theirs = chunks[(rank - shift) % world_size], chunks[(rank - shift - 1) % world_size]
-        num_sent += _pass_on(mine, arrived[: len(theirs)], rank, world_size)
+        num_sent += _exchange(mine, arrived[: len(theirs)], rank, world_size)
         theirs += arrived[: len(theirs)]
     # all-gather: the sums go around
     for shift in range(world_size - 1):
         mine, theirs = chunks[(rank + 1 - shift) % world_size], chunks[(rank - shift) % world_size]
-        num_sent += _pass_on(mine, theirs, rank, world_size)
+        num_sent += _exchange(mine, theirs, rank, world_size)
     return num_sent
 
 
-def _pass_on(sent: Tensor, received: Tensor, rank: int, world_size: int) -> int:
-    """Send to the next rank what is received from the one before; takes part: every rank."""
+def _exchange(sent: Tensor, received: Tensor, rank: int, world_size: int) -> int:
+    """Send to the next rank and receive from the one before; takes part: every rank.
+
+    Returns:
+        The bytes that were sent.
+    """
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     both = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
     for work in dist.batch_isend_irecv(both):

@@ -1,4 +1,4 @@
-"""How does one device train alone, as the yardstick of all others?  (Rank 0.)
+"""One device trains alone: the baseline of all others (rank 0).
 
     w  <-  w - lr * g(w),    g = gradient of the mean loss over the global batch
 
@@ -32,7 +32,7 @@ class Single(SynchronousStrategy):
         """Train on one global batch."""
         # forward, backward
         loss = self._replica.compute_gradients(batch)
-        # agree: there is nobody to agree with
+        # agree: there is no other rank
         # update
         self._replica.update(self._optimizer)
         return StepReport(loss=loss, num_samples=batch.num_samples)

@@ -1,13 +1,13 @@
-"""Who is told what a step's time is spent on?  (Every rank.)"""
+"""The interface to a clock that divides a step's time into parts (every rank)."""
 
 from abc import ABC, abstractmethod
 from typing import Any, Literal, final
 
 Part = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
-"""What a step's time can be spent on; the fields of ``wire.Parts`` that exclude each other."""
+"""What a step's time can be spent on; the fields of ``messages.Parts`` that exclude each other."""
 
 Moment = Any
-"""A point in time of the device's own: what ``Timer.moment`` returned."""
+"""A point in time on the device's own clock, from ``Timer.moment``."""
 
 
 class Timer(ABC):
@@ -15,15 +15,15 @@ class Timer(ABC):
 
     @abstractmethod
     def begin(self, part: Part, at: Moment = None) -> Part:
-        """Count the time from now on, or from a moment not long ago, to ``part``.
+        """Count the time from now on, or from a recent moment, as ``part``.
 
         Returns:
-            The part that it was counted to before.
+            The part that time was counted as before.
         """
 
     @abstractmethod
     def moment(self, seconds_ago: float = 0.0) -> Moment:
-        """Return this point in time, or on a CPU one before it; costs no waiting for the device."""
+        """Return this point in time, or on a CPU an earlier one, without waiting for the device."""
 
     @abstractmethod
     def hide(self, begun: Moment, ended: Moment) -> None:

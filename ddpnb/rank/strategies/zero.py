@@ -1,17 +1,16 @@
-"""How do ranks train that each keep a part of the optimizer's state only?  (Every rank.)
+"""ZeRO stage 1: each rank keeps a part of the optimizer's state (every rank).
 
     w  <-  w - lr * sum over ranks i of (b_i / B) * g_i(w)
 
 with g_i the gradient of the mean loss over rank i's b_i samples of the global batch of
-B: the same update as ``ddp``.  Each rank makes it for its own part of the parameters, a
-few whole tensors, with the state of these alone, and sends them to the others: stage 1 of
-ZeRO.
+B: the same update as ``ddp``.  Each rank makes it for its own part of the parameters, a few
+whole tensors, keeps the optimizer's state of these alone, and sends them to the others.
 
 Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", SC 2020; code: ``torch.distributed.optim.ZeroRedundancyOptimizer``.
 
-Messages per step: those of ``ddp``; then one broadcast of each parameter, from the rank
-whose part it is in.
+Messages per step: those of ``ddp``; then one broadcast of each parameter, from the rank that
+updates it.
 Bytes sent per step and rank: 2 (N - 1) / N * S + (N - 1) * P, with S the bytes of all
 gradients and P those of the parameters in this rank's part; P adds up to S.
 """
@@ -44,7 +43,7 @@ class Zero(SynchronousStrategy):
     """Torch's ``DistributedDataParallel`` with its ``ZeroRedundancyOptimizer``."""
 
     def check(self, replica: Replica) -> None:
-        """Refuse parameters of several types, and a torch that is not known well enough."""
+        """Refuse parameters of several types, and a torch that does not list step hooks."""
         if not lists_step_hooks.works:
             raise UserError(f"{lists_step_hooks.sentence}.")
         if len({parameter.dtype for parameter in replica.parameters}) > 1:
@@ -54,66 +53,68 @@ class Zero(SynchronousStrategy):
             )
 
     def setup(self, replica: Replica) -> None:
-        """Wrap the model and share its optimizer out; takes part: every rank."""
+        """Wrap the model and shard its optimizer; takes part: every rank."""
         super().setup(replica)
         device_ids = [replica.device] if replica.device.type == "cuda" else None
         self._ddp = DistributedDataParallel(replica.model, device_ids=device_ids)
         self._overlap = observe(self._ddp, replica.timer)
-        self._optimizer = self._shared = _shared_out(self._optimizer)
-        self._part = [p for group in self._shared.optim.param_groups for p in group["params"]]
-        # What follows the step of this rank's part is the exchange of parts.
-        self._shared.optim.register_step_post_hook(lambda *_: replica.timer.begin("communication"))
+        self._optimizer = self._whole = _sharded(self._optimizer)
+        self._part = [p for group in self._whole.optim.param_groups for p in group["params"]]
+        # After the step of its part, each rank sends it to the others.
+        self._whole.optim.register_step_post_hook(lambda *_: replica.timer.begin("communication"))
 
     def step(self, batch: Batch) -> StepReport:
         """Train on this rank's part of one global batch; takes part: every rank."""
         replica = self._replica
-        # forward; backward, and agree on gradients at the same time, as in ddp
+        # forward; backward and, at the same time, agree on gradients, as in ddp
         loss = replica.compute_gradients(
             batch,
             weight=replica.world_size * batch.weight,
             model=self._ddp,
             unsynced=self._ddp.no_sync,
         )
-        self._overlap.tell()
+        self._overlap.report()
         # update: each rank its part; agree on parameters: each part goes to all others
         replica.update(self._optimizer)
         reduced = all_reduce_bytes(num_bytes(replica.parameters), replica.world_size)
-        sent_on = (replica.world_size - 1) * num_bytes(self._part)
+        broadcast = (replica.world_size - 1) * num_bytes(self._part)
         return StepReport(
-            loss=loss, num_samples=batch.num_samples, num_bytes_sent=reduced + sent_on
+            loss=loss, num_samples=batch.num_samples, num_bytes_sent=reduced + broadcast
         )
 
     def memory(self) -> Memory:
-        """All parameters; of the optimizer's state this rank's part."""
-        return Memory.of(self._replica.model.parameters(), self._shared.optim)
+        """All parameters, and this rank's part of the optimizer's state."""
+        return Memory.of(self._replica.model.parameters(), self._whole.optim)
 
     def save(self, replica: Replica) -> State:
         """Return the model, this rank's part of the optimizer, and the settings of the whole."""
-        groups = [_settings(group) for group in self._shared.param_groups]
+        groups = [_settings(group) for group in self._whole.param_groups]
         return {
             "model": replica.model.state_dict(),
-            "part": self._shared.optim.state_dict(),
+            "part": self._whole.optim.state_dict(),
             "groups": groups,
         }
 
     def load(self, replica: Replica, state: State) -> None:
-        """Go on from there; the model was loaded before it was wrapped."""
-        self._shared.optim.load_state_dict(state["part"])
-        for mine, theirs in zip(self._shared.param_groups, state["groups"], strict=True):
-            mine.update(theirs | {"lr": mine["lr"]})  # the rate is this run's, as in all others
+        """Continue from there; the model was loaded before it was wrapped."""
+        self._whole.optim.load_state_dict(state["part"])
+        for mine, theirs in zip(self._whole.param_groups, state["groups"], strict=True):
+            mine.update(
+                theirs | {"lr": mine["lr"]}
+            )  # the learning rate is this run's, as in all strategies
 
 
-def _shared_out(sample: Optimizer) -> Any:
-    """Return the same optimizer with its state shared out; takes part: every rank.
+def _sharded(sample: Optimizer) -> Any:
+    """Return the same optimizer with its state sharded; takes part: every rank.
 
-    Hooks before and after a step (warm-up, clipping) go to the whole: on every rank they
-    see all parameters, and the gradients that all ranks have agreed on.
+    Hooks before and after a step (warm-up, clipping) move to the whole optimizer: on every rank
+    they see all parameters, with the averaged gradients.
 
     Args:
         sample: a plain optimizer of all parameters that has made no step.
     """
     constructor: Any = partial(_same_kind, sample)
-    # Imported when asked for: it takes half a second, and every rank would pay it at start.
+    # Imported here because it takes half a second, which every rank would pay at start.
     optim = importlib.import_module("torch.distributed.optim")
     whole = optim.ZeroRedundancyOptimizer(sample.param_groups, optimizer_class=constructor)
     before, after = step_hooks(sample)
@@ -131,8 +132,8 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def _same_kind(sample: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Return an optimizer of the sample's class and settings for other parameters.
 
-    Each group names all of its own settings; those given by name are for what the
-    constructor itself checks or requires.
+    Each group has all of its own settings; the constructor also gets them by name because it
+    may check or require them.
     """
     takes = inspect.signature(type(sample)).parameters
     given = {key: value for key, value in sample.defaults.items() if key in takes}

@@ -1,4 +1,4 @@
-"""Which task does a spec name?  (Every rank.)"""
+"""The tasks that a comparison can train (ranks)."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,18 +10,18 @@ from ddpnb.rank.tasks.cell import cell_task
 
 
 def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> Task:
-    """Return the task that ``spec`` names, with its data loaded.
+    """Return the task that a spec names, with its data loaded.
 
-    Built-in tasks are imported when asked for: scikit-learn alone takes a second, and every
-    rank would pay it at start.
+    Built-in tasks are imported only here: scikit-learn alone takes a second, which every rank would
+    spend at its start.
 
     Args:
         spec: names the task, or holds the cell that defines it.
-        namespace: what is defined on this rank already, visible to the cell.
+        namespace: the user's variables on this rank, visible to the cell.
         filename: what tracebacks call the cell.
 
     Raises:
-        UserError: the cell lacks something, or returns something wrong.
+        UserError: a definition is missing in the cell or returns something wrong.
     """
     choice = parse_task(spec.task)
     if choice.name == CELL_TASK:

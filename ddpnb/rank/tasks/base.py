@@ -1,8 +1,4 @@
-"""How is a batch made from sample numbers?  (Every rank.)
-
-Tensors are indexed at once; the items of any other data set are fetched one by
-one and stacked by torch's ``default_collate``.
-"""
+"""What is trained: a model, its loss, its optimizer and its samples (ranks)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -16,16 +12,25 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 
 from ddpnb.protocol.errors import UserError, kind_of
 
+ModelFactory = Callable[[], nn.Module]
+"""Makes the plain model, with weights from torch's global random numbers."""
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""Takes outputs and targets; returns the *mean* loss over the samples, a tensor of shape ()."""
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""Makes an optimizer of the parameters that it is given."""
+
 
 class Pair(NamedTuple):
-    """Inputs and targets of some samples, one row a sample, on the CPU."""
+    """Inputs and targets of some samples on the CPU, one row per sample."""
 
     inputs: Tensor
     targets: Tensor
 
 
 class Samples(ABC):
-    """A split of a data set: so many samples, fetched by number."""
+    """A split of a data set, fetched by sample numbers."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -37,7 +42,7 @@ class Samples(ABC):
 
 
 class TensorSamples(Samples):
-    """Samples that lie in two tensors."""
+    """Samples held in two tensors."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self._inputs = inputs
@@ -61,18 +66,47 @@ class DatasetSamples(Samples):
         return len(self.dataset)  # type: ignore[arg-type]  # checked: it has a length
 
     def fetch(self, indices: Tensor) -> Pair:
-        """Fetch the items one by one and stack them."""
-        inputs, targets = default_collate([self.dataset[index] for index in indices.tolist()])
+        """Fetch the items as torch's ``DataLoader`` does, and stack them."""
+        numbers, dataset = indices.tolist(), self.dataset
+        if hasattr(dataset, "__getitems__"):
+            items = dataset.__getitems__(numbers)
+        else:
+            items = [dataset[number] for number in numbers]
+        inputs, targets = default_collate(items)
         return Pair(inputs.cpu(), targets.cpu())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One thing to train, whether built in or written in a cell."""
+
+    model: ModelFactory
+    train: Samples
+    held_out: Samples
+    optimizer: OptimizerFactory
+    loss: LossFunction = nn.functional.cross_entropy
+    notes: tuple[str, ...] = ()
+    """Shown beside every result, e.g. that the data are synthetic."""
+    defined: Mapping[str, object] = field(default_factory=dict)
+    """All names that the task's cell defines; empty for a built-in task."""
+
+
+def default_optimizer(learning_rate: float) -> OptimizerFactory:
+    """Return the factory of the default optimizer: SGD with momentum 0.9."""
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9)
+
+    return make
+
+
 def as_samples(data: object, split: str) -> Samples:
-    """Return what ``data(split)`` gave, in the one form that the worker loop reads.
+    """Return the result of ``data(split)`` as ``Samples``.
 
     Args:
         data: a map-style ``Dataset`` of (input, target) items, or a tuple (inputs, targets) of
             tensors or arrays of equal length.
-        split: ``"train"`` or ``"test"``, for the message.
+        split: ``"train"`` or ``"test"``, for the error message.
 
     Raises:
         UserError: it is neither of these, or it is empty.
@@ -101,7 +135,7 @@ def _from_pair(pair: tuple[object, ...], split: str) -> Samples:
 
 def _as_tensor(part: object, split: str) -> Tensor:
     if isinstance(part, np.ndarray) and part.dtype.kind in "fiub":
-        # A copy, for torch warns of arrays that cannot be written to.
+        # Torch warns about arrays that cannot be written to, so these are copied.
         part = torch.from_numpy(part if part.flags.writeable else part.copy())
     if not isinstance(part, Tensor):
         raise _wrong(split, f"a tuple with {kind_of(part)} in it")
@@ -145,37 +179,3 @@ def _wrong(split: str, what: str) -> UserError:
         f"data({split!r}) returned {what}; return a torch Dataset of (input, target) pairs, "
         "or a tuple (inputs, targets) of tensors or arrays."
     )
-
-
-ModelFactory = Callable[[], nn.Module]
-"""Makes the plain model, with weights from torch's global random numbers."""
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""Outputs and targets to their loss: the *mean* over the samples, a tensor of shape ()."""
-
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Makes the optimizer of these parameters."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One thing to train, in the same terms whether built in or written in a cell."""
-
-    model: ModelFactory
-    train: Samples
-    held_out: Samples
-    optimizer: OptimizerFactory
-    loss: LossFunction = nn.functional.cross_entropy
-    notes: tuple[str, ...] = ()
-    """What must stand beside every result, e.g. that the data are synthetic."""
-    defined: Mapping[str, object] = field(default_factory=dict)
-    """All that the task's cell defines; nothing where the task is built in."""
-
-
-def default_optimizer(learning_rate: float) -> OptimizerFactory:
-    """Return the factory of what is used where a task names no optimizer: SGD, momentum 0.9."""
-
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9)
-
-    return make

@@ -1,15 +1,13 @@
-"""Which samples are trained on at which step, and by which worker?  (Every rank.)
+"""The samples of each step and each worker (ranks).
 
-Each epoch is one permutation of the training split, made from the seed and cut
-into global batches.  A global batch is split into parts, one for each worker;
-the parts of a step together are exactly the global batch, so that every strategy
-sees the same samples in the same order.
+Each epoch is one permutation of the training split, made from the seed and cut into global batches.
+A global batch is split into shards, one for each worker.  The shards of a step together are exactly
+the global batch, so every strategy sees the same samples in the same order.
 
-In place of torch's ``DistributedSampler.set_epoch`` the epoch is part of each permutation's
-seed; a data set's own ``set_epoch`` is not called.  Nor is ``Join`` needed: also of an uneven
-last batch every worker has a part, whose size its gradient is weighted by where gradients are
-averaged, and all who train in step make the same number of steps.
-Where shares go to whoever asks next, nobody waits for another's.
+Torch's ``DistributedSampler.set_epoch`` is not needed: the seed of each permutation includes the
+epoch.  A data set's own ``set_epoch`` is not called.  ``Join`` is not needed either: every worker
+has a shard of each batch, even of an uneven last one, and averaged gradients are weighted by the
+shards' sizes.  So all synchronous workers make the same number of steps.
 """
 
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ from ddpnb.protocol.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One worker's part of one global batch: part ``part`` of ``num_parts``."""
+    """One worker's part of one global batch."""
 
     step: int
     part: int
@@ -31,7 +29,7 @@ class Shard:
 
 
 def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Shard]:
-    """Yield the same part of every global batch: what a synchronous worker trains on."""
+    """Yield the same part of every global batch: the shards of a synchronous worker."""
     for step in range(num_steps):
         yield Shard(step=step, part=part, num_parts=num_parts)
 
@@ -39,15 +37,15 @@ def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Shard]:
 class BatchSchedule:
     """The global batches of a run; the same on every rank and for every strategy.
 
-    The last batch of an epoch may be smaller.  It is left out only where it would be
-    smaller than the number of ranks, so that nobody ever trains on nothing.
+    The last batch of an epoch may be smaller.  It is left out only if it has fewer samples than
+    there are ranks, so that every shard has at least one.
 
     Args:
         num_samples: size of the training split.
         batch_size: samples of a global batch.
         num_epochs: passes over the split; a fraction ends inside an epoch.
-        num_ranks: ranks of the whole group, also where a strategy uses fewer.
-        seed: what the permutations are made from.
+        num_ranks: ranks of the whole group, even if a strategy uses fewer.
+        seed: of the permutations.
 
     Raises:
         UserError: the batch is smaller than the number of ranks or larger than the split.
@@ -77,20 +75,20 @@ class BatchSchedule:
 
     @property
     def num_samples(self) -> int:
-        """Samples the whole run trains on, over all workers."""
+        """Samples that the whole run trains on, over all workers."""
         return self.num_samples_before(self.num_steps)
 
     def num_samples_before(self, step: int) -> int:
-        """Return how many samples all global batches before a step have."""
+        """Return how many samples are trained on before a step."""
         num_epochs, num_left = divmod(step, self.steps_per_epoch)
         whole = num_epochs * sum(self.size(step) for step in range(self.steps_per_epoch))
         return whole + sum(self.size(step) for step in range(num_left))
 
-    def check_begun(self, num_steps: int) -> None:
-        """Refuse to go on where nothing is left.
+    def check_unfinished(self, num_steps: int) -> None:
+        """Refuse to resume after so many steps if none are left.
 
         Raises:
-            UserError: so many steps are the whole run already.
+            UserError: the run is complete.
         """
         if num_steps >= self.num_steps:
             num_epochs = num_steps / self.steps_per_epoch
@@ -105,26 +103,25 @@ class BatchSchedule:
         return min(self._batch_size, self._num_samples - start)
 
     def indices(self, shard: Shard) -> Tensor:
-        """Return which samples a share holds: int64 indices into the training split.
+        """Return the samples of a shard: int64 indices into the training split.
 
-        Parts are contiguous and differ by one sample at most.
+        Shards are contiguous parts of the permutation; their sizes differ by one at most.
         """
         epoch, batch = divmod(shard.step, self.steps_per_epoch)
-        self._turn_to(epoch)
         start = batch * self._batch_size
-        whole = self._permutation[start : start + self._batch_size]
+        whole = self._permutation_of(epoch)[start : start + self._batch_size]
         return whole.tensor_split(shard.num_parts)[shard.part]
 
     def smallest_shard(self, num_parts: int) -> Shard:
-        """Return a share with the fewest samples that the run will meet."""
+        """Return one of the run's smallest shards."""
         last = min(self.num_steps, self.steps_per_epoch) - 1
         step = min((0, last), key=self.size)
         return Shard(step=step, part=num_parts - 1, num_parts=num_parts)
 
-    def _turn_to(self, epoch: int) -> None:
-        """Make the epoch's permutation, unless it is the one at hand."""
-        if epoch == self._epoch:
-            return
-        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
-        self._permutation = torch.randperm(self._num_samples, generator=generator)
-        self._epoch = epoch
+    def _permutation_of(self, epoch: int) -> Tensor:
+        """Return an epoch's permutation; the last one is kept."""
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
+            self._permutation = torch.randperm(self._num_samples, generator=generator)
+            self._epoch = epoch
+        return self._permutation

@@ -1,7 +1,7 @@
-"""How does a notebook cell become a task?  (Every rank.)
+"""The task that a notebook cell defines (ranks).
 
-The cell runs in a copy of the rank's namespace: it sees all that earlier cells
-defined, and nothing of the user's is overwritten.
+The cell runs in a copy of the rank's namespace.  It sees what earlier cells defined, and overwrites
+nothing.
 """
 
 import copy
@@ -17,7 +17,8 @@ from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks.base import OptimizerFactory, Samples, Task, as_samples, default_optimizer
 
-_MEANT = ("model", "data", "loss", "optimizer")
+_DEFINITIONS = ("model", "data", "loss", "optimizer")
+"""Names that have a meaning here."""
 _OWN_OPTIMIZER_NOTE = "The cell's optimizer sets the learning rate; --lr is not used."
 
 
@@ -29,7 +30,7 @@ def cell_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
 
     Raises:
         UserError: a definition is missing or returns something wrong.
-        Exception: whatever the cell itself raises, with its own traceback.
+        Exception: what the cell itself raises, with its own traceback.
     """
     defined = _run_cell(spec.source, namespace, filename)
     make_model = _required(defined, "model()", "def model(): return nn.Sequential(...)")
@@ -49,13 +50,13 @@ def cell_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
 
 
 def _run_cell(source: str, namespace: Mapping[str, object], filename: str) -> dict[str, Any]:
-    """Execute the cell in a copy of the namespace, so that its tracebacks show its lines.
+    """Execute the cell in a copy of the namespace; its tracebacks show its lines.
 
-    The four names that mean something here must come from this cell: a ``loss = 0.3`` or an
-    ``optimizer`` left over from an earlier cell is not what the user meant.
+    ``_DEFINITIONS`` must come from this cell.  A ``loss = 0.3`` or an ``optimizer`` left from an
+    earlier cell is not what the user means.
     """
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    scope = {key: value for key, value in namespace.items() if key not in _MEANT}
+    scope = {key: value for key, value in namespace.items() if key not in _DEFINITIONS}
     exec(compile(source, filename, "exec"), scope)
     return scope
 
@@ -82,11 +83,11 @@ def _optional(defined: Mapping[str, Any], call: str) -> Callable[..., Any] | Non
 
 
 def _called_as(call: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes what it will be given."""
+    """Return a function; refuse it if it does not take these arguments."""
     name, _, arguments = call.rstrip(")").partition("(")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # written in C: it does not tell
+    except ValueError:  # a function written in C has no signature
         return function
     try:
         signature.bind(*filter(None, arguments.split(", ")))
@@ -100,7 +101,7 @@ def _split(data: Callable[..., Any], split: str) -> Samples:
 
 
 def _plain_module(model: object) -> nn.Module:
-    """Return a model of this run's own: training must not reach into one that the user holds."""
+    """Return a copy of a model: training must not change one that the user holds."""
     if not isinstance(model, nn.Module):
         raise UserError(f"model() returned {kind_of(model)}; return a torch nn.Module instead.")
     return copy.deepcopy(model)

@@ -1,8 +1,8 @@
-"""What is on this photograph of 32x32 pixels?  (Every rank.)
+"""CIFAR-10: the class of a photograph of 32x32 pixels (ranks).
 
-CIFAR-10's binary version, which the user has put into ``data/cifar-10-batches-bin``:
-files of records, one byte of label and 3 x 1024 of pixels.  They are mapped into memory,
-never unpickled.  Without them the images are synthetic, and the notes say so.
+The user puts CIFAR-10's binary version into ``data/cifar-10-batches-bin``: files of records, each
+one byte of label and 3 x 1024 bytes of pixels.  They are mapped into memory, never unpickled.
+Without them the images are synthetic, and a note says so.
 
 References: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009;
 He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, section 4.2.
@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.tasks.base import DatasetSamples, Pair, Samples, Task, default_optimizer
+from ddpnb.rank.tasks.base import DatasetSamples, Samples, Task, default_optimizer
 from ddpnb.rank.tasks.synthetic import make_images
 
 FOLDER = Path("data") / "cifar-10-batches-bin"
@@ -27,7 +27,7 @@ RECORD_BYTES = 1 + 3 * 32 * 32
 NUM_CLASSES = 10
 _MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)
 _DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
-"""Of each colour over the training images, pixels from 0 to 1."""
+"""Of each colour over the training images, with pixels from 0 to 1."""
 _BLOCKS_OF_STAGES = (2, 2, 2, 2)
 _CHANNELS_OF_STAGES = (64, 128, 256, 512)
 
@@ -36,9 +36,9 @@ def build(spec: RunSpec) -> Task:
     """Return the task: ResNet-18 on CIFAR-10, or on synthetic images of its shape.
 
     Raises:
-        UserError: a file is not what it should be.
+        UserError: a file does not hold CIFAR-10 records.
     """
-    folder = find(Path.cwd())
+    folder = data_folder(Path.cwd())
     train: Samples
     held_out: Samples
     notes: tuple[str, ...] = ()
@@ -46,8 +46,8 @@ def build(spec: RunSpec) -> Task:
         train, held_out = make_images(1024, 256)
         notes = (f"Synthetic data: there is no {FOLDER}.",)
     else:
-        train = Records(sorted(folder.glob("data_batch_*.bin")))
-        held_out = Records([folder / "test_batch.bin"])
+        train = DatasetSamples(Images(sorted(folder.glob("data_batch_*.bin"))))
+        held_out = DatasetSamples(Images([folder / "test_batch.bin"]))
     return Task(
         model=make_model,
         train=train,
@@ -57,8 +57,8 @@ def build(spec: RunSpec) -> Task:
     )
 
 
-def find(start: Path) -> Path | None:
-    """Return the folder of the data, in ``start`` or the nearest folder above that has it."""
+def data_folder(start: Path) -> Path | None:
+    """Return the folder of the data, in ``start`` or in the nearest folder above; None without."""
     for folder in (start, *start.parents):
         if (folder / FOLDER / "test_batch.bin").is_file():
             return folder / FOLDER
@@ -66,8 +66,8 @@ def find(start: Path) -> Path | None:
 
 
 @final
-class Records(DatasetSamples):
-    """The images of some binary files, one after the other; processes may fetch them.
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """The images of several binary files, one file after the other, with their labels.
 
     Args:
         paths: the files.
@@ -79,18 +79,6 @@ class Records(DatasetSamples):
     def __init__(self, paths: Sequence[Path]) -> None:
         if not paths:
             raise UserError(f"{FOLDER} holds no data_batch_1.bin: unpack all of CIFAR-10 there.")
-        self._images = _Images(paths)
-        super().__init__(self._images)
-
-    def fetch(self, indices: Tensor) -> Pair:
-        """Return images (N, 3, 32, 32), normalised, and labels (N,), all read at once."""
-        return self._images.pair(indices.numpy())
-
-
-class _Images(Dataset[tuple[Tensor, Tensor]]):
-    """The same as torch's DataLoader reads it: a batch at once, then image by image."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
         self._files = [_records(path) for path in paths]
         self._starts = np.cumsum([0, *map(len, self._files)])
 
@@ -101,18 +89,17 @@ class _Images(Dataset[tuple[Tensor, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(*self.pair(np.array(indices)), strict=True))
-
-    def pair(self, numbers: np.ndarray) -> Pair:
-        """Return the images with these numbers, and their labels."""
+        """Return normalised images (3, 32, 32) and their labels (), all read at once."""
+        numbers = np.array(indices)
         records = np.empty((len(numbers), RECORD_BYTES), dtype=np.uint8)
         owners = np.searchsorted(self._starts, numbers, side="right") - 1
         for owner in np.unique(owners):
-            mine = owners == owner
-            records[mine] = self._files[owner][numbers[mine] - self._starts[owner]]
+            is_owned = owners == owner
+            records[is_owned] = self._files[owner][numbers[is_owned] - self._starts[owner]]
         pixels = torch.from_numpy(records[:, 1:]).view(-1, 3, 32, 32)
         images = (pixels.float() / 255 - _MEAN) / _DEVIATION
-        return Pair(images, torch.from_numpy(records[:, 0].astype(np.int64)))
+        labels = torch.from_numpy(records[:, 0].astype(np.int64))
+        return list(zip(images, labels, strict=True))
 
 
 def _records(path: Path) -> np.ndarray:
@@ -132,21 +119,21 @@ def make_model() -> nn.Module:
     """Return ResNet-18 for (N, 3, 32, 32): a 3x3 convolution first, and no pooling after it."""
     num_channels = _CHANNELS_OF_STAGES[0]
     layers: list[nn.Module] = [*_normalised(3, num_channels, stride=1), nn.ReLU()]
-    for stage, wanted in enumerate(_CHANNELS_OF_STAGES):
+    for stage, num_out in enumerate(_CHANNELS_OF_STAGES):
         for block in range(_BLOCKS_OF_STAGES[stage]):
             stride = 2 if stage > 0 and block == 0 else 1
-            layers.append(Residual(num_channels, wanted, stride))
-            num_channels = wanted
+            layers.append(Residual(num_channels, num_out, stride))
+            num_channels = num_out
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_channels, NUM_CLASSES)]
     return nn.Sequential(*layers)
 
 
 class Residual(nn.Module):
-    """Two convolutions that learn what is to be added to their input.
+    """Two convolutions whose result is added to their input.
 
     Args:
-        num_in: channels that come in.
-        num_out: channels that go out.
+        num_in: channels of the input.
+        num_out: channels of the output.
         stride: of the first convolution.
     """
 

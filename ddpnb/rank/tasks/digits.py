@@ -1,8 +1,7 @@
-"""The task on real data: which digit is on this 8x8 picture?  (Every rank.)
+"""Handwritten digits: the digit in a picture of 8x8 pixels (ranks).
 
-scikit-learn's 1797 handwritten digits, out of its wheel: nothing is downloaded.
-Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine
-Learning Repository, 1998.
+The 1797 digits come with scikit-learn, so nothing is downloaded.  Alpaydin and Kaynak, "Optical
+Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
 """
 
 import torch
@@ -15,7 +14,7 @@ from ddpnb.rank.tasks.base import Task, TensorSamples, default_optimizer
 
 _INITIAL_SCALE = 0.8
 _SPLIT_SEED = 0
-"""Fixed, so that every run is judged on the same held-out digits."""
+"""Fixed, so that every run is evaluated on the same held-out digits."""
 
 
 def build(spec: RunSpec) -> Task:
@@ -37,8 +36,8 @@ def build(spec: RunSpec) -> Task:
 def make_model() -> nn.Module:
     """Return a network of two convolutions and one hidden layer, for images (N, 1, 8, 8).
 
-    Without BatchNorm: its statistics would depend on how a batch is shared among workers,
-    and no two strategies would train the same function.
+    It has no BatchNorm: the statistics would depend on how a batch is split among workers, and no
+    two strategies would train the same function.
     """
     model = nn.Sequential(
         nn.Conv2d(1, 32, kernel_size=3, padding=1),
@@ -56,10 +55,10 @@ def make_model() -> nn.Module:
 
 
 def _initialise(model: nn.Sequential) -> None:
-    """Set weights as large as keeps signals alive: six epochs are few, torch's defaults small.
+    """Set larger weights than torch's defaults, which learn too little in six epochs.
 
-    He et al., "Delving Deep into Rectifiers", ICCV 2015, and 0.8 of that, for larger weights
-    make the loss too sharp for stale gradients.  The last layer: Glorot and Bengio, 2010.
+    He et al., "Delving Deep into Rectifiers", ICCV 2015, times 0.8, because larger weights make the
+    loss too sharp for stale gradients.  The last layer: Glorot and Bengio, 2010.
     """
     *hidden, last = (layer for layer in model if isinstance(layer, nn.Conv2d | nn.Linear))
     for layer in hidden:
@@ -72,6 +71,5 @@ def _initialise(model: nn.Sequential) -> None:
         nn.init.zeros_(layer.bias)
 
 
-def _take(images: Tensor, targets: Tensor, numbers: list[int]) -> TensorSamples:
-    chosen = torch.tensor(numbers)
-    return TensorSamples(images[chosen], targets[chosen])
+def _take(images: Tensor, targets: Tensor, indices: list[int]) -> TensorSamples:
+    return TensorSamples(images[indices], targets[indices])

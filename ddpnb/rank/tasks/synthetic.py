@@ -1,10 +1,10 @@
-"""The task without any data set: which prototype is this noisy image made from?  (Every rank.)
+"""Synthetic images: the prototype from which a noisy image was made (ranks).
 
-Images have CIFAR's shape.  Each of ten classes has a random prototype; an image is
-its class's prototype plus noise, at unit variance, so that there is something to learn.
+Images have CIFAR's shape.  Each of ten classes has a random prototype.  An image is the prototype
+of its class plus noise, scaled to unit variance, so that there is something to learn.
 
-What is exchanged and what is computed can be made larger apart from each other:
-parameters that cost next to nothing to compute with, and convolutions that share theirs.
+Communication and computation can be increased independently: by parameters that need hardly any
+computation, and by convolutions that share their parameters.
 """
 
 import math
@@ -20,9 +20,9 @@ NUM_CLASSES = 10
 IMAGE_SHAPE = (3, 32, 32)
 _DATA_SEED = 0
 _NOISE = 2.0
-"""Standard deviation of the noise; the prototypes' is 1."""
+"""The standard deviation of the noise; that of the prototypes is 1."""
 _CHUNK = 1_000_000
-"""Parameters of one extra tensor: a large model has many, not one."""
+"""Parameters of one extra tensor: a large model has many tensors."""
 
 
 def build(
@@ -38,15 +38,15 @@ def build(
     Args:
         spec: the training.
         samples: images to train on.
-        parameters: of the model in all; 0: as many as it has.
-        compute: further convolutions for each image.
-        num_held_out: images that are judged.
+        parameters: of the whole model; 0 for no extra ones.
+        compute: extra convolutions for each image.
+        num_held_out: held-out images.
 
     Raises:
-        UserError: the model has more parameters than were wished for.
+        UserError: the model always has more parameters than that.
     """
     train, held_out = make_images(samples, num_held_out)
-    make_model(parameters=parameters, compute=compute)  # refuses before anything trains
+    make_model(parameters=parameters, compute=compute)  # raises before anything trains
     return Task(
         model=lambda: make_model(parameters=parameters, compute=compute),
         train=train,
@@ -57,7 +57,7 @@ def build(
 
 
 def make_images(num_train: int, num_held_out: int) -> tuple[TensorSamples, TensorSamples]:
-    """Return images to train on and images to judge by, the same on every rank."""
+    """Return training and held-out images, the same on every rank."""
     generator = torch.Generator().manual_seed(_DATA_SEED)
     prototypes = torch.randn(NUM_CLASSES, *IMAGE_SHAPE, generator=generator)
     train = _make_samples(prototypes, num_train, generator)
@@ -68,15 +68,15 @@ def make_model(*, parameters: int = 0, compute: int = 0) -> nn.Module:
     """Return a network of two strided convolutions and one linear layer, for (N, 3, 32, 32).
 
     Args:
-        parameters: how many it is to have in all; 0: as many as it has.
-        compute: further convolutions in its midst, which share their weights.
+        parameters: how many it has in all; 0 for no extra ones.
+        compute: extra convolutions, which share their weights.
     """
     model = nn.Sequential(
         nn.Conv2d(3, 16, kernel_size=3, stride=2, padding=1),
         nn.ReLU(),
         nn.Conv2d(16, 32, kernel_size=3, stride=2, padding=1),
         nn.ReLU(),
-        *([Again(32, compute)] if compute else []),
+        *([RepeatedConvolution(32, compute)] if compute else []),
         nn.Flatten(),
         nn.Linear(32 * 8 * 8, NUM_CLASSES),
     )
@@ -84,15 +84,15 @@ def make_model(*, parameters: int = 0, compute: int = 0) -> nn.Module:
     if 0 < parameters < num_own:
         raise UserError(f"synthetic:parameters must be at least {num_own}, not {parameters}.")
     if parameters > num_own:
-        model.append(Extra(parameters - num_own))
+        model.append(ExtraParameters(parameters - num_own))
     return model
 
 
-class Again(nn.Module):
-    """One convolution, applied several times: more to compute, hardly more to exchange.
+class RepeatedConvolution(nn.Module):
+    """One convolution, applied several times: more computation, hardly more communication.
 
     Args:
-        num_channels: of what comes in and goes out.
+        num_channels: of the input and the output.
         num_times: how often it is applied.
     """
 
@@ -108,8 +108,8 @@ class Again(nn.Module):
         return inputs
 
 
-class Extra(nn.Module):
-    """Many parameters that together are one bias: more to exchange, hardly more to compute.
+class ExtraParameters(nn.Module):
+    """Many parameters whose mean is one bias: more communication, hardly more computation.
 
     Args:
         num_parameters: how many.
@@ -122,13 +122,13 @@ class Extra(nn.Module):
         self.weights = nn.ParameterList(torch.zeros(size) for size in sizes)
 
     def forward(self, scores: Tensor) -> Tensor:
-        """Return the scores (N, classes), the first class's moved by the mean of all weights."""
+        """Return the scores (N, classes); the mean of all weights is added to the first class's."""
         bias = torch.stack([weight.mean() for weight in self.weights]).mean()
         return torch.cat([scores[:, :1] + bias, scores[:, 1:]], dim=1)
 
 
 def _make_samples(
-    prototypes: torch.Tensor, num_samples: int, generator: torch.Generator
+    prototypes: Tensor, num_samples: int, generator: torch.Generator
 ) -> TensorSamples:
     targets = torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
     noise = torch.randn(num_samples, *IMAGE_SHAPE, generator=generator)

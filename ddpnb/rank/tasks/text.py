@@ -1,7 +1,7 @@
-"""The task on text: which character comes next?  (Every rank.)
+"""Text: the next character of a Python source file (ranks).
 
-The text is a part of Python's own standard library, which is on every machine; what is
-held out are other files of it.  The model is a small transformer.
+The text is a part of Python's own standard library, which is on every machine.  Other files of it
+are held out.  The model is a small transformer.
 
 References: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; Xiong et al., "On Layer
 Normalization in the Transformer Architecture", ICML 2020 (normalise first).
@@ -36,7 +36,7 @@ HELD_OUT_FILES = ("bisect.py", "csv.py", "fractions.py", "queue.py")
 CONTEXT = 64
 """Characters that the model sees at once."""
 NUM_SYMBOLS = 97
-"""Printable ASCII and the line feed; all else is one more."""
+"""Printable ASCII, the line feed, and one for all other bytes."""
 _NEW_LINE, _OTHER = 95, 96
 _WIDTH, _NUM_LAYERS, _NUM_HEADS = 64, 2, 4
 
@@ -56,7 +56,7 @@ def read(names: Sequence[str]) -> Tensor:
     """Return files of the standard library as symbols, one after the other: (characters,).
 
     Raises:
-        UserError: this Python came without its sources.
+        UserError: this Python was installed without its sources.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     try:
@@ -80,7 +80,7 @@ def symbols(content: bytes) -> Tensor:
 
 @final
 class Windows(Samples):
-    """A text cut into pieces of ``CONTEXT`` characters; the target of each is its follower.
+    """A text cut into pieces of ``CONTEXT`` characters; each character's target is the next one.
 
     Args:
         text: symbols, (characters,).
@@ -95,38 +95,38 @@ class Windows(Samples):
         return len(self._inputs)
 
     def fetch(self, indices: Tensor) -> Pair:
-        """Return symbols and the symbols after them, both (N, ``CONTEXT``)."""
+        """Return symbols and the symbols that follow them, both (N, ``CONTEXT``)."""
         return Pair(self._inputs[indices], self._targets[indices])
 
 
 class Transformer(nn.Module):
-    """Scores of the next symbol at every place: (N, T) to (N, ``NUM_SYMBOLS``, T)."""
+    """Scores of the next symbol at every position: (N, T) to (N, ``NUM_SYMBOLS``, T)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.symbol = nn.Embedding(NUM_SYMBOLS, _WIDTH)
-        self.place = nn.Embedding(CONTEXT, _WIDTH)
+        self.position = nn.Embedding(CONTEXT, _WIDTH)
         self.layers = nn.Sequential(*(Layer() for _ in range(_NUM_LAYERS)))
         self.last = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, NUM_SYMBOLS))
-        for embedding in (self.symbol, self.place):
+        for embedding in (self.symbol, self.position):
             nn.init.normal_(embedding.weight, std=0.1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the scores, classes second, as ``cross_entropy`` wants them."""
-        places = torch.arange(inputs.shape[1], device=inputs.device)
-        features = self.layers(self.symbol(inputs) + self.place(places))
+        """Return the scores, classes second, as ``cross_entropy`` needs them."""
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        features = self.layers(self.symbol(inputs) + self.position(positions))
         scores: Tensor = self.last(features)
         return scores.transpose(1, 2)
 
 
 class Layer(nn.Module):
-    """Attention to the symbols before, then a network for each place by itself."""
+    """Attention to the symbols before, then a network for each position by itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
-        self.wanted = nn.Linear(_WIDTH, 3 * _WIDTH)
-        self.found = nn.Linear(_WIDTH, _WIDTH)
+        self.query_key_value = nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.projection = nn.Linear(_WIDTH, _WIDTH)
         self.network = nn.Sequential(
             nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH)
         )
@@ -134,13 +134,13 @@ class Layer(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Return features of the same shape (N, T, width)."""
         features = features + self._attend(self.first(features))
-        changed: Tensor = features + self.network(self.second(features))
-        return changed
+        result: Tensor = features + self.network(self.second(features))
+        return result
 
     def _attend(self, features: Tensor) -> Tensor:
         num, length, _ = features.shape
-        heads = self.wanted(features).view(num, length, 3, _NUM_HEADS, -1)
+        heads = self.query_key_value(features).view(num, length, 3, _NUM_HEADS, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        found: Tensor = self.found(mixed.transpose(1, 2).reshape(num, length, _WIDTH))
-        return found
+        result: Tensor = self.projection(mixed.transpose(1, 2).reshape(num, length, _WIDTH))
+        return result

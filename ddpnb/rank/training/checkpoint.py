@@ -1,22 +1,20 @@
-"""How does a training go on after its end?  (Every rank.)
+"""The files from which a training is resumed (ranks).
 
     FOLDER/RUN/step-00000040/rank-0-of-2.pt    what rank 0 needs to go on after 40 steps
-    FOLDER/RUN/model.pt                        the trained model, in the end
+    FOLDER/RUN/model.pt                        the trained model, at the end
 
-A file is there whole or not at all, and a checkpoint counts once all its parts are there:
-a kill at any moment leaves the one before it.  Where ranks drift apart, more stay until the
-slowest has written its parts.  Nothing is unpickled: ``weights_only``.
+A file exists as a whole or not at all, and a checkpoint counts once all its parts exist.  So a kill
+at any moment leaves the checkpoint before it.  If ranks drift apart, more checkpoints stay until
+the slowest rank has written its parts.  Nothing is unpickled: files are read with ``weights_only``.
 """
 
 import contextlib
 import io
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,26 +25,26 @@ from ddpnb.rank.strategies.base import State
 from ddpnb.rank.training.checkpoint_compat import check_spec
 
 NUM_KEPT = 2
-"""Complete checkpoints of a run that stay, and all newer ones."""
+"""Complete checkpoints of a run that are kept, besides all newer ones."""
 NUM_OWN_FOLDERS = 3
-"""Folders above a checkpoint's file that may be new: of the step, the run, all runs."""
+"""Folders above a checkpoint's file that may be new: those of the step, the run and all runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Which part of a run's checkpoints is this rank's."""
+class CheckpointPart:
+    """One rank's part of a run's checkpoints."""
 
     folder: Path
-    """The run's own."""
+    """The run's own folder."""
     part: int
     num_parts: int
 
     def path(self, step: int) -> Path:
-        """Return the file of this part, after so many steps."""
+        """Return the file of this part after so many steps."""
         return self.folder / f"step-{step:08}" / self.name(self.part)
 
     def name(self, part: int) -> str:
-        """Return what the file of a part is called."""
+        """Return the file name of any part."""
         return f"rank-{part}-of-{self.num_parts}.pt"
 
 
@@ -54,126 +52,99 @@ class Place:
 class Checkpoints:
     """Writes one rank's part of a run's checkpoints.
 
-    A disk that refuses does not stop the training: that is said once.
+    If the disk refuses, the training goes on and warns once.
 
     Args:
-        place: where.
+        part: this rank's.
         every: steps between checkpoints.
-        tell: takes a few words, the first time that the disk refuses.
+        first_step: steps of the run that was resumed.
+        warn: takes a few words the first time that the disk refuses.
     """
 
-    def __init__(self, place: Place, *, every: int, tell: Callable[[str], None]) -> None:
-        self._place = place
+    def __init__(
+        self,
+        part: CheckpointPart,
+        *,
+        every: int,
+        first_step: int = 0,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._part = part
         self._every = every
-        self._tell = tell
-        self._num_made = 0
+        self._warn = warn
+        self._num_made = first_step // every
         self._last = 0
-        self._told = False
+        self._has_warned = False
 
-    def after(self, num_steps: int, take: Callable[[], State], *, is_last: bool = False) -> None:
-        """Write a checkpoint if it is time to.
+    def after(self, num_steps: int, state: Callable[[], State], *, is_last: bool = False) -> None:
+        """Write a checkpoint if one is due.
 
         Args:
             num_steps: global batches trained on so far.
-            take: returns what to keep.
+            state: returns what to write.
             is_last: whether none will follow.
         """
         if not self.is_due(num_steps, is_last=is_last):
             return
         self._num_made = num_steps // self._every
         self._last = num_steps
-        if self._write(self._place.path(num_steps), take()):
+        if self._write(self._part.path(num_steps), state()):
             self._remove_old()
 
     def is_due(self, num_steps: int, *, is_last: bool = False) -> bool:
-        """Tell whether it is time for a checkpoint, after so many global batches."""
+        """Return whether a checkpoint is due after so many global batches."""
         is_new = num_steps > self._last
         return num_steps // self._every > self._num_made or (is_last and is_new)
 
-    def begin_at(self, num_steps: int) -> None:
-        """Count from a step on: what lies before is another run's."""
-        self._num_made = num_steps // self._every
-
     def finish(self, model: nn.Module) -> None:
         """Write the trained model."""
-        self._write(self._place.folder / MODEL_FILE, model.state_dict())
+        self._write(self._part.folder / MODEL_FILE, model.state_dict())
 
     def _write(self, path: Path, state: State) -> bool:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path, state)
         except OSError as error:
-            if not self._told:
-                self._told = True
-                self._tell(f"no checkpoint: {error.strerror or error}")
+            if not self._has_warned:
+                self._has_warned = True
+                self._warn(f"no checkpoint: {error.strerror or error}")
             return False
         return True
 
     def _remove_old(self) -> None:
-        """Remove all that is older than the newest complete checkpoints.
+        """Remove all parts that are older than the newest complete checkpoints.
 
-        Where ranks drift apart, these may be far behind.  No rank writes what is older than
-        they are any more, so whichever rank comes by removes the parts of all.
+        No rank still writes an older part, so any rank may remove the parts of all.
         """
-        complete = [folder for folder in _folders(self._place) if _is_complete(folder, self._place)]
+        complete = [folder for folder in _folders(self._part) if _is_complete(folder, self._part)]
         if len(complete) < NUM_KEPT:
             return
-        for folder in _folders(self._place):
+        for folder in _folders(self._part):
             if folder < complete[-NUM_KEPT]:
-                with contextlib.suppress(OSError):  # another rank is at it, too
+                with contextlib.suppress(OSError):  # another rank may be removing it too
                     for path in folder.iterdir():
                         path.unlink(missing_ok=True)
                     folder.rmdir()
 
 
 def write(path: Path, state: State) -> None:
-    """Write a file so that it is there whole or not at all, also where the machine goes down.
+    """Write a file that exists as a whole or not at all, even after the machine has crashed.
 
     Raises:
-        OSError: the disk refuses; nothing is left of it.
+        OSError: the disk refuses; nothing is left behind.
     """
     content = io.BytesIO()
     torch.save(state, content)
     atomic_write(path, content.getbuffer(), synced_folders=path.parents[:NUM_OWN_FOLDERS])
 
 
-def last_step(place: Place) -> int:
-    """Return after how many steps the last complete checkpoint of a run was made.
-
-    Raises:
-        UserError: there is none, or it has another number of parts.
-    """
-    for folder in reversed(_folders(place)):
-        if _is_complete(folder, place):
-            return int(folder.name.removeprefix("step-"))
-    others = {path.stem.split("-")[-1] for path in place.folder.glob("step-*/rank-*-of-*.pt")}
-    if others - {str(place.num_parts)}:
-        raise UserError(
-            f"The run to resume was trained by {others.pop()} ranks, not {place.num_parts}: "
-            "start as many with %ddp_restart -n."
-        )
-    raise UserError(
-        f"There is no complete checkpoint of the run to resume ({place.folder.name}): "
-        "train it with --save-every first."
-    )
-
-
-def _folders(place: Place) -> list[Path]:
-    """Return the folders of all checkpoints of a run, the oldest first."""
-    return sorted(place.folder.glob("step-*"))
-
-
-def _is_complete(folder: Path, place: Place) -> bool:
-    return all((folder / place.name(part)).is_file() for part in range(place.num_parts))
-
-
-def read(place: Place, spec: RunSpec) -> State:
+def read_checkpoint(part: CheckpointPart, spec: RunSpec) -> State:
     """Return this rank's part of the last complete checkpoint.
 
     Raises:
-        UserError: there is none, or it is of another training.
+        UserError: there is none, or it is from another training.
     """
-    path = place.path(last_step(place))
+    path = part.path(last_step(part))
     try:
         state: State = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -185,26 +156,31 @@ def read(place: Place, spec: RunSpec) -> State:
     return state
 
 
-def random_numbers(device: torch.device) -> State:
-    """Return where all global random numbers stand."""
-    kind, keys, *rest = np.random.get_state()
-    version, internal, gauss = random.getstate()
-    state: State = {
-        "torch": torch.get_rng_state(),
-        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
-        "python": [version, list(internal), gauss],
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+def last_step(part: CheckpointPart) -> int:
+    """Return the number of steps after which the last complete checkpoint was made.
+
+    Raises:
+        UserError: there is none, or it has another number of parts.
+    """
+    for folder in reversed(_folders(part)):
+        if _is_complete(folder, part):
+            return int(folder.name.removeprefix("step-"))
+    others = {path.stem.split("-")[-1] for path in part.folder.glob("step-*/rank-*-of-*.pt")}
+    if others - {str(part.num_parts)}:
+        raise UserError(
+            f"The run to resume was trained by {others.pop()} ranks, not {part.num_parts}: "
+            "start as many with %ddp_restart -n."
+        )
+    raise UserError(
+        f"There is no complete checkpoint of the run to resume ({part.folder.name}): "
+        "train it with --save-every first."
+    )
 
 
-def set_random_numbers(state: State, device: torch.device) -> None:
-    """Let all global random numbers go on from where they stood."""
-    torch.set_rng_state(state["torch"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
+def _folders(part: CheckpointPart) -> list[Path]:
+    """Return the folders of all checkpoints of a run, the oldest first."""
+    return sorted(part.folder.glob("step-*"))
+
+
+def _is_complete(folder: Path, part: CheckpointPart) -> bool:
+    return all((folder / part.name(number)).is_file() for number in range(part.num_parts))

@@ -1,6 +1,6 @@
-"""Is a checkpoint one of this very training?  (Every rank, before anything trains.)
+"""The check that a checkpoint fits the training that resumes from it (ranks).
 
-What a checkpoint does not tell, as an older one may not, is not compared.
+What an older checkpoint does not hold is not compared.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ SAME = {
     "lr_scaling": "--lr-scaling",
     "num_lr_warmup_epochs": "--lr-warmup",
 }
-"""What must be as it was, for samples and learning rate to go on where they were."""
+"""Settings that must be the same for samples and learning rate to continue; with their options."""
 
 
 def description(spec: RunSpec, optimizers: Sequence[Optimizer]) -> State:
-    """Return what is compared before a run is resumed."""
+    """Return the part of a checkpoint that is compared before a run is resumed."""
     return {
         "strategy": spec.strategy,
         "task": spec.task,
@@ -31,68 +31,75 @@ def description(spec: RunSpec, optimizers: Sequence[Optimizer]) -> State:
     } | {name: getattr(spec, name) for name in SAME}
 
 
-def check_spec(told: State, spec: RunSpec) -> None:
+def check_spec(old: State, spec: RunSpec) -> None:
     """Refuse a checkpoint of another training.
 
     Args:
-        told: its ``description``.
-        spec: the training that is to go on from it.
+        old: the ``description`` in the checkpoint.
+        spec: the training that resumes from it.
 
     Raises:
-        UserError: what is not the same.
+        UserError: something is not the same.
     """
-    if told["strategy"] != spec.strategy:
+    if old["strategy"] != spec.strategy:
         raise UserError(
-            f"The run to resume was trained with {told['strategy']}, not {spec.strategy}."
+            f"The run to resume was trained with {old['strategy']}, not {spec.strategy}."
         )
-    if told.get("task", spec.task) != spec.task:
+    if old.get("task", spec.task) != spec.task:
         raise UserError(
-            f"The run to resume was trained on {_task(told['task'])}, not on {_task(spec.task)}: "
+            f"The run to resume was trained on {_task(old['task'])}, not on {_task(spec.task)}: "
             "train the same."
         )
     for name, option in SAME.items():
-        if told.get(name, getattr(spec, name)) != getattr(spec, name):
+        value = getattr(spec, name)
+        if old.get(name, value) != value:
             raise UserError(
-                f"The run to resume was trained with {option} {told[name]}, "
-                f"not {getattr(spec, name)}: give the same."
+                f"The run to resume was trained with {option} {_value(old[name])}, "
+                f"not {_value(value)}: give the same."
             )
 
 
-def check_replica(replica: Replica, saved: State) -> None:
+def check_replica(replica: Replica, checkpoint: State) -> None:
     """Refuse a checkpoint of another model or another optimizer.
 
     Args:
-        replica: has made its optimizer.
-        saved: the checkpoint.
+        replica: its optimizer has been made.
+        checkpoint: the state to resume from.
 
     Raises:
         UserError: it does not fit.
     """
-    theirs = saved["strategy"].get("model", {})
-    mine = replica.model.state_dict()
-    shapes = [{name: tuple(value.shape) for name, value in s.items()} for s in (mine, theirs)]
-    if theirs and shapes[0] != shapes[1]:
+    old_model = checkpoint["strategy"].get("model", {})
+    if old_model and _shapes(old_model) != _shapes(replica.model.state_dict()):
         raise UserError(
             "The checkpoint to resume from is of another model: let model() return the same one."
         )
     kind = _kind(replica.optimizers[0])
-    for other in saved["spec"].get("optimizers", [])[:1]:
-        if other != kind:
+    for old in checkpoint["spec"].get("optimizers", [])[:1]:
+        if old != kind:
             raise UserError(
-                f"The run to resume was trained with {_told(other)}, not {_told(kind)}: "
+                f"The run to resume was trained with {_spelled(old)}, not {_spelled(kind)}: "
                 "let optimizer(params) return the same."
             )
 
 
-def _task(word: str) -> str:
-    return "a cell's own model" if word == CELL_TASK else word
+def _task(name: str) -> str:
+    return "a cell's own model" if name == CELL_TASK else name
+
+
+def _value(value: float | str) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _shapes(state: State) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state.items()}
 
 
 def _kind(optimizer: Optimizer) -> list[str | int]:
-    """Return by what an optimizer whose state fits is known: its class, its number of groups."""
+    """Return the class of an optimizer and its number of groups: these must fit its state."""
     return [type(optimizer).__name__, len(optimizer.param_groups)]
 
 
-def _told(kind: list[str | int]) -> str:
+def _spelled(kind: list[str | int]) -> str:
     name, num_groups = kind
     return str(name) if num_groups == 1 else f"{name} in {num_groups} groups"

@@ -1,4 +1,4 @@
-"""What do all phases of one run share?  (Every rank.)"""
+"""What all phases of one run share (ranks)."""
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -18,54 +18,54 @@ from ddpnb.rank.strategies.timer import Timer
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import DatasetSamples, OptimizerFactory, Pair, Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard
-from ddpnb.rank.training.checkpoint import Place, read
-from ddpnb.rank.training.loader import NUM_AHEAD, InlineLoader, PrefetchingLoader, Source
-from ddpnb.rank.training.optimizer_hooks import tuned
+from ddpnb.rank.training.checkpoint import CheckpointPart, read_checkpoint
+from ddpnb.rank.training.loader import NUM_PREFETCHED, InlineLoader, PrefetchingLoader, Source
+from ddpnb.rank.training.optimizer_hooks import with_hooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """One run on one rank: its task, its place, and who takes part."""
+    """One run on one rank: its task, its batches, and which ranks take part."""
 
     spec: RunSpec
     state: RankState
     plan: Plan
     task: Task
-    order: BatchSchedule
+    schedule: BatchSchedule
     folder: Path
     cancellation: CancellationToken
-    """Ends the run on this rank where the group is cut."""
+    """Ends the run on this rank when the group is aborted."""
     namespace: Mapping[str, object]
     """Where a strategy of the user's own is looked up."""
     first_step: int = 0
-    """Global batches that the run to resume was trained on."""
-    saved: State | None = None
-    """What this rank goes on from."""
+    """Global batches that the resumed run was trained on."""
+    checkpoint: State | None = None
+    """The state that this rank resumes from."""
     rejoin_info: RejoinInfo | None = None
-    """Where this rank comes in, if the others train already."""
+    """Where this rank joins, if the others train already."""
 
     def strategy(self) -> Strategy:
-        """Make the strategy anew."""
+        """Return a new instance of the strategy."""
         return make_strategy(self.spec.strategy, self.namespace)
 
     @property
     def device(self) -> torch.device:
-        """What this rank computes on."""
+        """The device that this rank computes on."""
         return torch.device(self.state.device)
 
     @property
     def num_steps(self) -> int:
         """Global batches that are left to train on."""
-        return self.order.num_steps - self.first_step
+        return self.schedule.num_steps - self.first_step
 
     @property
     def workers(self) -> range:
-        """The workers that this process holds."""
+        """The workers in this process."""
         plan, rank = self.plan, self.state.rank
         return range(plan.num_workers) if plan.num_ranks == 1 else range(rank, rank + 1)
 
     def name(self, phase: str) -> str:
-        """Return what no other phase and no other run is called."""
+        """Return a name that no other phase and no other run has."""
         return f"{self.spec.run_id}-{phase}"
 
     def replica(
@@ -78,13 +78,13 @@ class RunContext:
         is_grouped: bool = True,
         delay: Callable[[], None] = no_delay,
     ) -> Replica:
-        """Build the model anew from the seed: the same weights in every phase, on every rank.
+        """Build a model from the seed: the same weights in every phase, on every rank.
 
         Args:
-            phase: what it is for.
-            num_steps: global batches that it will see.
-            first_step: global batches that its weights will have been trained on.
-            timer: is told of what a step is at.
+            phase: what the replica is for.
+            num_steps: global batches that it will be trained on.
+            first_step: global batches that its weights were trained on before.
+            timer: measures the parts of its steps.
             is_grouped: whether all ranks that take part use it together.
             delay: makes its steps take longer.
         """
@@ -95,11 +95,11 @@ class RunContext:
         model = model.to(self.device).train()
         seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
         optimizers: list[torch.optim.Optimizer] = []
-        factory = tuned(self.task.optimizer, self.spec, self.plan, self.order)
+        factory = with_hooks(self.task.optimizer, self.spec, self.plan, self.schedule)
         return Replica(
             model=model,
             loss=self.task.loss,
-            optimizer=_remembering(factory, optimizers),
+            optimizer=_recording(factory, optimizers),
             device=self.device,
             rank=self.state.rank,
             world_size=self.state.world_size,
@@ -114,38 +114,38 @@ class RunContext:
             optimizers=optimizers,
             delay=delay,
             joins=self.rejoin_info is not None,
-            num_prefetched=NUM_AHEAD * self.spec.num_data_workers if self.fetches_ahead else 0,
+            num_prefetched=NUM_PREFETCHED * self.spec.num_data_workers if self.prefetches else 0,
             cancellation=self.cancellation,
         )
 
     def source(self, strategy: Strategy) -> Source:
-        """Return where the samples of a strategy that is set up come from."""
-        if not self.fetches_ahead:
-            return self.direct(strategy)
+        """Return the source of the samples for a strategy that has been set up."""
+        if not self.prefetches:
+            return self.inline_source(strategy)
         assert isinstance(self.task.train, DatasetSamples)
-        begun = self.first_step * self.state.world_size + self.state.rank  # other on each rank
+        offset = self.first_step * self.state.world_size + self.state.rank  # differs between ranks
         return PrefetchingLoader(
             self.task.train.dataset,
             strategy.shards(),
             self.indices,
             self.spec.num_data_workers,
-            seed=(self.spec.seed * 1_000_003 + begun) % 2**63,
+            seed=(self.spec.seed * 1_000_003 + offset) % 2**63,
         )
 
-    def direct(self, strategy: Strategy) -> Source:
-        """Return a source that fetches each share when it is asked for."""
+    def inline_source(self, strategy: Strategy) -> Source:
+        """Return a source that fetches each shard only when it is needed."""
         return InlineLoader(self.task.train, strategy.shards(), self.indices)
 
     def indices(self, shard: Shard) -> torch.Tensor:
-        """Return which samples a share of this run holds."""
-        return self.order.indices(self._within_training(shard))
+        """Return which samples a shard of this run holds."""
+        return self.schedule.indices(self._within_training(shard))
 
     def batch(self, shard: Shard, pair: Pair) -> Batch:
-        """Send the samples of a share to the device."""
+        """Copy the samples of a shard to the device."""
         on_gpu = self.device.type == "cuda"
-        # Only from pinned memory does a copy to a GPU not make this thread wait.
+        # A copy to a GPU makes this thread wait unless it comes from pinned memory.
         inputs, targets = (part.pin_memory() if on_gpu else part for part in pair)
-        num_global = self.order.size(self._within_training(shard).step)
+        num_global = self.schedule.size(self._within_training(shard).step)
         return Batch(
             inputs=inputs.to(self.device, non_blocking=True),
             targets=targets.to(self.device, non_blocking=True),
@@ -155,39 +155,41 @@ class RunContext:
         )
 
     def smallest_batch(self, strategy: Strategy) -> Batch:
-        """Fetch as few samples as the model will be called with: it may stumble over them."""
-        plan, order = self.plan, self.order
-        sizes = (order.size(0), order.size(order.smallest_shard(1).step))
+        """Fetch as few samples as the model will ever be called with, which may be too few."""
+        plan, schedule = self.plan, self.schedule
+        sizes = (schedule.size(0), schedule.size(schedule.smallest_shard(1).step))
         num = min(strategy.fewest_samples(size, plan, self.spec.accumulate) for size in sizes)
         if self.syncs_batchnorm:
-            num = max(num, 2)  # there the other ranks' samples count, too
-        indices = order.indices(Shard(step=0, part=0, num_parts=1))
+            num = max(num, 2)  # the statistics include the other ranks' samples
+        indices = schedule.indices(Shard(step=0, part=0, num_parts=1))
         return self._alone(*self.task.train.fetch(indices[:num]))
 
     def usual_batch(self) -> Batch:
-        """Fetch one worker's share of a whole global batch."""
+        """Fetch one worker's shard of a whole global batch."""
         shard = Shard(step=0, part=0, num_parts=self.plan.num_workers)
-        return self._alone(*self.task.train.fetch(self.order.indices(shard)))
+        return self._alone(*self.task.train.fetch(self.schedule.indices(shard)))
 
-    def place(self, run_id: str) -> Place:
-        """Return this rank's place in the checkpoints of a run."""
-        return place(self.spec, self.state, self.plan, run_id)
+    def checkpoint_part(self, run_id: str) -> CheckpointPart:
+        """Return this rank's part of a run's checkpoints."""
+        return checkpoint_part(self.spec, self.state, self.plan, run_id)
 
     @property
-    def fetches_ahead(self) -> bool:
-        """Whether processes fetch the samples."""
+    def prefetches(self) -> bool:
+        """Whether other processes fetch the samples."""
         return self.spec.num_data_workers > 0 and isinstance(self.task.train, DatasetSamples)
 
     @property
     def syncs_batchnorm(self) -> bool:
-        """Whether BatchNorm takes its statistics over all ranks."""
+        """Whether BatchNorm computes its statistics over all ranks."""
         plan, on_gpu = self.plan, self.device.type == "cuda"
         is_shared = plan.num_ranks == self.state.world_size > 1
-        is_in_step = plan.synchronous and plan.num_prefetched == 0  # the others must not become so
+        is_in_step = (
+            plan.synchronous and plan.num_steps_ahead == 0
+        )  # else BatchNorm would make it so
         return self.spec.sync_batchnorm and is_shared and is_in_step and on_gpu
 
     def _within_training(self, shard: Shard) -> Shard:
-        """Return a share of this run as one of the whole training, of which it may be the end."""
+        """Return a shard of this run as a shard of the whole training, which began earlier."""
         return Shard(step=self.first_step + shard.step, part=shard.part, num_parts=shard.num_parts)
 
     def _alone(self, inputs: torch.Tensor, targets: torch.Tensor) -> Batch:
@@ -196,7 +198,7 @@ class RunContext:
         return Batch(inputs=inputs, targets=targets, num_samples=num, num_global=num)
 
 
-def build(
+def build_context(
     spec: RunSpec,
     state: RankState,
     namespace: Mapping[str, object],
@@ -205,16 +207,16 @@ def build(
     cancellation: CancellationToken | None = None,
     filename: str,
 ) -> RunContext:
-    """Load the task and find out who takes part.
+    """Load the task and find out which ranks take part.
 
     Raises:
         UserError: something cannot be trained.
         Exception: whatever the cell itself raises, with its own traceback.
     """
     faults.check_ranks(spec.slow, spec.kill, state.world_size)
-    seed_everything(spec.seed)  # the data, too, come out the same on every rank
+    seed_everything(spec.seed)  # so that the data are the same on every rank
     task = load_task(spec, namespace, filename)
-    order = BatchSchedule(
+    schedule = BatchSchedule(
         len(task.train),
         batch_size=spec.batch_size,
         num_epochs=spec.num_epochs,
@@ -223,31 +225,33 @@ def build(
     )
     known = ChainMap(dict(task.defined), dict(namespace))
     plan = make_strategy(spec.strategy, known).plan(state)
-    saved = None
+    checkpoint = None
     if spec.resume and state.rank < plan.num_ranks:
-        saved = read(place(spec, state, plan, spec.resume), spec)
-        order.check_begun(saved["step"])
+        checkpoint = read_checkpoint(checkpoint_part(spec, state, plan, spec.resume), spec)
+        schedule.check_unfinished(checkpoint["step"])
     return RunContext(
         spec=spec,
         state=state,
         plan=plan,
         task=task,
-        order=order,
+        schedule=schedule,
         folder=folder,
         cancellation=cancellation or CancellationToken(),
         namespace=known,
-        first_step=saved["step"] if saved else 0,
-        saved=saved,
+        first_step=checkpoint["step"] if checkpoint else 0,
+        checkpoint=checkpoint,
     )
 
 
-def place(spec: RunSpec, state: RankState, plan: Plan, run_id: str) -> Place:
-    """Return a rank's place in the checkpoints of a run; of asynchronous ones, rank 0's."""
+def checkpoint_part(spec: RunSpec, state: RankState, plan: Plan, run_id: str) -> CheckpointPart:
+    """Return a rank's part of a run's checkpoints; asynchronous runs have rank 0's part only."""
     part, num_parts = (state.rank, plan.num_ranks) if plan.synchronous else (0, 1)
-    return Place(folder=Path(spec.checkpoints) / run_id, part=part, num_parts=num_parts)
+    return CheckpointPart(folder=Path(spec.checkpoints) / run_id, part=part, num_parts=num_parts)
 
 
-def _remembering(factory: OptimizerFactory, made: list[torch.optim.Optimizer]) -> OptimizerFactory:
+def _recording(factory: OptimizerFactory, made: list[torch.optim.Optimizer]) -> OptimizerFactory:
+    """Return a factory that appends each optimizer that it makes to a list."""
+
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         made.append(factory(parameters))
         return made[-1]

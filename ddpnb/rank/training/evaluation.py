@@ -1,4 +1,4 @@
-"""How good is a trained model?  (Rank 0, after the clock has stopped.)"""
+"""The loss and accuracy of a trained model (rank 0, after the clock has stopped)."""
 
 import math
 from collections.abc import Callable
@@ -11,24 +11,24 @@ from ddpnb.protocol.errors import summary_of
 from ddpnb.rank.tasks.base import LossFunction, Samples, Task
 
 MAX_SAMPLES = 10_000
-"""Of a larger training split this many are judged, spread evenly over it."""
+"""How many samples of a larger split are evaluated, spread evenly over it."""
 _BATCH_SIZE = 512
 _LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """How a model does on one split; NaN where it could not be evaluated."""
+    """The result on one split; NaN if it could not be evaluated."""
 
     loss: float = math.nan
     """Mean over the samples."""
     accuracy: float = math.nan
-    """Share classified right; NaN where that is not known, see ``_num_right``."""
+    """Fraction classified correctly; NaN if the model is no classifier, see ``_num_correct``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """How a model does on what it was trained on, and on what it never saw."""
+    """The results on training samples and on samples that the model has never seen."""
 
     train: Score
     held_out: Score
@@ -37,25 +37,26 @@ class EvalResult:
 def evaluate(
     model: nn.Module, task: Task, device: torch.device, *, failed: Callable[[str], None]
 ) -> EvalResult:
-    """Judge a model on both splits, in evaluation mode.
+    """Evaluate a model on both splits, in evaluation mode.
 
     Args:
         model: the trained model.
         task: its loss and its samples.
         device: where the model is.
-        failed: takes what went wrong on a split; what was trained is worth keeping all the same.
+        failed: takes what went wrong on a split; the run itself is kept all the same.
     """
     model.eval()
 
-    def judge(split: str, samples: Samples) -> Score:
+    def score_or_nan(split: str, samples: Samples) -> Score:
         try:
             return score(model, task.loss, samples, device)
-        except Exception as error:  # noqa: BLE001  whatever the user's model, loss or data raise
+        except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything
             failed(f"could not evaluate the model on {split} samples ({summary_of(error)})")
             return Score()
 
     return EvalResult(
-        train=judge("training", task.train), held_out=judge("held-out", task.held_out)
+        train=score_or_nan("training", task.train),
+        held_out=score_or_nan("held-out", task.held_out),
     )
 
 
@@ -67,15 +68,15 @@ def score(
     device: torch.device,
     max_samples: int = MAX_SAMPLES,
 ) -> Score:
-    """Judge a model on up to ``max_samples`` of a split."""
-    total_loss, num_right, num_samples = 0.0, 0.0, 0
+    """Evaluate a model on up to ``max_samples`` of a split."""
+    total_loss, num_correct, num_samples = 0.0, 0.0, 0
     for indices in _chosen(len(samples), max_samples).split(_BATCH_SIZE):
         inputs, targets = (part.to(device) for part in samples.fetch(indices))
         outputs = model(inputs)
         total_loss += loss(outputs, targets).item() * len(indices)
-        num_right += _num_right(outputs, targets)
+        num_correct += _num_correct(outputs, targets)
         num_samples += len(indices)
-    return Score(loss=total_loss / num_samples, accuracy=num_right / num_samples)
+    return Score(loss=total_loss / num_samples, accuracy=num_correct / num_samples)
 
 
 def _chosen(num_samples: int, max_samples: int) -> Tensor:
@@ -84,12 +85,12 @@ def _chosen(num_samples: int, max_samples: int) -> Tensor:
     return torch.arange(max_samples) * num_samples // max_samples
 
 
-def _num_right(outputs: Tensor, targets: Tensor) -> float:
-    """Return how many samples are classified right; NaN where these are not class scores.
+def _num_correct(outputs: Tensor, targets: Tensor) -> float:
+    """Return how many samples are classified correctly; NaN if the outputs are not class scores.
 
-    They are where targets (N, ...) are integers from 0 to C - 1, and outputs (N, C, ...) hold a
-    score for each of at least two classes.  A sample with several targets, as a line of text
-    has, counts by its share of right ones.
+    Outputs (N, C, ...) are class scores if there are at least two classes and the targets (N, ...)
+    are integers from 0 to C - 1.  A sample with several targets, such as a line of text, counts by
+    the fraction that is correct.
     """
     if targets.dtype not in _LABELS or outputs.ndim != targets.ndim + 1:
         return math.nan
@@ -98,5 +99,5 @@ def _num_right(outputs: Tensor, targets: Tensor) -> float:
         return math.nan
     if targets.min() < 0 or targets.max() >= num_classes:
         return math.nan
-    right = (outputs.argmax(dim=1) == targets).double()
-    return right.reshape(len(right), -1).mean(dim=1).sum().item()
+    correct = (outputs.argmax(dim=1) == targets).double()
+    return correct.reshape(len(correct), -1).mean(dim=1).sum().item()

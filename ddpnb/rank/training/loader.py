@@ -1,8 +1,8 @@
-"""Who fetches the samples: the training thread, or processes ahead of it?  (Every rank.)
+"""The source of the samples: fetched by the training thread, or ahead of it by processes (ranks).
 
-Ahead: torch's ``DataLoader`` over exactly the shares that this worker will train on, in
-their order; its processes live as long as the run.  Where shares go to whoever asks next,
-it asks early: ``NUM_AHEAD`` shares for each of its processes are this worker's already.
+``PrefetchingLoader`` is torch's ``DataLoader`` over exactly the shards that this worker trains on,
+in their order.  Its processes live as long as the run.  If workers take shards from a queue, it
+takes them early: ``NUM_PREFETCHED`` for each process.
 """
 
 import sys
@@ -20,18 +20,18 @@ from ddpnb.protocol.processes import die_with_parent
 from ddpnb.rank.tasks.base import Pair, Samples
 from ddpnb.rank.tasks.batches import Shard
 
-NUM_AHEAD = 2
-"""Shares that each process has in work, or ready, while this worker trains on one."""
+NUM_PREFETCHED = 2
+"""Shards that each process fetches or has ready while this worker trains on one."""
 
 Indices = Callable[[Shard], Tensor]
 
 
 class Source(ABC):
-    """Where the samples of each share come from."""
+    """Where the samples of each shard come from."""
 
     @abstractmethod
     def pairs(self) -> Iterator[tuple[Shard, Pair]]:
-        """Yield each share to train on, in order, with its samples."""
+        """Yield the shards to train on, in order, each with its samples."""
 
     @abstractmethod
     def close(self) -> None:
@@ -40,12 +40,12 @@ class Source(ABC):
 
 @final
 class InlineLoader(Source):
-    """Fetches a share when it is asked for.
+    """Fetches each shard only when it is needed.
 
     Args:
-        samples: where from.
-        shares: all that will be trained on, in order.
-        indices: which samples a share holds.
+        samples: the training split.
+        shards: all that will be trained on, in order.
+        indices: returns the sample numbers of a shard.
     """
 
     def __init__(self, samples: Samples, shards: Iterable[Shard], indices: Indices) -> None:
@@ -54,24 +54,24 @@ class InlineLoader(Source):
         self._indices = indices
 
     def pairs(self) -> Iterator[tuple[Shard, Pair]]:
-        """Fetch each share when it is its turn."""
+        """Fetch each shard when it is its turn."""
         for shard in self._shards:
             yield shard, self._samples.fetch(self._indices(shard))
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there are no processes."""
 
 
 @final
 class PrefetchingLoader(Source):
-    """Fetches shares in processes, before they are asked for.
+    """Fetches shards in other processes before they are needed.
 
     Args:
         dataset: a map-style data set of (input, target) items.
-        shares: all that will be trained on, in order; asked for ahead.
-        indices: which samples a share holds.
-        num_processes: how many fetch.
-        seed: what their own random numbers are made from.
+        shards: all that will be trained on, in order; taken early.
+        indices: returns the sample numbers of a shard.
+        num_processes: how many processes fetch.
+        seed: of the random numbers in these processes.
     """
 
     def __init__(
@@ -82,35 +82,35 @@ class PrefetchingLoader(Source):
         num_processes: int,
         seed: int,
     ) -> None:
-        self._asked: deque[Shard] = deque()
+        self._taken: deque[Shard] = deque()
         self._batches: Iterator[Any] | None = iter(
             DataLoader(
                 dataset,
-                batch_sampler=(indices(shard).tolist() for shard in self._noted(shards)),
+                batch_sampler=(indices(shard).tolist() for shard in self._recorded(shards)),
                 num_workers=num_processes,
-                prefetch_factor=NUM_AHEAD,
+                prefetch_factor=NUM_PREFETCHED,
                 worker_init_fn=_end_with_rank,
-                # A class from a notebook cell cannot be pickled, which other ways need.
+                # Other start methods pickle the data set, and a class from a cell cannot be.
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
-                generator=torch.Generator().manual_seed(seed),  # leaves the run's numbers alone
+                generator=torch.Generator().manual_seed(seed),  # leaves the global state alone
             )
         )
 
     def pairs(self) -> Iterator[tuple[Shard, Pair]]:
-        """Wait for the samples of each share in turn."""
+        """Wait for the samples of each shard in turn."""
         assert self._batches is not None, "closed"
         for inputs, targets in self._batches:
-            yield self._asked.popleft(), Pair(inputs, targets)
+            yield self._taken.popleft(), Pair(inputs, targets)
 
     def close(self) -> None:
-        """End the processes now: an exception's traceback may keep the iterator alive."""
+        """End the processes now, for an exception's traceback may keep the iterator alive."""
         batches, self._batches = self._batches, None
         if batches is not None:
             end_data_workers(batches)
 
-    def _noted(self, shards: Iterable[Shard]) -> Iterator[Shard]:
+    def _recorded(self, shards: Iterable[Shard]) -> Iterator[Shard]:
         for shard in shards:
-            self._asked.append(shard)
+            self._taken.append(shard)
             yield shard
 
 

@@ -1,4 +1,4 @@
-"""What does a rank count of a run, and tell of it?  (Every rank.)"""
+"""What a rank measures in a run and reports about it (ranks)."""
 
 import math
 import time
@@ -11,7 +11,7 @@ from ddpnb.rank.training import fault_injection, optimizer_hooks
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import Clock, StepTiming
 
-_WRITING = {
+_CHECKPOINT_NOTES = {
     True: "The clock stands still while checkpoints are written.",
     False: "Rank 0 trains on nothing while it writes checkpoints; the others go on.",
 }
@@ -21,20 +21,20 @@ Publish = Callable[[RunHeader | StepEvent | Mark], None]
 
 @dataclass(slots=True, kw_only=True)
 class RunMetrics:
-    """Counts steps and samples of this rank, and makes events of them."""
+    """Counts the steps and samples of this rank, and publishes them as events."""
 
     context: RunContext
     publish: Publish
     clock: Clock
     late_seconds: float = 0.0
-    """How long the others had trained when this rank began."""
+    """How long the others had trained when this rank joined."""
     num_steps: int = 0
     num_samples: int = 0
     was_stopped: bool = False
     memory: Memory = field(default_factory=Memory)
 
     def start(self) -> None:
-        """Begin to count time."""
+        """Start counting time."""
         if self.context.rejoin_info is not None:
             self.late_seconds = time.time() - self.context.rejoin_info.began_at
         self.clock.start()
@@ -58,7 +58,7 @@ class RunMetrics:
             self.num_samples += timing.report.num_samples
 
     def mark(self, text: str) -> None:
-        """Tell of something that has just happened on this rank."""
+        """Publish something that has just happened on this rank."""
         rank = self.context.state.rank
         self.publish(Mark(rank=rank, seconds=self.late_seconds + self.clock.seconds, text=text))
 
@@ -69,7 +69,7 @@ class RunMetrics:
         held_out_accuracy: float = math.nan,
         num_lost_samples: int = 0,
     ) -> RunReport:
-        """Return how the run was, with what the judge says of its model."""
+        """Return the report of the run, with the evaluation of its model."""
         return RunReport(
             run_id=self.context.spec.run_id,
             rank=self.context.state.rank,
@@ -87,9 +87,15 @@ class RunMetrics:
         )
 
 
-def header_of(context: RunContext, num_parameters: int, found: tuple[str, ...]) -> RunHeader:
-    """Tell what a run turned out to be; ``found``: what the strategy noted when set up."""
-    num_before = context.order.num_samples_before(context.first_step)
+def header_of(context: RunContext, num_parameters: int, notes: tuple[str, ...]) -> RunHeader:
+    """Return the header of a run.
+
+    Args:
+        context: the run.
+        num_parameters: of the model.
+        notes: the strategy's own, after its set-up.
+    """
+    num_before = context.schedule.num_samples_before(context.first_step)
     return RunHeader(
         run_id=context.spec.run_id,
         strategy=context.spec.strategy,
@@ -99,33 +105,36 @@ def header_of(context: RunContext, num_parameters: int, found: tuple[str, ...]) 
         device=context.state.device,
         backend=context.state.backend,
         num_parameters=num_parameters,
-        num_samples=context.order.num_samples - num_before,
+        num_samples=context.schedule.num_samples - num_before,
         num_samples_before=num_before,
         is_emulated=context.plan.is_emulated,
-        notes=context.plan.notes + found + context.task.notes + tuple(_notes(context)),
+        notes=context.plan.notes + notes + context.task.notes + tuple(_notes(context)),
     )
 
 
 def _notes(context: RunContext) -> list[str]:
-    spec, plan = context.spec, context.plan
-    told = [*fault_injection.notes(spec, plan), *optimizer_hooks.notes(spec, plan, context.order)]
-    if 0 < (shard := context.order.size(0) // plan.num_ranks) < spec.accumulate:
-        told.append(f"--accumulate {spec.accumulate}: a share of {shard} is cut into {shard}.")
+    spec, plan, schedule = context.spec, context.plan, context.schedule
+    found = [*fault_injection.notes(spec, plan), *optimizer_hooks.notes(spec, plan, schedule)]
+    if 0 < (num_samples := schedule.size(0) // plan.num_ranks) < spec.accumulate:
+        found.append(
+            f"--accumulate {spec.accumulate} makes only {num_samples} parts: "
+            f"a worker has {num_samples} samples of each batch."
+        )
     if context.state.shares_device and plan.num_ranks > 1:
-        told.append("Several ranks share one GPU.")
-    if spec.num_data_workers and not context.fetches_ahead:
-        told.append("--data-workers has no effect: the data are tensors in memory.")
+        found.append("Several ranks share one GPU.")
+    if spec.num_data_workers and not context.prefetches:
+        found.append("--data-workers has no effect: the data are tensors in memory.")
     if spec.sync_batchnorm and not context.syncs_batchnorm and plan.num_workers > 1:
-        told.append("--sync-batchnorm has no effect: it needs several ranks, in step, on GPUs.")
+        found.append("--sync-batchnorm has no effect: it needs several ranks, in step, on GPUs.")
     if spec.save_every:
-        told.append(_WRITING[plan.synchronous])
-    if context.saved is not None:
-        told.append(_where_resumed(context))
-    return told
+        found.append(_CHECKPOINT_NOTES[plan.synchronous])
+    if context.checkpoint is not None:
+        found.append(_resume_note(context))
+    return found
 
 
-def _where_resumed(context: RunContext) -> str:
+def _resume_note(context: RunContext) -> str:
     name = context.spec.resumed or "another run"
-    num_samples = context.order.num_samples_before(context.first_step)
+    num_samples = context.schedule.num_samples_before(context.first_step)
     about = "" if context.plan.synchronous else "about "
-    return f"Resumed from {name} at {about}{num_samples} samples; time begins anew."
+    return f"Resumed from {name} at {about}{num_samples} samples; time starts again at 0."

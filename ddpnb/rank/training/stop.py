@@ -1,16 +1,16 @@
-"""How do all ranks stop after the same step, without a message per step?  (Every rank.)
+"""How all ranks stop before the same step, without a message per step (ranks).
 
-The first rank that is asked to stop writes into a file, in the folder that all
-ranks of the host share, before which step everybody stops.  Each rank looks
-before each step whether the file is there, which takes microseconds.
+The first rank that is asked to stop chooses the step before which all ranks stop.  It writes the
+number to a file in the folder that all ranks of the host share.  Each rank looks for the file
+before each step, which takes microseconds.
 
-A synchronous step ends on no rank before every rank has begun it.  So a rank is at
-most ``num_ahead`` steps before the writer (0 on CPU, a few on a GPU, see
-``clock.py``), and twice that many steps later every rank has looked at least once
-since the file was there: none is past the step, none misses the file before it is
-removed.  Asynchronous workers wait for nobody: they stop as soon as they see it.
+A synchronous step ends on no rank before every rank has begun it.  So a rank is at most
+``num_steps_ahead`` steps ahead of the writer (0 on a CPU, a few on a GPU, see ``timing``).  Within
+twice as many steps, every rank has looked for the file at least once.  No rank is past the chosen
+step by then, and none misses the file before it is removed.  Asynchronous workers do not wait for
+each other; each stops as soon as it sees the file.
 
-Ranks of another host do not see the file; a stop there needs the group to be freed.
+Ranks of another host do not see the file: there a stop needs the group to be aborted.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from pathlib import Path
 
 
 class Stop:
-    """One run's agreement on where to stop.
+    """The step before which all ranks of a run stop.
 
     Args:
-        folder: where the ranks meet.
-        name: what the file is called by; no two trainings share it.
+        folder: shared by all ranks of the host.
+        name: of the file; no two trainings share it.
         synchronous: whether the workers make step k together.
-        num_ahead: steps that a rank may be ahead of another.
-        wanted: whether this rank has been asked to stop.
+        num_steps_ahead: steps that a rank may be ahead of another.
+        wanted: returns whether this rank has been asked to stop.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Stop:
         name: str,
         *,
         synchronous: bool,
-        num_prefetched: int,
+        num_steps_ahead: int,
         wanted: Callable[[], bool],
     ) -> None:
         self._path = folder / f"{name}.stop"
-        self._margin = 2 * (num_prefetched + 1) if synchronous else 0
+        self._margin = 2 * (num_steps_ahead + 1) if synchronous else 0
         self._wanted = wanted
         self._last: int | None = None
 
@@ -57,7 +57,7 @@ class Stop:
         self._path.unlink(missing_ok=True)
 
     def _announce(self, step: int) -> None:
-        """Write the step, unless another rank was first; the file appears with its content."""
+        """Write the step unless another rank was first; the file appears with its content."""
         draft = self._path.with_suffix(f".{os.getpid()}")
         draft.write_text(str(step))
         with contextlib.suppress(FileExistsError):

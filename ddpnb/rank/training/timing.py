@@ -1,8 +1,8 @@
-"""When did a step end, what was its loss, where did its time go?  (Every rank.)
+"""The end, the loss and the parts of each step's time (ranks).
 
-All without making the device wait.  On a CPU the host's clock is read.  A GPU works
-behind the Python thread: there each moment is a CUDA event, and each step leaves a copy
-of its loss; both are read when the GPU has come by, a few steps later.
+Measuring never makes the device wait.  On a CPU, the host's clock is read.  A GPU runs behind the
+Python thread, so each moment is a CUDA event and each step leaves a copy of its loss.  Both are
+read a few steps later, when the GPU has reached them.
 """
 
 import contextlib
@@ -34,18 +34,18 @@ class StepTiming(NamedTuple):
 
 
 class Clock(Timer):
-    """A clock that is started once, and told of every step and of what it is at."""
+    """A timer for all steps of a run, started once."""
 
-    num_prefetched: ClassVar[int]
-    """Steps that a rank may have begun without every earlier one having ended."""
+    num_steps_ahead: ClassVar[int]
+    """Steps that a rank may begin before an earlier one has ended."""
 
     @abstractmethod
     def start(self) -> None:
-        """Start counting, when the device has done all it was given."""
+        """Start counting when the device has finished its work."""
 
     @abstractmethod
     def timing(self, report: StepReport) -> list[StepTiming]:
-        """Note that a step was made; return the steps that are known to have finished."""
+        """Record that a step was made; return the steps that are known to have finished."""
 
     @abstractmethod
     def stop(self) -> list[StepTiming]:
@@ -53,12 +53,12 @@ class Clock(Timer):
 
     @abstractmethod
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context, to be entered between two steps, in which no time is counted."""
+        """Return a context that counts no time; enter it between two steps."""
 
     @property
     @abstractmethod
     def seconds(self) -> float:
-        """From start to stop."""
+        """The time from start to stop."""
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -68,9 +68,9 @@ def clock_of(device: torch.device) -> Clock:
 
 @final
 class CpuClock(Clock):
-    """Reads the host's clock: when a step returns, it is done."""
+    """Reads the host's clock: when a step returns, it has finished."""
 
-    num_prefetched = 0
+    num_steps_ahead = 0
 
     def __init__(self) -> None:
         self._start = self._end = self._since = 0.0
@@ -85,7 +85,7 @@ class CpuClock(Clock):
         return before
 
     def moment(self, seconds_ago: float = 0.0) -> Moment:
-        """Return what the clock shows, or showed."""
+        """Return the host's time, now or a while ago."""
         return time.perf_counter() - seconds_ago
 
     def hide(self, begun: Moment, ended: Moment) -> None:
@@ -98,7 +98,7 @@ class CpuClock(Clock):
         self._part, self._spent = "data", {}
 
     def timing(self, report: StepReport) -> list[StepTiming]:
-        """Return this step; what follows is the next one's fetching of data."""
+        """Return this step; the next one begins with fetching data."""
         loss = report.loss.item()
         self.begin("data")
         self._end = self._since
@@ -111,7 +111,7 @@ class CpuClock(Clock):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Put all that was read off by as long as the context takes."""
+        """Shift all earlier readings by as long as the context takes."""
         begun = time.perf_counter()
         try:
             yield
@@ -123,25 +123,25 @@ class CpuClock(Clock):
 
     @property
     def seconds(self) -> float:
-        """From the start to the end of the last step."""
+        """The time from the start to the end of the last step."""
         return self._end - self._start
 
 
 class _Pending(NamedTuple):
     report: StepReport
     marks: list[tuple[Part, torch.cuda.Event]]
-    """What began, and when; the last is the end of the step."""
+    """The parts of the step and when each began; the last is the end of the step."""
     hidden: list[tuple[torch.cuda.Event, torch.cuda.Event]]
     loss: Tensor
     paused_seconds: float
-    """How long the clock had been paused before."""
+    """How long the clock was paused before this step."""
 
 
 @final
 class CudaClock(Clock):
-    """Reads CUDA events, those of finished steps only."""
+    """Reads CUDA events of finished steps."""
 
-    num_prefetched = MAX_PENDING + 1
+    num_steps_ahead = MAX_PENDING + 1
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -152,24 +152,24 @@ class CudaClock(Clock):
         self._paused_seconds = 0.0
 
     def begin(self, part: Part, at: Moment = None) -> Part:
-        """Record an event behind what the GPU has been given so far."""
+        """Record an event behind the work that the GPU has so far."""
         before = self._marks[-1][0] if self._marks else "data"
         self._marks.append((part, self.moment() if at is None else at))
         return before
 
     def moment(self, seconds_ago: float = 0.0) -> Moment:
         """Record an event on the current stream."""
-        assert seconds_ago == 0.0, "of a GPU's past nothing can be recorded"
+        assert seconds_ago == 0.0, "no event can be recorded in a GPU's past"
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def hide(self, begun: Moment, ended: Moment) -> None:
-        """Note both events, to be read later."""
+        """Keep both events, to be read later."""
         self._hidden.append((begun, ended))
 
     def start(self) -> None:
-        """Let the GPU finish what it has, then record the first event."""
+        """Let the GPU finish, then record the first event."""
         torch.cuda.synchronize(self._device)
         self._marks, self._hidden = [], []
         self._paused_seconds = 0.0
@@ -190,13 +190,13 @@ class CudaClock(Clock):
         return self._finished()
 
     def stop(self) -> list[StepTiming]:
-        """Let the GPU finish, and return the rest."""
+        """Let the GPU finish; return the rest."""
         torch.cuda.synchronize(self._device)
         return self._finished()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Let the GPU finish before and after; count from then on what the next step takes."""
+        """Let the GPU finish before and after; the next step's time begins then."""
         torch.cuda.synchronize(self._device)
         begun = self.moment()
         try:
@@ -209,7 +209,7 @@ class CudaClock(Clock):
 
     @property
     def seconds(self) -> float:
-        """From the start to the end of the last step, on the GPU's own clock."""
+        """The time from the start to the end of the last step, on the GPU's own clock."""
         return self._seconds
 
     def _finished(self) -> list[StepTiming]:

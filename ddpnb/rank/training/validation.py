@@ -1,4 +1,4 @@
-"""Can this model be trained on this batch?  (Every rank, before anything trains.)
+"""The checks that a model can be trained, made before anything trains (ranks).
 
 Each mistake is one sentence that says what to do about it.
 """
@@ -23,10 +23,10 @@ Result = TypeVar("Result")
 
 
 def check_training(replica: Replica, batch: Batch) -> None:
-    """Make one whole step with a replica that is thrown away.
+    """Make one whole step with a throwaway replica.
 
     Raises:
-        UserError: what is wrong with the model, the loss or the optimizer.
+        UserError: the model, the loss or the optimizer is wrong.
     """
     check_model(replica.model)
     optimizer = replica.optimizer(replica.parameters)
@@ -38,7 +38,7 @@ def check_training(replica: Replica, batch: Batch) -> None:
 
 
 def _forward(replica: Replica, batch: Batch) -> Tensor:
-    """Return the loss, where it and the outputs are as they have to be."""
+    """Return the loss of a batch; check it and the outputs."""
     where = f"on a batch of {batch.num_samples} samples, inputs of shape {_shape(batch.inputs)}"
     outputs = attempt(f"model(inputs) failed {where}", lambda: replica.model(batch.inputs))
     _check_outputs(outputs, batch)
@@ -56,7 +56,7 @@ def check_evaluation(replica: Replica, task: Task, num_samples: int) -> None:
     The replica is in evaluation mode afterwards.
 
     Raises:
-        UserError: what failed.
+        UserError: the evaluation failed.
     """
     replica.model.eval()
     for split, samples in (("train", task.train), ("test", task.held_out)):
@@ -67,10 +67,10 @@ def check_evaluation(replica: Replica, task: Task, num_samples: int) -> None:
 
 
 def check_dense(replica: Replica, strategy: str) -> None:
-    """Refuse sparse gradients, as they are after a step, where a strategy cannot exchange them.
+    """Refuse sparse gradients if a strategy cannot exchange them; call it after a step.
 
     Raises:
-        UserError: there are some.
+        UserError: a gradient is sparse.
     """
     name = parse_strategy(strategy).name
     if name not in STRATEGIES or not STRATEGIES[name].is_dense:
@@ -84,7 +84,7 @@ def check_dense(replica: Replica, strategy: str) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that is wrapped already, or that has nothing to train."""
+    """Refuse a model that is already wrapped, or that has nothing to train."""
     for module in model.modules():
         if isinstance(module, DataParallel | DistributedDataParallel):
             raise UserError(
@@ -104,10 +104,14 @@ def check_model(model: nn.Module) -> None:
 
 
 def attempt(failed: str, call: Callable[[], Result]) -> Result:
-    """Call what the user wrote; say in one sentence what came of it.
+    """Call the user's code.
+
+    Args:
+        failed: the beginning of the message if it raises.
+        call: the user's code.
 
     Raises:
-        UserError: it raised; the exception itself is the cause.
+        UserError: it raised; its exception is the cause.
     """
     try:
         return call()
@@ -133,7 +137,7 @@ def _check_outputs(outputs: object, batch: Batch) -> None:
 
 
 def _check_classes(outputs: Tensor, loss: object) -> None:
-    """Refuse cross-entropy over one class: it is 0 whatever the model returns."""
+    """Refuse cross-entropy over one class, which is 0 whatever the model returns."""
     if loss is nn.functional.cross_entropy and (outputs.ndim == 1 or outputs.shape[1] == 1):
         raise UserError(
             f"model(inputs) returned one column, {_shape(outputs)}, and the default loss, "
@@ -157,12 +161,12 @@ def _check_loss(loss: object) -> None:
 
 @torch.no_grad()
 def _check_mean(loss: Tensor, replica: Replica, outputs: Tensor, batch: Batch) -> None:
-    """Refuse a sum: split over workers, it would train at another rate than on one."""
+    """Refuse a sum: split over several workers, it would train at another rate than on one."""
     twice = replica.loss(torch.cat([outputs, outputs]), torch.cat([batch.targets, batch.targets]))
     if loss.item() != 0 and loss.isfinite() and torch.isclose(twice, 2 * loss):
         raise UserError(
             "loss(outputs, targets) is a sum over the samples; return their mean, "
-            "so that it means the same for each worker's share."
+            "so that it does not depend on the size of a worker's shard."
         )
 
 

@@ -1,4 +1,4 @@
-"""What is a comparison as one JSON document?  (Notebook side.)
+"""A comparison as one JSON document (kernel).
 
     {"format": 1,
      "comparison": {"name", "created", "task", "source", "environment": {...}},
@@ -12,9 +12,9 @@
 
 ``spec``, ``header`` and ``reports`` have the fields of ``RunSpec``, ``RunHeader`` and
 ``RunReport`` in ``ddpnb/protocol/messages.py``.  Under ``steps`` and ``metrics`` all lists of a
-run are equally long: one entry per step of each worker, in order of arrival.  ``seconds`` are training
-seconds since the run began, ``created`` is seconds since 1970 (UTC), ``staleness`` counts
-updates.  What is not a number (NaN, infinite, no staleness) is ``null``.
+run are equally long: one entry per step of each worker, in order of arrival.  ``seconds`` are
+training seconds since the run began, ``created`` is seconds since 1970 (UTC), ``staleness``
+counts updates.  NaN, infinite values and missing staleness are ``null``.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import RunSnapshot
 from ddpnb.protocol.messages import NO_STALENESS
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import RunSnapshot
 
 FORMAT = 1
-"""Raised whenever a field changes its meaning or goes."""
+"""Raised whenever a field changes its meaning or is removed."""
 
 
 def write_json(result: ComparisonResult, path: Path) -> str:
@@ -43,16 +43,15 @@ def write_json(result: ComparisonResult, path: Path) -> str:
 
 def document(comparison: Comparison) -> dict[str, Any]:
     """Return a comparison in the layout above."""
-    told = {
-        "name": comparison.name,
-        "created": comparison.created,
-        "task": comparison.task,
-        "source": comparison.source,
-        "environment": dict(comparison.environment),
-    }
     return {
         "format": FORMAT,
-        "comparison": told,
+        "comparison": {
+            "name": comparison.name,
+            "created": comparison.created,
+            "task": comparison.task,
+            "source": comparison.source,
+            "environment": dict(comparison.environment),
+        },
         "runs": [_run(run) for run in comparison.runs],
     }
 
@@ -74,14 +73,14 @@ def _run(run: RunSnapshot) -> dict[str, Any]:
         "marks": [_fields(mark) for mark in run.marks],
         "num_lost_batches": run.num_lost_batches,
         "steps": steps,
-        "metrics": {name: _spread(rows, len(events)) for name, rows in run.metrics.items()},
+        "metrics": {name: _per_step(rows, len(events)) for name, rows in run.metrics.items()},
     }
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
-    return {name: _number(held) for name, held in dataclasses.asdict(value).items()}
+    return {name: _number(entry) for name, entry in dataclasses.asdict(value).items()}
 
 
 def _number(value: Any) -> Any:
@@ -92,8 +91,8 @@ def _numbers(column: Any) -> list[Any]:
     return [_number(value) for value in column.tolist()]
 
 
-def _spread(rows: Any, length: int) -> list[Any]:
-    """Return one number per step, where the user gave one."""
+def _per_step(rows: Any, length: int) -> list[Any]:
+    """Return one number per step; ``None`` for steps without one."""
     values = np.full(length, np.nan)
     values[rows["event"]] = rows["value"]
     return _numbers(values)

@@ -1,9 +1,9 @@
-"""Which kind of file does a name ask for?  (Notebook side.)
+"""Export of a comparison; the ending of the file name chooses the format (kernel).
 
 race.csv        one row per step of each worker
 race.runs.csv   one row per run
-race.json       all of it; the layout stands in ``export.document``
-race.html       the report: figure, table, sentence, code, environment; needs no other file
+race.json       everything; for its layout see ``exports/document.py``
+race.html       the report: figure, table, sentence, code, environment; self-contained
 race.png        the figure
 train.py        the comparison's cell as a script for torchrun
 logs/race/      a folder that TensorBoard reads
@@ -14,24 +14,24 @@ from pathlib import Path
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.exports.document import write_json
-from ddpnb.reports.exports.html_report import page
+from ddpnb.reports.exports.html_report import report_html
 from ddpnb.reports.exports.script import write_script
 from ddpnb.reports.exports.tensorboard import write_events
 from ddpnb.reports.result import PAGE_DPI, ComparisonResult
 
 
 def export(result: ComparisonResult, path: Path | str) -> str:
-    """Write a comparison to a file whose ending says what it becomes, or to a folder.
+    """Write a comparison to a file, in the format that its ending names, or to a folder.
 
     Args:
         result: the comparison.
-        path: see above; folders on the way are made, a file that is there is replaced.
+        path: see above; missing folders are created, an existing file is replaced.
 
     Returns:
-        What was written, in one sentence.
+        One sentence about what was written.
 
     Raises:
-        UserError: that ending means nothing here, or it cannot be written.
+        UserError: the ending is unknown, or the file cannot be written.
     """
     target = Path(path)
     write = _writer(str(path), target)
@@ -50,8 +50,8 @@ def _writer(given: str, target: Path) -> "Writer":
     if target.suffix not in WRITERS:
         endings = ", ".join((*WRITERS, ".runs.csv"))
         raise UserError(
-            f"{target.name} ends with nothing that can be written; the endings are: {endings}; "
-            "a name without one is a folder for TensorBoard."
+            f"{target.name} has no ending that can be written.  Choose one of {endings}, "
+            "or a name without an ending for a TensorBoard folder."
         )
     return WRITERS[target.suffix]
 
@@ -71,9 +71,9 @@ def write_runs(result: ComparisonResult, path: Path) -> str:
 
 
 def write_report(result: ComparisonResult, path: Path) -> str:
-    """Write a page that needs no other file."""
-    path.write_text(page(result.comparison, result.plot().png(PAGE_DPI)), encoding="utf-8")
-    return "a page that needs no other file"
+    """Write the self-contained report."""
+    path.write_text(report_html(result.comparison, result.plot().png(PAGE_DPI)), encoding="utf-8")
+    return "a self-contained report"
 
 
 def write_figure(result: ComparisonResult, path: Path) -> str:
@@ -91,4 +91,4 @@ WRITERS: Mapping[str, Writer] = {
     ".png": write_figure,
     ".py": write_script,
 }
-"""What writes which kind of file, and says what it wrote."""
+"""The writer of each ending; it returns what it wrote."""

@@ -1,19 +1,16 @@
-"""What stands on the page that is saved?  (Notebook side.)
-
-One file that needs no other: figure, sentence, table, code and environment.
-"""
+"""The report of a comparison as one self-contained HTML file (kernel)."""
 
 import base64
 from html import escape
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.repeat import magic_of
 from ddpnb.reports.formatting import title
-from ddpnb.reports.results_table import scores_table
+from ddpnb.reports.results_table import results_table
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.table import pairs_table
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.repeat import magic_of
 
-LOOK = """
+STYLE_SHEET = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
 img { max-width: 100%; height: auto; }
@@ -31,14 +28,14 @@ h2 { font-size: 1.15rem; margin-top: 2rem; }
 """
 
 
-def page(comparison: Comparison, png: bytes, target: float | None = None) -> str:
-    """Return the whole page as HTML; ``png`` is the figure."""
+def report_html(comparison: Comparison, png: bytes, target: float | None = None) -> str:
+    """Return the report: figure (``png``), sentence, table, settings, code, environment."""
     heading = escape(title(comparison))
     parts = [
         f"<h1>{heading}</h1>",
         f"<p>{escape(sentence(comparison, target))}</p>",
-        picture(png, title(comparison)),
-        f'<div class="wide">{scores_table(comparison, target).html()}</div>',
+        image_html(png, title(comparison)),
+        f'<div class="wide">{results_table(comparison, target).html()}</div>',
         _settings(comparison),
         _code(comparison.source or magic_of(comparison)),
         pairs_table("Environment", comparison.environment).html() if comparison.environment else "",
@@ -46,23 +43,23 @@ def page(comparison: Comparison, png: bytes, target: float | None = None) -> str
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
-        f"<title>{heading}</title><style>{LOOK}</style></head>\n"
+        f"<title>{heading}</title><style>{STYLE_SHEET}</style></head>\n"
         f"<body>{chr(10).join(part for part in parts if part)}</body></html>\n"
     )
 
 
-def picture(png: bytes, described: str) -> str:
-    """Return the figure as an HTML image that needs no file beside it."""
+def image_html(png: bytes, description: str) -> str:
+    """Return the figure as an HTML image with its data in it."""
     data = base64.b64encode(png).decode("ascii")
     style = "max-width:100%;height:auto"
-    return f'<img style="{style}" alt="{escape(described)}" src="data:image/png;base64,{data}">'
+    return f'<img style="{style}" alt="{escape(description)}" src="data:image/png;base64,{data}">'
 
 
 def _settings(comparison: Comparison) -> str:
     spec = next((run.spec for run in comparison.runs if run.spec), None)
     if spec is None:
         return ""
-    given = {
+    settings = {
         "task": spec.task,
         "passes over the data": f"{spec.num_epochs:g}",
         "global batch": str(spec.batch_size),
@@ -70,7 +67,7 @@ def _settings(comparison: Comparison) -> str:
         "seed": str(spec.seed),
         "warm-up steps, not timed": str(spec.num_warmup_steps),
     }
-    return pairs_table("Settings of the first run", given).html()
+    return pairs_table("Settings of the first run", settings).html()
 
 
 def _code(source: str) -> str:

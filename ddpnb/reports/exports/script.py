@@ -1,6 +1,6 @@
-"""How does a comparison's cell become a script for torchrun?  (Notebook side.)
+"""The cell of a comparison as a script for torchrun (kernel).
 
-The script needs torch alone, and trains as ``ddp`` did: the same initial weights, the same
+The script needs only torch and trains as ``ddp`` did: the same initial weights, the same
 samples in the same order, the same steps.
 """
 
@@ -8,15 +8,15 @@ import ast
 from pathlib import Path
 from string import Template
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.repeat import body_of, chosen
 from ddpnb.protocol.catalogue import CELL_TASK
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.repeat import body_of, chosen
 
 CARRIED = ("num_epochs", "batch_size", "learning_rate", "seed")
-"""Settings that the script knows; others are named in it where they were used."""
+"""Settings that the script has; its docstring names the others that were used."""
 
 SCRIPT = Template('''\
 """Train the model of the comparison $name with DistributedDataParallel.
@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 NUM_EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED = $num_epochs, $batch_size, $learning_rate, $seed
-MAX_JUDGED = 10_000  # of a larger training split, so many samples are judged at the end
+MAX_JUDGED = 10_000  # samples of the training split in the final loss
 
 
 def seed_everything(seed):
@@ -90,7 +90,7 @@ def main():
     dist.init_process_group("nccl" if on_gpu else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     train = as_dataset(data("train"))
-    data("test")  # random numbers that it draws are drawn in the notebook, too
+    data("test")  # may draw random numbers, as it does in the notebook
     compute_loss = globals().get("loss") or nn.functional.cross_entropy
     seed_everything(SEED)
     plain = model().to(device)
@@ -132,18 +132,18 @@ def judge(plain, compute_loss, train, device):
 
 if __name__ == "__main__":
     main()
-    # All is done.  Torch with gloo now and then aborts a process that ends as usual
-    # ("terminate called without an active exception"), and torchrun then reports a failure.
+    # With gloo, torch sometimes aborts a process at its normal end ("terminate called without
+    # an active exception"), and torchrun then reports a failure.
     sys.stdout.flush()
     os._exit(0)
 ''')
 
 
 def write_script(result: ComparisonResult, path: Path) -> str:
-    """Write a comparison's cell as a script.
+    """Write the cell of a comparison as a script.
 
     Raises:
-        UserError: it has no cell of its own, or several, or one with magics.
+        UserError: the comparison has no cell, or several, or one with magics.
     """
     path.write_text(script(result.comparison, path.name), encoding="utf-8")
     num_ranks = _num_ranks(result.comparison)
@@ -151,7 +151,7 @@ def write_script(result: ComparisonResult, path: Path) -> str:
 
 
 def script(comparison: Comparison, file: str) -> str:
-    """Return the text of the script that is to be called ``file``."""
+    """Return the text of the script; ``file`` is its name."""
     specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
     sources = dict.fromkeys(spec.source for spec in specs if spec.task == CELL_TASK)
     if len(sources) != 1:
@@ -165,7 +165,7 @@ def script(comparison: Comparison, file: str) -> str:
         ast.parse(cell)
     except SyntaxError as error:
         raise UserError(
-            f"The cell has something in it that only a notebook understands: line {error.lineno}."
+            f"Line {error.lineno} of the cell is not plain Python: only a notebook can run it."
         ) from error
     return SCRIPT.substitute(
         name=comparison.name,

@@ -1,8 +1,8 @@
-"""How does TensorBoard read a comparison?  (Notebook side.)
+"""A comparison as event files for TensorBoard, written by TensorBoard's own writer (kernel).
 
-One folder per run, ``race/ddp/1``, with TensorBoard's own writer, which needs no torch.
-A point's step is the number of samples seen by all workers; its time is the training time
-since the run began, so that TensorBoard's "relative" axis shows training seconds.
+One folder per run, e.g. ``race/ddp/1``.  The step of a point is the number of samples seen by all
+workers.  Its time is the training time since the run began, so that the "relative" axis shows
+training seconds.
 """
 
 import math
@@ -11,11 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ddpnb.history.align import make_aligner
+from ddpnb.history.model import RunSnapshot
+from ddpnb.history.summary import reported, samples_per_second
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.align import aligner_of
-from ddpnb.runs.model import RunSnapshot
-from ddpnb.runs.summary import reported, samples_per_second
 
 Point = tuple[str, int, float, float]
 """Tag, samples seen, training seconds, value."""
@@ -25,7 +25,7 @@ def write_events(result: ComparisonResult, folder: Path) -> str:
     """Write one folder of event files per run.
 
     Raises:
-        UserError: TensorBoard is not installed, or the folder holds events already.
+        UserError: TensorBoard is not installed, or the folder already holds events.
     """
     if find_spec("tensorboard") is None:
         raise UserError(
@@ -33,16 +33,12 @@ def write_events(result: ComparisonResult, folder: Path) -> str:
             "or name a file that ends with .csv or .json."
         )
     if any(folder.glob("**/events.out.tfevents.*")):
-        raise UserError(f"{folder} holds TensorBoard's events already: name another folder.")
+        raise UserError(f"{folder} already holds TensorBoard events: name another folder.")
     for run in result.comparison.runs:
-        place = folder / run.name.replace("/", "-") / str(run.repeat + 1)
-        _write(place if run.comparison == result.comparison.name else _within(folder, run), run)
+        is_own = run.comparison == result.comparison.name  # else several were put together
+        above = folder if is_own else folder / run.comparison
+        _write(above / run.name.replace("/", "-") / str(run.repeat + 1), run)
     return f"{len(result.comparison.runs)} runs for tensorboard --logdir {folder}"
-
-
-def _within(folder: Path, run: RunSnapshot) -> Path:
-    """Return the place of a run of one of several comparisons that were put together."""
-    return folder / run.comparison / run.name.replace("/", "-") / str(run.repeat + 1)
 
 
 def _write(folder: Path, run: RunSnapshot) -> None:
@@ -52,7 +48,7 @@ def _write(folder: Path, run: RunSnapshot) -> None:
 
     writer: Any = EventFileWriter(str(folder))
     try:
-        for tag, samples, seconds, value in (*_points(run), *_scores(run)):
+        for tag, samples, seconds, value in (*_points(run), *_results(run)):
             if math.isfinite(value):
                 summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
                 time = run.created + seconds
@@ -63,8 +59,8 @@ def _write(folder: Path, run: RunSnapshot) -> None:
 
 def _points(run: RunSnapshot) -> Iterator[Point]:
     events, samples = run.events, run.num_samples_before
-    aligner = aligner_of(run.header, run.spec)
-    aligner.end()  # all is known: nobody is waited for
+    aligner = make_aligner(run.header, run.spec)
+    aligner.end()  # the run is over: no rank is waited for
     updates = aligner.add(events)
     columns = (updates.weight.tolist(), updates.seconds.tolist(), updates.loss.tolist())
     for weight, seconds, loss in zip(*columns, strict=True):
@@ -76,7 +72,7 @@ def _points(run: RunSnapshot) -> Iterator[Point]:
             yield name, int(seen[index]), float(events["seconds"][index]), value
 
 
-def _scores(run: RunSnapshot) -> Iterator[Point]:
+def _results(run: RunSnapshot) -> Iterator[Point]:
     events = run.events
     samples = run.num_samples_before + int(events["num_samples"].sum())
     seconds = float(events["seconds"].max(initial=0.0))

@@ -1,4 +1,4 @@
-"""What do bare axes look like, and where do they end?  (Notebook side.)"""
+"""The look of axes, and the ends of their scales (kernel)."""
 
 import math
 from collections.abc import Sequence
@@ -8,44 +8,43 @@ from matplotlib.axes import Axes
 from matplotlib.axis import XAxis
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import RunSnapshot
 from ddpnb.reports.formatting import short
 from ddpnb.reports.style import FONT_POINTS, INK, MUTED, RULE, SMALL_POINTS
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import RunSnapshot
 
 ROUND = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
-"""Axes end at one of these times a power of ten, so that they seldom change."""
+"""An axis ends at one of these times a power of ten, so that it seldom changes."""
 DIGIT_WIDTH, GAP_WIDTH = 0.66, 1.0
-"""What a digit takes, and what is kept free between two numbers, as shares of their height."""
-
+"""Width of a digit, and least space between two numbers, as shares of their height."""
 
 LEAST_SHARE = 0.02
-"""Of a run, from which on its length is estimated."""
+"""The share of a run from which on its duration is estimated."""
 
 SLACK = 1.1
-"""How much longer than estimated the axis is at first: rates vary."""
+"""The length of an axis over the estimated duration at first, because rates vary."""
 
 LONGEST = 1.7
-"""How many times too long it may be before it is cut."""
+"""An axis longer than this, over the estimated duration, is shortened."""
 
 
 def prepare(
     axes: Axes, title: str, x_label: str, *, pad: float, lines: Literal["x", "y"], num_ticks: int
 ) -> None:
-    """Give bare axes the look that all share.
+    """Give axes the look that all panels and columns share.
 
     Args:
-        axes: whose look it is.
-        title: stands above, at the left.
-        x_label: stands below.
+        axes: the axes.
+        title: shown above, at the left.
+        x_label: shown below.
         pad: points between the title and the axes.
-        lines: which axis has grid lines.
-        num_ticks: at most so many numbers stand below.
+        lines: the axis that has grid lines.
+        num_ticks: the maximum number of ticks on the x axis.
     """
     axes.set_facecolor("none")
     axes.set_title(
         title, loc="left", fontsize=FONT_POINTS, fontweight="bold", color=INK, pad=pad, y=1.0
-    )  # without y, matplotlib looks for a place above the ticks, a third of the drawing
+    )  # a fixed y: finding one takes matplotlib a third of the drawing time
     axes.set_xlabel(x_label, fontsize=SMALL_POINTS, color=MUTED, labelpad=4)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
@@ -59,18 +58,18 @@ def prepare(
 
 @final
 class RoomyLocator(MaxNLocator):
-    """At most so many round numbers, and fewer where their words would nearly touch."""
+    """At most ``nbins`` round numbers, fewer where their labels would nearly touch."""
 
     def __init__(self, nbins: int) -> None:
         super().__init__(nbins=nbins, steps=[1, 2, 2.5, 5, 10])
-        self._most = nbins
+        self._max_bins = nbins
 
     def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
-        """Return where numbers stand between two ends."""
+        """Return the ticks between two ends."""
         assert isinstance(self.axis, XAxis)
         points = self.axis.axes.bbox.width * 72 / self.axis.axes.figure.dpi
-        for most in range(self._most, 0, -1):
-            self.set_params(nbins=most)
+        for num_bins in range(self._max_bins, 0, -1):
+            self.set_params(nbins=num_bins)
             values = super().tick_values(vmin, vmax)
             shown = [value for value in values if vmin <= value <= vmax]
             longest = max((len(tick(value)) for value in shown), default=0)
@@ -81,7 +80,7 @@ class RoomyLocator(MaxNLocator):
 
 
 def draw_target(axes: Axes, target: float) -> None:
-    """Draw a line across at ``target``; what it is stands at the upper right, far from losses."""
+    """Draw a line across at ``target``, with its label at the upper right, far from the losses."""
     line = axes.axhline(target, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
     axes.legend(
         [line],
@@ -99,7 +98,7 @@ def draw_target(axes: Axes, target: float) -> None:
 
 
 def tick(value: float) -> str:
-    """Return a number as it stands at an axis: short, without zeros at its end."""
+    """Return the label of a tick: short, without trailing zeros."""
     text = short(value)
     number, unit = (text[:-1], text[-1]) if text[-1] in "kMGT" else (text, "")
     return (number.rstrip("0").rstrip(".") if "." in number else number) + unit
@@ -120,7 +119,7 @@ def round_up(value: float) -> float:
 
 
 def planned_samples(comparison: Comparison) -> int:
-    """Return up to which sample the longest run will see; of runs that are over, has seen."""
+    """Return how many samples the longest run will have seen, or has, if all are over."""
     known = [(run, run.header) for run in comparison.runs if run.header is not None]
     if any(run.is_running for run, _ in known):
         return max(header.num_samples_before + header.num_samples for _, header in known)
@@ -128,11 +127,11 @@ def planned_samples(comparison: Comparison) -> int:
 
 
 def planned_seconds(comparison: Comparison, shown: float) -> float:
-    """Return where an axis of seconds ends, at a round number.
+    """Return the end of an axis of seconds, a round number.
 
     Args:
-        comparison: what is shown.
-        shown: where the axis has ended so far; kept while it fits.
+        comparison: the runs.
+        shown: the end of the axis so far, kept while it fits.
     """
     longest = max(map(_seconds_of, comparison.runs), default=0.0)
     if not any(run.is_running for run in comparison.runs):
@@ -143,7 +142,7 @@ def planned_seconds(comparison: Comparison, shown: float) -> float:
 
 
 def _seconds_of(run: RunSnapshot) -> float:
-    """Return how long a run has taken, or as far as can be told, will have taken."""
+    """Return the duration of a run, estimated while it trains."""
     seconds = run.aggregate.seconds
     if not run.is_running or run.header is None or run.header.num_samples == 0:
         return seconds

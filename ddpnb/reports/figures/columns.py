@@ -1,6 +1,6 @@
-"""How are strategies drawn one below the other?  (Notebook side.)
+"""Columns with one row per strategy (kernel).
 
-Every column has the same rows, so a strategy is named but once, at the left.
+All columns have the same rows, so that each strategy is named once, at the left.
 """
 
 import math
@@ -20,17 +20,17 @@ from ddpnb.reports.figures.series import Series
 from ddpnb.reports.style import INK, SMALL_POINTS
 
 BAR = 0.56
-"""Height of a bar, of its row."""
+"""Height of a bar, as a share of its row."""
 
 
 class FigureColumn(ABC):
-    """One quantity of all strategies; its limits only ever grow, unless they are of time."""
+    """One quantity of all strategies; its limit only grows, unless it is a time."""
 
     title: ClassVar[str]
     below: ClassVar[str] = ""
-    """What stands below the ticks."""
+    """The label below the ticks."""
     is_of_time: ClassVar[bool] = False
-    """Whether it reaches as far as the training will last."""
+    """Whether the column ends at the end of the training."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
@@ -41,7 +41,13 @@ class FigureColumn(ABC):
         _prepare(axes, self.title, self.below)
 
     def update(self, series: Sequence[Series], num_rows: int, seconds: float) -> None:
-        """Show one row per series, of ``num_rows`` that there will be, in so many seconds."""
+        """Show one row per series.
+
+        Args:
+            series: the strategies that have begun.
+            num_rows: the number of rows that there will be.
+            seconds: the end of the training.
+        """
         self._num_rows = max(num_rows, len(series), 1)
         while len(self._rows) < len(series):
             self._rows.append(self._new_row())
@@ -61,20 +67,20 @@ class FigureColumn(ABC):
             self.axes.tick_params(labelbottom=self._right > 0)
 
     def artists(self) -> list[Artist]:
-        """Return what may change at an update, from back to front."""
+        """Return the artists that may change at an update, from back to front."""
         return [artist for row in self._rows for artist in row.artists]
 
     @abstractmethod
     def _new_row(self) -> "Row":
-        """Make the artists of one more row."""
+        """Return one more row."""
 
     @abstractmethod
     def _reach(self, series: Series) -> float:
-        """Return how far to the right a row goes, rounded up."""
+        """Return the right end of a row, rounded up."""
 
 
 class Row(ABC):
-    """The artists of one strategy in one column; row 0 ends at the bottom."""
+    """The artists of one strategy in one column."""
 
     def __init__(self, axes: Axes, artists: Sequence[Artist]) -> None:
         self.axes = axes
@@ -85,11 +91,11 @@ class Row(ABC):
         self._shown: tuple[Series, float, float] | None = None
 
     def place(self, middle: float) -> None:
-        """Put the row at this height."""
+        """Set the height of the row's middle; the lowest row is centred at 0.5."""
         self.middle = middle
 
     def show_if_new(self, series: Series, right: float) -> None:
-        """Set the artists, where anything has changed."""
+        """Set the artists if anything has changed."""
         shown = (series, self.middle, right)
         if self._shown == shown:
             return
@@ -109,23 +115,23 @@ def _prepare(axes: Axes, title: str, below: str) -> None:
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(length=0)
     axes.set_yticks([])
-    axes.set_navigate(False)  # there is nothing to zoom into, and what stands beside would stay
+    axes.set_navigate(False)  # a zoom would not move the texts beside the rows
 
 
 def rectangle(axes: Axes, **look: object) -> Rectangle:
-    """Return a bar, yet to be placed."""
+    """Add and return a bar without a place."""
     made = Rectangle((0, 0), 0, 0, zorder=2, **look)  # type: ignore[arg-type]
     axes.add_patch(made)
     return made
 
 
 def line(axes: Axes, **look: object) -> Line2D:
-    """Return a line, or markers, yet without data."""
+    """Add and return a line, or markers, without data."""
     return axes.add_line(Line2D([], [], zorder=3, clip_on=False, **look))  # type: ignore[arg-type]
 
 
 def beside(axes: Axes) -> Text:
-    """Return a text at the right of a row."""
+    """Add and return a text at the right of a row."""
     return axes.text(
         1.03,
         0,
@@ -137,14 +143,14 @@ def beside(axes: Axes) -> Text:
     )
 
 
-def tell(text: Text, told: str, middle: float) -> None:
-    """Set what stands at the right of a row."""
-    text.set_text(told)
-    text.set_y(middle - 0.02)
+def set_row_text(artist: Text, text: str, middle: float) -> None:
+    """Set the text at the right of a row."""
+    artist.set_text(text)
+    artist.set_y(middle - 0.02)
 
 
 def place(bar: Rectangle, left: float, low: float, width: float, height: float) -> None:
-    """Put a bar where it belongs; of no width, nowhere."""
+    """Set the place of a bar; hide it if it has no width."""
     is_shown = math.isfinite(width) and width > 0
     bar.set_visible(is_shown)
     if is_shown:

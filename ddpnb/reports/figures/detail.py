@@ -1,4 +1,4 @@
-"""Which columns stand below the curves, and how are their rows named?  (Notebook side.)"""
+"""The columns below the curves, and the names of their rows (kernel)."""
 
 from collections.abc import Sequence
 from typing import final
@@ -8,24 +8,24 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import RunSnapshot
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.reports.figures.columns import FigureColumn
-from ddpnb.reports.figures.layout import WIDTH, Layout, cut
+from ddpnb.reports.figures.layout import WIDTH, Layout, shortened
 from ddpnb.reports.figures.rank_column import RankColumn
 from ddpnb.reports.figures.rate_column import RateColumn
 from ddpnb.reports.figures.series import Series
 from ddpnb.reports.figures.split_column import SplitColumn
 from ddpnb.reports.figures.stale_column import StaleColumn, centre_staleness_ticks
 from ddpnb.reports.style import MUTED, SMALL_POINTS, Style, style_of
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import RunSnapshot
 
 RATE, SPLIT, RANKS, STALE = (1.0, 1.68), (1.35, 2.12), (0.9, 1.12), (0.62, 0.84)
-"""Width of each column, as a share, and inches of text at its right."""
+"""Width of each column, as a share, and inches for the text at its right."""
 
 
 def has_detail(comparison: Comparison) -> bool:
-    """Return whether there is, or will be, more to tell than curves."""
+    """Return whether there is, or will be, more to show than curves."""
     return bool(comparison.specs) or any(map(_is_split, comparison.runs))
 
 
@@ -34,10 +34,10 @@ class Detail:
     """One row per strategy: its name, its speed, its step, its ranks, its staleness.
 
     Args:
-        figure: where.
-        layout: the places in it.
-        comparison: decides which columns there are: all of those that may be filled while
-            it trains, those that are filled when it has ended.
+        figure: the figure.
+        layout: the places in the figure.
+        comparison: decides on the columns: while it trains, those that may be filled; when it
+            has ended, those that are filled.
     """
 
     def __init__(self, figure: Figure, layout: Layout, comparison: Comparison) -> None:
@@ -58,12 +58,12 @@ class Detail:
             centre_staleness_ticks(self._columns[-1].axes)
 
     def update(self, comparison: Comparison, series: Sequence[Series], seconds: float) -> None:
-        """Show the comparison as it is now, and what there is to come.
+        """Show the comparison as it is now, with the names of its planned strategies.
 
         Args:
-            comparison: its strategies are named, also those to come.
+            comparison: all strategies.
             series: those that have begun.
-            seconds: how long the longest run will last.
+            seconds: the duration of the longest run.
         """
         rows = [(each.label, each.style) for each in series]
         begun = {each.summary.name for each in series}
@@ -82,13 +82,13 @@ class Detail:
             column.update(series, num_rows, seconds)
 
     def make_room(self, name_width: float) -> None:
-        """Place the columns so that names of so many inches fit."""
+        """Place the columns; ``name_width`` is the width of the widest name in inches."""
         boxes = self._layout.rows(name_width, self._places)
         for column, box in zip(self._columns, boxes, strict=True):
             column.axes.set_position(box)
 
     def artists(self) -> list[Artist]:
-        """Return what may change at an update, from back to front."""
+        """Return the artists that may change at an update, from back to front."""
         return [artist for column in self._columns for artist in column.artists()]
 
     def _add(self, column: FigureColumn, place: tuple[float, float]) -> None:
@@ -119,7 +119,7 @@ class _Name:
         self._line.set_markeredgewidth(2.0 if style.is_hollow else 1.0)
         self._line.set_alpha(1.0 if is_begun else 0.45)
         self._text.set_position((self._left + 0.2 / WIDTH, middle))
-        self._text.set_text(cut(label))
+        self._text.set_text(shortened(label))
         self._text.set_color(style.ink if is_begun else MUTED)
         self._text.set_fontweight("bold" if is_begun else "normal")
 

@@ -1,6 +1,6 @@
-"""How is a comparison drawn, live and from the store?  (Notebook side.)
+"""The figure of a comparison, live and from the store (kernel).
 
-One kept figure, redrawn in place from a snapshot; no pyplot, so none leaks.
+One figure is kept and redrawn from snapshots; without pyplot, none leaks.
 """
 
 import io
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -15,6 +16,8 @@ from matplotlib.patches import FancyBboxPatch
 from matplotlib.text import Text
 from PIL import Image
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.summary import StrategySummary
 from ddpnb.reports import formatting
 from ddpnb.reports.figures.axes import planned_samples, planned_seconds
 from ddpnb.reports.figures.detail import Detail, has_detail
@@ -23,18 +26,18 @@ from ddpnb.reports.figures.layout import (
     LEAST_LABEL_WIDTH,
     WIDTH,
     Layout,
-    cut,
+    shortened,
     width_inches,
 )
-from ddpnb.reports.figures.panels import CurvePanel, Labelled
+from ddpnb.reports.figures.panels import CurvePanel, LabelledLine
 from ddpnb.reports.figures.series import Line, Preparer, Series
 from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.style import INK, MUTED, PAPER, RULE, SMALL_POINTS, TITLE_POINTS
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.summary import StrategySummary
 
 FOOTER_INCHES = WIDTH - 0.7
 MORE = "more below the table"
+CLEAR = 255
+"""The last index of a palette of 256 colours."""
 X_LABELS = {
     "samples": "samples seen",
     "seconds": "training seconds",
@@ -43,7 +46,7 @@ X_LABELS = {
 
 
 def draw(comparison: Comparison, options: PlotOptions = EVERYTHING) -> Figure:
-    """Return the figure of a comparison, to be saved by matplotlib's own means."""
+    """Return a comparison as a matplotlib figure."""
     live = LiveFigure(options)
     live.update(comparison)
     return live.finish()
@@ -51,12 +54,12 @@ def draw(comparison: Comparison, options: PlotOptions = EVERYTHING) -> Figure:
 
 @final
 class LiveFigure:
-    """Curves above, bars below, redrawn in place; its size is that of the first update.
+    """Curves above, bars below, redrawn in place; the first update decides on the size.
 
-    One thread at a time.
+    Not thread-safe.
 
     Args:
-        view: what of a comparison to show.
+        options: what to show of a comparison.
     """
 
     def __init__(self, options: PlotOptions = EVERYTHING) -> None:
@@ -71,15 +74,15 @@ class LiveFigure:
         self._drawing.update(comparison, self._preparer.series_of(comparison))
 
     def png(self) -> bytes:
-        """Return the figure as it is now; around its round corners it is clear."""
+        """Return the figure as it is now, transparent around its round corners."""
         return self._drawn().png()
 
     def finish(self) -> Figure:
-        """Return the figure for saving by matplotlib's own means; it is live no more."""
+        """Return the matplotlib figure; no update may follow."""
         return self._drawn().finish()
 
     def __repr__(self) -> str:
-        return repr(self._drawing) if self._drawing else "a figure that waits for its first run"
+        return repr(self._drawing) if self._drawing else "a figure without runs"
 
     def _repr_png_(self) -> bytes:
         return self.png()
@@ -93,7 +96,7 @@ class LiveFigure:
 
 @final
 class _Drawing:
-    """The figure itself, of a size that fits a comparison."""
+    """The matplotlib figure, of a size that fits a comparison."""
 
     def __init__(self, comparison: Comparison, options: PlotOptions) -> None:
         num_strategies = len(
@@ -103,7 +106,7 @@ class _Drawing:
         self._options = options
         self._figure = Figure(figsize=(WIDTH, self._layout.height), dpi=DPI, facecolor="none")
         self._canvas: Any = FigureCanvasAgg(self._figure)  # matplotlib leaves its methods untyped
-        self._still: Any = None
+        self._background: Any = None
         self._figure.add_artist(_paper(self._figure, self._layout.height))
         self._title = self._text(self._layout.height - 0.38, TITLE_POINTS, INK)
         self._footer = self._text(0.3, SMALL_POINTS, MUTED)
@@ -115,21 +118,25 @@ class _Drawing:
         )
         self._room = (0.0, 0.0)
         self._seconds = 0.0
+        self._is_live = False
 
     def update(self, comparison: Comparison, series: Sequence[Series]) -> None:
         """Show the comparison as it is now."""
+        self._is_live = any(each.is_live for each in series)
         begun = {each.summary.name for each in series}
         to_come = [
             formatting.longest_label(name) for name in comparison.strategies if name not in begun
         ]
-        self._make_room([cut(label) for label in [*(each.label for each in series), *to_come]])
+        self._make_room(
+            [shortened(label) for label in [*(each.label for each in series), *to_come]]
+        )
         self._seconds = planned_seconds(comparison, self._seconds)
         ends = {"samples": planned_samples(comparison), "seconds": self._seconds}
         for x, panel in self._losses.items():
-            lines = [_labelled(each, each.losses[x], _marks(each, x)) for each in series]
+            lines = [_labelled_line(each, each.losses[x], _marks(each, x)) for each in series]
             panel.update(lines, ends.get(x, 0.0))
         self._rate.update(
-            [_labelled(each, each.throughput, _marks(each, "seconds")) for each in series],
+            [_labelled_line(each, each.throughput, _marks(each, "seconds")) for each in series],
             self._seconds,
         )
         if self._detail is not None:
@@ -138,17 +145,21 @@ class _Drawing:
         self._footer.set_text(footer(comparison, tuple(each.summary for each in series)))
 
     def png(self) -> bytes:
-        """Return the figure; what stands still is drawn only when some of it has changed."""
-        if self._figure.stale:
-            self._canvas.draw()
-            self._still = self._canvas.copy_from_bbox(self._figure.bbox)
-        self._canvas.restore_region(self._still)
-        for artist in self._artists():
-            if artist.get_animated():
-                artist.draw(self._canvas.get_renderer())
-        buffer = io.BytesIO()
+        """Return the figure; only what changes while a run trains is drawn each time."""
+        with rc_context({"text.hinting": "no_hinting"}):  # saves a quarter of the drawing
+            if self._figure.stale:
+                self._canvas.draw()
+                self._background = self._canvas.copy_from_bbox(self._figure.bbox)
+            self._canvas.restore_region(self._background)
+            for artist in self._artists():
+                if artist.get_animated():
+                    artist.draw(self._canvas.get_renderer())
         image = Image.fromarray(np.asarray(self._canvas.buffer_rgba()))
-        image.save(buffer, "png", compress_level=1)
+        buffer = io.BytesIO()
+        if self._is_live:  # quicker to encode
+            _in_256_colours(image).save(buffer, "png", compress_level=1, transparency=CLEAR)
+        else:
+            image.save(buffer, "png", compress_level=1)
         return buffer.getvalue()
 
     def finish(self) -> Figure:
@@ -157,7 +168,7 @@ class _Drawing:
         return self._figure
 
     def _artists(self) -> list[Artist]:
-        """Return what may change at an update, from back to front."""
+        """Return the artists that may change at an update, from back to front."""
         parts: list[CurvePanel | Detail] = [*self._panels()]
         parts += [self._detail] if self._detail else []
         return [artist for part in parts for artist in part.artists()]
@@ -189,7 +200,7 @@ class _Drawing:
         )
 
     def _make_room(self, labels: Sequence[str]) -> None:
-        """Place the panels so that the widest label fits; they never grow back."""
+        """Place the panels so that the widest label so far fits."""
         label = max(LEAST_LABEL_WIDTH, self._room[0], *map(width_inches, labels))
         bold = max(
             LEAST_LABEL_WIDTH, self._room[1], *(width_inches(t, is_bold=True) for t in labels)
@@ -219,32 +230,48 @@ class _Drawing:
 
 
 def footer(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> str:
-    """Return what the lines mean, and what must be said beside them, in one line of whole notes."""
+    """Return what the lines mean, and as many whole notes as fit in one line."""
     repeats = max((run.repeat for run in comparison.runs), default=0) > 0
     faint, strong = ("each repeat", "median") if repeats else ("every update", "moving average")
-    text, told = f"Faint: {faint}, strong: {strong}.", ""
+    text, shown = f"Faint: {faint}; strong: {strong}.", ""
     notes = [note.rstrip(".") for note in formatting.notes(comparison, summaries)]
     for index, note in enumerate(notes):
-        longer = f"{told}; {note}" if told else f" {note}"
+        longer = f"{shown}; {note}" if shown else f" {note}"
         rest = "" if index == len(notes) - 1 else f"; {MORE}"
         if width_inches(text + longer + rest) > FOOTER_INCHES:
-            return f"{text}{told}; {MORE}" if told else f"{text} {MORE.capitalize()}"
-        told = longer
-    return text + told
+            return f"{text}{shown}; {MORE}" if shown else f"{text} {MORE.capitalize()}"
+        shown = longer
+    return text + shown
+
+
+def _in_256_colours(image: Image.Image) -> Image.Image:
+    """Return an image with a palette, in which ``CLEAR`` stands for its clear pixels."""
+    frame = image.convert("RGB").quantize(
+        CLEAR, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
+    )
+    frame.putpalette([*(frame.getpalette() or [])[: 3 * CLEAR], 255, 255, 255])
+    frame.paste(CLEAR, mask=image.getchannel("A").point([255] + [0] * 255))
+    return frame
 
 
 def _planned(comparison: Comparison) -> set[tuple[str, str]]:
     return {(comparison.name, spec.strategy) for spec in comparison.specs}
 
 
-def _labelled(series: Series, line: Line, marks: tuple[tuple[float, str], ...]) -> Labelled:
-    return Labelled(
-        text=cut(series.label), style=series.style, line=line, is_live=series.is_live, marks=marks
+def _labelled_line(
+    series: Series, line: Line, marks: tuple[tuple[float, str], ...]
+) -> LabelledLine:
+    return LabelledLine(
+        text=shortened(series.label),
+        style=series.style,
+        line=line,
+        is_live=series.is_live,
+        marks=marks,
     )
 
 
 def _marks(series: Series, x: str) -> tuple[tuple[float, str], ...]:
-    """Return where the marks of a series stand on an axis; what holds from the start has none."""
+    """Return the places of a series' marks on an axis, without those set before the first step."""
     if x == "updates":
         return ()
     return tuple(
@@ -255,7 +282,7 @@ def _marks(series: Series, x: str) -> tuple[tuple[float, str], ...]:
 
 
 def _paper(figure: Figure, height: float) -> FancyBboxPatch:
-    """Return the white ground, which looks the same in a light and in a dark notebook."""
+    """Return the white background, which suits a light and a dark notebook."""
     return FancyBboxPatch(
         (0.17, 0.17),
         WIDTH - 0.34,

@@ -1,7 +1,6 @@
-"""Where does each part of the figure go?  (Notebook side.)
+"""The place of each part of the figure, in inches from the lower left (kernel).
 
-Everything is in inches from the lower left; at 100 dots an inch the figure is wide enough
-for a projector.  The size is chosen once, before anything is drawn.
+The size is chosen once, before anything is drawn.
 """
 
 from collections.abc import Sequence
@@ -18,24 +17,24 @@ DPI = 100
 
 WIDTH = 14.0
 TOP, BOTTOM = 0.92, 1.06
-"""What the title and the panels' heads take; what the ticks, their label and the footer take."""
+"""For the title and the panels' heads; for the ticks, their label and the footer."""
 PANEL_HEIGHT = 2.6
 LABEL_HEIGHT = 0.225
-"""Inches of one label at the end of a line."""
+"""Inches for one label at the end of a line."""
 TICKS_WIDTH = 0.56
-"""Inches left of each panel, for the numbers on its y axis."""
+"""Inches at the left of each panel, for the numbers on its y axis."""
 LEAST_LABEL_WIDTH = 0.74
-"""Inches that there are for a label at least."""
+"""Least inches for a label."""
 LABEL_CHARACTERS = 26
-"""Greatest length of a label; ``cut`` shortens a longer one."""
+"""Maximum length of a label; a longer one is shortened."""
 
 ROWS_TOP, ROWS_BOTTOM = 1.06, 1.24
-"""What the ticks of the panels above and the heads take; what ticks, legend and footer take."""
+"""For the ticks of the panels above and the heads; for ticks, legend and footer."""
 ROW_HEIGHT, LEAST_ROW_HEIGHT = 0.4, 0.26
 MANY_ROWS = 5
 
 Box = tuple[float, float, float, float]
-"""Left, bottom, width and height as shares of the figure, as matplotlib takes them."""
+"""Left, bottom, width and height as shares of the figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +42,8 @@ class Layout:
     """The size of a figure, and the places in it.
 
     Args:
-        num_strategies: how many there will be.
-        has_rows: whether bars stand below the curves.
+        num_strategies: the number of strategies that there will be.
+        has_rows: whether there are rows below the curves.
     """
 
     num_strategies: int
@@ -52,31 +51,31 @@ class Layout:
 
     @property
     def panel_height(self) -> float:
-        """As high as all labels at the lines' ends need."""
+        """Enough for all labels at the ends of lines."""
         return max(PANEL_HEIGHT, LABEL_HEIGHT * (self.num_strategies + 1))
 
     @property
     def rows_height(self) -> float:
-        """Of all rows together."""
+        """The height of all rows together."""
         each = ROW_HEIGHT if self.num_strategies <= MANY_ROWS else LEAST_ROW_HEIGHT
         return max(self.num_strategies * each, 2 * ROW_HEIGHT)
 
     @property
     def panels_bottom(self) -> float:
-        """Where the curves begin."""
+        """The lower end of the curves."""
         return ROWS_BOTTOM + self.rows_height + ROWS_TOP if self.has_rows else BOTTOM
 
     @property
     def height(self) -> float:
-        """Of the whole figure."""
+        """The height of the whole figure."""
         return self.panels_bottom + self.panel_height + TOP
 
     def panels(self, label_width: float, widths: Sequence[float]) -> list[Box]:
-        """Return where the curves go, with room at the right of each for its labels.
+        """Return the places of the panels, with space for labels at the right of each.
 
         Args:
-            label_width: inches of the widest label.
-            widths: how wide each panel is, as shares of what there is.
+            label_width: width of the widest label in inches.
+            widths: width of each panel, relative to the others.
         """
         label = 0.3 + label_width
         free = WIDTH - 0.34 - len(widths) * (TICKS_WIDTH + label)
@@ -89,12 +88,12 @@ class Layout:
         return boxes
 
     def rows(self, name_width: float, columns: Sequence[tuple[float, float]]) -> list[Box]:
-        """Return where the columns go; names stand at the left of the first.
+        """Return the places of the columns, with space for names at the left of the first.
 
         Args:
-            name_width: inches of the widest name.
-            columns: how wide each is, as a share of what there is, and how many inches of
-                text stand at its right.
+            name_width: width of the widest name in inches.
+            columns: width of each column, relative to the others, and inches for the text at
+                its right.
         """
         left = self.names_left + 0.4 + name_width
         gap = 0.3
@@ -108,26 +107,26 @@ class Layout:
 
     @property
     def names_left(self) -> float:
-        """Where the strategies' markers stand."""
+        """The place of the strategies' markers."""
         return 0.4
 
     def row_middle(self, index: int, num_rows: int) -> float:
-        """Return how high the middle of a row is, as a share of the figure."""
+        """Return the height of the middle of a row, as a share of the figure."""
         return (ROWS_BOTTOM + self.rows_height * (1 - (index + 0.5) / num_rows)) / self.height
 
     def _box(self, left: float, bottom: float, width: float, height: float) -> Box:
         return (left / WIDTH, bottom / self.height, width / WIDTH, height / self.height)
 
 
-def cut(label: str) -> str:
-    """Return a label that fits the room there is."""
+def shortened(label: str) -> str:
+    """Return a label of at most ``LABEL_CHARACTERS``."""
     is_whole = len(label) <= LABEL_CHARACTERS
     return label if is_whole else f"{label[: LABEL_CHARACTERS - 1]}…"
 
 
 @lru_cache(maxsize=1000)
 def width_inches(text: str, *, is_bold: bool = False) -> float:
-    """Return how many inches a line of small text takes."""
+    """Return the width of a line of small text in inches."""
     look = FontProperties(size=SMALL_POINTS, weight="bold" if is_bold else "normal")
     width, _, _ = _canvas().get_text_width_height_descent(text, look, ismath=False)
     return float(width) / DPI
@@ -141,14 +140,14 @@ def _canvas() -> Any:  # matplotlib leaves its methods untyped
 def spread_out(
     wanted: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0
 ) -> list[float]:
-    """Return positions at least ``gap`` apart, each as near as can be to the one wanted.
+    """Return positions at least ``gap`` apart, each as near as possible to its wanted one.
 
-    Neighbours that are too close form a block around the mean of what they want;
-    blocks that touch are joined.  Order is kept.  If they cannot all lie between
-    ``low`` and ``high``, they are packed evenly there.
+    Neighbours that are too close form a block around the mean of their wanted positions; blocks
+    that touch are joined.  Order is kept.  If there is too little space between ``low`` and
+    ``high``, the gap is smaller.
 
     Args:
-        wanted: positions, in any order.
+        wanted: the wanted positions, in any order.
         gap: least distance between two positions.
         low: least position.
         high: greatest position.
@@ -173,7 +172,7 @@ def spread_out(
 def _start(
     block: Sequence[int], wanted: Sequence[float], gap: float, low: float, high: float
 ) -> float:
-    """Return where the block's first label goes, so that the block is near what it wants."""
+    """Return the position of the block's first label, so that its mean is as wanted."""
     length = gap * (len(block) - 1)
     middle = sum(wanted[index] for index in block) / len(block)
     return min(max(middle - length / 2, low), max(high - length, low))

@@ -1,4 +1,4 @@
-"""How is one quantity of all strategies drawn as curves?  (Notebook side.)"""
+"""One quantity of all strategies as curves (kernel)."""
 
 import math
 from collections.abc import Sequence
@@ -12,34 +12,34 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from ddpnb.reports.figures.axes import prepare, round_down, round_up, tick
+from ddpnb.history.rows import Floats
+from ddpnb.reports.figures.axes import draw_target, prepare, round_down, round_up
 from ddpnb.reports.figures.layout import spread_out, width_inches
 from ddpnb.reports.figures.series import Line
-from ddpnb.reports.style import INK, MUTED, SMALL_POINTS, Style
-from ddpnb.runs.rows import Floats
+from ddpnb.reports.style import MUTED, SMALL_POINTS, Style
 
 LABEL_GAP_POINTS = SMALL_POINTS * 1.35
 
 LEADER_INCHES = (0.02, 0.07, 0.16, 0.19)
-"""How far right of the axes a leader begins, bends and ends, and its label begins."""
+"""Distances right of the axes: where a leader begins, bends and ends, where its label begins."""
 
 MAX_BAD_SHOWN = 16
-"""About as many losses that are no numbers are shown as such."""
+"""About the largest number of NaN or infinite losses that are marked."""
 
 MAX_NAMED = 2
-"""So many marks of a strategy are named: a rank was killed, and came back."""
+"""The number of a strategy's marks that are named: two, as for a rank killed and replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Labelled:
-    """One strategy's line in this panel, and what stands at its end."""
+class LabelledLine:
+    """One strategy's line in a panel, and its label."""
 
     text: str
     style: Style
     line: Line
     is_live: bool = False
     marks: tuple[tuple[float, str], ...] = ()
-    """Where on the x axis something happened, and what."""
+    """Events of the run: their place on the x axis, and their text."""
 
 
 @final
@@ -47,12 +47,12 @@ class CurvePanel:
     """One pair of axes, redrawn in place; its y limits only ever grow.
 
     Args:
-        axes: where to draw; the panel adds its own lines and labels.
-        title: what the panel shows.
-        x_label: what its x axis counts.
+        axes: bare axes; the panel adds its lines and labels.
+        title: the quantity on the y axis.
+        x_label: the quantity on the x axis.
         log: whether the y axis is logarithmic.
-        target: where a line goes across; None: nowhere.
-        names_marks: whether marks are named, and not only shown.
+        target: the height of a line across; None: no line.
+        names_marks: whether marks are named as well as shown.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CurvePanel:
         self._longest = 0.0
         if target is not None:
             self._limits[1:] = [round_down(target * 0.9) if log else min(target, 0.0), target]
-            _draw_target(axes, target)
+            draw_target(axes, target)
         _prepare(axes, title, x_label, log)
         self._waiting = axes.text(
             0.5,
@@ -88,8 +88,8 @@ class CurvePanel:
         )
         self.axes.tick_params(labelbottom=False, labelleft=False)
 
-    def update(self, lines: Sequence[Labelled], right: float = 0.0) -> None:
-        """Show ``lines``; the x axis ends at ``right``, or where a line is longer, after it."""
+    def update(self, lines: Sequence[LabelledLine], right: float = 0.0) -> None:
+        """Show ``lines``; the x axis ends at ``right``, or beyond it if a line is longer."""
         shown = [labelled for labelled in lines if _can_show(labelled.line, self._is_log)]
         while len(self._artists) < len(shown):
             self._artists.append(LineArtists(self.axes, self._names_marks))
@@ -102,15 +102,17 @@ class CurvePanel:
             artists.hide()
         self._grow(changed, right)
         self._place_labels(len(shown))
-        num_told, inches = 0, self._box_inches().width
+        num_note_lines, inches = 0, self._box_inches().width
         for artists in self._artists:
-            num_told += artists.place_told(0.94 - 0.09 * num_told, self._limits[0], inches)
+            num_note_lines += artists.place_note(
+                0.94 - 0.09 * num_note_lines, self._limits[0], inches
+            )
         if self._waiting.get_visible() == bool(shown):
             self._waiting.set_visible(not shown)
             self.axes.tick_params(labelbottom=bool(shown), labelleft=bool(shown))
 
     def artists(self) -> list[Artist]:
-        """Return what may change at an update, from back to front."""
+        """Return the artists that may change at an update, from back to front."""
         return [artist for artists in self._artists for artist in artists.artists]
 
     def _grow(self, lines: Sequence[Line], right: float) -> None:
@@ -158,30 +160,12 @@ def _prepare(axes: Axes, title: str, x_label: str, log: bool) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
 
 
-def _draw_target(axes: Axes, target: float) -> None:
-    """Draw a line across at ``target``; what it is stands at the upper right, far from losses."""
-    line = axes.axhline(target, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
-    axes.legend(
-        [line],
-        [f"target {tick(target)}"],
-        loc="upper right",
-        bbox_to_anchor=(1.0, 0.97),
-        borderaxespad=0,
-        borderpad=0.1,
-        handlelength=1.6,
-        handletextpad=0.5,
-        fontsize=SMALL_POINTS,
-        labelcolor=INK,
-        frameon=False,
-    )
-
-
 def _can_show(line: Line, is_log: bool) -> bool:
     return bool((np.isfinite(line.y) & (line.y > (0 if is_log else -math.inf))).any())
 
 
 def _extent(line: Line, is_log: bool) -> tuple[float, float]:
-    """Return lowest and highest of the strong line, and of all but the wildest faint points."""
+    """Return the range of the strong line, and of the faint one without its outliers."""
     faint = line.faint_y[np.isfinite(line.faint_y)]
     strong = line.y[np.isfinite(line.y)]
     if is_log:
@@ -194,7 +178,7 @@ def _extent(line: Line, is_log: bool) -> tuple[float, float]:
 
 @final
 class LineArtists:
-    """What one line consists of: faint, strong, a mark at its end, a leader, a label."""
+    """The artists of one line: faint and strong line, marker at the end, leader, label."""
 
     def __init__(self, axes: Axes, names_marks: bool) -> None:
         self._axes = axes
@@ -205,37 +189,37 @@ class LineArtists:
         )
         self._bad.set_transform(axes.get_xaxis_transform())
         self._bad.set_clip_on(False)
-        self._happened = axes.add_line(Line2D([], [], linewidth=1.4, linestyle=":", zorder=3))
-        self._happened.set_transform(axes.get_xaxis_transform())
+        self._mark_lines = axes.add_line(Line2D([], [], linewidth=1.4, linestyle=":", zorder=3))
+        self._mark_lines.set_transform(axes.get_xaxis_transform())
         self._mark = axes.add_line(Line2D([], [], markersize=8, linestyle="", zorder=4))
         self._mark.set_clip_on(False)
-        self._told = axes.text(0, 0.985, "", fontsize=SMALL_POINTS, va="top")
-        self._told.set_transform(axes.get_xaxis_transform())
-        self._told.set_bbox({"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5})
+        self._note = axes.text(0, 0.985, "", fontsize=SMALL_POINTS, va="top")
+        self._note.set_transform(axes.get_xaxis_transform())
+        self._note.set_bbox({"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5})
         self._leader = axes.add_line(Line2D([], [], linewidth=1.0, alpha=0.7, zorder=1))
         self._leader.set_transform(axes.transAxes)
         self._leader.set_clip_on(False)
         self._label = axes.text(0, 0, "", fontsize=SMALL_POINTS, va="center")
         self._label.set_transform(axes.transAxes)
         self._names_marks = names_marks
-        self._told_at = 0.0
-        self._shown: Labelled | None = None
+        self._note_at = 0.0
+        self._shown: LabelledLine | None = None
         self.end = (0.0, 0.0)
-        """Where the line ends."""
+        """The end of the line."""
         self._lines: tuple[Artist, ...] = (
             self._faint,
-            self._happened,
+            self._mark_lines,
             self._strong,
             self._bad,
             self._mark,
-            self._told,
+            self._note,
         )
         self.artists = (*self._lines, self._leader, self._label)
         for artist in self.artists:
-            artist.set_animated(True)  # leader and label stay so: they make room for what moves
+            artist.set_animated(True)  # leader and label stay so, as they move aside for others
 
-    def show(self, labelled: Labelled, is_log: bool) -> bool:
-        """Show a strategy; return whether it has changed, without which it costs nothing."""
+    def show(self, labelled: LabelledLine, is_log: bool) -> bool:
+        """Show a strategy; return whether it has changed, and do nothing if not."""
         line, style, before = labelled.line, labelled.style, self._shown
         self._shown = labelled
         self._label.set_text(labelled.text)
@@ -258,63 +242,63 @@ class LineArtists:
             self._mark,
             self._leader,
             self._bad,
-            self._happened,
+            self._mark_lines,
         ):
             drawn.set_color(style.colour)
         self._mark.set_markerfacecolor("white" if style.is_hollow else style.colour)
         self._mark.set_markeredgecolor(style.colour if style.is_hollow else "white")
         self._mark.set_markeredgewidth(2.0 if style.is_hollow else 1.0)
         self._label.set_color(style.ink)
-        self._told.set_color(style.ink)
+        self._note.set_color(style.ink)
         for artist in self.artists:
             artist.set_visible(True)
-        self._told.set_visible(bool(self._told.get_text()))
+        self._note.set_visible(bool(self._note.get_text()))
         return True
 
     def hide(self) -> None:
-        """Show nothing."""
+        """Hide all artists."""
         if self._shown is not None:
             self._shown = None
             for artist in self.artists:
                 artist.set_visible(False)
 
     def place_label(self, line_ends_at: float, label_at: float, axes_inches: float) -> None:
-        """Put the label beside the axes, with a leader from where the line ends."""
+        """Put the label beside the axes, with a leader from the height of the line's end."""
         x = [1 + inches / axes_inches for inches in LEADER_INCHES]
         self._leader.set_data(x[:3], [line_ends_at, line_ends_at, label_at])
         self._label.set_position((x[3], label_at))
 
-    def place_told(self, y: float, right: float, axes_inches: float) -> int:
-        """Put what is said of marks at this height, inside the axes; return how many lines."""
-        if not self._told.get_visible() or not self._told.get_text():
+    def place_note(self, y: float, right: float, axes_inches: float) -> int:
+        """Put the note at this height inside the axes; return its number of lines."""
+        if not self._note.get_visible() or not self._note.get_text():
             return 0
-        lines = self._told.get_text().split("\n")
+        lines = self._note.get_text().split("\n")
         taken = max(map(width_inches, lines)) / axes_inches
-        begins = self._told_at / (right or 1.0)
+        begins = self._note_at / (right or 1.0)
         is_right_of_mark = begins + taken <= 1.0 or begins < taken
         left = max(min(begins, 1.0 - taken), 0.0) if is_right_of_mark else begins
-        self._told.set_horizontalalignment("left" if is_right_of_mark else "right")
-        if self._told.get_position() != (left * (right or 1.0), y):
-            self._told.set_position((left * (right or 1.0), y))
+        self._note.set_horizontalalignment("left" if is_right_of_mark else "right")
+        if self._note.get_position() != (left * (right or 1.0), y):
+            self._note.set_position((left * (right or 1.0), y))
         return len(lines)
 
     def _show_marks(self, marks: Sequence[tuple[float, str]], bad_x: Floats) -> None:
-        """Draw a line up at each mark; name the last, or say that losses are no numbers.
+        """Draw a vertical line at each mark; name the last ones, or the first NaN or infinite loss.
 
-        What is named stands beside the first of those named, a line for each.
+        The names are one note, a line for each, beside the first mark that it names.
         """
-        self._happened.set_data(
+        self._mark_lines.set_data(
             [x for at, _ in marks for x in (at, at, math.nan)], [0.0, 1.0, math.nan] * len(marks)
         )
         named = _last_named(marks) if self._names_marks else {}
         if len(bad_x):
             named = {"NaN or ∞": float(bad_x[0])}
-        self._told.set_text("\n".join(f" {told} " for told in named))
-        self._told_at = min(named.values(), default=0.0)
+        self._note.set_text("\n".join(f" {text} " for text in named))
+        self._note_at = min(named.values(), default=0.0)
 
 
 def set_live(artist: Artist, is_live: bool) -> None:
-    """Have an artist drawn at every redraw, or with what stands still."""
+    """Have an artist drawn at every redraw, or only when the whole figure is."""
     if artist.get_animated() != is_live:
         artist.set_animated(False)
         artist.stale = True  # matplotlib passes this on to the figure, unless it is animated
@@ -322,8 +306,8 @@ def set_live(artist: Artist, is_live: bool) -> None:
 
 
 def _last_named(marks: Sequence[tuple[float, str]]) -> dict[str, float]:
-    """Return the last marks that differ in what they say, and where each of them stands."""
-    where = {told: at for at, told in sorted(marks, reverse=True)}  # repeats: where it was first
+    """Return the last marks with different texts, and the place of each."""
+    where = {text: at for at, text in sorted(marks, reverse=True)}  # the first of equal texts
     return dict(sorted(where.items(), key=lambda item: item[1])[-MAX_NAMED:])
 
 

@@ -1,4 +1,4 @@
-"""Which rank is slow, and since when?  (Notebook side.)"""
+"""Which rank is slow, and since when? (kernel)"""
 
 from collections.abc import Mapping, Sequence
 from typing import final
@@ -8,22 +8,22 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.image import AxesImage
 
-from ddpnb.reports.figures.columns import FigureColumn, Row, beside, line, tell
+from ddpnb.history.metrics import slowness
+from ddpnb.history.rows import Floats
+from ddpnb.reports.figures.columns import FigureColumn, Row, beside, line, set_row_text
 from ddpnb.reports.figures.series import Series
 from ddpnb.reports.style import INK
-from ddpnb.runs.metrics import slowness
-from ddpnb.runs.rows import Floats
 
 LANE_POINTS = 80
-"""Points of time in a rank's lane."""
+"""Number of times in a rank's lane."""
 
 SLOW = 1.25
-"""A rank that takes so many times as long as the fastest is named."""
+"""A rank is named if its own work takes this many times as long as that of the fastest."""
 
 
 @final
 class RankColumn(FigureColumn):
-    """One lane per rank, the darker the slower its own part of a step; blank: it was away."""
+    """One lane per rank: the slower its own work, the darker; blank while it was gone."""
 
     title = "Own work of each rank"
     below = "seconds; darker: slower"
@@ -55,7 +55,7 @@ class _Lanes(Row):
         self.image.set_visible(bool(times))
         if not times:
             self.marks.set_data([], [])
-            tell(self.text, "", self.middle)
+            set_row_text(self.text, "", self.middle)
             return
         height = min(0.86, 0.24 * len(ranks) + 0.3)
         bottom, end = self.middle - height / 2, max(rank.seconds for rank in ranks)
@@ -67,11 +67,11 @@ class _Lanes(Row):
             [mark.seconds for mark in known],
             [bottom + height * (1 - (lane_of[mark.rank] + 0.5) / len(ranks)) for mark in known],
         )
-        tell(self.text, _told(times, sorted(series.away)), self.middle)
+        set_row_text(self.text, _verdict(times, sorted(series.away)), self.middle)
 
 
-def _told(times: Mapping[int, float], away: Sequence[int]) -> str:
-    """Return who has died, or is slow."""
+def _verdict(times: Mapping[int, float], away: Sequence[int]) -> str:
+    """Return which ranks died, or which is slow."""
     slowest = max(times, key=lambda rank: times[rank])
     if away:
         return f"rank {away[0]} died" if len(away) == 1 else f"{len(away)} ranks died"

@@ -1,4 +1,4 @@
-"""How fast is each strategy, and how fast might it be?  (Notebook side.)"""
+"""How fast is each strategy, and how fast could it be? (kernel)"""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from ddpnb.reports.figures.columns import (
     line,
     place,
     rectangle,
-    tell,
+    set_row_text,
 )
 from ddpnb.reports.figures.series import Series
 from ddpnb.reports.formatting import percent, short
@@ -24,29 +24,31 @@ from ddpnb.reports.style import INK, MUTED
 
 @final
 class RateColumn(FigureColumn):
-    """Samples per second: bar, range, the ideal as an outline, the ceiling as a tick."""
+    """Samples per second: a bar, its range, the ideal as an outline, the ceiling as a tick."""
 
     title = "Samples per second"
 
     def update(self, series: Sequence[Series], num_rows: int, seconds: float) -> None:
-        """Show one row per series; say what outlines and ticks mean, where there are any."""
+        """Show one row per series, with a legend if there are outlines or ticks."""
         super().update(series, num_rows, seconds)
         has_ideal = any(ideal_of(each) > 0 for each in series)
         has_ceiling = any(math.isfinite(each.summary.share_of_ceiling) for each in series)
         if has_ceiling:
-            told = "outline: ideal  ┃ no-comm" if has_ideal else "┃ no-comm"
+            legend = "outline: ideal  ┃ no-comm" if has_ideal else "┃ no-comm"
         else:
-            told = "outline: workers × single" if has_ideal else ""
-        if told != self.axes.get_xlabel():
-            self.axes.set_xlabel(told, loc="left")
+            legend = "outline: workers × single" if has_ideal else ""
+        if legend != self.axes.get_xlabel():
+            self.axes.set_xlabel(legend, loc="left")
 
     def _new_row(self) -> Row:
         return _Rate(self.axes)
 
     def _reach(self, series: Series) -> float:
         speed = series.summary.samples_per_second
-        told = (speed.middle, speed.high, ideal_of(series))
-        return round_up(max((value for value in told if math.isfinite(value)), default=0.0) * 1.01)
+        values = (speed.middle, speed.high, ideal_of(series))
+        return round_up(
+            max((value for value in values if math.isfinite(value)), default=0.0) * 1.01
+        )
 
 
 @final
@@ -69,15 +71,15 @@ class _Rate(Row):
         at = speed.middle / summary.share_of_ceiling
         is_own = summary.share_of_ceiling == 1.0
         self.ceiling.set_data([] if is_own else [at, at], [] if is_own else [low, low + BAR])
-        told = [short(speed.middle)] if math.isfinite(speed.middle) else []
+        parts = [short(speed.middle)] if math.isfinite(speed.middle) else []
         if math.isfinite(summary.speed_up) and summary.speed_up != 1.0:
-            told.append(f"{summary.speed_up:.2f}×")
-            told += [percent(summary.efficiency)] if summary.num_workers > 1 else []
-        tell(self.text, "  ".join(told), self.middle)
+            parts.append(f"{summary.speed_up:.2f}×")
+            parts += [percent(summary.efficiency)] if summary.num_workers > 1 else []
+        set_row_text(self.text, "  ".join(parts), self.middle)
 
 
 def ideal_of(series: Series) -> float:
-    """Return as many times the speed of ``single`` as there are workers."""
+    """Return the speed of ``single`` times the number of workers."""
     summary = series.summary
     if summary.num_workers < 2:
         return math.nan

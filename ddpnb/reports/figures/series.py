@@ -1,7 +1,7 @@
-"""Which lines and bars does a comparison draw?  (Notebook side.)
+"""The lines and bars of a comparison as arrays (kernel).
 
-Pure: from a snapshot to arrays.  Strong is the moving average of one run, or the
-median of several repeats; faint is every update of the one run, or each repeat.
+Strong lines are the moving average of one run or the median of several repeats.  Faint ones are
+every update of the run, or each repeat.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ddpnb.reports.formatting import labels
-from ddpnb.reports.style import Style, style_of
-from ddpnb.runs.aggregate import Curve, RankAggregate
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.metrics import (
+from ddpnb.history.aggregate import Curve, RankAggregate
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.metrics import (
     Absences,
     absences,
     samples_at,
@@ -21,22 +19,24 @@ from ddpnb.runs.metrics import (
     throughput,
     window_for,
 )
-from ddpnb.runs.model import RunSnapshot
-from ddpnb.runs.rows import Floats
-from ddpnb.runs.summary import (
-    Counts,
-    Key,
+from ddpnb.history.model import RunSnapshot
+from ddpnb.history.rows import Floats
+from ddpnb.history.summary import (
+    StalenessCounts,
+    StrategyKey,
     StrategySummary,
     group_runs,
     staleness_counts,
     summarise,
 )
+from ddpnb.reports.formatting import labels
+from ddpnb.reports.style import Style, style_of
 
 UPDATES_IN_WINDOW = 10
-"""About the fewest updates that throughput is taken over."""
+"""About the least number of updates in a window of throughput."""
 
 GRID_POINTS = 240
-"""Points at which the median of repeats is taken."""
+"""Number of points of the median of repeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,12 +48,12 @@ class Line:
     faint_x: Floats
     faint_y: Floats
     bad_x: Floats = field(default_factory=lambda: np.empty(0))
-    """Where losses were NaN or infinite."""
+    """The points with NaN or infinite losses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Happened:
-    """A mark of a run: where it stands in each panel."""
+class PlacedMark:
+    """A mark of a run, with its place in each panel."""
 
     rank: int
     text: str
@@ -70,24 +70,24 @@ class Series:
     is_live: bool
     """Whether it is training now."""
     losses: Mapping[str, Line]
-    """By what they are drawn against, one of ``view.ACROSS``."""
+    """By the quantity on the x axis, one of ``plot_options.ACROSS``."""
     throughput: Line
     summary: StrategySummary
     ranks: tuple[RankAggregate, ...] = ()
     """Of the latest run."""
     away: Absences = field(default_factory=dict)
-    """Of the latest run likewise."""
-    staleness: Counts
-    marks: tuple[Happened, ...] = ()
+    """Of the latest run."""
+    staleness: StalenessCounts
+    marks: tuple[PlacedMark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Drawn:
-    """One run, ready to be drawn; costly, so kept while nothing new has come."""
+class PreparedRun:
+    """One run, ready to be drawn."""
 
     curve: Curve
     samples: Floats
-    """Seen up to each point, by the run that it resumes too."""
+    """Samples seen up to each point, those of a resumed run included."""
     smoothed: Floats
     rate_seconds: Floats
     rate: Floats
@@ -95,29 +95,29 @@ class Drawn:
 
 @dataclass(slots=True)
 class Preparer:
-    """Prepares runs, and keeps what it has prepared while nothing new comes of a run."""
+    """Prepares runs for drawing; a run that has not changed is prepared once."""
 
-    _runs: dict[str, tuple[Hashable, Drawn]] = field(default_factory=dict)
-    _series: dict[Key, tuple[Hashable, Series]] = field(default_factory=dict)
+    _runs: dict[str, tuple[Hashable, PreparedRun]] = field(default_factory=dict)
+    _series: dict[StrategyKey, tuple[Hashable, Series]] = field(default_factory=dict)
 
     def series_of(self, comparison: Comparison) -> tuple[Series, ...]:
-        """Return what to draw, one per strategy and comparison."""
+        """Return one series per strategy and comparison."""
         names = labels(comparison)
         several = list(dict.fromkeys(key[0] for key in names))
-        told = {(s.comparison, s.name): s for s in summarise(comparison)}
+        summaries = {(s.comparison, s.name): s for s in summarise(comparison)}
         return tuple(
             self._same(
                 key,
                 runs,
-                told[key],
+                summaries[key],
                 names[key],
                 style_of(key[1], comparison.strategies, several.index(key[0])),
             )
             for key, runs in group_runs(comparison.runs).items()
         )
 
-    def run(self, run: RunSnapshot) -> Drawn:
-        """Return one run, prepared."""
+    def run(self, run: RunSnapshot) -> PreparedRun:
+        """Return a prepared run."""
         state = (run.aggregate.num_events, run.status)
         known = self._runs.get(run.run_id)
         if known is None or known[0] != state:
@@ -127,13 +127,13 @@ class Preparer:
 
     def _same(
         self,
-        key: Key,
+        key: StrategyKey,
         runs: Sequence[RunSnapshot],
         summary: StrategySummary,
         label: str,
         style: Style,
     ) -> Series:
-        """Return the series of last time where nothing of it has changed."""
+        """Return the last series if nothing in it has changed, else a new one."""
         progress = tuple((run.run_id, run.aggregate.num_events, run.status) for run in runs)
         compared_with = (str(summary.speed_up), str(summary.share_of_ceiling))
         num_marks = sum(len(run.marks) for run in runs)
@@ -147,15 +147,15 @@ class Preparer:
 
 
 def series_of(comparison: Comparison) -> tuple[Series, ...]:
-    """Return what to draw, one per strategy and comparison."""
+    """Return one series per strategy and comparison."""
     return Preparer().series_of(comparison)
 
 
-def prepare(run: RunSnapshot) -> Drawn:
+def prepare(run: RunSnapshot) -> PreparedRun:
     """Return the smoothed curves of one run."""
     curve = run.aggregate.curve
     seconds, rate = _throughput(curve, run.header.num_samples if run.header else 0)
-    return Drawn(
+    return PreparedRun(
         curve=curve,
         samples=curve.samples + run.num_samples_before,
         smoothed=smoothed_loss(run),
@@ -165,9 +165,9 @@ def prepare(run: RunSnapshot) -> Drawn:
 
 
 def _throughput(curve: Curve, planned: float) -> tuple[Floats, Floats]:
-    """Take the window from how long the run will last, so that no line wavers.
+    """Return the throughput, over a window that depends on the planned duration of the run.
 
-    It spans several updates: two workers' updates can come at almost the same time.
+    The window spans several updates, as two workers can update at almost the same time.
     """
     if len(curve) == 0 or curve.samples[-1] == 0:
         return np.empty(0), np.empty(0)
@@ -180,7 +180,7 @@ def _series(
     label: str,
     style: Style,
     runs: Sequence[RunSnapshot],
-    drawn: Sequence[Drawn],
+    drawn: Sequence[PreparedRun],
     summary: StrategySummary,
 ) -> Series:
     timed = [run for run in drawn if len(run.curve)]
@@ -201,7 +201,7 @@ def _series(
         away=absences(runs[-1]),
         staleness=staleness_counts(runs),
         marks=tuple(
-            Happened(
+            PlacedMark(
                 rank=mark.rank,
                 text=mark.text,
                 seconds=mark.seconds,
@@ -214,7 +214,7 @@ def _series(
     )
 
 
-def _loss(runs: Sequence[Drawn], across: Callable[[Drawn], Floats]) -> Line:
+def _loss(runs: Sequence[PreparedRun], across: Callable[[PreparedRun], Floats]) -> Line:
     line = _line(
         [(across(run), run.smoothed) for run in runs],
         [_raw(across(run), run.curve) for run in runs],
@@ -230,7 +230,7 @@ def _loss(runs: Sequence[Drawn], across: Callable[[Drawn], Floats]) -> Line:
 
 
 def _raw(x: Floats, curve: Curve) -> tuple[Floats, Floats]:
-    """Return a line through the lowest and highest update that each point stands for."""
+    """Return a line through the lowest and the highest loss of each point."""
     if curve.num_merged == 1:
         return x, curve.loss
     return np.repeat(x, 2), np.column_stack([curve.lowest, curve.highest]).ravel()

@@ -1,4 +1,4 @@
-"""Where does the time of each strategy's step go?  (Notebook side.)"""
+"""Where does the time of a step go? (kernel)"""
 
 from typing import final
 
@@ -15,19 +15,19 @@ from ddpnb.reports.figures.columns import (
     beside,
     place,
     rectangle,
-    tell,
+    set_row_text,
 )
 from ddpnb.reports.figures.series import Series
 from ddpnb.reports.formatting import number, percent
 from ddpnb.reports.style import MUTED, PART_COLOURS, SMALL_POINTS
 
 STACKED = ("data", "forward", "backward", "optimizer", "communication", "waiting")
-"""The parts of a step in the order drawn: a rank's own work first."""
+"""The parts of a step from left to right: a rank's own work first."""
 
 
 @final
 class SplitColumn(FigureColumn):
-    """Where the time of a step goes; what is hidden lies hatched below the backward pass."""
+    """The parts of a step; hidden communication is hatched below the backward pass."""
 
     title = "Time of one step, ms"
 
@@ -63,12 +63,12 @@ class _Split(Row):
         start = max(behind - parts["hidden"], 0.0)
         place(self.hidden, start, low, parts["hidden"], BAR - thickness)
         if not split.is_known:
-            tell(self.text, "", self.middle)
+            set_row_text(self.text, "", self.middle)
             return
         exposed = split.exposed_share
-        told = f"{number(1000 * split.seconds)} ms"
-        told += f"  {percent(exposed)} exposed" if exposed >= 0.005 else ""
-        tell(self.text, told, self.middle)
+        text = f"{number(1000 * split.seconds)} ms"
+        text += f"  {percent(exposed)} exposed" if exposed >= 0.005 else ""
+        set_row_text(self.text, text, self.middle)
 
 
 def _hatched(axes: Axes) -> Rectangle:
@@ -77,7 +77,7 @@ def _hatched(axes: Axes) -> Rectangle:
 
 
 def _legend(axes: Axes) -> None:
-    """Say which colour is which part, in two lines below the axes."""
+    """Add a legend of the parts, in two lines below the axes."""
     own = {name: _swatch(name) for name in STACKED[:4]}
     others = {name: _swatch(name) for name in (*STACKED[4:], "hidden")}
     for shown, inches_down in ((own, 0.3), (others, 0.53)):

@@ -1,4 +1,4 @@
-"""How stale were the gradients of each asynchronous strategy?  (Notebook side.)"""
+"""How stale were the gradients of each asynchronous strategy? (kernel)"""
 
 from typing import final
 
@@ -6,16 +6,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Polygon
 
-from ddpnb.reports.figures.columns import FigureColumn, Row, beside, tell
+from ddpnb.reports.figures.columns import FigureColumn, Row, beside, set_row_text
 from ddpnb.reports.figures.series import Series
 
 MAX_SHOWN_STALENESS = 8
-"""Greater staleness is drawn at this."""
+"""Greater staleness is counted here."""
 
 
 @final
 class StaleColumn(FigureColumn):
-    """How many updates had which staleness."""
+    """The number of updates by their staleness."""
 
     title = "Staleness"
     below = "updates by others"
@@ -41,7 +41,7 @@ class _Stale(Row):
         counts = series.staleness
         self.shape.set_visible(len(counts) > 0)
         if len(counts) == 0:
-            tell(self.text, "", self.middle)
+            set_row_text(self.text, "", self.middle)
             return
         drawn = counts[: MAX_SHOWN_STALENESS + 1].astype(np.float64)
         drawn[-1] += counts[MAX_SHOWN_STALENESS + 1 :].sum()
@@ -52,10 +52,10 @@ class _Stale(Row):
         self.shape.set_xy(np.column_stack([x, y]))
         self.shape.set_facecolor(series.style.colour)
         median = series.summary.staleness_median
-        tell(self.text, f"median {median:g}", self.middle)
+        set_row_text(self.text, f"median {median:g}", self.middle)
 
 
 def centre_staleness_ticks(axes: Axes) -> None:
-    """Put each number below the middle of its bar."""
+    """Put each tick below the middle of its bar."""
     shown = range(0, MAX_SHOWN_STALENESS + 1, 2)
     axes.set_xticks([value + 0.5 for value in shown], [str(value) for value in shown])

@@ -1,4 +1,4 @@
-"""Do tensors of any kind cross shared memory unharmed, and nothing change under a worker?"""
+"""Do tensors cross shared memory unharmed, and do parameters stay while a worker uses them?"""
 
 import random
 import socket
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm import packed_tensors
-from ddpnb.rank.comm.client import DirectChannel, Place, ServerClient
-from ddpnb.rank.comm.messages import Asked, RankLostError, Reply, Request
+from ddpnb.rank.comm.client import ParameterClient
+from ddpnb.rank.comm.messages import RankLostError, Reply, RequestKind, WorkerRequest
 from ddpnb.rank.comm.packed_tensors import SharedMemory
-from ddpnb.rank.comm.parameter_server import Server
+from ddpnb.rank.comm.parameter_server import ParameterServer
 from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, ParameterStore, ScaledStep
-from ddpnb.rank.comm.shm_transport import ShmServer, shm_channel
+from ddpnb.rank.comm.shm_transport import ShmServerTransport, connect_shm
+from ddpnb.rank.comm.transport import DirectTransport, WorkerConfig
 
 KINDS = [
     torch.randn(3, 5),
@@ -39,12 +40,12 @@ def test_any_mix_of_tensors_is_packed_and_copied_at_once():
         assert slot.dtype == value.dtype
 
 
-def test_memory_that_was_handed_over_is_the_same_and_has_no_name(tmp_path):
+def test_memory_that_was_sent_is_the_same_and_has_no_name(tmp_path):
     mine = SharedMemory.create(tmp_path / "memory", KINDS, 3)
     assert list(tmp_path.iterdir()) == []
     one_end, other_end = socket.socketpair()
     with one_end, other_end, closing(mine):
-        mine.hand_over(one_end)
+        mine.send(one_end)
         theirs = SharedMemory.receive(other_end, KINDS, 3)
     pieces = [
         (
@@ -64,7 +65,7 @@ def test_memory_that_was_handed_over_is_the_same_and_has_no_name(tmp_path):
             assert torch.equal(tensor, torch.full_like(kind, number))
 
 
-def test_memory_that_nobody_hands_over_is_waited_for_no_longer():
+def test_memory_is_not_waited_for_when_the_other_end_is_gone():
     one_end, other_end = socket.socketpair()
     with other_end:
         one_end.close()
@@ -72,9 +73,9 @@ def test_memory_that_nobody_hands_over_is_waited_for_no_longer():
             SharedMemory.receive(other_end, KINDS, 2)
 
 
-def test_where_there_is_no_room_it_is_said(tmp_path):
+def test_missing_room_is_an_error_with_a_sentence(tmp_path):
     with pytest.raises(UserError, match=r"no room for .* MB of shared memory"):
-        packed_tensors.create_shared(tmp_path / "box", 2**60)
+        packed_tensors.create_shared_file(tmp_path / "box", 2**60)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -90,8 +91,8 @@ def make_store(parameters, num_workers=1, **options) -> ParameterStore:
     )
 
 
-def make_server(store, num_workers=1) -> Server:
-    return Server(store=store, num_workers=num_workers, num_shards=3, timeout_seconds=0.5)
+def make_server(store, num_workers=1) -> ParameterServer:
+    return ParameterServer(store=store, num_workers=num_workers, num_shards=3, timeout_seconds=0.5)
 
 
 @pytest.fixture
@@ -99,17 +100,17 @@ def served(tmp_path, parameters):
     memory = SharedMemory.create(tmp_path / "memory", parameters, 2)
     store = ParameterStore(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=memory.copies)
     server = make_server(store)
-    host = ShmServer(server, memory, place(tmp_path, 0))
-    yield server, host
-    host.close()
-    host.close()
+    transport = ShmServerTransport(server, memory, worker_config(tmp_path, 0))
+    yield server, transport
+    transport.close()
+    transport.close()
     memory.close()
     memory.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def place(folder, rank) -> Place:
-    return Place(
+def worker_config(folder, rank) -> WorkerConfig:
+    return WorkerConfig(
         rank=rank,
         world_size=2,
         folder=folder,
@@ -121,32 +122,32 @@ def place(folder, rank) -> Place:
     )
 
 
-def connect(tmp_path) -> ServerClient:
-    mine = place(tmp_path, 1)
-    return ServerClient(shm_channel(mine), mine.parameters)
+def connect(tmp_path) -> ParameterClient:
+    config = worker_config(tmp_path, 1)
+    return ParameterClient(connect_shm(config), config.parameters)
 
 
 def test_a_worker_finds_the_server_in_the_folder(tmp_path, served):
-    _, host = served
-    friend = connect(tmp_path)
-    assert list(friend.begin().shards) == [0]
-    friend.finish()
-    host.settle()
+    _, transport = served
+    client = connect(tmp_path)
+    assert list(client.begin().shards) == [0]
+    client.finish()
+    transport.drain()
 
 
-def test_a_worker_that_nobody_joins_gives_up(parameters):
+def test_a_worker_that_waits_alone_gives_up(parameters):
     server = make_server(make_store(parameters, 2), 2)
     with pytest.raises(RankLostError, match="Rank 1 left"):
         server.begin(0)
 
 
-def test_a_server_that_nobody_found_closes(tmp_path, served):
+def test_a_server_without_workers_closes(tmp_path, served):
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_parameters_are_the_models_own_memory_again_in_the_end(tmp_path, parameters):
     server = make_server(make_store(parameters))
-    client = ServerClient(DirectChannel(server), parameters)
+    client = ParameterClient(DirectTransport(server), parameters)
     client.begin()
     addresses = [parameter.data_ptr() for parameter in parameters]
     assert [tensor.data_ptr() for tensor in server.store.tensors] == addresses
@@ -182,7 +183,7 @@ def test_gradients_that_are_gathered_are_summed(parameters):
     for expected in (1.0, 0.8, 0.8):
         store.write(0, gradient)
         assert copies[store.read(0)].tensors[0][0].item() == pytest.approx(expected)
-    store.leave(0)
+    store.release(0)
     store.apply()
     assert store.tensors[0][0].item() == pytest.approx(0.7)
 
@@ -242,8 +243,8 @@ def test_a_step_at_a_share_of_its_rate_leaves_the_rate_as_it_was(is_hooked, rate
     step = ScaledStep(optimizer)
     parameter.grad = torch.ones(1)
     expected = 0.2 if is_hooked else 0.1
-    for shard, so_far in ((0.5, 0.5), (0.5, 1.0), (0.25, 1.25), (1.0, 2.25), (0.5, 2.75)):
-        step(shard)
+    for fraction, so_far in ((0.5, 0.5), (0.5, 1.0), (0.25, 1.25), (1.0, 2.25), (0.5, 2.75)):
+        step(fraction)
         assert parameter.item() == pytest.approx(-so_far * expected)
         assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(expected)
 
@@ -276,7 +277,7 @@ def test_a_parameter_without_a_gradient_is_left_alone(parameters):
     assert store.tensors[1].unique().tolist() == [1]
 
 
-def test_nobodys_parameters_change_while_it_trains_on_them(parameters):
+def test_parameters_do_not_change_while_a_worker_trains_on_them(parameters):
     """Workers push in random order; some leave, and come back."""
     num_workers, chance = 4, random.Random(3)
     store = make_store(parameters, num_workers)
@@ -287,7 +288,7 @@ def test_nobodys_parameters_change_while_it_trains_on_them(parameters):
         if rank not in held:
             number = store.read(rank)
         elif chance.random() < 0.1:
-            store.leave(rank)
+            store.release(rank)
             del held[rank]
             continue
         else:
@@ -306,22 +307,22 @@ def test_an_update_is_made_in_place_where_nobody_else_trains_on_the_parameters(p
     assert store.read(1) == 1
     store.write(1, ones)
     assert store.read(1) == 1, "rank 1 alone trains on it"
-    store.leave(1)
+    store.release(1)
     store.write(0, ones)
     assert store.read(0) == 1, "rank 1 has left it"
     assert store.tensors[0].tolist() == pytest.approx([0.7] * 3)
 
 
-def test_a_reply_survives_the_wire():
+def test_messages_survive_packing():
     reply = Reply(staleness=3, first_shard=7, num_shards=2, waited_seconds=0.25, copy=1)
     assert Reply.unpack(reply.pack()) == reply
     assert list(reply.shards) == [7, 8]
-    request = Asked(Request.PUSH, 0.5)
-    assert Asked.unpack(request.pack()) == request
+    request = WorkerRequest(RequestKind.PUSH, 0.5)
+    assert WorkerRequest.unpack(request.pack()) == request
 
 
 def test_first_shares_are_dealt_in_turns(parameters):
-    server = Server(
+    server = ParameterServer(
         store=make_store(parameters, 2),
         num_workers=2,
         num_shards=9,
@@ -342,7 +343,7 @@ def test_a_worker_killed_in_its_wait_does_not_cost_its_successor_the_place(param
         copies=[packed_tensors.pack(parameters) for _ in range(2)],
         period=WHOLE_ROUND,
     )
-    server = Server(
+    server = ParameterServer(
         store=store,
         num_workers=2,
         num_shards=20,
@@ -360,10 +361,10 @@ def test_a_worker_killed_in_its_wait_does_not_cost_its_successor_the_place(param
         assert list(joined.shards) == [2]
         with pytest.raises(RankLostError, match="Rank 1"):
             waits.result(10)
-        server.lose(1, 1)  # what its connection tells now is old
+        server.lose(1, 1)  # a late report of its old connection
         pushes = [
-            pool.submit(server.push, rank, ones, 0.5, life)
-            for rank, life in ((0, 0), (1, "its successor"))
+            pool.submit(server.push, rank, ones, 0.5, incarnation)
+            for rank, incarnation in ((0, 0), (1, "its successor"))
         ]
         shards = [shard for push in pushes for shard in push.result(10).shards]
         assert sorted(shards) == [3, 4]

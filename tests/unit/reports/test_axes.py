@@ -1,9 +1,9 @@
 import pytest
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Status
 from ddpnb.reports.figures.axes import planned_samples, planned_seconds
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Run, Status
-from tests.unit.runs.fake_runs import BATCH_SIZE, batch, header, spec, step
+from tests.unit.history.fake_runs import BATCH_SIZE, batch, header, run_of, spec, step
 
 NUM_STEPS = 200
 
@@ -11,7 +11,7 @@ NUM_STEPS = 200
 def trained(num_steps: int, status: Status = Status.RUNNING) -> Comparison:
     """Return a run of ``NUM_STEPS`` steps, each of 0.1 s, so many of which it has made."""
     planned = spec("single")
-    run = Run.of_spec(planned, created=1.0)
+    run = run_of(planned, created=1.0)
     rows = [step(i, (i + 1) * 0.1, samples=BATCH_SIZE) for i in range(num_steps)]
     run.add(batch(planned.run_id, rows, header=header(planned, NUM_STEPS)))
     if status is not Status.RUNNING:

@@ -11,19 +11,32 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from PIL import Image
 
+from ddpnb.history.comparison import Comparison, overlay
+from ddpnb.history.model import Run, RunSnapshot, Status
+from ddpnb.history.summary import time_to_target
 from ddpnb.protocol.messages import Mark, MarkKind, Parts
 from ddpnb.reports.figures.figure import LiveFigure, draw
 from ddpnb.reports.figures.series import Preparer, series_of
 from ddpnb.reports.formatting import notes
 from ddpnb.reports.plot_options import ACROSS, EVERYTHING, PlotOptions
-from ddpnb.runs.comparison import Comparison, overlay
-from ddpnb.runs.model import Run, RunSnapshot, Status
-from ddpnb.runs.summary import time_to_target
-from tests.unit.runs.fake_runs import batch, fake_comparison, fake_run, header, spec, step
+from ddpnb.reports.style import PART_COLOURS
+from tests.unit.history.fake_runs import (
+    batch,
+    fake_comparison,
+    fake_run,
+    header,
+    run_of,
+    spec,
+    step,
+)
 
 
 def pixels(png: bytes) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(png)))
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGBA"))
+
+
+def to_rgb255(colour: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(colour[1:]))
 
 
 def compared(*runs: Run) -> Comparison:
@@ -127,7 +140,7 @@ def test_what_is_emulated_says_so_at_each_line():
 
 
 def test_nothing_yet_is_drawn_as_waiting():
-    empty = compared(Run.of_spec(spec("ddp"), created=1.0))
+    empty = compared(run_of(spec("ddp"), created=1.0))
     assert sum(text.get_text().startswith("waiting for") for text in shown_texts(empty)) == 3
 
 
@@ -156,7 +169,7 @@ def test_a_loop_without_samples_is_drawn_against_time_alone():
 
 
 def test_one_step_and_negative_losses_can_be_drawn():
-    run = Run.of_spec(spec("single"), created=1.0)
+    run = run_of(spec("single"), created=1.0)
     run.add(batch(run.run_id, [step(0, 0.5, -3.0)], header=header(spec("single"), 1)))
     bottom, top = draw(compared(run)).axes[0].get_ylim()
     assert bottom <= -3.0 <= top
@@ -209,7 +222,7 @@ def test_other_cells_are_told():
 def test_repeats_become_a_median_over_at_least_half():
     runs = []
     for repeat, level in enumerate((1.0, 2.0, 6.0)):
-        run = Run.of_spec(spec("single", repeat), comparison="c", created=1.0)
+        run = run_of(spec("single", repeat), comparison="c", created=1.0)
         num_steps = 10 if repeat else 20
         told = [step(i, i + 1.0, level) for i in range(num_steps)]
         run.add(batch(run.run_id, told, header=header(spec("single", repeat), 1)))
@@ -240,7 +253,7 @@ def slowed(*strategies: str) -> Comparison:
 def test_the_lane_of_a_rank_is_blank_while_it_was_away():
     kinds = ((1, MarkKind.KILLED), (2, MarkKind.CAME_BACK))
     marks = [Mark(rank=1, seconds=at, kind=kind) for at, kind in kinds]
-    run = Run.of_spec(spec("async"))
+    run = run_of(spec("async"))
     for rank in range(2):
         times = [0.04 * i for i in range(1, 100) if rank == 0 or not 25 <= i < 50]
         parts = Parts(forward=0.03)
@@ -332,7 +345,7 @@ def test_numbers_at_an_axis_keep_their_distance():
     for factor in (1, 10, 100):
         runs = []
         for name in ("single", "ddp", "async"):
-            run = Run.of_spec(spec(name), created=1.0)
+            run = run_of(spec(name), created=1.0)
             told = [step(i, (i + 1) / 100, 1.0, samples=11 * factor) for i in range(50)]
             run.add(batch(run.run_id, told, header=header(spec(name), 50)))
             run.end(Status.FINISHED)
@@ -443,9 +456,31 @@ def test_a_quick_redraw_is_the_picture_that_matplotlib_draws():
     fresh = LiveFigure()
     fresh.update(comparison)
     buffer = io.BytesIO()
-    fresh.finish().savefig(buffer, format="png", dpi=100)
+    with matplotlib.rc_context({"text.hinting": "no_hinting"}):  # as the live figure does
+        fresh.finish().savefig(buffer, format="png", dpi=100)
     differs = np.abs(quick - pixels(buffer.getvalue()).astype(int)).max(axis=2) > 60
     assert differs.mean() < 0.01
+
+
+def test_a_frame_of_256_colours_looks_like_the_last_picture():
+    live = LiveFigure()
+    live.update(fake_comparison(num_steps=60, share=0.9))
+    frame = live.png()
+    live.update(fake_comparison(num_steps=60))
+    last = live.png()
+    assert Image.open(io.BytesIO(frame)).mode == "P"
+    assert Image.open(io.BytesIO(last)).mode == "RGBA"
+    title = np.s_[20:60, 20:-20]  # the same in both
+    error = np.abs(pixels(frame)[title].astype(int) - pixels(last)[title].astype(int))
+    assert error.max() <= 40
+    assert error.mean() < 1.5
+    assert pixels(frame)[0, 0, 3] == 0
+    swatches = {
+        colour: np.argwhere((pixels(last)[:, :, :3] == to_rgb255(colour)).all(axis=2))[0]
+        for colour in PART_COLOURS.values()
+    }
+    for colour, (y, x) in swatches.items():
+        np.testing.assert_allclose(pixels(frame)[y, x, :3], to_rgb255(colour), atol=6)
 
 
 def test_nothing_moves_when_a_strategy_turns_out_to_be_emulated():

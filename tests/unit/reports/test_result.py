@@ -9,13 +9,13 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from PIL import Image
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Run
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import StepEvent
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Run
+from tests.unit.history.fake_runs import batch, fake_comparison
 from tests.unit.reports.test_tables import EVIL, check_html
-from tests.unit.runs.fake_runs import batch, fake_comparison
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_an_empty_comparison_can_be_shown_and_saved(tmp_path: Path):
 
 def test_neither_torch_nor_pyplot_nor_pandas_is_imported():
     code = (
-        "import sys, ddpnb.reports.result, ddpnb.runs.store;"
+        "import sys, ddpnb.reports.result, ddpnb.history.store;"
         "print([m for m in ('torch', 'matplotlib.pyplot', 'pandas') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

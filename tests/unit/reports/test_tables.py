@@ -4,18 +4,18 @@ from html.parser import HTMLParser
 
 import pytest
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Run, Status
+from ddpnb.history.query import StoredRun
 from ddpnb.protocol.messages import RankState
 from ddpnb.reports.formatting import duration, number, percent, short, size
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
-from ddpnb.reports.results_table import scores_table
+from ddpnb.reports.results_table import results_table
 from ddpnb.reports.sentence import sentence
 from ddpnb.reports.table import Cell, Column, Table, in_two_lines
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Run, Status
-from ddpnb.runs.query import StoredRun
-from tests.unit.runs.fake_runs import fake_comparison, fake_run, header, spec
-from tests.unit.runs.test_summary import timed
+from tests.unit.history.fake_runs import fake_comparison, fake_run, header, run_of, spec
+from tests.unit.history.test_summary import timed
 
 EVIL = "<script>alert('x')</script>"
 
@@ -92,7 +92,7 @@ def test_everything_is_escaped():
 
 
 def test_a_table_can_be_heard_and_read():
-    html = scores_table(fake_comparison()).html()
+    html = results_table(fake_comparison()).html()
     check_html(html)
     assert html.count('scope="row"') == 4
     assert html.count('scope="col"') == 9
@@ -102,16 +102,16 @@ def test_a_table_can_be_heard_and_read():
 
 
 def test_the_scores_in_text():
-    text = scores_table(fake_comparison()).text()
+    text = results_table(fake_comparison()).text()
     dp = next(line for line in text.splitlines() if line.startswith("dp "))
     assert re.search(r"dp \(emulated\) +[\d,]+ \([\d,]+–[\d,]+\) +1\.\d\d× +\d\d %", dp)
-    assert "range over the tenths of the run" in text
+    assert "range over its tenths" in text
     assert "emulated on CPU threads" in text
     assert re.search(r"async .* 94\.7 % +1 / 3", text)
 
 
 def test_repeats_are_told_and_columns_nobody_fills_are_left_out():
-    text = scores_table(fake_comparison(("ddp",), repeats=2, num_steps=30)).text()
+    text = results_table(fake_comparison(("ddp",), repeats=2, num_steps=30)).text()
     assert "ddp 2 repeats" in text
     assert "median and range over the repeats" in text
     assert "speed-up" not in text
@@ -122,7 +122,7 @@ def test_a_run_that_failed_is_in_the_table():
     run = fake_run("ddp", num_steps=30, share=0.5)
     run.end(Status.FAILED, "rank 1 was killed")
     comparison = Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
-    text = scores_table(comparison).text()
+    text = results_table(comparison).text()
     assert "ddp failed" in text
     assert "ddp: failed: rank 1 was killed" in text
 
@@ -140,21 +140,21 @@ def test_how_a_run_ended_is_told_in_words(status: Status, detail: str, told: str
     run = fake_run("ddp", num_steps=30, share=0.5)
     run.end(status, detail)
     comparison = Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
-    assert f"\n  ddp: {told}\n" in scores_table(comparison).text() + "\n"
+    assert f"\n  ddp: {told}\n" in results_table(comparison).text() + "\n"
 
 
 def test_workers_have_a_column_where_the_title_does_not_tell_them():
-    usual = scores_table(fake_comparison())
+    usual = results_table(fake_comparison())
     assert "workers" not in {column.title for column in usual.columns}
     ddp, alone = fake_run("ddp", num_steps=20).snapshot(), fake_run("dp", num_steps=20).snapshot()
     assert alone.header is not None
     alone = replace(alone, header=replace(alone.header, num_workers=1))
     unlike = Comparison(comparison_id="c", name="c", runs=(ddp, alone))
-    assert "workers" in {column.title for column in scores_table(unlike).columns}
+    assert "workers" in {column.title for column in results_table(unlike).columns}
 
 
 def test_a_head_has_two_lines_at_most():
-    assert in_two_lines("sent a step") == ["sent a", "step"]
+    assert in_two_lines("sent per step") == ["sent per", "step"]
     assert in_two_lines("held-out accuracy") == ["held-out", "accuracy"]
     assert in_two_lines("samples/s") == ["samples/s"]
     assert in_two_lines("interconnection") == ["interconnection"]
@@ -175,13 +175,13 @@ def test_what_is_long_is_shortened_and_told_in_full_but_sentences_are_broken():
 
 def test_a_variant_has_a_ring_for_a_dot():
     runs = [fake_run(name, num_steps=20) for name in ("ddp", "ddp:hook=fp16")]
-    rows = scores_table(of_runs(*runs)).html().split("<tbody>")[1].split("</tr>")
+    rows = results_table(of_runs(*runs)).html().split("<tbody>")[1].split("</tr>")
     assert ['background:transparent"></span>' in row for row in rows[:2]] == [False, True]
 
 
 def test_an_empty_comparison_has_an_empty_table():
     empty = Comparison(comparison_id="c", name="c")
-    check_html(scores_table(empty).html())
+    check_html(results_table(empty).html())
     assert sentence(empty) == "Nothing has finished yet."
 
 
@@ -252,7 +252,7 @@ def test_progress_tells_how_long_all_runs_will_take():
 
 
 def test_progress_before_the_first_step_and_while_evaluating():
-    run = Run.of_spec(spec("ddp"), created=1.0)
+    run = run_of(spec("ddp"), created=1.0)
     assert progress_of(fake_comparison(()).with_runs([run.snapshot()])).text == "ddp: starting"
     done = replace(fake_run("ddp", num_steps=20).snapshot(), status=Status.RUNNING)
     assert "ddp: evaluating" in progress_of(fake_comparison(()).with_runs([done])).text
@@ -328,16 +328,16 @@ def of_runs(*runs: Run) -> Comparison:
 
 
 def test_what_communication_cost_is_in_the_table():
-    table = scores_table(fake_comparison())
-    assert {"exposed", "sent a step"} <= {column.title for column in table.columns}
+    table = results_table(fake_comparison())
+    assert {"exposed", "sent per step"} <= {column.title for column in table.columns}
     assert re.search(r"^ddp .* 24 % +49 kB ", table.text(), re.MULTILINE)
-    assert "exposed: share of a step spent on exchanging tensors" in table.text()
-    alone = scores_table(fake_comparison(("single",)))
-    assert not {"exposed", "sent a step", "samples lost"} & {c.title for c in alone.columns}
+    assert "exposed: share of a step in which a rank exchanges tensors" in table.text()
+    alone = results_table(fake_comparison(("single",)))
+    assert not {"exposed", "sent per step", "samples lost"} & {c.title for c in alone.columns}
 
 
 def test_lost_samples_and_unlike_memory_have_columns():
-    text = scores_table(
+    text = results_table(
         of_runs(
             reported("ddp", num_parameter_bytes=4_000_000, num_optimizer_bytes=4_000_000),
             reported(
@@ -350,21 +350,23 @@ def test_lost_samples_and_unlike_memory_have_columns():
     ).text()
     assert re.search(r"ddp .* 8\.0 MB \(4\.0 MB state\)", text)
     assert re.search(r"async .* 640 +6\.0 MB \(2\.0 MB state\)", text)
-    same = scores_table(of_runs(reported("ddp", num_parameter_bytes=9), reported("dp")))
-    assert "held a rank" in {column.title for column in same.columns}
+    same = results_table(of_runs(reported("ddp", num_parameter_bytes=9), reported("dp")))
+    assert "memory per rank" in {column.title for column in same.columns}
     equal = [reported(name, num_parameter_bytes=9) for name in ("ddp", "dp")]
-    assert "held a rank" not in {column.title for column in scores_table(of_runs(*equal)).columns}
+    assert "memory per rank" not in {
+        column.title for column in results_table(of_runs(*equal)).columns
+    }
 
 
 def test_when_a_target_was_reached_is_in_table_and_sentence():
     comparison = fake_comparison(("single", "ddp"))
-    table = scores_table(comparison, 0.5)
+    table = results_table(comparison, 0.5)
     assert [column.title for column in table.columns][1:3] == ["samples/s", "to loss 0.5"]
     assert re.search(r"ddp .* \d\.\d\d s \(\d\d\.\dk samples\)", table.text())
     told = sentence(comparison, 0.5)
-    assert re.search(r"a training loss of 0.5 is reached after \d.\d\d s by ddp and ", told)
+    assert re.search(r"a training loss of 0.5 was reached after \d.\d\d s by ddp and ", told)
     assert "more samples" not in told, "one repeat allows no claim"
-    assert "never" in scores_table(comparison, 0.001).text()
+    assert "never" in results_table(comparison, 0.001).text()
     assert "single and ddp never reached a training loss of 0.001" in sentence(
         comparison, 0.001
     ) or "Single and ddp never reached" in sentence(comparison, 0.001)
@@ -372,7 +374,7 @@ def test_when_a_target_was_reached_is_in_table_and_sentence():
 
 def test_more_samples_are_claimed_only_where_the_ranges_allow_it():
     told = sentence(fake_comparison(("single", "async"), repeats=3), 0.5)
-    assert re.search(r"async needs \d+ % more samples than single to get there", told)
+    assert re.search(r"async needs \d+ % more samples than single to reach it", told)
 
 
 def test_bytes_in_words():

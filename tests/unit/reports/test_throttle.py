@@ -25,7 +25,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(("busy_percent", "share"), [(50.0, MAX_SHARE), (95.0, BUSY_SHARE)])
-@pytest.mark.parametrize("cost", [0.001, 0.02, 0.04])
+@pytest.mark.parametrize("cost", [0.001, 0.02, 0.07])
 def test_drawing_takes_its_share_and_no_more(cost: float, busy_percent: float, share: float):
     clock = Clock(busy_percent)
     num = 0
@@ -51,11 +51,11 @@ def test_a_dear_picture_does_not_stop_the_next_ones():
 
 def test_cores_that_become_idle_are_used():
     clock = Clock(100.0)
-    clock.throttle.draw(lambda: clock.draw(0.03))
-    clock.now += 0.03 / MAX_SHARE + 0.1
+    clock.throttle.draw(lambda: clock.draw(0.06))
+    clock.now += 0.06 / MAX_SHARE + 0.1
     assert not clock.throttle.is_due()
-    clock.now += 0.03 / BUSY_SHARE
+    clock.now += 0.06 / BUSY_SHARE
     clock.busy_percent = 20.0
-    clock.throttle.draw(lambda: clock.draw(0.03))
-    clock.now += 0.03 / MAX_SHARE + 0.1
+    clock.throttle.draw(lambda: clock.draw(0.06))
+    clock.now += 0.06 / MAX_SHARE + 0.1
     assert clock.throttle.is_due()

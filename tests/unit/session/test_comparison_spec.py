@@ -4,12 +4,13 @@ from typing import Any
 import pytest
 
 from ddpnb.api import compare
-from ddpnb.magics.arguments import arguments, training_of
+from ddpnb.magics.arguments import arguments
 from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import TrainingSpec, training_options
 from ddpnb.session.comparison import ComparisonSpec
+from ddpnb.session.keywords import make_training_spec
 
 CELL = "def model(): ...\ndef data(split): ..."
 DIGITS = TrainingSpec(task="digits")
@@ -66,7 +67,7 @@ NAMED = {"strategies": ("ddp",)}
 
 
 @pytest.mark.parametrize(
-    ("training", "wish", "told"),
+    ("training", "choices", "expected"),
     [
         (
             {"task": "digits"},
@@ -129,11 +130,11 @@ NAMED = {"strategies": ("ddp",)}
     ],
 )
 def test_a_wrong_comparison_is_one_sentence(
-    training: dict[str, Any], wish: dict[str, Any], told: str
+    training: dict[str, Any], choices: dict[str, Any], expected: str
 ):
     with pytest.raises(UserError) as caught:
-        ComparisonSpec(training=TrainingSpec(**training), **NAMED | wish)
-    assert told in str(caught.value)
+        ComparisonSpec(training=TrainingSpec(**training), **NAMED | choices)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -177,21 +178,21 @@ WRONG_LINES = {
 }
 
 
-@pytest.mark.parametrize(("line", "told"), WRONG_LINES.items(), ids=WRONG_LINES)
-def test_a_wrong_line_is_one_sentence_before_anything_trains(line: str, told: str):
+@pytest.mark.parametrize(("line", "expected"), WRONG_LINES.items(), ids=WRONG_LINES)
+def test_a_wrong_line_is_one_sentence_before_anything_trains(line: str, expected: str):
     with pytest.raises(UserError) as caught:
         parse(f"ddp --task digits {line}")
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_the_help_begins_with_the_usage_and_tells_every_default():
-    told = " ".join((DdpMagics.ddp_compare.__doc__ or "").split())
-    assert told.startswith("%ddp_compare [--repeats REPEATS]")
-    assert "how often each strategy is trained [1]" in told
-    assert "of the weights and the order of samples [0]" in told
-    assert "--epochs N passes over the training data;" in told
-    assert "counted in samples seen [2]" in told
+def test_the_help_begins_with_the_usage_and_names_every_default():
+    shown = " ".join((DdpMagics.ddp_compare.__doc__ or "").split())
+    assert shown.startswith("%ddp_compare [--repeats N]")
+    assert "trainings of each strategy [1]" in shown
+    assert "seed of the initial weights and the order of samples [0]" in shown
+    assert "--epochs N passes over the training data;" in shown
+    assert "counted in samples seen [2]" in shown
 
 
 def test_every_choice_has_its_option():
@@ -237,19 +238,26 @@ def test_what_is_not_chosen_is_as_in_the_spec():
 def test_the_python_twin_has_the_same_choices_and_defaults():
     parameters = inspect.signature(compare).parameters
     chosen = {o.keyword: parameters[o.keyword].default for _, o in training_options()}
+<<<<<<< HEAD
     assert training_of(chosen, source=CELL) == TrainingSpec(source=CELL)
     told = inspect.getdoc(compare) or ""
     assert all(f"\n    {o.keyword}: {o.meaning}." in told for _, o in training_options())
     assert training_of({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
+=======
+    assert make_training_spec(chosen, source=CELL) == TrainingSpec(source=CELL)
+    shown = compare.__doc__ or ""
+    assert all(f"\n        {o.keyword}: {o.meaning}." in shown for _, o in training_options())
+    assert make_training_spec({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
+>>>>>>> main
         source=CELL, jitter=0.2, slow=("1:3x",)
     )
 
 
 def test_a_number_for_jitter_is_read_as_its_text_is():
-    assert training_of({"jitter": 0.2}, source=CELL).jitter == 0.2
+    assert make_training_spec({"jitter": 0.2}, source=CELL).jitter == 0.2
     for jitter in (20, 20.0):
         with pytest.raises(UserError, match=r"would be 2000 %; write 20% or 0\.2\."):
-            training_of({"jitter": jitter}, source=CELL)
+            make_training_spec({"jitter": jitter}, source=CELL)
 
 
 def test_a_run_is_a_training_with_a_strategy():
@@ -260,4 +268,4 @@ def test_a_run_is_a_training_with_a_strategy():
 
 
 def parse(line: str) -> TrainingSpec:
-    return training_of(vars(arguments(DdpMagics.ddp_compare, line)))
+    return make_training_spec(vars(arguments(DdpMagics.ddp_compare, line)))

@@ -5,9 +5,9 @@ from ddpnb.session.errors import (
     CellInterrupt,
     CellTimeoutError,
     RankError,
-    render,
-    sentence,
-    told,
+    render_error,
+    render_failures,
+    summarize,
 )
 
 
@@ -37,53 +37,55 @@ def test_of_two_causes_the_first_in_time_comes_first():
 
 
 def test_a_single_failure_is_named_without_first():
-    assert sentence([failure(1)]) == "rank 1 failed: ValueError: bad"
+    assert summarize([failure(1)]) == "rank 1 failed: ValueError: bad"
 
 
-def test_identical_failures_are_told_once_whatever_their_colours():
+def test_identical_failures_are_shown_once_whatever_their_colours():
     failures = [
         failure(0, traceback=("\x1b[31mline 2\x1b[39m", "bad")),
         failure(1, traceback=("line 2", "bad")),
         failure(3, traceback=("line 2", "\x1b[0mbad")),
     ]
-    lines = render(failures)
+    lines = render_failures(failures)
     assert lines[0] == "RankError: ranks 0-1,3 failed: ValueError: bad"
     assert sum("line 2" in line for line in lines) == 1
 
 
-def test_different_failures_are_all_told():
-    text = "\n".join(render([failure(0, text="a"), failure(1, text="b"), failure(2, text="a")]))
+def test_different_failures_are_all_shown():
+    text = "\n".join(
+        render_failures([failure(0, text="a"), failure(1, text="b"), failure(2, text="a")])
+    )
     assert "ranks 0,2 failed: ValueError: a" in text
     assert "rank 1 failed: ValueError: b" in text
     assert text.count("Cell In[3]") == 2
 
 
 def test_consequences_are_folded_into_one_line():
-    lines = render(RankError([failure(1, at=1), closed(0, 2), closed(2, 3)]).failures)
+    lines = render_failures(RankError([failure(1, at=1), closed(0, 2), closed(2, 3)]).failures)
     text = "\n".join(lines)
     assert "gloo" not in text
     assert lines[-1] == (
         "(ranks 0,2 were waiting in a collective for it and stopped: connection closed by peer)"
     )
-    assert "(rank 0 was waiting" in render([failure(1), closed(0, 2)])[-1]
+    assert "(rank 0 was waiting" in render_failures([failure(1), closed(0, 2)])[-1]
 
 
-def test_ranks_that_waited_for_nobody_are_told_apart():
-    lines = render([failure(1), closed(0, 2), replace(closed(2, 3), was_waiting=False)])
+def test_ranks_that_waited_for_nothing_have_a_line_of_their_own():
+    lines = render_failures([failure(1), closed(0, 2), replace(closed(2, 3), was_waiting=False)])
     assert "(rank 0 was waiting in a collective" in lines[-2]
     assert lines[-1] == "(rank 2 was stopped with it)"
 
 
-def test_where_there_are_only_consequences_one_is_told_in_full():
-    lines = render([closed(0, 1), closed(1, 2)])
+def test_where_there_are_only_consequences_one_is_shown_in_full():
+    lines = render_failures([closed(0, 1), closed(1, 2)])
     assert "gloo" in "\n".join(lines)
     assert "(rank 1 was waiting" in lines[-1]
 
 
 def test_ipython_shows_the_rendered_lines():
     error = RankError([failure(1)])
-    assert error._render_traceback_() == render(error.failures)
-    assert told(error).startswith("RankError: rank 1 failed: ValueError: bad\n")
+    assert error._render_traceback_() == render_failures(error.failures)
+    assert render_error(error).startswith("RankError: rank 1 failed: ValueError: bad\n")
 
 
 def test_a_timeout_and_an_interrupt_are_one_line():
@@ -95,14 +97,16 @@ def test_a_timeout_and_an_interrupt_are_one_line():
     assert isinstance(CellInterrupt(), KeyboardInterrupt)
     assert type(CellInterrupt()).__name__ == "KeyboardInterrupt"
     assert len(CellInterrupt()._render_traceback_()) == 1
-    assert told(OSError("plain")) == "OSError('plain')"
+    assert render_error(OSError("plain")) == "OSError('plain')"
 
 
-def test_the_cause_is_told_once_and_without_blank_lines_at_the_end():
-    lines = render([failure(1, traceback=("line 2", "", "\x1b[31mValueError\x1b[39m: bad"))])
+def test_the_cause_is_shown_once_and_without_blank_lines_at_the_end():
+    lines = render_failures(
+        [failure(1, traceback=("line 2", "", "\x1b[31mValueError\x1b[39m: bad"))]
+    )
     assert lines == ["RankError: rank 1 failed: ValueError: bad", "line 2"]
     lost = failure(1, "RankLost", "was killed by SIGKILL", is_death=True, traceback=("",))
-    assert render([lost, closed(0, 2)])[1:3] == [
+    assert render_failures([lost, closed(0, 2)])[1:3] == [
         "",
         "(rank 0 was waiting in a collective for it and stopped: connection closed by peer)",
     ]
@@ -116,7 +120,9 @@ def test_what_is_kept_of_a_failure_gives_no_advice():
     assert RankError([failure(0, text="")]).cause == "ValueError on rank 0"
 
 
-def test_calls_that_do_not_match_are_told_once():
+def test_calls_that_do_not_match_are_shown_once():
     name, both = "CollectiveMismatchError", {"breaks_group": True}
-    lines = render([failure(0, name, "0 and 1", **both), failure(2, name, "1 and 2", **both)])
+    lines = render_failures(
+        [failure(0, name, "0 and 1", **both), failure(2, name, "1 and 2", **both)]
+    )
     assert lines == [f"RankError: ranks 0,2 failed: {name}: 0 and 1", "Cell In[3], line 2"]

@@ -1,4 +1,5 @@
 import json
+import pkgutil
 import subprocess
 import sys
 
@@ -51,3 +52,8 @@ def test_no_module_imports_itself_by_way_of_others():
         for module in leaves:
             del left[module]
     assert not left
+
+
+def test_no_module_hides_a_public_function():
+    modules = {module.name for module in pkgutil.iter_modules(ddpnb.__path__)}
+    assert not modules & set(ddpnb.__all__)

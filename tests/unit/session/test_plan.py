@@ -60,21 +60,23 @@ def test_cpu_ranks_share_no_gpu():
 
 
 @pytest.mark.parametrize(
-    ("wish", "num_gpus", "told"),
+    ("choices", "num_gpus", "expected"),
     [
         ({"device": "cuda"}, 0, "There is no GPU on this machine: use --device cpu"),
         ({"backend": "nccl"}, 0, "there is none here: use --backend gloo"),
         ({"backend": "nccl", "num_ranks": 3}, 2, "use -n 2, or --backend gloo"),
     ],
 )
-def test_what_the_machine_cannot_do_is_refused(wish: dict[str, object], num_gpus: int, told: str):
+def test_what_the_machine_cannot_do_is_refused(
+    choices: dict[str, object], num_gpus: int, expected: str
+):
     with pytest.raises(UserError) as caught:
-        place_ranks(ClusterSpec(**wish), num_gpus)  # type: ignore[arg-type]
-    assert told in str(caught.value)
+        place_ranks(ClusterSpec(**choices), num_gpus)  # type: ignore[arg-type]
+    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("wish", "told"),
+    ("choices", "expected"),
     [
         ({"device": "tpu"}, "There is no device 'tpu'; choose one of: auto, cpu, cuda."),
         ({"backend": "mpi"}, "There is no backend 'mpi'; choose one of: auto, gloo, nccl."),
@@ -84,10 +86,10 @@ def test_what_the_machine_cannot_do_is_refused(wish: dict[str, object], num_gpus
         ({"device": "cpu", "backend": "nccl"}, "use --backend gloo with --device cpu."),
     ],
 )
-def test_a_wrong_wish_is_refused_at_once(wish: dict[str, object], told: str):
+def test_a_wrong_choice_is_refused_at_once(choices: dict[str, object], expected: str):
     with pytest.raises(UserError) as caught:
-        ClusterSpec(**wish)  # type: ignore[arg-type]
-    assert told in str(caught.value)
+        ClusterSpec(**choices)  # type: ignore[arg-type]
+    assert expected in str(caught.value)
 
 
 def test_the_environment_is_torchruns():

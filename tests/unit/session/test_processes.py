@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.cluster.detach import SAVED, detached, find, name_of
+from ddpnb.cluster.detach import RECORD_FILE, detached, find, name_of
 from ddpnb.cluster.processes import Exit, Member, Processes, Service
 from ddpnb.cluster.run_folder import private_folder
 from ddpnb.protocol.errors import UserError
@@ -41,12 +41,12 @@ def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception],
             raise error("a handler failed")
 
     processes = Processes(pipe=ours, server=EndedServer(), on_exit=note)
-    processes._listener.start()
+    processes._reader.start()
     for rank in (0, 1):
         event = {"event": "exited", "name": str(rank), "code": -9}
         theirs.send_bytes(json.dumps(event).encode())
     theirs.close()
-    processes._listener.join(10)
+    processes._reader.join(10)
     assert heard == [0, 1, Service.FORK_SERVER]
     assert "a handler failed" in capsys.readouterr().err
 
@@ -59,14 +59,42 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"plan": null}', '{"spec": {"a": 1}}'])
-def test_a_damaged_record_is_named_with_what_to_do(folder: Path, content: str):
-    (folder / SAVED).write_text(content)
+VERSION_BEFORE = {
+    "folder": "/dev/shm/ddpnb-1",
+    "home": "/tmp",
+    "began": 1.8e9,
+    "server": [1, 1.8e9],
+    "spec": {
+        "num_ranks": 1,
+        "device": "cpu",
+        "backend": "auto",
+        "num_threads": None,
+        "linger_seconds": 600.0,
+    },
+    "method": "fork",
+    "plan": {"devices": ["cpu"], "backend": "gloo", "num_threads": 1},
+    "master_port": 29500,
+    "states": [],
+    "engine_of": {"0": 0},
+    "generation": 0,
+    "group_is_cut": False,
+    "group_is_checked": False,
+}
+"""A cluster's record as ddpnb wrote it when detaching was called lingering."""
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "null", '{"plan": null}', '{"spec": {"a": 1}}', json.dumps(VERSION_BEFORE)],
+    ids=["empty", "cut off", "list", "null", "no spec", "no placement", "version before"],
+)
+def test_an_unreadable_record_is_named_with_what_to_do(folder: Path, content: str):
+    (folder / RECORD_FILE).write_text(content)
     with pytest.raises(UserError) as raised:
         find(name_of(folder), Path.cwd())
     assert str(raised.value) == (
-        f"{folder / SAVED} is damaged, or another version of ddpnb wrote it: its cluster cannot be "
-        f"attached to; end it with `kill {os.getpid()}` and start anew with %ddp_start."
+        f"{folder / RECORD_FILE} is damaged, or another version of ddpnb wrote it: its cluster "
+        f"cannot be attached to; end it with `kill {os.getpid()}` and start anew with %ddp_start."
     )
     assert folder not in [saved.folder for saved in detached()]
 

@@ -21,7 +21,7 @@ def test_sets_of_ranks_are_read(text: str | None, expected: tuple[int, ...]):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("abc", "'abc' does not name ranks: write numbers and ranges, such as 0,2-3."),
         ("-1", "does not name ranks"),
@@ -32,10 +32,10 @@ def test_sets_of_ranks_are_read(text: str | None, expected: tuple[int, ...]):
         ("0,2-5", "There is no rank 4-5: the ranks are 0-3."),
     ],
 )
-def test_a_wrong_set_of_ranks_is_one_sentence(text: str, told: str):
+def test_a_wrong_set_of_ranks_is_one_sentence(text: str, expected: str):
     with pytest.raises(UserError) as caught:
         parse_ranks(text, 4)
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

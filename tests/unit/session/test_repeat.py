@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.repeat import magic_of
 from ddpnb.magics.arguments import arguments
 from ddpnb.magics.magics import DdpMagics, comparison_of
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.repeat import magic_of
 from ddpnb.session.comparison import ComparisonSpec
 
 CELL = "def model(): ...\ndef data(split): ...\n"

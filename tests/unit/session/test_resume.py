@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Run, Status
+from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.runs.comparison import Comparison
-from ddpnb.runs.model import Run, Status
-from ddpnb.runs.store import Store
 from ddpnb.session.comparison import ComparisonSpec
 from ddpnb.session.preflight import with_checkpoints
 
@@ -77,19 +77,19 @@ def test_a_baseline_that_was_not_trained_is_left_out(store: Store):
 
 
 @pytest.mark.parametrize(
-    ("resume", "told"),
+    ("resume", "expected"),
     [
         ("first", f"first has no run of ddp to resume; it has: {LABEL}, single."),
         ("other", "There is no run 'other'"),
     ],
 )
-def test_what_is_not_there_is_one_sentence(store: Store, resume: str, told: str):
+def test_what_is_not_there_is_one_sentence(store: Store, resume: str, expected: str):
     with pytest.raises(UserError) as caught:
         with_checkpoints(specs_of(("ddp",), resume=resume), ("ddp",), store)
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
 
 
-def test_without_the_wish_no_folder_is_named(store: Store):
+def test_without_checkpoints_no_folder_is_named(store: Store):
     specs = specs_of(("ddp",))
     assert with_checkpoints(specs, ("ddp",), store) == specs
     assert {spec.checkpoints for spec in specs} == {""}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ddpnb import api
+from ddpnb.history.rows import to_text
 from ddpnb.protocol.errors import UserError
-from ddpnb.runs.rows import to_text
 from ddpnb.session.comparison import ComparisonSpec
 
 WRONG = {
@@ -75,16 +75,16 @@ def test_numbers_of_numpy_are_stored_as_any_others():
         log=np.True_,
         kill=[np.str_("1@5s")],
     )
-    told = json.loads(to_text(asked.run_specs()[-1]))
-    assert [told[name] for name in ("strategy", "batch_size", "learning_rate", "clip")] == [
+    stored = json.loads(to_text(asked.run_specs()[-1]))
+    assert [stored[name] for name in ("strategy", "batch_size", "learning_rate", "clip")] == [
         "ddp",
         8,
         0.5,
         1.0,
     ]
-    assert (told["num_epochs"], told["kill"], asked.options.log) == (3.0, ["1@5s"], True)
-    stored = [getattr(asked.training, entry.name) for entry in fields(asked.training)]
-    assert {type(value) for value in stored} <= {int, float, str, bool, tuple, NoneType}
+    assert (stored["num_epochs"], stored["kill"], asked.options.log) == (3.0, ["1@5s"], True)
+    values = [getattr(asked.training, entry.name) for entry in fields(asked.training)]
+    assert {type(value) for value in values} <= {int, float, str, bool, tuple, NoneType}
 
 
 def compared(*strategies: str, **choices: object) -> ComparisonSpec:

@@ -1,0 +1,112 @@
+"""Several runs that belong together, and where they were trained.  (Kernel.)"""
+
+import contextlib
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ddpnb.history.model import RunSnapshot
+from ddpnb.protocol.messages import RankState, RunSpec
+
+LIBRARIES = ("ddpnb", "torch", "ipyparallel", "numpy")
+"""Libraries in ``environment``, by their version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Comparison:
+    """Several runs at one moment, and all that is needed to repeat them."""
+
+    comparison_id: str
+    name: str
+    created: float = 0.0
+    """Seconds since 1970 (UTC)."""
+    task: str = ""
+    source: str = ""
+    """The cell that defines the task; empty for a built-in one."""
+    specs: tuple[RunSpec, ...] = ()
+    """All runs that were asked for, in the order of training."""
+    runs: tuple[RunSnapshot, ...] = ()
+    """All runs that have begun."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """The names of all runs, each once, in order."""
+        names = [spec.strategy for spec in self.specs] + [run.name for run in self.runs]
+        return tuple(dict.fromkeys(names))
+
+    def with_runs(self, runs: Sequence[RunSnapshot]) -> "Comparison":
+        """Return this comparison with other runs, or the same runs at another moment."""
+        return replace(self, runs=tuple(runs))
+
+
+def overlay(comparisons: Sequence[Comparison]) -> Comparison:
+    """Return the runs of several comparisons as one, each run once."""
+    assert comparisons, "nothing to overlay"
+    if len(comparisons) == 1:
+        return comparisons[0]
+    runs = {run.run_id: run for comparison in comparisons for run in comparison.runs}
+    return Comparison(
+        comparison_id="+".join(comparison.comparison_id for comparison in comparisons),
+        name=", ".join(dict.fromkeys(comparison.name for comparison in comparisons)),
+        created=max(comparison.created for comparison in comparisons),
+        task=_common([comparison.task for comparison in comparisons]),
+        source=_common([comparison.source for comparison in comparisons]),
+        runs=tuple(runs.values()),
+        environment=_common_items([comparison.environment for comparison in comparisons]),
+    )
+
+
+def environment() -> dict[str, str]:
+    """Return this machine's properties and the versions of its libraries."""
+    installed = {}
+    for library in LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            installed[library] = version(library)
+    return {
+        **installed,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "host": platform.node(),
+        "CPU": _cpu_model(),
+        "CPU cores": str(os.cpu_count() or "unknown"),
+    }
+
+
+def describe_ranks(states: Sequence[RankState]) -> dict[str, str]:
+    """Return the number of ranks, their devices and their backend."""
+    devices = Counter(state.device_name for state in states if state.device != "cpu")
+    return {
+        "ranks": str(len(states)),
+        "GPUs": ", ".join(f"{number} {name}" for name, number in devices.items()) or "none",
+        "threads of each rank": _distinct(str(state.num_threads) for state in states),
+        "backend": _distinct(state.backend for state in states),
+    }
+
+
+def _cpu_model() -> str:
+    """Return the name of the processor, as far as it is known."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _distinct(values: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(values))
+
+
+def _common(values: Sequence[str]) -> str:
+    """Return the value that all have; empty if they differ."""
+    return values[0] if len(set(values)) == 1 else ""
+
+
+def _common_items(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the items that all have."""
+    first, *others = environments
+    return {key: value for key, value in first.items() if all(o.get(key) == value for o in others)}

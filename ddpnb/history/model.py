@@ -1,0 +1,260 @@
+"""One run: the events that have arrived, and a snapshot to draw.  (Kernel.)"""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import final
+
+import numpy as np
+
+from ddpnb.history.aggregate import RunAggregate, RunAggregator
+from ddpnb.history.rows import EVENT, METRIC, Records, rows_of
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import EventBatch, Mark, RunHeader, RunReport, RunSpec
+
+MAX_EVENTS_IN_MEMORY = 20_000
+"""The events of a longer run are in the store alone."""
+
+
+class Status(StrEnum):
+    """The state of a run; equal to its own text, e.g. ``"failed"``."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+def ending(status: Status, detail: str) -> str:
+    """Return how a run ended and why, e.g. ``"stopped: interrupted"``."""
+    if detail.startswith(status.value):
+        return detail  # "stopped by the user"
+    return f"{status.value}: {detail}" if detail else status.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunSnapshot:
+    """A run at one moment: plots, tables and the store read it."""
+
+    run_id: str
+    name: str
+    """The strategy, or the name of a hand-written loop."""
+    comparison: str = ""
+    """Name of its comparison; speed-up is measured within one."""
+    created: float = 0.0
+    """Seconds since 1970 (UTC)."""
+    spec: RunSpec | None = None
+    """None for a hand-written loop logged with ``ddpnb.log``."""
+    header: RunHeader | None = None
+    status: Status = Status.RUNNING
+    detail: str = ""
+    """Why it failed or stopped, in one clause."""
+    aggregate: RunAggregate = field(default_factory=RunAggregate)
+    """Its curve, tracks and totals; the size does not grow with the run."""
+    events_in_memory: "RunEvents | None" = None
+    """None where there are too many."""
+    load: "Callable[[], RunSnapshot] | None" = None
+    """Reads this run with its events from the store."""
+    reports: tuple[RunReport, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    """In order of arrival."""
+    num_lost_batches: int = 0
+
+    @property
+    def repeat(self) -> int:
+        """0 for the first run of this name in its comparison."""
+        return 0 if self.spec is None else self.spec.repeat
+
+    @property
+    def num_samples_before(self) -> int:
+        """Samples that the run which it resumes had seen."""
+        return self.header.num_samples_before if self.header else 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether more events may come."""
+        return self.status is Status.RUNNING
+
+    @property
+    def events(self) -> Records:
+        """Rows of ``EVENT`` in order of arrival; a long run is read again at every access."""
+        return self._all_events().rows
+
+    @property
+    def metrics(self) -> Mapping[str, Records]:
+        """Rows of ``METRIC`` by the user's name for them; read again likewise."""
+        return self._all_events().metrics
+
+    def _all_events(self) -> "RunEvents":
+        if self.events_in_memory is None and self.load is not None:
+            return self.load()._all_events()
+        return self.events_in_memory or RunEvents()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunEvents:
+    """All events of a run, as they arrived."""
+
+    row_parts: tuple[Records, ...] = ()
+    metric_parts: Mapping[str, tuple[Records, ...]] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> Records:
+        """Rows of ``EVENT``, read-only."""
+        rows = np.concatenate([np.empty(0, dtype=EVENT), *self.row_parts])
+        rows.flags.writeable = False
+        return rows
+
+    @property
+    def metrics(self) -> Mapping[str, Records]:
+        """Rows of ``METRIC`` by the user's name for them."""
+        return {name: np.concatenate(parts) for name, parts in self.metric_parts.items()}
+
+
+@final
+class Run:
+    """Assembles the events of one run; a snapshot is cheap and never changes.
+
+    One thread may add while others take snapshots.
+
+    Args:
+        run_id: the id in its batches and reports.
+        name: the strategy, or the name of a hand-written loop.
+        comparison: name of its comparison.
+        spec: what is trained; None for a hand-written loop.
+        created: seconds since 1970; now if not given.
+        num_ranks: how many ranks may log from a hand-written loop.
+        load: reads the run with its events from the store; without it, all stay in memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        name: str,
+        comparison: str = "",
+        spec: RunSpec | None = None,
+        created: float | None = None,
+        num_ranks: int = 1,
+        load: Callable[[], RunSnapshot] | None = None,
+    ) -> None:
+        self._load = load
+        self._start = RunSnapshot(
+            run_id=run_id,
+            name=name,
+            comparison=comparison,
+            spec=spec,
+            created=time.time() if created is None else created,
+        )
+        self._header: RunHeader | None = None
+        self._ending = (Status.RUNNING, "")
+        self._aggregate = RunAggregator(spec, num_ranks)
+        self._events: list[Records] | None = []
+        self._num_events = 0
+        self._metrics: dict[str, list[Records]] = {}
+        self._marks: list[Mark] = []
+        self._reports: dict[int, RunReport] = {}
+        self._num_sequences: dict[int, int] = {}
+        self._missing: set[tuple[int, int]] = set()
+
+    @property
+    def run_id(self) -> str:
+        """The id in its batches and reports."""
+        return self._start.run_id
+
+    def add(self, batch: EventBatch) -> bool:
+        """Add a batch; return False if it was here already."""
+        assert batch.run_id == self.run_id, (batch.run_id, self.run_id)
+        if not self._is_new(batch.rank, batch.sequence):
+            return False
+        if batch.header is not None:
+            self._header = batch.header
+        rows = rows_of(batch)
+        self._aggregate.add(rows, batch.header)
+        self._store_in_memory(rows, batch.metrics)
+        self._marks.extend(batch.marks)
+        return True
+
+    def add_report(self, report: RunReport) -> None:
+        """Add the report of a rank; batches that it sent and that have not come count as lost."""
+        assert report.run_id == self.run_id, (report.run_id, self.run_id)
+        self._reports[report.rank] = report
+        self._expect(report.rank, report.num_batches_sent)
+
+    def end(self, status: Status, detail: str = "") -> None:
+        """Set how the run ended; may be called again.
+
+        Events that came too late for their place are put in order now, so that the live run and
+        the stored one have the same aggregate.
+        """
+        self._aggregate.end()
+        self._ending = (Status(status), detail)
+        if not self._aggregate.is_in_order:
+            self._aggregate_again()
+
+    def snapshot(self) -> RunSnapshot:
+        """Return the run as it is now; costs the same however long it is."""
+        status, detail = self._ending
+        return RunSnapshot(
+            run_id=self._start.run_id,
+            name=self._start.name,
+            comparison=self._start.comparison,
+            created=self._start.created,
+            spec=self._start.spec,
+            header=self._header,
+            status=status,
+            detail=detail,
+            aggregate=self._aggregate.snapshot(),
+            events_in_memory=self._events_in_memory(),
+            load=self._load,
+            reports=tuple(report for _, report in sorted(self._reports.items())),
+            marks=tuple(self._marks),
+            num_lost_batches=len(self._missing),
+        )
+
+    def _aggregate_again(self) -> None:
+        """Aggregate all events in their order, if the store can be read."""
+        now = self.snapshot()
+        with contextlib.suppress(UserError):
+            rows = now.events
+            if len(rows) == now.aggregate.num_events:
+                self._aggregate = RunAggregator.from_all(rows, now.spec, now.header)
+
+    def _store_in_memory(self, rows: Records, metrics: tuple[tuple[int, str, float], ...]) -> None:
+        """Keep the events until there are too many for memory."""
+        if self._events is None:
+            return
+        offset = self._num_events
+        if self._load is not None and offset + len(rows) > MAX_EVENTS_IN_MEMORY:
+            self._events = None
+            self._metrics.clear()
+            return
+        for name in dict.fromkeys(name for _, name, _ in metrics):
+            numbers = [(offset + index, value) for index, own, value in metrics if own == name]
+            self._metrics.setdefault(name, []).append(np.array(numbers, dtype=METRIC))
+        self._events.append(rows)
+        self._num_events += len(rows)
+
+    def _events_in_memory(self) -> RunEvents | None:
+        if self._events is None:
+            return None
+        metrics = {name: tuple(parts) for name, parts in list(self._metrics.items())}
+        return RunEvents(row_parts=tuple(self._events), metric_parts=metrics)
+
+    def _is_new(self, rank: int, sequence: int) -> bool:
+        if (rank, sequence) in self._missing:
+            self._missing.remove((rank, sequence))
+            return True
+        if sequence < self._num_sequences.get(rank, 0):
+            return False
+        self._expect(rank, sequence)
+        self._num_sequences[rank] = sequence + 1
+        return True
+
+    def _expect(self, rank: int, num_sequences: int) -> None:
+        """Count as missing every batch below ``num_sequences`` that has not come."""
+        first = self._num_sequences.get(rank, 0)
+        self._missing.update((rank, sequence) for sequence in range(first, num_sequences))
+        self._num_sequences[rank] = max(first, num_sequences)

@@ -1,0 +1,181 @@
+"""Stored runs by their names, and the search among them.  (Kernel.)
+
+``digits-1`` is a comparison, ``digits-1/ddp`` its repeats of one strategy,
+``digits-1/ddp#2`` the second of them, ``ddp`` the latest repeats of that name, and
+``mine`` the latest loop logged under that name.
+"""
+
+import difflib
+import re
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ddpnb.history.model import Status
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RunHeader, RunSpec
+
+UNIT_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """A line in the list of runs: a run without its events."""
+
+    run_id: str
+    comparison_id: str
+    comparison: str
+    name: str
+    repeat: int = 0
+    created: float = 0.0
+    task: str = ""
+    status: Status = Status.FINISHED
+    detail: str = ""
+    num_events: int = 0
+    num_ranks: int = 0
+    """Ranks that have sent events."""
+    spec: RunSpec | None = None
+    header: RunHeader | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """How many train, or have logged from a hand-written loop; 0 if not known."""
+        if self.header is not None:
+            return self.header.num_workers
+        return self.num_ranks if self.spec is None else 0
+
+    @property
+    def address(self) -> str:
+        """The name of this run alone, e.g. ``digits-1/ddp#1``."""
+        return f"{self.comparison}/{self.name}#{self.repeat + 1}"
+
+
+def resolve(address: str, runs: Sequence[StoredRun]) -> tuple[StoredRun, ...]:
+    """Return the runs that ``address`` names, oldest first.
+
+    Args:
+        address: a comparison, strategy or repeat as above; or the id of a comparison or run.
+        runs: all stored runs.
+
+    Raises:
+        UserError: nothing has that name; the message suggests the closest ones.
+    """
+    found = (
+        [run for run in runs if address in (run.comparison, run.comparison_id, run.run_id)]
+        or _latest(address, runs)
+        or [run for run in runs if address in (f"{run.comparison}/{run.name}", run.address)]
+    )
+    if not found:
+        raise _unknown(address, runs)
+    return tuple(sorted(found, key=lambda run: run.created))
+
+
+def all_names(runs: Sequence[StoredRun]) -> tuple[str, ...]:
+    """Return every name that ``resolve`` accepts, the shortest kinds first."""
+    latest_first = sorted(runs, key=lambda run: -run.created)
+    names = [run.name for run in latest_first]
+    names += [run.comparison for run in latest_first]
+    names += [f"{run.comparison}/{run.name}" for run in latest_first]
+    names += [run.address for run in latest_first if run.repeat > 0]
+    return tuple(dict.fromkeys(names))
+
+
+def free_name(wanted: str, base: str, taken: Collection[str]) -> str:
+    """Return a new name for a comparison: the wanted one, or ``base`` with a number.
+
+    Args:
+        wanted: the user's name, or ``""``; gets a number if it is taken.
+        base: used where the user gave no name, e.g. the task.
+        taken: names that exist.
+    """
+    if wanted and wanted not in taken:
+        return check_name(wanted)
+    first, stem = (2, check_name(wanted)) if wanted else (1, base)
+    number = first
+    while f"{stem}-{number}" in taken:
+        number += 1
+    return f"{stem}-{number}"
+
+
+def check_name(name: str) -> str:
+    """Return ``name`` if it may name a comparison, or raise a ``UserError``."""
+    if name in STRATEGIES:
+        raise UserError(f"{name!r} is a strategy; give the comparison a name of its own.")
+    if not re.fullmatch(r"\w[\w.+-]{0,59}", name):
+        raise UserError(
+            f"{name!r} cannot be a name: use up to 60 letters, digits, '-', '_', '.' or '+'."
+        )
+    return name
+
+
+def _latest(name: str, runs: Sequence[StoredRun]) -> list[StoredRun]:
+    """Return the repeats called ``name`` in the latest comparison that has any."""
+    called = [run for run in runs if run.name == name]
+    if not called:
+        return []
+    latest = max(called, key=lambda run: run.created)
+    return [run for run in called if run.comparison_id == latest.comparison_id]
+
+
+def _unknown(address: str, runs: Sequence[StoredRun]) -> UserError:
+    names = all_names(runs)
+    if not names:
+        return UserError(f"There is no run {address!r}: nothing has been stored here yet.")
+    close = difflib.get_close_matches(address, names, n=4, cutoff=0.4) or names[:4]
+    return UserError(
+        f"There is no run {address!r}; the closest are: {', '.join(close)} (%ddp_runs lists all)."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """Which runs to list; a field that is left out excludes none."""
+
+    text: str = ""
+    """Part of the name, strategy, task or state, in any case."""
+    task: str = ""
+    """As it was written, with or without its options."""
+    strategy: str = ""
+    """Likewise."""
+    since: str = ""
+    """The greatest age: ``"90m"``, ``"12h"``, ``"2d"``, ``"1w"``."""
+    last: int | None = None
+    """How many lines to list, the newest; repeats of one strategy are one line."""
+
+    def __post_init__(self) -> None:
+        if self.since:
+            seconds_of(self.since)
+        if self.last is not None and self.last < 1:
+            raise UserError(f"--last must be at least 1, not {self.last}.")
+
+    def among(self, runs: Sequence[StoredRun]) -> tuple[StoredRun, ...]:
+        """Return the runs that match, in their order."""
+        earliest = time.time() - seconds_of(self.since) if self.since else 0.0
+        found = [run for run in runs if run.created >= earliest and self._matches(run)]
+        if self.last is None:
+            return tuple(found)
+        newest_first = sorted(found, key=lambda run: -run.created)
+        lines = list(dict.fromkeys((run.comparison_id, run.name) for run in newest_first))
+        listed = set(lines[: self.last])
+        return tuple(run for run in found if (run.comparison_id, run.name) in listed)
+
+    def _matches(self, run: StoredRun) -> bool:
+        searched = f"{run.comparison}/{run.name} {run.task} {run.status} {run.detail}".lower()
+        return (
+            self.text.lower() in searched
+            and self.task in ("", run.task, run.task.split(":")[0])
+            and self.strategy in ("", run.name, run.name.split(":")[0])
+        )
+
+
+def seconds_of(span: str) -> float:
+    """Return the seconds of ``"90m"``, ``"12h"``, ``"2d"`` or ``"1w"``.
+
+    Raises:
+        UserError: it is not written so.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", span)
+    if found is None:
+        raise UserError(f"Write --since as 90m, 12h, 2d or 1w, not {span}.")
+    return float(found[1]) * UNIT_SECONDS[found[2]]

@@ -1,0 +1,108 @@
+"""A comparison while it trains, in memory and in the store.  (Kernel.)"""
+
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Sequence
+from typing import final
+
+from ddpnb.history.comparison import Comparison, describe_ranks, environment
+from ddpnb.history.database import StoreError
+from ddpnb.history.model import Run, Status
+from ddpnb.history.store import Store
+from ddpnb.protocol.messages import EventBatch, RankState, RunReport, RunSpec
+
+
+@final
+class Recorder:
+    """Records the runs of one comparison as they are trained.
+
+    A disk error does not stop a training: the user is warned once, and the runs stay in memory.
+
+    Args:
+        store: where runs are stored.
+        name: the user's name for the comparison; empty: one is made from ``task``.
+        task: what is trained.
+        source: the cell that defines it.
+        specs: all runs to come, in order.
+        ranks: on which they train.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        name: str,
+        task: str,
+        source: str,
+        specs: Sequence[RunSpec],
+        ranks: Sequence[RankState] = (),
+    ) -> None:
+        self._store = store
+        self._runs: list[Run] = []
+        self._warned = False
+        self._comparison = Comparison(
+            comparison_id=new_id(),
+            name=name or task,
+            created=time.time(),
+            task=task,
+            source=source,
+            specs=tuple(specs),
+            environment=environment() | (describe_ranks(ranks) if ranks else {}),
+        )
+        self._write(self._begin, name)
+
+    @property
+    def comparison(self) -> Comparison:
+        """The comparison as it is now."""
+        return self._comparison.with_runs([run.snapshot() for run in self._runs])
+
+    def begin(
+        self, run_id: str, name: str, spec: RunSpec | None = None, *, num_ranks: int = 1
+    ) -> None:
+        """Begin a run; a hand-written loop may log from ``num_ranks`` ranks."""
+        run = Run(
+            run_id=run_id,
+            name=name,
+            comparison=self._comparison.name,
+            spec=spec,
+            num_ranks=num_ranks,
+            load=lambda: self._store.load(run_id).runs[0],
+        )
+        self._runs.append(run)
+        self._write(self._store.begin_run, self._comparison.comparison_id, run.snapshot())
+
+    def add(self, batch: EventBatch) -> None:
+        """Add a batch of events."""
+        self._run(batch.run_id).add(batch)
+        self._write(self._store.append, batch)
+
+    def add_report(self, report: RunReport) -> None:
+        """Add the report of a rank, if it took part."""
+        if report.took_part:
+            self._run(report.run_id).add_report(report)
+            self._write(self._store.add_report, report)
+
+    def end(self, run_id: str, status: Status, detail: str = "") -> None:
+        """Record how a run ended."""
+        self._run(run_id).end(status, detail)
+        self._write(self._store.finish, run_id, status, detail)
+
+    def _run(self, run_id: str) -> Run:
+        return next(run for run in self._runs if run.run_id == run_id)
+
+    def _begin(self, wanted_name: str) -> None:
+        self._comparison = self._store.begin_comparison(self._comparison, wanted_name=wanted_name)
+
+    def _write(self, write: Callable[..., None], *arguments: object) -> None:
+        try:
+            write(*arguments)
+        except StoreError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"The runs are not being saved: {error}", stacklevel=2)
+
+
+def new_id() -> str:
+    """Return an id that no other run or comparison has."""
+    return uuid.uuid4().hex[:12]

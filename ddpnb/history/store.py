@@ -1,0 +1,324 @@
+"""The store: runs on disk, for this kernel and later ones.  (Kernel.)
+
+``Recorder`` begins a comparison and its runs, appends batches as they arrive, and finishes each
+run; a crash loses at most the last ``flush_seconds``.
+"""
+
+import json
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from ddpnb.history import query, rows
+from ddpnb.history.comparison import Comparison, overlay
+from ddpnb.history.database import Database
+from ddpnb.history.model import Run, RunSnapshot, Status
+from ddpnb.history.query import StoredRun
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import EventBatch, RunHeader, RunReport, RunSpec
+from ddpnb.protocol.processes import is_alive, process_id
+
+FILE_NAME = "runs.sqlite3"
+
+MAX_PENDING_BATCHES = 20_000
+"""Batches kept in memory while the disk refuses them; later ones are lost, and counted so."""
+
+INSERT_BATCH = """
+INSERT OR IGNORE INTO batches SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7
+WHERE EXISTS (SELECT 1 FROM runs WHERE id = ?1)
+"""
+"""Inserts nothing for a run that another notebook has deleted meanwhile."""
+
+LIST = """
+SELECT runs.id, comparisons.id, comparisons.name, runs.name, runs.repeat, runs.created,
+    comparisons.task, runs.status, runs.detail, runs.writer, runs.spec, runs.header,
+    (SELECT coalesce(sum(num_events), 0) FROM batches WHERE run = runs.id),
+    (SELECT count(DISTINCT rank) FROM batches WHERE run = runs.id AND rank >= 0)
+FROM runs JOIN comparisons ON comparisons.id = runs.comparison
+ORDER BY runs.created, runs.rowid
+"""
+
+COMPARISON = """
+SELECT id, name, created, task, source, specs, environment FROM comparisons WHERE id = ?
+"""
+
+BATCHES = """
+SELECT run, rank, sequence, num_events, events, metrics, marks
+FROM batches WHERE run = ? ORDER BY rowid
+"""
+
+REPORTS = "SELECT report FROM reports WHERE run = ? ORDER BY rank"
+
+
+@final
+class Store:
+    """The runs of one folder.
+
+    Every method raises ``StoreError`` if the disk refuses.  Batches that could not be written
+    are tried again at the next call.
+
+    Args:
+        folder: of the file; ``runs_folder()`` returns the project's.
+        flush_seconds: how long batches may gather before they are written.
+    """
+
+    def __init__(self, folder: Path, *, flush_seconds: float = 1.0) -> None:
+        self.folder = folder
+        self._database = Database(folder / FILE_NAME)
+        self._flush_seconds = flush_seconds
+        self._last_flush = time.monotonic()
+        self._pending: list[EventBatch] = []
+        self._lock = threading.RLock()
+
+    def begin_comparison(self, comparison: Comparison, *, wanted_name: str = "") -> Comparison:
+        """Store a comparison that is about to train; its runs follow by ``begin_run``.
+
+        Args:
+            comparison: its ``name``, e.g. the task, gets a number if ``wanted_name`` is empty.
+            wanted_name: the user's name for it.
+
+        Returns:
+            The same comparison with its final name.
+        """
+        with self._database.write() as connection:
+            taken = {name for (name,) in connection.execute("SELECT name FROM comparisons")}
+            name = query.free_name(wanted_name, comparison.name, taken)
+            connection.execute(
+                "INSERT INTO comparisons VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    comparison.comparison_id,
+                    name,
+                    comparison.created,
+                    comparison.task,
+                    comparison.source,
+                    rows.specs_to_text(comparison.specs),
+                    json.dumps(dict(comparison.environment)),
+                ),
+            )
+        return replace(comparison, name=name)
+
+    def begin_run(self, comparison_id: str, run: RunSnapshot) -> None:
+        """Store a run that is about to train, of a comparison that has begun."""
+        spec = rows.to_text(run.spec) if run.spec else None
+        with self._database.write() as connection:
+            connection.execute(
+                "INSERT INTO runs (id, comparison, name, repeat, created, writer, status, spec)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    run.run_id,
+                    comparison_id,
+                    run.name,
+                    run.repeat,
+                    run.created,
+                    _this_process(),
+                    run.status,
+                    spec,
+                ),
+            )
+
+    def append(self, batch: EventBatch) -> None:
+        """Store a batch; it is written within ``flush_seconds``, at the next call."""
+        with self._lock:
+            if len(self._pending) < MAX_PENDING_BATCHES:
+                self._pending.append(batch)
+        if time.monotonic() - self._last_flush >= self._flush_seconds:
+            self.flush()
+
+    def add_report(self, report: RunReport) -> None:
+        """Store the report of a rank."""
+        row = (report.run_id, report.rank, rows.to_text(report))
+        with self._database.write() as connection:
+            connection.execute("INSERT OR REPLACE INTO reports VALUES (?, ?, ?)", row)
+
+    def finish(self, run_id: str, status: Status, detail: str = "") -> None:
+        """Store how a run ended, and all pending batches."""
+        self.flush()
+        with self._database.write() as connection:
+            connection.execute(
+                "UPDATE runs SET status = ?, detail = ? WHERE id = ?",
+                (Status(status), detail, run_id),
+            )
+
+    def flush(self) -> None:
+        """Write all pending batches, or none if the disk refuses."""
+        with self._lock:
+            try:
+                if self._pending:
+                    self._write(self._pending)
+                self._pending.clear()
+            finally:  # after a failure too, so that a slow disk gets a pause
+                self._last_flush = time.monotonic()
+
+    def list(self) -> tuple[StoredRun, ...]:
+        """Return every run without its events, oldest first."""
+        return tuple(map(_stored_run, self._database.read(LIST)))
+
+    def load(self, *addresses: str) -> Comparison:
+        """Return the runs that some addresses name, as one comparison.
+
+        Args:
+            addresses: as ``query.resolve`` takes them, e.g. ``"digits-1/ddp"``, ``"mine"``.
+
+        Raises:
+            UserError: nothing has such a name; the message suggests the closest ones.
+        """
+        self.flush()
+        known = self.list()
+        return overlay([self._load(query.resolve(address, known)) for address in addresses])
+
+    def rename(self, name: str, new_name: str) -> str:
+        """Rename the comparison of the runs that ``name`` names; return the new name."""
+        found = query.resolve(name, self.list())[-1]
+        with self._database.write() as connection:
+            taken = {taken for (taken,) in connection.execute("SELECT name FROM comparisons")}
+            free = query.free_name(new_name, new_name, taken - {found.comparison})
+            connection.execute(
+                "UPDATE comparisons SET name = ? WHERE id = ?", (free, found.comparison_id)
+            )
+        return free
+
+    def delete(self, address: str) -> tuple[str, ...]:
+        """Delete the runs that ``address`` names, and their checkpoints; return their addresses.
+
+        Raises:
+            UserError: one of them is being trained.
+        """
+        found = query.resolve(address, self.list())
+        if busy := [run.address for run in found if run.status is Status.RUNNING]:
+            raise UserError(f"{', '.join(busy)} is being trained; %ddp_interrupt ends that.")
+        with self._database.write() as connection:
+            connection.executemany("DELETE FROM runs WHERE id = ?", [(r.run_id,) for r in found])
+            connection.execute(
+                "DELETE FROM comparisons WHERE id NOT IN (SELECT comparison FROM runs)"
+                " AND id IN (SELECT value FROM json_each(?))",
+                (json.dumps([run.comparison_id for run in found]),),
+            )
+        for run in found:
+            shutil.rmtree(self.checkpoints / run.run_id, ignore_errors=True)
+        return tuple(run.address for run in found)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder that holds a folder of each run, with checkpoints and the trained model."""
+        return self.folder / "checkpoints"
+
+    def close(self) -> None:
+        """Write all pending batches and close; may be called twice."""
+        try:
+            if self._pending:
+                self.flush()
+        finally:
+            self._pending.clear()
+            self._database.close()
+
+    def _load(self, found: tuple[StoredRun, ...]) -> Comparison:
+        """Return runs of one comparison, or of several overlaid."""
+        parts = []
+        for comparison_id in dict.fromkeys(run.comparison_id for run in found):
+            own = [run for run in found if run.comparison_id == comparison_id]
+            (row,) = self._database.read(COMPARISON, (comparison_id,))
+            parts.append(
+                _comparison(row).with_runs([_read_run(self._database, run) for run in own])
+            )
+        return overlay(parts)
+
+    def _write(self, batches: Sequence[EventBatch]) -> None:
+        headers = [(rows.to_text(b.header), b.run_id) for b in batches if b.header is not None]
+        with self._database.write() as connection:
+            connection.executemany("UPDATE runs SET header = ? WHERE id = ?", headers)
+            connection.executemany(INSERT_BATCH, map(rows.batch_row, batches))
+
+
+def runs_folder(start: Path | None = None) -> Path:
+    """Return the folder for stored runs; it need not exist.
+
+    It is ``data/runs`` in the project around ``start``: the nearest folder upwards that has
+    ``data/`` beside ``pyproject.toml`` or ``notebooks/``.  Outside a project it is ``data/runs``
+    in ``start`` itself.
+
+    Args:
+        start: where to look from; the working directory if not given.
+    """
+    here = (start or Path.cwd()).resolve()
+    project = next((folder for folder in (here, *here.parents) if _is_project(folder)), here)
+    return project / "data" / "runs"
+
+
+def _is_project(folder: Path) -> bool:
+    is_marked = (folder / "pyproject.toml").is_file() or (folder / "notebooks").is_dir()
+    return is_marked and (folder / "data").is_dir()
+
+
+def _read_run(database: Database, stored: StoredRun, *, in_memory: bool = False) -> RunSnapshot:
+    """Return a run; the events of a long one are read again when they are needed."""
+    run = Run(
+        run_id=stored.run_id,
+        name=stored.name,
+        comparison=stored.comparison,
+        spec=stored.spec,
+        created=stored.created,
+        num_ranks=stored.num_ranks,
+        load=None if in_memory else partial(_read_run, database, stored, in_memory=True),
+    )
+    for row in database.read(BATCHES, (stored.run_id,)):
+        is_first = row[2] == 0
+        run.add(rows.batch_of(row, stored.header if is_first else None))
+    for (text,) in database.read(REPORTS, (stored.run_id,)):
+        run.add_report(rows.from_text(RunReport, text))
+    run.end(stored.status, stored.detail)
+    return run.snapshot()
+
+
+def _stored_run(row: tuple[Any, ...]) -> StoredRun:
+    (run_id, comparison_id, comparison, name, repeat, created, task) = row[:7]
+    (status, detail, writer, spec, header, num_events, num_ranks) = row[7:]
+    if status == Status.RUNNING and not _is_written(writer):
+        status, detail = Status.STOPPED, "its kernel ended; kept up to the last flush"
+    return StoredRun(
+        run_id=run_id,
+        comparison_id=comparison_id,
+        comparison=comparison,
+        name=name,
+        repeat=repeat,
+        created=created,
+        task=task,
+        status=Status(status),
+        detail=detail,
+        num_events=num_events,
+        num_ranks=num_ranks,
+        spec=rows.from_text(RunSpec, spec) if spec else None,
+        header=rows.from_text(RunHeader, header) if header else None,
+    )
+
+
+def _comparison(row: tuple[Any, ...]) -> Comparison:
+    """Return a comparison without its runs."""
+    comparison_id, name, created, task, source, specs, environment = row
+    versions: Mapping[str, str] = json.loads(environment)
+    return Comparison(
+        comparison_id=comparison_id,
+        name=name,
+        created=created,
+        task=task,
+        source=source,
+        specs=rows.specs_from_text(specs),
+        environment=versions,
+    )
+
+
+def _this_process() -> str:
+    """Return host, process id and start time of this process, as a run's writer."""
+    pid, began = process_id()
+    return f"{platform.node()} {pid} {began:.2f}"
+
+
+def _is_written(writer: str) -> bool:
+    """Return whether the kernel that wrote a run is alive; on another host, assume so."""
+    host, pid, began = writer.rsplit(" ", 2)
+    return host != platform.node() or is_alive((int(pid), float(began)))

@@ -1,0 +1,300 @@
+"""Every number of the final table, strategy by strategy.  (Kernel.)"""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.metrics import (
+    StepSplit,
+    first_reached,
+    num_diverged,
+    smoothed_loss,
+    step_split,
+    tenths,
+)
+from ddpnb.history.model import RunSnapshot, Status, ending
+from ddpnb.protocol.catalogue import BASELINE, CEILING
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.faults import parse_kill
+from ddpnb.protocol.messages import Mark, MarkKind, RunReport
+
+StalenessCounts = NDArray[np.int64]
+"""How many updates had staleness 0, 1, 2 ..."""
+
+StrategyKey = tuple[str, str]
+"""Comparison and name, which the repeats of one strategy have in common."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A number and its range."""
+
+    middle: float = math.nan
+    """Median over repeats; with one repeat, the value of the run as a whole."""
+    low: float = math.nan
+    high: float = math.nan
+    over: str = ""
+    """``"repeats"``, ``"tenths"`` of the only run, or ``""`` if there is no range."""
+
+    def overlaps(self, other: "Spread") -> bool:
+        """Whether the ranges touch or one is not known, so that nothing may be claimed."""
+        values = (self.low, self.high, other.low, other.high)
+        return any(map(math.isnan, values)) or (self.low <= other.high and other.low <= self.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategySummary:
+    """The repeats of one strategy in one comparison."""
+
+    name: str
+    comparison: str
+    num_runs: int
+    """Repeats that finished; as long as none has, all that began."""
+    num_workers: int = 0
+    """0 if not known."""
+    status: Status
+    samples_per_second: Spread = field(default_factory=Spread)
+    speed_up: float = math.nan
+    """Median samples/s over the median of ``single`` in the same comparison."""
+    efficiency: float = math.nan
+    """Speed-up over number of workers: 1 is ideal."""
+    share_of_ceiling: float = math.nan
+    """Median samples/s over the median of ``no-comm`` in the same comparison."""
+    split: StepSplit = field(default_factory=StepSplit)
+    final_loss: Spread = field(default_factory=Spread)
+    held_out_loss: Spread = field(default_factory=Spread)
+    held_out_accuracy: Spread = field(default_factory=Spread)
+    staleness_median: float = math.nan
+    staleness_max: float = math.nan
+    num_lost_samples: float = math.nan
+    """Samples handed out without a gradient in return; NaN if there are none."""
+    parameter_bytes: float = math.nan
+    """The most that a rank holds of the parameters."""
+    optimizer_bytes: float = math.nan
+    """The most that a rank holds of the optimizer's state."""
+    seconds_to_target: Spread = field(default_factory=Spread)
+    """Until the smoothed training loss was as low as the target."""
+    samples_to_target: Spread = field(default_factory=Spread)
+    num_missed_target: int = 0
+    """Repeats that never reached it."""
+    num_diverged: int = 0
+    """Losses that were NaN or infinite."""
+    is_emulated: bool = False
+    """Whether it is emulated, so that its speed says nothing about the real strategy's."""
+    notes: tuple[str, ...] = ()
+
+
+def summarise(comparison: Comparison, target: float | None = None) -> tuple[StrategySummary, ...]:
+    """Return one summary for each strategy of each comparison among the runs.
+
+    Args:
+        comparison: the runs.
+        target: the training loss to reach, for ``seconds_to_target``; None: there is none.
+    """
+    groups = group_runs(comparison.runs)
+    speeds = {key: _speed_of(_counted(runs)) for key, runs in groups.items()}
+    settled = {  # nothing is measured against a run that still trains
+        key: speeds[key].middle
+        for key, runs in groups.items()
+        if not any(run.is_running for run in _counted(runs))
+    }
+    return tuple(
+        _summary(
+            key,
+            runs,
+            speeds[key],
+            settled.get((key[0], BASELINE), math.nan),
+            settled.get((key[0], CEILING), math.nan),
+            target,
+        )
+        for key, runs in groups.items()
+    )
+
+
+def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapshot]]:
+    """Return the repeats of each (comparison, name), in the order of their first run."""
+    groups: dict[StrategyKey, list[RunSnapshot]] = {}
+    for run in runs:
+        groups.setdefault((run.comparison, run.name), []).append(run)
+    return groups
+
+
+def samples_per_second(run: RunSnapshot) -> float:
+    """Return all samples over the training seconds of the slowest worker; NaN before any."""
+    workers = [report for report in run.reports if report.took_part and report.num_samples > 0]
+    if workers and not run.is_running:
+        samples = float(sum(report.num_samples for report in workers))
+        seconds = max(report.seconds for report in workers)
+    else:
+        samples = float(run.aggregate.num_samples)
+        seconds = run.aggregate.seconds
+    return samples / seconds if seconds > 0 and samples > 0 else math.nan
+
+
+def staleness_counts(runs: Sequence[RunSnapshot]) -> StalenessCounts:
+    """Return how many updates had staleness 0, 1, 2 ..., over all runs."""
+    counts = np.zeros(
+        max((len(run.aggregate.staleness) for run in runs), default=0), dtype=np.int64
+    )
+    for run in runs:
+        counts[: len(run.aggregate.staleness)] += run.aggregate.staleness
+    return counts
+
+
+def staleness_median(counts: StalenessCounts) -> float:
+    """Return the median staleness; NaN if no update has a staleness."""
+    total = int(counts.sum())
+    if total == 0:
+        return math.nan
+    upto = np.cumsum(counts)
+    middle = np.searchsorted(upto, [(total - 1) // 2, total // 2], side="right")
+    return float(middle.mean())
+
+
+def reported(run: RunSnapshot, number_of: Callable[[RunReport], float]) -> float:
+    """Return the first number in the ranks' reports that is not NaN; NaN if there is none."""
+    values = [number_of(report) for report in run.reports]
+    return next((value for value in values if not math.isnan(value)), math.nan)
+
+
+def spread(values: Sequence[float], over: str = "repeats") -> Spread:
+    """Return median and range of the values that are not NaN."""
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return Spread()
+    middle = float(np.median(known))
+    if len(known) == 1:
+        return Spread(middle=middle)
+    return Spread(middle=middle, low=min(known), high=max(known), over=over)
+
+
+def time_to_target(run: RunSnapshot, target: float) -> tuple[float, float]:
+    """Return the second and the sample at which the smoothed loss first reached ``target``.
+
+    In a run that resumes another, the samples count on; the seconds are its own.
+    """
+    curve, loss = run.aggregate.curve, smoothed_loss(run)
+    samples = curve.samples + run.num_samples_before
+    return first_reached(loss, curve.seconds, target), first_reached(loss, samples, target)
+
+
+def _summary(
+    key: StrategyKey,
+    runs: Sequence[RunSnapshot],
+    speed: Spread,
+    baseline: float,
+    ceiling: float,
+    target: float | None,
+) -> StrategySummary:
+    counted = _counted(runs)
+    stale = staleness_counts(counted)
+    num_workers = max(map(_num_workers, counted), default=0)
+    speed_up = speed.middle / baseline
+    reached = [] if target is None else [time_to_target(run, target) for run in counted]
+    return StrategySummary(
+        name=key[1],
+        comparison=key[0],
+        num_runs=len(counted),
+        num_workers=num_workers,
+        status=counted[-1].status,
+        samples_per_second=speed,
+        speed_up=speed_up,
+        efficiency=speed_up / num_workers if num_workers else math.nan,
+        share_of_ceiling=speed.middle / ceiling,
+        split=step_split(counted),
+        final_loss=spread([reported(run, lambda r: r.final_loss) for run in counted]),
+        held_out_loss=spread([reported(run, lambda r: r.held_out_loss) for run in counted]),
+        held_out_accuracy=spread([reported(run, lambda r: r.held_out_accuracy) for run in counted]),
+        staleness_median=staleness_median(stale),
+        staleness_max=float(len(stale) - 1) if len(stale) else math.nan,
+        num_lost_samples=_greatest(counted, lambda report: report.num_lost_samples),
+        parameter_bytes=_greatest(counted, lambda report: report.num_parameter_bytes),
+        optimizer_bytes=_greatest(counted, lambda report: report.num_optimizer_bytes),
+        seconds_to_target=spread([seconds for seconds, _ in reached]),
+        samples_to_target=spread([samples for _, samples in reached]),
+        num_missed_target=sum(math.isnan(seconds) for seconds, _ in reached),
+        num_diverged=sum(num_diverged(run) for run in runs),
+        is_emulated=is_emulated(runs),
+        notes=_notes(runs),
+    )
+
+
+def is_emulated(runs: Sequence[RunSnapshot]) -> bool:
+    """Return whether the strategy itself is emulated where these runs were trained."""
+    return any(run.header is not None and run.header.is_emulated for run in runs)
+
+
+def _num_workers(run: RunSnapshot) -> int:
+    """Return how many ranks train, or have logged from a hand-written loop; 0 if not known."""
+    if run.header is not None:
+        return run.header.num_workers
+    return len(run.aggregate.ranks) if run.spec is None else 0
+
+
+def _greatest(runs: Sequence[RunSnapshot], number_of: Callable[[RunReport], int]) -> float:
+    """Return the greatest number in any rank's report; NaN if all are 0."""
+    return float(max((number_of(report) for run in runs for report in run.reports), default=0)) or (
+        math.nan
+    )
+
+
+def _counted(runs: Sequence[RunSnapshot]) -> list[RunSnapshot]:
+    """Return the runs that finished, if any did; a failed repeat must not bend a median."""
+    return [run for run in runs if run.status is Status.FINISHED] or list(runs)
+
+
+def _speed_of(runs: Sequence[RunSnapshot]) -> Spread:
+    """Return samples/s over repeats, or over the tenths of the only run."""
+    if len(runs) > 1:
+        return spread([samples_per_second(run) for run in runs])
+    parts = tenths(runs[0].aggregate.curve)
+    whole = samples_per_second(runs[0])
+    if len(parts) == 0 or math.isnan(whole):
+        return Spread(middle=whole)
+    return Spread(middle=whole, low=float(parts.min()), high=float(parts.max()), over="tenths")
+
+
+def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
+    """Return each note once: on emulation, faults, and what is missing."""
+    notes = [note for run in runs if run.header for note in run.header.notes]
+    for run in runs:
+        if run.status in (Status.FAILED, Status.STOPPED):
+            notes.append(ending(run.status, run.detail))
+    diverged = sum(num_diverged(run) for run in runs)
+    lost = sum(run.num_lost_batches for run in runs)
+    notes += [_described(mark, run) for run in runs for mark in run.marks if mark.seconds > 0]
+    notes += [note for run in runs for note in _faults_too_late(run)]
+    if diverged:
+        notes.append(f"{diverged} {'loss was' if diverged == 1 else 'losses were'} NaN or infinite")
+    if lost:
+        notes.append(f"{lost} batch{'es' if lost > 1 else ''} of events never arrived")
+    return tuple(dict.fromkeys(notes))
+
+
+def _described(mark: Mark, run: RunSnapshot) -> str:
+    """Return the note for something that happened during the run."""
+    text = f"rank {mark.rank} {mark.text} at {mark.seconds:.1f} s"
+    is_death = mark.kind in (MarkKind.KILLED, MarkKind.DIED)
+    on_purpose = () if run.spec is None else run.spec.kill
+    if is_death and not any(kill.startswith(f"{mark.rank}@") for kill in on_purpose):
+        return f"{text}; its steps of the last half second before may be missing"
+    return text
+
+
+def _faults_too_late(run: RunSnapshot) -> list[str]:
+    """Return a note for each rank that was to be killed after the training had ended."""
+    if run.status is not Status.FINISHED or run.spec is None or run.header is None:
+        return []
+    killed = {mark.rank for mark in run.marks if mark.kind is MarkKind.KILLED}
+    with contextlib.suppress(UserError):  # a stored fault may be one that is refused by now
+        return [
+            f"rank {kill.rank} was not killed: it began no step after {kill.seconds:g} s"
+            for kill in map(parse_kill, run.spec.kill)
+            if kill.rank < run.header.num_workers and kill.rank not in killed
+        ]
+    return []

@@ -1,0 +1,248 @@
+"""The interface between workers and the parameter server (ranks).
+
+A transport has two ends: a ``ServerTransport`` on rank 0 takes the requests of the other ranks'
+workers to the server, and each of these workers has a ``ClientTransport``.  Where both ends send
+messages, only the ``PeerConnection`` differs; ``serve_connection`` and ``ConnectionTransport``
+are its two ends.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from torch import Tensor, nn
+
+from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.comm.messages import (
+    NO_RANK,
+    REPLY_BYTES,
+    REQUEST_BYTES,
+    PeerGoneError,
+    RankLostError,
+    Reply,
+    RequestKind,
+    WorkerRequest,
+)
+from ddpnb.rank.comm.packed_tensors import PackedTensors
+from ddpnb.rank.comm.parameter_server import SERVER_RANK, ParameterServer
+from ddpnb.rank.comm.rendezvous import Rendezvous
+
+Gradients = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What one worker of a run needs to reach the others."""
+
+    rank: int
+    world_size: int
+    folder: Path
+    """A directory that only the ranks of this host can reach."""
+    name: str
+    """Of the run."""
+    transport: str
+    """One of ``training_options.TRANSPORTS``; the same on every rank."""
+    parameters: Sequence[nn.Parameter]
+    """The trained parameters, on this worker's device."""
+    timeout_seconds: float
+    """How long the server may take to reply."""
+    cancellation: CancellationToken
+    """Frees this rank from waiting for another."""
+
+    @property
+    def other_ranks(self) -> range:
+        """All ranks but the server's."""
+        return range(1, self.world_size)
+
+    def rendezvous(self) -> Rendezvous:
+        """Return where the ranks of the run find each other."""
+        return Rendezvous(
+            self.name, self.rank, self.folder, self.timeout_seconds, self.cancellation
+        )
+
+
+class ServerTransport(ABC):
+    """The server's end; it takes requests, in threads, as soon as it exists."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Wait until the last reply to every worker is on its way."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the threads, remove what is left in the folder; may be called twice."""
+
+
+class ClientTransport(ABC):
+    """A worker's end; raises ``PeerGoneError`` where the server is gone."""
+
+    copies: Sequence[PackedTensors]
+    """The copies of the parameters; a reply names one of them."""
+
+    @abstractmethod
+    def call(self, request: WorkerRequest, gradients: Gradients = ()) -> Reply:
+        """Send a request, and gradients with a push; wait for the reply, except to ``LEAVE``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Disconnect; may be called twice."""
+
+
+class PeerConnection(ABC):
+    """One end of a connection; every method raises ``PeerGoneError`` where the other is gone."""
+
+    @abstractmethod
+    def send(self, data: bytes) -> None:
+        """Send bytes."""
+
+    @abstractmethod
+    def receive(self, num_bytes: int) -> bytes:
+        """Return exactly so many bytes."""
+
+    def send_tensor(self, tensor: Tensor) -> None:  # noqa: B027
+        """Send a tensor; nothing to do where both ends share its memory."""
+
+    def receive_tensor(self, tensor: Tensor) -> None:  # noqa: B027
+        """Fill a tensor; nothing to do where the other end has filled it."""
+
+
+@final
+class DirectTransport(ClientTransport):
+    """The end of rank 0's own worker: a call.
+
+    Args:
+        server: the server, in this process.
+    """
+
+    def __init__(self, server: ParameterServer) -> None:
+        self._server = server
+        self.copies = server.store.copies
+
+    def call(self, request: WorkerRequest, gradients: Gradients = ()) -> Reply:
+        """Call the server; raise the server's own error, if there is one."""
+        reply = handle_request(self._server, SERVER_RANK, None, request, on_cpu(gradients))
+        if reply.lost_rank != NO_RANK and self._server.error is not None:
+            raise self._server.error
+        return reply
+
+    def close(self) -> None:
+        """Nothing to disconnect."""
+
+
+@final
+class ConnectionTransport(ClientTransport):
+    """The end of another rank's worker.
+
+    Args:
+        connection: to the server's thread for this worker.
+        gradients: memory to pack them in, which the server may share.
+        copies: as in ``ClientTransport``.
+        opened: closes the connection.
+    """
+
+    def __init__(
+        self,
+        connection: PeerConnection,
+        gradients: PackedTensors,
+        copies: Sequence[PackedTensors],
+        opened: contextlib.ExitStack,
+    ) -> None:
+        self.copies = copies
+        self._connection = connection
+        self._gradients = gradients
+        self._opened = opened
+
+    def call(self, request: WorkerRequest, gradients: Gradients = ()) -> Reply:
+        """Send the request and the gradients, receive the reply and the parameters."""
+        is_push = request.kind is RequestKind.PUSH
+        # A server that has disconnected left a last reply, read below, which says why.
+        with contextlib.suppress(PeerGoneError):
+            if is_push:
+                _copy_gradients(gradients, self._gradients.tensors)
+            self._connection.send(request.pack())
+            if is_push:
+                self._connection.send_tensor(self._gradients.raw)
+        if request.kind is RequestKind.LEAVE:
+            return Reply()
+        reply = Reply.unpack(self._connection.receive(REPLY_BYTES))
+        if reply.lost_rank == NO_RANK:
+            self._connection.receive_tensor(self.copies[reply.copy].raw)
+        return reply
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._opened.close()
+
+
+def serve_connection(
+    server: ParameterServer, rank: int, connection: PeerConnection, gradients: PackedTensors
+) -> None:
+    """Serve one worker until it is done, is lost or has failed."""
+    incarnation, kind, lost_rank = object(), RequestKind.BEGIN, NO_RANK
+    try:
+        while kind in (RequestKind.BEGIN, RequestKind.PUSH) and lost_rank == NO_RANK:
+            request = WorkerRequest.unpack(connection.receive(REQUEST_BYTES))
+            kind = request.kind
+            if kind is RequestKind.PUSH:
+                connection.receive_tensor(gradients.raw)
+            reply = handle_request(server, rank, incarnation, request, gradients.tensors)
+            lost_rank = reply.lost_rank
+            if kind is not RequestKind.LEAVE:
+                connection.send(reply.pack())
+                if lost_rank == NO_RANK:
+                    connection.send_tensor(server.parameters(reply))
+    except PeerGoneError:
+        server.lose(rank, incarnation)
+        # The worker may be alive: it was given up, or rank 0 has disconnected.
+        with contextlib.suppress(PeerGoneError):
+            connection.send(Reply(lost_rank=server.reason(rank)).pack())
+
+
+def handle_request(
+    server: ParameterServer,
+    rank: int,
+    incarnation: object,
+    request: WorkerRequest,
+    gradients: Gradients,
+) -> Reply:
+    """Pass one request to the server; an error in it ends the run, and rank 0 raises it.
+
+    Args:
+        server: of this process.
+        rank: of the worker.
+        incarnation: which of the rank's processes it is.
+        request: what the worker asks for.
+        gradients: with a push.
+    """
+    try:
+        match request.kind:
+            case RequestKind.PUSH:
+                return server.push(rank, gradients, request.weight, incarnation)
+            case RequestKind.BEGIN:
+                return server.begin(rank, incarnation)
+            case RequestKind.DONE:
+                return server.finish(rank, incarnation)
+            case RequestKind.LEAVE:
+                return server.leave(rank)
+    except RankLostError as lost:
+        return Reply(lost_rank=lost.rank)
+    except Exception as error:  # noqa: BLE001  # the thread's edge
+        server.fail(SERVER_RANK, error)
+        return Reply(lost_rank=SERVER_RANK)
+
+
+def on_cpu(gradients: Gradients) -> list[Tensor | None]:
+    """Return gradients where the server can use them: as they are or, from a GPU, copied."""
+    return [None if gradient is None else gradient.cpu() for gradient in gradients]
+
+
+def _copy_gradients(gradients: Gradients, into: Sequence[Tensor]) -> None:
+    """Copy gradients; a missing one is zero."""
+    for tensor, gradient in zip(into, gradients, strict=True):
+        if gradient is None:
+            tensor.zero_()
+        else:
+            tensor.copy_(gradient)

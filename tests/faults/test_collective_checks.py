@@ -1,0 +1,385 @@
+"""Collectives that do not match are refused before gloo ends a process; the others are not."""
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ddpnb.cluster.cluster import Cluster
+from tests.cluster.rig import begin, finish, pull, run, run_on_each, started
+
+SETUP = """
+import threading, time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+x = torch.ones(3)
+kept = 10 * rank
+net = DDP(nn.Linear(3, 2))  # its first import takes a second
+net(torch.ones(1, 3)).sum().backward()
+"""
+
+USABLE = """
+assert kept == 10 * rank, kept
+total = torch.full((5,), float(rank))
+dist.all_reduce(total)
+assert total.tolist() == [sum(range(world_size))] * 5
+"""
+
+WRONG = {
+    "shape in all_reduce": (
+        "dist.all_reduce(torch.ones(4 if rank else 3))",
+        r"rank 0 calls all_reduce with Float \[3\] \(line 1\), "
+        r"but ranks? [12,]+ calls? all_reduce with Float \[4\] \(line 1\)",
+    ),
+    "shape in broadcast": (
+        "dist.broadcast(torch.ones(4 if rank else 3), 0)",
+        r"rank 0 calls broadcast from rank 0 with Float \[3\].* with Float \[4\]",
+    ),
+    "shape in all_gather": (
+        "mine = torch.ones(4 if rank else 3)\n"
+        "dist.all_gather([mine.clone() for _ in range(world_size)], mine)",
+        r"calls all_gather with Float \[3\] \(line 2\), but .* all_gather with Float \[4\]",
+    ),
+    "shape in all_gather_into_tensor": (
+        "mine = torch.ones(4 if rank else 3)\n"
+        "dist.all_gather_into_tensor(mine.repeat(world_size), mine)",
+        r"calls all_gather_single with Float \[3\] \(line 2\), but .* with Float \[4\]",
+    ),
+    "shape in reduce": (
+        "dist.reduce(torch.ones(4 if rank else 3), 1)",
+        r"calls reduce to rank 1 with Float \[3\] .*, but .* with Float \[4\]",
+    ),
+    "shape in gather": (
+        "mine = torch.ones(4 if rank else 3)\n"
+        "dist.gather(mine, None if rank else [mine.clone() for _ in range(world_size)])",
+        r"calls gather to rank 0 with Float \[3\] .*, but .* with Float \[4\]",
+    ),
+    "shape in scatter": (
+        "mine = torch.ones(4 if rank else 3)\n"
+        "dist.scatter(mine, None if rank else [mine.clone() for _ in range(world_size)])",
+        r"calls scatter from rank 0 with Float \[3\] .*, but .* with Float \[4\]",
+    ),
+    "shape in an even all_to_all_single": (
+        "mine = torch.ones(world_size * (2 if rank else 1))\n"
+        "dist.all_to_all_single(mine.clone(), mine)",
+        r"rank 0 calls all_to_all_single with Float \[\d\] .*, but .* all_to_all_single",
+    ),
+    "type": (
+        "dist.all_reduce(torch.ones(3, dtype=torch.float64 if rank else torch.float32))",
+        r"rank 0 calls all_reduce with Float \[3\] .*, but ranks? [12,]+ .* with Double \[3\]",
+    ),
+    "root": (
+        "dist.broadcast(x, 1 if rank else 0)",
+        r"rank 0 calls broadcast from rank 0 .*, but ranks? [12,]+ calls? broadcast from rank 1",
+    ),
+    "one rank skips an all_reduce": (
+        "if rank: dist.all_reduce(x)\ndist.all_reduce(torch.ones(7))",
+        r"rank 0 calls all_reduce with Float \[7\] \(line 2\), "
+        r"but ranks? [12,]+ calls? all_reduce with Float \[3\] \(line 1\)",
+    ),
+    "order": (
+        "y = torch.ones(2)\n"
+        "if rank == 0:\n    dist.broadcast(x, 1)\n    dist.all_reduce(y)\n"
+        "else:\n    dist.all_reduce(y)\n    dist.broadcast(x, 1)",
+        r"rank 0 calls broadcast from rank 1 with Float \[3\] \(line 3\), "
+        r"but ranks? [12,]+ calls? all_reduce with Float \[2\] \(line 6\)",
+    ),
+    "a broadcast under if rank == 0": (
+        "if rank == 0:\n    dist.broadcast(x, 0)\ndist.barrier()",
+        r"rank 0 calls broadcast .* \(line 2\), but ranks? [12,]+ calls? barrier \(line 3\)",
+    ),
+    "three ranks in two calls and none": (
+        "if rank == 0: dist.barrier()\nelif rank == 1: dist.all_reduce(x)",
+        r"rank 0 calls barrier \(line 1\), but rank 1 calls all_reduce with Float \[3\] \(line 2\)",
+    ),
+    "a sub-group": (
+        "pair = dist.new_group([0, 1])\ndist.all_reduce(torch.ones(3 + rank), group=pair)",
+        r"rank 0 calls all_reduce with Float \[3\] .*, but rank 1 .* with Float \[4\]",
+    ),
+    "a sub-group in another order of ranks": (
+        "last = dist.new_group([world_size - 1, 0])\n"
+        "if rank in (0, world_size - 1): dist.broadcast(torch.ones(3 + rank), 0, group=last)",
+        r"rank 0 calls broadcast from rank 0 with Float \[3\] .*, but rank [12] .* from rank 0",
+    ),
+    "asynchronous": (
+        "work = dist.all_reduce(torch.ones(4 if rank else 3), async_op=True)\nwork.wait()",
+        r"rank 0 calls all_reduce with Float \[3\] \(line 1\), but .* with Float \[4\] \(line 1\)",
+    ),
+    "a function of an earlier line": (
+        "def mean(values):\n    dist.all_reduce(values)\nmean(torch.ones(4 if rank else 3))",
+        r"with Float \[3\] \(line 2\), but .* with Float \[4\] \(line 2\)",
+    ),
+    "uneven batches, then the mean of the loss": (
+        "net = DDP(nn.Linear(3, 2))\n"
+        "for batch in range(4 if rank else 3):\n    net(torch.ones(1, 3)).sum().backward()\n"
+        "dist.all_reduce(torch.ones(1))",
+        r"rank 0 calls all_reduce with Float \[1\] \(line 4\), "
+        r"but ranks? [12,]+ calls? all_reduce of DDP's backward with Float \[8\] \(line 3\)",
+    ),
+    "models that differ": (
+        "net = nn.Linear(3, 2 + rank)\nfor p in net.parameters(): dist.broadcast(p.data, 0)",
+        r"calls broadcast from rank 0 with Float \[2, 3\] .*, but .* with Float \[3, 3\]",
+    ),
+    "in inference mode": (
+        "with torch.inference_mode():\n    dist.all_reduce(torch.ones(4 if rank else 3))",
+        r"with Float \[3\] \(line 2\), but .* with Float \[4\] \(line 2\)",
+    ),
+    "the rank that comes second": (
+        "time.sleep(0.5 * rank)\ndist.all_reduce(torch.ones(4 if rank else 3))",
+        r"rank 0 calls all_reduce with Float \[3\] \(line 2\), but rank 1 .* with Float \[4\]",
+    ),
+}
+
+CHECKED = {
+    "shape": (
+        "dist.all_reduce(torch.ones(3 + rank))",
+        r"rank \d calls all_reduce with Float \[\d\].*, but rank \d calls all_reduce with Float",
+    ),
+    "order": (
+        "dist.broadcast(x, 0) if rank else dist.all_reduce(x)",
+        r"rank 0 calls all_reduce with Float \[3\].*, but ranks? [12,]+ calls? broadcast from",
+    ),
+    "what torch alone compares": (
+        "dist.all_reduce(torch.ones(2, 2) if rank else torch.ones(4))",
+        "calls of the ranks do not match|[Mm]ismatch between collectives on ranks",
+    ),
+}
+"""In a cell with ``--check``."""
+
+RIGHT = {
+    "uneven all_to_all_single": (
+        "give = [rank + 1] * world_size\ntake = [other + 1 for other in range(world_size)]\n"
+        "out = torch.empty(sum(take))\n"
+        "dist.all_to_all_single(out, torch.ones(sum(give)), take, give)"
+    ),
+    "splits on one rank alone": (
+        "out = torch.empty(world_size)\n"
+        "splits = [1] * world_size if rank else None\n"
+        "dist.all_to_all_single(out, torch.ones(world_size), splits, splits)"
+    ),
+    "gather and scatter": (
+        "parts = [torch.zeros(3) for _ in range(world_size)]\n"
+        "dist.gather(x, parts if rank == 1 else None, dst=1)\n"
+        "dist.scatter(x.clone(), parts if rank == 0 else None, src=0)"
+    ),
+    "objects": (
+        "found = [None] * world_size\n"
+        "dist.all_gather_object(found, 'a' * 100 * rank)\n"
+        "dist.broadcast_object_list([rank] if rank == 0 else [None], src=0)\n"
+        "dist.gather_object([rank] * rank, found if rank == 0 else None)\n"
+        "dist.scatter_object_list([None], found if rank == 0 else None)"
+    ),
+    "the same number of elements": "dist.all_reduce(torch.ones(4) if rank else torch.ones(2, 2))",
+    "a broadcast that reaches its root first": (
+        "for _ in range(200): dist.broadcast(x, 0)\nif rank: time.sleep(0.2)\ndist.barrier()"
+    ),
+    "far ahead": (
+        "if rank: time.sleep(0.5)\n"
+        "works = [dist.all_reduce(torch.ones(1 + n), async_op=True) for n in range(150)]\n"
+        "for work in works: work.wait()"
+    ),
+    "groups in different order in threads": (
+        "one, two = [dist.new_group(list(range(world_size))) for _ in range(2)]\n"
+        "def call(group, size):\n"
+        "    for _ in range(50): dist.all_reduce(torch.ones(size), group=group)\n"
+        "threads = [threading.Thread(target=call, args=(one, 3)),\n"
+        "           threading.Thread(target=call, args=(two, 5))]\n"
+        "for t in threads[::-1] if rank else threads: t.start()\n"
+        "for t in threads: t.join()"
+    ),
+    "sub-groups with different numbers of calls": (
+        "alone = [dist.new_group([other]) for other in range(world_size)]\n"
+        "for _ in range(rank + 1): dist.all_reduce(torch.ones(1 + rank), group=alone[rank])\n"
+        "pair = dist.new_group([0, 1])\n"
+        "if rank < 2: dist.all_reduce(x, group=pair)"
+    ),
+    "a call that the backend refuses on one rank": (
+        "try:\n    if rank: dist.all_gather([torch.ones(2)], x)\n"
+        "except (RuntimeError, ValueError): pass\n"
+        "dist.all_reduce(x)"
+    ),
+    "sends and receives": (
+        "if rank == 0: dist.send(x, 1); dist.send(x, 1)\n"
+        "if rank == 1: dist.recv(x, 0); dist.recv(x, 0)\n"
+        "dist.all_reduce(x)"
+    ),
+    "unused parameters": (
+        "class Forked(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2)\n"
+        "    def forward(self, x): return (self.a if rank else self.b)(x)\n"
+        "net = DDP(Forked(), find_unused_parameters=True)\n"
+        "for _ in range(3): net(torch.ones(1, 3)).sum().backward()"
+    ),
+    "buffers, and evaluation on one rank": (
+        "net = DDP(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))\n"
+        "net(torch.ones(4, 3)).sum().backward()\n"
+        "if rank == 0:\n    with torch.no_grad(): net.module(torch.ones(4, 3))\n"
+        "net(torch.ones(4, 3)).sum().backward()"
+    ),
+    "Join": (
+        "from torch.distributed.algorithms.join import Join\n"
+        "net = DDP(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))\n"
+        "with Join([net]):\n"
+        "    for _ in range(3 + rank): net(torch.ones(1, 3)).sum().backward()"
+    ),
+    "a sharded optimizer": (
+        "from torch.distributed.optim import ZeroRedundancyOptimizer\n"
+        "net = DDP(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))\n"
+        "optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.1)\n"
+        "for _ in range(2):\n    net(torch.ones(1, 3)).sum().backward()\n    optimizer.step()\n"
+        "optimizer.consolidate_state_dict()"
+    ),
+    "fully_shard": (
+        "from torch.distributed.fsdp import fully_shard\n"
+        "net = fully_shard(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5)))\n"
+        "for _ in range(2): net(torch.ones(1, 3)).sum().backward()"
+    ),
+    "functional collectives": (
+        "from torch.distributed._functional_collectives import all_reduce\n"
+        "total = all_reduce(x, 'sum', dist.group.WORLD) + 0\n"
+        "dist.all_reduce(x)"
+    ),
+    "SyncBatchNorm's kin and hooks": (
+        "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook\n"
+        "net = DDP(nn.Linear(3, 2))\n"
+        "net.register_comm_hook(None, default_hooks.fp16_compress_hook)\n"
+        "for _ in range(2): net(torch.ones(1, 3)).sum().backward()\n"
+        "net = DDP(nn.Linear(30, 20))\n"
+        "state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)\n"
+        "net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)\n"
+        "for _ in range(4): net(torch.ones(1, 30)).sum().backward()"
+    ),
+    "a monitored barrier": "dist.monitored_barrier()\ndist.all_reduce(x)",
+    "a group of the user's own, of the same name": (
+        "import os, tempfile\n"
+        "path = f'/dev/shm/ddpnb-test-own-{os.getppid()}'\n"
+        "dist.all_reduce(x)\n"
+        "dist.destroy_process_group()\n"
+        "store = dist.FileStore(path, world_size)\n"
+        "dist.init_process_group('gloo', store=store, rank=rank, world_size=world_size)\n"
+        "dist.all_reduce(torch.ones(11))\ndist.barrier()\n"
+        "if rank == 0: os.path.exists(path) and os.unlink(path)"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[list[Cluster]]:
+    """Two ranks and three, with something to lose."""
+    with started(2) as two, started(3) as three:
+        assert not any(cell.failures for cell in run_on_each([two, three], SETUP))
+        yield [two, three]
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_calls_that_do_not_match_are_refused_and_nothing_is_lost(
+    both: list[Cluster], case: str
+) -> None:
+    source, expected = WRONG[case]
+    began = time.monotonic()
+    for ended in run_on_each(both, source):
+        named = [f for f in ended.failures.values() if f.name == "CollectiveMismatchError"]
+        assert any(re.search(expected, failure.text) for failure in named), ended.failures
+        assert all(f in named or f.is_consequence for f in ended.failures.values())
+        assert not ended.lost
+        assert not ended.watch.stuck
+    assert time.monotonic() - began < 15, "found within 6 s; the rest is for a busy machine"
+    assert not any(again.failures or again.lost for again in run_on_each(both, USABLE))
+
+
+@pytest.mark.parametrize("case", CHECKED)
+def test_a_checked_cell_names_them_too(both: list[Cluster], case: str) -> None:
+    source, expected = CHECKED[case]
+    ended = run(both[1], source, is_checked=True)
+    assert any(re.search(expected, failure.text) for failure in ended.failures.values())
+    assert not ended.lost
+    assert not run(both[1], USABLE, is_checked=True).failures
+    assert not run(both[1], USABLE).failures
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_calls_that_may_differ_are_let_through(both: list[Cluster], case: str) -> None:
+    for ended in run_on_each(both, RIGHT[case]):
+        assert not ended.failures, ended.failures
+        assert not ended.lost
+    assert not any(again.failures or again.lost for again in run_on_each(both, USABLE))
+
+
+def test_the_traceback_ends_at_the_users_line(both: list[Cluster]) -> None:
+    ended = run(both[0], "mine = torch.ones(3 + rank)\ndist.all_reduce(mine)")
+    (lines,) = {f.traceback for f in ended.failures.values() if not f.is_consequence}
+    text = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(lines))
+    assert "----> 2 dist.all_reduce(mine)" in text
+    assert "distributed_c10d.py" not in text
+    assert "collective_checks.py" not in text
+
+
+def test_a_refused_call_may_be_made_again_rightly(both: list[Cluster]) -> None:
+    """The other rank waits in the backend meanwhile, and knows nothing of it."""
+    ended = run(
+        both[0],
+        "mine = torch.ones(3)\ntime.sleep(0.5 * rank)\n"
+        "try: dist.all_reduce(torch.ones(3 + rank))\n"
+        "except RuntimeError: dist.all_reduce(mine)\n"
+        "dist.barrier()\nprint(mine.tolist())",
+    )
+    assert not ended.failures
+    assert ended.printed[1] == "[2.0, 2.0, 2.0]\n"
+
+
+SLOW_REFUSAL = """
+from ddpnb.compat import torch_internals
+real = torch_internals.below_autograd
+def slow():
+    time.sleep(0.4)
+    return real()
+try:
+    if rank == {0}:
+        torch_internals.below_autograd = slow
+        dist.all_gather([torch.ones(2)], x)
+except (RuntimeError, ValueError): pass
+finally: torch_internals.below_autograd = real
+dist.all_reduce(x)
+"""
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_call_that_the_backend_refuses_late_is_let_through(
+    both: list[Cluster], culprit: int
+) -> None:
+    """The other ranks' call differs from one that has been written and not yet refused."""
+    for ended in run_on_each(both, SLOW_REFUSAL.format(culprit)):
+        assert not ended.failures, ended.failures
+
+
+def test_what_older_groups_have_written_is_removed(both: list[Cluster]) -> None:
+    cluster = both[0]
+    for _ in range(3):
+        run(cluster, "dist.all_reduce(torch.ones(3 + rank))")
+        assert not run(cluster, USABLE).failures
+    files = [path.name for path in cluster.folder.glob("calls-*")]
+    assert all(name.startswith(f"calls-{cluster.generation}-") for name in files), files
+    assert len(files) == 1
+
+
+def test_ranks_go_on_where_there_is_no_room_to_compare(both: list[Cluster]) -> None:
+    cluster = both[0]
+    no_room = "import os\nreal, os.posix_fallocate = os.posix_fallocate, {0}\n"
+    refuse = "lambda *_: (_ for _ in ()).throw(OSError(28, 'no space'))"
+    source = no_room.format(refuse) + (
+        "pair = dist.new_group([0, 1])\ndist.all_reduce(x, group=pair)\nos.posix_fallocate = real"
+    )
+    assert not run(cluster, source).failures
+    assert not run(cluster, USABLE).failures
+
+
+def test_an_aborted_cell_leaves_variables(both: list[Cluster]) -> None:
+    ended = finish(begin(both[1], "kept_too = [rank]\ndist.all_reduce(torch.ones(3 + rank))"))
+    assert ended.failures
+    assert not ended.lost
+    assert not run(both[1], USABLE).failures
+    assert pull(both[1], "kept_too") == [[0], [1], [2]]

@@ -1,0 +1,285 @@
+"""A run reports all it should, stops when asked, and leaves no trace."""
+
+import math
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.messages import Mark, RunHeader, RunReport, RunSpec, StepEvent
+from ddpnb.rank.training import loop
+from tests.rank.ranks import make_state
+
+CELL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
+
+def data(split):
+    x = torch.randn(200 if split == "train" else 50, 4)
+    return x, (x.sum(dim=1) > 0).long()
+"""
+
+
+ASYNCHRONOUS = ("async", "hogwild", "gossip")
+
+
+def spec_of(strategy: str, **changes) -> RunSpec:
+    values = {"run_id": "run-1", "source": CELL, "num_epochs": 3, "batch_size": 32}
+    return RunSpec(strategy=strategy, **values | changes)
+
+
+def run_job(state, folder, spec, stop_at=math.inf, stop_rank=0):
+    """Run it with a namespace and random numbers of the user's; return what came of it."""
+    events: list[RunHeader | StepEvent] = []
+    namespace = {"kept": torch.ones(3), "torch": None}
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(1).item()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    report = loop.run(
+        spec,
+        state=state,
+        folder=folder,
+        publish=events.append,
+        namespace=namespace,
+        should_stop=lambda: state.rank == stop_rank and len(events) > stop_at,
+    )
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+    assert list(namespace) == ["kept", "torch"]
+    assert namespace["kept"].tolist() == [1, 1, 1]
+    assert torch.get_num_threads() == 1
+    torch.distributed.barrier()
+    assert list(folder.iterdir()) == []
+    return report, events
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "gossip:together=on"])
+def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
+    reports, events = unzip(ranks(num_ranks).call(run_job, spec_of(strategy)))
+    header = events[0][0]
+    assert isinstance(header, RunHeader)
+    assert not any(isinstance(e, RunHeader) for rank in events for e in rank if e is not header)
+    steps = [[e for e in rank if isinstance(e, StepEvent)] for rank in events]
+    assert sum(e.num_samples for rank in steps for e in rank) == header.num_samples == 600
+    assert header.num_parameters == 16 * 5 + 2 * 17
+    assert header.num_workers == (1 if strategy == "single" else num_ranks)
+    assert header.synchronous == (strategy not in ASYNCHRONOUS)
+    for report, mine in zip(reports, steps, strict=True):
+        if strategy in ASYNCHRONOUS:  # a worker that wakes up late may find no shard left
+            assert report.took_part or not mine
+        else:
+            assert report.took_part == bool(mine)
+        assert [e.step for e in mine] == list(range(report.num_steps))
+        assert report.num_samples == sum(e.num_samples for e in mine)
+        assert [e.seconds for e in mine] == sorted(e.seconds for e in mine)
+        assert all((e.staleness is None) == (strategy not in ASYNCHRONOUS) for e in mine)
+        if mine:
+            assert report.seconds == mine[-1].seconds
+    assert_judged(*reports)
+
+
+def assert_judged(first: RunReport, *others: RunReport) -> None:
+    """Rank 0 alone judges the model, which has learnt."""
+    assert first.final_loss < 0.6
+    assert first.held_out_loss < 0.6
+    assert first.held_out_accuracy > 0.7
+    assert all(math.isnan(report.final_loss) for report in others)
+
+
+def test_notes_say_what_is_emulated_or_adjusted(ranks):
+    headers = {
+        name: ranks(2).call(run_job, spec_of(name))[0][1][0]
+        for name in ("single", "dp", "ddp", "async")
+    }
+    assert [name for name, header in headers.items() if header.is_emulated] == ["dp"]
+    notes = {name: header.notes for name, header in headers.items()}
+    assert notes["single"] == notes["ddp"] == ()
+    assert notes["dp"] == ("DataParallel is emulated on CPU threads.",)
+    assert "weighted by their share" in notes["async"][0]
+    own = spec_of("single", source=CELL + "optimizer = torch.optim.Adam")
+    assert "--lr is not used" in ranks(2).call(run_job, own)[0][1][0].notes[0]
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_the_rehearsal_changes_nothing_that_is_measured(ranks, strategy):
+    with_it, without = (
+        curve(ranks(2).call(run_job, spec_of(strategy, num_warmup_steps=num))[0]) for num in (3, 0)
+    )
+    assert with_it == without
+
+
+def test_every_strategy_starts_from_the_same_weights_and_batch(ranks):
+    source = CELL.replace("nn.Dropout(0.1), ", "")
+    single, dp, ddp = (
+        unzip(ranks(2).call(run_job, spec_of(name, source=source)))[1]
+        for name in ("single", "dp", "ddp")
+    )
+    assert dp[0][1].loss == pytest.approx(single[0][1].loss, abs=1e-6)
+    first_steps = [next(e for e in rank if isinstance(e, StepEvent)) for rank in ddp]
+    mean = sum(e.loss * e.num_samples for e in first_steps) / 32
+    assert mean == pytest.approx(single[0][1].loss, abs=1e-6)
+
+
+@pytest.mark.parametrize("stop_rank", [0, 1])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "ddp-shm", "async", "hogwild", "local-sgd", "gossip", "gossip:together=on"],
+)
+def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_rank):
+    spec = spec_of(strategy, num_epochs=300)
+    reports, events = unzip(ranks(2).call(run_job, spec, 20, stop_rank))
+    planned = next(e.num_samples for e in events[0] if isinstance(e, RunHeader))
+    assert sum(report.num_samples for report in reports) < planned
+    assert reports[stop_rank].num_steps >= 20
+    if strategy not in ASYNCHRONOUS:
+        most = {"local-sgd": 50}.get(strategy, 30)  # with 8 steps from one average to the next
+        assert reports[0].num_steps == reports[1].num_steps <= most
+    assert reports[0].held_out_accuracy > 0.7
+
+
+def test_a_report_says_what_each_rank_holds(ranks):
+    size = 4 * (16 * 5 + 2 * 17)
+    for word, parameters, state in (("ddp", size, size), ("fsdp", size // 2, size // 2)):
+        for report, _ in ranks(2).call(run_job, spec_of(word, num_epochs=1)):
+            assert (report.num_parameter_bytes, report.num_optimizer_bytes) == (parameters, state)
+
+
+SPARSE = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Embedding(20, 8, sparse={sparse}), nn.Flatten(), nn.Linear(16, 2))
+
+def data(split):
+    torch.manual_seed(3)
+    words = torch.randint(20, (100, 2))
+    return words, (words.sum(dim=1) > 19).long()
+"""
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not STRATEGIES[name].is_dense])
+def test_sparse_gradients_train_as_dense_ones_do(ranks, strategy):
+    sparse, dense = (
+        ranks(2).call(run_job, spec_of(strategy, source=SPARSE.format(sparse=sparse)))[0][0]
+        for sparse in (True, False)
+    )
+    assert math.isfinite(sparse.final_loss)
+    if strategy not in ASYNCHRONOUS:
+        assert sparse.held_out_accuracy > 0.7
+        assert sparse.final_loss == pytest.approx(dense.final_loss, abs=1e-4)
+
+
+def test_regression_has_no_accuracy(ranks):
+    source = CELL + (
+        "def data(split): return torch.randn(40, 4), torch.randn(40, 2)\nloss = nn.MSELoss()\n"
+    )
+    report, _ = ranks(1).call(run_job, spec_of("ddp", source=source))[0]
+    assert math.isnan(report.held_out_accuracy)
+    assert report.held_out_loss > 0
+
+
+ONE_COLUMN = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(4, 1), nn.Flatten({first}))
+
+def data(split):
+    x = torch.randn(200, 4)
+    return x, (x.sum(dim=1) > 0).long()
+
+def loss(outputs, targets):
+    return nn.functional.binary_cross_entropy_with_logits(outputs.flatten(), targets.float())
+"""
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["(N,)", "(N, 1)"])
+def test_a_model_of_one_column_is_judged_by_its_loss_alone(ranks, first):
+    report, _ = ranks(1).call(run_job, spec_of("ddp", source=ONE_COLUMN.format(first=first)))[0]
+    assert report.held_out_loss < 0.5
+    assert math.isnan(report.held_out_accuracy)
+
+
+def test_a_run_whose_evaluation_fails_is_kept_and_says_so(ranks):
+    source = CELL + (
+        "def data(split):\n"
+        "    x = torch.randn(200, 4)\n"
+        "    targets = (x.sum(dim=1) > 0).long()\n"
+        "    if split == 'test': targets[199] = 2\n"  # not among the samples that are tried
+        "    return x, targets\n"
+    )
+    spec = spec_of("ddp", source=source)
+    loop.check(spec, state=make_state(0, 2), namespace={})
+    report, events = ranks(2).call(run_job, spec)[0]
+    assert report.num_steps == sum(isinstance(event, StepEvent) for event in events) > 0
+    assert report.final_loss < 0.6
+    assert math.isnan(report.held_out_loss)
+    (mark,) = [event for event in events if isinstance(event, Mark)]
+    assert mark.text == (
+        "could not evaluate the model on held-out samples (IndexError: Target 2 is out of bounds.)"
+    )
+
+
+def drawn_job(state, folder, spec, seed):
+    """Run it after so many of the user's random numbers; return its losses."""
+    events: list[RunHeader | StepEvent] = []
+    with torch.random.fork_rng():
+        torch.manual_seed(seed + state.rank)
+        loop.run(
+            spec,
+            state=state,
+            folder=folder,
+            publish=events.append,
+            namespace={},
+            should_stop=lambda: False,
+        )
+    return curve((None, events))
+
+
+def test_a_run_repeats_whatever_random_numbers_came_before(ranks):
+    one, other = (ranks(2).call(drawn_job, spec_of("ddp"), seed) for seed in (3, 30))
+    assert one == other
+    assert one != ranks(2).call(drawn_job, spec_of("ddp", seed=1), 3)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("batch_size", [64, 256])
+def test_digits_are_learnt(ranks, strategy, batch_size):
+    spec = RunSpec(
+        run_id="d", strategy=strategy, task="digits", num_epochs=6, batch_size=batch_size
+    )
+    report, _ = ranks(2).call(run_job, spec)[0]
+    assert report.held_out_accuracy > 0.95
+
+
+def test_synthetic_data_are_learnt_and_said_to_be_synthetic(ranks):
+    spec = RunSpec(run_id="s", strategy="ddp", task="synthetic", num_epochs=1)
+    report, events = ranks(2).call(run_job, spec)[0]
+    assert report.held_out_accuracy > 0.9
+    assert "ynthetic" in events[0].notes[0]
+
+
+@pytest.mark.parametrize(
+    "module", ["sklearn", "torch.distributed.tensor", "torch.distributed.optim"]
+)
+def test_a_rank_does_not_import_at_start_what_few_runs_need(module):
+    code = f"import sys, ddpnb.rank.training.loop; sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def unzip(results):
+    reports, events = zip(*results, strict=True)
+    return reports, events
+
+
+def curve(result) -> list[float]:
+    return [event.loss for event in result[1] if isinstance(event, StepEvent)]

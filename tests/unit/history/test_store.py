@@ -1,0 +1,391 @@
+import dataclasses
+import json
+import os
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.database import StoreError
+from ddpnb.history.model import Run, RunSnapshot, Status
+from ddpnb.history.recorder import Recorder
+from ddpnb.history.repeat import magic_of
+from ddpnb.history.store import FILE_NAME, Store, runs_folder
+from ddpnb.history.summary import summarise
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import Parts, StepEvent
+from ddpnb.reports.listing import Details, runs_table
+from ddpnb.reports.result import ComparisonResult
+from tests.unit.history.fake_runs import batch, fake_run, header, run_of, spec, step
+
+
+def a_comparison(number: int = 1) -> Comparison:
+    return Comparison(
+        comparison_id=f"id-{number}",
+        name="digits",
+        created=1000.0 + number,
+        task="digits",
+        source="def model(): ...",
+        specs=(spec("ddp"),),
+        environment={"torch": "2.13.0"},
+    )
+
+
+def keep(store: Store, strategies: tuple[str, ...], number: int = 1, repeats: int = 1) -> str:
+    """Store a finished comparison; return its name."""
+    name = store.begin_comparison(a_comparison(number)).name
+    for repeat in range(repeats):
+        for strategy in strategies:
+            run_spec = spec(strategy, repeat, name)
+            run = run_of(run_spec, created=100.0 * number + repeat)
+            store.begin_run(f"id-{number}", run.snapshot())
+            store.append(batch(run.run_id, [step(0, 1.0)], header=header(run_spec, 1)))
+            store.finish(run.run_id, Status.FINISHED)
+    return name
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    opened = Store(tmp_path / "runs")
+    yield opened
+    opened.close()
+
+
+def same(one: RunSnapshot, other: RunSnapshot) -> bool:
+    return (
+        one.events.tobytes() == other.events.tobytes()
+        and (one.spec, one.header, one.status) == (other.spec, other.header, other.status)
+        and repr(one.reports) == repr(other.reports)
+        and {k: v.tolist() for k, v in one.metrics.items()}
+        == {k: v.tolist() for k, v in other.metrics.items()}
+    )
+
+
+def test_a_run_comes_back_as_it_was(store: Store):
+    run = fake_run("async", num_steps=30, nan_from=25)
+    extra = StepEvent(step=99, seconds=9.0, num_samples=3, loss=1.0)
+    last = batch(run.run_id, [extra], sequence=1, metrics=[(0, "grad", 0.5)])
+    started = store.begin_comparison(a_comparison())
+    store.begin_run(started.comparison_id, run.snapshot())
+    for rank in (0, 1):
+        steps = [as_step(row) for row in run.snapshot().events if row["rank"] == rank]
+        head = run.snapshot().header if rank == 0 else None
+        store.append(batch(run.run_id, steps, rank=rank, header=head))
+    run.add(last)
+    store.append(last)
+    for report in run.snapshot().reports:
+        store.add_report(report)
+    store.finish(run.run_id, Status.FINISHED)
+    loaded = store.load("digits-1")
+    assert same(loaded.runs[0], run.snapshot())
+    assert loaded.source == "def model(): ..."
+    assert loaded.specs == (spec("ddp"),)
+    assert loaded.environment == {"torch": "2.13.0"}
+
+
+def as_step(row: np.void) -> StepEvent:
+    staleness = int(row["staleness"])
+    return StepEvent(
+        step=int(row["step"]),
+        seconds=float(row["seconds"]),
+        num_samples=int(row["num_samples"]),
+        loss=float(row["loss"]),
+        staleness=None if staleness < 0 else staleness,
+        num_bytes_sent=int(row["num_bytes_sent"]),
+        parts=Parts(*(float(row[name]) for name in Parts._fields)),
+    )
+
+
+def test_the_folder_is_for_its_owner_alone(tmp_path: Path):
+    Store(tmp_path / "a" / "runs").close()
+    assert stat.S_IMODE((tmp_path / "a" / "runs").stat().st_mode) == 0o700
+
+
+def test_comparisons_are_numbered_and_found_by_name(store: Store):
+    assert keep(store, ("single", "ddp"), 1) == "digits-1"
+    assert keep(store, ("ddp",), 2, repeats=2) == "digits-2"
+    assert [r.name for r in store.load("digits-1").runs] == ["single", "ddp"]
+    assert {r.comparison for r in store.load("ddp").runs} == {"digits-2"}
+    assert len(store.load("digits-2/ddp").runs) == 2
+    assert [r.repeat for r in store.load("digits-2/ddp#2").runs] == [1]
+    assert [r.comparison for r in store.load("digits-1/ddp", "single").runs] == ["digits-1"] * 2
+
+
+def test_a_wanted_name_is_kept_or_numbered(store: Store):
+    assert store.begin_comparison(a_comparison(1), wanted_name="lesson").name == "lesson"
+    assert store.begin_comparison(a_comparison(2), wanted_name="lesson").name == "lesson-2"
+    with pytest.raises(UserError, match="strategy"):
+        store.begin_comparison(a_comparison(3), wanted_name="ddp")
+    with pytest.raises(UserError, match="cannot be a name"):
+        store.begin_comparison(a_comparison(3), wanted_name="a/b")
+
+
+def test_a_logged_loop_is_found_by_its_name_latest_first(store: Store):
+    for number in (1, 2):
+        started = store.begin_comparison(
+            Comparison(comparison_id=f"m{number}", name="mine", created=float(number))
+        )
+        run = Run(run_id=f"r{number}", name="mine", created=float(number))
+        store.begin_run(started.comparison_id, run.snapshot())
+    assert [run.run_id for run in store.load("mine").runs] == ["r2"]
+    assert [run.run_id for run in store.load("mine-1").runs] == ["r1"]
+
+
+def test_an_unknown_name_is_answered_with_the_closest(store: Store):
+    with pytest.raises(UserError, match="nothing has been stored"):
+        store.load("ddp")
+    keep(store, ("single", "ddp"))
+    with pytest.raises(UserError, match="closest are: digits-1"):
+        store.load("digit-1")
+
+
+def test_renaming_and_deleting(store: Store):
+    keep(store, ("single", "ddp"), 1)
+    keep(store, ("ddp",), 2)
+    assert store.rename("digits-1", "lesson") == "lesson"
+    assert store.rename("digits-2", "lesson") == "lesson-2"
+    assert len(store.delete("lesson/ddp")) == 1
+    assert [r.name for r in store.load("lesson").runs] == ["single"]
+    assert len(store.delete("lesson")) == 1
+    assert [r.comparison for r in store.list()] == ["lesson-2"]
+
+
+def test_closing_twice_is_no_harm_and_keeps_what_is_pending(tmp_path: Path):
+    store = Store(tmp_path, flush_seconds=1000)
+    started = store.begin_comparison(a_comparison())
+    run = run_of(spec("ddp"), created=1.0)
+    store.begin_run(started.comparison_id, run.snapshot())
+    store.append(batch(run.run_id, [step(0, 1.0)]))
+    store.close()
+    store.close()
+    assert Store(tmp_path).list()[0].num_events == 1
+    with pytest.raises(StoreError, match="closed"):
+        store.list()
+
+
+def test_two_notebooks_write_at_once(tmp_path: Path):
+    stores = [Store(tmp_path, flush_seconds=0) for _ in range(2)]
+    threads = [
+        threading.Thread(target=write_many, args=(store, number))
+        for number, store in enumerate(stores)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    listed = stores[0].list()
+    assert {run.comparison for run in listed} == {"digits-1", "digits-2"}
+    assert [run.num_events for run in listed] == [40, 40]
+
+
+def write_many(store: Store, number: int) -> None:
+    started = store.begin_comparison(a_comparison(number))
+    run = run_of(spec("ddp", comparison=f"c{number}"), created=float(number))
+    store.begin_run(started.comparison_id, run.snapshot())
+    for sequence in range(40):
+        store.append(batch(run.run_id, [step(sequence, 1.0)], sequence=sequence))
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from tests.unit.history.fake_runs import batch, header, run_of, spec, step
+from tests.unit.history.test_store import a_comparison
+from ddpnb.history.store import Store
+
+store = Store(Path(sys.argv[1]), flush_seconds=0)
+run = run_of(spec("ddp"), created=1.0)
+store.begin_run(store.begin_comparison(a_comparison()).comparison_id, run.snapshot())
+for sequence in range(100000):
+    head = header(spec("ddp"), 1) if sequence == 0 else None
+    store.append(batch(run.run_id, [step(sequence, 1.0)] * 50, sequence=sequence, header=head))
+    if sequence == 5:
+        print("writing", flush=True)
+"""
+
+
+def test_a_writer_killed_midway_leaves_a_readable_run(tmp_path: Path):
+    root = Path(__file__).parents[2]
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    assert writer.stdout.readline().strip() == "writing"
+    time.sleep(0.1)
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait()
+    (run,) = Store(tmp_path).load("ddp").runs
+    assert run.status == "stopped"
+    assert "kernel ended" in run.detail
+    assert run.header is not None
+    assert len(run.events) >= 300
+    assert len(run.events) % 50 == 0
+    assert run.num_lost_batches == 0
+
+
+def test_a_run_being_written_elsewhere_is_still_running(store: Store, tmp_path: Path):
+    started = store.begin_comparison(a_comparison())
+    store.begin_run(started.comparison_id, run_of(spec("ddp"), created=1.0).snapshot())
+    assert Store(tmp_path / "runs").list()[0].status == "running"
+
+
+@pytest.mark.parametrize(
+    ("written", "said"), [(99, "newer ddpnb.*update ddpnb"), (1, "older ddpnb.*move the file away")]
+)
+def test_another_format_is_refused_in_one_sentence(tmp_path: Path, written: int, said: str):
+    Store(tmp_path).close()
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute(f"PRAGMA user_version = {written}")
+    with pytest.raises(StoreError, match=said):
+        Store(tmp_path)
+
+
+def test_the_events_of_a_long_run_come_back_from_the_store(store: Store):
+    recorder = Recorder(store, name="long", task="digits", source="", specs=())
+    recorder.begin("r1", "mine")
+    for sequence in range(30):
+        events = [step(i, i + 1.0) for i in range(1000 * sequence, 1000 * (sequence + 1))]
+        recorder.add(batch("r1", events, sequence=sequence))
+    (run,) = recorder.comparison.runs
+    assert run.events_in_memory is None
+    assert np.array_equal(run.events["step"], np.arange(30_000))
+    recorder.end("r1", Status.FINISHED)
+    (loaded,) = store.load("long").runs
+    assert loaded.events_in_memory is None
+    assert np.array_equal(loaded.events["step"], np.arange(30_000))
+    assert loaded.aggregate.curve.loss.tolist() == run.aggregate.curve.loss.tolist()
+
+
+@pytest.mark.parametrize("num_batches", [4, 30])
+def test_a_run_amounts_to_the_same_live_and_from_the_store(store: Store, num_batches: int):
+    recorder = Recorder(store, name="late", task="cell", source="", specs=())
+    recorder.begin("r1", "mine", num_ranks=1)  # rank 1 is not waited for
+    for sequence in range(num_batches):
+        steps = range(1000 * sequence, 1000 * (sequence + 1))
+        for rank in range(2):
+            events = [step(i, i + 1.0 + rank / 2, loss=1 / (i + 1 + rank)) for i in steps]
+            recorder.add(batch("r1", events, rank=rank, sequence=sequence))
+    recorder.end("r1", Status.FINISHED)
+    (live,), (loaded,) = recorder.comparison.runs, store.load("late").runs
+    for name in ("samples", "seconds", "loss", "lowest", "highest"):
+        np.testing.assert_allclose(
+            getattr(live.aggregate.curve, name), getattr(loaded.aggregate.curve, name)
+        )
+    assert np.diff(loaded.aggregate.curve.loss).max() < 0
+    (now,), (later,) = summarise(recorder.comparison), summarise(store.load("late"))
+    assert now.num_workers == later.num_workers == store.list()[0].num_workers == 2
+    assert now.samples_per_second.high == pytest.approx(later.samples_per_second.high)
+
+
+def test_a_file_that_is_no_database_is_refused_in_one_sentence(tmp_path: Path):
+    (tmp_path / FILE_NAME).write_text("not a database at all" * 100)
+    with pytest.raises(StoreError, match="not a database"):
+        Store(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot be opened"):
+        Store(tmp_path / "file" / "runs")
+
+
+def test_a_full_disk_is_reported_and_pending_batches_are_kept(tmp_path: Path):
+    store = Store(tmp_path / "runs", flush_seconds=600)  # append must not flush by itself
+    started = store.begin_comparison(a_comparison())
+    run = run_of(spec("ddp"), created=1.0)
+    store.begin_run(started.comparison_id, run.snapshot())
+    fill_the_disk(store)
+    store.append(batch(run.run_id, [step(i, 1.0) for i in range(50_000)]))
+    with pytest.raises(StoreError, match="full"):
+        store.flush()
+    fill_the_disk(store, num_pages=1_000_000)
+    store.finish(run.run_id, Status.FINISHED)
+    assert store.list()[0].num_events == 50_000
+    store.close()
+
+
+def fill_the_disk(store: Store, num_pages: int = 30) -> None:
+    store._database.read(f"PRAGMA max_page_count = {num_pages}")
+
+
+def test_a_run_that_is_trained_is_not_deleted_by_another_notebook(store: Store, tmp_path: Path):
+    started = store.begin_comparison(a_comparison())
+    run = run_of(spec("ddp"), created=1.0)
+    store.begin_run(started.comparison_id, run.snapshot())
+    other = Store(tmp_path / "runs")
+    with pytest.raises(UserError, match="is being trained; %ddp_interrupt ends that"):
+        other.delete("ddp")
+    store.append(batch(run.run_id, [step(0, 1.0)]))
+    store.finish(run.run_id, Status.FINISHED)
+    assert len(other.delete("ddp")) == 1
+    assert store.list() == ()
+
+
+def test_runs_lie_in_the_project(tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    inner = tmp_path / "notebooks" / "deep"
+    inner.mkdir(parents=True)
+    assert runs_folder(inner) == tmp_path / "data" / "runs"
+
+
+def test_outside_a_project_runs_lie_beside_the_notebook(tmp_path: Path):
+    assert runs_folder(tmp_path) == tmp_path / "data" / "runs"
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        {"strategy": "carrier-pigeon"},
+        {"strategy": "ddp:hook=smoke"},
+        {"strategy": "Averaging:=="},
+        {"task": "poetry"},
+        {"lr_scaling": "cubic"},
+        {"slow": ["often"]},
+    ],
+    ids=str,
+)
+def test_what_is_no_longer_in_the_catalogue_is_still_listed_and_drawn(
+    tmp_path: Path, gone: dict[str, Any]
+):
+    run = fake_run("ddp", num_steps=5)
+    own = replace(a_comparison(), specs=(spec("ddp"),))
+    store = Store(tmp_path, flush_seconds=0)
+    begun = store.begin_comparison(own)
+    store.begin_run(begun.comparison_id, run.snapshot())
+    store.finish(run.run_id, Status.FINISHED)
+    store.close()
+    written = dataclasses.asdict(spec("ddp")) | gone
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute("UPDATE runs SET spec = ?", (json.dumps(written),))
+        connection.execute("UPDATE comparisons SET specs = ?", (json.dumps([written]),))
+        if "strategy" in gone:
+            connection.execute("UPDATE runs SET name = ?", (gone["strategy"],))
+    connection.close()
+    store = Store(tmp_path)
+    (listed,) = store.list()
+    assert listed.spec is not None
+    assert listed.spec.batch_size == spec("ddp").batch_size
+    comparison = store.load(begun.name)
+    name, value = next(iter(gone.items()))
+    (kept,) = comparison.runs
+    assert kept.spec is not None
+    assert getattr(kept.spec, name) == (tuple(value) if isinstance(value, list) else value)
+    result = ComparisonResult(comparison)
+    assert listed.name in runs_table((listed,)).text()
+    assert listed.name in result.table().text()
+    assert result.plot().png().startswith(b"\x89PNG")
+    assert "ddp_compare" in magic_of(comparison)
+    assert listed.name in repr(Details(comparison))
+    result.save(tmp_path / "saved")
+    store.close()

@@ -1,0 +1,96 @@
+"""Calls that differ in a group's log: at most one reaches the backend, and none is refused for
+another that the backend refuses."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddpnb.rank.collective_calls import METHODS, NO_ROOT
+from ddpnb.rank.collective_checks import CollectiveMismatchError, settle_dispute
+from ddpnb.rank.collective_log import CollectiveLog
+
+RANKS = range(3)
+
+
+def opened(path: Path) -> list[CollectiveLog]:
+    return [CollectiveLog.open(path, place=rank, ranks=RANKS) for rank in RANKS]
+
+
+def write(log: CollectiveLog, size: int) -> tuple[int, bool]:
+    text, checksum = METHODS["allreduce"].text([torch.ones(size)], NO_ROOT)
+    return log.write(text, checksum, 0, False)
+
+
+def in_threads(call: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in RANKS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_calls_written_at_once_do_not_fail_for_one_that_the_backend_refuses(
+    tmp_path: Path, refused: int
+) -> None:
+    logs = opened(tmp_path / "log")
+    written = [write(log, 4 if log.place == refused else 3) for log in logs]
+    assert [number for number, _ in written] == [1, 1, 1]
+    ended = []
+
+    def go(rank: int) -> None:
+        log, number = logs[rank], 1
+        if rank == refused:
+            try:
+                settle_dispute(log, number)
+                time.sleep(0.1)  # the backend takes its time
+            except CollectiveMismatchError:
+                pass
+            log.take_back()
+            number, is_alike = write(log, 3)
+            if not is_alike:
+                settle_dispute(log, number)
+        else:
+            settle_dispute(log, number)
+        log.accept(number)
+        ended.append(rank)
+
+    in_threads(go)
+    assert sorted(ended) == list(RANKS)
+
+
+def test_of_calls_that_differ_one_alone_reaches_the_backend(tmp_path: Path) -> None:
+    """In any order of the three: two that differ there at once would end the process."""
+    logs = opened(tmp_path / "log")
+    chance = random.Random(0)
+    for number in range(1, 30):
+        sizes = [chance.choice([3, 4]) for _ in RANKS]
+        pauses = [chance.choice([0.0, 0.0, 0.0005, 0.002]) for _ in RANKS]
+        reached: set[int] = set()
+
+        def go(
+            rank: int,
+            sizes: list[int] = sizes,
+            pauses: list[float] = pauses,
+            reached: set[int] = reached,
+            number: int = number,
+        ) -> None:
+            time.sleep(pauses[rank])
+            _, is_alike = write(logs[rank], sizes[rank])
+            try:
+                if not is_alike:
+                    settle_dispute(logs[rank], number)
+            except CollectiveMismatchError:
+                return
+            reached.add(sizes[rank])
+            time.sleep(0.001)
+            logs[rank].accept(number)
+
+        in_threads(go)
+        assert len(reached) == 1, (sizes, pauses)

@@ -1,0 +1,350 @@
+"""Every mistake in a comparison cell is reported in one sentence before anything trains."""
+
+import traceback
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RunSpec
+from ddpnb.rank.training import loop
+from tests.rank.ranks import make_state
+
+MODEL = "from torch import nn\nimport torch\ndef model(): return nn.Linear(4, 3)\n"
+DATA = "def data(split): return torch.randn(20, 4), torch.randint(3, (20,))\n"
+GOOD = MODEL + DATA
+
+
+def check(source: str, strategy: str = "ddp", num_ranks: int = 2, batch_size: int = 10, **names):
+    check_choices(source, strategy, num_ranks, names, batch_size=batch_size)
+
+
+def check_choices(source: str, strategy: str, num_ranks: int = 2, names=(), **choices):
+    """Check what is trained with further options."""
+    spec = RunSpec(run_id="r", strategy=strategy, source=source, **{"batch_size": 10} | choices)
+    loop.check(spec, state=make_state(0, num_ranks), namespace=dict(names))
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "async"])
+def test_a_good_cell_passes(strategy):
+    check(GOOD, strategy)
+
+
+@pytest.mark.parametrize("task", ["digits", "synthetic"])
+def test_built_in_tasks_pass(task):
+    spec = RunSpec(run_id="r", strategy="ddp", task=task)
+    loop.check(spec, state=make_state(0, 2), namespace={})
+
+
+GOOD_DATA = {
+    "arrays": "import numpy as np\n"
+    "def data(split): return np.ones((20, 4), dtype=np.float32), np.zeros(20, dtype=np.int64)",
+    "read-only arrays": "import numpy as np\n"
+    "x = np.ones((20, 4), dtype=np.float32)\nx.flags.writeable = False\n"
+    "def data(split): return x, np.zeros(20, dtype=np.int64)",
+    "TensorDataset": "from torch.utils.data import TensorDataset\n"
+    "def data(split): return TensorDataset(torch.randn(20, 4), torch.zeros(20).long())",
+    "Dataset": "from torch.utils.data import Dataset\n"
+    "class Own(Dataset):\n"
+    "    def __len__(self): return 20\n"
+    "    def __getitem__(self, i): return torch.randn(4), i % 3\n"
+    "def data(split): return Own()",
+}
+
+
+@pytest.mark.parametrize("source", GOOD_DATA.values(), ids=GOOD_DATA)
+@pytest.mark.filterwarnings("error")
+def test_all_kinds_of_data_pass(source):
+    check(MODEL + source)
+
+
+BAD_CELLS = {
+    "no model": (DATA, "defines no model()"),
+    "no data": (MODEL, "defines no data()"),
+    "model is no function": ("model = 3\n" + DATA, "model in the cell is not a function"),
+    "model returns nothing": (GOOD + "def model(): pass", "returned None; return a torch"),
+    "no parameters": (GOOD + "def model(): return nn.ReLU()", "without trainable parameters"),
+    "all frozen": (
+        GOOD + "def model(): return nn.Linear(4, 3).requires_grad_(False)",
+        "without trainable parameters",
+    ),
+    "lazy": (GOOD + "def model(): return nn.LazyLinear(3)", "lazy layers; give their sizes"),
+    "wrapped": (
+        GOOD + "def model(): return nn.DataParallel(nn.Linear(4, 3))",
+        "wrapped in DataParallel; return the plain model, the strategy wraps it",
+    ),
+    "wrapped inside": (
+        GOOD + "def model(): return nn.Sequential(nn.DataParallel(nn.Linear(4, 3)))",
+        "wrapped in DataParallel",
+    ),
+    "unused parameter": (
+        GOOD + "class M(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(4, 3)\n"
+        "        self.spare = nn.Parameter(torch.ones(1))\n"
+        "def model(): return M()",
+        "parameter spare has no part in the loss",
+    ),
+    "data is a list": (GOOD + "def data(split): return [1, 2]", "returned a list; return a torch"),
+    "data is None": (GOOD + "def data(split): pass", "returned None"),
+    "three tensors": (
+        GOOD + "def data(split): return (torch.ones(2),) * 3",
+        r"data\('train'\) returned a tuple of 3",
+    ),
+    "strings": (GOOD + "def data(split): return ['a'], ['b']", "a tuple with a list in it"),
+    "unequal": (
+        GOOD + "def data(split): return torch.ones(20, 4), torch.ones(19)",
+        "20 inputs but 19 targets",
+    ),
+    "empty": (
+        GOOD + "def data(split): return torch.ones(0, 4), torch.ones(0)",
+        r"data\('train'\) returned no samples",
+    ),
+    "empty test split": (
+        GOOD + "def data(split):\n"
+        "    n = 20 if split == 'train' else 0\n"
+        "    return torch.ones(n, 4), torch.ones(n).long()",
+        r"data\('test'\) returned no samples",
+    ),
+    "wrong items": (
+        GOOD + "from torch.utils.data import TensorDataset\n"
+        "def data(split): return TensorDataset(torch.ones(20, 4))",
+        "a Dataset whose items are not pairs",
+    ),
+    "items that do not stack": (
+        GOOD + "from torch.utils.data import Dataset\n"
+        "class Own(Dataset):\n"
+        "    def __len__(self): return 20\n"
+        "    def __getitem__(self, i): return object(), 1\n"
+        "def data(split): return Own()",
+        r"data\('train'\) gives items that cannot be stacked: TypeError",
+    ),
+    "items of strings": (
+        GOOD + "from torch.utils.data import Dataset\n"
+        "class Own(Dataset):\n"
+        "    def __len__(self): return 20\n"
+        "    def __getitem__(self, i): return 'a', 1\n"
+        "def data(split): return Own()",
+        "items do not stack into two tensors",
+    ),
+    "model takes an argument": (
+        GOOD.replace("def model()", "def model(size)"),
+        r"model\(size\) in the cell is called as model\(\)\.",
+    ),
+    "data takes none": (
+        GOOD.replace("def data(split)", "def data()").replace("split", "'train'"),
+        r"data\(\) in the cell is called as data\(split\)\.",
+    ),
+    "loss is no function": (GOOD + "loss = 0.3", "loss in the cell is a float, not a function"),
+    "loss is a vector": (
+        GOOD + "loss = nn.CrossEntropyLoss(reduction='none')",
+        r"returned \(5,\); return the mean over the samples",
+    ),
+    "loss is a sum": (
+        GOOD + "loss = nn.CrossEntropyLoss(reduction='sum')",
+        "is a sum over the samples; return their mean",
+    ),
+    "loss is detached": (
+        GOOD + "def loss(o, t): return nn.functional.cross_entropy(o, t).detach()",
+        "does not depend on the model's parameters",
+    ),
+    "loss fails": (
+        GOOD + "loss = nn.MSELoss()",
+        r"loss\(outputs, targets\) failed for outputs of shape \(5, 3\) .*: RuntimeError",
+    ),
+    "model fails": (
+        GOOD + "def model(): return nn.Linear(5, 3)",
+        r"model\(inputs\) failed on a batch of 5 samples, .*\(5, 4\): RuntimeError: mat1 and mat2",
+    ),
+    "model returns a tuple": (
+        GOOD + "def model(): return nn.LSTM(4, 3)",
+        "returned tuple for 5 samples; return one tensor",
+    ),
+    "one column": (
+        GOOD + "def model(): return nn.Linear(4, 1)\n"
+        "def data(split): return torch.randn(20, 4), torch.zeros(20).long()",
+        r"one column, \(5, 1\), and the default loss, .*: define loss\(outputs, targets\)\.",
+    ),
+    "no column": (
+        GOOD + "def model(): return nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))\n"
+        "def data(split): return torch.randn(20, 4), torch.rand(20)",
+        r"returned one column, \(5,\), and the default loss",
+    ),
+    "test samples of another size": (
+        GOOD + "def data(split):\n"
+        "    return torch.randn(20, 4 if split == 'train' else 5), torch.randint(3, (20,))",
+        r"cannot be evaluated on data\('test'\): RuntimeError: mat1 and mat2",
+    ),
+    "fails in evaluation mode": (
+        GOOD + "class M(nn.Linear):\n"
+        "    def forward(self, inputs):\n"
+        "        return super().forward(inputs) if self.training else None\n"
+        "def model(): return M(4, 3)",
+        r"cannot be evaluated on data\('train'\): TypeError",
+    ),
+    "optimizer is no function": (GOOD + "optimizer = 3", "optimizer in the cell is an int, not a"),
+    "optimizer returns nothing": (
+        GOOD + "def optimizer(params): pass",
+        r"optimizer\(params\) returned None; return a torch.optim.Optimizer",
+    ),
+    "optimizer needs a closure": (
+        GOOD + "optimizer = torch.optim.LBFGS",
+        r"optimizer.step\(\) failed: TypeError",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "sentence"), BAD_CELLS.values(), ids=BAD_CELLS)
+def test_each_mistake_is_one_sentence(source, sentence):
+    with pytest.raises(UserError, match=sentence) as caught:
+        check(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_infinite_loss_is_not_taken_for_a_sum():
+    check(GOOD + "loss = lambda outputs, targets: outputs.square().mean() * 1e39")
+
+
+def test_batches_that_do_not_fit_are_refused():
+    with pytest.raises(UserError, match="batch of 2 cannot be shared by 3 ranks"):
+        check(GOOD, "single", num_ranks=3, batch_size=2)
+    with pytest.raises(UserError, match=r"larger than the training split \(20 samples\)"):
+        check(GOOD, batch_size=21)
+
+
+BATCHNORM = GOOD + "def model(): return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "choices"),
+    [
+        ("ddp", 2, {"batch_size": 18}),  # 20 = 18 + 2: one sample each in the last step
+        ("single", 2, {"batch_size": 8, "accumulate": 4}),  # 20 = 8 + 8 + 4
+        ("ddp", 2, {"batch_size": 10, "accumulate": 4}),
+        ("dp", 2, {"batch_size": 10, "accumulate": 4}),
+        ("dp", 4, {"batch_size": 10}),  # DataParallel cuts 10 into 3, 3, 3 and 1
+        ("dp", 4, {"batch_size": 10, "num_epochs": 0.5}),
+        ("dp", 3, {"batch_size": 20, "accumulate": 3}),  # 7, 7, 6, and 7 into 3, 3 and 1
+    ],
+)
+def test_the_smallest_batch_of_the_training_is_tried(strategy, num_ranks, choices):
+    sentence = r"on a batch of 1 samples.*more than 1 value per channel"
+    with pytest.raises(UserError, match=sentence):
+        check_choices(BATCHNORM, strategy, num_ranks, **choices)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "choices"),
+    [
+        ("single", 2, {"accumulate": 5}),
+        ("ddp", 2, {"accumulate": 2}),
+        ("dp", 2, {"accumulate": 2}),
+        ("dp", 3, {"batch_size": 20, "accumulate": 2}),  # 10 into 4, 4 and 2
+        ("ddp", 4, {}),
+        ("async", 2, {"accumulate": 2}),
+    ],
+)
+def test_two_samples_are_enough(strategy, num_ranks, choices):
+    check_choices(BATCHNORM, strategy, num_ranks, **choices)
+
+
+def test_what_the_cell_itself_raises_comes_with_the_cells_lines():
+    with pytest.raises(ZeroDivisionError) as caught:
+        check(GOOD + "def data(split):\n    return 1 / 0  # here\n")
+    assert "return 1 / 0  # here" in "".join(traceback.format_exception(caught.value))
+    with pytest.raises(SyntaxError):
+        check("def model(:")
+
+
+def test_names_of_earlier_cells_are_seen_but_not_taken_for_the_cells_own():
+    check(
+        "def model(): return Net(4, 3)\n" + DATA,
+        Net=nn.Linear,
+        torch=torch,
+        loss=0.3,
+        optimizer=torch.optim.SGD([torch.ones(1)], lr=1),
+    )
+    with pytest.raises(UserError, match="defines no model"):
+        check("import torch\n" + DATA, model=nn.Linear(4, 3))
+
+
+def test_the_users_variables_stay_as_they_are():
+    net, kept = nn.Linear(4, 3), torch.ones(1)
+    namespace = {"net": net, "kept": kept, "torch": torch, "np": np}
+    before, names = net.weight.clone(), dict(namespace)
+    source = "def model(): return net\nkept = 5\n" + DATA.replace("4),", "4).float(),")
+    torch.manual_seed(7)
+    np.random.seed(7)
+    expected = torch.rand(1), np.random.rand()
+    torch.manual_seed(7)
+    np.random.seed(7)
+    check(source + "torch.set_default_dtype(torch.float64)\n", "single", **namespace)
+    assert (torch.rand(1), np.random.rand()) == expected
+    assert torch.get_default_dtype() == torch.float32
+    assert namespace == names
+    assert torch.equal(net.weight, before)
+
+
+SPARSE = (
+    "import torch\nfrom torch import nn\n"
+    "def model(): return nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Flatten(),"
+    " nn.Linear(12, 3))\n"
+    "def data(split): return torch.randint(9, (20, 4)), torch.randint(3, (20,))\n"
+)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sparse_gradients_are_refused_where_they_cannot_be_exchanged(strategy):
+    if not STRATEGIES[strategy].is_dense:
+        return check(SPARSE, strategy)
+    with pytest.raises(UserError, match=f"of 0.weight is sparse, and {strategy} exchanges"):
+        check(SPARSE, strategy)
+
+
+TEMPERATURE = (
+    MODEL.partition("def")[0]
+    + DATA
+    + (
+        "class Net(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(4, 3)\n"
+        "        self.temperature = nn.Parameter(torch.ones(()))\n"
+        "    def forward(self, inputs): return super().forward(inputs) * self.temperature.sum()\n"
+        "def model(): return Net()\n"
+    )
+)
+TWO_TYPES = GOOD + (
+    "class Cast(nn.Module):\n"
+    "    def forward(self, inputs): return inputs.double()\n"
+    "class Whole(nn.Module):\n"
+    "    def __init__(self, *steps):\n"
+    "        super().__init__()\n"
+    "        self.one, self.cast, self.other = steps\n"
+    "    def forward(self, inputs): return self.other(self.cast(self.one(inputs)))\n"
+    "def model(): return nn.Sequential(nn.Linear(4, 3), Cast(), nn.Linear(3, 3).double())\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "source", "sentence"),
+    [
+        ("ddp:static_graph=on", GOOD, "static_graph=on cannot accumulate gradients"),
+        ("ddp:bucket_cap_mb=0", GOOD, "bucket_cap_mb must be greater than 0"),
+        ("ddp:hook=powersgd", TEMPERATURE, r"temperature, of shape \(\), has no rows"),
+        ("ddp:hook=powersgd", TWO_TYPES, "one bucket on CPUs.*one type"),
+        ("fsdp", TWO_TYPES.replace("nn.Sequential", "Whole"), "in what it gathers at once"),
+        ("zero", TWO_TYPES, "zero wants all parameters in one floating-point type"),
+        ("fsdp", TEMPERATURE, r"rows, and temperature, of shape \(\), has none: give it"),
+        ("fsdp", TEMPERATURE.replace("ones(())", "ones(0)"), r"of shape \(0,\), has none"),
+    ],
+)
+def test_what_one_strategy_cannot_train_is_refused_before_anything_trains(
+    strategy, source, sentence
+):
+    check_choices(source, "ddp", accumulate=2)
+    check_choices(TWO_TYPES, "fsdp")  # each of its layers is of one type
+    with pytest.raises(UserError, match=sentence):
+        check_choices(source, strategy, accumulate=2)
