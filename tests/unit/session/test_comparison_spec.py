@@ -238,17 +238,10 @@ def test_what_is_not_chosen_is_as_in_the_spec():
 def test_the_python_twin_has_the_same_choices_and_defaults():
     parameters = inspect.signature(compare).parameters
     chosen = {o.keyword: parameters[o.keyword].default for _, o in training_options()}
-<<<<<<< HEAD
-    assert training_of(chosen, source=CELL) == TrainingSpec(source=CELL)
-    told = inspect.getdoc(compare) or ""
-    assert all(f"\n    {o.keyword}: {o.meaning}." in told for _, o in training_options())
-    assert training_of({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
-=======
     assert make_training_spec(chosen, source=CELL) == TrainingSpec(source=CELL)
-    shown = compare.__doc__ or ""
-    assert all(f"\n        {o.keyword}: {o.meaning}." in shown for _, o in training_options())
+    shown = inspect.getdoc(compare) or ""
+    assert all(f"\n    {o.keyword}: {o.meaning}." in shown for _, o in training_options())
     assert make_training_spec({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
->>>>>>> main
         source=CELL, jitter=0.2, slow=("1:3x",)
     )
 
