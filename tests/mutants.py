@@ -32,8 +32,8 @@ MUTANTS = [
     Mutant(
         "a ring of four ranks passes on one sum too few",
         "rank/strategies/ring_by_hand.py",
-        "num_sent += _pass_on(mine, theirs, rank, world_size)",
-        "num_sent += _pass_on(mine, theirs, rank, world_size) if shift < 2 else 0",
+        "num_sent += _exchange(mine, theirs, rank, world_size)",
+        "num_sent += _exchange(mine, theirs, rank, world_size) if shift < 2 else 0",
         "tests/rank/test_conformance.py -k 'several and ring-by-hand'",
     ),
     Mutant(
@@ -60,8 +60,8 @@ MUTANTS = [
     Mutant(
         "every epoch has the order of the first",
         "rank/tasks/batches.py",
-        "if epoch == self._epoch:",
-        "if self._epoch >= 0:",
+        "if epoch != self._epoch:",
+        "if self._epoch < 0:",
         "tests/unit/rank/test_batches.py",
     ),
     Mutant(
@@ -81,7 +81,7 @@ MUTANTS = [
     Mutant(
         "an aborted group leaves a rank waiting in shared memory",
         "rank/comm/shared_all_reduce.py",
-        "cancellation.held(self._hang_up)",
+        "cancellation.held(self._shut_down)",
         "cancellation.held(lambda: None)",
         "tests/faults/test_strategies.py -k 'frees_whoever_waits and ddp-shm'",
     ),
@@ -94,7 +94,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranges that do not touch overlap",
-        "runs/summary.py",
+        "history/summary.py",
         "self.low <= other.high and other.low <= self.high",
         "self.low <= other.high",
         "tests/unit/history/test_summary.py",

@@ -49,8 +49,9 @@ def takes_training_options(
     own = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
     own += [Parameter(o.keyword, Parameter.KEYWORD_ONLY, default=o.default) for o in options]
     function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
-    lines = "\n".join(f"        {option.keyword}: {option.meaning}." for option in options)
-    function.__doc__ = (function.__doc__ or "").replace("        **choices: as listed.", lines)
+    lines = "\n".join(f"    {option.keyword}: {option.meaning}." for option in options)
+    doc = inspect.getdoc(function) or ""  # without the indentation that Python 3.13 removes
+    function.__doc__ = doc.replace("    **choices: as listed.", lines)
     return function
 
 

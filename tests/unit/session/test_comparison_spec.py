@@ -239,8 +239,8 @@ def test_the_python_twin_has_the_same_choices_and_defaults():
     parameters = inspect.signature(compare).parameters
     chosen = {o.keyword: parameters[o.keyword].default for _, o in training_options()}
     assert make_training_spec(chosen, source=CELL) == TrainingSpec(source=CELL)
-    shown = compare.__doc__ or ""
-    assert all(f"\n        {o.keyword}: {o.meaning}." in shown for _, o in training_options())
+    shown = inspect.getdoc(compare) or ""
+    assert all(f"\n    {o.keyword}: {o.meaning}." in shown for _, o in training_options())
     assert make_training_spec({"jitter": "20%", "slow": "1:3x"}, source=CELL) == TrainingSpec(
         source=CELL, jitter=0.2, slow=("1:3x",)
     )
