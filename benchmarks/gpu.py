@@ -187,11 +187,11 @@ def _parts(runs: pd.DataFrame) -> str:
 
 
 def _timing(device: str, num_repeats: int) -> Figure:
-    """One rank of its own group: DDP that tells where its time goes against DDP that does not."""
+    """One rank of its own group: DDP with its step accounting against DDP without."""
     with rank_calls(1) as call:
         [rates] = call(_rates, device, 4 * num_repeats)
     return Figure(
-        name=f"ddp that tells where its time goes against ddp that does not, 1 rank on {device}",
+        name=f"ddp with its step accounting against ddp without, 1 rank on {device}",
         unit="samples/s",
         ours=[timed for timed, _ in rates],
         theirs=[untimed for _, untimed in rates],

@@ -34,7 +34,7 @@ class Figure:
         return self.value <= float(bound) if sign == "<=" else self.value >= float(bound)
 
     def row(self) -> str:
-        def told(values: Sequence[float]) -> str:
+        def spread(values: Sequence[float]) -> str:
             if not values:
                 return "-"
             middle, low, high = statistics.median(values), min(values), max(values)
@@ -42,7 +42,7 @@ class Figure:
 
         kept = ("kept" if self.kept else "MISSED") if self.limit else "-"
         return (
-            f"| {self.name} | {told(self.ours)} | {told(self.theirs)} | {self.unit} "
+            f"| {self.name} | {spread(self.ours)} | {spread(self.theirs)} | {self.unit} "
             f"| {self.value:.3f} | {self.limit or '-'} | {kept} |"
         )
 

@@ -39,7 +39,7 @@ TAKE_TURNS = textwrap.dedent(
 
 STOP_TURNS = "%%local\nis_over.set()"
 PREPARE = "%%ddp\nimport json, time\nmoments = []"
-TELL = "%%rank 0\nprint(json.dumps(moments))"
+PRINT = "%%rank 0\nprint(json.dumps(moments))"
 
 CELL = "%%ddp\n" + LOOP[: LOOP.index("dist.barrier()")]
 CELL += textwrap.dedent(
@@ -95,7 +95,7 @@ def moments_of(running: Kernel, training: str) -> list[float]:
     running.run(TAKE_TURNS)
     running.run(training)
     running.run(STOP_TURNS)
-    printed = running.run(TELL)
+    printed = running.run(PRINT)
     found: list[float] = json.loads(printed[printed.index("[", 1 + printed.index("]")) :])
     return found
 

@@ -119,7 +119,7 @@ print(json.dumps([[name, exit_.code, cluster.log_tail(name)] for name, exit_ in 
 def killed() -> list[Figure]:
     """Kill ranks at random while they train; bring each back; look for leaks."""
     chance = random.Random(0)
-    told, back, went_on = [], [], 0
+    reported, back, went_on = [], [], 0
     with kernel() as running:
         running.run("%load_ext ddpnb\n%ddp_start -n 3 --device cpu")
         running.run(BUILD)
@@ -128,17 +128,19 @@ def killed() -> list[Figure]:
         before = used(running)
         for _ in range(NUM_KILLS):  # rank 0 stays, so that a leak in it shows
             found = kill_and_bring_back(running, chance.choice((1, 2)))
-            told.append(found[0]), back.append(found[1])
+            reported.append(found[0]), back.append(found[1])
             went_on += found[2]
         after = used(running)
         for _ in range(NUM_KILLS):
             found = kill_and_bring_back(running, chance.choice((0, 1, 2)))
-            told.append(found[0]), back.append(found[1])
+            reported.append(found[0]), back.append(found[1])
             went_on += found[2]
         running.run("%ddp_stop")
     of = f"of {2 * NUM_KILLS} random kills at 3 ranks"
     return [
-        Figure(name=f"cell ended after a rank's SIGKILL, {of}", unit="s", ours=told, limit="<= 2"),
+        Figure(
+            name=f"cell ended after a rank's SIGKILL, {of}", unit="s", ours=reported, limit="<= 2"
+        ),
         Figure(name=f"%ddp_restart --ranks took, {of}", unit="s", ours=back, limit="<= 3"),
         Figure(
             name=f"training went on, others' variables kept, {of}",
@@ -167,7 +169,7 @@ def kill_and_bring_back(running: Kernel, victim: int) -> tuple[float, float, boo
         is_named = re.search(rf"rank {victim} was killed by SIGKILL", str(error)) is not None
     else:
         is_named = False
-    told = time.monotonic() - killed_at[0]
+    reported = time.monotonic() - killed_at[0]
     if len(dead := running.value(DEAD)) != 1:
         raise RuntimeError(f"rank {victim} was killed, and these died: {dead}")
     began = time.monotonic()
@@ -184,7 +186,7 @@ def kill_and_bring_back(running: Kernel, victim: int) -> tuple[float, float, boo
     running.run(TRAIN.format(num_steps=5))
     done = running.value(STATE)["done"]
     goes_on = done == [reached + 5] * 3 and reached > max(state["done"])
-    return told, back, is_named and are_kept and goes_on
+    return reported, back, is_named and are_kept and goes_on
 
 
 def used(running: Kernel) -> Mapping[str, float]:

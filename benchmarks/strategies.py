@@ -75,7 +75,7 @@ CASES = (
     ),
     *(
         SMALL(
-            name=f"ddp that tells where its time goes against ddp that does not, digits CNN, "
+            name=f"ddp with its step accounting against ddp without, digits CNN, "
             f"global batch {num_global}",
             num_global=num_global,
             ours="ddp",
