@@ -91,7 +91,7 @@ def test_the_figure_changes_while_it_trains_and_the_table_stands_at_the_end(less
     race.scroll_into_view_if_needed()
     command(lesson, "notebook:run-all-cells")
     picture = race.locator(".jp-RenderedImage img")
-    picture.wait_for(timeout=60_000)
+    picture.wait_for(timeout=180_000)
     race.scroll_into_view_if_needed()
     seen: set[str | None] = set()
     sizes = set()
@@ -122,7 +122,7 @@ def test_the_figure_changes_while_it_trains_and_the_table_stands_at_the_end(less
 def test_no_cell_fails_and_the_cluster_stops(lesson: Page) -> None:
     last = lesson.locator(".jp-CodeCell").last
     last.scroll_into_view_if_needed()
-    last.get_by_text("The cluster has stopped.").wait_for(timeout=120_000)
+    last.get_by_text("The cluster has stopped.").wait_for(timeout=240_000)
     assert lesson.locator('[data-mime-type="application/vnd.jupyter.error"]').count() == 0
     screenshot(lesson, "lesson-end")
 

@@ -117,11 +117,11 @@ def test_it_trains_by_keyboard_alone_and_the_figure_changes(page: Page) -> None:
     tab_to(page, "ranks")
     page.keyboard.press("Control+A")
     page.keyboard.type("2")
+    tab_to(page, "name")
+    page.keyboard.type("mine")
     tab_to(page, "epochs")
     page.keyboard.press("Control+A")
     page.keyboard.type("100000")
-    tab_to(page, "name")
-    page.keyboard.type("mine")
     tab_to(page, "as a magic")
     magic = page.get_by_label("as a magic")
     expect(magic).to_have_value(

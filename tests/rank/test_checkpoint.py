@@ -80,14 +80,14 @@ def test_every_strategy_can_be_resumed(ranks, tmp_path, strategy):
     assert any(" at about " in n for n in notes(resumed[0])) != is_exact
 
 
-def test_powersgd_begins_anew_where_a_run_is_resumed_and_says_so(ranks, tmp_path):
+def test_powersgd_starts_afresh_when_a_run_is_resumed_and_says_so(ranks, tmp_path):
     word = "ddp:hook=powersgd"
     first = ranks(2).call(train_job, spec_of(word, tmp_path, num_epochs=1))
     again = ranks(2).call(train_job, spec_of(word, tmp_path, run_id="new", resume="old"))
     sent = [[e.num_bytes_sent for e in r[0][1] if isinstance(e, StepEvent)] for r in (first, again)]
     assert sent[0] == sent[1][:PER_EPOCH]  # the plain steps at first, too
     assert sent[0][0] > sent[0][-1]
-    assert [any("begins anew" in note for note in notes(r[0])) for r in (first, again)] == [0, 1]
+    assert [any("starts afresh" in note for note in notes(r[0])) for r in (first, again)] == [0, 1]
     assert again[0][0].final_loss < first[0][0].final_loss
 
 
