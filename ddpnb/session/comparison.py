@@ -109,7 +109,6 @@ class Training:
     options: PlotOptions = EVERYTHING
     _watch: Watch | None = None
     _is_stopped: bool = False
-    _is_skipped: bool = False
     _next_stop_seconds: float = 0.0
     _interrupt_seconds: float = math.inf
 
@@ -120,13 +119,6 @@ class Training:
         are interrupted.
         """
         self._is_stopped = True
-
-    def skip(self) -> None:
-        """End the current run early and continue with the next; from any thread, also twice.
-
-        It ends as with ``stop``; if it is interrupted, the next run has a new process group.
-        """
-        self._is_skipped = True
 
     def run(self) -> ComparisonResult:
         """Train everything; show and store what was trained, however it ends.
@@ -185,20 +177,16 @@ class Training:
             tick=lambda: self._tick(recovery),
             survives=recovery.survives,
         )
-        self._is_skipped, self._interrupt_seconds = False, math.inf
+        self._interrupt_seconds = math.inf
         try:
             watch.run()
-            if watch.stop_requested and self._is_stopped:
+            if watch.stop_requested:
                 raise CellInterrupt
         except KeyboardInterrupt:
             self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
             raise CellInterrupt from None
         finally:
             recovery.end()
-        if watch.stop_requested:
-            self.recorder.end(spec.run_id, Status.STOPPED, "interrupted")
-            self.cluster.abort(self.cluster.living)  # its collectives may never end
-            return
         watch.lost = {r: cause for r, cause in watch.lost.items() if not recovery.survives(r)}
         if (error := error_of(watch)) is not None:
             cause = error.cause if isinstance(error, RankError) else str(error)
@@ -231,7 +219,7 @@ class Training:
         if self.live.is_due():
             self.live.update(self.recorder.comparison)
         now = time.monotonic()
-        if not (self._is_stopped or self._is_skipped):
+        if not self._is_stopped:
             return
         self._interrupt_seconds = min(self._interrupt_seconds, now + GRACE_SECONDS)
         if self._watch is not None and now >= self._interrupt_seconds:

@@ -56,10 +56,6 @@ def data(split):
 """
 RAISES = "raise ZeroDivisionError('on purpose')"
 SLEEPS = "time.sleep(1000)"
-SLEEPS_ONCE = """
-            once = Path("{marker}.once")
-            if not once.exists(): once.touch(); time.sleep(1000)
-"""
 SLEEPS_A_WHILE = "time.sleep(3)"
 OF_A_RUN = (".s", ".k", ".sum", ".w", ".q", ".stop")
 """How the names of files end that a run makes in the cluster's folder."""
@@ -148,22 +144,15 @@ def test_a_run_is_stopped_in_its_midst(cluster, tmp_path, strategy):
     assert (snapshot.status, snapshot.detail) == (Status.STOPPED, "stopped by the user")
 
 
-@pytest.mark.parametrize(
-    "strategies", [("ddp", "ddp-by-hand"), ("ddp-shm", "ddp"), ("async", "ddp")]
-)
-def test_a_run_that_comes_to_no_step_is_skipped(cluster, tmp_path, strategies):
-    """It is interrupted, the next is trained to its end, in a group of its own."""
-    marker = tmp_path / "marker"
-    spec = a_spec(strategies[0], marker, SLEEPS_ONCE.format(marker=marker).strip(), 2.0)
-    training = prepare(cluster, Store(tmp_path), replace(spec, strategies=strategies))
+@pytest.mark.parametrize("strategy", ["ddp", "ddp-shm", "async"])
+def test_a_stopped_run_that_comes_to_no_step_is_interrupted(cluster, tmp_path, strategy):
+    training, marker = prepared(cluster, tmp_path, strategy, SLEEPS)
     called = Called(marker=marker)
-    called.begin(training.skip)
-    first, second = training.run().comparison.runs
-    called.thread.join()
-    assert (first.status, first.detail) == (Status.STOPPED, "interrupted")
-    assert (second.name, second.status) == (strategies[1], Status.FINISHED)
-    assert len(second.reports) == 2
-    assert cluster.generation > 0
+    called.begin(training.stop)
+    with pytest.raises(KeyboardInterrupt):
+        training.run()
+    (snapshot,) = training.recorder.comparison.runs
+    assert (snapshot.status, snapshot.detail) == (Status.STOPPED, "interrupted")
 
 
 @pytest.mark.parametrize("strategy", WAIT_ELSEWHERE)
