@@ -15,7 +15,12 @@ from ipyparallel.error import RemoteError
 
 from ddpnb.cluster.call import Call, Events, Lost, Output, OutputEnded, Returned
 from ddpnb.cluster.processes import wait_for_file
-from ddpnb.cluster.timeouts import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS
+from ddpnb.cluster.timeouts import (
+    CALL_TIMEOUT_SECONDS,
+    START_TIMEOUT_SECONDS,
+    SUBSCRIBE_ATTEMPT_SECONDS,
+    SUBSCRIBE_ATTEMPTS,
+)
 from ddpnb.compat import ipyparallel_internals, python_internals
 from ddpnb.protocol.remote_call import OnRank
 
@@ -72,6 +77,20 @@ class Dispatcher:
                     values[event.rank] = event.value
         return [values[rank] for rank in call.ranks]
 
+    def wait_for_output(self, ranks: Sequence[int]) -> None:
+        """Wait until output of these ranks arrives: a new client subscribes to it a little later.
+
+        Returns also where it takes long, as when a rank is busy with a cell.
+        """
+        for _ in range(SUBSCRIBE_ATTEMPTS):
+            call = self.submit(OnRank("state"), ranks=ranks)
+            deadline = time.monotonic() + SUBSCRIBE_ATTEMPT_SECONDS
+            while call.speaking and time.monotonic() < deadline:
+                for _ in call.events(SUBSCRIBE_ATTEMPT_SECONDS):
+                    pass
+            if call.running or not call.speaking:
+                return
+
     def lose(self, rank: int, cause: str) -> None:
         """Have no call wait any longer for a rank that has ended."""
         for call in self._calls:
@@ -121,7 +140,7 @@ class EngineRegistry:
         """
         path = profile / "security/ipcontroller-client.json"
         wait_for_file(path, START_TIMEOUT_SECONDS, while_waiting)
-        return cls(Dispatcher(ipp.Client(str(path))))
+        return cls(Dispatcher(ipp.Client(str(path), timeout=START_TIMEOUT_SECONDS)))
 
     @property
     def new(self) -> set[int]:

@@ -270,7 +270,9 @@ class Cluster(Engines):
             is_aborted=record.group_is_aborted,
             is_checked=record.group_is_checked,
         )
-        self.connect().take_over(record.engine_of)
+        registry = self.connect()
+        registry.take_over(record.engine_of)
+        registry.dispatcher.wait_for_output(self.living)
         write_owners(self.folder, [os.getpid(), self.processes.pid])
 
     def _begin_generation(self) -> None:

@@ -5,6 +5,9 @@ from dataclasses import dataclass, fields
 START_TIMEOUT_SECONDS = 120.0
 CALL_TIMEOUT_SECONDS = 30.0
 """How long a call may take that only this package makes."""
+SUBSCRIBE_ATTEMPTS = 6
+SUBSCRIBE_ATTEMPT_SECONDS = 0.5
+"""How often and how long an attached kernel checks that the ranks' output reaches it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
