@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.rank.strategies import fsdp
 from tests.rank.fit import OPTIMIZERS, Fit, Problem, by_hand, by_strategy, distance
 from tests.rank.pairwise import pairwise_cases
 
-ALL = list(STRATEGIES)
+ALL = [name for name in STRATEGIES if name != "fsdp" or fsdp.is_supported()]
 SYNCHRONOUS = [
     "single",
     "dp",
@@ -19,7 +20,7 @@ SYNCHRONOUS = [
     "ring-by-hand",
     "central",
     "zero",
-    "fsdp",
+    *(["fsdp"] if "fsdp" in ALL else []),
 ]
 WITH_PAIRS = [*ALL, "gossip:together=on"]
 """Gossip in which ranks wait for each other is a strategy of its own."""

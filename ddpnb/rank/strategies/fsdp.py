@@ -56,6 +56,12 @@ _NCCL_NOTE = (
 )
 
 
+def is_supported() -> bool:
+    """Return whether this torch lets the collectives of ``fully_shard`` be replaced."""
+    module = importlib.import_module("torch.distributed.fsdp").FSDPModule
+    return hasattr(module, "set_custom_all_gather") and hasattr(dist, "all_gather_single")
+
+
 @final
 class Fsdp(SynchronousStrategy):
     """Torch's ``fully_shard`` over the default process group.
@@ -69,8 +75,7 @@ class Fsdp(SynchronousStrategy):
 
     def check(self, replica: Replica) -> None:
         """Refuse parameters without rows to shard, and layers of several types."""
-        module = importlib.import_module("torch.distributed.fsdp").FSDPModule
-        if not hasattr(module, "set_custom_all_gather"):
+        if not is_supported():
             advice = "fsdp needs a newer version; leave fsdp out of the comparison."
             raise UserError(sentence("torch", advice))
         for name, parameter in replica.model.named_parameters():
