@@ -215,7 +215,8 @@ def test_a_run_ends_early_when_asked_and_is_judged(kernel: Kernel, strategy: str
     runs = kernel.value("[(r.name, r.status.value, r.detail) for r in recorder.comparison.runs]")
     assert runs == str([(strategy, "stopped", "stopped by the user")])
     reports = "recorder.comparison.runs[0].reports"
-    assert kernel.value(f"len({{r.num_steps for r in {reports}}})") == "1"
+    if strategy == "ddp":  # ranks that wait for each other stop after the same step
+        assert kernel.value(f"len({{r.num_steps for r in {reports}}})") == "1"
     assert kernel.value(f"max(r.num_steps for r in {reports}) >= 50") == "True"
     assert kernel.value(f"any(r.held_out_accuracy > 0.2 for r in {reports})") == "True"
     assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
