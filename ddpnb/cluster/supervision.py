@@ -5,12 +5,13 @@ rank, also inside a collective.  A rank that does not stop even then is killed, 
 user is notified.
 """
 
-import contextlib
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 from ddpnb.cluster.call import Call, CallEvent, Lost, Returned
@@ -24,6 +25,8 @@ MAX_ABORTS = 5
 """How often stuck ranks are freed before they are killed: a busy machine may need several."""
 END_TIMEOUT_SECONDS = 10.0
 """How long a call with killed ranks may take to end."""
+IMPATIENCE_SECONDS = 1.0
+"""How long further interrupts are ignored once an interrupted call has ended."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -169,14 +172,17 @@ class Watch:
 
     def _stop_ranks(self) -> None:
         """Interrupt and free the ranks until they stop; kill those that do not."""
-        kill_at = time.monotonic() + self._timeouts.kill_after_seconds
-        while self.call.running and time.monotonic() < kill_at:
-            with contextlib.suppress(KeyboardInterrupt):  # a second one changes nothing
+        kill_after = self._timeouts.kill_after_seconds
+        ignore_interrupts(2 * (kill_after + END_TIMEOUT_SECONDS))
+        try:
+            kill_at = time.monotonic() + kill_after
+            while self.call.running and time.monotonic() < kill_at:
                 self._interrupt_and_free()
-        if self.call.running:
-            self._kill()
-        with contextlib.suppress(KeyboardInterrupt):  # an interrupt now ends the wait
+            if self.call.running:
+                self._kill()
             self._attend_until_done(END_TIMEOUT_SECONDS)
+        finally:
+            ignore_interrupts(IMPATIENCE_SECONDS)
 
     def _interrupt_and_free(self) -> None:
         """Interrupt the running ranks; free those that keep waiting in a collective.
@@ -185,11 +191,9 @@ class Watch:
         """
         self.cluster.processes.signal(sorted(self.call.running), signal.SIGCONT)
         self.cluster.interrupt(tuple(self.call.running))
-        try:
-            self._attend_until_done(self._timeouts.abort_after_seconds)
-        finally:  # also after an impatient second interrupt
-            if self.call.running:
-                self.cluster.abort(tuple(self.call.running))
+        self._attend_until_done(self._timeouts.abort_after_seconds)
+        if self.call.running:
+            self.cluster.abort(tuple(self.call.running))
         self._attend_until_done(self._timeouts.interrupt_again_after_seconds)
 
     def _attend_until_done(self, seconds: float) -> None:
@@ -203,3 +207,29 @@ def failure_in(value: object) -> Failure | None:
     if isinstance(value, Failure):
         return value
     return value.failure if isinstance(value, CellReport) else None
+
+
+class _InterruptHandler:
+    """Ignores SIGINT for a while, then raises ``KeyboardInterrupt`` again."""
+
+    ignored_until = 0.0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() >= self.ignored_until:
+            signal.default_int_handler(number, frame)
+
+
+_handler = _InterruptHandler()
+
+
+def ignore_interrupts(seconds: float) -> None:
+    """Ignore interrupts for some seconds, or until ipykernel begins the next cell.
+
+    The first interrupt is being obeyed.  Another one, sent in impatience, would hit IPython while
+    it shows the error, or ipykernel while it replies: the client would wait without end.
+    """
+    if threading.current_thread() is not threading.main_thread():  # receives no interrupts
+        return
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _handler):
+        _handler.ignored_until = time.monotonic() + seconds
+        signal.signal(signal.SIGINT, _handler)

@@ -1,4 +1,8 @@
+import os
+import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -19,13 +23,11 @@ BODIES = {
 }
 
 
-def interrupted(kernel: Kernel, source: str, *, shown: str, times: int = 1) -> Cell:
+def interrupted(kernel: Kernel, source: str, *, shown: str) -> Cell:
     """Press the square once the cell has shown something."""
     request = kernel.begin(source)
     kernel.wait_for_text(request, shown)
-    for _ in range(times):
-        kernel.interrupt()
-        time.sleep(0.15 if times > 1 else 0)  # impatience
+    kernel.interrupt()
     return kernel.wait(request)
 
 
@@ -76,8 +78,23 @@ def test_an_interrupt_ends_the_workers_of_a_data_loader(kernel: Kernel):
 
 
 def test_an_impatient_user_loses_nothing(kernel: Kernel):
+    """Interrupts arrive also while the error is shown, and while the reply is sent."""
     kernel.run(PREPARE)
-    cell = interrupted(kernel, f"%%ddp\nprint('begun')\n{COLLECTIVE}", shown="begun", times=3)
+    request = kernel.begin(f"%%ddp\nprint('begun')\n{COLLECTIVE}")
+    kernel.wait_for_text(request, "begun")
+    has_replied = threading.Event()
+    pid = kernel.manager.provisioner.pid
+
+    def press() -> None:
+        while not has_replied.wait(0.0005):
+            os.kill(pid, signal.SIGINT)
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(press)
+        try:
+            cell = kernel.wait(request, timeout=20)
+        finally:
+            has_replied.set()
     assert cell.error == "KeyboardInterrupt"
     check_it_goes_on(kernel)
 
