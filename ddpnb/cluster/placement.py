@@ -141,7 +141,7 @@ def free_port() -> int:
 
 
 CONTROLLER = (
-    "--ip=127.0.0.1",
+    "--IPController.transport=ipc",  # see ``LocalController``
     "--location=127.0.0.1",
     "--log-level=ERROR",
     "--IPController.enable_curve=True",
@@ -159,7 +159,7 @@ ENGINE = (
 
 def controller_arguments(profile: Path) -> list[str]:
     """Return ipyparallel's command line for the controller."""
-    return [f"--profile-dir={profile}", *CONTROLLER]
+    return [f"--profile-dir={profile}", f"--ip={profile / 'socket'}", *CONTROLLER]
 
 
 def engine_arguments(profile: Path, rank: int) -> list[str]:

@@ -50,6 +50,19 @@ def run_child(main: Callable[[], None]) -> NoReturn:
         os._exit(code)
 
 
+class LocalController(IPController):  # type: ignore[misc]  # has no type hints
+    """A controller whose sockets are files in the run folder.
+
+    ipyparallel's ports are chosen first and bound later: another process may have taken one by
+    then, and the ranks would wait for each other without end.
+    """
+
+    def construct_url(self, kind: str, channel: str, index: object = None) -> str:
+        """Return the address of a channel, spelled as ipyparallel's clients and engines do."""
+        address, _, port = super().construct_url(kind, channel, index).rpartition("-")
+        return f"{address}:{port}"
+
+
 def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> None:
     """Be ipyparallel's controller, and end what outlives the fork server.
 
@@ -67,7 +80,7 @@ def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> 
     beat_quickly_at_first(QUICK_MILLISECONDS, QUICK_SECONDS)
     # CurveZMQ authenticates and encrypts; with it, ipyparallel would leave out the signatures.
     key = f"--Session.key={secrets.token_hex(32)}"
-    IPController.launch_instance([*arguments, key])
+    LocalController.launch_instance([*arguments, key])
 
 
 def end_all_after(sentinel: Connection) -> None:
