@@ -22,7 +22,7 @@ from ddpnb.cluster.timeouts import (
     SUBSCRIBE_ATTEMPTS,
 )
 from ddpnb.compat import ipyparallel_internals, python_internals
-from ddpnb.protocol.remote_call import OnRank
+from ddpnb.protocol.messages import OnRank
 
 
 class Dispatcher:

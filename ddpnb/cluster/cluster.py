@@ -27,10 +27,9 @@ from ddpnb.cluster.processes import HeldError, Processes
 from ddpnb.cluster.run_folder import private_folder, write_owners
 from ddpnb.cluster.timeouts import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Timeouts
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import StaleVariable
+from ddpnb.protocol.messages import OnRank, StaleVariable
+from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.processes import RankCommand, process_id
-from ddpnb.protocol.rank_sets import format_ranks
-from ddpnb.protocol.remote_call import OnRank
 
 
 @dataclass(kw_only=True, slots=True)

@@ -20,9 +20,8 @@ from ddpnb.cluster.processes import (
 )
 from ddpnb.cluster.timeouts import CALL_TIMEOUT_SECONDS
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RankState
-from ddpnb.protocol.rank_sets import format_ranks
-from ddpnb.protocol.remote_call import OnRank
+from ddpnb.protocol.messages import OnRank, RankState
+from ddpnb.protocol.notation import format_ranks
 
 if TYPE_CHECKING:
     from ddpnb.cluster.client import EngineRegistry

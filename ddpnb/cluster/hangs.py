@@ -11,8 +11,8 @@ import psutil
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.messages import RankStatus
+from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.protocol.processes import RankCommand
-from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
 
 IDLE_SHARE = 0.2
 """Processor time per second below which a waiting rank sends and receives nothing either."""

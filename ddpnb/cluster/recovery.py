@@ -14,8 +14,7 @@ from ddpnb.cluster.call import Call, CallEvent, Events, Lost, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.rows import rows_of
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import EventBatch, Failure, Mark, MarkKind, RejoinInfo, RunSpec
-from ddpnb.protocol.remote_call import OnRank
+from ddpnb.protocol.messages import EventBatch, Failure, Mark, MarkKind, OnRank, RejoinInfo, RunSpec
 
 KERNEL = -1
 """The rank under which the kernel sends its own marks."""

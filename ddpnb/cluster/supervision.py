@@ -18,7 +18,7 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import HangDetector, StopDetector
 from ddpnb.cluster.timeouts import Timeouts
 from ddpnb.protocol.messages import CellReport, Failure
-from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
+from ddpnb.protocol.notation import format_ranks, spoken_ranks
 
 MAX_ABORTS = 5
 """How often stuck ranks are freed before they are killed: a busy machine may need several."""

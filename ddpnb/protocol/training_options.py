@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpnb.protocol.catalogue import CELL_TASK, TASKS
-from ddpnb.protocol.choices import parse_task
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.faults import parse_kills, parse_slow
+from ddpnb.protocol.notation import parse_kills, parse_slow, parse_task
 from ddpnb.protocol.options import Option
 
 AMP = ("none", "bf16")

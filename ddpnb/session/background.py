@@ -10,8 +10,8 @@ from typing import final
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
-from ddpnb.protocol.remote_call import OnRank
+from ddpnb.protocol.messages import OnRank
+from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.reports.progress import Progress, progress_of
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.session.cells import RunningCell, cell_thread

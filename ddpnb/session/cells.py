@@ -12,9 +12,8 @@ from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import CellSpec, EventBatch, Failure, StaleVariable
-from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
-from ddpnb.protocol.remote_call import OnRank
+from ddpnb.protocol.messages import CellSpec, EventBatch, Failure, OnRank, StaleVariable
+from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.reports.cell_output import CellOutput
 from ddpnb.reports.live import Live, live
 from ddpnb.reports.result import ComparisonResult

@@ -9,7 +9,7 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.detach import find
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.rank_sets import format_ranks, parse_ranks
+from ddpnb.protocol.notation import format_ranks, parse_ranks
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.table import Table
 from ddpnb.session.background import Jobs, orphaned_call

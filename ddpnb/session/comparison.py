@@ -14,12 +14,10 @@ from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK, STRATEGIES
-from ddpnb.protocol.choices import check_transport, has_transport
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RunReport, RunSpec
+from ddpnb.protocol.messages import OnRank, RunReport, RunSpec
+from ddpnb.protocol.notation import check_transport, format_ranks, has_transport
 from ddpnb.protocol.processes import RankCommand
-from ddpnb.protocol.rank_sets import format_ranks
-from ddpnb.protocol.remote_call import OnRank
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import Live, live
 from ddpnb.reports.plot_options import EVERYTHING, PlotOptions

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from ddpnb.protocol.messages import Failure
-from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
+from ddpnb.protocol.notation import format_ranks, spoken_ranks
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -8,9 +8,8 @@ from ddpnb.cluster.supervision import Watch
 from ddpnb.history.query import StoredRun, resolve
 from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Checked, RunSpec
-from ddpnb.protocol.rank_sets import spoken_ranks
-from ddpnb.protocol.remote_call import OnRank
+from ddpnb.protocol.messages import Checked, OnRank, RunSpec
+from ddpnb.protocol.notation import spoken_ranks
 from ddpnb.session.cells import failures_of
 from ddpnb.session.errors import CellInterrupt, RankError
 

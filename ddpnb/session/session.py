@@ -12,7 +12,7 @@ from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec
-from ddpnb.protocol.rank_sets import parse_ranks
+from ddpnb.protocol.notation import parse_ranks
 from ddpnb.reports.listing import runs_table
 from ddpnb.reports.live import Live
 from ddpnb.reports.plot_options import EVERYTHING, PlotOptions

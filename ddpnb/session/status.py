@@ -10,8 +10,8 @@ from ddpnb.cluster.detach import name_of
 from ddpnb.cluster.hangs import describe, describe_stopped, stopped_ranks
 from ddpnb.cluster.processes import describe_exit
 from ddpnb.protocol.messages import RankStatus
+from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.processes import RankCommand
-from ddpnb.protocol.rank_sets import format_ranks
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.table import Cell, Column, Table
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Failure
-from ddpnb.protocol.remote_call import OnRank
+from ddpnb.protocol.messages import Failure, OnRank
 
 
 def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]) -> None:

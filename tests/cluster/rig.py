@@ -15,8 +15,7 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.cluster.timeouts import Timeouts
-from ddpnb.protocol.messages import CellSpec, Failure
-from ddpnb.protocol.remote_call import OnRank
+from ddpnb.protocol.messages import CellSpec, Failure, OnRank
 from ddpnb.session.variables import unpack
 
 ALL_REDUCE = """
