@@ -13,16 +13,23 @@ from typing import Any
 import ipyparallel as ipp
 from ipyparallel.error import RemoteError
 
-from ddpnb.cluster.call import Call, Events, Lost, Output, OutputEnded, Returned
-from ddpnb.cluster.processes import wait_for_file
-from ddpnb.cluster.timeouts import (
+from ddpnb.cluster.call import (
     CALL_TIMEOUT_SECONDS,
     START_TIMEOUT_SECONDS,
-    SUBSCRIBE_ATTEMPT_SECONDS,
-    SUBSCRIBE_ATTEMPTS,
+    Call,
+    Events,
+    Lost,
+    Output,
+    OutputEnded,
+    Returned,
 )
+from ddpnb.cluster.processes import wait_for_file
 from ddpnb.compat import ipyparallel_internals, python_internals
 from ddpnb.protocol.messages import OnRank
+
+SUBSCRIBE_ATTEMPTS = 6
+SUBSCRIBE_ATTEMPT_SECONDS = 0.5
+"""How often and how long an attached kernel checks that the ranks' output reaches it."""
 
 
 class Dispatcher:

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from ddpnb.cluster.detach import SOCKET, ClusterRecord, held_error, read
+from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Timeouts
 from ddpnb.cluster.engines import Engines
 from ddpnb.cluster.placement import (
     ClusterSpec,
@@ -24,8 +24,14 @@ from ddpnb.cluster.placement import (
     place_ranks,
 )
 from ddpnb.cluster.processes import HeldError, Processes
-from ddpnb.cluster.run_folder import private_folder, write_owners
-from ddpnb.cluster.timeouts import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Timeouts
+from ddpnb.cluster.run_folder import (
+    SOCKET,
+    ClusterRecord,
+    held_error,
+    private_folder,
+    read,
+    write_owners,
+)
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import OnRank, StaleVariable
 from ddpnb.protocol.notation import format_ranks

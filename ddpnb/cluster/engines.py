@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpnb.cluster.call import Call
+from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, Call
 from ddpnb.cluster.placement import Placement, free_port, rank_settings, torchrun_environment
 from ddpnb.cluster.processes import (
     Exit,
@@ -18,7 +18,6 @@ from ddpnb.cluster.processes import (
     log_tail,
     spoken,
 )
-from ddpnb.cluster.timeouts import CALL_TIMEOUT_SECONDS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import OnRank, RankState
 from ddpnb.protocol.notation import format_ranks

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpnb.cluster.call import Call, CallEvent, Lost, Returned
+from ddpnb.cluster.call import Call, CallEvent, Lost, Returned, Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import HangDetector, StopDetector
-from ddpnb.cluster.timeouts import Timeouts
 from ddpnb.protocol.messages import CellReport, Failure
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 

@@ -12,8 +12,8 @@ from IPython.core.completer import (
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
-from ddpnb.cluster.detach import detached
 from ddpnb.cluster.placement import BACKENDS, DEVICES
+from ddpnb.cluster.run_folder import detached
 from ddpnb.magics.arguments import options
 from ddpnb.protocol.catalogue import STRATEGIES, TASKS, Entry
 from ddpnb.protocol.errors import UserError

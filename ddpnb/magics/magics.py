@@ -15,9 +15,8 @@ from IPython.core.magic import (
 from IPython.core.magic_arguments import argument, kwds
 from IPython.display import display
 
-from ddpnb.cluster.detach import waits
 from ddpnb.cluster.placement import BACKENDS, DEVICES, ClusterSpec
-from ddpnb.cluster.run_folder import remove_leftovers
+from ddpnb.cluster.run_folder import remove_leftovers, waits
 from ddpnb.history.query import Search
 from ddpnb.magics.arguments import (
     arguments,

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.detach import find
 from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.cluster.run_folder import find
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import format_ranks, parse_ranks
 from ddpnb.reports.listing import ranks_table

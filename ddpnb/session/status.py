@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.detach import name_of
 from ddpnb.cluster.hangs import describe, describe_stopped, stopped_ranks
 from ddpnb.cluster.processes import describe_exit
+from ddpnb.cluster.run_folder import name_of
 from ddpnb.protocol.messages import RankStatus
 from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.processes import RankCommand

@@ -13,9 +13,15 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.detach import ClusterRecord, choose, detached, find, name_of
 from ddpnb.cluster.placement import ClusterSpec, Placement
-from ddpnb.cluster.run_folder import remove_leftovers
+from ddpnb.cluster.run_folder import (
+    ClusterRecord,
+    choose,
+    detached,
+    find,
+    name_of,
+    remove_leftovers,
+)
 from ddpnb.protocol.errors import UserError
 from ddpnb.session.background import orphaned_call
 from tests.cluster.rig import (

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from ddpnb.cluster.call import Timeouts
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.timeouts import Timeouts
 from ddpnb.protocol.notation import format_ranks
 from tests.cluster.rig import EIGHTH, begin, finish, run_on_each, started
 
