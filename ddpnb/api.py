@@ -6,6 +6,8 @@ from typing import Any
 from ddpnb.cluster.placement import METHODS, ClusterSpec
 from ddpnb.history.query import Search
 from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.options import typed
+from ddpnb.protocol.training_options import make_training_spec, takes_training_options
 from ddpnb.reports.exports.export import export as write_export
 from ddpnb.reports.listing import Details
 from ddpnb.reports.plot_options import PlotOptions
@@ -14,7 +16,6 @@ from ddpnb.reports.table import Table
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.cells import RunningCell
 from ddpnb.session.comparison import ComparisonSpec
-from ddpnb.session.keywords import make_training_spec, takes_training_options, typed
 from ddpnb.session.session import this_session
 
 

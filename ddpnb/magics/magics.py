@@ -29,6 +29,7 @@ from ddpnb.magics.auto_cells import AutoCells, with_magic_line
 from ddpnb.magics.completion import complete_magics
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.training_options import make_training_spec
 from ddpnb.reports.display import LiveDisplay
 from ddpnb.reports.exports.export import export
 from ddpnb.reports.formatting import counted
@@ -36,7 +37,6 @@ from ddpnb.reports.listing import Details
 from ddpnb.reports.live import show_result
 from ddpnb.reports.plot_options import ACROSS, PlotOptions
 from ddpnb.session.comparison import ComparisonSpec
-from ddpnb.session.keywords import make_training_spec
 from ddpnb.session.session import this_cell_number, this_session
 
 if TYPE_CHECKING:

@@ -4,14 +4,20 @@ An option is declared once.  Its check, the magic's argument and help, tab compl
 panel's control and the signature in Python follow from the declaration.
 """
 
+import functools
+import inspect
 import math
+import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import Parameter
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from ddpnb.protocol.errors import UserError, kind_of, one_of
+from ddpnb.protocol.errors import UserError, closest, kind_of, one_of
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 Value = bool | int | float | str
 
 WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
@@ -151,3 +157,43 @@ def as_kind(name: str, value: object, kind: type) -> Any:
 
 
 _ABSTRACT: dict[type, type] = {int: Integral, float: Real, str: str}
+
+
+def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Make a function refuse arguments that do not fit its signature and annotations.
+
+    Raises:
+        UserError: when the function is called with an argument of the wrong type, with an
+            unknown one, or without a required one.
+    """
+    signature = inspect.signature(function)
+    hints = typing.get_type_hints(function)
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = next((name for name in kwargs if name not in signature.parameters), "")
+            near = closest(unknown, list(signature.parameters))
+            advice = f"did you mean {near}?" if near else f"ddpnb.{function.__name__}? explains it."
+            raise UserError(f"{function.__name__}: {error}; {advice}") from None
+        for name, value in bound.arguments.items():
+            if signature.parameters[name].kind is Parameter.VAR_POSITIONAL:
+                each = (as_kind(f"each of {name}", one, hints[name]) for one in value)
+                bound.arguments[name] = tuple(each)
+            else:
+                bound.arguments[name] = _as_annotated(name, value, hints.get(name, object))
+        return function(*bound.args, **bound.kwargs)
+
+    return call
+
+
+def _as_annotated(name: str, value: Any, hint: Any) -> Any:
+    """Return a value as the type that it is annotated with; see ``as_kind``."""
+    kinds = typing.get_args(hint) or (hint,)
+    if object in kinds or any(type(value) is kind for kind in kinds):
+        return value
+    if isinstance(value, kinds) and not isinstance(value, bool | str | float):
+        return value  # such as a path
+    return as_kind(name, value, next(kind for kind in (int, float, str, bool) if kind in kinds))

@@ -4,14 +4,18 @@ Each is declared once, as a field of ``TrainingSpec`` with its ``Option``.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from inspect import Parameter
+from typing import Any, TypeVar
 
 from ddpnb.protocol.catalogue import CELL_TASK, TASKS
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import parse_kills, parse_slow, parse_task
 from ddpnb.protocol.options import Option
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 AMP = ("none", "bf16")
 """Mixed precision; bfloat16 needs no scaling of the loss."""
@@ -214,3 +218,37 @@ def training_options() -> Iterator[tuple[str, Option]]:
     for entry in dataclasses.fields(TrainingSpec):
         if "option" in entry.metadata:
             yield entry.name, entry.metadata["option"]
+
+
+def make_training_spec(
+    choices: Mapping[str, Any], *, in_python: bool = False, **others: Any
+) -> TrainingSpec:
+    """Return the training that the user chose.
+
+    Args:
+        choices: texts or values by the options' names in Python; other names are ignored.
+        in_python: whether errors use the options' names in Python, or a magic's flags.
+        **others: fields that are not options.
+
+    Raises:
+        UserError: a choice is not possible.
+    """
+    fields = {
+        name: option.read(option.keyword if in_python else option.flag, choices[option.keyword])
+        for name, option in training_options()
+        if option.keyword in choices
+    }
+    return TrainingSpec(**fields, **others)
+
+
+def takes_training_options(function: Function) -> Function:
+    """Replace ``**choices`` by every option of a training, in a function's signature and help."""
+    options = [option for _, option in training_options()]
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    own += [Parameter(o.keyword, Parameter.KEYWORD_ONLY, default=o.default) for o in options]
+    function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+    lines = "\n".join(f"    {option.keyword}: {option.meaning}." for option in options)
+    doc = inspect.getdoc(function) or ""  # without the indentation that Python 3.13 removes
+    function.__doc__ = doc.replace("    **choices: as listed.", lines)
+    return function

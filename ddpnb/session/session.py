@@ -1,17 +1,19 @@
 """All that ddpnb can do in one notebook; magics and their Python twins call it (kernel)."""
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from IPython.core.getipython import get_ipython
 
+from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.query import Search, all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import CellSpec
+from ddpnb.protocol.messages import CellSpec, Failure, OnRank
 from ddpnb.protocol.notation import parse_ranks
 from ddpnb.reports.listing import runs_table
 from ddpnb.reports.live import Live
@@ -22,7 +24,6 @@ from ddpnb.session.background import RunningComparison
 from ddpnb.session.cells import RunningCell
 from ddpnb.session.cluster_session import ClusterSession
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
-from ddpnb.session.variables import pull, push
 
 
 class Session(ClusterSession):
@@ -67,15 +68,32 @@ class Session(ClusterSession):
         return cell
 
     def push(self, variables: Mapping[str, object], ranks: str | None = None) -> None:
-        """Copy variables to ranks."""
+        """Copy variables to ranks; see ``ddpnb.push``."""
         cluster = self._require_free()
-        push(cluster, variables, parse_ranks(ranks, len(cluster.ranks)))
+        chosen = parse_ranks(ranks, len(cluster.ranks))
+        names = ", ".join(variables)
+        try:
+            packed = pack(variables)
+        except Exception as error:
+            raise UserError(f"{names} cannot be sent to the ranks: {error}.") from error
+        for failure in _gather(cluster, OnRank("push"), packed, ranks=chosen):
+            if failure is not None:
+                cause = f"{failure.name}: {failure.text}"
+                raise UserError(f"{names} cannot be read on rank {failure.rank}: {cause}.")
 
     def pull(self, expression: str, ranks: str | None = None) -> Any:
         """Return the value of an expression on ranks; see ``ddpnb.pull``."""
         cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
-        values = pull(cluster, expression, chosen)
+        found = _gather(cluster, OnRank("pull"), expression, ranks=chosen)
+        for value in found:
+            if isinstance(value, Failure):
+                cause = f"{value.name}: {value.text}"
+                raise UserError(f"Rank {value.rank} cannot give {expression}: {cause}.")
+        try:
+            values = [unpack(value) for value in found]
+        except Exception as error:
+            raise UserError(f"{expression} cannot be read in the notebook: {error}.") from error
         if ranks is not None and len(chosen) == 1:
             return values[0]
         return dict(zip(chosen, values, strict=True))
@@ -176,3 +194,40 @@ def this_cell_number() -> int:
     """Return the ``n`` of the notebook cell ``In [n]`` that is running."""
     shell = get_ipython()
     return 0 if shell is None else shell.execution_count - 1  # counted up before it runs
+
+
+# -- variables between the notebook and the ranks --------------------------------------------
+
+
+def _gather(
+    cluster: Cluster, function: OnRank, *arguments: object, ranks: Sequence[int]
+) -> list[Any]:
+    """Call a function on some ranks; advise the user when one does not answer."""
+    try:
+        return cluster.gather(function, *arguments, ranks=ranks)
+    except TimeoutError as error:
+        raise UserError(
+            f"There was {error}: a cell may still run there; %ddp_why shows where it is, "
+            "%ddp_interrupt stops it."
+        ) from error
+
+
+def pack(variables: Mapping[str, object]) -> bytes:
+    """Serialize variables for the ranks; raises what pickle raises.
+
+    As ipyparallel does it, which handles functions defined in a cell and large arrays.  But they
+    travel as plain bytes: an unreadable value is then an error of this call, and does not stop
+    ipyparallel's client.  ``ddpnb.rank.calls`` is the other end.
+    """
+    from ipyparallel.serialize import serialize_object  # noqa: PLC0415  0.3 s: once ranks run
+
+    buffers = serialize_object(dict(variables), buffer_threshold=0)
+    return pickle.dumps([bytearray(buffer) for buffer in buffers])  # writable where they arrive
+
+
+def unpack(value: bytes) -> Any:
+    """Deserialize a value from a rank; raises what pickle raises."""
+    from ipyparallel.serialize import deserialize_object  # noqa: PLC0415  0.3 s: once ranks run
+
+    (found,), _ = deserialize_object(pickle.loads(value))
+    return found

@@ -15,7 +15,7 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank
-from ddpnb.session.variables import unpack
+from ddpnb.session.session import unpack
 
 ALL_REDUCE = """
 import torch, torch.distributed as dist
