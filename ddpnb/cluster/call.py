@@ -103,6 +103,26 @@ class Call:
             timeout = 0.0
             yield from self._handle(event)
 
+    def results(self, timeout: float = CALL_TIMEOUT_SECONDS) -> list[Any]:
+        """Wait for the call and return what each rank returned, in order of ranks.
+
+        Raises:
+            TimeoutError: a rank did not answer within ``timeout`` seconds.
+            RuntimeError: a rank died, or the call itself failed there.
+        """
+        deadline = time.monotonic() + timeout
+        values: dict[int, Any] = {}
+        while self.running:
+            if (left := deadline - time.monotonic()) <= 0:
+                waiting = ", ".join(map(str, sorted(self.running)))
+                raise TimeoutError(f"no answer within {timeout:.0f} s from rank {waiting}")
+            for event in self.events(left):
+                if isinstance(event, Lost):
+                    raise RuntimeError(f"rank {event.rank}: {event.cause}")
+                if isinstance(event, Returned):
+                    values[event.rank] = event.value
+        return [values[rank] for rank in self.ranks]
+
     def lose(self, rank: int, cause: str) -> None:
         """Note, from any thread, that a rank will not return."""
         self.inbox.put(Lost(rank=rank, cause=cause))

@@ -196,8 +196,8 @@ class Cluster(Engines):
             self.start_rank(rank, generation=self.generation)
         others = [rank for rank in self.ranks if rank not in ranks]
         call = self.submit(OnRank("rejoin"), self.generation, False, ranks=others)
-        self.registry.wait_for(set(ranks), self.raise_if_dead)
-        stale = self.registry.dispatcher.collect(call, CALL_TIMEOUT_SECONDS)
+        self.client.wait_for(set(ranks), self.raise_if_dead)
+        stale = call.results()
         self.states = tuple(self.gather(OnRank("state")))
         self._note_formed(is_checked=False)
         return _ranks_of(dict(zip(others, stale, strict=True)))
@@ -213,10 +213,10 @@ class Cluster(Engines):
 
     def has_restarted(self, rank: int) -> bool:
         """Return whether a rank that was restarted alone can be called."""
-        if not (new := self.registry.new):
+        if not (new := self.client.new_engines):
             return False
         try:
-            self.registry.identify(new)
+            self.client.identify(new)
             states = {state.rank: state for state in self.gather(OnRank("state"), ranks=[rank])}
         except (RuntimeError, UserError):  # it has died again, which is in ``exits``
             return False
@@ -256,14 +256,12 @@ class Cluster(Engines):
         ranks = range(self.placement.num_ranks)
         for rank in ranks:
             self.start_rank(rank, generation=self.generation)
-        registry = self.connect()
+        client = self.connect()
         self.processes.ready.result(START_TIMEOUT_SECONDS)
         write_owners(self.folder, [os.getpid(), self.processes.pid])
         progress(f"{len(ranks)} ranks form a process group")
-        registry.wait_for(set(ranks), self.raise_if_dead)
-        self.states = tuple(
-            registry.dispatcher.gather(OnRank("state"), ranks=ranks, timeout=CALL_TIMEOUT_SECONDS)
-        )
+        client.wait_for(set(ranks), self.raise_if_dead)
+        self.states = tuple(client.submit(OnRank("state"), ranks=ranks).results())
 
     def _restore(self, record: ClusterRecord) -> None:
         """Take the state over from the kernel that has left."""
@@ -275,9 +273,9 @@ class Cluster(Engines):
             is_aborted=record.group_is_aborted,
             is_checked=record.group_is_checked,
         )
-        registry = self.connect()
-        registry.take_over(record.engine_of)
-        registry.dispatcher.wait_for_output(self.living)
+        client = self.connect()
+        client.take_over(record.engine_of)
+        client.wait_for_output(self.living)
         write_owners(self.folder, [os.getpid(), self.processes.pid])
 
     def _begin_generation(self) -> None:
@@ -293,7 +291,7 @@ class Cluster(Engines):
 
     def _save(self) -> None:
         """Write the record for the next kernel, if one may come."""
-        if not self.spec.detach_seconds or (registry := self._registry) is None:
+        if not self.spec.detach_seconds or (client := self._client) is None:
             return
         assert self.placement is not None
         server = self.processes.pid
@@ -310,7 +308,7 @@ class Cluster(Engines):
                 placement=self.placement,
                 master_port=self._master_port,
                 states=self.states,
-                engine_of=registry.of(self.ranks),
+                engine_of=client.engines_of(self.ranks),
                 generation=self.generation,
                 group_is_aborted=self._group.is_aborted,
                 group_is_checked=self._group.is_checked,

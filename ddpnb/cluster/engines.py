@@ -23,7 +23,7 @@ from ddpnb.protocol.messages import OnRank, RankState
 from ddpnb.protocol.notation import format_ranks
 
 if TYPE_CHECKING:
-    from ddpnb.cluster.client import EngineRegistry
+    from ddpnb.cluster.client import EngineClient
 
 
 class Engines:
@@ -47,7 +47,7 @@ class Engines:
         self.is_over = False
         """Whether this kernel has ended the cluster, or has detached from it."""
         self._master_port = free_port()
-        self._registry: EngineRegistry | None = None
+        self._client: EngineClient | None = None
         self._exit_lock = threading.Lock()
 
     @property
@@ -78,7 +78,7 @@ class Engines:
     @property
     def missing(self) -> tuple[str, ...]:
         """A sentence for each feature that is off because a library is of another version."""
-        here = self._registry.dispatcher.missing if self._registry is not None else ()
+        here = self._client.missing if self._client is not None else ()
         there = (each for state in self.states for each in state.missing)
         return tuple(dict.fromkeys((*here, *there)))
 
@@ -89,7 +89,7 @@ class Engines:
             UserError: one of the ranks has died, or the whole cluster.
         """
         self.require(ranks)
-        return self.registry.dispatcher.submit(function, *arguments, ranks=ranks)
+        return self.client.submit(function, *arguments, ranks=ranks)
 
     def gather(
         self,
@@ -100,8 +100,7 @@ class Engines:
     ) -> list[Any]:
         """Call a function on ranks, by default all; return the results in order of ranks."""
         chosen = self.ranks if ranks is None else ranks
-        self.require(chosen)
-        return self.registry.dispatcher.gather(function, *arguments, ranks=chosen, timeout=timeout)
+        return self.submit(function, *arguments, ranks=chosen).results(timeout)
 
     def require(self, ranks: Sequence[int]) -> None:
         """Raise a UserError unless all of ``ranks`` are alive."""
@@ -129,10 +128,10 @@ class Engines:
     # -- for the cluster -------------------------------------------------------------
 
     @property
-    def registry(self) -> "EngineRegistry":
-        """The registered engines; defined once the controller has been reached."""
-        assert self._registry is not None
-        return self._registry
+    def client(self) -> "EngineClient":
+        """Sends calls to the ranks; defined once the controller has been reached."""
+        assert self._client is not None
+        return self._client
 
     def start_rank(self, rank: int, *, generation: int | None) -> None:
         """Start a rank's process and return at once.
@@ -164,11 +163,11 @@ class Engines:
         """Note, from the listening thread, that a process has ended."""
         with self._exit_lock:
             self.exits[exit_.member] = exit_
-        if (registry := self._registry) is None:
+        if (client := self._client) is None:
             return
         lost = [exit_.member] if isinstance(exit_.member, int) else list(self.ranks)
         for rank in lost:
-            registry.dispatcher.lose(rank, describe_exit(exit_))
+            client.lose(rank, describe_exit(exit_))
 
     def raise_if_dead(self) -> None:
         """Raise a RuntimeError, with the end of the log, if a process ended while starting."""
@@ -182,16 +181,16 @@ class Engines:
                 f"{self.log_tail(exit_.member)}"
             )
 
-    def connect(self) -> "EngineRegistry":
+    def connect(self) -> "EngineClient":
         """Connect to the controller, once it listens; the engines may register later."""
-        from ddpnb.cluster.client import EngineRegistry  # noqa: PLC0415  takes 0.3 s: see there
+        from ddpnb.cluster.client import EngineClient  # noqa: PLC0415  takes 0.3 s: see there
 
-        self._registry = EngineRegistry.connect(self.profile, self.raise_if_dead)
-        return self._registry
+        self._client = EngineClient(self.profile, self.raise_if_dead)
+        return self._client
 
     def disconnect(self, cause: str) -> None:
         """Disconnect from the ranks; calls in progress end with ``cause``."""
         self.is_over = True
-        registry, self._registry = self._registry, None
-        if registry is not None:
-            registry.close(self.ranks, cause)
+        client, self._client = self._client, None
+        if client is not None:
+            client.close(self.ranks, cause)

@@ -21,7 +21,7 @@ from enum import StrEnum
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ddpnb.protocol.processes import (
     ForkServerEvent,
@@ -66,35 +66,21 @@ class Exit:
     """The exit code; the negative signal number where a signal ended it; None if not known."""
 
 
-class Server(Protocol):
-    """The fork server, as a child of this process or not."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-
-    def wait(self, timeout: float) -> int | None:
-        """Wait for its end; return its exit code if it can be known.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not ended.
-        """
-
-    def kill(self) -> None:
-        """Kill it."""
-
-
 class Processes:
     """The fork server and its children; made by ``start`` and ``attach``.
 
     Args:
         pipe: to the fork server.
-        server: the fork server.
+        server: the fork server, a child of this process or not.
         on_exit: called, from the reading thread, when a process has ended.
     """
 
     def __init__(
-        self, *, pipe: Connection, server: Server, on_exit: Callable[[Exit], None]
+        self,
+        *,
+        pipe: Connection,
+        server: "subprocess.Popen[bytes] | AdoptedServer",
+        on_exit: Callable[[Exit], None],
     ) -> None:
         self._on_exit = on_exit
         self._answers: dict[int, Future[Any]] = {}
