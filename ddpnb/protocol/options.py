@@ -34,7 +34,8 @@ class Option:
     """The type of a value, where ``default`` is None; ``tuple``: of texts."""
     choices: tuple[str, ...] = ()
     least: float = -math.inf
-    is_least_allowed: bool = True
+    above: float | None = None
+    """In place of ``least``: a bound that is not allowed itself."""
     most: float = math.inf
     from_text: Callable[[str, str], Value] | None = None
     """Parses a special notation, given the option's name and the text."""
@@ -122,10 +123,11 @@ class Option:
     def _check_bounds(self, name: str, value: float, given: object) -> None:
         if value > self.most:
             raise UserError(f"{name} must be at most {self.most}, not {given}.")
-        is_low = value < self.least or (value == self.least and not self.is_least_allowed)
+        bound, is_low = f"at least {self.least:g}", value < self.least
+        if self.above is not None:
+            bound, is_low = f"greater than {self.above:g}", value <= self.above
         if is_low or (isinstance(value, float) and not math.isfinite(value)):
-            bound = "at least" if self.is_least_allowed else "greater than"
-            raise UserError(f"{name} must be {bound} {self.least:g}, not {given}.")
+            raise UserError(f"{name} must be {bound}, not {given}.")
 
 
 def as_kind(name: str, value: object, kind: type) -> Any:

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import Parameter
 from typing import Any, TypeVar
 
@@ -27,9 +28,15 @@ TRANSPORTS = ("auto", "shm", "gloo", "rpc")
 """How an asynchronous worker and its server may exchange tensors."""
 
 
-def _option(default: Any, flag: str, **described: Any) -> Any:
-    option = Option(default=default, flag=flag, **described)
+def _option(group: str, default: Any, flag: str, **described: Any) -> Any:
+    option = Option(default=default, flag=flag, group=group, **described)
     return field(default=default, metadata={"option": option})
+
+
+_training, _steps, _data, _faults, _checkpoints = (
+    partial(_option, group)
+    for group in ("training", "steps", "data", "faults on purpose", "checkpoints")
+)
 
 
 def _share(name: str, text: str) -> float:
@@ -48,10 +55,9 @@ def _share(name: str, text: str) -> float:
 class TrainingSpec:
     """The options of a training: the same for every strategy of a comparison."""
 
-    task: str = _option(
+    task: str = _training(
         CELL_TASK,
         "--task",
-        group="training",
         example="TASK",
         about=f"{' | '.join(TASKS)}, with options as in synthetic:samples=512; "
         "by default the cell's own",
@@ -60,141 +66,118 @@ class TrainingSpec:
     """The comparison's cell; defines ``model()`` and ``data(split)`` if ``task`` is ``"cell"``."""
     cell: int = 0
     """The ``n`` of its ``In [n]``; 0 if there is none."""
-    num_epochs: float = _option(
+    num_epochs: float = _training(
         2.0,
         "--epochs",
-        group="training",
-        least=0,
-        is_least_allowed=False,
+        above=0,
         label="epochs",
         about="passes over the training data; for asynchronous runs counted in samples seen",
     )
-    batch_size: int = _option(
+    batch_size: int = _training(
         256,
         "--batch-size",
-        group="training",
         least=1,
         label="global batch",
         about="the global batch: samples per step over all workers",
     )
-    learning_rate: float = _option(
+    learning_rate: float = _training(
         0.05,
         "--lr",
-        group="training",
-        least=0,
-        is_least_allowed=False,
+        above=0,
         label="learning rate",
         about="learning rate of the default optimizer, SGD with momentum 0.9",
     )
-    seed: int = _option(
+    seed: int = _training(
         0,
         "--seed",
-        group="training",
         least=0,
         most=2**63 - 1,
         about="seed of the initial weights and the order of samples",
     )
     num_warmup_steps: int = 3
     """Steps on a throwaway replica before the training, so that no clock sees a cold start."""
-    accumulate: int = _option(
+    accumulate: int = _steps(
         1,
         "--accumulate",
-        group="steps",
         least=1,
         about="gradient accumulation: micro-batches per step of each worker",
     )
-    amp: str = _option(
+    amp: str = _steps(
         "none",
         "--amp",
-        group="steps",
         choices=AMP,
         example="TYPE",
         about="mixed precision: type of the forward pass where that is safe",
     )
-    clip: float | None = _option(
+    clip: float | None = _steps(
         None,
         "--clip",
         kind=float,
-        group="steps",
-        least=0,
-        is_least_allowed=False,
+        above=0,
         about="largest norm of all gradients together; larger gradients are scaled down",
     )
-    lr_scaling: str = _option(
+    lr_scaling: str = _steps(
         "none",
         "--lr-scaling",
-        group="steps",
         choices=LR_SCALING,
         example="RULE",
         about="how the learning rate grows with the number of workers",
     )
-    num_lr_warmup_epochs: float = _option(
+    num_lr_warmup_epochs: float = _steps(
         0.0,
         "--lr-warmup",
-        group="steps",
         least=0,
         about="epochs in which the learning rate grows from almost zero",
     )
-    sync_batchnorm: bool = _option(
+    sync_batchnorm: bool = _steps(
         False,
         "--sync-batchnorm",
-        group="steps",
         about="BatchNorm computes its statistics over all ranks; GPUs only",
     )
-    transport: str = _option(
+    transport: str = _steps(
         "auto",
         "--transport",
-        group="steps",
         choices=TRANSPORTS,
         example="WAY",
         about="how asynchronous workers and their server exchange tensors",
     )
-    num_data_workers: int = _option(
+    num_data_workers: int = _data(
         0,
         "--data-workers",
-        group="data",
         least=0,
         most=256,
         about="processes per rank that load samples ahead (torch's DataLoader)",
     )
-    slow: tuple[str, ...] = _option(
+    slow: tuple[str, ...] = _faults(
         (),
         "--slow",
-        group="faults on purpose",
         example="1:3x",
         label="straggler",
         about="rank 1 takes 3 times as long; 1:50ms: 50 ms longer per step; "
         "separate several by commas",
     )
-    jitter: float = _option(
+    jitter: float = _faults(
         0.0,
         "--jitter",
-        group="faults on purpose",
         example="20%",
         from_text=_share,
         least=0,
         most=100,
         about="every step of every rank takes up to this share longer, at random",
     )
-    kill: tuple[str, ...] = _option(
-        (),
-        "--kill",
-        group="faults on purpose",
-        example="1@5s",
-        about="rank 1 is killed after 5 seconds of training",
+    kill: tuple[str, ...] = _faults(
+        (), "--kill", example="1@5s", about="rank 1 is killed after 5 seconds of training"
     )
-    save_every: float = _option(
+    save_every: float = _checkpoints(
         0.0,
         "--save-every",
-        group="checkpoints",
         least=0,
         about="epochs between checkpoints in data/runs/checkpoints; one more at the end; "
         "the last two are kept",
     )
-    resume: str = _option(
+    resume: str = _checkpoints(
         "",
         "--resume",
-        group="checkpoints",
         example="RUN",
         about="continue from the last checkpoint of these runs, as %ddp_runs lists them",
     )
