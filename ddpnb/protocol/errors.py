@@ -9,15 +9,16 @@ SIMILARITY = 0.65
 """Of a misspelt name to the one that was meant; 1: equal."""
 
 
-class UserError(Exception):
-    """A mistake that the user can correct; its one sentence says how.
-
-    IPython shows the sentence without a traceback.
-    """
+class OneLine(BaseException):
+    """An error that IPython shows in one line, without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython shows (its protocol for exceptions that render themselves)."""
         return [f"{type(self).__name__}: {self}"]
+
+
+class UserError(OneLine, Exception):
+    """A mistake that the user can correct; its one sentence says how."""
 
 
 def one_of(what: str, given: object, choices: Iterable[object]) -> UserError:

@@ -17,7 +17,6 @@ from ddpnb.reports.result import ComparisonResult
 from ddpnb.session.cells import RunningCell, cell_thread
 from ddpnb.session.comparison import Training
 from ddpnb.session.errors import CellInterrupt, render_error
-from ddpnb.session.status import Running
 
 STOP_TIMEOUT_SECONDS = 15.0
 """How long a comparison may take to stop; its ranks are killed before that."""
@@ -207,10 +206,10 @@ class Jobs:
         return None if running is None or running.done else running
 
     @property
-    def running(self) -> list[Running]:
-        """All that was started and may not have ended."""
-        comparison = self.comparison
-        return [*self._cells] if comparison is None else [*self._cells, comparison]
+    def busy_ranks(self) -> set[int]:
+        """The ranks that run a cell or train."""
+        training = () if (comparison := self.comparison) is None else comparison.ranks
+        return {*training, *(rank for cell in self._busy_cells() for rank in cell.ranks)}
 
     def add(self, cell: RunningCell | OrphanedCall) -> None:
         """Add a cell; forget those that have ended."""

@@ -3,18 +3,11 @@
 import re
 from collections.abc import Collection, Sequence
 
+from ddpnb.protocol.errors import OneLine
 from ddpnb.protocol.messages import Failure
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
-
-
-class _OneLine(BaseException):
-    """An error that IPython shows in one line, without a traceback."""
-
-    def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows (its protocol for exceptions that render themselves)."""
-        return [f"{type(self).__name__}: {self}"]
 
 
 class RankError(Exception):
@@ -43,7 +36,7 @@ class RankError(Exception):
         return render_failures(self.failures)
 
 
-class CellTimeoutError(_OneLine, TimeoutError):
+class CellTimeoutError(OneLine, TimeoutError):
     """A cell took longer than its ``--timeout`` and was stopped."""
 
     def __init__(self, seconds: float) -> None:
@@ -53,7 +46,7 @@ class CellTimeoutError(_OneLine, TimeoutError):
         )
 
 
-class CellInterrupt(_OneLine, KeyboardInterrupt):
+class CellInterrupt(OneLine, KeyboardInterrupt):
     """A cell or run was interrupted, and its ranks have stopped."""
 
     def __init__(self) -> None:
@@ -63,7 +56,7 @@ class CellInterrupt(_OneLine, KeyboardInterrupt):
 CellInterrupt.__name__ = "KeyboardInterrupt"  # what Jupyter's clients know
 
 
-class StuckError(_OneLine, Exception):
+class StuckError(OneLine, Exception):
     """The ranks waited for each other without end, and were freed."""
 
     def __init__(self, why: str, lost: Collection[int] = ()) -> None:

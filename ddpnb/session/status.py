@@ -1,9 +1,8 @@
 """What every rank is doing, as a table and in sentences (kernel)."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import describe, describe_stopped, stopped_ranks
@@ -19,27 +18,14 @@ ANSWER_SECONDS = 3.0
 """How long a rank may take to report its position; a stopped process never does."""
 
 
-class Running(Protocol):
-    """Background work that keeps ranks busy: a cell, a comparison."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that it keeps busy."""
-
-
-def status_table(cluster: Cluster, running: Sequence[Running], notes: Sequence[str] = ()) -> Table:
+def status_table(cluster: Cluster, busy: Collection[int], notes: Sequence[str] = ()) -> Table:
     """Return one row per rank: process, device, and whether it is idle, busy or gone.
 
     Args:
         cluster: the cluster of the ranks.
-        running: the background work started on them.
+        busy: the ranks that background work keeps busy.
         notes: further lines under the table.
     """
-    busy = {rank for each in running if not each.done for rank in each.ranks}
     stopped = stopped_ranks(cluster, cluster.ranks)
     rows = []
     for state in cluster.states:
