@@ -100,9 +100,7 @@ class EngineClient:
     def wait_for(self, ranks: set[int], while_waiting: Callable[[], None]) -> None:
         """Wait until the engines of ``ranks``, which were started, have registered.
 
-        Args:
-            ranks: the ranks.
-            while_waiting: called repeatedly; raises to give up.
+        ``while_waiting`` is called repeatedly, and raises to give up.
 
         Raises:
             TimeoutError: some did not register.

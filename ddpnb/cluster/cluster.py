@@ -54,11 +54,7 @@ class GroupState:
     def wait_for_aborts(self, living: Callable[[], Collection[int]]) -> None:
         """Wait until every abort is done: a late one would end the next group's connections.
 
-        Args:
-            living: returns the living ranks; only they are waited for.
-
-        Raises:
-            TimeoutError: an abort takes too long.
+        Only ``living`` ranks are waited for.  Raises TimeoutError if an abort takes too long.
         """
         deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
         aborts = dict(self.aborts)
@@ -129,11 +125,8 @@ class Cluster(Engines):
     def attach(cls, record: ClusterRecord) -> "Cluster":
         """Take over ranks that have outlived their kernel, with all their variables.
 
-        Args:
-            record: the cluster, as ``detach.find`` returns it.
-
         Raises:
-            UserError: another kernel holds it, or it has just ended.
+            UserError: another kernel holds the cluster, or it has just ended.
         """
         cluster = cls(record.spec, record.method, record.folder)
         try:

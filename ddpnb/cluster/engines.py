@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 class Engines:
-    """Ranks that can be called, in whichever process group they are.
-
-    Args:
-        folder: the cluster's run folder.
-    """
+    """Ranks that can be called, in whichever process group they are."""
 
     processes: Processes
 
@@ -85,8 +81,7 @@ class Engines:
     def submit(self, function: OnRank, *arguments: object, ranks: Sequence[int]) -> Call:
         """Start a call on some ranks and return at once.
 
-        Raises:
-            UserError: one of the ranks has died, or the whole cluster.
+        Raises a UserError if one of the ranks has died, or the whole cluster.
         """
         self.require(ranks)
         return self.client.submit(function, *arguments, ranks=ranks)
@@ -134,11 +129,9 @@ class Engines:
         return self._client
 
     def start_rank(self, rank: int, *, generation: int | None) -> None:
-        """Start a rank's process and return at once.
+        """Start a rank's process and return at once; its earlier exit is forgotten.
 
-        Args:
-            rank: which one; its earlier exit is forgotten.
-            generation: of the process group to join; None: join none.
+        ``generation`` is that of the process group to join; None: join none.
         """
         assert self.placement is not None
         self.exits.pop(rank, None)

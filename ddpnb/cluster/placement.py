@@ -177,12 +177,8 @@ def rank_settings(
 ) -> dict[str, Any]:
     """Return the settings of a rank's process, as ``ddpnb.rank.engine.run`` takes them.
 
-    Args:
-        placement: the device of each rank.
-        rank: the rank.
-        profile: ipyparallel's profile folder.
-        home: the working folder in which cells start.
-        generation: of the process group to join; None: join none.
+    ``profile`` is ipyparallel's folder, ``home`` that in which cells start, ``generation`` the
+    number of the process group to join; None: join none.
     """
     return {
         "device": placement.devices[rank],

@@ -69,10 +69,7 @@ class Exit:
 class Processes:
     """The fork server and its children; made by ``start`` and ``attach``.
 
-    Args:
-        pipe: to the fork server.
-        server: the fork server, a child of this process or not.
-        on_exit: called, from the reading thread, when a process has ended.
+    The fork server may be a child of this process or not.
     """
 
     def __init__(
@@ -133,12 +130,9 @@ class Processes:
     def attach(
         cls, address: Path, server: ProcessId, on_exit: Callable[[Exit], None]
     ) -> "Processes":
-        """Take over a fork server that has outlived its kernel.
+        """Take over a fork server that has outlived its kernel, at its socket ``address``.
 
-        Args:
-            address: its socket for another kernel.
-            server: its process.
-            on_exit: called at once for each process that has ended, then as in ``start``.
+        ``on_exit`` is called at once for each process that has ended, then as in ``start``.
 
         Raises:
             HeldError: another kernel holds it.
@@ -300,15 +294,9 @@ def connect(address: Path) -> tuple[Connection, dict[str, int]]:
 
 
 def wait_for_file(path: Path, timeout: float, while_waiting: Callable[[], None]) -> None:
-    """Wait until a file exists and is complete JSON.
+    """Wait until a file exists and is complete JSON; a TimeoutError if it does not appear.
 
-    Args:
-        path: the file.
-        timeout: in seconds.
-        while_waiting: called repeatedly; raises to give up.
-
-    Raises:
-        TimeoutError: it did not appear.
+    ``while_waiting`` is called repeatedly, and raises to give up.
     """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -346,11 +334,6 @@ def log_tail(folder: Path, member: Member, num_lines: int) -> str:
     """Return the last lines of a process's log, or a crash from its first line.
 
     A few lines before a crash are included: native code often gives its reason there.
-
-    Args:
-        folder: the cluster's run folder.
-        member: which process.
-        num_lines: the most to return.
     """
     name = f"rank-{member}" if isinstance(member, int) else member.replace(" ", "")
     try:

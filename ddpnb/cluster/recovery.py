@@ -28,19 +28,13 @@ TIMEOUT_SECONDS = 60.0
 
 @dataclass(kw_only=True, slots=True)
 class RankRecovery:
-    """Brings dead ranks back into one run.
-
-    Args:
-        cluster: the cluster that trains.
-        spec: the run.
-        handle: takes the events of all ranks, and marks.
-        survives_deaths: whether the run goes on without any rank but rank 0.
-    """
+    """Brings dead ranks back into one run; hands on the events of all ranks, and marks."""
 
     cluster: Cluster
     spec: RunSpec
     handle: Callable[[CallEvent], None]
     survives_deaths: bool
+    """Whether the run goes on without any rank but rank 0."""
     came_back: set[int] = field(default_factory=set)
     """Ranks whose process was replaced during the run."""
     _began_at: float = float("inf")

@@ -183,10 +183,8 @@ def holder(record: ClusterRecord) -> int | None:
 def find(name: str, here: Path) -> ClusterRecord:
     """Return the cluster to attach to.
 
-    Args:
-        name: the cluster's; empty for the only one that waits, or the only one of these
-            that was started in ``here``.
-        here: the notebook's folder.
+    ``name`` may be empty for the only one that waits, or the only one of these that was started
+    in ``here``, the notebook's folder.
 
     Raises:
         UserError: there is none, or more than one, or its record is unreadable.
@@ -216,11 +214,8 @@ def choose(
 ) -> ClusterRecord:
     """Return the cluster to attach to; see ``find``.
 
-    Args:
-        waiting: the clusters that no kernel holds.
-        held: the other clusters' names, each with the process id of its kernel.
-        name: as in ``find``.
-        here: as in ``find``.
+    ``waiting`` are the clusters that no kernel holds, ``held`` the names of the others, each with
+    the process id of its kernel.
     """
     if name in held:
         raise held_error(name, held[name])

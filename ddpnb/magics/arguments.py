@@ -52,11 +52,7 @@ def options(magic: object) -> list[str]:
 
 
 def arguments(magic: Callable[..., object], line: str) -> Namespace:
-    """Parse a magic's line.
-
-    Raises:
-        UserError: the line is wrong; names the word and the problem.
-    """
+    """Parse a magic's line; a UserError names the word that is wrong, and the problem."""
     parser: argparse.ArgumentParser = magic.parser  # type: ignore[attr-defined]
     name = magic.__name__
     try:
@@ -152,11 +148,8 @@ def following(
 ) -> Iterator[SimpleCompletion]:
     """Yield what may follow in a line, names before options; nothing in lines of other magics.
 
-    Args:
-        magics: the magics, which know their options.
-        words: the complete words of the line so far.
-        namespace: the notebook's variables.
-        prefix: the beginning of the next word.
+    ``words`` are the line's complete words so far, ``prefix`` the beginning of the next one, and
+    ``namespace`` the notebook's variables.
     """
     name = words[0].lstrip("%")
     if not name.startswith(("ddp", "rank")):

@@ -315,11 +315,7 @@ class DdpMagics(Magics):
 
 
 class AutoCells:
-    """Puts ``%%ddp`` before every cell while it is on, and always removes ``%%local``.
-
-    Args:
-        shell: the notebook's IPython.
-    """
+    """Puts ``%%ddp`` before every cell while it is on, and always removes ``%%local``."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell

@@ -22,25 +22,13 @@ class UserError(OneLine, Exception):
 
 
 def one_of(what: str, given: object, choices: Iterable[object]) -> UserError:
-    """Return the error for a name that is not among ``choices``.
-
-    Args:
-        what: the kind of thing, e.g. ``"strategy"``.
-        given: the name that was given.
-        choices: the names that exist, in the order to show them.
-    """
+    """Return the error for a name of the kind ``what`` that is not among ``choices``."""
     names = [str(choice) for choice in choices]
     return UserError(f"There is no {what} {str(given)!r}; {advice(str(given), names, few=FEW)}")
 
 
 def advice(given: str, names: Collection[str], *, few: int = 0) -> str:
-    """Return a hint at the names that exist: those that were probably meant, or all.
-
-    Args:
-        given: the name that was given.
-        names: the names that exist.
-        few: as many names are always listed in full.
-    """
+    """Return a hint: the names that were probably meant; else, or if they are ``few``, all names."""
     if len(names) > few and (near := closest(given, names)):
         return f"did you mean {near}?"
     return f"choose one of: {', '.join(names)}."

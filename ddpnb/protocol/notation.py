@@ -1,4 +1,4 @@
-"""The short notations that users write.  (Every process.)
+"""The short notations that users write; what cannot be read is a UserError.  (Every process.)
 
 ddp:hook=fp16,bucket_cap_mb=5   a strategy or a task, with options
 0,2-3                           ranks
@@ -31,9 +31,6 @@ def parse_strategy(text: str) -> Choice:
 
     A name that begins with a capital letter is the user's own class.  Only the ranks know
     whether it exists and which options it takes.
-
-    Raises:
-        UserError: there is no such strategy or option, or a value does not fit.
     """
     if text[:1].isupper() and text.split(":")[0].isidentifier():
         name, given = _split(text)
@@ -42,11 +39,7 @@ def parse_strategy(text: str) -> Choice:
 
 
 def parse_task(text: str) -> Choice:
-    """Return the task that a text names.
-
-    Raises:
-        UserError: there is no such task or option, or a value does not fit.
-    """
+    """Return the task that a text names."""
     return Choice(name=CELL_TASK) if text == CELL_TASK else _parse("task", text, TASKS)
 
 
@@ -57,11 +50,7 @@ def has_transport(text: str) -> bool:
 
 
 def check_transport(text: str, transport: str) -> None:
-    """Check that a strategy supports one of ``training_options.TRANSPORTS``.
-
-    Raises:
-        UserError: it does not, or there is no such strategy.
-    """
+    """Check that a strategy supports one of ``training_options.TRANSPORTS``."""
     name = parse_strategy(text).name
     allowed = STRATEGIES[name].transports if name in STRATEGIES else ()
     if allowed and transport not in allowed:
@@ -112,11 +101,7 @@ def _guess(text: str) -> Value:
 
 
 def parse_ranks(text: str | None, world_size: int) -> tuple[int, ...]:
-    """Parse a set of ranks such as ``"0,2-3"``; ``None`` means all.
-
-    Raises:
-        UserError: the text names no rank, or one that does not exist.
-    """
+    """Parse a set of ranks such as ``"0,2-3"``; ``None`` means all."""
     if text is None or text.strip() in ("", "all"):
         return tuple(range(world_size))
     ranks: set[int] = set()
@@ -188,11 +173,7 @@ class Kill:
 
 
 def parse_slow(text: str) -> Slow:
-    """Parse ``1:3x`` or ``1:50ms``.
-
-    Raises:
-        UserError: it is not written so, or not slower.
-    """
+    """Parse ``1:3x`` or ``1:50ms``."""
     found = _SLOW.fullmatch(text)
     if found is None:
         raise UserError(f"Write --slow as 1:3x or 1:50ms, rank and how slow, not {text!r}.")
@@ -210,11 +191,7 @@ def parse_slow(text: str) -> Slow:
 
 
 def parse_kill(text: str) -> Kill:
-    """Parse ``1@5s``.
-
-    Raises:
-        UserError: it is not written so.
-    """
+    """Parse ``1@5s``."""
     found = _KILL.fullmatch(text)
     if found is None:
         raise UserError(f"Write --kill as 1@5s, rank and training time, not {text!r}.")
@@ -223,11 +200,7 @@ def parse_kill(text: str) -> Kill:
 
 
 def parse_kills(texts: Sequence[str]) -> tuple[Kill, ...]:
-    """Parse several ``--kill``, each of another rank.
-
-    Raises:
-        UserError: one is wrong, or two are of the same rank.
-    """
+    """Parse several ``--kill``, each of another rank."""
     kills = tuple(map(parse_kill, texts))
     ranks = [kill.rank for kill in kills]
     if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
@@ -243,11 +216,7 @@ def _seconds(what: str, amount: float, unit: str) -> float:
 
 
 def check_fault_ranks(slow: Sequence[str], kill: Sequence[str], world_size: int) -> None:
-    """Check that the ranks of all faults exist.
-
-    Raises:
-        UserError: one does not.
-    """
+    """Check that the ranks of all faults exist."""
     named = [("--slow", text, parse_slow(text).rank) for text in slow]
     named += [("--kill", text, parse_kill(text).rank) for text in kill]
     for option, text, rank in named:

@@ -79,12 +79,8 @@ class Option:
     def read(self, name: str, given: object) -> Any:
         """Return a valid value from what was given in a text or in Python.
 
-        Args:
-            name: what the user calls the option.
-            given: the text or value.
-
         Raises:
-            UserError: it is not valid; the sentence says what is.
+            UserError: it is not valid; calls the option ``name``, and says what is.
         """
         if self.from_text is not None:
             return self.check(name, self.from_text(name, str(given)), given)
@@ -106,10 +102,7 @@ class Option:
     def check(self, name: str, value: object, given: object = None) -> Any:
         """Return a value, converted by ``as_kind``, if it is valid; raises as ``read``.
 
-        Args:
-            name: what the user calls the option.
-            value: the value.
-            given: what the user wrote, if that is something else.
+        In the error stands ``given``, what the user wrote, if that is something else.
         """
         if value is None and self.default is None:
             return None
@@ -133,12 +126,8 @@ class Option:
 def as_kind(name: str, value: object, kind: type) -> Any:
     """Return a value as an object of a built-in type, which can be stored and sent anywhere.
 
-    Accepts numpy's numbers, and a whole number for a float.
-
-    Args:
-        name: what the user calls it.
-        value: the value.
-        kind: ``bool``, ``int``, ``float``, ``str``, or ``tuple`` for texts.
+    Accepts numpy's numbers, and a whole number for a float.  ``name`` is what the user calls it;
+    ``kind`` is ``bool``, ``int``, ``float``, ``str``, or ``tuple`` for texts.
 
     Raises:
         UserError: it is of another kind.
@@ -162,11 +151,9 @@ _ABSTRACT: dict[type, type] = {int: Integral, float: Real, str: str}
 
 
 def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Make a function refuse arguments that do not fit its signature and annotations.
+    """Make a function check its arguments by its signature and annotations.
 
-    Raises:
-        UserError: when the function is called with an argument of the wrong type, with an
-            unknown one, or without a required one.
+    Where one does not fit, is unknown or is missing, the call raises a ``UserError``.
     """
     signature = inspect.signature(function)
     hints = typing.get_type_hints(function)

@@ -210,7 +210,7 @@ def make_training_spec(
 
     Args:
         choices: texts or values by the options' names in Python; other names are ignored.
-        in_python: whether errors use the options' names in Python, or a magic's flags.
+        in_python: whether errors use these names, or a magic's flags.
         **others: fields that are not options.
 
     Raises:

@@ -138,12 +138,7 @@ IDLE_SECONDS = 2.0
 
 
 class OrphanedCall:
-    """A call of an earlier kernel that still runs on ranks; it is supervised as any cell.
-
-    Args:
-        cluster: the cluster that runs it.
-        ranks: the ranks that run it.
-    """
+    """A call of an earlier kernel that still runs on ranks; it is supervised as any cell."""
 
     def __init__(self, cluster: Cluster, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks

@@ -88,21 +88,13 @@ class ComparisonSpec:
 
 @dataclass(kw_only=True, slots=True)
 class Training:
-    """The trainings of a comparison.
-
-    Args:
-        cluster: the cluster that trains.
-        recorder: records the runs.
-        specs: the trainings, in order.
-        survivors: the strategies that continue when a rank other than 0 dies.
-        live: shows the comparison while it trains.
-        options: how the result is drawn.
-    """
+    """The trainings of a comparison, in order."""
 
     cluster: Cluster
     recorder: Recorder
     specs: Sequence[RunSpec]
     survivors: Collection[str]
+    """The strategies that continue when a rank other than 0 dies."""
     live: Live = field(default_factory=live)
     options: PlotOptions = EVERYTHING
     _watch: Watch | None = None
@@ -248,11 +240,7 @@ def prepare(
 ) -> Training:
     """Check that every strategy can be trained; return the training of them all.
 
-    Args:
-        cluster: the cluster that trains.
-        store: stores the runs.
-        spec: what to compare.
-        shown_by: shows it; by default a figure and a table under the current cell.
+    It is shown by ``shown_by``, by default as a figure and a table under the current cell.
 
     Raises:
         UserError: the task or a strategy cannot be trained.  Nothing has been trained then.
@@ -286,11 +274,8 @@ def with_checkpoints(
 ) -> tuple[RunSpec, ...]:
     """Complete trainings with the folder of checkpoints and the run that each resumes.
 
-    Args:
-        specs: the trainings; ``resume`` is what the user wrote.
-        asked: the strategies that the user named.  A baseline that was added to them is left
-            out if the resumed comparison did not train it.
-        store: the stored runs.
+    The user has written ``resume``, and ``asked`` for some strategies.  A baseline that was added
+    to them is left out if the resumed comparison did not train it.
 
     Raises:
         UserError: there is no such run to resume.
@@ -318,10 +303,7 @@ def _resumed_by(spec: RunSpec, runs: Sequence[StoredRun]) -> StoredRun:
 
 
 def check_on_ranks(cluster: Cluster, spec: RunSpec) -> Checked:
-    """Check a training on every rank.
-
-    Returns:
-        What rank 0 found.
+    """Check a training on every rank; return what rank 0 found.
 
     Raises:
         UserError: a choice does not fit the training.

@@ -70,10 +70,8 @@ class Session:
     def attach(self, spec: ClusterSpec, name: str = "", *, method: str | None = None) -> Table:
         """Take over ranks that have outlived their kernel; return the table of ranks.
 
-        Args:
-            spec: how long they outlive this kernel, where 0 changes nothing; no other field.
-            name: the cluster's name; may be empty if there is one only.
-            method: must be None; the method cannot change.
+        ``name`` may be empty if there is one cluster only.  ``spec`` may only say how long they
+        outlive this kernel, where 0 changes nothing.
 
         Raises:
             UserError: there is no such cluster, or more than one.
@@ -112,13 +110,7 @@ class Session:
         ranks: str | None = None,
         progress: OnProgress = lambda _: None,
     ) -> Table:
-        """End ranks and start new ones; their variables are lost.
-
-        Args:
-            num_ranks: the number of ranks from now on; by default as before.
-            ranks: only these are replaced; the others keep their variables.
-            progress: receives what happens.
-        """
+        """End ranks and start new ones; their variables are lost.  See ``ddpnb.restart``."""
         if ranks is not None:
             return self._replace(ranks, progress)
         cluster = self._require(allow_lost=True)
@@ -231,13 +223,9 @@ class Session:
         shown_by: Live,
         on_end: Callable[[RunningComparison], None],
     ) -> RunningComparison:
-        """Start the ranks if there are none, check and train: all in the background.
+        """Start ranks as ``cluster`` if there are none, check and train: all in the background.
 
-        Args:
-            spec: what to compare.
-            cluster: what to start if no cluster is running.
-            shown_by: shows the comparison while it trains.
-            on_end: called, in another thread, once the comparison has ended.
+        ``shown_by`` shows the comparison; ``on_end`` is called, in another thread, at its end.
         """
         if self._cluster is not None:
             self._require_idle()

@@ -21,10 +21,7 @@ ANSWER_SECONDS = 3.0
 def status_table(cluster: Cluster, busy: Collection[int], notes: Sequence[str] = ()) -> Table:
     """Return one row per rank: process, device, and whether it is idle, busy or gone.
 
-    Args:
-        cluster: the cluster of the ranks.
-        busy: the ranks that background work keeps busy.
-        notes: further lines under the table.
+    Background work keeps the ``busy`` ranks busy; ``notes`` are further lines under the table.
     """
     stopped = stopped_ranks(cluster, cluster.ranks)
     rows = []
@@ -95,9 +92,7 @@ def _no_answer(rank: int) -> str:
 def describe_running(cluster: Cluster, num_ranks: int | None) -> str:
     """Say why no ranks are started: a cluster is already running.
 
-    Args:
-        cluster: the cluster.
-        num_ranks: the number of ranks that the user asked for; None for any.
+    ``num_ranks`` is the number that the user asked for; None: any.
     """
     if dead := cluster.dead:
         return (
