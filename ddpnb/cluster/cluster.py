@@ -72,10 +72,9 @@ class Cluster(Engines):
     started.  ``stop`` ends it and may be called twice.
     """
 
-    def __init__(self, spec: ClusterSpec, method: str, folder: Path) -> None:
+    def __init__(self, spec: ClusterSpec, folder: Path) -> None:
         super().__init__(folder)
         self.spec = spec
-        self.method = method
         self.timeouts = Timeouts()
         """How calls are supervised; may be replaced at any time, as tests do."""
         self.began = time.time()
@@ -85,17 +84,12 @@ class Cluster(Engines):
 
     @classmethod
     def start(
-        cls,
-        spec: ClusterSpec,
-        *,
-        method: str | None = None,
-        progress: Callable[[str], None] = lambda _: None,
+        cls, spec: ClusterSpec, progress: Callable[[str], None] = lambda _: None
     ) -> "Cluster":
         """Start the processes and return once every rank has finished an all-reduce.
 
         Args:
             spec: the user's choices.
-            method: ``"fork"`` or ``"spawn"``; by default fork on Linux, spawn elsewhere.
             progress: called with a few words on each phase of the start.
 
         Raises:
@@ -103,14 +97,13 @@ class Cluster(Engines):
             RuntimeError: a process failed; the message ends with its log.
         """
         placement = None if asks_for_gpus(spec) else place_ranks(spec, 0)
-        method = method or ("fork" if sys.platform == "linux" else "spawn")
-        cluster = cls(spec, method, private_folder())
+        cluster = cls(spec, private_folder())
         cluster.placement = placement
         cluster.processes = Processes.start(
             folder=cluster.folder,
             controller_arguments=controller_arguments(cluster.profile),
             num_threads=placement.num_threads if placement else spec.num_threads or num_cores(),
-            method=method,
+            method=spec.method or ("fork" if sys.platform == "linux" else "spawn"),
             on_exit=cluster.note_exit,
         )
         try:
@@ -128,7 +121,7 @@ class Cluster(Engines):
         Raises:
             UserError: another kernel holds the cluster, or it has just ended.
         """
-        cluster = cls(record.spec, record.method, record.folder)
+        cluster = cls(record.spec, record.folder)
         try:
             cluster.processes = Processes.attach(
                 record.folder / SOCKET, record.server, cluster.note_exit
@@ -297,7 +290,6 @@ class Cluster(Engines):
                 began=self.began,
                 server=process_id(server),
                 spec=self.spec,
-                method=self.method,
                 placement=self.placement,
                 master_port=self._master_port,
                 states=self.states,

@@ -25,6 +25,8 @@ class ClusterSpec:
     device: str = "auto"
     backend: str = "auto"
     num_threads: int | None = None
+    method: str | None = None
+    """One of ``METHODS``; by default fork on Linux, spawn elsewhere."""
     detach_seconds: float = 0.0
     """How long the ranks outlive their kernel and wait for another."""
 
@@ -33,6 +35,8 @@ class ClusterSpec:
             raise one_of("device", self.device, DEVICES)
         if self.backend not in BACKENDS:
             raise one_of("backend", self.backend, BACKENDS)
+        if self.method not in (None, *METHODS):
+            raise one_of("method", self.method, METHODS)
         if self.num_ranks is not None and not 1 <= self.num_ranks <= MAX_RANKS:
             raise UserError(f"-n must be between 1 and {MAX_RANKS}, not {self.num_ranks}.")
         if self.num_threads is not None and self.num_threads < 1:

@@ -94,11 +94,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         about="torch DistributedDataParallel",
         import_path="ddpnb.rank.strategies.ddp:Ddp",
         look=Look("#3f90da", "solid", "o"),
-        aliases=(
-            "DistributedDataParallel",
-            "MirroredStrategy",
-            "MultiWorkerMirroredStrategy",
-        ),
+        aliases=("DistributedDataParallel", "MirroredStrategy", "MultiWorkerMirroredStrategy"),
         options={
             "bucket_cap_mb": Option(default=25.0, about="MB of gradients per message", above=0),
             "static_graph": Option(default=False, about="every step uses the same parameters"),

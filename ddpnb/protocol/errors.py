@@ -28,7 +28,7 @@ def one_of(what: str, given: object, choices: Iterable[object]) -> UserError:
 
 
 def advice(given: str, names: Collection[str], *, few: int = 0) -> str:
-    """Return a hint: the names that were probably meant; else, or if they are ``few``, all names."""
+    """Return a hint: the names that were probably meant; else, or if at most ``few``, all names."""
     if len(names) > few and (near := closest(given, names)):
         return f"did you mean {near}?"
     return f"choose one of: {', '.join(names)}."

@@ -18,12 +18,6 @@ from ddpnb.protocol.options import Option
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-AMP = ("none", "bf16")
-"""Mixed precision; bfloat16 needs no scaling of the loss."""
-
-LR_SCALING = ("none", "linear", "sqrt")
-"""How the learning rate may grow with the number of workers."""
-
 TRANSPORTS = ("auto", "shm", "gloo", "rpc")
 """How an asynchronous worker and its server may exchange tensors."""
 
@@ -105,7 +99,7 @@ class TrainingSpec:
     amp: str = _steps(
         "none",
         "--amp",
-        choices=AMP,
+        choices=("none", "bf16"),  # bfloat16 needs no scaling of the loss
         example="TYPE",
         about="mixed precision: type of the forward pass where that is safe",
     )
@@ -119,7 +113,7 @@ class TrainingSpec:
     lr_scaling: str = _steps(
         "none",
         "--lr-scaling",
-        choices=LR_SCALING,
+        choices=("none", "linear", "sqrt"),
         example="RULE",
         about="how the learning rate grows with the number of workers",
     )

@@ -14,7 +14,7 @@ from ddpnb.protocol.messages import OnRank
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.reports.progress import Progress, progress_of
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.session.cells import RunningCell, cell_thread
+from ddpnb.session.cells import SupervisedCall, cell_thread
 from ddpnb.session.comparison import Training
 from ddpnb.session.errors import CellInterrupt, render_error
 
@@ -137,34 +137,20 @@ IDLE_SECONDS = 2.0
 """A rank that does not answer within this time is busy."""
 
 
-class OrphanedCall:
+class OrphanedCall(SupervisedCall):
     """A call of an earlier kernel that still runs on ranks; it is supervised as any cell."""
 
     def __init__(self, cluster: Cluster, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
+        super().__init__(ranks)
         self._watch = Watch(
             cluster=cluster,
             call=cluster.submit(OnRank("state"), ranks=ranks),
             handle=lambda _: None,
             tick=lambda: None,
         )
-        self._thread = cell_thread(self._run)
-        self._thread.start()
+        self.run_in_background()
 
-    @property
-    def done(self) -> bool:
-        """Whether every rank has ended it."""
-        return self._watch.call.done
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, at most ``timeout`` seconds."""
-        self._thread.join(timeout)
-
-    def interrupt(self) -> None:
-        """Stop it on all its ranks."""
-        self._watch.stop_requested = True
-
-    def _run(self) -> None:
+    def _run_quietly(self) -> None:
         self._watch.run()
         if self._watch.stuck:
             print(f"The call of the earlier kernel was stuck: {self._watch.stuck}")
@@ -191,7 +177,7 @@ class Jobs:
     """The cells and the one comparison that run in the background."""
 
     def __init__(self) -> None:
-        self._cells: list[RunningCell | OrphanedCall] = []
+        self._cells: list[SupervisedCall] = []
         self._comparison: RunningComparison | None = None
 
     @property
@@ -206,7 +192,7 @@ class Jobs:
         training = () if (comparison := self.comparison) is None else comparison.ranks
         return {*training, *(rank for cell in self._busy_cells() for rank in cell.ranks)}
 
-    def add(self, cell: RunningCell | OrphanedCall) -> None:
+    def add(self, cell: SupervisedCall) -> None:
         """Add a cell; forget those that have ended."""
         self._cells = [other for other in self._cells if not other.done] + [cell]
 
@@ -258,5 +244,5 @@ class Jobs:
                 "or stop it with %ddp_interrupt."
             )
 
-    def _busy_cells(self) -> list[RunningCell | OrphanedCall]:
+    def _busy_cells(self) -> list[SupervisedCall]:
         return [cell for cell in self._cells if not cell.done]

@@ -13,13 +13,13 @@ from IPython.core.getipython import get_ipython
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.run_folder import find
-from ddpnb.history.query import Search, all_names
+from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank
 from ddpnb.protocol.notation import format_ranks, parse_ranks
-from ddpnb.reports.listing import ranks_table, runs_table
+from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
 from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.result import ComparisonResult
@@ -51,23 +51,17 @@ class Session:
         cluster = self._cluster
         return None if cluster is None or cluster.lost else len(cluster.ranks)
 
-    def start(
-        self,
-        spec: ClusterSpec,
-        *,
-        method: str | None = None,
-        progress: OnProgress = lambda _: None,
-    ) -> Table:
+    def start(self, spec: ClusterSpec, *, progress: OnProgress = lambda _: None) -> Table:
         """Start the ranks unless a cluster is running; return the table of ranks."""
         if self._cluster is not None and self._cluster.lost is None:
             return self._keep_running(spec)
         if self._cluster is None:
             self._jobs.refuse_if_training()  # the panel may be starting a cluster
         self.stop()
-        cluster = self._launch(spec, method, progress)
+        cluster = self._launch(spec, progress)
         return with_notes(ranks_table(cluster.states), cluster)
 
-    def attach(self, spec: ClusterSpec, name: str = "", *, method: str | None = None) -> Table:
+    def attach(self, spec: ClusterSpec, name: str = "") -> Table:
         """Take over ranks that have outlived their kernel; return the table of ranks.
 
         ``name`` may be empty if there is one cluster only.  ``spec`` may only say how long they
@@ -76,7 +70,7 @@ class Session:
         Raises:
             UserError: there is no such cluster, or more than one.
         """
-        if method is not None or replace(spec, detach_seconds=0.0) != ClusterSpec():
+        if replace(spec, detach_seconds=0.0) != ClusterSpec():
             raise UserError(
                 "--attach takes a cluster as it was started: leave out the other options, "
                 "%ddp_restart -n changes the number of ranks afterwards."
@@ -116,7 +110,7 @@ class Session:
         cluster = self._require(allow_lost=True)
         spec = cluster.spec if num_ranks is None else replace(cluster.spec, num_ranks=num_ranks)
         self.stop()
-        return self.start(spec, method=cluster.method, progress=progress)
+        return self.start(spec, progress=progress)
 
     def why(self) -> str:
         """Say where every rank is at this moment, with stacks."""
@@ -240,10 +234,6 @@ class Session:
 
     # -- stored runs -----------------------------------------------------------------
 
-    def runs(self, search: Search) -> Table:
-        """Return the table of the stored runs that a search finds."""
-        return runs_table(search.among(self.store.list()))
-
     def load(self, names: Sequence[str], options: PlotOptions = EVERYTHING) -> ComparisonResult:
         """Return stored runs as one comparison."""
         if not names:
@@ -268,13 +258,8 @@ class Session:
 
     # -- private ---------------------------------------------------------------------
 
-    def _launch(
-        self,
-        spec: ClusterSpec,
-        method: str | None = None,
-        progress: OnProgress = lambda _: None,
-    ) -> Cluster:
-        self._cluster = cluster = Cluster.start(spec, method=method, progress=progress)
+    def _launch(self, spec: ClusterSpec, progress: OnProgress = lambda _: None) -> Cluster:
+        self._cluster = cluster = Cluster.start(spec, progress)
         atexit.register(self._at_exit)
         return cluster
 

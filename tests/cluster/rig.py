@@ -41,7 +41,7 @@ def started(
     num_ranks: int = 2, *, method: str | None = None, timeouts: Timeouts | None = None
 ) -> Iterator[Cluster]:
     """A cluster of one's own, to break."""
-    cluster = Cluster.start(ClusterSpec(num_ranks=num_ranks, device="cpu"), method=method)
+    cluster = Cluster.start(ClusterSpec(num_ranks=num_ranks, device="cpu", method=method))
     cluster.timeouts = timeouts or cluster.timeouts
     try:
         yield cluster
