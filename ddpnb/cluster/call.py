@@ -1,7 +1,6 @@
 """A call on several ranks, while it is in progress, and its timeouts (kernel).
 
-Everything that comes back goes into one queue per call, in order.  Whoever waits for the
-call wakes at once and has one place to look.
+Everything that comes back goes into one queue per call, in order.
 """
 
 import math
@@ -163,10 +162,7 @@ class Timeouts:
     abort_after_seconds: float = 0.3
     """How long an interrupted rank may take before it is freed from its collective."""
     interrupt_again_after_seconds: float = 1.2
-    """How long a freed rank may take before it is interrupted again.
-
-    It may still have been in the cell before, or have caught the first interrupt.
-    """
+    """How long a freed rank may take until the next interrupt; it may have caught the first."""
     kill_after_seconds: float = 10.0
     """How long an interrupted and freed rank may take before it is killed."""
     poll_seconds: float = 0.8
@@ -174,9 +170,6 @@ class Timeouts:
     stuck_after_seconds: float = 2.0
     """How long ranks must have waited for each other, idle, before the call counts as stuck."""
     longest_gap_seconds: float = 1.0
-    """The most that the time between two reports counts towards that.
-
-    A longer gap means that this kernel or the ranks were stopped, as when a laptop sleeps.
-    """
+    """The most that the time between two reports counts towards that: a laptop may have slept."""
     stopped_poll_seconds: float = 1.0
     """How often the running ranks' processes are checked for SIGSTOP."""

@@ -31,14 +31,10 @@ SUBSCRIBE_ATTEMPT_SECONDS = 0.5
 
 
 class EngineClient:
-    """Sends calls to the ranks, once the controller listens.
+    """Sends calls to the ranks, once the controller listens; ``while_waiting`` raises to give up.
 
     A rank asks for its own number as its engine's id.  Where a dead engine still has that
     id, the new one gets another, and is asked for its rank.
-
-    Args:
-        profile: ipyparallel's profile folder.
-        while_waiting: called repeatedly; raises to give up.
     """
 
     def __init__(self, profile: Path, while_waiting: Callable[[], None]) -> None:

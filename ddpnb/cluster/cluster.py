@@ -66,11 +66,7 @@ class GroupState:
 
 
 class Cluster(Engines):
-    """A local cluster of ranks that have formed a process group.
-
-    ``Cluster.start`` starts one, and ``Cluster.attach`` takes over one that another kernel
-    started.  ``stop`` ends it and may be called twice.
-    """
+    """A local cluster of ranks that form a process group; made by ``start`` and ``attach``."""
 
     def __init__(self, spec: ClusterSpec, folder: Path) -> None:
         super().__init__(folder)

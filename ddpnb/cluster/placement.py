@@ -69,11 +69,6 @@ class Placement:
         return device != "cpu" and self.devices.count(device) > 1
 
 
-def may_have_gpus() -> bool:
-    """Return, without asking CUDA, whether this host could have a GPU."""
-    return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
-
-
 def num_cores() -> int:
     """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -83,7 +78,8 @@ def num_cores() -> int:
 
 def asks_for_gpus(spec: ClusterSpec) -> bool:
     """Return whether ranks can be placed only once the fork server has listed the GPUs."""
-    return spec.device == "cuda" or (spec.device == "auto" and may_have_gpus())
+    may_have_some = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+    return spec.device == "cuda" or (spec.device == "auto" and may_have_some)
 
 
 def place_ranks(spec: ClusterSpec, num_gpus: int) -> Placement:

@@ -67,10 +67,7 @@ class Exit:
 
 
 class Processes:
-    """The fork server and its children; made by ``start`` and ``attach``.
-
-    The fork server may be a child of this process or not.
-    """
+    """The fork server, a child of this process or not, and its children."""
 
     def __init__(
         self,

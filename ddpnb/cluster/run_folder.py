@@ -1,8 +1,7 @@
 """The folder of a cluster's files: its owners, and the cluster's record (kernel).
 
-Each cluster has a folder of its own, closed to other users, in memory where possible.
-The fork server removes it.  If that was killed too, the next kernel does.  The record of a
-cluster that outlives its kernel lies there as JSON.
+Each cluster has one of its own, closed to other users, in memory where possible.  The fork server
+removes it, or else the next kernel.  The record of a cluster that outlives its kernel is JSON.
 """
 
 import contextlib

@@ -65,8 +65,7 @@ def below_autograd() -> AbstractContextManager[None]:
 class CollectiveKernels:
     """Python functions that torch's dispatcher calls before the backend's own kernels.
 
-    Args:
-        kernels: by operation; each takes a key set and the arguments of the operation.
+    Each stands by its operation, and takes a key set and the arguments of the operation.
     """
 
     def __init__(self, kernels: Mapping[str, Callable[..., Any]]) -> None:

@@ -64,11 +64,7 @@ OWN_CELL = "own cell"
 class Form:
     """The controls; holds no results.
 
-    Args:
-        on_change: called after each change of a control.
-        on_run: called when Run is pressed.
-        on_stop: called when Stop is pressed.
-        on_select: called with the names of the selected stored runs.
+    ``on_select`` is called with the names of the selected stored runs.
     """
 
     def __init__(

@@ -26,10 +26,8 @@ STOP_TIMEOUT_SECONDS = 15.0
 class RunningComparison:
     """A comparison that trains in the background.
 
-    Args:
-        prepare: checks the comparison and returns its training; called in the thread.
-        ranks: the ranks that it keeps busy.
-        on_end: called in the thread with this object, once the comparison has ended.
+    ``prepare`` checks it and returns its training; ``on_end`` is called with this object at the
+    end.  Both are called in the thread.
     """
 
     def __init__(
@@ -75,8 +73,7 @@ class RunningComparison:
     def wait(self, timeout: float | None = None) -> ComparisonResult:
         """Wait until it has ended; return the result, or raise its error.
 
-        Args:
-            timeout: in seconds; the comparison continues after it.
+        After ``timeout`` seconds the comparison continues, and a TimeoutError is raised.
         """
         self._thread.join(timeout)
         if self._thread.is_alive():

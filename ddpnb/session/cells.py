@@ -50,8 +50,7 @@ class SupervisedCall:
     def wait(self, timeout: float | None = None) -> None:
         """Wait for a cell started with ``--no-wait``; raise its error if it failed.
 
-        Args:
-            timeout: in seconds; the cell continues after it.
+        After ``timeout`` seconds the cell continues, and a TimeoutError is raised.
         """
         if self._thread is not None:
             self._thread.join(timeout)
@@ -72,9 +71,6 @@ class RunningCell(SupervisedCall):
     """A cell that runs on ranks; its output appears under the notebook cell that started it.
 
     Args:
-        cluster: the cluster that runs it.
-        spec: the cell.
-        ranks: the ranks that run it.
         recorder: records what ``ddpnb.log`` publishes; None if the cell names no run.
         timeout: seconds after which the ranks are interrupted.
         is_checked: whether torch compares every collective across the ranks.

@@ -13,8 +13,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 class RankError(Exception):
     """A cell or run failed on some ranks.
 
-    Attributes:
-        failures: every rank's failure, root causes first, then in order of time.
+    ``failures`` are those of every rank, root causes first, then in order of time.
     """
 
     def __init__(self, failures: Sequence[Failure]) -> None:

@@ -348,11 +348,10 @@ def _gather(
 
 
 def pack(variables: Mapping[str, object]) -> bytes:
-    """Serialize variables for the ranks; raises what pickle raises.
+    """Serialize variables for the ranks as ipyparallel does it; raises what pickle raises.
 
-    As ipyparallel does it, which handles functions defined in a cell and large arrays.  But they
-    travel as plain bytes: an unreadable value is then an error of this call, and does not stop
-    ipyparallel's client.  ``ddpnb.rank.calls`` is the other end.
+    That handles functions defined in a cell and large arrays.  But they travel as plain bytes: an
+    unreadable value is then an error of this call, and does not stop ipyparallel's client.
     """
     from ipyparallel.serialize import serialize_object  # noqa: PLC0415  0.3 s: once ranks run
 
