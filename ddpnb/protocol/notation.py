@@ -1,4 +1,4 @@
-"""The short notations that users write; what cannot be read is a UserError.  (Every process.)
+"""The short notations that users write; a text that does not fit is a UserError.  (Every process.)
 
 ddp:hook=fp16,bucket_cap_mb=5   a strategy or a task, with options
 0,2-3                           ranks
