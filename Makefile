@@ -27,7 +27,7 @@ lab: $(STAMP)  ## Open JupyterLab on the first lesson
 	$(BIN)/jupyter lab $(ALLOW_ROOT) notebooks/01_first_comparison.ipynb
 
 demo: $(STAMP)  ## Run the main comparison without a browser; writes build/demo
-	$(BIN)/python -m ddpnb.demo build/demo
+	$(BIN)/python notebooks/demo.py build/demo
 
 quick: $(STAMP)  ## Run the unit tests: pure logic, no cluster, under a minute
 	$(PYTEST) -n logical tests/unit

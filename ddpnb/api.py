@@ -3,18 +3,19 @@
 from pathlib import Path
 from typing import Any
 
-from ddpnb.cluster.placement import METHODS, ClusterSpec
+from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.query import Search
-from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.options import typed
+from ddpnb.protocol.training_options import make_training_spec, takes_training_options
 from ddpnb.reports.exports.export import export as write_export
-from ddpnb.reports.listing import Details
+from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.plot_options import PlotOptions
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.table import Table
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.cells import RunningCell
 from ddpnb.session.comparison import ComparisonSpec
-from ddpnb.session.keywords import make_training_spec, takes_training_options, typed
 from ddpnb.session.session import this_session
 
 
@@ -50,14 +51,17 @@ def start(
     Raises:
         UserError: this machine does not offer it.
     """
-    if method is not None and method not in METHODS:
-        raise one_of("method", method, METHODS)
     spec = ClusterSpec(
-        num_ranks=n, device=device, backend=backend, num_threads=threads, detach_seconds=detach
+        num_ranks=n,
+        device=device,
+        backend=backend,
+        num_threads=threads,
+        method=method,
+        detach_seconds=detach,
     )
     if attach is False:
-        return this_session().start(spec, method=method)
-    return this_session().attach(spec, "" if attach is True else attach, method=method)
+        return this_session().start(spec)
+    return this_session().attach(spec, "" if attach is True else attach)
 
 
 @typed
@@ -213,7 +217,7 @@ def runs(
         last: only this many lines, the newest.
     """
     search = Search(text=text, task=task, strategy=strategy, since=since, last=last)
-    return this_session().runs(search)
+    return runs_table(search.among(this_session().store.list()))
 
 
 @typed

@@ -87,7 +87,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks apart are written as a range",
-        "protocol/rank_sets.py",
+        "protocol/notation.py",
         "rank == parts[-1][-1] + 1",
         "rank <= parts[-1][-1] + 2",
         "tests/unit/session/test_ranks.py",

@@ -1,7 +1,6 @@
-"""A call on several ranks, while it is in progress (kernel).
+"""A call on several ranks, while it is in progress, and its timeouts (kernel).
 
-Everything that comes back goes into one queue per call, in order.  Whoever waits for the
-call wakes at once and has one place to look.
+Everything that comes back goes into one queue per call, in order.
 """
 
 import math
@@ -13,6 +12,9 @@ from typing import Any
 
 from ddpnb.protocol.messages import EventBatch
 
+START_TIMEOUT_SECONDS = 120.0
+CALL_TIMEOUT_SECONDS = 30.0
+"""How long a call may take that only this package makes."""
 OUTPUT_TIMEOUT_SECONDS = 5.0
 """How long a rank's last output may come after its result."""
 
@@ -100,6 +102,26 @@ class Call:
             timeout = 0.0
             yield from self._handle(event)
 
+    def results(self, timeout: float = CALL_TIMEOUT_SECONDS) -> list[Any]:
+        """Wait for the call and return what each rank returned, in order of ranks.
+
+        Raises:
+            TimeoutError: a rank did not answer within ``timeout`` seconds.
+            RuntimeError: a rank died, or the call itself failed there.
+        """
+        deadline = time.monotonic() + timeout
+        values: dict[int, Any] = {}
+        while self.running:
+            if (left := deadline - time.monotonic()) <= 0:
+                waiting = ", ".join(map(str, sorted(self.running)))
+                raise TimeoutError(f"no answer within {timeout:.0f} s from rank {waiting}")
+            for event in self.events(left):
+                if isinstance(event, Lost):
+                    raise RuntimeError(f"rank {event.rank}: {event.cause}")
+                if isinstance(event, Returned):
+                    values[event.rank] = event.value
+        return [values[rank] for rank in self.ranks]
+
     def lose(self, rank: int, cause: str) -> None:
         """Note, from any thread, that a rank will not return."""
         self.inbox.put(Lost(rank=rank, cause=cause))
@@ -123,3 +145,31 @@ class Call:
     def _silence(self, rank: int) -> Iterator[CallEvent]:
         if rank not in self.running and rank not in self.speaking:
             yield Silent(rank=rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """When a running call is polled, named, freed and killed."""
+
+    tick_seconds: float = 0.05
+    """The longest wait for a call's next event; the display is drawn in between."""
+    free_after_seconds: float = 0.3
+    """How long ranks may still run after one has failed: they may be about to fail too."""
+    free_checks_after_seconds: float = 5.0
+    """The same for the check before a training, where freeing costs more: the process group."""
+    name_after_seconds: float = 0.8
+    """When a failure is shown while other ranks still run: they compute, or the machine is busy."""
+    abort_after_seconds: float = 0.3
+    """How long an interrupted rank may take before it is freed from its collective."""
+    interrupt_again_after_seconds: float = 1.2
+    """How long a freed rank may take until the next interrupt; it may have caught the first."""
+    kill_after_seconds: float = 10.0
+    """How long an interrupted and freed rank may take before it is killed."""
+    poll_seconds: float = 0.8
+    """How often the ranks report where they are; twice a second cost a training 1 %."""
+    stuck_after_seconds: float = 2.0
+    """How long ranks must have waited for each other, idle, before the call counts as stuck."""
+    longest_gap_seconds: float = 1.0
+    """The most that the time between two reports counts towards that: a laptop may have slept."""
+    stopped_poll_seconds: float = 1.0
+    """How often the running ranks' processes are checked for SIGSTOP."""

@@ -13,29 +13,37 @@ from typing import Any
 import ipyparallel as ipp
 from ipyparallel.error import RemoteError
 
-from ddpnb.cluster.call import Call, Events, Lost, Output, OutputEnded, Returned
-from ddpnb.cluster.processes import wait_for_file
-from ddpnb.cluster.timeouts import (
-    CALL_TIMEOUT_SECONDS,
+from ddpnb.cluster.call import (
     START_TIMEOUT_SECONDS,
-    SUBSCRIBE_ATTEMPT_SECONDS,
-    SUBSCRIBE_ATTEMPTS,
+    Call,
+    Events,
+    Output,
+    OutputEnded,
+    Returned,
 )
+from ddpnb.cluster.processes import wait_for_file
 from ddpnb.compat import ipyparallel_internals, python_internals
-from ddpnb.protocol.remote_call import OnRank
+from ddpnb.protocol.messages import OnRank
+
+SUBSCRIBE_ATTEMPTS = 6
+SUBSCRIBE_ATTEMPT_SECONDS = 0.5
+"""How often and how long an attached kernel checks that the ranks' output reaches it."""
 
 
-class Dispatcher:
-    """Sends calls to the ranks.
+class EngineClient:
+    """Sends calls to the ranks, once the controller listens; ``while_waiting`` raises to give up.
 
-    Args:
-        client: a connected client.  At the start engine ids are rank numbers; ``engine_of``
-            holds those of ranks that were started again.
+    A rank asks for its own number as its engine's id.  Where a dead engine still has that
+    id, the new one gets another, and is asked for its rank.
     """
 
-    def __init__(self, client: ipp.Client) -> None:
-        self.client = client
-        self.engine_of: dict[int, int] = {}
+    def __init__(self, profile: Path, while_waiting: Callable[[], None]) -> None:
+        path = profile / "security/ipcontroller-client.json"
+        wait_for_file(path, START_TIMEOUT_SECONDS, while_waiting)
+        self._client = ipp.Client(str(path), timeout=START_TIMEOUT_SECONDS)
+        self._engine_of: dict[int, int] = {}
+        self._known: set[int] = set()
+        """The engines whose rank is known."""
         self._calls: list[Call] = []
 
     @property
@@ -50,32 +58,6 @@ class Dispatcher:
         for rank in ranks:
             self._send(call, rank, function, arguments)
         return call
-
-    def gather(
-        self, function: OnRank, *arguments: object, ranks: Sequence[int], timeout: float
-    ) -> list[Any]:
-        """Call ``function`` on some ranks and return their results, in order of ranks.
-
-        Raises:
-            TimeoutError: a rank did not answer within ``timeout`` seconds.
-            RuntimeError: a rank died, or the call itself failed there.
-        """
-        return self.collect(self.submit(function, *arguments, ranks=ranks), timeout)
-
-    def collect(self, call: Call, timeout: float) -> list[Any]:
-        """Wait for a call and return its results, in order of ranks; raises as ``gather``."""
-        deadline = time.monotonic() + timeout
-        values: dict[int, Any] = {}
-        while call.running:
-            if (left := deadline - time.monotonic()) <= 0:
-                waiting = ", ".join(map(str, sorted(call.running)))
-                raise TimeoutError(f"no answer within {timeout:.0f} s from rank {waiting}")
-            for event in call.events(left):
-                if isinstance(event, Lost):
-                    raise RuntimeError(f"rank {event.rank}: {event.cause}")
-                if isinstance(event, Returned):
-                    values[event.rank] = event.value
-        return [values[rank] for rank in call.ranks]
 
     def wait_for_output(self, ranks: Sequence[int]) -> None:
         """Wait until output of these ranks arrives: a new client subscribes to it a little later.
@@ -97,13 +79,63 @@ class Dispatcher:
             if rank in call.ranks:
                 call.lose(rank, cause)
 
+    @property
+    def new_engines(self) -> set[int]:
+        """The engines whose rank is not known yet."""
+        return set(self._client.ids) - self._known
+
+    def engines_of(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Return the engine of each rank."""
+        return {rank: self._engine_of.get(rank, rank) for rank in ranks}
+
+    def take_over(self, engine_of: Mapping[int, int]) -> None:
+        """Adopt the engines of another kernel, with their ranks."""
+        self._engine_of.update(engine_of)
+        self._known = set(self._client.ids)
+
+    def wait_for(self, ranks: set[int], while_waiting: Callable[[], None]) -> None:
+        """Wait until the engines of ``ranks``, which were started, have registered.
+
+        ``while_waiting`` is called repeatedly, and raises to give up.
+
+        Raises:
+            TimeoutError: some did not register.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        while len(new := self.new_engines) < len(ranks):
+            while_waiting()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"only {len(new)} of {len(ranks)} ranks came")
+            time.sleep(0.002)
+        if new == ranks:
+            self._known |= new
+            self._engine_of.update((rank, rank) for rank in ranks)
+        else:
+            self.identify(new)
+
+    def identify(self, engines: set[int]) -> None:
+        """Ask engines for their ranks, and note the answers."""
+        self._known |= engines
+        for engine in engines:
+            self._engine_of[-1] = engine  # no rank has this number
+            (state,) = self.submit(OnRank("state"), ranks=[-1]).results()
+            self._engine_of[state.rank] = engine
+
+    def close(self, ranks: Iterable[int], cause: str) -> None:
+        """Disconnect; calls in progress on ``ranks`` end with ``cause``."""
+        for rank in ranks:
+            self.lose(rank, cause)
+        self._client.close()
+
     def _send(self, call: Call, rank: int, function: OnRank, arguments: tuple[object, ...]) -> None:
-        engine = self.engine_of.get(rank, rank)
+        engine = self._engine_of.get(rank, rank)
 
         def receive(kind: str, content: Any) -> None:
             match kind:
+                case "result" if isinstance(content, RemoteError):
+                    call.lose(rank, f"{content.ename}: {content.evalue}")
                 case "result" if isinstance(content, BaseException):
-                    call.lose(rank, _cause(content))
+                    call.lose(rank, str(content))
                 case "result":
                     call.inbox.put(Returned(rank=rank, value=content))
                 case "events":
@@ -113,90 +145,4 @@ class Dispatcher:
                 case _:
                     call.inbox.put(Output(rank=rank, kind=kind, content=content))
 
-        ipyparallel_internals.send(self.client, engine, function, list(arguments), receive)
-
-
-class EngineRegistry:
-    """The engines that have registered, and the rank of each.
-
-    A rank asks for its own number as its engine's id.  Where a dead engine still has that
-    id, the new one gets another, and is asked for its rank.
-
-    Args:
-        dispatcher: reaches the engines.
-    """
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self.dispatcher = dispatcher
-        self._known: set[int] = set()
-
-    @classmethod
-    def connect(cls, profile: Path, while_waiting: Callable[[], None]) -> "EngineRegistry":
-        """Connect to the controller, once it listens.
-
-        Args:
-            profile: ipyparallel's profile folder.
-            while_waiting: called repeatedly; raises to give up.
-        """
-        path = profile / "security/ipcontroller-client.json"
-        wait_for_file(path, START_TIMEOUT_SECONDS, while_waiting)
-        return cls(Dispatcher(ipp.Client(str(path), timeout=START_TIMEOUT_SECONDS)))
-
-    @property
-    def new(self) -> set[int]:
-        """The engines whose rank is not known yet."""
-        return set(self.dispatcher.client.ids) - self._known
-
-    def of(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the engine of each rank."""
-        return {rank: self.dispatcher.engine_of.get(rank, rank) for rank in ranks}
-
-    def take_over(self, engine_of: Mapping[int, int]) -> None:
-        """Adopt the engines of another kernel, with their ranks."""
-        self.dispatcher.engine_of.update(engine_of)
-        self._known = set(self.dispatcher.client.ids)
-
-    def wait_for(self, ranks: set[int], while_waiting: Callable[[], None]) -> None:
-        """Wait until the engines of ``ranks`` have registered, and note the rank of each.
-
-        Args:
-            ranks: the ranks that were started.
-            while_waiting: called repeatedly; raises to give up.
-
-        Raises:
-            TimeoutError: some did not register.
-        """
-        deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while len(new := self.new) < len(ranks):
-            while_waiting()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"only {len(new)} of {len(ranks)} ranks came")
-            time.sleep(0.002)
-        if new == ranks:
-            self._known |= new
-            self.dispatcher.engine_of.update((rank, rank) for rank in ranks)
-        else:
-            self.identify(new)
-
-    def identify(self, engines: set[int]) -> None:
-        """Ask engines for their ranks, and note the answers."""
-        self._known |= engines
-        for engine in engines:
-            self.dispatcher.engine_of[-1] = engine  # no rank has this number
-            (state,) = self.dispatcher.gather(
-                OnRank("state"), ranks=[-1], timeout=CALL_TIMEOUT_SECONDS
-            )
-            self.dispatcher.engine_of[state.rank] = engine
-
-    def close(self, ranks: Iterable[int], cause: str) -> None:
-        """Disconnect; calls in progress on ``ranks`` end with ``cause``."""
-        for rank in ranks:
-            self.dispatcher.lose(rank, cause)
-        self.dispatcher.client.close()
-
-
-def _cause(error: BaseException) -> str:
-    """Return why a call has no result."""
-    if isinstance(error, RemoteError):
-        return f"{error.ename}: {error.evalue}"
-    return str(error)
+        ipyparallel_internals.send(self._client, engine, function, list(arguments), receive)

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from ddpnb.cluster.detach import SOCKET, ClusterRecord, held_error, read
+from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Timeouts
 from ddpnb.cluster.engines import Engines
 from ddpnb.cluster.placement import (
     ClusterSpec,
@@ -24,13 +24,18 @@ from ddpnb.cluster.placement import (
     place_ranks,
 )
 from ddpnb.cluster.processes import HeldError, Processes
-from ddpnb.cluster.run_folder import private_folder, write_owners
-from ddpnb.cluster.timeouts import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Timeouts
+from ddpnb.cluster.run_folder import (
+    SOCKET,
+    ClusterRecord,
+    held_error,
+    private_folder,
+    read,
+    write_owners,
+)
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import StaleVariable
+from ddpnb.protocol.messages import OnRank, StaleVariable
+from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.processes import RankCommand, process_id
-from ddpnb.protocol.rank_sets import format_ranks
-from ddpnb.protocol.remote_call import OnRank
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,11 +54,7 @@ class GroupState:
     def wait_for_aborts(self, living: Callable[[], Collection[int]]) -> None:
         """Wait until every abort is done: a late one would end the next group's connections.
 
-        Args:
-            living: returns the living ranks; only they are waited for.
-
-        Raises:
-            TimeoutError: an abort takes too long.
+        Only ``living`` ranks are waited for.  Raises TimeoutError if an abort takes too long.
         """
         deadline = time.monotonic() + CALL_TIMEOUT_SECONDS
         aborts = dict(self.aborts)
@@ -65,16 +66,11 @@ class GroupState:
 
 
 class Cluster(Engines):
-    """A local cluster of ranks that have formed a process group.
+    """A local cluster of ranks that form a process group; made by ``start`` and ``attach``."""
 
-    ``Cluster.start`` starts one, and ``Cluster.attach`` takes over one that another kernel
-    started.  ``stop`` ends it and may be called twice.
-    """
-
-    def __init__(self, spec: ClusterSpec, method: str, folder: Path) -> None:
+    def __init__(self, spec: ClusterSpec, folder: Path) -> None:
         super().__init__(folder)
         self.spec = spec
-        self.method = method
         self.timeouts = Timeouts()
         """How calls are supervised; may be replaced at any time, as tests do."""
         self.began = time.time()
@@ -84,17 +80,12 @@ class Cluster(Engines):
 
     @classmethod
     def start(
-        cls,
-        spec: ClusterSpec,
-        *,
-        method: str | None = None,
-        progress: Callable[[str], None] = lambda _: None,
+        cls, spec: ClusterSpec, progress: Callable[[str], None] = lambda _: None
     ) -> "Cluster":
         """Start the processes and return once every rank has finished an all-reduce.
 
         Args:
             spec: the user's choices.
-            method: ``"fork"`` or ``"spawn"``; by default fork on Linux, spawn elsewhere.
             progress: called with a few words on each phase of the start.
 
         Raises:
@@ -102,14 +93,13 @@ class Cluster(Engines):
             RuntimeError: a process failed; the message ends with its log.
         """
         placement = None if asks_for_gpus(spec) else place_ranks(spec, 0)
-        method = method or ("fork" if sys.platform == "linux" else "spawn")
-        cluster = cls(spec, method, private_folder())
+        cluster = cls(spec, private_folder())
         cluster.placement = placement
         cluster.processes = Processes.start(
             folder=cluster.folder,
             controller_arguments=controller_arguments(cluster.profile),
             num_threads=placement.num_threads if placement else spec.num_threads or num_cores(),
-            method=method,
+            method=spec.method or ("fork" if sys.platform == "linux" else "spawn"),
             on_exit=cluster.note_exit,
         )
         try:
@@ -124,13 +114,10 @@ class Cluster(Engines):
     def attach(cls, record: ClusterRecord) -> "Cluster":
         """Take over ranks that have outlived their kernel, with all their variables.
 
-        Args:
-            record: the cluster, as ``detach.find`` returns it.
-
         Raises:
-            UserError: another kernel holds it, or it has just ended.
+            UserError: another kernel holds the cluster, or it has just ended.
         """
-        cluster = cls(record.spec, record.method, record.folder)
+        cluster = cls(record.spec, record.folder)
         try:
             cluster.processes = Processes.attach(
                 record.folder / SOCKET, record.server, cluster.note_exit
@@ -191,8 +178,8 @@ class Cluster(Engines):
             self.start_rank(rank, generation=self.generation)
         others = [rank for rank in self.ranks if rank not in ranks]
         call = self.submit(OnRank("rejoin"), self.generation, False, ranks=others)
-        self.registry.wait_for(set(ranks), self.raise_if_dead)
-        stale = self.registry.dispatcher.collect(call, CALL_TIMEOUT_SECONDS)
+        self.client.wait_for(set(ranks), self.raise_if_dead)
+        stale = call.results()
         self.states = tuple(self.gather(OnRank("state")))
         self._note_formed(is_checked=False)
         return _ranks_of(dict(zip(others, stale, strict=True)))
@@ -208,10 +195,10 @@ class Cluster(Engines):
 
     def has_restarted(self, rank: int) -> bool:
         """Return whether a rank that was restarted alone can be called."""
-        if not (new := self.registry.new):
+        if not (new := self.client.new_engines):
             return False
         try:
-            self.registry.identify(new)
+            self.client.identify(new)
             states = {state.rank: state for state in self.gather(OnRank("state"), ranks=[rank])}
         except (RuntimeError, UserError):  # it has died again, which is in ``exits``
             return False
@@ -251,14 +238,12 @@ class Cluster(Engines):
         ranks = range(self.placement.num_ranks)
         for rank in ranks:
             self.start_rank(rank, generation=self.generation)
-        registry = self.connect()
+        client = self.connect()
         self.processes.ready.result(START_TIMEOUT_SECONDS)
         write_owners(self.folder, [os.getpid(), self.processes.pid])
         progress(f"{len(ranks)} ranks form a process group")
-        registry.wait_for(set(ranks), self.raise_if_dead)
-        self.states = tuple(
-            registry.dispatcher.gather(OnRank("state"), ranks=ranks, timeout=CALL_TIMEOUT_SECONDS)
-        )
+        client.wait_for(set(ranks), self.raise_if_dead)
+        self.states = tuple(client.submit(OnRank("state"), ranks=ranks).results())
 
     def _restore(self, record: ClusterRecord) -> None:
         """Take the state over from the kernel that has left."""
@@ -270,9 +255,9 @@ class Cluster(Engines):
             is_aborted=record.group_is_aborted,
             is_checked=record.group_is_checked,
         )
-        registry = self.connect()
-        registry.take_over(record.engine_of)
-        registry.dispatcher.wait_for_output(self.living)
+        client = self.connect()
+        client.take_over(record.engine_of)
+        client.wait_for_output(self.living)
         write_owners(self.folder, [os.getpid(), self.processes.pid])
 
     def _begin_generation(self) -> None:
@@ -288,7 +273,7 @@ class Cluster(Engines):
 
     def _save(self) -> None:
         """Write the record for the next kernel, if one may come."""
-        if not self.spec.detach_seconds or (registry := self._registry) is None:
+        if not self.spec.detach_seconds or (client := self._client) is None:
             return
         assert self.placement is not None
         server = self.processes.pid
@@ -301,11 +286,10 @@ class Cluster(Engines):
                 began=self.began,
                 server=process_id(server),
                 spec=self.spec,
-                method=self.method,
                 placement=self.placement,
                 master_port=self._master_port,
                 states=self.states,
-                engine_of=registry.of(self.ranks),
+                engine_of=client.engines_of(self.ranks),
                 generation=self.generation,
                 group_is_aborted=self._group.is_aborted,
                 group_is_checked=self._group.is_checked,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpnb.cluster.call import Call
+from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, Call
 from ddpnb.cluster.placement import Placement, free_port, rank_settings, torchrun_environment
 from ddpnb.cluster.processes import (
     Exit,
@@ -18,22 +18,16 @@ from ddpnb.cluster.processes import (
     log_tail,
     spoken,
 )
-from ddpnb.cluster.timeouts import CALL_TIMEOUT_SECONDS
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RankState
-from ddpnb.protocol.rank_sets import format_ranks
-from ddpnb.protocol.remote_call import OnRank
+from ddpnb.protocol.messages import OnRank, RankState
+from ddpnb.protocol.notation import format_ranks
 
 if TYPE_CHECKING:
-    from ddpnb.cluster.client import EngineRegistry
+    from ddpnb.cluster.client import EngineClient
 
 
 class Engines:
-    """Ranks that can be called, in whichever process group they are.
-
-    Args:
-        folder: the cluster's run folder.
-    """
+    """Ranks that can be called, in whichever process group they are."""
 
     processes: Processes
 
@@ -49,7 +43,7 @@ class Engines:
         self.is_over = False
         """Whether this kernel has ended the cluster, or has detached from it."""
         self._master_port = free_port()
-        self._registry: EngineRegistry | None = None
+        self._client: EngineClient | None = None
         self._exit_lock = threading.Lock()
 
     @property
@@ -80,18 +74,17 @@ class Engines:
     @property
     def missing(self) -> tuple[str, ...]:
         """A sentence for each feature that is off because a library is of another version."""
-        here = self._registry.dispatcher.missing if self._registry is not None else ()
+        here = self._client.missing if self._client is not None else ()
         there = (each for state in self.states for each in state.missing)
         return tuple(dict.fromkeys((*here, *there)))
 
     def submit(self, function: OnRank, *arguments: object, ranks: Sequence[int]) -> Call:
         """Start a call on some ranks and return at once.
 
-        Raises:
-            UserError: one of the ranks has died, or the whole cluster.
+        Raises a UserError if one of the ranks has died, or the whole cluster.
         """
         self.require(ranks)
-        return self.registry.dispatcher.submit(function, *arguments, ranks=ranks)
+        return self.client.submit(function, *arguments, ranks=ranks)
 
     def gather(
         self,
@@ -102,8 +95,7 @@ class Engines:
     ) -> list[Any]:
         """Call a function on ranks, by default all; return the results in order of ranks."""
         chosen = self.ranks if ranks is None else ranks
-        self.require(chosen)
-        return self.registry.dispatcher.gather(function, *arguments, ranks=chosen, timeout=timeout)
+        return self.submit(function, *arguments, ranks=chosen).results(timeout)
 
     def require(self, ranks: Sequence[int]) -> None:
         """Raise a UserError unless all of ``ranks`` are alive."""
@@ -131,17 +123,15 @@ class Engines:
     # -- for the cluster -------------------------------------------------------------
 
     @property
-    def registry(self) -> "EngineRegistry":
-        """The registered engines; defined once the controller has been reached."""
-        assert self._registry is not None
-        return self._registry
+    def client(self) -> "EngineClient":
+        """Sends calls to the ranks; defined once the controller has been reached."""
+        assert self._client is not None
+        return self._client
 
     def start_rank(self, rank: int, *, generation: int | None) -> None:
-        """Start a rank's process and return at once.
+        """Start a rank's process and return at once; its earlier exit is forgotten.
 
-        Args:
-            rank: which one; its earlier exit is forgotten.
-            generation: of the process group to join; None: join none.
+        ``generation`` is that of the process group to join; None: join none.
         """
         assert self.placement is not None
         self.exits.pop(rank, None)
@@ -166,11 +156,11 @@ class Engines:
         """Note, from the listening thread, that a process has ended."""
         with self._exit_lock:
             self.exits[exit_.member] = exit_
-        if (registry := self._registry) is None:
+        if (client := self._client) is None:
             return
         lost = [exit_.member] if isinstance(exit_.member, int) else list(self.ranks)
         for rank in lost:
-            registry.dispatcher.lose(rank, describe_exit(exit_))
+            client.lose(rank, describe_exit(exit_))
 
     def raise_if_dead(self) -> None:
         """Raise a RuntimeError, with the end of the log, if a process ended while starting."""
@@ -184,16 +174,16 @@ class Engines:
                 f"{self.log_tail(exit_.member)}"
             )
 
-    def connect(self) -> "EngineRegistry":
+    def connect(self) -> "EngineClient":
         """Connect to the controller, once it listens; the engines may register later."""
-        from ddpnb.cluster.client import EngineRegistry  # noqa: PLC0415  takes 0.3 s: see there
+        from ddpnb.cluster.client import EngineClient  # noqa: PLC0415  takes 0.3 s: see there
 
-        self._registry = EngineRegistry.connect(self.profile, self.raise_if_dead)
-        return self._registry
+        self._client = EngineClient(self.profile, self.raise_if_dead)
+        return self._client
 
     def disconnect(self, cause: str) -> None:
         """Disconnect from the ranks; calls in progress end with ``cause``."""
         self.is_over = True
-        registry, self._registry = self._registry, None
-        if registry is not None:
-            registry.close(self.ranks, cause)
+        client, self._client = self._client, None
+        if client is not None:
+            client.close(self.ranks, cause)

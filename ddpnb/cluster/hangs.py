@@ -11,8 +11,8 @@ import psutil
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.messages import RankStatus
+from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.protocol.processes import RankCommand
-from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
 
 IDLE_SHARE = 0.2
 """Processor time per second below which a waiting rank sends and receives nothing either."""
@@ -24,12 +24,7 @@ STOPPED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 @dataclass(kw_only=True, slots=True)
 class HangDetector:
-    """Polls the running ranks and finds out when they wait for each other without end.
-
-    Args:
-        cluster: the cluster that runs the call.
-        call: the call.
-    """
+    """Polls the ranks that run a call, and finds out when they wait for each other without end."""
 
     cluster: Cluster
     call: Call
@@ -44,8 +39,7 @@ class HangDetector:
     def check(self, finished: Mapping[int, int]) -> str:
         """Return why the call is stuck; empty as long as it is not known to be.
 
-        Args:
-            finished: ranks that have finished the cell, each with its number of collectives.
+        ``finished``: ranks that have finished the cell, each with its number of collectives.
         """
         now = time.monotonic()
         if self._answers:
@@ -90,14 +84,9 @@ class HangDetector:
 def is_stuck(before: Sequence[RankStatus], now: Sequence[RankStatus], seconds: float) -> bool:
     """Return whether ranks wait for each other without end.
 
-    Each of them waits in the same collective as before, and has used hardly any processor
-    time since.  A rank that computes, loads data or sleeps is not in a collective: the
-    ranks that wait for it are not stuck.
-
-    Args:
-        before: the running ranks some time ago.
-        now: the running ranks.
-        seconds: the time between.
+    Each of them waits in the same collective as ``seconds`` before, and has used hardly any
+    processor time since.  A rank that computes, loads data or sleeps is not in a collective:
+    the ranks that wait for it are not stuck.
     """
     earlier = {status.rank: status for status in before}
     return bool(now) and all(
@@ -118,10 +107,8 @@ def diagnose(
 ) -> str:
     """Say why stuck ranks do not go on.
 
-    Args:
-        stuck: the waiting ranks.
-        finished: ranks that have finished the cell, each with its number of collectives.
-        idle: ranks that do not run the cell at all.
+    ``finished``: ranks that have finished the cell, each with its number of collectives;
+    ``idle``: ranks that do not run it at all.
     """
     parts = [f"{_ranks_wait(ranks)} {_place(status)}" for status, ranks in _by_place(stuck)]
     reasons = _point_to_point(stuck, finished)
@@ -153,21 +140,16 @@ def _by_place(stuck: Sequence[RankStatus]) -> list[tuple[RankStatus, list[int]]]
 
 
 def _ranks_wait(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} waits"
-    return f"ranks {format_ranks(ranks)} wait"
+    return f"{spoken_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
 
 
 def _place(status: RankStatus) -> str:
     call = f"{status.call} of DDP's backward" if status.in_backward else status.call
-    towards = "" if status.peer is None else f" {_direction(status)} rank {status.peer}"
+    direction = "to" if "send" in status.call else "from"
+    towards = "" if status.peer is None else f" {direction} rank {status.peer}"
     line = f"line {status.line}" if status.line else ""
     aside = ", ".join(part for part in (line, status.tensor) if part)
     return f"in {call}{towards}" + (f" ({aside})" if aside else "")
-
-
-def _direction(status: RankStatus) -> str:
-    return "to" if "send" in status.call else "from"
 
 
 def _point_to_point(stuck: Sequence[RankStatus], finished: Collection[int]) -> list[str]:
@@ -209,9 +191,6 @@ class StopDetector:
     """Finds ranks that received SIGSTOP, by ``kill``, a terminal or a container's pause.
 
     It counts polls, not seconds: when a laptop sleeps, this kernel is stopped too.
-
-    Args:
-        cluster: the cluster that runs the call.
     """
 
     cluster: Cluster

@@ -25,6 +25,8 @@ class ClusterSpec:
     device: str = "auto"
     backend: str = "auto"
     num_threads: int | None = None
+    method: str | None = None
+    """One of ``METHODS``; by default fork on Linux, spawn elsewhere."""
     detach_seconds: float = 0.0
     """How long the ranks outlive their kernel and wait for another."""
 
@@ -33,6 +35,8 @@ class ClusterSpec:
             raise one_of("device", self.device, DEVICES)
         if self.backend not in BACKENDS:
             raise one_of("backend", self.backend, BACKENDS)
+        if self.method not in (None, *METHODS):
+            raise one_of("method", self.method, METHODS)
         if self.num_ranks is not None and not 1 <= self.num_ranks <= MAX_RANKS:
             raise UserError(f"-n must be between 1 and {MAX_RANKS}, not {self.num_ranks}.")
         if self.num_threads is not None and self.num_threads < 1:
@@ -65,11 +69,6 @@ class Placement:
         return device != "cpu" and self.devices.count(device) > 1
 
 
-def may_have_gpus() -> bool:
-    """Return, without asking CUDA, whether this host could have a GPU."""
-    return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
-
-
 def num_cores() -> int:
     """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -79,7 +78,8 @@ def num_cores() -> int:
 
 def asks_for_gpus(spec: ClusterSpec) -> bool:
     """Return whether ranks can be placed only once the fork server has listed the GPUs."""
-    return spec.device == "cuda" or (spec.device == "auto" and may_have_gpus())
+    may_have_some = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+    return spec.device == "cuda" or (spec.device == "auto" and may_have_some)
 
 
 def place_ranks(spec: ClusterSpec, num_gpus: int) -> Placement:
@@ -177,12 +177,8 @@ def rank_settings(
 ) -> dict[str, Any]:
     """Return the settings of a rank's process, as ``ddpnb.rank.engine.run`` takes them.
 
-    Args:
-        placement: the device of each rank.
-        rank: the rank.
-        profile: ipyparallel's profile folder.
-        home: the working folder in which cells start.
-        generation: of the process group to join; None: join none.
+    ``profile`` is ipyparallel's folder, ``home`` that in which cells start, ``generation`` the
+    number of the process group to join; None: join none.
     """
     return {
         "device": placement.devices[rank],

@@ -21,7 +21,7 @@ from enum import StrEnum
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ddpnb.protocol.processes import (
     ForkServerEvent,
@@ -66,35 +66,15 @@ class Exit:
     """The exit code; the negative signal number where a signal ended it; None if not known."""
 
 
-class Server(Protocol):
-    """The fork server, as a child of this process or not."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-
-    def wait(self, timeout: float) -> int | None:
-        """Wait for its end; return its exit code if it can be known.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not ended.
-        """
-
-    def kill(self) -> None:
-        """Kill it."""
-
-
 class Processes:
-    """The fork server and its children; made by ``start`` and ``attach``.
-
-    Args:
-        pipe: to the fork server.
-        server: the fork server.
-        on_exit: called, from the reading thread, when a process has ended.
-    """
+    """The fork server, a child of this process or not, and its children."""
 
     def __init__(
-        self, *, pipe: Connection, server: Server, on_exit: Callable[[Exit], None]
+        self,
+        *,
+        pipe: Connection,
+        server: "subprocess.Popen[bytes] | AdoptedServer",
+        on_exit: Callable[[Exit], None],
     ) -> None:
         self._on_exit = on_exit
         self._answers: dict[int, Future[Any]] = {}
@@ -147,12 +127,9 @@ class Processes:
     def attach(
         cls, address: Path, server: ProcessId, on_exit: Callable[[Exit], None]
     ) -> "Processes":
-        """Take over a fork server that has outlived its kernel.
+        """Take over a fork server that has outlived its kernel, at its socket ``address``.
 
-        Args:
-            address: its socket for another kernel.
-            server: its process.
-            on_exit: called at once for each process that has ended, then as in ``start``.
+        ``on_exit`` is called at once for each process that has ended, then as in ``start``.
 
         Raises:
             HeldError: another kernel holds it.
@@ -314,15 +291,9 @@ def connect(address: Path) -> tuple[Connection, dict[str, int]]:
 
 
 def wait_for_file(path: Path, timeout: float, while_waiting: Callable[[], None]) -> None:
-    """Wait until a file exists and is complete JSON.
+    """Wait until a file exists and is complete JSON; a TimeoutError if it does not appear.
 
-    Args:
-        path: the file.
-        timeout: in seconds.
-        while_waiting: called repeatedly; raises to give up.
-
-    Raises:
-        TimeoutError: it did not appear.
+    ``while_waiting`` is called repeatedly, and raises to give up.
     """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -360,11 +331,6 @@ def log_tail(folder: Path, member: Member, num_lines: int) -> str:
     """Return the last lines of a process's log, or a crash from its first line.
 
     A few lines before a crash are included: native code often gives its reason there.
-
-    Args:
-        folder: the cluster's run folder.
-        member: which process.
-        num_lines: the most to return.
     """
     name = f"rank-{member}" if isinstance(member, int) else member.replace(" ", "")
     try:

@@ -14,8 +14,7 @@ from ddpnb.cluster.call import Call, CallEvent, Events, Lost, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.rows import rows_of
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import EventBatch, Failure, Mark, MarkKind, RejoinInfo, RunSpec
-from ddpnb.protocol.remote_call import OnRank
+from ddpnb.protocol.messages import EventBatch, Failure, Mark, MarkKind, OnRank, RejoinInfo, RunSpec
 
 KERNEL = -1
 """The rank under which the kernel sends its own marks."""
@@ -29,19 +28,13 @@ TIMEOUT_SECONDS = 60.0
 
 @dataclass(kw_only=True, slots=True)
 class RankRecovery:
-    """Brings dead ranks back into one run.
-
-    Args:
-        cluster: the cluster that trains.
-        spec: the run.
-        handle: takes the events of all ranks, and marks.
-        survives_deaths: whether the run goes on without any rank but rank 0.
-    """
+    """Brings dead ranks back into one run; hands on the events of all ranks, and marks."""
 
     cluster: Cluster
     spec: RunSpec
     handle: Callable[[CallEvent], None]
     survives_deaths: bool
+    """Whether the run goes on without any rank but rank 0."""
     came_back: set[int] = field(default_factory=set)
     """Ranks whose process was replaced during the run."""
     _began_at: float = float("inf")

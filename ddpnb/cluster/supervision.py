@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from ddpnb.cluster.call import Call, CallEvent, Lost, Returned
+from ddpnb.cluster.call import Call, CallEvent, Lost, Returned, Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import HangDetector, StopDetector
-from ddpnb.cluster.timeouts import Timeouts
 from ddpnb.protocol.messages import CellReport, Failure
-from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
+from ddpnb.protocol.notation import format_ranks, spoken_ranks
 
 MAX_ABORTS = 5
 """How often stuck ranks are freed before they are killed: a busy machine may need several."""

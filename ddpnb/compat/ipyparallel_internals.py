@@ -42,12 +42,7 @@ def send(
 ) -> None:
     """Start ``function(*arguments)`` on an engine and return at once.
 
-    Args:
-        client: connected to the engine.
-        engine: its id.
-        function: importable on the engine.
-        arguments: of the function.
-        receive: called with each message of the call.
+    The function must be importable there; ``receive`` is called with each message of the call.
     """
     if not follows_calls.works:
         result = client[engine].apply_async(function, *arguments)
@@ -122,9 +117,8 @@ def replaces_heartbeats() -> bool:
 def beat_quickly_at_first(milliseconds: int, seconds: float) -> None:
     """Make the controller of this process, before it starts, beat quickly at first.
 
-    Args:
-        milliseconds: the period of heartbeats at first; engines are registered on one.
-        seconds: until the period is that of the command line.
+    Engines are registered on a heartbeat.  They come every ``milliseconds`` for some seconds, then
+    as the command line says.
     """
     if not replaces_heartbeats.works:
         return

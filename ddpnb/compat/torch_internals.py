@@ -37,10 +37,8 @@ def intercepts_collectives() -> bool:
 def has_operation(operation: str, num_tensors: int, root: int | None) -> bool:
     """Return whether torch's dispatcher has a collective with the arguments expected here.
 
-    Args:
-        operation: its name.
-        num_tensors: the number of arguments before the group.
-        root: the index of the root among the arguments after the group; None if it has no root.
+    ``num_tensors`` arguments come before the group, and ``root`` is the index of the root among
+    those after it; None if it has no root.
     """
     try:
         arguments = getattr(torch.ops.c10d, operation).default._schema.arguments
@@ -52,12 +50,7 @@ def has_operation(operation: str, num_tensors: int, root: int | None) -> bool:
 
 
 def replace_method(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of ``ProcessGroup``, if this version has it.
-
-    Args:
-        name: of the method.
-        make: takes the method and returns its replacement.
-    """
+    """Replace a method of ``ProcessGroup``, if there is one, by what ``make`` returns for it."""
     if (original := getattr(ProcessGroup, name, None)) is not None:
         setattr(ProcessGroup, name, make(original))
 
@@ -72,8 +65,7 @@ def below_autograd() -> AbstractContextManager[None]:
 class CollectiveKernels:
     """Python functions that torch's dispatcher calls before the backend's own kernels.
 
-    Args:
-        kernels: by operation; each takes a key set and the arguments of the operation.
+    Each stands by its operation, and takes a key set and the arguments of the operation.
     """
 
     def __init__(self, kernels: Mapping[str, Callable[..., Any]]) -> None:
@@ -309,9 +301,5 @@ GPU_PROBES: tuple[Probe, ...] = (lists_groups,)
 
 
 def missing_features(*, can_abort: bool) -> tuple[str, ...]:
-    """Return a sentence for each feature that is off with this version of torch.
-
-    Args:
-        can_abort: whether the group's backend can abort a wait, as NCCL can.
-    """
+    """Return a sentence for each feature that is off; a GPU's backend ``can_abort`` a wait."""
     return missing((*PROBES, *GPU_PROBES) if can_abort else PROBES)

@@ -20,8 +20,8 @@ from ddpnb.history.metrics import (
 from ddpnb.history.model import RunSnapshot, Status, ending
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.faults import parse_kill
 from ddpnb.protocol.messages import Mark, MarkKind, RunReport
+from ddpnb.protocol.notation import parse_kill
 
 StalenessCounts = NDArray[np.int64]
 """How many updates had staleness 0, 1, 2 ..."""

@@ -1,20 +1,32 @@
-"""The arguments of the magics: how they are declared, parsed and explained (kernel)."""
+"""The arguments of the magics: how they are declared, parsed, explained and completed (kernel)."""
 
 import argparse
+import contextlib
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from IPython.core import magic_arguments as ipython
+from IPython.core.completer import (
+    CompletionContext,
+    SimpleCompletion,
+    SimpleMatcherResult,
+    context_matcher,
+)
 from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics
 from IPython.core.magic_arguments import ArgDecorator
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
+from ddpnb.cluster.placement import BACKENDS, DEVICES
+from ddpnb.cluster.run_folder import detached
 from ddpnb.compat.python_internals import options_of
-from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
+from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.options import Option
 from ddpnb.protocol.training_options import training_options
+from ddpnb.session.session import this_session
 
 Magic = TypeVar("Magic", bound=Callable[..., Any])
 
@@ -40,11 +52,7 @@ def options(magic: object) -> list[str]:
 
 
 def arguments(magic: Callable[..., object], line: str) -> Namespace:
-    """Parse a magic's line.
-
-    Raises:
-        UserError: the line is wrong; names the word and the problem.
-    """
+    """Parse a magic's line; a UserError names the word that is wrong, and the problem."""
     parser: argparse.ArgumentParser = magic.parser  # type: ignore[attr-defined]
     name = magic.__name__
     try:
@@ -103,3 +111,92 @@ def _settings(option: Option) -> dict[str, Any]:
     if option.value_kind is tuple:
         settings["action"] = "append"
     return settings | {"dest": option.keyword, "default": argparse.SUPPRESS}
+
+
+# -- completion ----------------------------------------------------------------------------
+
+VALUES = {"--device": DEVICES, "--backend": BACKENDS} | {
+    option.flag: option.choices for _, option in training_options() if option.choices
+}
+"""The values that an option takes."""
+
+
+def complete_magics(shell: InteractiveShell, magics: Magics) -> None:
+    """Register the completion of the magics' lines with the shell."""
+
+    @context_matcher()  # type: ignore[untyped-decorator]
+    def ddpnb_matcher(context: CompletionContext) -> SimpleMatcherResult:
+        *words, last = context.line_with_cursor[: context.cursor_position].split(" ")
+        while words and not words[0].startswith("%"):  # as in: result = %ddp_compare
+            words.pop(0)
+        candidates = following(magics, words, shell.user_ns, last) if words else ()
+        found = [each for each in candidates if each.text.startswith(last)]
+        return {
+            "completions": found,
+            "suppress": bool(found),
+            "matched_fragment": last,
+            "ordered": True,
+        }
+
+    matchers = shell.Completer.custom_matchers
+    matchers[:] = [m for m in matchers if m.__name__ != ddpnb_matcher.__name__]
+    matchers.append(ddpnb_matcher)
+
+
+def following(
+    magics: Magics, words: list[str], namespace: dict[str, object], prefix: str
+) -> Iterator[SimpleCompletion]:
+    """Yield what may follow in a line, names before options; nothing in lines of other magics.
+
+    ``words`` are the line's complete words so far, ``prefix`` the beginning of the next one, and
+    ``namespace`` the notebook's variables.
+    """
+    name = words[0].lstrip("%")
+    if not name.startswith(("ddp", "rank")):
+        return
+    match words[-1]:
+        case "--attach":
+            yield from of_kind("cluster", [record.name for record in detached()])
+        case "--task":
+            yield from of_kind("task", choices(TASKS, prefix))
+        case "--resume":
+            yield from names("ddp_plot", namespace, prefix)
+        case option if option in VALUES:
+            yield from of_kind("value", VALUES[option])
+        case _:
+            yield from names(name, namespace, prefix)
+            yield from of_kind("option", options(getattr(magics, name, None)))
+
+
+def of_kind(kind: str, texts: Iterable[str]) -> Iterator[SimpleCompletion]:
+    """Yield completions with the kind that a notebook shows beside them."""
+    return (SimpleCompletion(text, type=kind) for text in texts)
+
+
+def choices(entries: Mapping[str, Entry], prefix: str) -> Iterable[str]:
+    """Return the names in a table, or after a name and a colon its options and their values."""
+    name, colon, options_text = prefix.partition(":")
+    if not colon or name not in entries:
+        return entries
+    before, comma, last = options_text.rpartition(",")
+    key, equals, _ = last.partition("=")
+    stem = f"{name}:{before}{comma}"
+    table = entries[name].options
+    if not equals:
+        return [f"{stem}{option}=" for option in table]
+    return [f"{stem}{key}={value}" for value in table[key].values] if key in table else ()
+
+
+def names(magic: str, namespace: dict[str, object], prefix: str) -> Iterator[SimpleCompletion]:
+    """Yield the names that a magic takes: strategies, runs, variables."""
+    match magic:
+        case "ddp_compare":
+            yield from of_kind("strategy", choices(STRATEGIES, prefix))
+        case "ddp_auto":
+            yield from of_kind("value", ("on", "off"))
+        case "ddp_push":
+            here = [name for name in namespace if not name.startswith("_")]
+            yield from of_kind("variable", sorted(here))
+        case "ddp_plot" | "ddp_runs" | "ddp_export":
+            with contextlib.suppress(UserError):  # the store cannot be read
+                yield from of_kind("run", this_session().names())

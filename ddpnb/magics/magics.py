@@ -1,5 +1,6 @@
-"""The magics: each parses its line, builds a spec and makes one call of the session (kernel)."""
+"""The magics: each parses its line, and calls its twin in ``ddpnb.api`` or the session (kernel)."""
 
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,29 +16,25 @@ from IPython.core.magic import (
 from IPython.core.magic_arguments import argument, kwds
 from IPython.display import display
 
-from ddpnb.cluster.detach import waits
+from ddpnb import api
 from ddpnb.cluster.placement import BACKENDS, DEVICES, ClusterSpec
-from ddpnb.cluster.run_folder import remove_leftovers
-from ddpnb.history.query import Search
+from ddpnb.cluster.run_folder import remove_leftovers, waits
 from ddpnb.magics.arguments import (
     arguments,
     catalogue_text,
+    complete_magics,
     magic_arguments,
     no_arguments,
     training_arguments,
 )
-from ddpnb.magics.auto_cells import AutoCells, with_magic_line
-from ddpnb.magics.completion import complete_magics
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.training_options import make_training_spec
 from ddpnb.reports.display import LiveDisplay
-from ddpnb.reports.exports.export import export
 from ddpnb.reports.formatting import counted
-from ddpnb.reports.listing import Details
 from ddpnb.reports.live import show_result
 from ddpnb.reports.plot_options import ACROSS, PlotOptions
 from ddpnb.session.comparison import ComparisonSpec
-from ddpnb.session.keywords import make_training_spec
 from ddpnb.session.session import this_cell_number, this_session
 
 if TYPE_CHECKING:
@@ -46,6 +43,11 @@ if TYPE_CHECKING:
 RANKS = "the ranks, such as 0,2-3; by default all"
 RUNS = "as %%ddp_runs lists them"
 TARGET = "mark when each run reaches this training loss"
+
+NOTEBOOK_MAGICS = re.compile(r"^%(%ddp|%rank|ddp_|load_ext|reload_ext|unload_ext)", re.MULTILINE)
+"""A cell with one of these runs in the notebook."""
+
+LOCAL = re.compile(r"^%%local[ \t]*$")
 
 
 @magics_class
@@ -96,13 +98,13 @@ class DdpMagics(Magics):
     def ddp_status(self, line: str) -> None:
         """Show what every rank is doing."""
         no_arguments("%ddp_status", line)
-        display(this_session().status())
+        display(api.status())
 
     @line_magic
     def ddp_stop(self, line: str) -> None:
         """End every process of the cluster."""
         no_arguments("%ddp_stop", line)
-        was_running = this_session().stop()
+        was_running = api.stop()
         print("The cluster has stopped." if was_running else "No cluster was running.")
 
     @magic_arguments()
@@ -122,7 +124,7 @@ class DdpMagics(Magics):
     def ddp_why(self, line: str) -> None:
         """Show where every rank is right now: cell, line, collective, stack."""
         no_arguments("%ddp_why", line)
-        print(this_session().why())
+        print(api.why())
 
     @line_magic
     def ddp_interrupt(self, line: str) -> None:
@@ -132,7 +134,7 @@ class DdpMagics(Magics):
         To stop a cell that the notebook waits for, interrupt the kernel (the square button).
         """
         no_arguments("%ddp_interrupt", line)
-        print(this_session().interrupt())
+        print(api.interrupt())
 
     @magic_arguments()
     @argument("--ranks", help=RANKS)
@@ -148,7 +150,7 @@ class DdpMagics(Magics):
         line of output is labelled with its rank; equal lines are shown once, as [0-3].
         """
         args, is_redirected = arguments(self.ddp, line), self.auto.has_redirected(cell)
-        return this_session().run_cell(
+        return api.run_cell(
             cell if is_redirected else with_magic_line(f"%%ddp {line}", cell),
             ranks=args.ranks,
             wait=not args.no_wait,
@@ -162,7 +164,7 @@ class DdpMagics(Magics):
         """Run the cell on some ranks: ``%%rank 0`` or ``%%rank 0,2-3``."""
         if not line.strip():
             raise UserError("Name the ranks: %%rank 0, or %%rank 0,2-3.")
-        this_session().run_cell(with_magic_line(f"%%rank {line}", cell), ranks=line.strip())
+        api.run_cell(with_magic_line(f"%%rank {line}", cell), ranks=line.strip())
 
     @line_magic
     def ddp_auto(self, line: str) -> None:
@@ -208,7 +210,7 @@ class DdpMagics(Magics):
         The result is a dict from rank to value; if ``--ranks`` names one rank, its value.
         """
         args = arguments(self.ddp_pull, line)
-        value = this_session().pull(" ".join(args.expression), args.ranks)
+        value = api.pull(" ".join(args.expression), ranks=args.ranks)
         if not args.name:
             return value
         self.shell.user_ns[args.name] = value
@@ -266,8 +268,7 @@ class DdpMagics(Magics):
     def ddp_plot(self, line: str) -> Any:
         """Draw stored runs in one figure: ``%ddp_plot mine ddp --log --target 0.3``."""
         args = arguments(self.ddp_plot, line)
-        options = PlotOptions(x=args.x, log=args.log, target=args.target)
-        result = this_session().load(args.names, options)
+        result = api.plot(*args.names, x=args.x, log=args.log, target=args.target)
         show_result(result)
         return result
 
@@ -283,7 +284,7 @@ class DdpMagics(Magics):
         Without an ending: a folder for TensorBoard.
         """
         args = arguments(self.ddp_export, line)
-        print(export(this_session().load([args.name]), args.path))
+        print(api.export(args.name, args.path))
 
     @magic_arguments()
     @argument("text", nargs="*", help="only runs whose name, task or state contains this")
@@ -301,15 +302,58 @@ class DdpMagics(Magics):
         ``%ddp_runs --strategy ddp --since 2d``, ``%ddp_runs --show race``,
         ``%ddp_runs --rename race old-race``, ``%ddp_runs --delete race/async``.
         """
-        args, session = arguments(self.ddp_runs, line), this_session()
+        args = arguments(self.ddp_runs, line)
         if args.rename:
-            print(f"{args.rename[0]} is now called {session.store.rename(*args.rename)}.")
+            print(f"{args.rename[0]} is now called {api.rename(*args.rename)}.")
         elif args.delete:
-            print(f"Deleted {', '.join(session.store.delete(args.delete))}.")
+            print(f"Deleted {', '.join(api.delete(args.delete))}.")
         elif args.show:
-            display(Details(session.store.load(args.show)))
+            display(api.details(args.show))
         else:
-            display(session.runs(_search(args)))
+            text, only = " ".join(args.text), {"task": args.task, "strategy": args.strategy}
+            display(api.runs(text, **only, since=args.since, last=args.last))
+
+
+class AutoCells:
+    """Puts ``%%ddp`` before every cell while it is on, and always removes ``%%local``."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._is_on = False
+        self._redirected = ""
+
+    def switch(self, on: bool) -> None:
+        """Switch it on or off; may be called twice."""
+        self._is_on = on
+        self._redirected = ""
+
+    def install(self) -> None:
+        """Pass every cell through ``redirect``."""
+        self._shell.input_transformers_cleanup.append(self.redirect)
+
+    def remove(self) -> None:
+        """Leave cells as they are; may be called twice."""
+        if self.redirect in self._shell.input_transformers_cleanup:
+            self._shell.input_transformers_cleanup.remove(self.redirect)
+
+    def redirect(self, lines: list[str]) -> list[str]:
+        """Return the lines of a cell, with ``%%ddp`` before them if it should run on the ranks."""
+        source = "".join(lines)
+        if lines and LOCAL.match(lines[0].rstrip("\n")):
+            return ["\n", *lines[1:]]  # so that line numbers stay those of the notebook
+        if not self._is_on or not source.strip() or NOTEBOOK_MAGICS.search(source):
+            return lines
+        self._redirected = source.rstrip("\n")
+        return ["%%ddp\n", *lines]
+
+    def has_redirected(self, cell: str) -> bool:
+        """Return whether ``redirect`` added the ``%%ddp`` line above this cell."""
+        return bool(self._redirected) and cell.rstrip("\n") == self._redirected
+
+
+def with_magic_line(magic: str, cell: str) -> str:
+    """Return a cell with its magic as a comment above it, so that line numbers stay right."""
+    return cell if cell.startswith("%%") else f"# {magic}\n{cell}"
 
 
 def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
@@ -322,17 +366,6 @@ def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
         name=args.name,
         baseline=not args.no_baseline,
         options=PlotOptions(log=args.log, target=args.target),
-    )
-
-
-def _search(args: Namespace) -> Search:
-    """Return what a parsed line of ``%ddp_runs`` searches for."""
-    return Search(
-        text=" ".join(args.text),
-        task=args.task,
-        strategy=args.strategy,
-        since=args.since,
-        last=args.last,
     )
 
 

@@ -43,11 +43,9 @@ class FormState:
         )
 
     def magic(self, *, cell: str, has_ranks: bool) -> str:
-        """Return a notebook cell that does the same.
+        """Return a notebook cell that does the same, and starts ranks unless it ``has_ranks``.
 
-        Args:
-            cell: the cell that defines the task, if that is chosen.
-            has_ranks: whether ranks are running, so that none are started.
+        ``cell`` is the text that defines the task, if that is chosen.
         """
         if self.task == CELL_TASK:
             return f"%%ddp_compare {self.line()}\n{cell}"
@@ -59,8 +57,6 @@ DEFAULT_STRATEGIES = ("single", "ddp", "async")
 DEFAULT_NUM_RANKS = 2
 DEFAULTS = {"num_epochs": 6.0, "learning_rate": 0.02}
 """Where the panel starts from another value than ``%ddp_compare``."""
-FIELD = {"width": "21em"}
-LABEL = {"description_width": "8.5em"}
 OWN_CELL = "own cell"
 
 
@@ -68,11 +64,7 @@ OWN_CELL = "own cell"
 class Form:
     """The controls; holds no results.
 
-    Args:
-        on_change: called after each change of a control.
-        on_run: called when Run is pressed.
-        on_stop: called when Stop is pressed.
-        on_select: called with the names of the selected stored runs.
+    ``on_select`` is called with the names of the selected stored runs.
     """
 
     def __init__(
@@ -120,17 +112,14 @@ class Form:
         )
         self._stored = widgets.SelectMultiple(
             rows=8,
-            description="stored runs",
-            tooltip="the selected runs are drawn with the latest comparison",
-            style=LABEL,
-            layout={"width": "26em"},
+            **_labelled(
+                "stored runs",
+                "the selected runs are drawn with the latest comparison",
+                width="26em",
+            ),
         )
         self._magic = widgets.Textarea(
-            rows=3,
-            description="as a magic",
-            tooltip="a cell that does the same; copy it",
-            style=LABEL,
-            layout={"width": "60em", "max_width": "99%"},
+            rows=3, **_labelled("as a magic", "a cell that does the same; copy it", width="60em")
         )
         self._run = widgets.Button(description="Run", tooltip="train the selected strategies")
         self._stop = widgets.Button(
@@ -236,8 +225,10 @@ def _control(option: Option, value: Any) -> Any:
     return widgets.Text(placeholder=option.example, **label)
 
 
-def _labelled(text: str, tooltip: str) -> dict[str, Any]:
-    return {"description": text, "tooltip": tooltip, "layout": FIELD, "style": LABEL}
+def _labelled(text: str, tooltip: str, width: str = "21em") -> dict[str, Any]:
+    layout = {"width": width, "max_width": "99%"}
+    style = {"description_width": "8.5em"}
+    return {"description": text, "tooltip": tooltip, "layout": layout, "style": style}
 
 
 def _explanations() -> Any:

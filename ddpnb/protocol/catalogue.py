@@ -94,18 +94,9 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         about="torch DistributedDataParallel",
         import_path="ddpnb.rank.strategies.ddp:Ddp",
         look=Look("#3f90da", "solid", "o"),
-        aliases=(
-            "DistributedDataParallel",
-            "MirroredStrategy",
-            "MultiWorkerMirroredStrategy",
-        ),
+        aliases=("DistributedDataParallel", "MirroredStrategy", "MultiWorkerMirroredStrategy"),
         options={
-            "bucket_cap_mb": Option(
-                default=25.0,
-                about="MB of gradients per message",
-                least=0,
-                is_least_allowed=False,
-            ),
+            "bucket_cap_mb": Option(default=25.0, about="MB of gradients per message", above=0),
             "static_graph": Option(default=False, about="every step uses the same parameters"),
             "hook": Option(
                 default="none",
@@ -186,9 +177,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#f0857a", "dashed", "<"),
         options={
             "every": Option(default=8, about="inner steps per outer step", least=1),
-            "outer_lr": Option(
-                default=0.7, about="the outer learning rate", least=0, is_least_allowed=False
-            ),
+            "outer_lr": Option(default=0.7, about="the outer learning rate", above=0),
             "outer_momentum": Option(default=0.9, about="the outer Nesterov momentum", least=0),
         },
     ),

@@ -9,37 +9,26 @@ SIMILARITY = 0.65
 """Of a misspelt name to the one that was meant; 1: equal."""
 
 
-class UserError(Exception):
-    """A mistake that the user can correct; its one sentence says how.
-
-    IPython shows the sentence without a traceback.
-    """
+class OneLine(BaseException):
+    """An error that IPython shows in one line, without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython shows (its protocol for exceptions that render themselves)."""
         return [f"{type(self).__name__}: {self}"]
 
 
-def one_of(what: str, given: object, choices: Iterable[object]) -> UserError:
-    """Return the error for a name that is not among ``choices``.
+class UserError(OneLine, Exception):
+    """A mistake that the user can correct; its one sentence says how."""
 
-    Args:
-        what: the kind of thing, e.g. ``"strategy"``.
-        given: the name that was given.
-        choices: the names that exist, in the order to show them.
-    """
+
+def one_of(what: str, given: object, choices: Iterable[object]) -> UserError:
+    """Return the error for a name of the kind ``what`` that is not among ``choices``."""
     names = [str(choice) for choice in choices]
     return UserError(f"There is no {what} {str(given)!r}; {advice(str(given), names, few=FEW)}")
 
 
 def advice(given: str, names: Collection[str], *, few: int = 0) -> str:
-    """Return a hint at the names that exist: those that were probably meant, or all.
-
-    Args:
-        given: the name that was given.
-        names: the names that exist.
-        few: as many names are always listed in full.
-    """
+    """Return a hint: the names that were probably meant; else, or if at most ``few``, all names."""
     if len(names) > few and (near := closest(given, names)):
         return f"did you mean {near}?"
     return f"choose one of: {', '.join(names)}."

@@ -1,16 +1,31 @@
 """The messages between the kernel and the ranks.  (Every process.)
 
-Frozen, checked, picklable values: specs go to the ranks, events and reports come back.
+Frozen, checked, picklable values: calls and specs go to the ranks, events and reports come back.
 """
 
+import importlib
 import math
 import struct
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from ddpnb.protocol.choices import check_transport
+from ddpnb.protocol.notation import check_transport
 from ddpnb.protocol.training_options import TrainingSpec
+
+
+@dataclass(frozen=True, slots=True)
+class OnRank:
+    """A function of ``ddpnb.rank.calls``, by name: ``OnRank("state")``.
+
+    Only the name is sent, and the rank looks it up: the kernel never imports the ranks' rooms.
+    """
+
+    function: str
+
+    def __call__(self, *args: object) -> object:
+        """Look the function up and call it; runs on the rank."""
+        return getattr(importlib.import_module("ddpnb.rank.calls"), self.function)(*args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

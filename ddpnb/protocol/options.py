@@ -4,14 +4,20 @@ An option is declared once.  Its check, the magic's argument and help, tab compl
 panel's control and the signature in Python follow from the declaration.
 """
 
+import functools
+import inspect
 import math
+import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import Parameter
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from ddpnb.protocol.errors import UserError, kind_of, one_of
+from ddpnb.protocol.errors import UserError, closest, kind_of, one_of
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 Value = bool | int | float | str
 
 WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
@@ -28,7 +34,8 @@ class Option:
     """The type of a value, where ``default`` is None; ``tuple``: of texts."""
     choices: tuple[str, ...] = ()
     least: float = -math.inf
-    is_least_allowed: bool = True
+    above: float | None = None
+    """In place of ``least``: a bound that is not allowed itself."""
     most: float = math.inf
     from_text: Callable[[str, str], Value] | None = None
     """Parses a special notation, given the option's name and the text."""
@@ -72,12 +79,8 @@ class Option:
     def read(self, name: str, given: object) -> Any:
         """Return a valid value from what was given in a text or in Python.
 
-        Args:
-            name: what the user calls the option.
-            given: the text or value.
-
         Raises:
-            UserError: it is not valid; the sentence says what is.
+            UserError: it is not valid; calls the option ``name``, and says what is.
         """
         if self.from_text is not None:
             return self.check(name, self.from_text(name, str(given)), given)
@@ -99,10 +102,7 @@ class Option:
     def check(self, name: str, value: object, given: object = None) -> Any:
         """Return a value, converted by ``as_kind``, if it is valid; raises as ``read``.
 
-        Args:
-            name: what the user calls the option.
-            value: the value.
-            given: what the user wrote, if that is something else.
+        In the error stands ``given``, what the user wrote, if that is something else.
         """
         if value is None and self.default is None:
             return None
@@ -116,21 +116,18 @@ class Option:
     def _check_bounds(self, name: str, value: float, given: object) -> None:
         if value > self.most:
             raise UserError(f"{name} must be at most {self.most}, not {given}.")
-        is_low = value < self.least or (value == self.least and not self.is_least_allowed)
+        bound, is_low = f"at least {self.least:g}", value < self.least
+        if self.above is not None:
+            bound, is_low = f"greater than {self.above:g}", value <= self.above
         if is_low or (isinstance(value, float) and not math.isfinite(value)):
-            bound = "at least" if self.is_least_allowed else "greater than"
-            raise UserError(f"{name} must be {bound} {self.least:g}, not {given}.")
+            raise UserError(f"{name} must be {bound}, not {given}.")
 
 
 def as_kind(name: str, value: object, kind: type) -> Any:
     """Return a value as an object of a built-in type, which can be stored and sent anywhere.
 
-    Accepts numpy's numbers, and a whole number for a float.
-
-    Args:
-        name: what the user calls it.
-        value: the value.
-        kind: ``bool``, ``int``, ``float``, ``str``, or ``tuple`` for texts.
+    Accepts numpy's numbers, and a whole number for a float.  ``name`` is what the user calls it;
+    ``kind`` is ``bool``, ``int``, ``float``, ``str``, or ``tuple`` for texts.
 
     Raises:
         UserError: it is of another kind.
@@ -151,3 +148,41 @@ def as_kind(name: str, value: object, kind: type) -> Any:
 
 
 _ABSTRACT: dict[type, type] = {int: Integral, float: Real, str: str}
+
+
+def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Make a function check its arguments by its signature and annotations.
+
+    Where one does not fit, is unknown or is missing, the call raises a ``UserError``.
+    """
+    signature = inspect.signature(function)
+    hints = typing.get_type_hints(function)
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = next((name for name in kwargs if name not in signature.parameters), "")
+            near = closest(unknown, list(signature.parameters))
+            advice = f"did you mean {near}?" if near else f"ddpnb.{function.__name__}? explains it."
+            raise UserError(f"{function.__name__}: {error}; {advice}") from None
+        for name, value in bound.arguments.items():
+            if signature.parameters[name].kind is Parameter.VAR_POSITIONAL:
+                each = (as_kind(f"each of {name}", one, hints[name]) for one in value)
+                bound.arguments[name] = tuple(each)
+            else:
+                bound.arguments[name] = _as_annotated(name, value, hints.get(name, object))
+        return function(*bound.args, **bound.kwargs)
+
+    return call
+
+
+def _as_annotated(name: str, value: Any, hint: Any) -> Any:
+    """Return a value as the type that it is annotated with; see ``as_kind``."""
+    kinds = typing.get_args(hint) or (hint,)
+    if object in kinds or any(type(value) is kind for kind in kinds):
+        return value
+    if isinstance(value, kinds) and not isinstance(value, bool | str | float):
+        return value  # such as a path
+    return as_kind(name, value, next(kind for kind in (int, float, str, bool) if kind in kinds))

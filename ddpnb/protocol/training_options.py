@@ -4,29 +4,33 @@ Each is declared once, as a field of ``TrainingSpec`` with its ``Option``.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from inspect import Parameter
+from typing import Any, TypeVar
 
 from ddpnb.protocol.catalogue import CELL_TASK, TASKS
-from ddpnb.protocol.choices import parse_task
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.faults import parse_kills, parse_slow
+from ddpnb.protocol.notation import parse_kills, parse_slow, parse_task
 from ddpnb.protocol.options import Option
 
-AMP = ("none", "bf16")
-"""Mixed precision; bfloat16 needs no scaling of the loss."""
-
-LR_SCALING = ("none", "linear", "sqrt")
-"""How the learning rate may grow with the number of workers."""
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 TRANSPORTS = ("auto", "shm", "gloo", "rpc")
 """How an asynchronous worker and its server may exchange tensors."""
 
 
-def _option(default: Any, flag: str, **described: Any) -> Any:
-    option = Option(default=default, flag=flag, **described)
+def _option(group: str, default: Any, flag: str, **described: Any) -> Any:
+    option = Option(default=default, flag=flag, group=group, **described)
     return field(default=default, metadata={"option": option})
+
+
+_training, _steps, _data, _faults, _checkpoints = (
+    partial(_option, group)
+    for group in ("training", "steps", "data", "faults on purpose", "checkpoints")
+)
 
 
 def _share(name: str, text: str) -> float:
@@ -45,10 +49,9 @@ def _share(name: str, text: str) -> float:
 class TrainingSpec:
     """The options of a training: the same for every strategy of a comparison."""
 
-    task: str = _option(
+    task: str = _training(
         CELL_TASK,
         "--task",
-        group="training",
         example="TASK",
         about=f"{' | '.join(TASKS)}, with options as in synthetic:samples=512; "
         "by default the cell's own",
@@ -57,141 +60,118 @@ class TrainingSpec:
     """The comparison's cell; defines ``model()`` and ``data(split)`` if ``task`` is ``"cell"``."""
     cell: int = 0
     """The ``n`` of its ``In [n]``; 0 if there is none."""
-    num_epochs: float = _option(
+    num_epochs: float = _training(
         2.0,
         "--epochs",
-        group="training",
-        least=0,
-        is_least_allowed=False,
+        above=0,
         label="epochs",
         about="passes over the training data; for asynchronous runs counted in samples seen",
     )
-    batch_size: int = _option(
+    batch_size: int = _training(
         256,
         "--batch-size",
-        group="training",
         least=1,
         label="global batch",
         about="the global batch: samples per step over all workers",
     )
-    learning_rate: float = _option(
+    learning_rate: float = _training(
         0.05,
         "--lr",
-        group="training",
-        least=0,
-        is_least_allowed=False,
+        above=0,
         label="learning rate",
         about="learning rate of the default optimizer, SGD with momentum 0.9",
     )
-    seed: int = _option(
+    seed: int = _training(
         0,
         "--seed",
-        group="training",
         least=0,
         most=2**63 - 1,
         about="seed of the initial weights and the order of samples",
     )
     num_warmup_steps: int = 3
     """Steps on a throwaway replica before the training, so that no clock sees a cold start."""
-    accumulate: int = _option(
+    accumulate: int = _steps(
         1,
         "--accumulate",
-        group="steps",
         least=1,
         about="gradient accumulation: micro-batches per step of each worker",
     )
-    amp: str = _option(
+    amp: str = _steps(
         "none",
         "--amp",
-        group="steps",
-        choices=AMP,
+        choices=("none", "bf16"),  # bfloat16 needs no scaling of the loss
         example="TYPE",
         about="mixed precision: type of the forward pass where that is safe",
     )
-    clip: float | None = _option(
+    clip: float | None = _steps(
         None,
         "--clip",
         kind=float,
-        group="steps",
-        least=0,
-        is_least_allowed=False,
+        above=0,
         about="largest norm of all gradients together; larger gradients are scaled down",
     )
-    lr_scaling: str = _option(
+    lr_scaling: str = _steps(
         "none",
         "--lr-scaling",
-        group="steps",
-        choices=LR_SCALING,
+        choices=("none", "linear", "sqrt"),
         example="RULE",
         about="how the learning rate grows with the number of workers",
     )
-    num_lr_warmup_epochs: float = _option(
+    num_lr_warmup_epochs: float = _steps(
         0.0,
         "--lr-warmup",
-        group="steps",
         least=0,
         about="epochs in which the learning rate grows from almost zero",
     )
-    sync_batchnorm: bool = _option(
+    sync_batchnorm: bool = _steps(
         False,
         "--sync-batchnorm",
-        group="steps",
         about="BatchNorm computes its statistics over all ranks; GPUs only",
     )
-    transport: str = _option(
+    transport: str = _steps(
         "auto",
         "--transport",
-        group="steps",
         choices=TRANSPORTS,
         example="WAY",
         about="how asynchronous workers and their server exchange tensors",
     )
-    num_data_workers: int = _option(
+    num_data_workers: int = _data(
         0,
         "--data-workers",
-        group="data",
         least=0,
         most=256,
         about="processes per rank that load samples ahead (torch's DataLoader)",
     )
-    slow: tuple[str, ...] = _option(
+    slow: tuple[str, ...] = _faults(
         (),
         "--slow",
-        group="faults on purpose",
         example="1:3x",
         label="straggler",
         about="rank 1 takes 3 times as long; 1:50ms: 50 ms longer per step; "
         "separate several by commas",
     )
-    jitter: float = _option(
+    jitter: float = _faults(
         0.0,
         "--jitter",
-        group="faults on purpose",
         example="20%",
         from_text=_share,
         least=0,
         most=100,
         about="every step of every rank takes up to this share longer, at random",
     )
-    kill: tuple[str, ...] = _option(
-        (),
-        "--kill",
-        group="faults on purpose",
-        example="1@5s",
-        about="rank 1 is killed after 5 seconds of training",
+    kill: tuple[str, ...] = _faults(
+        (), "--kill", example="1@5s", about="rank 1 is killed after 5 seconds of training"
     )
-    save_every: float = _option(
+    save_every: float = _checkpoints(
         0.0,
         "--save-every",
-        group="checkpoints",
         least=0,
         about="epochs between checkpoints in data/runs/checkpoints; one more at the end; "
         "the last two are kept",
     )
-    resume: str = _option(
+    resume: str = _checkpoints(
         "",
         "--resume",
-        group="checkpoints",
         example="RUN",
         about="continue from the last checkpoint of these runs, as %ddp_runs lists them",
     )
@@ -215,3 +195,37 @@ def training_options() -> Iterator[tuple[str, Option]]:
     for entry in dataclasses.fields(TrainingSpec):
         if "option" in entry.metadata:
             yield entry.name, entry.metadata["option"]
+
+
+def make_training_spec(
+    choices: Mapping[str, Any], *, in_python: bool = False, **others: Any
+) -> TrainingSpec:
+    """Return the training that the user chose.
+
+    Args:
+        choices: texts or values by the options' names in Python; other names are ignored.
+        in_python: whether errors use these names, or a magic's flags.
+        **others: fields that are not options.
+
+    Raises:
+        UserError: a choice is not possible.
+    """
+    fields = {
+        name: option.read(option.keyword if in_python else option.flag, choices[option.keyword])
+        for name, option in training_options()
+        if option.keyword in choices
+    }
+    return TrainingSpec(**fields, **others)
+
+
+def takes_training_options(function: Function) -> Function:
+    """Replace ``**choices`` by every option of a training, in a function's signature and help."""
+    options = [option for _, option in training_options()]
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    own += [Parameter(o.keyword, Parameter.KEYWORD_ONLY, default=o.default) for o in options]
+    function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+    lines = "\n".join(f"    {option.keyword}: {option.meaning}." for option in options)
+    doc = inspect.getdoc(function) or ""  # without the indentation that Python 3.13 removes
+    function.__doc__ = doc.replace("    **choices: as listed.", lines)
+    return function

@@ -1,6 +1,6 @@
 """The functions that the notebook's kernel may call on a rank (ranks).
 
-The kernel calls each public function by its name, through ``ddpnb.protocol.remote_call.OnRank``.
+The kernel calls each public function by its name, through ``ddpnb.protocol.messages.OnRank``.
 """
 
 import copy
@@ -12,7 +12,6 @@ from ipyparallel.serialize import deserialize_object, serialize_object
 from torch import Tensor
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.choices import parse_strategy
 from ddpnb.protocol.messages import (
     CellReport,
     CellSpec,
@@ -24,6 +23,7 @@ from ddpnb.protocol.messages import (
     RunSpec,
     StaleVariable,
 )
+from ddpnb.protocol.notation import parse_strategy
 from ddpnb.rank import cells
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.failures import failure_of

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from IPython.display import display
 
-from ddpnb.protocol.rank_sets import format_ranks
+from ddpnb.protocol.notation import format_ranks
 from ddpnb.reports.display import LiveDisplay
 
 HOLD_SECONDS = 0.25

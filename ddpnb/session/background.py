@@ -10,14 +10,13 @@ from typing import final
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
-from ddpnb.protocol.remote_call import OnRank
+from ddpnb.protocol.messages import OnRank
+from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.reports.progress import Progress, progress_of
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.session.cells import RunningCell, cell_thread
+from ddpnb.session.cells import SupervisedCall, cell_thread
 from ddpnb.session.comparison import Training
 from ddpnb.session.errors import CellInterrupt, render_error
-from ddpnb.session.status import Running
 
 STOP_TIMEOUT_SECONDS = 15.0
 """How long a comparison may take to stop; its ranks are killed before that."""
@@ -27,10 +26,8 @@ STOP_TIMEOUT_SECONDS = 15.0
 class RunningComparison:
     """A comparison that trains in the background.
 
-    Args:
-        prepare: checks the comparison and returns its training; called in the thread.
-        ranks: the ranks that it keeps busy.
-        on_end: called in the thread with this object, once the comparison has ended.
+    ``prepare`` checks it and returns its training; ``on_end`` is called with this object at the
+    end.  Both are called in the thread.
     """
 
     def __init__(
@@ -76,8 +73,7 @@ class RunningComparison:
     def wait(self, timeout: float | None = None) -> ComparisonResult:
         """Wait until it has ended; return the result, or raise its error.
 
-        Args:
-            timeout: in seconds; the comparison continues after it.
+        After ``timeout`` seconds the comparison continues, and a TimeoutError is raised.
         """
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -138,39 +134,20 @@ IDLE_SECONDS = 2.0
 """A rank that does not answer within this time is busy."""
 
 
-class OrphanedCall:
-    """A call of an earlier kernel that still runs on ranks; it is supervised as any cell.
-
-    Args:
-        cluster: the cluster that runs it.
-        ranks: the ranks that run it.
-    """
+class OrphanedCall(SupervisedCall):
+    """A call of an earlier kernel that still runs on ranks; it is supervised as any cell."""
 
     def __init__(self, cluster: Cluster, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
+        super().__init__(ranks)
         self._watch = Watch(
             cluster=cluster,
             call=cluster.submit(OnRank("state"), ranks=ranks),
             handle=lambda _: None,
             tick=lambda: None,
         )
-        self._thread = cell_thread(self._run)
-        self._thread.start()
+        self.run_in_background()
 
-    @property
-    def done(self) -> bool:
-        """Whether every rank has ended it."""
-        return self._watch.call.done
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, at most ``timeout`` seconds."""
-        self._thread.join(timeout)
-
-    def interrupt(self) -> None:
-        """Stop it on all its ranks."""
-        self._watch.stop_requested = True
-
-    def _run(self) -> None:
+    def _run_quietly(self) -> None:
         self._watch.run()
         if self._watch.stuck:
             print(f"The call of the earlier kernel was stuck: {self._watch.stuck}")
@@ -197,7 +174,7 @@ class Jobs:
     """The cells and the one comparison that run in the background."""
 
     def __init__(self) -> None:
-        self._cells: list[RunningCell | OrphanedCall] = []
+        self._cells: list[SupervisedCall] = []
         self._comparison: RunningComparison | None = None
 
     @property
@@ -207,12 +184,12 @@ class Jobs:
         return None if running is None or running.done else running
 
     @property
-    def running(self) -> list[Running]:
-        """All that was started and may not have ended."""
-        comparison = self.comparison
-        return [*self._cells] if comparison is None else [*self._cells, comparison]
+    def busy_ranks(self) -> set[int]:
+        """The ranks that run a cell or train."""
+        training = () if (comparison := self.comparison) is None else comparison.ranks
+        return {*training, *(rank for cell in self._busy_cells() for rank in cell.ranks)}
 
-    def add(self, cell: RunningCell | OrphanedCall) -> None:
+    def add(self, cell: SupervisedCall) -> None:
         """Add a cell; forget those that have ended."""
         self._cells = [other for other in self._cells if not other.done] + [cell]
 
@@ -264,5 +241,5 @@ class Jobs:
                 "or stop it with %ddp_interrupt."
             )
 
-    def _busy_cells(self) -> list[RunningCell | OrphanedCall]:
+    def _busy_cells(self) -> list[SupervisedCall]:
         return [cell for cell in self._cells if not cell.done]

@@ -12,9 +12,8 @@ from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import CellSpec, EventBatch, Failure, StaleVariable
-from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
-from ddpnb.protocol.remote_call import OnRank
+from ddpnb.protocol.messages import CellSpec, EventBatch, Failure, OnRank, StaleVariable
+from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.reports.cell_output import CellOutput
 from ddpnb.reports.live import Live, live
 from ddpnb.reports.result import ComparisonResult
@@ -27,13 +26,51 @@ from ddpnb.session.errors import (
 )
 
 
-class RunningCell:
+class SupervisedCall:
+    """A call on ranks that a thread may supervise while the notebook runs other cells."""
+
+    _watch: Watch
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.error: BaseException | None = None
+        """Why it failed, once it has."""
+        self._thread: threading.Thread | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has ended it."""
+        return self._watch.call.done
+
+    def run_in_background(self) -> None:
+        """Supervise it in a thread, so that the notebook can run other cells."""
+        self._thread = cell_thread(self._run_quietly)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for a cell started with ``--no-wait``; raise its error if it failed.
+
+        After ``timeout`` seconds the cell continues, and a TimeoutError is raised.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the cell is still running after {timeout} s")
+        if self.error is not None:
+            raise self.error
+
+    def interrupt(self) -> None:
+        """Stop it on all its ranks."""
+        self._watch.stop_requested = True
+
+    def _run_quietly(self) -> None:
+        raise NotImplementedError
+
+
+class RunningCell(SupervisedCall):
     """A cell that runs on ranks; its output appears under the notebook cell that started it.
 
     Args:
-        cluster: the cluster that runs it.
-        spec: the cell.
-        ranks: the ranks that run it.
         recorder: records what ``ddpnb.log`` publishes; None if the cell names no run.
         timeout: seconds after which the ranks are interrupted.
         is_checked: whether torch compares every collective across the ranks.
@@ -49,15 +86,12 @@ class RunningCell:
         timeout: float | None = None,
         is_checked: bool = False,
     ) -> None:
-        self.ranks = ranks
-        self.error: BaseException | None = None
-        """Why it failed, once it has."""
+        super().__init__(ranks)
         self._spec = spec
         self._cluster = cluster
         self._recorder = recorder
         self._live: Live | None = None
         self._output = CellOutput(ranks)
-        self._thread: threading.Thread | None = None
         self._started = time.strftime("%H:%M:%S")
         warn_stale(cluster.ensure_group(is_checked=is_checked))
         self._watch = Watch(
@@ -67,11 +101,6 @@ class RunningCell:
             tick=self._draw,
             timeout=timeout,
         )
-
-    @property
-    def done(self) -> bool:
-        """Whether every rank has ended the cell."""
-        return self._watch.call.done
 
     def run(self) -> None:
         """Show the cell's output until it has ended.
@@ -89,28 +118,6 @@ class RunningCell:
             self._output.close()
             self._end_run()
         self._raise()
-
-    def run_in_background(self) -> None:
-        """Run the cell in a thread, so that the notebook can run other cells."""
-        self._thread = cell_thread(self._run_quietly)
-        self._thread.start()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait for a cell started with ``--no-wait``; raise its error if it failed.
-
-        Args:
-            timeout: in seconds; the cell continues after it.
-        """
-        if self._thread is not None:
-            self._thread.join(timeout)
-            if self._thread.is_alive():
-                raise TimeoutError(f"the cell is still running after {timeout} s")
-        if self.error is not None:
-            raise self.error
-
-    def interrupt(self) -> None:
-        """Stop the cell on all its ranks."""
-        self._watch.stop_requested = True
 
     def __repr__(self) -> str:
         """Describe the cell in words that stay true in a saved notebook."""

@@ -3,30 +3,28 @@
 import math
 import sys
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 from ddpnb.cluster.call import CallEvent, Events, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.recovery import RankRecovery
 from ddpnb.cluster.supervision import Watch
 from ddpnb.history.model import Status
+from ddpnb.history.query import StoredRun, resolve
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK, STRATEGIES
-from ddpnb.protocol.choices import check_transport, has_transport
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RunReport, RunSpec
+from ddpnb.protocol.messages import Checked, OnRank, RunReport, RunSpec
+from ddpnb.protocol.notation import check_transport, format_ranks, has_transport, spoken_ranks
 from ddpnb.protocol.processes import RankCommand
-from ddpnb.protocol.rank_sets import format_ranks
-from ddpnb.protocol.remote_call import OnRank
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import Live, live
 from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.session.cells import error_of, warn_stale
+from ddpnb.session.cells import error_of, failures_of, warn_stale
 from ddpnb.session.errors import CellInterrupt, RankError, StuckError
-from ddpnb.session.preflight import check, with_checkpoints
 
 STOP_INTERVAL_SECONDS = 0.3
 """Between two requests to stop; the ranks get them until they have stopped."""
@@ -80,7 +78,7 @@ class ComparisonSpec:
         strategies = dict.fromkeys(self.strategies)
         if self.baseline:
             strategies = dict.fromkeys([BASELINE, *strategies])
-        chosen = {entry.name: getattr(self.training, entry.name) for entry in fields(TrainingSpec)}
+        chosen = asdict(self.training)
         return tuple(
             RunSpec(run_id=new_id(), strategy=strategy, repeat=repeat, **chosen)
             for repeat in range(self.num_repeats)
@@ -90,21 +88,13 @@ class ComparisonSpec:
 
 @dataclass(kw_only=True, slots=True)
 class Training:
-    """The trainings of a comparison.
-
-    Args:
-        cluster: the cluster that trains.
-        recorder: records the runs.
-        specs: the trainings, in order.
-        survivors: the strategies that continue when a rank other than 0 dies.
-        live: shows the comparison while it trains.
-        options: how the result is drawn.
-    """
+    """The trainings of a comparison, in order."""
 
     cluster: Cluster
     recorder: Recorder
     specs: Sequence[RunSpec]
     survivors: Collection[str]
+    """The strategies that continue when a rank other than 0 dies."""
     live: Live = field(default_factory=live)
     options: PlotOptions = EVERYTHING
     _watch: Watch | None = None
@@ -250,11 +240,7 @@ def prepare(
 ) -> Training:
     """Check that every strategy can be trained; return the training of them all.
 
-    Args:
-        cluster: the cluster that trains.
-        store: stores the runs.
-        spec: what to compare.
-        shown_by: shows it; by default a figure and a table under the current cell.
+    It is shown by ``shown_by``, by default as a figure and a table under the current cell.
 
     Raises:
         UserError: the task or a strategy cannot be trained.  Nothing has been trained then.
@@ -262,7 +248,7 @@ def prepare(
     specs = with_checkpoints(spec.run_specs(), spec.strategies, store)
     warn_stale(cluster.ensure_group())
     by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
-    checked = {name: check(cluster, run_spec) for name, run_spec in by_strategy.items()}
+    checked = {name: check_on_ranks(cluster, run_spec) for name, run_spec in by_strategy.items()}
     recorder = Recorder(
         store,
         name=spec.name,
@@ -281,3 +267,79 @@ def prepare(
         live=shown,
         options=spec.options,
     )
+
+
+def with_checkpoints(
+    specs: Sequence[RunSpec], asked: Collection[str], store: Store
+) -> tuple[RunSpec, ...]:
+    """Complete trainings with the folder of checkpoints and the run that each resumes.
+
+    The user has written ``resume``, and ``asked`` for some strategies.  A baseline that was added
+    to them is left out if the resumed comparison did not train it.
+
+    Raises:
+        UserError: there is no such run to resume.
+    """
+    if not any(spec.save_every or spec.resume for spec in specs):
+        return tuple(specs)
+    placed = [replace(spec, checkpoints=str(store.checkpoints)) for spec in specs]
+    address = placed[0].resume
+    if not address:
+        return tuple(placed)
+    runs = resolve(address, store.list())
+    names = {run.name for run in runs}
+    if missing := [strategy for strategy in asked if strategy not in names]:
+        raise UserError(
+            f"{address} has no run of {missing[0]} to resume; it has: {', '.join(sorted(names))}."
+        )
+    found = [(spec, _resumed_by(spec, runs)) for spec in placed if spec.strategy in names]
+    return tuple(replace(spec, resume=run.run_id, resumed=run.address) for spec, run in found)
+
+
+def _resumed_by(spec: RunSpec, runs: Sequence[StoredRun]) -> StoredRun:
+    """Return the run that a training resumes: the same strategy and repeat, else the last one."""
+    same = [run for run in runs if run.name == spec.strategy]
+    return next((run for run in same if run.repeat == spec.repeat), same[-1])
+
+
+def check_on_ranks(cluster: Cluster, spec: RunSpec) -> Checked:
+    """Check a training on every rank; return what rank 0 found.
+
+    Raises:
+        UserError: a choice does not fit the training.
+        RankError: the cell itself failed.
+        KeyboardInterrupt: the check was interrupted; the ranks have stopped.
+    """
+    watch = Watch(
+        cluster=cluster,
+        call=cluster.submit(OnRank("check"), spec, ranks=cluster.ranks),
+        handle=lambda _: None,
+        tick=lambda: None,
+        free_after_seconds=cluster.timeouts.free_checks_after_seconds,
+    )
+    try:
+        watch.run()
+    except KeyboardInterrupt:
+        raise CellInterrupt from None
+    failures = failures_of(watch)
+    for failure in failures:
+        if failure.name == UserError.__name__:
+            raise UserError(failure.text)
+    if failures:
+        raise RankError(failures)
+    found = {rank: each for rank, each in watch.returned.items() if isinstance(each, Checked)}
+    _check_sizes(found)
+    return found[0]
+
+
+def _check_sizes(found: Mapping[int, Checked]) -> None:
+    """Refuse a training split whose size differs between ranks."""
+    by_size: dict[int, list[int]] = {}
+    for rank, checked in sorted(found.items()):
+        by_size.setdefault(checked.num_samples, []).append(rank)
+    if len(by_size) > 1:
+        sizes = [f"{size} samples on {spoken_ranks(on)}" for size, on in by_size.items()]
+        raise UserError(
+            f"data('train') has {' and '.join(sizes)}; return the same data on every rank, "
+            "each rank trains on its own part."
+        )

@@ -3,25 +3,17 @@
 import re
 from collections.abc import Collection, Sequence
 
+from ddpnb.protocol.errors import OneLine
 from ddpnb.protocol.messages import Failure
-from ddpnb.protocol.rank_sets import format_ranks, spoken_ranks
+from ddpnb.protocol.notation import format_ranks, spoken_ranks
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
-
-
-class _OneLine(BaseException):
-    """An error that IPython shows in one line, without a traceback."""
-
-    def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows (its protocol for exceptions that render themselves)."""
-        return [f"{type(self).__name__}: {self}"]
 
 
 class RankError(Exception):
     """A cell or run failed on some ranks.
 
-    Attributes:
-        failures: every rank's failure, root causes first, then in order of time.
+    ``failures`` are those of every rank, root causes first, then in order of time.
     """
 
     def __init__(self, failures: Sequence[Failure]) -> None:
@@ -43,7 +35,7 @@ class RankError(Exception):
         return render_failures(self.failures)
 
 
-class CellTimeoutError(_OneLine, TimeoutError):
+class CellTimeoutError(OneLine, TimeoutError):
     """A cell took longer than its ``--timeout`` and was stopped."""
 
     def __init__(self, seconds: float) -> None:
@@ -53,7 +45,7 @@ class CellTimeoutError(_OneLine, TimeoutError):
         )
 
 
-class CellInterrupt(_OneLine, KeyboardInterrupt):
+class CellInterrupt(OneLine, KeyboardInterrupt):
     """A cell or run was interrupted, and its ranks have stopped."""
 
     def __init__(self) -> None:
@@ -63,7 +55,7 @@ class CellInterrupt(_OneLine, KeyboardInterrupt):
 CellInterrupt.__name__ = "KeyboardInterrupt"  # what Jupyter's clients know
 
 
-class StuckError(_OneLine, Exception):
+class StuckError(OneLine, Exception):
     """The ranks waited for each other without end, and were freed."""
 
     def __init__(self, why: str, lost: Collection[int] = ()) -> None:

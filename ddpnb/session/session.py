@@ -1,36 +1,132 @@
 """All that ddpnb can do in one notebook; magics and their Python twins call it (kernel)."""
 
+import atexit
+import pickle
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from IPython.core.getipython import get_ipython
 
+from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
-from ddpnb.history.query import Search, all_names
+from ddpnb.cluster.run_folder import find
+from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import CellSpec
-from ddpnb.protocol.rank_sets import parse_ranks
-from ddpnb.reports.listing import runs_table
+from ddpnb.protocol.messages import CellSpec, Failure, OnRank
+from ddpnb.protocol.notation import format_ranks, parse_ranks
+from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
 from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.table import Table
-from ddpnb.session.background import RunningComparison
-from ddpnb.session.cells import RunningCell
-from ddpnb.session.cluster_session import ClusterSession
+from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
+from ddpnb.session.cells import RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
-from ddpnb.session.variables import pull, push
+from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
+
+OnProgress = Callable[[str], None]
+"""Is called with a line of text at each stage of a start."""
+
+NOT_STARTED = "No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
 
 
-class Session(ClusterSession):
+class Session:
     """The cluster, cells, comparisons and stored runs of this kernel."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._cluster: Cluster | None = None
+        self._jobs = Jobs()
         self._store: Store | None = None
+
+    # -- the cluster -----------------------------------------------------------------
+
+    @property
+    def num_ranks(self) -> int | None:
+        """The number of ranks; None if no cluster is running."""
+        cluster = self._cluster
+        return None if cluster is None or cluster.lost else len(cluster.ranks)
+
+    def start(self, spec: ClusterSpec, *, progress: OnProgress = lambda _: None) -> Table:
+        """Start the ranks unless a cluster is running; return the table of ranks."""
+        if self._cluster is not None and self._cluster.lost is None:
+            return self._keep_running(spec)
+        if self._cluster is None:
+            self._jobs.refuse_if_training()  # the panel may be starting a cluster
+        self.stop()
+        cluster = self._launch(spec, progress)
+        return with_notes(ranks_table(cluster.states), cluster)
+
+    def attach(self, spec: ClusterSpec, name: str = "") -> Table:
+        """Take over ranks that have outlived their kernel; return the table of ranks.
+
+        ``name`` may be empty if there is one cluster only.  ``spec`` may only say how long they
+        outlive this kernel, where 0 changes nothing.
+
+        Raises:
+            UserError: there is no such cluster, or more than one.
+        """
+        if replace(spec, detach_seconds=0.0) != ClusterSpec():
+            raise UserError(
+                "--attach takes a cluster as it was started: leave out the other options, "
+                "%ddp_restart -n changes the number of ranks afterwards."
+            )
+        if self._cluster is not None and self._cluster.lost is None:
+            raise UserError(
+                "A cluster is already running here: %ddp_stop ends it, then --attach takes another."
+            )
+        self.stop()
+        self._cluster = cluster = Cluster.attach(find(name, Path.cwd()))
+        atexit.register(self._at_exit)
+        if spec.detach_seconds:
+            cluster.allow_detach(spec.detach_seconds)
+        if (cell := orphaned_call(cluster)) is not None:
+            self._jobs.add(cell)
+        return self.status()
+
+    def stop(self) -> bool:
+        """End every process of the cluster; return whether there was one."""
+        self._jobs.stop()
+        atexit.unregister(self._at_exit)
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            cluster.stop()
+        return cluster is not None
+
+    def restart(
+        self,
+        num_ranks: int | None = None,
+        *,
+        ranks: str | None = None,
+        progress: OnProgress = lambda _: None,
+    ) -> Table:
+        """End ranks and start new ones; their variables are lost.  See ``ddpnb.restart``."""
+        if ranks is not None:
+            return self._replace(ranks, progress)
+        cluster = self._require(allow_lost=True)
+        spec = cluster.spec if num_ranks is None else replace(cluster.spec, num_ranks=num_ranks)
+        self.stop()
+        return self.start(spec, progress=progress)
+
+    def why(self) -> str:
+        """Say where every rank is at this moment, with stacks."""
+        return describe_ranks(self._require())
+
+    def status(self) -> Table:
+        """Return the table of what every rank is doing."""
+        cluster = self._require(allow_lost=True)
+        table = status_table(cluster, self._jobs.busy_ranks, self._jobs.notes())
+        return with_notes(table, cluster)
+
+    def interrupt(self) -> str:
+        """Stop what runs on the ranks in the background; return a sentence about it."""
+        if self._jobs.comparison is None:
+            self._require()
+        return self._jobs.interrupt()
 
     # -- cells -----------------------------------------------------------------------
 
@@ -67,15 +163,32 @@ class Session(ClusterSession):
         return cell
 
     def push(self, variables: Mapping[str, object], ranks: str | None = None) -> None:
-        """Copy variables to ranks."""
+        """Copy variables to ranks; see ``ddpnb.push``."""
         cluster = self._require_free()
-        push(cluster, variables, parse_ranks(ranks, len(cluster.ranks)))
+        chosen = parse_ranks(ranks, len(cluster.ranks))
+        names = ", ".join(variables)
+        try:
+            packed = pack(variables)
+        except Exception as error:
+            raise UserError(f"{names} cannot be sent to the ranks: {error}.") from error
+        for failure in _gather(cluster, OnRank("push"), packed, ranks=chosen):
+            if failure is not None:
+                cause = f"{failure.name}: {failure.text}"
+                raise UserError(f"{names} cannot be read on rank {failure.rank}: {cause}.")
 
     def pull(self, expression: str, ranks: str | None = None) -> Any:
         """Return the value of an expression on ranks; see ``ddpnb.pull``."""
         cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
-        values = pull(cluster, expression, chosen)
+        found = _gather(cluster, OnRank("pull"), expression, ranks=chosen)
+        for value in found:
+            if isinstance(value, Failure):
+                cause = f"{value.name}: {value.text}"
+                raise UserError(f"Rank {value.rank} cannot give {expression}: {cause}.")
+        try:
+            values = [unpack(value) for value in found]
+        except Exception as error:
+            raise UserError(f"{expression} cannot be read in the notebook: {error}.") from error
         if ranks is not None and len(chosen) == 1:
             return values[0]
         return dict(zip(chosen, values, strict=True))
@@ -104,13 +217,9 @@ class Session(ClusterSession):
         shown_by: Live,
         on_end: Callable[[RunningComparison], None],
     ) -> RunningComparison:
-        """Start the ranks if there are none, check and train: all in the background.
+        """Start ranks as ``cluster`` if there are none, check and train: all in the background.
 
-        Args:
-            spec: what to compare.
-            cluster: what to start if no cluster is running.
-            shown_by: shows the comparison while it trains.
-            on_end: called, in another thread, once the comparison has ended.
+        ``shown_by`` shows the comparison; ``on_end`` is called, in another thread, at its end.
         """
         if self._cluster is not None:
             self._require_idle()
@@ -124,10 +233,6 @@ class Session(ClusterSession):
         return self._jobs.begin(RunningComparison(start_and_prepare, ranks, on_end=on_end))
 
     # -- stored runs -----------------------------------------------------------------
-
-    def runs(self, search: Search) -> Table:
-        """Return the table of the stored runs that a search finds."""
-        return runs_table(search.among(self.store.list()))
 
     def load(self, names: Sequence[str], options: PlotOptions = EVERYTHING) -> ComparisonResult:
         """Return stored runs as one comparison."""
@@ -153,6 +258,54 @@ class Session(ClusterSession):
 
     # -- private ---------------------------------------------------------------------
 
+    def _launch(self, spec: ClusterSpec, progress: OnProgress = lambda _: None) -> Cluster:
+        self._cluster = cluster = Cluster.start(spec, progress)
+        atexit.register(self._at_exit)
+        return cluster
+
+    def _replace(self, ranks: str, progress: OnProgress) -> Table:
+        cluster = self._require_free()
+        chosen = parse_ranks(ranks, len(cluster.ranks))
+        if dead := set(cluster.dead) - set(chosen):
+            both = format_ranks(dead | set(chosen))
+            raise UserError(f"Rank {format_ranks(dead)} is dead too: use --ranks {both}.")
+        progress(f"rank {format_ranks(chosen)} joins the group")
+        warn_stale(cluster.bring_back(chosen))
+        return ranks_table(cluster.states)
+
+    def _require(self, *, allow_lost: bool = False) -> Cluster:
+        if self._cluster is None:
+            raise UserError(NOT_STARTED)
+        if not allow_lost:
+            self._cluster.require(())
+        return self._cluster
+
+    def _require_free(self) -> Cluster:
+        """Return the cluster; refuse while a comparison is training."""
+        self._jobs.refuse_if_training()
+        return self._require()
+
+    def _require_idle(self) -> Cluster:
+        """Return the cluster; refuse while a comparison or a cell is running."""
+        cluster = self._require_free()
+        self._jobs.refuse_if_cells_run()
+        return cluster
+
+    def _at_exit(self) -> None:
+        """End every process of the cluster, or detach from it, when the kernel ends."""
+        cluster = self._cluster
+        if cluster is not None and cluster.spec.detach_seconds and cluster.lost is None:
+            cluster.detach()
+        else:
+            self.stop()
+
+    def _keep_running(self, spec: ClusterSpec) -> Table:
+        cluster = self._require()
+        print(describe_running(cluster, spec.num_ranks))
+        if spec.detach_seconds:
+            cluster.allow_detach(spec.detach_seconds)
+        return with_notes(ranks_table(cluster.states), cluster)
+
     def _record_cell(self, name: str, spec: CellSpec, num_ranks: int) -> Recorder:
         recorder = Recorder(
             self.store,
@@ -176,3 +329,39 @@ def this_cell_number() -> int:
     """Return the ``n`` of the notebook cell ``In [n]`` that is running."""
     shell = get_ipython()
     return 0 if shell is None else shell.execution_count - 1  # counted up before it runs
+
+
+# -- variables between the notebook and the ranks --------------------------------------------
+
+
+def _gather(
+    cluster: Cluster, function: OnRank, *arguments: object, ranks: Sequence[int]
+) -> list[Any]:
+    """Call a function on some ranks; advise the user when one does not answer."""
+    try:
+        return cluster.gather(function, *arguments, ranks=ranks)
+    except TimeoutError as error:
+        raise UserError(
+            f"There was {error}: a cell may still run there; %ddp_why shows where it is, "
+            "%ddp_interrupt stops it."
+        ) from error
+
+
+def pack(variables: Mapping[str, object]) -> bytes:
+    """Serialize variables for the ranks as ipyparallel does it; raises what pickle raises.
+
+    That handles functions defined in a cell and large arrays.  But they travel as plain bytes: an
+    unreadable value is then an error of this call, and does not stop ipyparallel's client.
+    """
+    from ipyparallel.serialize import serialize_object  # noqa: PLC0415  0.3 s: once ranks run
+
+    buffers = serialize_object(dict(variables), buffer_threshold=0)
+    return pickle.dumps([bytearray(buffer) for buffer in buffers])  # writable where they arrive
+
+
+def unpack(value: bytes) -> Any:
+    """Deserialize a value from a rank; raises what pickle raises."""
+    from ipyparallel.serialize import deserialize_object  # noqa: PLC0415  0.3 s: once ranks run
+
+    (found,), _ = deserialize_object(pickle.loads(value))
+    return found

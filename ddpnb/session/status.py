@@ -1,17 +1,16 @@
 """What every rank is doing, as a table and in sentences (kernel)."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.detach import name_of
 from ddpnb.cluster.hangs import describe, describe_stopped, stopped_ranks
 from ddpnb.cluster.processes import describe_exit
+from ddpnb.cluster.run_folder import name_of
 from ddpnb.protocol.messages import RankStatus
+from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.processes import RankCommand
-from ddpnb.protocol.rank_sets import format_ranks
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.table import Cell, Column, Table
 
@@ -19,27 +18,11 @@ ANSWER_SECONDS = 3.0
 """How long a rank may take to report its position; a stopped process never does."""
 
 
-class Running(Protocol):
-    """Background work that keeps ranks busy: a cell, a comparison."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that it keeps busy."""
-
-
-def status_table(cluster: Cluster, running: Sequence[Running], notes: Sequence[str] = ()) -> Table:
+def status_table(cluster: Cluster, busy: Collection[int], notes: Sequence[str] = ()) -> Table:
     """Return one row per rank: process, device, and whether it is idle, busy or gone.
 
-    Args:
-        cluster: the cluster of the ranks.
-        running: the background work started on them.
-        notes: further lines under the table.
+    Background work keeps the ``busy`` ranks busy; ``notes`` are further lines under the table.
     """
-    busy = {rank for each in running if not each.done for rank in each.ranks}
     stopped = stopped_ranks(cluster, cluster.ranks)
     rows = []
     for state in cluster.states:
@@ -109,9 +92,7 @@ def _no_answer(rank: int) -> str:
 def describe_running(cluster: Cluster, num_ranks: int | None) -> str:
     """Say why no ranks are started: a cluster is already running.
 
-    Args:
-        cluster: the cluster.
-        num_ranks: the number of ranks that the user asked for; None for any.
+    ``num_ranks`` is the number that the user asked for; None: any.
     """
     if dead := cluster.dead:
         return (

@@ -4,20 +4,18 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from ddpnb.cluster.call import CallEvent, Output
+from ddpnb.cluster.call import CallEvent, Output, Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch, failure_in
-from ddpnb.cluster.timeouts import Timeouts
-from ddpnb.protocol.messages import CellSpec, Failure
-from ddpnb.protocol.remote_call import OnRank
-from ddpnb.session.variables import unpack
+from ddpnb.protocol.messages import CellSpec, Failure, OnRank
+from ddpnb.session.session import unpack
 
 ALL_REDUCE = """
 import torch, torch.distributed as dist
@@ -25,7 +23,8 @@ total = torch.ones(1)
 dist.all_reduce(total)
 """
 
-EIGHTH = replace(Timeouts().divided_by(8), kill_after_seconds=Timeouts().kill_after_seconds)
+_EIGHTHS = {name: seconds / 8 for name, seconds in asdict(Timeouts()).items()}
+EIGHTH = replace(Timeouts(**_EIGHTHS), kill_after_seconds=Timeouts().kill_after_seconds)
 """Supervision that waits an eighth as long; not less, though, before it kills, on any machine."""
 
 
@@ -42,7 +41,7 @@ def started(
     num_ranks: int = 2, *, method: str | None = None, timeouts: Timeouts | None = None
 ) -> Iterator[Cluster]:
     """A cluster of one's own, to break."""
-    cluster = Cluster.start(ClusterSpec(num_ranks=num_ranks, device="cpu"), method=method)
+    cluster = Cluster.start(ClusterSpec(num_ranks=num_ranks, device="cpu", method=method))
     cluster.timeouts = timeouts or cluster.timeouts
     try:
         yield cluster

@@ -13,9 +13,15 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.detach import ClusterRecord, choose, detached, find, name_of
 from ddpnb.cluster.placement import ClusterSpec, Placement
-from ddpnb.cluster.run_folder import remove_leftovers
+from ddpnb.cluster.run_folder import (
+    ClusterRecord,
+    choose,
+    detached,
+    find,
+    name_of,
+    remove_leftovers,
+)
 from ddpnb.protocol.errors import UserError
 from ddpnb.session.background import orphaned_call
 from tests.cluster.rig import (
@@ -75,8 +81,8 @@ def left_by_a_kill(
 
 @contextlib.contextmanager
 def detachable_cluster(method: str | None = None) -> Iterator[Cluster]:
-    spec = ClusterSpec(num_ranks=2, device="cpu", detach_seconds=600)
-    cluster = Cluster.start(spec, method=method)
+    spec = ClusterSpec(num_ranks=2, device="cpu", method=method, detach_seconds=600)
+    cluster = Cluster.start(spec)
     processes = processes_of(cluster)
     try:
         yield cluster
@@ -228,7 +234,6 @@ def record(name: str, home: str) -> ClusterRecord:
         began=time.time(),
         server=(1, 0.0),
         spec=ClusterSpec(num_ranks=2, detach_seconds=600),
-        method="fork",
         placement=Placement(devices=("cpu", "cpu"), backend="gloo", num_threads=1),
         master_port=1,
         states=(),

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from ddpnb.cluster.call import Timeouts
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.timeouts import Timeouts
-from ddpnb.protocol.rank_sets import format_ranks
+from ddpnb.protocol.notation import format_ranks
 from tests.cluster.rig import EIGHTH, begin, finish, run_on_each, started
 
 SETUP = """

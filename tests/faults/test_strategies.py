@@ -16,8 +16,7 @@ from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.history.model import Status
 from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.messages import RunSpec
-from ddpnb.protocol.remote_call import OnRank
+from ddpnb.protocol.messages import OnRank, RunSpec
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.errors import RankError

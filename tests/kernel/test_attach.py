@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpnb.cluster.detach import detached
+from ddpnb.cluster.run_folder import detached
 from tests.kernel.client import Kernel, both
 
 DETACHABLE = "%ddp_start -n 2 --device cpu --detach 600"

@@ -184,7 +184,7 @@ STOP = """
 %%local
 import threading
 import time
-from ddpnb.session.keywords import make_training_spec
+from ddpnb.protocol.training_options import make_training_spec
 from ddpnb.session.comparison import ComparisonSpec, Training
 from ddpnb.history.recorder import Recorder
 from ddpnb.session.session import this_session

@@ -54,8 +54,7 @@ assert fit.memory.parameters > 0
 
 IN_THE_KERNEL = """
 import sys
-from ddpnb.magics.arguments import catalogue_text
-from ddpnb.magics.completion import choices
+from ddpnb.magics.arguments import catalogue_text, choices
 from ddpnb.history.comparison import Comparison
 from ddpnb.reports.figures.figure import draw
 from ddpnb.reports.style import style_of

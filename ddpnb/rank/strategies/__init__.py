@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.choices import parse_strategy
+from ddpnb.protocol.notation import parse_strategy
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.own import own_strategy
 

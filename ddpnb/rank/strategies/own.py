@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.choices import Choice
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.notation import Choice
 from ddpnb.rank.strategies.base import (
     Batch,
     Memory,

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 
 from ddpnb.protocol.catalogue import CELL_TASK, TASKS
-from ddpnb.protocol.choices import parse_task
 from ddpnb.protocol.messages import RunSpec
+from ddpnb.protocol.notation import parse_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.cell import cell_task
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ddpnb.protocol import faults
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
+from ddpnb.protocol.notation import check_fault_ranks
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.strategies import make_strategy
@@ -213,7 +213,7 @@ def build_context(
         UserError: something cannot be trained.
         Exception: whatever the cell itself raises, with its own traceback.
     """
-    faults.check_ranks(spec.slow, spec.kill, state.world_size)
+    check_fault_ranks(spec.slow, spec.kill, state.world_size)
     seed_everything(spec.seed)  # so that the data are the same on every rank
     task = load_task(spec, namespace, filename)
     schedule = BatchSchedule(

@@ -25,8 +25,8 @@ from typing import NoReturn, final
 
 import torch
 
-from ddpnb.protocol.faults import Kill, Slow, parse_kill, parse_slow
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
+from ddpnb.protocol.notation import Kill, Slow, parse_kill, parse_slow
 from ddpnb.rank.strategies.base import Batch, Plan, Replica
 from ddpnb.rank.strategies.timer import Timer
 

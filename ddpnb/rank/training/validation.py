@@ -13,8 +13,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.choices import parse_strategy
 from ddpnb.protocol.errors import UserError, summary_of
+from ddpnb.protocol.notation import parse_strategy
 from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.training.evaluation import score

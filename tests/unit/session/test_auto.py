@@ -1,7 +1,7 @@
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from ddpnb.magics.auto_cells import AutoCells
+from ddpnb.magics.magics import AutoCells
 
 
 @pytest.fixture

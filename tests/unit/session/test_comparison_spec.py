@@ -8,9 +8,8 @@ from ddpnb.magics.arguments import arguments
 from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.protocol.training_options import TrainingSpec, training_options
+from ddpnb.protocol.training_options import TrainingSpec, make_training_spec, training_options
 from ddpnb.session.comparison import ComparisonSpec
-from ddpnb.session.keywords import make_training_spec
 
 CELL = "def model(): ...\ndef data(split): ..."
 DIGITS = TrainingSpec(task="digits")

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.cluster.detach import RECORD_FILE, detached, find, name_of
 from ddpnb.cluster.processes import Exit, Member, Processes, Service
-from ddpnb.cluster.run_folder import private_folder
+from ddpnb.cluster.run_folder import RECORD_FILE, detached, find, name_of, private_folder
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import atomic_write, is_alive, process_id
 

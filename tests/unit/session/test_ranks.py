@@ -1,7 +1,7 @@
 import pytest
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.rank_sets import format_ranks, parse_ranks
+from ddpnb.protocol.notation import format_ranks, parse_ranks
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``make demo``: the comparison of the first lesson without a browser (kernel)."""
+"""``make demo``: the comparison of the first lesson without a browser."""
 
 import sys
 import time

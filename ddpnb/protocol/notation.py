@@ -1,0 +1,226 @@
+"""The short notations that users write; a text that does not fit is a UserError.  (Every process.)
+
+ddp:hook=fp16,bucket_cap_mb=5   a strategy or a task, with options
+0,2-3                           ranks
+1:3x                            rank 1 computes 3 times as long
+1:50ms                          each step of rank 1 takes 50 ms longer; also 1:0.05s
+1@5s                            rank 1 is killed after 5 seconds of training; also 1@500ms
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
+from ddpnb.protocol.errors import UserError, advice, one_of
+from ddpnb.protocol.options import Value
+
+# -- strategies and tasks ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A strategy or task, and the options that the user gave it."""
+
+    name: str
+    options: Mapping[str, Value] = field(default_factory=dict)
+
+
+def parse_strategy(text: str) -> Choice:
+    """Return the strategy that a text names.
+
+    A name that begins with a capital letter is the user's own class.  Only the ranks know
+    whether it exists and which options it takes.
+    """
+    if text[:1].isupper() and text.split(":")[0].isidentifier():
+        name, given = _split(text)
+        return Choice(name=name, options={key: _guess(value) for key, value in given.items()})
+    return _parse("strategy", text, STRATEGIES)
+
+
+def parse_task(text: str) -> Choice:
+    """Return the task that a text names."""
+    return Choice(name=CELL_TASK) if text == CELL_TASK else _parse("task", text, TASKS)
+
+
+def has_transport(text: str) -> bool:
+    """Return whether a strategy may use ``--transport``; one of the user's own may."""
+    name = parse_strategy(text).name
+    return name not in STRATEGIES or bool(STRATEGIES[name].transports)
+
+
+def check_transport(text: str, transport: str) -> None:
+    """Check that a strategy supports one of ``training_options.TRANSPORTS``."""
+    name = parse_strategy(text).name
+    allowed = STRATEGIES[name].transports if name in STRATEGIES else ()
+    if allowed and transport not in allowed:
+        raise UserError(
+            f"{name} trains in shared memory, not by {transport}: "
+            f"leave --transport out, or {name} out of the comparison."
+        )
+
+
+def _parse(kind: str, text: str, entries: Mapping[str, Entry]) -> Choice:
+    name, given = _split(text)
+    if name not in entries:
+        raise one_of(kind, name, entries)
+    options = entries[name].options
+    for key in given:
+        if not options:
+            raise UserError(f"{name} has no options, but was given {key}.")
+        if key not in options:
+            raise UserError(f"{name} has no option {key!r}; {advice(key, options)}")
+    return Choice(
+        name=name,
+        options={key: options[key].read(f"{name}:{key}", value) for key, value in given.items()},
+    )
+
+
+def _split(text: str) -> tuple[str, dict[str, str]]:
+    name, colon, rest = text.partition(":")
+    pairs = [part.partition("=") for part in rest.split(",")] if colon else []
+    if any(not key or not equals for key, equals, _ in pairs):
+        raise UserError(f"Write options as {name}:option=value,option=value, not {text}.")
+    given = {key: value for key, _, value in pairs}
+    if len(given) < len(pairs):
+        raise UserError(f"{text} gives an option twice: leave one of them out.")
+    return name, given
+
+
+def _guess(text: str) -> Value:
+    """Return the value of an option of the user's own class, by its spelling."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"on": True, "off": False}.get(text, text)
+
+
+# -- ranks ---------------------------------------------------------------------------------
+
+
+def parse_ranks(text: str | None, world_size: int) -> tuple[int, ...]:
+    """Parse a set of ranks such as ``"0,2-3"``; ``None`` means all."""
+    if text is None or text.strip() in ("", "all"):
+        return tuple(range(world_size))
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        try:
+            ranks |= set(range(int(first), int(last or first) + 1))
+        except ValueError:
+            raise UserError(
+                f"{text!r} does not name ranks: write numbers and ranges, such as 0,2-3."
+            ) from None
+    if not ranks:
+        raise UserError(f"{text!r} names no rank: write the smaller number first, such as 0-3.")
+    if missing := sorted(rank for rank in ranks if rank >= world_size):
+        raise UserError(
+            f"There is no rank {format_ranks(missing)}: the ranks are "
+            f"{format_ranks(range(world_size))}."
+        )
+    return tuple(sorted(ranks))
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return a set of ranks in the short form: ``"0,2-3"``."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def spoken_ranks(ranks: Collection[int]) -> str:
+    """Return a set of ranks for a sentence: ``"rank 1"``, ``"ranks 0,2-3"``."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
+
+
+# -- faults on purpose ---------------------------------------------------------------------
+
+_SLOW = re.compile(r"(\d+):(\d+(?:\.\d+)?)(x|ms|s)")
+_KILL = re.compile(r"(\d+)@(\d+(?:\.\d+)?)(ms|s)")
+_UNIT_SECONDS = {"s": 1.0, "ms": 1e-3}
+
+MAX_SECONDS = 86_400.0
+"""A day."""
+MAX_FACTOR = 10_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slow:
+    """Makes the steps of one rank take longer."""
+
+    rank: int
+    factor: float = 1.0
+    """On the time that it computes."""
+    seconds: float = 0.0
+    """Added to each step."""
+    text: str
+    """For users: ``"3x slower"``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """Kills one rank."""
+
+    rank: int
+    seconds: float
+    """Of training, before it is killed."""
+
+
+def parse_slow(text: str) -> Slow:
+    """Parse ``1:3x`` or ``1:50ms``."""
+    found = _SLOW.fullmatch(text)
+    if found is None:
+        raise UserError(f"Write --slow as 1:3x or 1:50ms, rank and how slow, not {text!r}.")
+    rank, amount, unit = int(found[1]), float(found[2]), found[3]
+    if unit != "x":
+        seconds = _seconds(f"--slow {text}", amount, unit)
+        if seconds == 0:
+            raise UserError(f"--slow {text}: that is not slower, give more than 0 {unit}.")
+        return Slow(rank=rank, seconds=seconds, text=f"{amount:g} {unit} slower")
+    if amount <= 1:
+        raise UserError(f"--slow {text}: a rank can only be made slower, give more than 1x.")
+    if amount > MAX_FACTOR:
+        raise UserError(f"--slow {text}: give at most {MAX_FACTOR:g}x.")
+    return Slow(rank=rank, factor=amount, text=f"{amount:g}x slower")
+
+
+def parse_kill(text: str) -> Kill:
+    """Parse ``1@5s``."""
+    found = _KILL.fullmatch(text)
+    if found is None:
+        raise UserError(f"Write --kill as 1@5s, rank and training time, not {text!r}.")
+    seconds = _seconds(f"--kill {text}", float(found[2]), found[3])
+    return Kill(rank=int(found[1]), seconds=seconds)
+
+
+def parse_kills(texts: Sequence[str]) -> tuple[Kill, ...]:
+    """Parse several ``--kill``, each of another rank."""
+    kills = tuple(map(parse_kill, texts))
+    ranks = [kill.rank for kill in kills]
+    if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
+        raise UserError(f"--kill kills rank {twice[0]} twice: only the first time would count.")
+    return kills
+
+
+def _seconds(what: str, amount: float, unit: str) -> float:
+    seconds = amount * _UNIT_SECONDS[unit]
+    if seconds > MAX_SECONDS:
+        raise UserError(f"{what}: give at most {MAX_SECONDS:g} s, a day.")
+    return seconds
+
+
+def check_fault_ranks(slow: Sequence[str], kill: Sequence[str], world_size: int) -> None:
+    """Check that the ranks of all faults exist."""
+    named = [("--slow", text, parse_slow(text).rank) for text in slow]
+    named += [("--kill", text, parse_kill(text).rank) for text in kill]
+    for option, text, rank in named:
+        if rank >= world_size:
+            last = world_size - 1
+            there_are = "there is only rank 0" if last == 0 else f"the ranks are 0-{last}"
+            raise UserError(f"{option} {text}: there is no rank {rank}; {there_are}.")
