@@ -45,8 +45,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddpnb.compat.probe import sentence
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.strategies.base import Batch, Replica, State, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.timer import Moment, Timer
+from ddpnb.rank.strategies.base import (
+    Batch,
+    Moment,
+    Replica,
+    State,
+    StepReport,
+    SynchronousStrategy,
+    Timer,
+)
 
 TimedCall = Callable[[], AbstractContextManager[None]]
 """Makes the context that a collective is called in, which times it."""

@@ -13,8 +13,7 @@ from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, no_delay
-from ddpnb.rank.strategies.timer import Timer
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, Timer, no_delay
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import DatasetSamples, OptimizerFactory, Pair, Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard

@@ -27,8 +27,7 @@ import torch
 
 from ddpnb.protocol.faults import Kill, Slow, parse_kill, parse_slow
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
-from ddpnb.rank.strategies.base import Batch, Plan, Replica
-from ddpnb.rank.strategies.timer import Timer
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, Timer
 
 KILL_TIMEOUT_SECONDS = 1.0
 """How long the kernel may take to kill a rank on purpose."""

@@ -25,17 +25,12 @@ from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.messages import RunOverError
 from ddpnb.rank.comm.rendezvous import announce_failure
 from ddpnb.rank.random_state import preserve_rng
-from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.timer import NullTimer
+from ddpnb.rank.strategies.base import NullTimer, Strategy
 from ddpnb.rank.training import checkpoint_compat
 from ddpnb.rank.training.checkpoint_callback import CheckpointCallback, set_up
 from ddpnb.rank.training.context import RunContext, build_context
 from ddpnb.rank.training.evaluation import evaluate
-from ddpnb.rank.training.fault_injection import (
-    FaultInjector,
-    faults_of,
-    measure_compute_seconds,
-)
+from ddpnb.rank.training.fault_injection import FaultInjector, faults_of, measure_compute_seconds
 from ddpnb.rank.training.loader import Source
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.stop import Stop

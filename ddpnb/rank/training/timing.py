@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ddpnb.protocol.messages import Parts
-from ddpnb.rank.strategies.base import StepReport
-from ddpnb.rank.strategies.timer import Moment, Part, Timer
+from ddpnb.rank.strategies.base import Moment, Part, StepReport, Timer
 
 MAX_PENDING = 8
 """Steps that the Python thread may be ahead of a GPU."""
