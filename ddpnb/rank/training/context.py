@@ -17,7 +17,6 @@ from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, Ti
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import DatasetSamples, OptimizerFactory, Pair, Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard
-from ddpnb.rank.training.checkpoint import CheckpointPart, read_checkpoint
 from ddpnb.rank.training.loader import NUM_PREFETCHED, InlineLoader, PrefetchingLoader, Source
 from ddpnb.rank.training.optimizer_hooks import with_hooks
 
@@ -168,10 +167,6 @@ class RunContext:
         shard = Shard(step=0, part=0, num_parts=self.plan.num_workers)
         return self._alone(*self.task.train.fetch(self.schedule.indices(shard)))
 
-    def checkpoint_part(self, run_id: str) -> CheckpointPart:
-        """Return this rank's part of a run's checkpoints."""
-        return checkpoint_part(self.spec, self.state, self.plan, run_id)
-
     @property
     def prefetches(self) -> bool:
         """Whether other processes fetch the samples."""
@@ -205,6 +200,7 @@ def build_context(
     folder: Path = Path(),
     cancellation: CancellationToken | None = None,
     filename: str,
+    rejoin_info: RejoinInfo | None = None,
 ) -> RunContext:
     """Load the task and find out which ranks take part.
 
@@ -224,10 +220,6 @@ def build_context(
     )
     known = ChainMap(dict(task.defined), dict(namespace))
     plan = make_strategy(spec.strategy, known).plan(state)
-    checkpoint = None
-    if spec.resume and state.rank < plan.num_ranks:
-        checkpoint = read_checkpoint(checkpoint_part(spec, state, plan, spec.resume), spec)
-        schedule.check_unfinished(checkpoint["step"])
     return RunContext(
         spec=spec,
         state=state,
@@ -237,15 +229,8 @@ def build_context(
         folder=folder,
         cancellation=cancellation or CancellationToken(),
         namespace=known,
-        first_step=checkpoint["step"] if checkpoint else 0,
-        checkpoint=checkpoint,
+        rejoin_info=rejoin_info,
     )
-
-
-def checkpoint_part(spec: RunSpec, state: RankState, plan: Plan, run_id: str) -> CheckpointPart:
-    """Return a rank's part of a run's checkpoints; asynchronous runs have rank 0's part only."""
-    part, num_parts = (state.rank, plan.num_ranks) if plan.synchronous else (0, 1)
-    return CheckpointPart(folder=Path(spec.checkpoints) / run_id, part=part, num_parts=num_parts)
 
 
 def _recording(factory: OptimizerFactory, made: list[torch.optim.Optimizer]) -> OptimizerFactory:

@@ -14,7 +14,7 @@ evaluate  compute its loss and accuracy on rank 0, on training and held-out samp
 import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,8 +26,7 @@ from ddpnb.rank.comm.messages import RunOverError
 from ddpnb.rank.comm.rendezvous import announce_failure
 from ddpnb.rank.random_state import preserve_rng
 from ddpnb.rank.strategies.base import NullTimer, Strategy
-from ddpnb.rank.training import checkpoint_compat
-from ddpnb.rank.training.checkpoint_callback import CheckpointCallback, set_up
+from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, resumed, set_up
 from ddpnb.rank.training.context import RunContext, build_context
 from ddpnb.rank.training.evaluation import evaluate
 from ddpnb.rank.training.fault_injection import FaultInjector, faults_of, measure_compute_seconds
@@ -63,7 +62,7 @@ def check(
         Exception: whatever the cell itself raises, with its own traceback.
     """
     with preserve_rng(torch.device(state.device)):
-        context = build_context(spec, state, namespace, filename=filename)
+        context = resumed(build_context(spec, state, namespace, filename=filename))
         replica = context.replica("check", num_steps=1, timer=NullTimer(), is_grouped=False)
         strategy = context.strategy()
         batch = context.smallest_batch(strategy)
@@ -73,7 +72,7 @@ def check(
         if state.rank == 0:
             check_evaluation(replica, context.task, batch.num_samples)
         if context.checkpoint is not None:
-            checkpoint_compat.check_replica(replica, context.checkpoint)
+            check_replica(replica, context.checkpoint)
         return Checked(
             num_samples=len(context.task.train), survives_deaths=context.plan.survives_deaths
         )
@@ -113,13 +112,21 @@ def run(
     """
     with preserve_rng(torch.device(state.device)):
         # -- build ------------------------------------------------------------------------
-        context = build_context(
-            spec, state, namespace, folder=folder, filename=filename, cancellation=cancellation
+        context = resumed(
+            build_context(
+                spec,
+                state,
+                namespace,
+                folder=folder,
+                filename=filename,
+                cancellation=cancellation,
+                rejoin_info=rejoin_info,
+            )
         )
         if state.rank >= context.plan.num_ranks:
             return RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
         if rejoin_info is not None:
-            return _rejoin(replace(context, rejoin_info=rejoin_info), publish, should_stop)
+            return _rejoin(context, publish, should_stop)
         # -- rehearse ---------------------------------------------------------------------
         with _announced_failure(context, "r"):
             _rehearse(context)
