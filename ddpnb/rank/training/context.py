@@ -1,15 +1,22 @@
-"""What all phases of one run share (ranks)."""
+"""What all phases of one run share: its replicas and its samples (ranks)."""
 
-from collections import ChainMap
-from collections.abc import Callable, Mapping
+import contextlib
+import sys
+from collections import ChainMap, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
+from ddpnb.compat.torch_internals import end_data_workers
 from ddpnb.protocol import faults
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
+from ddpnb.protocol.processes import die_with_parent
 from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.strategies import make_strategy
@@ -17,8 +24,13 @@ from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, Ti
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import DatasetSamples, OptimizerFactory, Pair, Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard
-from ddpnb.rank.training.loader import NUM_PREFETCHED, InlineLoader, PrefetchingLoader, Source
 from ddpnb.rank.training.optimizer_hooks import with_hooks
+
+NUM_PREFETCHED = 2
+"""Shards that each process fetches or has ready while this worker trains on one."""
+
+Source = AbstractContextManager[Iterator[tuple[Shard, Pair]]]
+"""Yields the shards to train on, in order, each with its samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +131,10 @@ class RunContext:
     def source(self, strategy: Strategy) -> Source:
         """Return the source of the samples for a strategy that has been set up."""
         if not self.prefetches:
-            return self.inline_source(strategy)
+            return nullcontext(self.pairs(strategy))
         assert isinstance(self.task.train, DatasetSamples)
         offset = self.first_step * self.state.world_size + self.state.rank  # differs between ranks
-        return PrefetchingLoader(
+        return prefetching(
             self.task.train.dataset,
             strategy.shards(),
             self.indices,
@@ -130,11 +142,12 @@ class RunContext:
             seed=(self.spec.seed * 1_000_003 + offset) % 2**63,
         )
 
-    def inline_source(self, strategy: Strategy) -> Source:
-        """Return a source that fetches each shard only when it is needed."""
-        return InlineLoader(self.task.train, strategy.shards(), self.indices)
+    def pairs(self, strategy: Strategy) -> Iterator[tuple[Shard, Pair]]:
+        """Fetch the samples of each of a strategy's shards when it is its turn."""
+        for shard in strategy.shards():
+            yield shard, self.task.train.fetch(self.indices(shard))
 
-    def indices(self, shard: Shard) -> torch.Tensor:
+    def indices(self, shard: Shard) -> Tensor:
         """Return which samples a shard of this run holds."""
         return self.schedule.indices(self._within_training(shard))
 
@@ -186,7 +199,7 @@ class RunContext:
         """Return a shard of this run as a shard of the whole training, which began earlier."""
         return Shard(step=self.first_step + shard.step, part=shard.part, num_parts=shard.num_parts)
 
-    def _alone(self, inputs: torch.Tensor, targets: torch.Tensor) -> Batch:
+    def _alone(self, inputs: Tensor, targets: Tensor) -> Batch:
         num = len(inputs)
         inputs, targets = inputs.to(self.device), targets.to(self.device)
         return Batch(inputs=inputs, targets=targets, num_samples=num, num_global=num)
@@ -231,6 +244,55 @@ def build_context(
         namespace=known,
         rejoin_info=rejoin_info,
     )
+
+
+@contextlib.contextmanager
+def prefetching(
+    dataset: Dataset[Any],
+    shards: Iterable[Shard],
+    indices: Callable[[Shard], Tensor],
+    num_processes: int,
+    seed: int,
+) -> Iterator[Iterator[tuple[Shard, Pair]]]:
+    """Fetch shards in other processes before they are needed, by torch's ``DataLoader``.
+
+    The processes live as long as the context.
+
+    Args:
+        dataset: a map-style data set of (input, target) items.
+        shards: all that will be trained on, in order; taken early, ``NUM_PREFETCHED`` for each
+            process, also from a queue that others take from.
+        indices: returns the sample numbers of a shard.
+        num_processes: how many processes fetch.
+        seed: of the random numbers in these processes.
+    """
+    taken: deque[Shard] = deque()
+
+    def numbers() -> Iterator[list[int]]:
+        for shard in shards:
+            taken.append(shard)
+            yield indices(shard).tolist()
+
+    batches = iter(
+        DataLoader(
+            dataset,
+            batch_sampler=numbers(),
+            num_workers=num_processes,
+            prefetch_factor=NUM_PREFETCHED,
+            worker_init_fn=_end_with_rank,
+            # Other start methods pickle the data set, and a class from a cell cannot be.
+            multiprocessing_context="fork" if sys.platform == "linux" else None,
+            generator=torch.Generator().manual_seed(seed),  # leaves the global state alone
+        )
+    )
+    try:
+        yield ((taken.popleft(), Pair(inputs, targets)) for inputs, targets in batches)
+    finally:  # at once, for an exception's traceback may keep the iterator alive
+        end_data_workers(batches)
+
+
+def _end_with_rank(_: int) -> None:
+    die_with_parent()
 
 
 def _recording(factory: OptimizerFactory, made: list[torch.optim.Optimizer]) -> OptimizerFactory:

@@ -1,12 +1,17 @@
-"""What a rank measures in a run and reports about it (ranks)."""
+"""What a rank measures in a run and reports about it, and how good its model is (ranks)."""
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor, nn
+
+from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
 from ddpnb.rank.strategies.base import Memory
+from ddpnb.rank.tasks.base import LossFunction, Samples, Task
 from ddpnb.rank.training import fault_injection, optimizer_hooks
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import Clock, StepTiming
@@ -16,7 +21,33 @@ _CHECKPOINT_NOTES = {
     False: "Rank 0 trains on nothing while it writes checkpoints; the others go on.",
 }
 
+MAX_SAMPLES = 10_000
+"""How many samples of a larger split are evaluated, spread evenly over it."""
+_EVAL_BATCH_SIZE = 512
+_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 Publish = Callable[[RunHeader | StepEvent | Mark], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The result on one split; NaN if it could not be evaluated."""
+
+    loss: float = math.nan
+    """Mean over the samples."""
+    accuracy: float = math.nan
+    """Fraction classified correctly; NaN if the model is no classifier, see ``_num_correct``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """The results on training samples and on samples that the model has never seen."""
+
+    train: Score
+    held_out: Score
+
+
+_NOT_EVALUATED = EvalResult(train=Score(), held_out=Score())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,11 +94,7 @@ class RunMetrics:
         self.publish(Mark(rank=rank, seconds=self.late_seconds + self.clock.seconds, text=text))
 
     def report(
-        self,
-        final_loss: float = math.nan,
-        held_out_loss: float = math.nan,
-        held_out_accuracy: float = math.nan,
-        num_lost_samples: int = 0,
+        self, evaluation: EvalResult = _NOT_EVALUATED, num_lost_samples: int = 0
     ) -> RunReport:
         """Return the report of the run, with the evaluation of its model."""
         return RunReport(
@@ -77,9 +104,9 @@ class RunMetrics:
             num_steps=self.num_steps,
             num_samples=self.num_samples,
             seconds=self.clock.seconds,
-            final_loss=final_loss,
-            held_out_loss=held_out_loss,
-            held_out_accuracy=held_out_accuracy,
+            final_loss=evaluation.train.loss,
+            held_out_loss=evaluation.held_out.loss,
+            held_out_accuracy=evaluation.held_out.accuracy,
             was_stopped=self.was_stopped,
             num_lost_samples=num_lost_samples,
             num_parameter_bytes=self.memory.parameters,
@@ -110,6 +137,75 @@ def header_of(context: RunContext, num_parameters: int, notes: tuple[str, ...]) 
         is_emulated=context.plan.is_emulated,
         notes=context.plan.notes + notes + context.task.notes + tuple(_notes(context)),
     )
+
+
+def evaluate(
+    model: nn.Module, task: Task, device: torch.device, *, failed: Callable[[str], None]
+) -> EvalResult:
+    """Evaluate a model on both splits, in evaluation mode.
+
+    Args:
+        model: the trained model.
+        task: its loss and its samples.
+        device: where the model is.
+        failed: takes what went wrong on a split; the run itself is kept all the same.
+    """
+    model.eval()
+
+    def score_or_nan(split: str, samples: Samples) -> Score:
+        try:
+            return score(model, task.loss, samples, device)
+        except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything
+            failed(f"could not evaluate the model on {split} samples ({summary_of(error)})")
+            return Score()
+
+    return EvalResult(
+        train=score_or_nan("training", task.train),
+        held_out=score_or_nan("held-out", task.held_out),
+    )
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module,
+    loss: LossFunction,
+    samples: Samples,
+    device: torch.device,
+    max_samples: int = MAX_SAMPLES,
+) -> Score:
+    """Evaluate a model on up to ``max_samples`` of a split."""
+    total_loss, num_correct, num_samples = 0.0, 0.0, 0
+    for indices in _chosen(len(samples), max_samples).split(_EVAL_BATCH_SIZE):
+        inputs, targets = (part.to(device) for part in samples.fetch(indices))
+        outputs = model(inputs)
+        total_loss += loss(outputs, targets).item() * len(indices)
+        num_correct += _num_correct(outputs, targets)
+        num_samples += len(indices)
+    return Score(loss=total_loss / num_samples, accuracy=num_correct / num_samples)
+
+
+def _chosen(num_samples: int, max_samples: int) -> Tensor:
+    if num_samples <= max_samples:
+        return torch.arange(num_samples)
+    return torch.arange(max_samples) * num_samples // max_samples
+
+
+def _num_correct(outputs: Tensor, targets: Tensor) -> float:
+    """Return how many samples are classified correctly; NaN if the outputs are not class scores.
+
+    Outputs (N, C, ...) are class scores if there are at least two classes and the targets (N, ...)
+    are integers from 0 to C - 1.  A sample with several targets, such as a line of text, counts by
+    the fraction that is correct.
+    """
+    if targets.dtype not in _LABELS or outputs.ndim != targets.ndim + 1:
+        return math.nan
+    num_classes = outputs.shape[1]
+    if num_classes < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
+        return math.nan
+    if targets.min() < 0 or targets.max() >= num_classes:
+        return math.nan
+    correct = (outputs.argmax(dim=1) == targets).double()
+    return correct.reshape(len(correct), -1).mean(dim=1).sum().item()
 
 
 def _notes(context: RunContext) -> list[str]:

@@ -17,7 +17,7 @@ from ddpnb.protocol.choices import parse_strategy
 from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.tasks.base import Task
-from ddpnb.rank.training.evaluation import score
+from ddpnb.rank.training.run_metrics import score
 
 Result = TypeVar("Result")
 
