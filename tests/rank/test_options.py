@@ -106,10 +106,9 @@ def test_replicas_of_a_model_compute_in_the_type_that_was_asked_for(amp):
         return torch.autocast("cpu", amp)
 
     with_threads, with_torch = [], []
-    with closing(ThreadReplicas(TypeOf(with_threads), 2)) as replicas:
-        replicas.forward(torch.ones(4, 4), autocast)
-    cast = Cast(TypeOf(with_torch))
-    cast.autocast = autocast
+    with closing(ThreadReplicas(TypeOf(with_threads), 2, autocast)) as replicas:
+        replicas.forward(torch.ones(4, 4))
+    cast = Cast(TypeOf(with_torch), autocast)
 
     def in_a_thread():
         with torch.autocast("cpu"):

@@ -39,6 +39,10 @@ class Strategy(ABC):
     The constructor takes the options that ``catalogue.STRATEGIES`` lists, by name.
     """
 
+    def on(self, device: str) -> Strategy:
+        """Return the strategy for such a device: this one, unless it has a variant for it."""
+        return self
+
     @abstractmethod
     def plan(self, state: RankState) -> Plan:
         """Return which ranks take part, given this rank and its group."""

@@ -38,7 +38,7 @@ the end one all-reduce of all weights.  Bytes sent per step and rank: S; 0 by a 
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import final
@@ -63,80 +63,31 @@ from ddpnb.rank.strategies.base import (
     SynchronousStrategy,
 )
 from ddpnb.rank.strategies.shared_memory_workers import SharedMemoryStrategy
-from ddpnb.rank.tasks.batches import Shard
 
 _PAIRS_NOTE = "On GPUs gossip meets in pairs, step by step: they share no memory (together=on)."
 
 
 @final
-class Gossip(Strategy):
-    """Asynchronous gossip, or gossip in pairs.
+class Gossip(SharedMemoryStrategy):
+    """Averages with one neighbour at a time, whenever a gradient is ready.
 
     Args:
         together: whether ranks meet in pairs even where they could share memory.
-        timeout: of asynchronous gossip: seconds in which some worker must make progress.
-        log: of asynchronous gossip: called with every read and update of this worker.
+        timeout: seconds in which some worker must make progress.
+        log: called with every read and update of this worker.
     """
 
     def __init__(
         self, *, together: bool = False, timeout: float = 60.0, log: AccessLog = ignore_access
     ) -> None:
-        self._variant: Strategy
-        self._variant = PairwiseGossip() if together else AsyncGossip(timeout=timeout, log=log)
+        super().__init__(timeout=timeout, log=log)
+        self._together = together
 
-    def plan(self, state: RankState) -> Plan:
-        """Every rank trains."""
-        if state.device.startswith("cpu") or isinstance(self._variant, PairwiseGossip):
-            return self._variant.plan(state)
-        return replace(PairwiseGossip().plan(state), notes=(_PAIRS_NOTE,))
-
-    def setup(self, replica: Replica) -> None:
-        """Set the variant up; takes part: every rank, or the one that joins.
-
-        Raises:
-            UserError: the ranks share no memory.
-            RunOverError: there is no run to join.
-        """
-        if replica.device.type != "cpu":
-            self._variant = PairwiseGossip()
-        self._variant.setup(replica)
-
-    def shards(self) -> Iterator[Shard]:
-        """The variant's shards."""
-        return self._variant.shards()
-
-    def step(self, batch: Batch) -> StepReport:
-        """Train on one shard; takes part: this rank, and in pairs its partner."""
-        return self._variant.step(batch)
-
-    def memory(self) -> Memory:
-        """What the variant holds."""
-        return self._variant.memory()
-
-    def finish(self) -> nn.Module:
-        """Take the mean of all weights; takes part: every living rank."""
-        return self._variant.finish()
-
-    def save(self, replica: Replica) -> State:
-        """Return the variant's state."""
-        return self._variant.save(replica)
-
-    def load(self, replica: Replica, state: State) -> None:
-        """Continue from the variant's state."""
-        self._variant.load(replica, state)
-
-    def lost_shards(self) -> Sequence[Shard]:
-        """Return, on rank 0, the shards of workers that died; none in pairs."""
-        return self._variant.lost_shards()
-
-    def close(self) -> None:
-        """Close the variant."""
-        self._variant.close()
-
-
-@final
-class AsyncGossip(SharedMemoryStrategy):
-    """Averages with one neighbour at a time, whenever a gradient is ready."""
+    def on(self, device: str) -> Strategy:
+        """Return gossip in pairs where that is asked for, and on GPUs."""
+        if self._together or not device.startswith("cpu"):
+            return PairwiseGossip(() if self._together else (_PAIRS_NOTE,))
+        return self
 
     def setup(self, replica: Replica) -> None:
         """Put all weights into shared memory and wait for all; takes part: every rank.
@@ -244,11 +195,18 @@ def _copy(values: Iterable[torch.Tensor], into: Iterable[torch.Tensor]) -> None:
 
 @final
 class PairwiseGossip(SynchronousStrategy):
-    """Averages in pairs that change from step to step: ``gossip:together=on``."""
+    """Averages in pairs that change from step to step: ``gossip:together=on``.
+
+    Args:
+        notes: of its plan.
+    """
+
+    def __init__(self, notes: tuple[str, ...]) -> None:
+        self._notes = notes
 
     def plan(self, state: RankState) -> Plan:
         """Every rank; as the waits pass on around the ring, ranks are up to N steps apart."""
-        return replace(super().plan(state), num_steps_ahead=state.world_size)
+        return replace(super().plan(state), num_steps_ahead=state.world_size, notes=self._notes)
 
     def setup(self, replica: Replica) -> None:
         """Make this rank's own optimizer, and buffers for both ranks' weights."""

@@ -56,7 +56,7 @@ class RunContext:
 
     def strategy(self) -> Strategy:
         """Return a new instance of the strategy."""
-        return make_strategy(self.spec.strategy, self.namespace)
+        return make_strategy(self.spec.strategy, self.namespace, self.state.device)
 
     @property
     def device(self) -> torch.device:
@@ -232,7 +232,7 @@ def build_context(
         seed=spec.seed,
     )
     known = ChainMap(dict(task.defined), dict(namespace))
-    plan = make_strategy(spec.strategy, known).plan(state)
+    plan = make_strategy(spec.strategy, known, state.device).plan(state)
     return RunContext(
         spec=spec,
         state=state,
