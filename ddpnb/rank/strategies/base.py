@@ -124,8 +124,7 @@ class Strategy(ABC):
         """Return, on rank 0, the shards of workers that died before they had trained on them."""
         return ()
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most hold none
         """Release threads, files and sockets; may be called twice, and after any failure."""
 
 
@@ -158,9 +157,6 @@ class SynchronousStrategy(Strategy):
     def finish(self) -> nn.Module:
         """Return the model, which is the same on all ranks after the last step."""
         return self._replica.model
-
-    def close(self) -> None:
-        """Nothing to release: the process group belongs to the rank."""
 
 
 def no_delay() -> None:

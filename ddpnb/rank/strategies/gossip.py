@@ -62,7 +62,7 @@ from ddpnb.rank.strategies.base import (
     Strategy,
     SynchronousStrategy,
 )
-from ddpnb.rank.strategies.shared_memory_workers import SharedMemoryStrategy
+from ddpnb.rank.strategies.hogwild import SharedMemoryStrategy
 
 _PAIRS_NOTE = "On GPUs gossip meets in pairs, step by step: they share no memory (together=on)."
 
@@ -90,13 +90,9 @@ class Gossip(SharedMemoryStrategy):
         return self
 
     def setup(self, replica: Replica) -> None:
-        """Put all weights into shared memory and wait for all; takes part: every rank.
+        """Put all weights into shared memory and wait for all; takes part: as in ``open``.
 
-        A rank that joins takes part alone, and begins with the mean of the living.
-
-        Raises:
-            UserError: the ranks share no memory.
-            RunOverError: there is no run to join.
+        A rank that joins begins with the mean of the living.
         """
         self._num_steps = 0
         self._has_finished = False

@@ -15,7 +15,7 @@ from torch import nn
 
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.tasks.base import OptimizerFactory, Samples, Task, as_samples, default_optimizer
+from ddpnb.rank.tasks.base import OptimizerFactory, Task, as_samples, default_optimizer
 
 _DEFINITIONS = ("model", "data", "loss", "optimizer")
 """Names that have a meaning here."""
@@ -38,8 +38,8 @@ def cell_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> 
     own_optimizer = _optional(defined, "optimizer(params)")
     return Task(
         model=lambda: _plain_module(make_model()),
-        train=_split(data, "train"),
-        held_out=_split(data, "test"),
+        train=as_samples(data("train"), "train"),
+        held_out=as_samples(data("test"), "test"),
         loss=_optional(defined, "loss(outputs, targets)") or nn.functional.cross_entropy,
         optimizer=_checked(own_optimizer)
         if own_optimizer
@@ -94,10 +94,6 @@ def _called_as(call: str, function: Callable[..., Any]) -> Callable[..., Any]:
     except TypeError:
         raise UserError(f"{name}{signature} in the cell is called as {call}.") from None
     return function
-
-
-def _split(data: Callable[..., Any], split: str) -> Samples:
-    return as_samples(data(split), split)
 
 
 def _plain_module(model: object) -> nn.Module:

@@ -203,8 +203,8 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
     if context.state.rank != 0:
         return metrics.report()
     callback.finish(model)
-    evaluation = evaluate(model, context.task, context.device, failed=metrics.mark)
-    return metrics.report(evaluation, num_lost)
+    scores = evaluate(model, context.task, context.device, failed=metrics.mark)
+    return metrics.report(*scores, num_lost)
 
 
 def _fault_injector(context: RunContext, metrics: RunMetrics) -> FaultInjector:

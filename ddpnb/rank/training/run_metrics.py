@@ -39,15 +39,7 @@ class Score:
     """Fraction classified correctly; NaN if the model is no classifier, see ``_num_correct``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalResult:
-    """The results on training samples and on samples that the model has never seen."""
-
-    train: Score
-    held_out: Score
-
-
-_NOT_EVALUATED = EvalResult(train=Score(), held_out=Score())
+_NOT_EVALUATED = Score()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,7 +86,10 @@ class RunMetrics:
         self.publish(Mark(rank=rank, seconds=self.late_seconds + self.clock.seconds, text=text))
 
     def report(
-        self, evaluation: EvalResult = _NOT_EVALUATED, num_lost_samples: int = 0
+        self,
+        train: Score = _NOT_EVALUATED,
+        held_out: Score = _NOT_EVALUATED,
+        num_lost_samples: int = 0,
     ) -> RunReport:
         """Return the report of the run, with the evaluation of its model."""
         return RunReport(
@@ -104,9 +99,9 @@ class RunMetrics:
             num_steps=self.num_steps,
             num_samples=self.num_samples,
             seconds=self.clock.seconds,
-            final_loss=evaluation.train.loss,
-            held_out_loss=evaluation.held_out.loss,
-            held_out_accuracy=evaluation.held_out.accuracy,
+            final_loss=train.loss,
+            held_out_loss=held_out.loss,
+            held_out_accuracy=held_out.accuracy,
             was_stopped=self.was_stopped,
             num_lost_samples=num_lost_samples,
             num_parameter_bytes=self.memory.parameters,
@@ -141,8 +136,8 @@ def header_of(context: RunContext, num_parameters: int, notes: tuple[str, ...]) 
 
 def evaluate(
     model: nn.Module, task: Task, device: torch.device, *, failed: Callable[[str], None]
-) -> EvalResult:
-    """Evaluate a model on both splits, in evaluation mode.
+) -> tuple[Score, Score]:
+    """Evaluate a model on training and on held-out samples, in evaluation mode.
 
     Args:
         model: the trained model.
@@ -159,10 +154,7 @@ def evaluate(
             failed(f"could not evaluate the model on {split} samples ({summary_of(error)})")
             return Score()
 
-    return EvalResult(
-        train=score_or_nan("training", task.train),
-        held_out=score_or_nan("held-out", task.held_out),
-    )
+    return score_or_nan("training", task.train), score_or_nan("held-out", task.held_out)
 
 
 @torch.no_grad()
@@ -225,12 +217,8 @@ def _notes(context: RunContext) -> list[str]:
     if spec.save_every:
         found.append(_CHECKPOINT_NOTES[plan.synchronous])
     if context.checkpoint is not None:
-        found.append(_resume_note(context))
+        num_samples = schedule.num_samples_before(context.first_step)
+        at = f"at {num_samples}" if plan.synchronous else f"at about {num_samples}"
+        name = spec.resumed or "another run"
+        found.append(f"Resumed from {name} {at} samples; time starts again at 0.")
     return found
-
-
-def _resume_note(context: RunContext) -> str:
-    name = context.spec.resumed or "another run"
-    num_samples = context.schedule.num_samples_before(context.first_step)
-    about = "" if context.plan.synchronous else "about "
-    return f"Resumed from {name} at {about}{num_samples} samples; time starts again at 0."
