@@ -112,12 +112,16 @@ def as_samples(data: object, split: str) -> Samples:
         UserError: it is neither of these, or it is empty.
     """
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
-        return as_samples(data.tensors, split)
+        data = data.tensors
     if isinstance(data, tuple):
-        return _from_pair(data, split)
-    if not isinstance(data, Dataset) or isinstance(data, IterableDataset):
+        samples = _from_pair(data, split)
+    elif isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        samples = _from_dataset(data, split)
+    else:
         raise _wrong(split, kind_of(data))
-    return _from_dataset(data, split)
+    if len(samples) == 0:
+        raise UserError(f"data({split!r}) returned no samples; return at least one.")
+    return samples
 
 
 def _from_pair(pair: tuple[object, ...], split: str) -> Samples:
@@ -129,7 +133,6 @@ def _from_pair(pair: tuple[object, ...], split: str) -> Samples:
             f"data({split!r}) returned {len(inputs)} inputs but {len(targets)} targets; "
             "return one target for each input."
         )
-    _refuse_empty(len(inputs), split)
     return TensorSamples(inputs, targets)
 
 
@@ -147,17 +150,13 @@ def _as_tensor(part: object, split: str) -> Tensor:
 def _from_dataset(dataset: Dataset[Any], split: str) -> Samples:
     if not hasattr(dataset, "__len__"):
         raise _wrong(split, "a Dataset without a length")
-    _refuse_empty(len(dataset), split)
+    if len(dataset) == 0:
+        return DatasetSamples(dataset)
     item = dataset[0]
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise _wrong(
             split, f"a Dataset whose items are not pairs, but the first is {kind_of(item)}"
         )
-    _refuse_unstackable(item, split)
-    return DatasetSamples(dataset)
-
-
-def _refuse_unstackable(item: object, split: str) -> None:
     try:
         parts = default_collate([item])
     except (TypeError, RuntimeError) as error:
@@ -167,11 +166,7 @@ def _refuse_unstackable(item: object, split: str) -> None:
         ) from error
     if not all(isinstance(part, Tensor) for part in parts):
         raise _wrong(split, "a Dataset whose items do not stack into two tensors")
-
-
-def _refuse_empty(num_samples: int, split: str) -> None:
-    if num_samples == 0:
-        raise UserError(f"data({split!r}) returned no samples; return at least one.")
+    return DatasetSamples(dataset)
 
 
 def _wrong(split: str, what: str) -> UserError:

@@ -12,7 +12,7 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import final
 
@@ -75,43 +75,34 @@ def set_up(context: RunContext, strategy: Strategy, replica: Replica) -> None:
 
 
 @final
+@dataclass(slots=True, kw_only=True)
 class CheckpointCallback:
-    """Writes the checkpoints of a run, if there are to be any; rank 0 alone in asynchronous runs.
+    """Writes the checkpoints of a run, if any are wanted; in asynchronous runs rank 0 alone."""
 
-    Args:
-        context: the run.
-        strategy: provides the state; it has been set up.
-        replica: what the strategy was set up with.
-        clock: the run's; stands still while synchronous workers write.
-        barrier: returns when all ranks have called it; used if each step waits for all.
-        warn: takes a few words the first time that the disk refuses.
-    """
+    context: RunContext
+    strategy: Strategy
+    """Provides the state; it has been set up."""
+    replica: Replica
+    """What the strategy was set up with."""
+    clock: Clock
+    """Stands still while synchronous workers write."""
+    barrier: Callable[[], None]
+    """Returns when all ranks have called it; used if each step waits for all."""
+    warn: Callable[[str], None]
+    """Takes a few words the first time that the disk refuses."""
+    checkpoints: "Checkpoints | None" = field(default=None, init=False)
 
-    def __init__(
-        self,
-        *,
-        context: RunContext,
-        strategy: Strategy,
-        replica: Replica,
-        clock: Clock,
-        barrier: Callable[[], None],
-        warn: Callable[[str], None],
-    ) -> None:
-        self._context = context
-        self._strategy = strategy
-        self._replica = replica
-        self._clock = clock
-        self._barrier = barrier
-        self._checkpoints: Checkpoints | None = None
+    def __post_init__(self) -> None:
+        context = self.context
         spec = context.spec
         is_writer = context.plan.synchronous or context.state.rank == 0
         if spec.save_every and spec.checkpoints and is_writer:
-            self._checkpoints = Checkpoints(
+            self.checkpoints = Checkpoints(
                 part_of(context, spec.run_id),
                 every=max(1, round(spec.save_every * context.schedule.steps_per_epoch)),
                 first_step=context.first_step,
                 untimed=self._untimed,
-                warn=warn,
+                warn=self.warn,
             )
 
     def after(self, shard: Shard) -> None:
@@ -119,21 +110,21 @@ class CheckpointCallback:
 
         Synchronous workers also write one after the last step; only ``Strategy.finish`` follows.
         """
-        if self._checkpoints is not None:
-            context, num_steps = self._context, self._context.first_step + shard.step + 1
+        if self.checkpoints is not None:
+            context, num_steps = self.context, self.context.first_step + shard.step + 1
             is_last = context.plan.synchronous and num_steps == context.schedule.num_steps
-            self._checkpoints.after(num_steps, lambda: self._state(num_steps), is_last=is_last)
+            self.checkpoints.after(num_steps, lambda: self._state(num_steps), is_last=is_last)
 
     def end(self) -> None:
         """Write the last checkpoint of an asynchronous run: rank 0 may have had no late shard."""
-        if self._checkpoints is not None and not self._context.plan.synchronous:
-            num_steps = self._context.schedule.num_steps
-            self._checkpoints.after(num_steps, lambda: self._state(num_steps), is_last=True)
+        if self.checkpoints is not None and not self.context.plan.synchronous:
+            num_steps = self.context.schedule.num_steps
+            self.checkpoints.after(num_steps, lambda: self._state(num_steps), is_last=True)
 
     def finish(self, model: nn.Module) -> None:
         """Write the trained model."""
-        if self._checkpoints is not None:
-            self._checkpoints.finish(model)
+        if self.checkpoints is not None:
+            self.checkpoints.finish(model)
 
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
@@ -141,20 +132,20 @@ class CheckpointCallback:
 
         Asynchronous workers train on meanwhile, so rank 0's clock runs.
         """
-        if not self._context.plan.synchronous:
+        if not self.context.plan.synchronous:
             yield
             return
-        with self._clock.paused():
+        with self.clock.paused():
             yield
-            if self._context.plan.num_steps_ahead == 0:
-                self._barrier()
+            if self.context.plan.num_steps_ahead == 0:
+                self.barrier()
 
     def _state(self, num_steps: int) -> State:
         return {
             "step": num_steps,
-            "spec": description(self._context.spec, self._replica.optimizers),
-            "strategy": self._strategy.save(self._replica),
-            "random": random_state(self._context.device),
+            "spec": description(self.context.spec, self.replica.optimizers),
+            "strategy": self.strategy.save(self.replica),
+            "random": random_state(self.context.device),
         }
 
 
