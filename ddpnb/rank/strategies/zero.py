@@ -66,7 +66,10 @@ class Zero(DdpStrategy):
 
     def save(self, replica: Replica) -> State:
         """Return the model, this rank's part of the optimizer, and the settings of the whole."""
-        groups = [_settings(group) for group in self._whole.param_groups]
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._whole.param_groups
+        ]
         return {
             "model": replica.model.state_dict(),
             "part": self._whole.optim.state_dict(),
@@ -77,9 +80,7 @@ class Zero(DdpStrategy):
         """Continue from there; the model was loaded before it was wrapped."""
         self._whole.optim.load_state_dict(state["part"])
         for mine, theirs in zip(self._whole.param_groups, state["groups"], strict=True):
-            mine.update(
-                theirs | {"lr": mine["lr"]}
-            )  # the learning rate is this run's, as in all strategies
+            mine.update(theirs | {"lr": mine["lr"]})  # this run's rate, as in all strategies
 
 
 def _sharded(sample: Optimizer) -> Any:
@@ -101,10 +102,6 @@ def _sharded(sample: Optimizer) -> Any:
     for hook in after:
         whole.register_step_post_hook(hook)
     return whole
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _same_kind(sample: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

@@ -22,7 +22,7 @@ from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, Timer, no_delay
 from ddpnb.rank.tasks import load_task
-from ddpnb.rank.tasks.base import DatasetSamples, OptimizerFactory, Pair, Task
+from ddpnb.rank.tasks.base import DatasetSamples, Pair, Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard
 from ddpnb.rank.training.optimizer_hooks import with_hooks
 
@@ -105,11 +105,16 @@ class RunContext:
         model = model.to(self.device).train()
         seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
         optimizers: list[torch.optim.Optimizer] = []
-        factory = with_hooks(self.task.optimizer, self.spec, self.plan, self.schedule)
+        make_optimizer = with_hooks(self.task.optimizer, self.spec, self.plan, self.schedule)
+
+        def recorded_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            optimizers.append(make_optimizer(parameters))
+            return optimizers[-1]
+
         return Replica(
             model=model,
             loss=self.task.loss,
-            optimizer=_recording(factory, optimizers),
+            optimizer=recorded_optimizer,
             device=self.device,
             rank=self.state.rank,
             world_size=self.state.world_size,
@@ -148,15 +153,17 @@ class RunContext:
             yield shard, self.task.train.fetch(self.indices(shard))
 
     def indices(self, shard: Shard) -> Tensor:
-        """Return which samples a shard of this run holds."""
-        return self.schedule.indices(self._within_training(shard))
+        """Return which samples a shard of this run holds, which may go on with another."""
+        step = self.first_step + shard.step
+        whole = Shard(step=step, part=shard.part, num_parts=shard.num_parts)
+        return self.schedule.indices(whole)
 
     def batch(self, shard: Shard, pair: Pair) -> Batch:
         """Copy the samples of a shard to the device."""
         on_gpu = self.device.type == "cuda"
         # A copy to a GPU makes this thread wait unless it comes from pinned memory.
         inputs, targets = (part.pin_memory() if on_gpu else part for part in pair)
-        num_global = self.schedule.size(self._within_training(shard).step)
+        num_global = self.schedule.size(self.first_step + shard.step)
         return Batch(
             inputs=inputs.to(self.device, non_blocking=True),
             targets=targets.to(self.device, non_blocking=True),
@@ -172,13 +179,12 @@ class RunContext:
         num = min(strategy.fewest_samples(size, plan, self.spec.accumulate) for size in sizes)
         if self.syncs_batchnorm:
             num = max(num, 2)  # the statistics include the other ranks' samples
-        indices = schedule.indices(Shard(step=0, part=0, num_parts=1))
-        return self._alone(*self.task.train.fetch(indices[:num]))
+        return self._alone(schedule.indices(Shard(step=0, part=0, num_parts=1))[:num])
 
     def usual_batch(self) -> Batch:
         """Fetch one worker's shard of a whole global batch."""
         shard = Shard(step=0, part=0, num_parts=self.plan.num_workers)
-        return self._alone(*self.task.train.fetch(self.schedule.indices(shard)))
+        return self._alone(self.schedule.indices(shard))
 
     @property
     def prefetches(self) -> bool:
@@ -190,18 +196,13 @@ class RunContext:
         """Whether BatchNorm computes its statistics over all ranks."""
         plan, on_gpu = self.plan, self.device.type == "cuda"
         is_shared = plan.num_ranks == self.state.world_size > 1
-        is_in_step = (
-            plan.synchronous and plan.num_steps_ahead == 0
-        )  # else BatchNorm would make it so
+        # Ranks that do not wait for each other in each step would do so in BatchNorm.
+        is_in_step = plan.synchronous and plan.num_steps_ahead == 0
         return self.spec.sync_batchnorm and is_shared and is_in_step and on_gpu
 
-    def _within_training(self, shard: Shard) -> Shard:
-        """Return a shard of this run as a shard of the whole training, which began earlier."""
-        return Shard(step=self.first_step + shard.step, part=shard.part, num_parts=shard.num_parts)
-
-    def _alone(self, inputs: Tensor, targets: Tensor) -> Batch:
+    def _alone(self, indices: Tensor) -> Batch:
+        inputs, targets = (part.to(self.device) for part in self.task.train.fetch(indices))
         num = len(inputs)
-        inputs, targets = inputs.to(self.device), targets.to(self.device)
         return Batch(inputs=inputs, targets=targets, num_samples=num, num_global=num)
 
 
@@ -293,13 +294,3 @@ def prefetching(
 
 def _end_with_rank(_: int) -> None:
     die_with_parent()
-
-
-def _recording(factory: OptimizerFactory, made: list[torch.optim.Optimizer]) -> OptimizerFactory:
-    """Return a factory that appends each optimizer that it makes to a list."""
-
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made.append(factory(parameters))
-        return made[-1]
-
-    return make

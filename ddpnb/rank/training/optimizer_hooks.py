@@ -12,24 +12,17 @@ Loading a state restores momenta and the number of updates, but keeps this run's
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.tasks.base import OptimizerFactory
 from ddpnb.rank.tasks.batches import BatchSchedule
 
-Hook = Any
-
 _COUNT = "num_updates"
-"""The key in a parameter group that counts updates during warm-up.
-
-It is saved and loaded with the optimizer's state.
-"""
+"""The key in a parameter group that counts updates during warm-up: a part of the saved state."""
 
 
 def notes(spec: RunSpec, plan: Plan, schedule: BatchSchedule) -> tuple[str, ...]:
@@ -51,47 +44,36 @@ def with_hooks(
     """Return a factory of optimizers that warm up, scale and clip as the spec says."""
     scale = {"none": 1.0, "linear": plan.num_workers, "sqrt": math.sqrt(plan.num_workers)}
     num_updates = _num_warmup_updates(spec, plan, schedule)
+    max_norm = math.inf if spec.clip is None else spec.clip
 
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
         made = optimizer(parameters)
         for group in made.param_groups:
             group["lr"] *= scale[spec.lr_scaling]
         full = [group["lr"] for group in made.param_groups]
-        made.register_load_state_dict_post_hook(_restore(full))
+
+        def restore(loaded: Optimizer) -> None:
+            """Forget a rate from mid-warm-up, or of another number of workers."""
+            for group, rate in zip(loaded.param_groups, full, strict=True):
+                group["lr"] = rate
+
+        def warm_up(stepping: Optimizer, *_: object) -> None:
+            for group, rate in zip(stepping.param_groups, full, strict=True):
+                group[_COUNT] = group.get(_COUNT, 0) + 1
+                group["lr"] = rate * min(1.0, group[_COUNT] / num_updates)
+
+        def clip(stepping: Optimizer, *_: object) -> None:
+            every = [each for group in stepping.param_groups for each in group["params"]]
+            nn.utils.clip_grad_norm_(every, max_norm)
+
+        made.register_load_state_dict_post_hook(restore)
         if num_updates > 0:
-            made.register_step_pre_hook(_warm_up(full, num_updates))
+            made.register_step_pre_hook(warm_up)
         if spec.clip is not None:
-            made.register_step_pre_hook(_clip(spec.clip))
+            made.register_step_pre_hook(clip)
         return made
 
     return make
-
-
-def _restore(full: Sequence[Any]) -> Hook:
-    def after_load(optimizer: torch.optim.Optimizer) -> None:
-        for group, rate in zip(optimizer.param_groups, full, strict=True):
-            group["lr"] = (
-                rate  # the saved rate may be from mid-warm-up or another number of workers
-            )
-
-    return after_load
-
-
-def _warm_up(full: Sequence[Any], num_updates: int) -> Hook:
-    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for group, rate in zip(optimizer.param_groups, full, strict=True):
-            group[_COUNT] = group.get(_COUNT, 0) + 1
-            group["lr"] = rate * min(1.0, group[_COUNT] / num_updates)
-
-    return before_step
-
-
-def _clip(max_norm: float) -> Hook:
-    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    return before_step
 
 
 def _num_warmup_updates(spec: RunSpec, plan: Plan, schedule: BatchSchedule) -> int:
