@@ -343,6 +343,17 @@ class Batch:
         """This worker's share of the global batch."""
         return self.num_samples / self.num_global
 
+    def report(
+        self, loss: Tensor, *, num_bytes_sent: int = 0, staleness: int | None = None
+    ) -> StepReport:
+        """Return the report of a step on this batch, with the mean loss before the update."""
+        return StepReport(
+            loss=loss,
+            num_samples=self.num_samples,
+            staleness=staleness,
+            num_bytes_sent=num_bytes_sent,
+        )
+
     def split(self, num_parts: int) -> list[Batch]:
         """Return as many parts, or ``most_parts`` where these are fewer."""
         if num_parts == 1:

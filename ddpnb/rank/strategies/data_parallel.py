@@ -92,9 +92,7 @@ class DataParallel(SynchronousStrategy):
         # update: the first replica only; the others are overwritten in the next step
         replica.update(self._optimizer)
         num_times = len(batch.split(replica.accumulate)) * (self._num_replicas - 1)
-        return StepReport(
-            loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_times * self._num_bytes
-        )
+        return batch.report(loss, num_bytes_sent=num_times * self._num_bytes)
 
     def _compute_gradients(self, batch: Batch, threads: "ThreadReplicas") -> Tensor:
         """Do what ``Replica.compute_gradients`` does, on threads."""

@@ -101,9 +101,7 @@ class DdpStrategy(SynchronousStrategy):
         self.report_overlap()
         # update: every rank the same (in zero each its part, which it then sends)
         replica.update(self._optimizer)
-        return StepReport(
-            loss=loss, num_samples=batch.num_samples, num_bytes_sent=self.num_bytes_sent()
-        )
+        return batch.report(loss, num_bytes_sent=self.num_bytes_sent())
 
     @abstractmethod
     def num_bytes_sent(self) -> int:

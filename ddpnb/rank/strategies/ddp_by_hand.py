@@ -41,7 +41,7 @@ class DdpByHand(SynchronousStrategy):
         self._flat.scatter(mine)
         # update: every rank the same
         replica.update(self._optimizer)
-        return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
+        return batch.report(loss, num_bytes_sent=num_sent)
 
     def all_reduce(self, buffer: Tensor) -> int:
         """Sum a buffer over all ranks; takes part: every rank.  Return the bytes sent."""

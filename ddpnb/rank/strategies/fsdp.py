@@ -123,11 +123,7 @@ class Fsdp(SynchronousStrategy):
         )
         # update: each rank its part
         replica.update(self._optimizer)
-        return StepReport(
-            loss=loss,
-            num_samples=batch.num_samples,
-            num_bytes_sent=self._messages.take_num_bytes(),
-        )
+        return batch.report(loss, num_bytes_sent=self._messages.take_num_bytes())
 
     def notes(self) -> tuple[str, ...]:
         """Report where exposed communication cannot be distinguished."""

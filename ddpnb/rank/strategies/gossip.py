@@ -133,12 +133,9 @@ class Gossip(SharedMemoryStrategy):
         self.log_access(is_write=True, version=version)
         queue.finish_shard()
         self._num_steps += 1
-        return StepReport(
-            loss=loss,
-            num_samples=batch.num_samples,
-            staleness=version - 1 - version_read,
-            num_bytes_sent=0 if peer is None else num_bytes(replica.parameters),
-        )
+        staleness = version - 1 - version_read
+        num_sent = 0 if peer is None else num_bytes(replica.parameters)
+        return batch.report(loss, staleness=staleness, num_bytes_sent=num_sent)
 
     def memory(self) -> Memory:
         """The copy that is trained on, the weights that others see, and the optimizer's state."""
@@ -221,7 +218,7 @@ class PairwiseGossip(SynchronousStrategy):
         partner = partner_in_step(self._num_steps, rank=replica.rank, world_size=replica.world_size)
         num_sent = 0 if partner is None else self._average_with(partner)
         self._num_steps += 1
-        return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
+        return batch.report(loss, num_bytes_sent=num_sent)
 
     def finish(self) -> nn.Module:
         """Average over all; takes part: every rank."""

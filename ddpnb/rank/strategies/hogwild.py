@@ -203,12 +203,8 @@ class Hogwild(SharedMemoryStrategy):
         version = self.queue.count_update()
         self.queue.finish_shard()
         self.log_access(is_write=True, version=version)
-        return StepReport(
-            loss=loss,
-            num_samples=batch.num_samples,
-            staleness=version - 1 - version_read,
-            num_bytes_sent=self._num_bytes,
-        )
+        staleness = version - 1 - version_read
+        return batch.report(loss, staleness=staleness, num_bytes_sent=self._num_bytes)
 
     def finish(self) -> nn.Module:
         """Wait until all are done, and copy the parameters; takes part: every living rank."""

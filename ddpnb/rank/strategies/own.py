@@ -103,10 +103,9 @@ class OwnStrategy(SynchronousStrategy):
         if isinstance(result, StepReport):
             return result
         if isinstance(result, Tensor) and result.ndim == 0:
-            return StepReport(loss=result.detach(), num_samples=batch.num_samples)
+            return batch.report(result.detach())
         if isinstance(result, float):
-            loss = torch.tensor(result, device=self._replica.device)
-            return StepReport(loss=loss, num_samples=batch.num_samples)
+            return batch.report(torch.tensor(result, device=self._replica.device))
         shape = f" of shape {tuple(result.shape)}" if isinstance(result, Tensor) else ""
         raise UserError(
             f"{self._name}.step(batch) returned {kind_of(result)}{shape}; "
