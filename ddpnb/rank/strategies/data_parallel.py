@@ -19,7 +19,7 @@ those of all buffers; samples and outputs are not counted.
 import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import final
 
@@ -69,10 +69,11 @@ class DataParallel(SynchronousStrategy):
         if len(gpus) >= 2:
             self._num_replicas = len(gpus)
             cast = Cast(replica.model, replica.autocast)
-            self._module = nn.DataParallel(cast, device_ids=gpus)
+            self._module: nn.Module = nn.DataParallel(cast, device_ids=gpus)
         else:
             self._num_replicas = replica.world_size
             self._threads = ThreadReplicas(replica.model, self._num_replicas, replica.autocast)
+            self._module = self._threads
         buffers = num_bytes(replica.model.buffers())
         self._num_bytes = num_bytes(replica.model.parameters()) + buffers
         self._num_bytes += num_bytes(replica.parameters)  # their gradients
@@ -84,36 +85,27 @@ class DataParallel(SynchronousStrategy):
     def step(self, batch: Batch) -> StepReport:
         """Train on one global batch."""
         replica = self._replica
-        if self._threads is None:
-            # forward, backward, agree: torch sums the gradients in its backward pass
-            loss = replica.compute_gradients(batch, model=self._module)
-        else:
-            loss = self._compute_gradients(batch, self._threads)
+        # forward: each replica on its part, the loss on all outputs together; backward
+        loss = replica.compute_gradients(batch, model=self._module, unsynced=self._summed)
+        # agree
+        self._sum_gradients()
         # update: the first replica only; the others are overwritten in the next step
         replica.update(self._optimizer)
         num_times = len(batch.split(replica.accumulate)) * (self._num_replicas - 1)
         return batch.report(loss, num_bytes_sent=num_times * self._num_bytes)
 
-    def _compute_gradients(self, batch: Batch, threads: "ThreadReplicas") -> Tensor:
-        """Do what ``Replica.compute_gradients`` does, on threads."""
-        replica, timer = self._replica, self._replica.timer
-        total = torch.zeros((), device=replica.device)
-        self._optimizer.zero_grad()
-        for part in batch.split(replica.accumulate):
-            share = part.num_samples / batch.num_samples
-            # forward: each replica on its part; the loss on all outputs together
-            timer.begin("forward")
-            with replica.autocast():
-                loss = replica.loss(threads.forward(part.inputs), part.targets)
-            # backward: to the outputs, and from there through each replica
-            timer.begin("backward")
-            (share * loss).backward()
-            threads.backward()
-            # agree: sum the gradients in the first replica
-            timer.begin("communication")
-            threads.reduce()
-            total += share * loss.detach()
-        return total
+    @contextmanager
+    def _summed(self) -> Iterator[None]:
+        """Sum the gradients of each part of the batch but the last."""
+        yield
+        self._sum_gradients()
+
+    def _sum_gradients(self) -> None:
+        """Finish a backward pass on threads; on GPUs torch's own has summed the gradients."""
+        if self._threads is not None:
+            self._threads.backward()
+            self._replica.timer.begin("communication")
+            self._threads.reduce()
 
     def memory(self) -> Memory:
         """The parameters of each replica, and one optimizer's state."""
@@ -147,12 +139,13 @@ class Cast(nn.Module):
 
 
 @final
-class ThreadReplicas:
+class ThreadReplicas(nn.Module):
     """The same steps as torch's ``DataParallel``, each replica on a thread of its own."""
 
     def __init__(self, model: nn.Module, num_replicas: int, autocast: Autocast) -> None:
+        super().__init__()
         models = [model, *(copy.deepcopy(model) for _ in range(num_replicas - 1))]
-        self._models = [Cast(each, autocast) for each in models]
+        self._models = nn.ModuleList(Cast(each, autocast) for each in models)
         self._pool = ThreadPoolExecutor(num_replicas, thread_name_prefix="ddpnb-replica")
         self._outputs: list[Tensor] = []
         self._gathered = torch.empty(0)
@@ -167,7 +160,7 @@ class ThreadReplicas:
         return self._gathered.requires_grad_()
 
     def backward(self) -> None:
-        """Scatter the gradient of the outputs; run each replica's backward pass."""
+        """Scatter the gradient of the outputs; run each replica's backward pass on its thread."""
         assert self._gathered.grad is not None, "backward has not reached the outputs"
         parts = self._gathered.grad.split([len(output) for output in self._outputs])
         list(self._pool.map(Tensor.backward, self._outputs, parts))  # the list waits, and raises
