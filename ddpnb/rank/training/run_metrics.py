@@ -12,8 +12,8 @@ from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
 from ddpnb.rank.strategies.base import Memory
 from ddpnb.rank.tasks.base import LossFunction, Samples, Task
-from ddpnb.rank.training import fault_injection, optimizer_hooks
-from ddpnb.rank.training.context import RunContext
+from ddpnb.rank.training import fault_injection
+from ddpnb.rank.training.context import RunContext, warm_up_notes
 from ddpnb.rank.training.timing import Clock, StepTiming
 
 _CHECKPOINT_NOTES = {
@@ -202,7 +202,7 @@ def _num_correct(outputs: Tensor, targets: Tensor) -> float:
 
 def _notes(context: RunContext) -> list[str]:
     spec, plan, schedule = context.spec, context.plan, context.schedule
-    found = [*fault_injection.notes(spec, plan), *optimizer_hooks.notes(spec, plan, schedule)]
+    found = [*fault_injection.notes(spec, plan), *warm_up_notes(spec, plan, schedule)]
     if 0 < (num_samples := schedule.size(0) // plan.num_ranks) < spec.accumulate:
         found.append(
             f"--accumulate {spec.accumulate} makes only {num_samples} parts: "
