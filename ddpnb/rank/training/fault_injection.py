@@ -14,6 +14,7 @@ first sends all its finished steps.  The shard that it holds is lost.
 If one process holds several workers, as in DataParallel, the slowest delays its step.
 """
 
+import operator
 import os
 import random
 import signal
@@ -31,6 +32,7 @@ from ddpnb.rank.strategies.base import Batch, Plan, Replica, Timer
 KILL_TIMEOUT_SECONDS = 1.0
 """How long the kernel may take to kill a rank on purpose."""
 _NUM_TRIALS = 3
+_seconds_of = operator.attrgetter("seconds")
 
 
 def measure_compute_seconds(replica: Replica, batch: Batch) -> float:
@@ -158,7 +160,3 @@ def _kill_note(fault: Kill, plan: Plan) -> str:
     if fault.rank >= plan.num_ranks:
         return f"{note}; here it is a thread of rank 0, whose process dies with it."
     return f"{note}."
-
-
-def _seconds_of(kill: Kill) -> float:
-    return kill.seconds

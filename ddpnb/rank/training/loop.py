@@ -17,6 +17,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, resumed, set_up
 from ddpnb.rank.training.context import RunContext, build_context
 from ddpnb.rank.training.fault_injection import FaultInjector, measure_compute_seconds
-from ddpnb.rank.training.run_metrics import Publish, RunMetrics, evaluate, header_of
+from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.timing import Clock, clock_of
 from ddpnb.rank.training.validation import check_dense, check_evaluation, check_training
 
@@ -203,8 +204,15 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
     if context.state.rank != 0:
         return metrics.report()
     callback.finish(model)
-    scores = evaluate(model, context.task, context.device, failed=metrics.mark)
-    return metrics.report(*scores, num_lost)
+    train = metrics.score(model, "training", context.task.train)
+    held_out = metrics.score(model, "held-out", context.task.held_out)
+    return replace(
+        metrics.report(),
+        final_loss=train.loss,
+        held_out_loss=held_out.loss,
+        held_out_accuracy=held_out.accuracy,
+        num_lost_samples=num_lost,
+    )
 
 
 def _fault_injector(context: RunContext, metrics: RunMetrics) -> FaultInjector:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
 from ddpnb.rank.strategies.base import Memory
-from ddpnb.rank.tasks.base import LossFunction, Samples, Task
+from ddpnb.rank.tasks.base import LossFunction, Samples
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext, warm_up_notes
 from ddpnb.rank.training.timing import Clock, StepTiming
@@ -37,9 +37,6 @@ class Score:
     """Mean over the samples."""
     accuracy: float = math.nan
     """Fraction classified correctly; NaN if the model is no classifier, see ``_num_correct``."""
-
-
-_NOT_EVALUATED = Score()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,13 +82,8 @@ class RunMetrics:
         rank = self.context.state.rank
         self.publish(Mark(rank=rank, seconds=self.late_seconds + self.clock.seconds, text=text))
 
-    def report(
-        self,
-        train: Score = _NOT_EVALUATED,
-        held_out: Score = _NOT_EVALUATED,
-        num_lost_samples: int = 0,
-    ) -> RunReport:
-        """Return the report of the run, with the evaluation of its model."""
+    def report(self) -> RunReport:
+        """Return the report of the run on this rank."""
         return RunReport(
             run_id=self.context.spec.run_id,
             rank=self.context.state.rank,
@@ -99,14 +91,18 @@ class RunMetrics:
             num_steps=self.num_steps,
             num_samples=self.num_samples,
             seconds=self.clock.seconds,
-            final_loss=train.loss,
-            held_out_loss=held_out.loss,
-            held_out_accuracy=held_out.accuracy,
             was_stopped=self.was_stopped,
-            num_lost_samples=num_lost_samples,
             num_parameter_bytes=self.memory.parameters,
             num_optimizer_bytes=self.memory.optimizer,
         )
+
+    def score(self, model: nn.Module, split: str, samples: Samples) -> Score:
+        """Evaluate the trained model on a split; where that fails, the run is kept all the same."""
+        try:
+            return score(model.eval(), self.context.task.loss, samples, self.context.device)
+        except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything
+            self.mark(f"could not evaluate the model on {split} samples ({summary_of(error)})")
+            return Score()
 
 
 def header_of(context: RunContext, num_parameters: int, notes: tuple[str, ...]) -> RunHeader:
@@ -134,29 +130,6 @@ def header_of(context: RunContext, num_parameters: int, notes: tuple[str, ...]) 
     )
 
 
-def evaluate(
-    model: nn.Module, task: Task, device: torch.device, *, failed: Callable[[str], None]
-) -> tuple[Score, Score]:
-    """Evaluate a model on training and on held-out samples, in evaluation mode.
-
-    Args:
-        model: the trained model.
-        task: its loss and its samples.
-        device: where the model is.
-        failed: takes what went wrong on a split; the run itself is kept all the same.
-    """
-    model.eval()
-
-    def score_or_nan(split: str, samples: Samples) -> Score:
-        try:
-            return score(model, task.loss, samples, device)
-        except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything
-            failed(f"could not evaluate the model on {split} samples ({summary_of(error)})")
-            return Score()
-
-    return score_or_nan("training", task.train), score_or_nan("held-out", task.held_out)
-
-
 @torch.no_grad()
 def score(
     model: nn.Module,
@@ -167,19 +140,15 @@ def score(
 ) -> Score:
     """Evaluate a model on up to ``max_samples`` of a split."""
     total_loss, num_correct, num_samples = 0.0, 0.0, 0
-    for indices in _chosen(len(samples), max_samples).split(_EVAL_BATCH_SIZE):
+    num_chosen = min(len(samples), max_samples)
+    chosen = torch.arange(num_chosen) * len(samples) // num_chosen
+    for indices in chosen.split(_EVAL_BATCH_SIZE):
         inputs, targets = (part.to(device) for part in samples.fetch(indices))
         outputs = model(inputs)
         total_loss += loss(outputs, targets).item() * len(indices)
         num_correct += _num_correct(outputs, targets)
         num_samples += len(indices)
     return Score(loss=total_loss / num_samples, accuracy=num_correct / num_samples)
-
-
-def _chosen(num_samples: int, max_samples: int) -> Tensor:
-    if num_samples <= max_samples:
-        return torch.arange(num_samples)
-    return torch.arange(max_samples) * num_samples // max_samples
 
 
 def _num_correct(outputs: Tensor, targets: Tensor) -> float:
