@@ -49,15 +49,9 @@ def check(
     namespace: Mapping[str, object],
     filename: str = UNNAMED,
 ) -> Checked:
-    """Check a training before anything trains.
+    """Check a training before anything trains; each rank may call it alone, as it sends nothing.
 
-    Each rank may call it alone: it sends nothing.
-
-    Args:
-        spec: the training to check.
-        state: where this rank lives.
-        namespace: the user's variables on this rank; left as they are.
-        filename: what tracebacks call the comparison's cell.
+    The arguments are those of ``run``.
 
     Raises:
         UserError: one sentence that says what is wrong and what to do.
