@@ -93,10 +93,7 @@ class DdpStrategy(SynchronousStrategy):
         # forward; backward and, at the same time, agree: DDP averages the gradients bucket by
         # bucket.  It divides by the number of ranks; the weight makes that a mean over samples.
         loss = replica.compute_gradients(
-            batch,
-            weight=self._divisor * batch.weight,
-            model=self._ddp,
-            unsynced=self._ddp.no_sync,
+            batch, weight=self._divisor * batch.weight, model=self._ddp, unsynced=self._ddp.no_sync
         )
         self.report_overlap()
         # update: every rank the same (in zero each its part, which it then sends)
@@ -234,11 +231,7 @@ def observe(
         return _observe_events(ddp, timer, hook or allreduce_hook, state)
     if hook is not None:
         ddp.register_comm_hook(state, hook)
-    return _observe_timers(ddp, timer) if is_timed else report_nothing
-
-
-def report_nothing() -> None:
-    """Report no communication."""
+    return _observe_timers(ddp, timer) if is_timed else lambda: None
 
 
 def observe_buffers(ddp: DistributedDataParallel, timer: Timer) -> None:

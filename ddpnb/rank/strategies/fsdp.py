@@ -18,16 +18,14 @@ Messages per step: one all-gather of each layer's parameters before its forward 
 ``reshard``, one more before its backward pass, for each part that the batch is split into; one
 reduce-scatter of each layer's gradients.
 Bytes sent per step and rank, in A parts: (N - 1) * (P * 2 A + G), or without ``reshard``
-(N - 1) * (P * A + G), with P the bytes of a rank's part of the parameters and G those of its
-part of the gradients: P less the frozen parameters.  Rows are padded to a multiple of N, so P is
-about an N-th of all parameters' bytes.  The messages that torch really sends are counted: it may
-gather a frozen layer only once, and an unused one never.  Gloo implements reduce-scatter by an
-all-reduce; its extra bytes are not counted, nor is the norm for clipping.
+(N - 1) * (P * A + G), with P the bytes of a rank's part of the parameters, about an N-th, and G
+those of its part of the gradients: P less the frozen parameters.  The messages that torch really
+sends are counted: it may gather a frozen layer only once, and an unused one never.  Gloo's
+reduce-scatter is an all-reduce; its extra bytes are not counted, nor is the norm for clipping.
 
-Gloo's collectives block the thread, on CPUs and on GPUs: all their time, waits for other ranks
-included, is exposed.  Copying parameters into a message and out of it counts as the pass that
-needs them.  NCCL's collectives run on streams of their own and count as hidden from start to
-end, even while the GPU waits for them, because torch does not report when it does.
+Gloo's collectives block the thread: all their time, waits for other ranks included, is exposed.
+NCCL's run on streams of their own and count as hidden from start to end, even while the GPU
+waits for them, because torch does not report when it does.
 """
 
 import copy

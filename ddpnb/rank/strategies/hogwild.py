@@ -58,6 +58,8 @@ class SharedMemoryStrategy(Strategy):
     """
 
     queue: WorkQueue
+    path: Path
+    """The file of the parameters, which is there as long as rank 0 is."""
     copies: list[PackedTensors]
     """Of the parameters, in shared memory; at first each holds rank 0's values."""
 
@@ -87,6 +89,8 @@ class SharedMemoryStrategy(Strategy):
             RunOverError: there is no run to join.
         """
         self._replica = replica
+        self.path = replica.folder / f"{replica.name}.w"
+        self._queue_path = replica.folder / f"{replica.name}.q"
         if not replica.joins:
             self._rendezvous = Rendezvous(
                 replica.name, replica.rank, replica.folder, self._timeout, replica.cancellation
@@ -132,11 +136,6 @@ class SharedMemoryStrategy(Strategy):
         """Report a failure unless this worker has finished; remove the files."""
         self._opened.close()
 
-    @property
-    def path(self) -> Path:
-        """The file of the parameters, which is there as long as rank 0 is."""
-        return self._path("w")
-
     def _create_files(self, rendezvous: Rendezvous, num_copies: int) -> None:
         replica = self._replica
         self._opened.callback(rendezvous.delete, _MEMORY)
@@ -154,13 +153,6 @@ class SharedMemoryStrategy(Strategy):
     @property
     def _num_shards(self) -> int:
         return self._replica.num_steps * self._replica.world_size
-
-    @property
-    def _queue_path(self) -> Path:
-        return self._path("q")
-
-    def _path(self, suffix: str) -> Path:
-        return self._replica.folder / f"{self._replica.name}.{suffix}"
 
 
 @final

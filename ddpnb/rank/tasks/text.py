@@ -52,7 +52,7 @@ def build(spec: RunSpec) -> Task:
 
 
 def read(names: Sequence[str]) -> Tensor:
-    """Return files of the standard library as symbols, one after the other: (characters,).
+    """Return the bytes of files of the standard library as symbols: int64, (characters,).
 
     Raises:
         UserError: this Python was installed without its sources.
@@ -64,11 +64,6 @@ def read(names: Sequence[str]) -> Tensor:
         raise UserError(
             f"The text task reads Python's own library, but {error.filename} is not there."
         ) from error
-    return symbols(content)
-
-
-def symbols(content: bytes) -> Tensor:
-    """Return a symbol for each byte: int64, (bytes,)."""
     codes = torch.tensor(list(content))
     found = torch.full_like(codes, _OTHER)
     is_printable = (codes >= 32) & (codes < 127)

@@ -25,7 +25,7 @@ from typing import NoReturn, final
 
 import torch
 
-from ddpnb.protocol.faults import Kill, parse_kill, parse_slow
+from ddpnb.protocol.faults import Kill, Slow, parse_kill, parse_slow
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, Timer
 
@@ -140,23 +140,23 @@ class FaultInjector:
 def notes(spec: RunSpec, plan: Plan) -> tuple[str, ...]:
     """Return the notes that stand beside the results of a run with faults."""
     num_workers = plan.num_workers
-    slow = [(text, parse_slow(text)) for text in spec.slow]
-    kill = [(text, parse_kill(text)) for text in spec.kill]
+    slow = [(f"--slow {text}", parse_slow(text)) for text in spec.slow]
+    killed = [(f"--kill {text}", parse_kill(text)) for text in spec.kill]
+    named: list[tuple[str, Slow | Kill]] = [*slow, *killed]
     found = [f"Rank {f.rank} is {f.text} on purpose." for _, f in slow if f.rank < num_workers]
     if spec.jitter:
         found.append(f"Steps take up to {100 * spec.jitter:g} % longer at random, on purpose.")
-    kills = [fault for _, fault in kill if fault.rank < num_workers]
+    kills = [fault for _, fault in killed if fault.rank < num_workers]
     if plan.num_ranks == 1 and kills:
         kills = [min(kills, key=_seconds_of)]  # all workers die in one process
-    found += [_kill_note(fault, plan) for fault in kills]
-    unused = [(f"--slow {text}", fault.rank) for text, fault in slow if fault.rank >= num_workers]
-    unused += [(f"--kill {text}", fault.rank) for text, fault in kill if fault.rank >= num_workers]
-    found += [f"{option} has no effect: rank {rank} takes no part." for option, rank in unused]
+    for kill in kills:
+        note = f"Rank {kill.rank} is to be killed after {kill.seconds:g} s of training, on purpose"
+        is_thread = kill.rank >= plan.num_ranks
+        why = "; here it is a thread of rank 0, whose process dies with it." if is_thread else "."
+        found.append(note + why)
+    found += [
+        f"{option} has no effect: rank {fault.rank} takes no part."
+        for option, fault in named
+        if fault.rank >= num_workers
+    ]
     return tuple(found)
-
-
-def _kill_note(fault: Kill, plan: Plan) -> str:
-    note = f"Rank {fault.rank} is to be killed after {fault.seconds:g} s of training, on purpose"
-    if fault.rank >= plan.num_ranks:
-        return f"{note}; here it is a thread of rank 0, whose process dies with it."
-    return f"{note}."

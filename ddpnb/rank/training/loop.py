@@ -43,11 +43,7 @@ UNNAMED = "<comparison>"
 
 
 def check(
-    spec: RunSpec,
-    *,
-    state: RankState,
-    namespace: Mapping[str, object],
-    filename: str = UNNAMED,
+    spec: RunSpec, *, state: RankState, namespace: Mapping[str, object], filename: str = UNNAMED
 ) -> Checked:
     """Check a training before anything trains; each rank may call it alone, as it sends nothing.
 
