@@ -74,9 +74,8 @@ class DataParallel(SynchronousStrategy):
             self._num_replicas = replica.world_size
             self._threads = ThreadReplicas(replica.model, self._num_replicas, replica.autocast)
             self._module = self._threads
-        buffers = num_bytes(replica.model.buffers())
-        self._num_bytes = num_bytes(replica.model.parameters()) + buffers
-        self._num_bytes += num_bytes(replica.parameters)  # their gradients
+        gradients = replica.parameters  # as large as these
+        self._num_bytes = num_bytes([*_state(replica.model), *gradients])
 
     def shards(self) -> Iterator[Shard]:
         """Every global batch, whole."""

@@ -128,7 +128,11 @@ class Gossip(SharedMemoryStrategy):
         replica.timer.begin("communication")
         peer = choose_peer(replica.rank, self._num_steps, queue.living())
         with self._weights.averaged(replica.rank, peer):
-            self._update()
+            for mine, parameter in zip(self._mine, replica.parameters, strict=True):
+                mine.grad = parameter.grad
+            replica.update(self._optimizer)
+            for mine in self._mine:
+                mine.grad = None
             version = queue.count_update()
         self.log_access(is_write=True, version=version)
         queue.finish_shard()
@@ -154,14 +158,6 @@ class Gossip(SharedMemoryStrategy):
         if not self._has_finished:  # the next step reads this rank's own weights anew
             _copy(self._mean(), replica.parameters)
         return super().save(replica)
-
-    def _update(self) -> None:
-        """Make the optimizer's step on the weights in shared memory."""
-        for mine, parameter in zip(self._mine, self._replica.parameters, strict=True):
-            mine.grad = parameter.grad
-        self._replica.update(self._optimizer)
-        for mine in self._mine:
-            mine.grad = None
 
     def _mean(self) -> list[torch.Tensor]:
         """Return the mean of all living workers' weights."""

@@ -22,7 +22,7 @@ Three more methods are optional: ``close()`` is called in the end, ``save()`` re
 checkpoint should hold besides the model and its optimizers, and ``load(state)`` restores it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, final
 
@@ -142,6 +142,5 @@ class OwnStrategy(SynchronousStrategy):
 
     def close(self) -> None:
         """Close the user's object, if it has ``close``."""
-        close: Callable[[], None] | None = getattr(self._strategy, "close", None)
-        if close is not None:
+        if callable(close := getattr(self._strategy, "close", None)):
             close()

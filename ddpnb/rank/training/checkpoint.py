@@ -361,7 +361,9 @@ def check_replica(replica: Replica, checkpoint: State) -> None:
         UserError: it does not fit.
     """
     old_model = checkpoint["strategy"].get("model", {})
-    if old_model and _shapes(old_model) != _shapes(replica.model.state_dict()):
+    model = replica.model.state_dict()
+    shapes = [{name: each.shape for name, each in state.items()} for state in (old_model, model)]
+    if old_model and shapes[0] != shapes[1]:
         raise UserError(
             "The checkpoint to resume from is of another model: let model() return the same one."
         )
@@ -380,10 +382,6 @@ def _task(name: str) -> str:
 
 def _value(value: float | str) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _shapes(state: State) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in state.items()}
 
 
 def _kind(optimizer: Optimizer) -> list[str | int]:
