@@ -157,7 +157,7 @@ class RunContext:
             yield shard, self.task.train.fetch(self.indices(shard))
 
     def indices(self, shard: Shard) -> Tensor:
-        """Return which samples a shard of this run holds, which may go on with another."""
+        """Return which samples a shard holds; steps count from where this run was resumed."""
         step = self.first_step + shard.step
         whole = Shard(step=step, part=shard.part, num_parts=shard.num_parts)
         return self.schedule.indices(whole)
