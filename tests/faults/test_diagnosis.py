@@ -66,7 +66,7 @@ STUCK = {
         "from ddpnb.rank.calls import this_engine\n"
         "from ddpnb.rank.strategies import ddp_shm\n"
         "from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce\n"
-        "from ddpnb.rank.strategies.timer import NullTimer\n"
+        "from ddpnb.rank.strategies.base import NullTimer\n"
         "group = this_engine().group\n"
         "shared = SharedAllReduce.open(group.folder, 'stuck', rank=rank, num_ranks=world_size,\n"
         "                        timeout_seconds=60, cancellation=group.cancellation)\n"
