@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.history.align import AlignedUpdates, StepAligner, make_aligner
-from ddpnb.history.rows import Floats, Records
+from ddpnb.history.database import Floats, Records
 from ddpnb.protocol.messages import NO_STALENESS, Parts, RunHeader, RunSpec
 
 MAX_POINTS = 360

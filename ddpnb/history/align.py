@@ -14,7 +14,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpnb.history.rows import EVENT, Floats, Records
+from ddpnb.history.database import EVENT, Floats, Records
 from ddpnb.protocol.messages import RunHeader, RunSpec
 
 StepIndices = NDArray[np.int64]

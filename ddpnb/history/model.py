@@ -10,7 +10,7 @@ from typing import final
 import numpy as np
 
 from ddpnb.history.aggregate import RunAggregate, RunAggregator
-from ddpnb.history.rows import EVENT, METRIC, Records, rows_of
+from ddpnb.history.database import EVENT, METRIC, Records, rows_of
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, Mark, RunHeader, RunReport, RunSpec
 

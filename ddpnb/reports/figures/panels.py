@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from ddpnb.history.rows import Floats
+from ddpnb.history.database import Floats
 from ddpnb.reports.figures.axes import draw_target, prepare, round_down, round_up
 from ddpnb.reports.figures.layout import spread_out, width_inches
 from ddpnb.reports.figures.series import Line

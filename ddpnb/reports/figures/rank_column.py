@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.image import AxesImage
 
+from ddpnb.history.database import Floats
 from ddpnb.history.metrics import slowness
-from ddpnb.history.rows import Floats
 from ddpnb.reports.figures.columns import FigureColumn, Row, beside, line, set_row_text
 from ddpnb.reports.figures.series import Series
 from ddpnb.reports.style import INK

@@ -11,6 +11,7 @@ import numpy as np
 
 from ddpnb.history.aggregate import Curve, RankAggregate
 from ddpnb.history.comparison import Comparison
+from ddpnb.history.database import Floats
 from ddpnb.history.metrics import (
     Absences,
     absences,
@@ -20,7 +21,6 @@ from ddpnb.history.metrics import (
     window_for,
 )
 from ddpnb.history.model import RunSnapshot
-from ddpnb.history.rows import Floats
 from ddpnb.history.summary import (
     StalenessCounts,
     StrategyKey,
