@@ -3,8 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.repeat import body_of
+from ddpnb.history.comparison import Comparison, body_of
 from ddpnb.history.summary import StrategyKey, StrategySummary, group_runs, is_emulated
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES
 from ddpnb.protocol.messages import RunSpec

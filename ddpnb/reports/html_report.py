@@ -3,8 +3,7 @@
 import base64
 from html import escape
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.repeat import magic_of
+from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.reports.formatting import title
 from ddpnb.reports.results_table import results_table
 from ddpnb.reports.sentence import sentence

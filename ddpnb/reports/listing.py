@@ -7,10 +7,9 @@ from html import escape
 from pathlib import Path
 from typing import final
 
-from ddpnb.history.comparison import Comparison
+from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.history.model import ending
 from ddpnb.history.query import StoredRun
-from ddpnb.history.repeat import magic_of
 from ddpnb.history.summary import summarise
 from ddpnb.protocol.messages import MODEL_FILE, RankState, RunSpec
 from ddpnb.reports.formatting import NOTHING, counted, notes

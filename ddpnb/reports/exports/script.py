@@ -8,8 +8,7 @@ import ast
 from pathlib import Path
 from string import Template
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.repeat import body_of, chosen
+from ddpnb.history.comparison import Comparison, body_of, chosen
 from ddpnb.protocol.catalogue import CELL_TASK
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddpnb.history.comparison import Comparison
+from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.history.database import StoreError
 from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.history.recorder import Recorder
-from ddpnb.history.repeat import magic_of
 from ddpnb.history.store import FILE_NAME, Store, runs_folder
 from ddpnb.history.summary import summarise
 from ddpnb.protocol.errors import UserError
