@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import final
 
@@ -140,13 +140,13 @@ class Run:
         num_ranks: int = 1,
         load: Callable[[], RunSnapshot] | None = None,
     ) -> None:
-        self._load = load
         self._start = RunSnapshot(
             run_id=run_id,
             name=name,
             comparison=comparison,
             spec=spec,
             created=time.time() if created is None else created,
+            load=load,
         )
         self._header: RunHeader | None = None
         self._ending = (Status.RUNNING, "")
@@ -197,18 +197,13 @@ class Run:
     def snapshot(self) -> RunSnapshot:
         """Return the run as it is now; costs the same however long it is."""
         status, detail = self._ending
-        return RunSnapshot(
-            run_id=self._start.run_id,
-            name=self._start.name,
-            comparison=self._start.comparison,
-            created=self._start.created,
-            spec=self._start.spec,
+        return replace(
+            self._start,
             header=self._header,
             status=status,
             detail=detail,
             aggregate=self._aggregate.snapshot(),
             events_in_memory=self._events_in_memory(),
-            load=self._load,
             reports=tuple(report for _, report in sorted(self._reports.items())),
             marks=tuple(self._marks),
             num_lost_batches=len(self._missing),
@@ -227,7 +222,7 @@ class Run:
         if self._events is None:
             return
         offset = self._num_events
-        if self._load is not None and offset + len(rows) > MAX_EVENTS_IN_MEMORY:
+        if self._start.load is not None and offset + len(rows) > MAX_EVENTS_IN_MEMORY:
             self._events = None
             self._metrics.clear()
             return
