@@ -275,8 +275,8 @@ def _marks(series: Series, x: str) -> tuple[tuple[float, str], ...]:
     if x == "updates":
         return ()
     return tuple(
-        (mark.samples if x == "samples" else mark.seconds, f"rank {mark.rank}: {mark.text}")
-        for mark in series.marks
+        (samples if x == "samples" else mark.seconds, f"rank {mark.rank}: {mark.text}")
+        for mark, samples in series.marks
         if mark.seconds > 0
     )
 

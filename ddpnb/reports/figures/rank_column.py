@@ -62,7 +62,7 @@ class _Lanes(Row):
         self.image.set_data(_lanes(series, end))
         self.image.set_extent((0.0, end, bottom, bottom + height))
         lane_of = {rank.rank: index for index, rank in enumerate(ranks)}
-        known = [mark for mark in series.marks if mark.rank in lane_of]
+        known = [mark for mark, _ in series.marks if mark.rank in lane_of]
         self.marks.set_data(
             [mark.seconds for mark in known],
             [bottom + height * (1 - (lane_of[mark.rank] + 0.5) / len(ranks)) for mark in known],
