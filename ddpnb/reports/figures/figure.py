@@ -20,7 +20,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.summary import StrategySummary
 from ddpnb.reports import formatting
 from ddpnb.reports.figures.axes import planned_samples, planned_seconds
-from ddpnb.reports.figures.detail import Detail, has_detail
+from ddpnb.reports.figures.columns import Detail, has_detail
 from ddpnb.reports.figures.layout import (
     DPI,
     LEAST_LABEL_WIDTH,
