@@ -6,10 +6,10 @@ from typing import Any
 from ddpnb.cluster.placement import METHODS, ClusterSpec
 from ddpnb.history.query import Search
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.reports.exports.export import export as write_export
 from ddpnb.reports.listing import Details
-from ddpnb.reports.plot_options import PlotOptions
 from ddpnb.reports.result import ComparisonResult
+from ddpnb.reports.result import export as write_export
+from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.cells import RunningCell

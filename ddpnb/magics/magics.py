@@ -31,11 +31,11 @@ from ddpnb.magics.completion import complete_magics
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.display import LiveDisplay
-from ddpnb.reports.exports.export import export
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.listing import Details
 from ddpnb.reports.live import show_result
-from ddpnb.reports.plot_options import ACROSS, PlotOptions
+from ddpnb.reports.result import export
+from ddpnb.reports.style import ACROSS, PlotOptions
 from ddpnb.session.comparison import ComparisonSpec
 from ddpnb.session.keywords import make_training_spec
 from ddpnb.session.session import this_cell_number, this_session

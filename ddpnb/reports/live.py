@@ -11,9 +11,9 @@ from IPython.core.getipython import get_ipython
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.reports.display import Bundle, LiveDisplay, is_chosen, show_canvas
-from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.progress import progress_of
 from ddpnb.reports.result import ComparisonResult
+from ddpnb.reports.style import EVERYTHING, PlotOptions
 
 REDRAW_SECONDS = 0.5
 """The shortest time between two redraws."""

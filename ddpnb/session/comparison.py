@@ -22,8 +22,8 @@ from ddpnb.protocol.rank_sets import format_ranks
 from ddpnb.protocol.remote_call import OnRank
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import Live, live
-from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.result import ComparisonResult
+from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.session.cells import error_of, warn_stale
 from ddpnb.session.errors import CellInterrupt, RankError, StuckError
 from ddpnb.session.preflight import check, with_checkpoints

@@ -15,8 +15,8 @@ from ddpnb.protocol.messages import CellSpec
 from ddpnb.protocol.rank_sets import parse_ranks
 from ddpnb.reports.listing import runs_table
 from ddpnb.reports.live import Live
-from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.result import ComparisonResult
+from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.cells import RunningCell

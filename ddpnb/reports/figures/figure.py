@@ -31,8 +31,16 @@ from ddpnb.reports.figures.layout import (
 )
 from ddpnb.reports.figures.panels import CurvePanel, LabelledLine
 from ddpnb.reports.figures.series import Line, Preparer, Series
-from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
-from ddpnb.reports.style import INK, MUTED, PAPER, RULE, SMALL_POINTS, TITLE_POINTS
+from ddpnb.reports.style import (
+    EVERYTHING,
+    INK,
+    MUTED,
+    PAPER,
+    RULE,
+    SMALL_POINTS,
+    TITLE_POINTS,
+    PlotOptions,
+)
 
 FOOTER_INCHES = WIDTH - 0.7
 MORE = "more below the table"

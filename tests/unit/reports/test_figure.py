@@ -18,8 +18,7 @@ from ddpnb.protocol.messages import Mark, MarkKind, Parts
 from ddpnb.reports.figures.figure import LiveFigure, draw
 from ddpnb.reports.figures.series import Preparer, series_of
 from ddpnb.reports.formatting import notes
-from ddpnb.reports.plot_options import ACROSS, EVERYTHING, PlotOptions
-from ddpnb.reports.style import PART_COLOURS
+from ddpnb.reports.style import ACROSS, EVERYTHING, PART_COLOURS, PlotOptions
 from tests.unit.history.fake_runs import (
     batch,
     fake_comparison,
