@@ -30,10 +30,9 @@ from ddpnb.magics.auto_cells import AutoCells, with_magic_line
 from ddpnb.magics.completion import complete_magics
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
-from ddpnb.reports.display import LiveDisplay
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.listing import Details
-from ddpnb.reports.live import show_result
+from ddpnb.reports.live import LiveDisplay, show_result
 from ddpnb.reports.result import export
 from ddpnb.reports.style import ACROSS, PlotOptions
 from ddpnb.session.comparison import ComparisonSpec

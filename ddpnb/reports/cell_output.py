@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from IPython.display import display
 
 from ddpnb.protocol.rank_sets import format_ranks
-from ddpnb.reports.display import LiveDisplay
+from ddpnb.reports.live import LiveDisplay
 
 HOLD_SECONDS = 0.25
 """How long an item waits for the same item from ranks that are still running.
