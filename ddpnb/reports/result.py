@@ -13,10 +13,9 @@ from IPython.core.getipython import get_ipython
 from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.data import document, runs_frame, steps_frame, write_events
+from ddpnb.reports.findings import results_table, sentence
 from ddpnb.reports.formatting import title
-from ddpnb.reports.results_table import results_table
 from ddpnb.reports.script import num_ranks_of, script
-from ddpnb.reports.sentence import sentence
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table, pairs_table
 

@@ -1,13 +1,27 @@
-"""The table of results, one row per strategy (kernel)."""
+"""The findings of a comparison: a table with one row per strategy, and one sentence (kernel).
+
+Where the ranges of two speeds overlap, the sentence says nothing about which is faster.
+"""
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import combinations
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.summary import Spread, StrategySummary, summarise
 from ddpnb.protocol.catalogue import BASELINE, CEILING
-from ddpnb.reports.formatting import NOTHING, labels, notes, number, percent, short, size, title
+from ddpnb.reports.formatting import (
+    NOTHING,
+    labels,
+    listed,
+    notes,
+    number,
+    percent,
+    short,
+    size,
+    title,
+)
 from ddpnb.reports.style import Style, style_of
 from ddpnb.reports.table import Cell, Column, Table
 
@@ -47,7 +61,7 @@ def results_table(comparison: Comparison, target: float | None = None) -> Table:
         if not is_redundant and any(cell.text != NOTHING for cell in cells):
             columns.append((Column(title=name, is_number=True), cells))
         if name == "samples/s" and target is not None:
-            reached = tuple(_reached(summary) for summary in summaries)
+            reached = tuple(_target_cell(summary) for summary in summaries)
             columns.append((Column(title=f"to loss {target:g}", is_number=True), reached))
     return Table(
         caption=title(comparison),
@@ -56,6 +70,35 @@ def results_table(comparison: Comparison, target: float | None = None) -> Table:
         notes=_column_notes(summaries, [column.title for column, _ in columns])
         + notes(comparison, summaries),
     )
+
+
+def sentence(comparison: Comparison, target: float | None = None) -> str:
+    """Return one sentence on speed, scores and failures, as far as they are known.
+
+    Args:
+        comparison: the runs.
+        target: a training loss; the sentence says when it was reached.  None: no such loss.
+    """
+    summaries = summarise(comparison, target)
+    names = labels(comparison)
+    called = {id(summary): names[summary.comparison, summary.name] for summary in summaries}
+    done = [summary for summary in summaries if summary.status is Status.FINISHED]
+    parts = [
+        _speeds([s for s in done if not s.is_emulated], called),
+        "" if target is None else _reached(done, called, target),
+        _accuracies(done, called),
+        *(_failures(summary, called[id(summary)]) for summary in summaries),
+        *(
+            f"{called[id(s)]} says nothing about the speed of the real one"
+            for s in done
+            if s.is_emulated
+        ),
+    ]
+    text = "; ".join(part for part in parts if part) or _alone(done, called)
+    if not text:
+        return "Nothing has finished yet."
+    is_name = text.startswith(tuple(called.values()))  # names keep their lower case
+    return f"{text if is_name else text[0].upper() + text[1:]}."
 
 
 def _workers_differ(summaries: Sequence[StrategySummary]) -> bool:
@@ -90,16 +133,11 @@ def _style(summary: StrategySummary, comparison: Comparison) -> Style:
     return style_of(summary.name, comparison.strategies, shade)
 
 
-def _speed(summary: StrategySummary) -> Cell:
+def _speed_cell(summary: StrategySummary) -> Cell:
     speed = summary.samples_per_second
     if math.isnan(speed.low):
         return Cell(text=number(speed.middle))
     return Cell(text=number(speed.middle), quiet=_range(speed, number))
-
-
-def _speed_up(summary: StrategySummary) -> Cell:
-    known = math.isfinite(summary.speed_up)
-    return Cell(text=f"{summary.speed_up:.2f}×" if known else NOTHING)
 
 
 def _of(spread: Spread, shown: Callable[[float], str] = number) -> Cell:
@@ -129,11 +167,7 @@ def _memory(summary: StrategySummary) -> Cell:
     return Cell(text=size(both), quiet=f"{size(state)} state" if state > 0 else "")
 
 
-def _lost(summary: StrategySummary) -> Cell:
-    return Cell(text=number(summary.num_lost_samples))
-
-
-def _reached(summary: StrategySummary) -> Cell:
+def _target_cell(summary: StrategySummary) -> Cell:
     """Return the seconds and samples after which the target was reached."""
     seconds, samples = summary.seconds_to_target.middle, summary.samples_to_target.middle
     if math.isnan(seconds):
@@ -150,8 +184,10 @@ def _staleness(summary: StrategySummary) -> Cell:
 
 COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
     "workers": lambda summary: Cell(text=str(summary.num_workers or NOTHING)),
-    "samples/s": _speed,
-    "speed-up": _speed_up,
+    "samples/s": _speed_cell,
+    "speed-up": lambda summary: Cell(
+        text=f"{summary.speed_up:.2f}×" if math.isfinite(summary.speed_up) else NOTHING
+    ),
     "efficiency": lambda summary: Cell(text=percent(summary.efficiency)),
     "of no-comm": lambda summary: Cell(text=percent(summary.share_of_ceiling)),
     "exposed": _exposed,
@@ -162,10 +198,111 @@ COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
         summary.held_out_accuracy, lambda share: percent(share, 1)
     ),
     "staleness": _staleness,
-    "samples lost": _lost,
+    "samples lost": lambda summary: Cell(text=number(summary.num_lost_samples)),
     "memory per rank": _memory,
 }
 """The columns after the first, each with the function that fills its cells."""
 
 ONLY_DIFFERENCES = ("memory per rank",)
 """Columns that are left out where all rows are the same."""
+
+
+def _alone(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
+    """Return the speeds of runs that cannot be compared with any other."""
+    known = [s for s in done if math.isfinite(_speed(s))]
+    return listed([f"{called[id(s)]} ran at {number(_speed(s))} samples/s" for s in known])
+
+
+def _speeds(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
+    """Return each speed whose range does not overlap with the baseline's.
+
+    Where all overlap, return the two strategies that differ most, if any do.
+    """
+    known = [s for s in done if math.isfinite(s.samples_per_second.middle)]
+    if len(known) < 2 or len({s.comparison for s in known}) > 1:
+        return ""  # different comparisons may have trained different models
+    base = next((s for s in known if s.name == BASELINE), min(known, key=_speed))
+    others = sorted((s for s in known if s is not base), key=_speed, reverse=True)
+    clear = [s for s in others if not s.samples_per_second.overlaps(base.samples_per_second)]
+    if not clear:
+        if all(math.isnan(s.samples_per_second.low) for s in known):
+            return "the runs are too short for ranges of samples/s, so none is shown to be faster"
+        return _clearest_pair(others, called, called[id(base)])
+    ratios = [f"{called[id(s)]} {_speed(s) / _speed(base):.2f}×" for s in clear]
+    ratios[0] = ratios[0].replace(called[id(clear[0])], f"{called[id(clear[0])]} is", 1)
+    return f"in samples/s, {listed(ratios)} {called[id(base)]}"
+
+
+def _clearest_pair(others: Sequence[StrategySummary], called: dict[int, str], baseline: str) -> str:
+    """Return the two strategies that differ most, where all overlap with the baseline.
+
+    Args:
+        others: all but the baseline, the fastest first.
+        called: the name of each.
+        baseline: the name of the baseline.
+    """
+    pairs = [
+        (fast, slow)
+        for fast, slow in combinations(others, 2)
+        if not fast.samples_per_second.overlaps(slow.samples_per_second)
+    ]
+    if not pairs:
+        return "the ranges of samples/s overlap, so no strategy is shown to be faster"
+    fast, slow = max(pairs, key=lambda pair: _speed(pair[0]) / _speed(pair[1]))
+    ratio = f"{_speed(fast) / _speed(slow):.2f}×"
+    return (
+        f"in samples/s, {called[id(fast)]} is {ratio} {called[id(slow)]}; "
+        f"all ranges overlap with that of {baseline}"
+    )
+
+
+def _reached(done: Sequence[StrategySummary], called: dict[int, str], target: float) -> str:
+    """Return when each reached the target, and which need clearly more or fewer samples."""
+    reached = sorted(
+        (s for s in done if math.isfinite(s.seconds_to_target.middle)),
+        key=lambda s: s.seconds_to_target.middle,
+    )
+    never = [called[id(s)] for s in done if s not in reached]
+    goal = f"a training loss of {target:g}"
+    if not reached:
+        return f"{listed(never)} never reached {goal}" if never else ""
+    times = [f"{number(s.seconds_to_target.middle)} s by {called[id(s)]}" for s in reached]
+    first = f"{goal} was reached after {listed(times)}"
+    parts = [f"{first}, never by {listed(never)}" if never else first]
+    base = next((s for s in reached if s.name == BASELINE), reached[0])
+    parts += [
+        f"{called[id(s)]} needs {percent(abs(more))} {'more' if more > 0 else 'fewer'} samples "
+        f"than {called[id(base)]} to reach it"
+        for s in reached
+        if not s.samples_to_target.overlaps(base.samples_to_target)
+        and s.comparison == base.comparison
+        for more in [s.samples_to_target.middle / base.samples_to_target.middle - 1]
+    ]
+    return "; ".join(parts)
+
+
+def _accuracies(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
+    """Return the held-out scores side by side, without a claim about which is better."""
+    known = [s for s in done if math.isfinite(s.held_out_accuracy.middle)]
+    if not known:
+        return ""
+    by_share: dict[str, list[str]] = {}
+    for each in known:
+        share = percent(each.held_out_accuracy.middle, 1)
+        by_share.setdefault(share, []).append(called[id(each)])
+    shares = [f"{share} for {listed(names)}" for share, names in by_share.items()]
+    text = ", and ".join([", ".join(shares[:-1]), shares[-1]] if len(shares) > 1 else shares)
+    return f"held-out accuracy is {text}"
+
+
+def _failures(summary: StrategySummary, name: str) -> str:
+    parts = []
+    if summary.num_diverged:
+        parts.append(f"{name}'s loss became NaN or infinite")
+    if summary.status in (Status.FAILED, Status.STOPPED):
+        parts.append(f"{name} {'failed' if summary.status is Status.FAILED else 'was stopped'}")
+    return "; ".join(parts)
+
+
+def _speed(summary: StrategySummary) -> float:
+    return summary.samples_per_second.middle
