@@ -54,7 +54,7 @@ class Fed:
         self.recorder = Recorder(
             self.store, name="bench", task="digits", source="", specs=self.specs
         )
-        self.figure = LiveFigure()
+        self.figure = LiveFigure(self.recorder.comparison)
         self.draw_seconds: list[float] = []
         self.first_seconds: list[float] = []
         """Those in which a run had just begun or ended: all is drawn anew."""

@@ -20,9 +20,9 @@ from ddpnb.reports.formatting import (
     percent,
     short,
     size,
+    styles,
     title,
 )
-from ddpnb.reports.style import Style, style_of
 from ddpnb.reports.table import Cell, Column, Table
 
 RANGES = {
@@ -41,15 +41,11 @@ def results_table(comparison: Comparison, target: float | None = None) -> Table:
     """
     summaries = summarise(comparison, target)
     names = labels(comparison)
-    styles = [_style(summary, comparison) for summary in summaries]
+    look = styles(comparison)
     heads = tuple(
-        Cell(
-            text=names[s.comparison, s.name],
-            quiet=_state(s),
-            dot=style.colour,
-            is_hollow=style.is_hollow,
-        )
-        for s, style in zip(summaries, styles, strict=True)
+        Cell(text=names[key], quiet=_state(s), dot=look[key].colour, is_hollow=look[key].is_hollow)
+        for s in summaries
+        for key in [(s.comparison, s.name)]
     )
     columns = [(Column(title="strategy"), heads)]
     is_classified = any(math.isfinite(s.held_out_accuracy.middle) for s in summaries)
@@ -125,12 +121,6 @@ def _state(summary: StrategySummary) -> str:
     state = "" if summary.status is Status.FINISHED else summary.status.value
     repeats = f"{summary.num_runs} repeats" if summary.num_runs > 1 else ""
     return ", ".join(part for part in (repeats, state) if part)
-
-
-def _style(summary: StrategySummary, comparison: Comparison) -> Style:
-    several = list(dict.fromkeys(run.comparison for run in comparison.runs))
-    shade = several.index(summary.comparison)
-    return style_of(summary.name, comparison.strategies, shade)
 
 
 def _speed_cell(summary: StrategySummary) -> Cell:

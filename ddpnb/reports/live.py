@@ -102,7 +102,8 @@ class LiveFigureAndTable:
     ) -> None:
         self._options = options
         self._on_end = on_end
-        self._figure = self._new_figure()
+        self._figure: LiveFigure | None = None
+        """Made at the first drawing, with the room that its labels need."""
         self._picture = LiveDisplay()
         self._line = LiveDisplay()
         self._throttle = RedrawThrottle()
@@ -124,14 +125,14 @@ class LiveFigureAndTable:
         """Draw stored runs with the latest comparison."""
         with self._lock:
             self._beside = tuple(comparisons)
-            self._figure = self._new_figure()  # with the room that their labels need
+            self._figure = None
             if not self._is_training:
                 self._show_result()
 
     def begin(self, comparison: Comparison) -> None:
         """Draw the first picture, the costliest, before training begins."""
         with self._lock:
-            self._figure = self._new_figure()
+            self._figure = None
             self._is_training = True
             self._show_progress(comparison)
 
@@ -151,27 +152,27 @@ class LiveFigureAndTable:
             self._show_result()
         self._on_end(result)
 
-    def _new_figure(self) -> "LiveFigure":
-        from ddpnb.reports.figures.figure import LiveFigure  # noqa: PLC0415  matplotlib: 0.3 s
-
-        return LiveFigure(self._options)
-
     def _show_progress(self, comparison: Comparison) -> None:
         self._latest = (comparison,)
-        self._draw(self._all())
+        self._draw()
         progress = progress_of(comparison)
         self._line.show({"text/html": progress.html(), "text/plain": repr(progress)})
 
     def _show_result(self) -> None:
         if self._latest or self._beside:
-            self._draw(self._all())
+            self._draw()
             self._line.show_summary(ComparisonResult(self._all(), self._options))
 
     def _all(self) -> Comparison:
         return overlay([*self._latest, *self._beside])
 
-    def _draw(self, comparison: Comparison) -> None:
-        self._figure.update(comparison)
+    def _draw(self) -> None:
+        from ddpnb.reports.figures.figure import LiveFigure  # noqa: PLC0415  matplotlib: 0.3 s
+
+        if self._figure is None:
+            self._figure = LiveFigure(self._all(), self._options)
+        else:
+            self._figure.update(self._all())
         self._picture.show_picture(self._figure.png(), repr(self._figure))
 
 

@@ -55,63 +55,26 @@ X_LABELS = {
 
 def draw(comparison: Comparison, options: PlotOptions = EVERYTHING) -> Figure:
     """Return a comparison as a matplotlib figure."""
-    live = LiveFigure(options)
-    live.update(comparison)
-    return live.finish()
+    return LiveFigure(comparison, options).finish()
 
 
 @final
 class LiveFigure:
-    """Curves above, bars below, redrawn in place; the first update decides on the size.
+    """Curves above, bars below, redrawn in place.
 
     Not thread-safe.
 
     Args:
-        options: what to show of a comparison.
+        comparison: decides on the size.
+        options: what to show of it.
     """
 
-    def __init__(self, options: PlotOptions = EVERYTHING) -> None:
-        self._options = options
+    def __init__(self, comparison: Comparison, options: PlotOptions = EVERYTHING) -> None:
         self._preparer = Preparer()
-        self._drawing: _Drawing | None = None
-
-    def update(self, comparison: Comparison) -> None:
-        """Show the comparison as it is now."""
-        if self._drawing is None:
-            self._drawing = _Drawing(comparison, self._options)
-        self._drawing.update(comparison, self._preparer.series_of(comparison))
-
-    def png(self) -> bytes:
-        """Return the figure as it is now, transparent around its round corners."""
-        return self._drawn().png()
-
-    def finish(self) -> Figure:
-        """Return the matplotlib figure; no update may follow."""
-        return self._drawn().finish()
-
-    def __repr__(self) -> str:
-        return repr(self._drawing) if self._drawing else "a figure without runs"
-
-    def _repr_png_(self) -> bytes:
-        return self.png()
-
-    def _drawn(self) -> "_Drawing":
-        if self._drawing is None:
-            self.update(Comparison(comparison_id="", name=""))
-        assert self._drawing is not None
-        return self._drawing
-
-
-@final
-class _Drawing:
-    """The matplotlib figure, of a size that fits a comparison."""
-
-    def __init__(self, comparison: Comparison, options: PlotOptions) -> None:
         num_strategies = len(
             {(r.comparison, r.name) for r in comparison.runs} | _planned(comparison)
         )
         self._layout = Layout(num_strategies=num_strategies, has_rows=has_detail(comparison))
-        self._options = options
         self._figure = Figure(figsize=(WIDTH, self._layout.height), dpi=DPI, facecolor="none")
         self._canvas: Any = FigureCanvasAgg(self._figure)  # matplotlib leaves its methods untyped
         self._background: Any = None
@@ -119,17 +82,33 @@ class _Drawing:
         self._title = self._text(self._layout.height - 0.38, TITLE_POINTS, INK)
         self._footer = self._text(0.3, SMALL_POINTS, MUTED)
         across = (options.x,) if options.x else ("samples", "seconds")
-        self._losses = {x: self._loss_panel(x) for x in across}
-        self._rate = self._panel("Samples per second", X_LABELS["seconds"], names_marks=True)
+        self._losses = {
+            x: CurvePanel(
+                self._figure.add_axes((0, 0, 1, 1)),
+                title=f"Training loss by {'time' if x == 'seconds' else x}",
+                x_label=X_LABELS[x],
+                log=options.log,
+                target=options.target,
+            )
+            for x in across
+        }
+        self._rate = CurvePanel(
+            self._figure.add_axes((0, 0, 1, 1)),
+            title="Samples per second",
+            x_label=X_LABELS["seconds"],
+            names_marks=True,
+        )
         self._detail = (
             Detail(self._figure, self._layout, comparison) if self._layout.has_rows else None
         )
         self._room = (0.0, 0.0)
         self._seconds = 0.0
         self._is_live = False
+        self.update(comparison)
 
-    def update(self, comparison: Comparison, series: Sequence[Series]) -> None:
+    def update(self, comparison: Comparison) -> None:
         """Show the comparison as it is now."""
+        series = self._preparer.series_of(comparison)
         self._is_live = any(each.is_live for each in series)
         begun = {each.summary.name for each in series}
         to_come = [
@@ -153,7 +132,10 @@ class _Drawing:
         self._footer.set_text(footer(comparison, tuple(each.summary for each in series)))
 
     def png(self) -> bytes:
-        """Return the figure; only what changes while a run trains is drawn each time."""
+        """Return the figure as it is now, transparent around its round corners.
+
+        Only what changes while a run trains is drawn each time.
+        """
         with rc_context({"text.hinting": "no_hinting"}):  # saves a quarter of the drawing
             if self._figure.stale:
                 self._canvas.draw()
@@ -171,6 +153,7 @@ class _Drawing:
         return buffer.getvalue()
 
     def finish(self) -> Figure:
+        """Return the matplotlib figure; no update may follow."""
         for artist in self._artists():
             artist.set_animated(False)
         return self._figure
@@ -183,29 +166,6 @@ class _Drawing:
 
     def __repr__(self) -> str:
         return self._title.get_text()
-
-    def _loss_panel(self, x: str) -> CurvePanel:
-        by = {"samples": "samples", "seconds": "time", "updates": "updates"}[x]
-        return self._panel(
-            f"Training loss by {by}",
-            X_LABELS[x],
-            log=self._options.log,
-            target=self._options.target,
-        )
-
-    def _panel(
-        self,
-        title: str,
-        x_label: str,
-        *,
-        log: bool = False,
-        target: float | None = None,
-        names_marks: bool = False,
-    ) -> CurvePanel:
-        axes = self._figure.add_axes((0, 0, 1, 1))
-        return CurvePanel(
-            axes, title=title, x_label=x_label, log=log, target=target, names_marks=names_marks
-        )
 
     def _make_room(self, labels: Sequence[str]) -> None:
         """Place the panels so that the widest label so far fits."""

@@ -31,8 +31,8 @@ from ddpnb.history.summary import (
     summarise,
 )
 from ddpnb.protocol.messages import Mark
-from ddpnb.reports.formatting import labels
-from ddpnb.reports.style import Style, style_of
+from ddpnb.reports.formatting import labels, styles
+from ddpnb.reports.style import Style
 
 UPDATES_IN_WINDOW = 10
 """About the least number of updates in a window of throughput."""
@@ -95,13 +95,11 @@ class Preparer:
 
     def series_of(self, comparison: Comparison) -> tuple[Series, ...]:
         """Return one series per strategy and comparison."""
-        names = labels(comparison)
-        several = list(dict.fromkeys(key[0] for key in names))
+        names, look = labels(comparison), styles(comparison)
         summaries = {(s.comparison, s.name): s for s in summarise(comparison)}
         made = []
         for key, runs in group_runs(comparison.runs).items():
-            style = style_of(key[1], comparison.strategies, several.index(key[0]))
-            summary = summaries[key]
+            style, summary = look[key], summaries[key]
             state = (
                 tuple((r.run_id, r.aggregate.num_events, r.status, len(r.marks)) for r in runs),
                 (str(summary.speed_up), str(summary.share_of_ceiling)),
@@ -112,11 +110,6 @@ class Preparer:
                 self._series[key] = (state, _series(names[key], style, runs, summary))
             made.append(self._series[key][1])
         return tuple(made)
-
-
-def series_of(comparison: Comparison) -> tuple[Series, ...]:
-    """Return one series per strategy and comparison."""
-    return Preparer().series_of(comparison)
 
 
 def _prepared(run: RunSnapshot) -> PreparedRun:
