@@ -14,7 +14,7 @@ from ddpnb.history.summary import summarise
 from ddpnb.protocol.messages import MODEL_FILE, RankState, RunSpec
 from ddpnb.reports.formatting import NOTHING, counted, notes
 from ddpnb.reports.style import style_of
-from ddpnb.reports.table import Cell, Column, Table, pairs_table
+from ddpnb.reports.table import Cell, Column, Table, pairs_table, table_row
 
 
 def ranks_table(states: Sequence[RankState]) -> Table:
@@ -31,7 +31,14 @@ def ranks_table(states: Sequence[RankState]) -> Table:
             Column(title="backend"),
             Column(title="notes", is_prose=True),
         ),
-        rows=tuple(_rank_row(state, ordered) for state in ordered),
+        rows=tuple(
+            table_row(
+                *(state.rank, state.pid, state.host),
+                Cell(text=state.device, quiet=state.device_name),
+                *(state.num_threads, state.backend, _shared(state, ordered)),
+            )
+            for state in ordered
+        ),
     )
 
 
@@ -63,18 +70,6 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
     )
 
 
-def _rank_row(state: RankState, states: Sequence[RankState]) -> tuple[Cell, ...]:
-    return (
-        Cell(text=str(state.rank)),
-        Cell(text=str(state.pid)),
-        Cell(text=state.host),
-        Cell(text=state.device, quiet=state.device_name),
-        Cell(text=str(state.num_threads)),
-        Cell(text=state.backend),
-        Cell(text=_shared(state, states)),
-    )
-
-
 def _shared(state: RankState, states: Sequence[RankState]) -> str:
     if not state.shares_device:
         return ""
@@ -89,15 +84,15 @@ def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
     style = style_of(run.name)
     endings = sorted({ending(repeat.status, repeat.detail) for repeat in repeats})
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created))
-    return (
+    return table_row(
         Cell(text=f"{run.comparison}/{run.name}", dot=style.colour, is_hollow=style.is_hollow),
-        Cell(text=str(len(repeats))),
-        Cell(text="own cell" if run.task == "cell" else run.task or NOTHING),
-        Cell(text=f"{run.spec.batch_size:,}" if run.spec else NOTHING),
-        Cell(text=str(run.num_workers or NOTHING)),
-        Cell(text=f"{sum(repeat.num_events for repeat in repeats):,}"),
-        Cell(text=started),
-        Cell(text="; ".join(endings)),
+        len(repeats),
+        "own cell" if run.task == "cell" else run.task or NOTHING,
+        f"{run.spec.batch_size:,}" if run.spec else NOTHING,
+        run.num_workers or NOTHING,
+        f"{sum(repeat.num_events for repeat in repeats):,}",
+        started,
+        "; ".join(endings),
     )
 
 

@@ -6,14 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, final
 
 import psutil
 from IPython.core.getipython import get_ipython
 from IPython.display import DisplayHandle, display
 
 from ddpnb.history.comparison import Comparison, overlay
-from ddpnb.reports.progress import progress_of
+from ddpnb.reports.progress import Progress, progress_of
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
@@ -46,23 +46,7 @@ BACKENDS = ("ipympl", "widget", "module://ipympl.backend_nbagg")
 """The names of the backend that ``%matplotlib widget`` chooses."""
 
 
-class Live(Protocol):
-    """Shows a comparison while it trains."""
-
-    def begin(self, comparison: Comparison) -> None:
-        """Show the planned runs, before anything trains."""
-
-    def is_due(self) -> bool:
-        """Return whether the next update is due."""
-
-    def update(self, comparison: Comparison) -> None:
-        """Show the comparison as it is now."""
-
-    def finish(self, result: ComparisonResult) -> None:
-        """Show the result; nothing replaces it."""
-
-
-def live(options: PlotOptions = EVERYTHING) -> Live:
+def live(options: PlotOptions = EVERYTHING) -> "Live":
     """Return a live display: a figure in a Jupyter kernel, lines of text elsewhere."""
     in_kernel = hasattr(get_ipython(), "kernel")
     return LiveFigureAndTable(options, on_end=_end_cell) if in_kernel else LiveText()
@@ -155,8 +139,7 @@ class LiveFigureAndTable:
     def _show_progress(self, comparison: Comparison) -> None:
         self._latest = (comparison,)
         self._draw()
-        progress = progress_of(comparison)
-        self._line.show({"text/html": progress.html(), "text/plain": repr(progress)})
+        self._line.show_table(progress_of(comparison))
 
     def _show_result(self) -> None:
         if self._latest or self._beside:
@@ -208,6 +191,10 @@ class LiveText:
         print(result)
 
 
+Live = LiveFigureAndTable | LiveText
+"""Shows a comparison while it trains."""
+
+
 class LiveDisplay:
     """A display whose content can be replaced; it appears with its first content."""
 
@@ -240,9 +227,9 @@ class LiveDisplay:
         """Show a text in place of the last content."""
         self.show({"text/plain": text})
 
-    def show_table(self, table: Table) -> None:
-        """Show a table in place of the last content."""
-        self.show({"text/html": table.html(), "text/plain": table.text()})
+    def show_table(self, table: Table | Progress) -> None:
+        """Show a table, or a line of progress, in place of the last content."""
+        self.show({"text/html": table.html(), "text/plain": repr(table)})
 
     def show_picture(self, png: bytes, description: str) -> None:
         """Show a PNG, with a text for frontends that show no pictures."""

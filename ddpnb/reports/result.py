@@ -61,8 +61,7 @@ class Picture:
     def __repr__(self) -> str:
         return self._description
 
-    def _repr_png_(self) -> bytes:
-        return self.png()
+    _repr_png_ = png
 
 
 @final

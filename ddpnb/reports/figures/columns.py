@@ -12,7 +12,7 @@ from matplotlib.text import Text
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.reports.figures.layout import WIDTH, Layout, shortened
+from ddpnb.reports.figures.layout import NAMES_LEFT, WIDTH, Layout, shortened
 from ddpnb.reports.figures.rows import RankRow, RateRow, Row, SplitRow, StaleRow
 from ddpnb.reports.figures.series import Series
 from ddpnb.reports.style import MUTED, SMALL_POINTS, Style, style_of
@@ -48,7 +48,7 @@ class Detail:
         may_be_stale = may_come and any(entry and entry.is_asynchronous for entry in planned)
         if may_be_stale or any(len(run.aggregate.staleness) for run in comparison.runs):
             kinds.append(StaleRow)
-        self._columns = [Column(figure.add_axes((0, 0, 1, 1)), kind) for kind in kinds]
+        self._columns = [FigureColumn(figure.add_axes((0, 0, 1, 1)), kind) for kind in kinds]
 
     def update(self, comparison: Comparison, series: Sequence[Series], seconds: float) -> None:
         """Show the comparison as it is now, with the names of its planned strategies.
@@ -67,7 +67,7 @@ class Detail:
         ]
         num_rows = max(len(rows), self._layout.num_strategies)
         while len(self._names) < len(rows):
-            self._names.append(_Name(self._figure, self._layout))
+            self._names.append(_Name(self._figure))
         for index, (name, (label, style)) in enumerate(zip(self._names, rows, strict=True)):
             middle = self._layout.row_middle(index, num_rows)
             name.show(label, style, middle, is_begun=index < len(series))
@@ -87,7 +87,7 @@ class Detail:
 
 
 @final
-class Column:
+class FigureColumn:
     """One quantity of all strategies; its limit only grows, unless it is a time."""
 
     def __init__(self, axes: Axes, kind: type[Row]) -> None:
@@ -134,8 +134,8 @@ class Column:
 class _Name:
     """A strategy's marker, line and name at the left of its row."""
 
-    def __init__(self, figure: Figure, layout: Layout) -> None:
-        self._left = layout.names_left / WIDTH
+    def __init__(self, figure: Figure) -> None:
+        self._left = NAMES_LEFT / WIDTH
         self._line = Line2D([], [], linewidth=2.6, markersize=9, transform=figure.transFigure)
         figure.add_artist(self._line)
         self._text: Text = figure.text(0, 0, "", fontsize=SMALL_POINTS, va="center")

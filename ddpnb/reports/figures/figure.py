@@ -30,7 +30,7 @@ from ddpnb.reports.figures.layout import (
     width_inches,
 )
 from ddpnb.reports.figures.panels import CurvePanel, LabelledLine
-from ddpnb.reports.figures.series import Line, Preparer, Series
+from ddpnb.reports.figures.series import Preparer, Series
 from ddpnb.reports.style import (
     EVERYTHING,
     INK,
@@ -120,10 +120,10 @@ class LiveFigure:
         self._seconds = planned_seconds(comparison, self._seconds)
         ends = {"samples": planned_samples(comparison), "seconds": self._seconds}
         for x, panel in self._losses.items():
-            lines = [_labelled_line(each, each.losses[x], _marks(each, x)) for each in series]
+            lines = [LabelledLine(each, each.losses[x], _marks(each, x)) for each in series]
             panel.update(lines, ends.get(x, 0.0))
         self._rate.update(
-            [_labelled_line(each, each.throughput, _marks(each, "seconds")) for each in series],
+            [LabelledLine(each, each.throughput, _marks(each, "seconds")) for each in series],
             self._seconds,
         )
         if self._detail is not None:
@@ -224,18 +224,6 @@ def _in_256_colours(image: Image.Image) -> Image.Image:
 
 def _planned(comparison: Comparison) -> set[tuple[str, str]]:
     return {(comparison.name, spec.strategy) for spec in comparison.specs}
-
-
-def _labelled_line(
-    series: Series, line: Line, marks: tuple[tuple[float, str], ...]
-) -> LabelledLine:
-    return LabelledLine(
-        text=shortened(series.label),
-        style=series.style,
-        line=line,
-        is_live=series.is_live,
-        marks=marks,
-    )
 
 
 def _marks(series: Series, x: str) -> tuple[tuple[float, str], ...]:

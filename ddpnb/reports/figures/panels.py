@@ -11,12 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
+from numpy.typing import NDArray
 
 from ddpnb.history.database import Floats
 from ddpnb.reports.figures.axes import draw_target, prepare, round_down, round_up
-from ddpnb.reports.figures.layout import spread_out, width_inches
-from ddpnb.reports.figures.series import Line
-from ddpnb.reports.style import MUTED, SMALL_POINTS, Style
+from ddpnb.reports.figures.layout import shortened, spread_out, width_inches
+from ddpnb.reports.figures.series import Line, Series
+from ddpnb.reports.style import MUTED, SMALL_POINTS
 
 LABEL_GAP_POINTS = SMALL_POINTS * 1.35
 
@@ -30,14 +31,12 @@ MAX_NAMED = 2
 """The number of a strategy's marks that are named: two, as for a rank killed and replaced."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class LabelledLine:
-    """One strategy's line in a panel, and its label."""
+    """One strategy's line in a panel."""
 
-    text: str
-    style: Style
+    series: Series
     line: Line
-    is_live: bool = False
     marks: tuple[tuple[float, str], ...] = ()
     """Events of the run: their place on the x axis, and their text."""
 
@@ -90,7 +89,7 @@ class CurvePanel:
 
     def update(self, lines: Sequence[LabelledLine], right: float = 0.0) -> None:
         """Show ``lines``; the x axis ends at ``right``, or beyond it if a line is longer."""
-        shown = [labelled for labelled in lines if _can_show(labelled.line, self._is_log)]
+        shown = [labelled for labelled in lines if _can_show(labelled.line, self._is_log).any()]
         while len(self._artists) < len(shown):
             self._artists.append(LineArtists(self.axes, self._names_marks))
         changed = [
@@ -160,8 +159,9 @@ def _prepare(axes: Axes, title: str, x_label: str, log: bool) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
 
 
-def _can_show(line: Line, is_log: bool) -> bool:
-    return bool((np.isfinite(line.y) & (line.y > (0 if is_log else -math.inf))).any())
+def _can_show(line: Line, is_log: bool) -> NDArray[np.bool_]:
+    """Return which points of the strong line have a place on the y axis."""
+    return np.isfinite(line.y) & (line.y > (0 if is_log else -math.inf))
 
 
 def _extent(line: Line, is_log: bool) -> tuple[float, float]:
@@ -220,14 +220,15 @@ class LineArtists:
 
     def show(self, labelled: LabelledLine, is_log: bool) -> bool:
         """Show a strategy; return whether it has changed, and do nothing if not."""
-        line, style, before = labelled.line, labelled.style, self._shown
+        line, style, before = labelled.line, labelled.series.style, self._shown
         self._shown = labelled
-        self._label.set_text(labelled.text)
-        if before is not None and before.line is line and before.is_live == labelled.is_live:
+        self._label.set_text(shortened(labelled.series.label))
+        is_live = labelled.series.is_live
+        if before is not None and before.line is line and before.series.is_live == is_live:
             return False
         for artist in self._lines:
-            set_live(artist, labelled.is_live)
-        x, y = self.end = end_of(line, is_log)
+            set_live(artist, is_live)
+        x, y = self.end = _end_of(line, is_log)
         self._faint.set_data(line.faint_x, line.faint_y)
         self._strong.set_data(line.x, line.y)
         self._strong.set_linestyle(style.dashes)
@@ -311,8 +312,7 @@ def _last_named(marks: Sequence[tuple[float, str]]) -> dict[str, float]:
     return dict(sorted(where.items(), key=lambda item: item[1])[-MAX_NAMED:])
 
 
-def end_of(line: Line, is_log: bool) -> tuple[float, float]:
+def _end_of(line: Line, is_log: bool) -> tuple[float, float]:
     """Return the last point of the strong line that can be shown."""
-    shown = np.isfinite(line.y) & (line.y > (0 if is_log else -math.inf))
-    at = int(np.flatnonzero(shown)[-1])
+    at = int(np.flatnonzero(_can_show(line, is_log))[-1])
     return float(line.x[at]), float(line.y[at])

@@ -6,7 +6,7 @@ every update of the run, or each repeat.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class Series:
     is_live: bool
     """Whether it is training now."""
     losses: Mapping[str, Line]
-    """By the quantity on the x axis, one of ``plot_options.ACROSS``."""
+    """By the quantity on the x axis, one of ``style.ACROSS``."""
     throughput: Line
     summary: StrategySummary
     ranks: tuple[RankAggregate, ...] = ()
@@ -74,16 +74,15 @@ class Series:
     """Each with the samples seen until then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PreparedRun:
+class PreparedRun(NamedTuple):
     """One run, ready to be drawn."""
 
     curve: Curve
     samples: Floats
     """Samples seen up to each point, those of a resumed run included."""
     smoothed: Floats
-    rate_seconds: Floats
-    rate: Floats
+    rate: tuple[Floats, Floats]
+    """Seconds, and samples/s before each."""
 
 
 @final
@@ -113,16 +112,9 @@ class Preparer:
 
 
 def _prepared(run: RunSnapshot) -> PreparedRun:
-    """Return the smoothed curves of one run."""
     curve = run.aggregate.curve
-    seconds, rate = _throughput(curve, run.header.num_samples if run.header else 0)
-    return PreparedRun(
-        curve=curve,
-        samples=curve.samples + run.num_samples_before,
-        smoothed=smoothed_loss(run),
-        rate_seconds=seconds,
-        rate=rate,
-    )
+    rate = _throughput(curve, run.header.num_samples if run.header else 0)
+    return PreparedRun(curve, curve.samples + run.num_samples_before, smoothed_loss(run), rate)
 
 
 def _throughput(curve: Curve, planned: float) -> tuple[Floats, Floats]:
@@ -138,15 +130,12 @@ def _throughput(curve: Curve, planned: float) -> tuple[Floats, Floats]:
 
 
 def _series(
-    label: str,
-    style: Style,
-    runs: Sequence[RunSnapshot],
-    summary: StrategySummary,
+    label: str, style: Style, runs: Sequence[RunSnapshot], summary: StrategySummary
 ) -> Series:
     drawn = [_prepared(run) for run in runs]
     timed = [run for run in drawn if len(run.curve)]
     sampled = [run for run in timed if run.curve.samples[-1] > 0]
-    rates = [(run.rate_seconds, run.rate) for run in drawn if len(run.rate)]
+    rates = [run.rate for run in drawn if len(run.rate[1])]
     return Series(
         label=label,
         style=style,
