@@ -119,20 +119,20 @@ class Details:
         return self._settings(), pairs_table("Where it ran", dict(self.comparison.environment))
 
     def __repr__(self) -> str:
-        parts = [table.text() for table in self.tables()]
-        if self.magic:
-            parts.append(f"To repeat it\n\n{self.magic}")
-        elif self.comparison.source:
-            parts.append(f"Its cell\n\n{self.comparison.source}")
+        head, code = self._code()
+        parts = [table.text() for table in self.tables()] + ([f"{head}\n\n{code}"] if code else [])
         return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
-        head, code = "To repeat it", self.magic
-        if not code:
-            head, code = "Its cell", self.comparison.source
+        head, code = self._code()
         block = f'<pre tabindex="0" style="{BLOCK}"><code>{escape(code)}</code></pre>'
         tables = "".join(table.html() for table in self.tables())
         return f"{tables}<p><b>{head}</b></p>{block}" if code else tables
+
+    def _code(self) -> tuple[str, str]:
+        """Return a heading, and the magic, or else the cell, which may be empty."""
+        magic = self.magic
+        return ("To repeat it", magic) if magic else ("Its cell", self.comparison.source)
 
     def _settings(self) -> Table:
         """Return the settings of all runs, with notes on what was emulated or adjusted."""

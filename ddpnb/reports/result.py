@@ -4,6 +4,7 @@ import base64
 import io
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -91,11 +92,9 @@ class ComparisonResult:
         """
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
 
-        options = PlotOptions(
-            x=self.options.x if x is None else x,
-            log=self.options.log if log is None else log,
-            target=self.options.target if target is None else target,
-        )
+        given: dict[str, Any] = {"x": x, "log": log, "target": target}
+        others = {name: value for name, value in given.items() if value is not None}
+        options = replace(self.options, **others)
         return Picture(draw(self.comparison, options), self.sentence())
 
     def sentence(self) -> str:
@@ -228,15 +227,16 @@ def _writer(given: str, target: Path) -> "Writer":
 
 
 def _write_steps(result: ComparisonResult, path: Path) -> str:
-    frame = result.steps()
-    frame.to_csv(path, index=False)
-    return f"{len(frame):,} rows, one per step of each worker"
+    return _write_csv(result.steps(), path, "step of each worker")
 
 
 def _write_runs(result: ComparisonResult, path: Path) -> str:
-    frame = result.to_frame()
+    return _write_csv(result.to_frame(), path, "run")
+
+
+def _write_csv(frame: "pd.DataFrame", path: Path, row: str) -> str:
     frame.to_csv(path, index=False)
-    return f"{len(frame):,} rows, one per run"
+    return f"{len(frame):,} rows, one per {row}"
 
 
 def _write_report(result: ComparisonResult, path: Path) -> str:

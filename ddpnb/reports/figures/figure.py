@@ -71,10 +71,9 @@ class LiveFigure:
 
     def __init__(self, comparison: Comparison, options: PlotOptions = EVERYTHING) -> None:
         self._preparer = Preparer()
-        num_strategies = len(
-            {(r.comparison, r.name) for r in comparison.runs} | _planned(comparison)
-        )
-        self._layout = Layout(num_strategies=num_strategies, has_rows=has_detail(comparison))
+        planned = {(comparison.name, spec.strategy) for spec in comparison.specs}
+        begun = {(run.comparison, run.name) for run in comparison.runs}
+        self._layout = Layout(num_strategies=len(planned | begun), has_rows=has_detail(comparison))
         self._figure = Figure(figsize=(WIDTH, self._layout.height), dpi=DPI, facecolor="none")
         self._canvas: Any = FigureCanvasAgg(self._figure)  # matplotlib leaves its methods untyped
         self._background: Any = None
@@ -220,10 +219,6 @@ def _in_256_colours(image: Image.Image) -> Image.Image:
     frame.putpalette([*(frame.getpalette() or [])[: 3 * CLEAR], 255, 255, 255])
     frame.paste(CLEAR, mask=image.getchannel("A").point([255] + [0] * 255))
     return frame
-
-
-def _planned(comparison: Comparison) -> set[tuple[str, str]]:
-    return {(comparison.name, spec.strategy) for spec in comparison.specs}
 
 
 def _marks(series: Series, x: str) -> tuple[tuple[float, str], ...]:

@@ -8,13 +8,12 @@ from typing import final
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from ddpnb.history.database import Floats
-from ddpnb.reports.figures.axes import draw_target, prepare, round_down, round_up
+from ddpnb.reports.figures.axes import add_line, draw_target, prepare, round_down, round_up
 from ddpnb.reports.figures.layout import shortened, spread_out, width_inches
 from ddpnb.reports.figures.series import Line, Series
 from ddpnb.reports.style import MUTED, SMALL_POINTS
@@ -182,23 +181,17 @@ class LineArtists:
 
     def __init__(self, axes: Axes, names_marks: bool) -> None:
         self._axes = axes
-        self._faint = axes.add_line(Line2D([], [], linewidth=1.0, alpha=0.28, zorder=2))
-        self._strong = axes.add_line(Line2D([], [], linewidth=2.6, zorder=3))
-        self._bad = axes.add_line(
-            Line2D([], [], marker="x", markersize=6, markeredgewidth=2, linestyle="", zorder=4)
-        )
-        self._bad.set_transform(axes.get_xaxis_transform())
-        self._bad.set_clip_on(False)
-        self._mark_lines = axes.add_line(Line2D([], [], linewidth=1.4, linestyle=":", zorder=3))
-        self._mark_lines.set_transform(axes.get_xaxis_transform())
-        self._mark = axes.add_line(Line2D([], [], markersize=8, linestyle="", zorder=4))
-        self._mark.set_clip_on(False)
-        self._note = axes.text(0, 0.985, "", fontsize=SMALL_POINTS, va="top")
-        self._note.set_transform(axes.get_xaxis_transform())
+        at_x = axes.get_xaxis_transform()
+        self._faint = add_line(axes, linewidth=1.0, alpha=0.28, zorder=2)
+        self._strong = add_line(axes, linewidth=2.6, zorder=3)
+        cross = {"marker": "x", "markersize": 6, "markeredgewidth": 2, "linestyle": ""}
+        self._bad = add_line(axes, **cross, zorder=4, transform=at_x, clip_on=False)
+        self._mark_lines = add_line(axes, linewidth=1.4, linestyle=":", zorder=3, transform=at_x)
+        self._mark = add_line(axes, markersize=8, linestyle="", zorder=4, clip_on=False)
+        self._note = axes.text(0, 0.985, "", fontsize=SMALL_POINTS, va="top", transform=at_x)
         self._note.set_bbox({"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5})
-        self._leader = axes.add_line(Line2D([], [], linewidth=1.0, alpha=0.7, zorder=1))
+        self._leader = add_line(axes, linewidth=1.0, alpha=0.7, zorder=1, clip_on=False)
         self._leader.set_transform(axes.transAxes)
-        self._leader.set_clip_on(False)
         self._label = axes.text(0, 0, "", fontsize=SMALL_POINTS, va="center")
         self._label.set_transform(axes.transAxes)
         self._names_marks = names_marks

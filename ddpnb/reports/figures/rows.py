@@ -11,13 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.image import AxesImage
 from matplotlib.legend import Legend
-from matplotlib.lines import Line2D
 from matplotlib.patches import Polygon, Rectangle
 from matplotlib.transforms import ScaledTranslation
 
 from ddpnb.history.database import Floats
 from ddpnb.history.metrics import slowness
-from ddpnb.reports.figures.axes import prepare, round_up
+from ddpnb.reports.figures.axes import add_line, prepare, round_up
 from ddpnb.reports.figures.panels import set_live
 from ddpnb.reports.figures.series import Series
 from ddpnb.reports.formatting import number, percent, short
@@ -50,6 +49,8 @@ class Row(ABC):
     title: ClassVar[str]
     room: ClassVar[tuple[float, float]]
     """Width of the column, as a share, and inches for the text at its right."""
+    below: ClassVar[str] = ""
+    """The label below the ticks."""
     is_of_time: ClassVar[bool] = False
     """Whether the column ends at the end of the training."""
 
@@ -72,10 +73,10 @@ class Row(ABC):
         axes.set_yticks([])
         axes.set_navigate(False)  # a zoom would not move the texts beside the rows
 
-    @staticmethod
-    def legend(series: Sequence[Series]) -> str:
-        """Return the label below the ticks."""
-        return ""
+    @classmethod
+    def legend(cls, series: Sequence[Series]) -> str:
+        """Return what stands below the ticks."""
+        return cls.below
 
     @staticmethod
     @abstractmethod
@@ -107,12 +108,12 @@ class RateRow(Row):
     def __init__(self, axes: Axes) -> None:
         self._bar = _rectangle(axes, linewidth=0)
         self._ideal = _rectangle(axes, facecolor="none", edgecolor=MUTED, linewidth=1.0)
-        self._range = _line(axes, color=INK, linewidth=1.6)
-        self._ceiling = _line(axes, color=INK, linewidth=3.0)
+        self._range = add_line(axes, color=INK, linewidth=1.6, zorder=3, clip_on=False)
+        self._ceiling = add_line(axes, color=INK, linewidth=3.0, zorder=3, clip_on=False)
         super().__init__(axes, self._bar, self._ideal, self._range, self._ceiling)
 
-    @staticmethod
-    def legend(series: Sequence[Series]) -> str:
+    @classmethod
+    def legend(cls, series: Sequence[Series]) -> str:
         """Return a legend if there are outlines or ticks."""
         has_ideal = any(_ideal_of(each) > 0 for each in series)
         if any(math.isfinite(each.summary.share_of_ceiling) for each in series):
@@ -224,6 +225,7 @@ class RankRow(Row):
     """One lane per rank: the slower its own work, the darker; blank while it was gone."""
 
     title = "Own work of each rank"
+    below = "seconds; darker: slower"
     room = (0.9, 1.12)
     is_of_time = True
 
@@ -231,14 +233,9 @@ class RankRow(Row):
         self._image = AxesImage(axes, origin="upper", interpolation="nearest", zorder=2)
         axes.add_image(self._image)
         self._image.set_data(np.zeros((1, 1, 4)))
-        self._marks = _line(axes, color=INK, linestyle="", marker="v", markersize=8)
-        self._marks.set_markeredgecolor("white")
+        look = {"color": INK, "linestyle": "", "marker": "v", "markersize": 8}
+        self._marks = add_line(axes, **look, markeredgecolor="white", zorder=3, clip_on=False)
         super().__init__(axes, self._image, self._marks)
-
-    @staticmethod
-    def legend(series: Sequence[Series]) -> str:
-        """Return what lanes show."""
-        return "seconds; darker: slower"
 
     @staticmethod
     def reach(series: Series) -> float:
@@ -298,6 +295,7 @@ class StaleRow(Row):
     """The number of updates by their staleness."""
 
     title = "Staleness"
+    below = "updates by others"
     room = (0.62, 0.84)
 
     def __init__(self, axes: Axes) -> None:
@@ -311,11 +309,6 @@ class StaleRow(Row):
         super().prepare(axes)
         shown = range(0, MAX_SHOWN_STALENESS + 1, 2)
         axes.set_xticks([value + 0.5 for value in shown], [str(value) for value in shown])
-
-    @staticmethod
-    def legend(series: Sequence[Series]) -> str:
-        """Return the unit."""
-        return "updates by others"
 
     @staticmethod
     def reach(series: Series) -> float:
@@ -345,11 +338,6 @@ def _rectangle(axes: Axes, **look: Any) -> Rectangle:
     made = Rectangle((0, 0), 0, 0, zorder=2, **look)
     axes.add_patch(made)
     return made
-
-
-def _line(axes: Axes, **look: Any) -> Line2D:
-    """Add and return a line, or markers, without data."""
-    return axes.add_line(Line2D([], [], zorder=3, clip_on=False, **look))
 
 
 def _place(bar: Rectangle, left: float, low: float, width: float, height: float) -> None:
