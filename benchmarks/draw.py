@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from benchmarks.measure import Figure
+from ddpnb.history.database import EVENT
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
-from ddpnb.history.rows import EVENT
 from ddpnb.history.store import Store
 from ddpnb.protocol.messages import NO_STALENESS, EventBatch, RunHeader, RunSpec
 from ddpnb.reports.figures.figure import LiveFigure
@@ -54,7 +54,7 @@ class Fed:
         self.recorder = Recorder(
             self.store, name="bench", task="digits", source="", specs=self.specs
         )
-        self.figure = LiveFigure()
+        self.figure = LiveFigure(self.recorder.comparison)
         self.draw_seconds: list[float] = []
         self.first_seconds: list[float] = []
         """Those in which a run had just begun or ended: all is drawn anew."""

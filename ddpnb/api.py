@@ -8,10 +8,10 @@ from ddpnb.history.query import Search
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import typed
 from ddpnb.protocol.training_options import make_training_spec, takes_training_options
-from ddpnb.reports.exports.export import export as write_export
 from ddpnb.reports.listing import Details, runs_table
-from ddpnb.reports.plot_options import PlotOptions
 from ddpnb.reports.result import ComparisonResult
+from ddpnb.reports.result import export as write_export
+from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.cells import RunningCell

@@ -5,14 +5,15 @@ are too many bins, each two become one: points already drawn stay where they are
 neighbour.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddpnb.history.align import AlignedUpdates, StepAligner, make_aligner
-from ddpnb.history.rows import Floats, Records
+from ddpnb.history.database import Floats, Records
 from ddpnb.protocol.messages import NO_STALENESS, Parts, RunHeader, RunSpec
 
 MAX_POINTS = 360
@@ -120,14 +121,13 @@ class RunAggregator:
         self._num_ranks = num_ranks
         self._aligner: StepAligner | None = None
         self._waiting_for_header: list[Records] = []
-        self._curve = Downsampler(num_sums=3, num_minima=1, num_maxima=3, max_bins=MAX_POINTS)
+        self._curve = Downsampler(
+            *(np.add, np.add, np.add, np.fmin, np.fmax, np.fmax, np.fmax), max_bins=MAX_POINTS
+        )
         self._ranks: dict[int, _RankAggregator] = {}
         self._samples = self._seconds = 0.0
-        self._num_events = self._num_samples = self._num_diverged = 0
-        self._latest_seconds = 0.0
-        self._staleness = np.zeros(0, dtype=np.int64)
+        self._totals = RunAggregate()
         self._recent = np.empty(0)
-        self._snapshot: RunAggregate | None = RunAggregate()
 
     @classmethod
     def from_all(
@@ -155,29 +155,15 @@ class RunAggregator:
                 self._waiting_for_header.append(rows)
             else:
                 self._add_updates(self._aligner.add(rows))
-        self._snapshot = None
 
     def end(self) -> None:
         """Stop waiting for ranks that have not reported a step."""
         self._add_updates(self._align_by(None).end())
-        self._snapshot = None
 
     def snapshot(self) -> RunAggregate:
         """Return the run as it is now."""
-        made = self._snapshot
-        if made is None:
-            made = RunAggregate(
-                num_events=self._num_events,
-                num_samples=self._num_samples,
-                seconds=self._latest_seconds,
-                num_diverged=self._num_diverged,
-                curve=_curve_of(self._curve.snapshot()),
-                ranks=tuple(rank.snapshot() for _, rank in sorted(self._ranks.items())),
-                staleness=self._staleness,
-                recent_loss=float(self._recent.mean()) if len(self._recent) else float("nan"),
-            )
-            self._snapshot = made
-        return made
+        ranks = tuple(aggregator.now for _, aggregator in sorted(self._ranks.items()))
+        return replace(self._totals, curve=_curve_of(self._curve.series), ranks=ranks)
 
     def _align_by(self, header: RunHeader | None) -> StepAligner:
         """Return the run's aligner; the first call makes it, as the header says."""
@@ -189,19 +175,24 @@ class RunAggregator:
         return self._aligner
 
     def _count(self, rows: Records) -> None:
-        self._num_events += len(rows)
-        self._num_samples += int(rows["num_samples"].sum())
-        self._latest_seconds = max(self._latest_seconds, float(rows["seconds"].max()))
         is_bad = ~np.isfinite(rows["loss"])
         if self._spec is not None:  # a worker whose share of a step is empty has no loss
             is_bad &= rows["num_samples"] > 0
-        self._num_diverged += int(np.count_nonzero(is_bad))
         self._recent = np.concatenate([self._recent, rows["loss"][-NUM_RECENT:]])[-NUM_RECENT:]
+        before, staleness = self._totals, self._totals.staleness
         known = rows["staleness"][rows["staleness"] != NO_STALENESS]
         if len(known):
-            counts = np.bincount(np.clip(known, 0, MAX_STALENESS), minlength=len(self._staleness))
-            counts[: len(self._staleness)] += self._staleness
-            self._staleness = counts
+            counts = np.bincount(np.clip(known, 0, MAX_STALENESS), minlength=len(staleness))
+            counts[: len(staleness)] += staleness
+            staleness = counts
+        self._totals = RunAggregate(
+            num_events=before.num_events + len(rows),
+            num_samples=before.num_samples + int(rows["num_samples"].sum()),
+            seconds=max(before.seconds, float(rows["seconds"].max())),
+            num_diverged=before.num_diverged + int(np.count_nonzero(is_bad)),
+            staleness=staleness,
+            recent_loss=float(self._recent.mean()),
+        )
 
     def _add_updates(self, updates: AlignedUpdates) -> None:
         for rank in np.unique(updates.rows["rank"]).tolist():
@@ -215,11 +206,24 @@ class RunAggregator:
         is_finite = np.isfinite(updates.loss)
         loss = np.where(is_finite, updates.loss, np.nan)
         weight = np.where(is_finite, np.where(updates.weight > 0, updates.weight, 1.0), 0.0)
-        self._curve.extend(
-            sums=np.stack([np.where(is_finite, updates.loss, 0.0) * weight, weight, ~is_finite]),
-            minima=loss[None],
-            maxima=np.stack([samples, seconds, loss]),
-        )
+        weighted = np.where(is_finite, updates.loss, 0.0) * weight
+        self._curve.extend([weighted, weight, ~is_finite, loss, samples, seconds, loss])
+
+
+def _curve_of(series: "DownsampledSeries") -> Curve:
+    weighted, weight, num_bad, lowest, samples, seconds, highest = series.columns
+    with np.errstate(invalid="ignore"):
+        loss = weighted / weight
+    return Curve(
+        samples=samples,
+        seconds=seconds,
+        loss=loss,
+        lowest=lowest,
+        highest=highest,
+        num_bad=num_bad,
+        num_merged=series.num_merged,
+        num_updates=series.num_entries,
+    )
 
 
 @final
@@ -227,49 +231,37 @@ class _RankAggregator:
     """Aggregates the rows of one rank."""
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._num_steps = self._num_samples = self._num_bytes = 0
-        self._parts = np.zeros(len(PARTS))
-        self._seconds = 0.0
-        self._track = Downsampler(num_sums=1, num_minima=0, num_maxima=1, max_bins=MAX_RANK_POINTS)
+        self.now = RankAggregate(rank=rank)
+        self._track = Downsampler(np.add, np.fmax, max_bins=MAX_RANK_POINTS)
 
     def add(self, rows: Records) -> None:
+        before = self.now
         parts = np.stack([rows[name].astype(np.float64) for name in PARTS])
-        seconds = np.maximum.accumulate(np.append(self._seconds, rows["seconds"]))
+        seconds = np.maximum.accumulate(np.append(before.seconds, rows["seconds"]))
         own = parts[[PARTS.index(name) for name in COMPUTED]].sum(axis=0)
-        if not parts.any():
-            own = np.diff(seconds)
-        self._track.extend(own[None], np.empty((0, len(rows))), seconds[None, 1:])
-        self._seconds = float(seconds[-1])
-        self._parts = self._parts + parts.sum(axis=1)
-        self._num_steps += len(rows)
-        self._num_samples += int(rows["num_samples"].sum())
-        self._num_bytes += int(rows["num_bytes_sent"].sum())
-
-    def snapshot(self) -> RankAggregate:
-        track = self._track.snapshot()
-        num_steps = np.full(track.sums.shape[1], float(track.num_merged))
-        if len(num_steps):
-            num_steps[-1] = track.num_entries - track.num_merged * (len(num_steps) - 1)
-        return RankAggregate(
-            rank=self._rank,
-            num_steps=self._num_steps,
-            num_samples=self._num_samples,
-            seconds=self._seconds,
-            parts=Parts(*self._parts.tolist()),
-            num_bytes_sent=self._num_bytes,
-            at_seconds=track.maxima[0],
-            own_seconds=track.sums[0] / num_steps,
+        self._track.extend([own if parts.any() else np.diff(seconds), seconds[1:]])
+        track = self._track.series
+        own_sums, at_seconds = track.columns
+        num_steps = np.full(len(own_sums), float(track.num_merged))
+        num_steps[-1] = track.num_entries - track.num_merged * (len(num_steps) - 1)
+        self.now = RankAggregate(
+            rank=before.rank,
+            num_steps=before.num_steps + len(rows),
+            num_samples=before.num_samples + int(rows["num_samples"].sum()),
+            seconds=float(seconds[-1]),
+            parts=Parts(*(before.parts + parts.sum(axis=1)).tolist()),
+            num_bytes_sent=before.num_bytes_sent + int(rows["num_bytes_sent"].sum()),
+            at_seconds=at_seconds,
+            own_seconds=own_sums / num_steps,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DownsampledSeries:
-    """A series at one moment, in bins; each array is of shape ``[columns, bins]``."""
+    """A series at one moment, in bins."""
 
-    sums: Floats
-    minima: Floats
-    maxima: Floats
+    columns: Floats
+    """Of shape ``[columns, bins]``."""
     num_merged: int = 1
     """Entries in each bin but the last, which may have fewer."""
     num_entries: int = 0
@@ -280,85 +272,45 @@ class Downsampler:
     """Merges the entries of a growing series into at most ``max_bins`` bins.
 
     Args:
-        num_sums: columns that are added up in a bin.
-        num_minima: columns of which a bin has the least value.
-        num_maxima: columns of which a bin has the greatest value; of what only grows, the last.
+        merges: how the entries of each column are merged; of what only grows, ``np.fmax`` keeps
+            the last.
         max_bins: if there are more, each two become one.
     """
 
-    def __init__(self, *, num_sums: int, num_minima: int, num_maxima: int, max_bins: int) -> None:
+    def __init__(self, *merges: np.ufunc, max_bins: int) -> None:
+        self._merges = merges
         self._max_bins = max_bins
-        self._series = DownsampledSeries(
-            sums=np.empty((num_sums, 0)),
-            minima=np.empty((num_minima, 0)),
-            maxima=np.empty((num_maxima, 0)),
-        )
+        self.series = DownsampledSeries(columns=np.empty((len(merges), 0)))
+        """The series as it is now; later entries do not change it."""
 
-    def extend(self, sums: Floats, minima: Floats, maxima: Floats) -> None:
-        """Append entries; each array is of shape ``[columns, entries]``, NaN where unknown."""
-        num_new = sums.shape[1]
-        if num_new == 0:
+    def extend(self, entries: Sequence[Floats]) -> None:
+        """Append entries: equally many for each column, NaN where unknown."""
+        if len(entries[0]) == 0:
             return
-        old = self._series
+        old = self.series
         num_in_last = old.num_entries % old.num_merged  # 0 if the last bin is full
-        num_full = old.sums.shape[1] - (num_in_last > 0)
-        bin_of = (num_in_last + np.arange(num_new)) // old.num_merged
+        num_full = old.columns.shape[1] - (num_in_last > 0)
+        bin_of = (num_in_last + np.arange(len(entries[0]))) // old.num_merged
         if num_in_last:
-            sums, minima, maxima = (
-                np.concatenate([before[:, num_full:], new], axis=1)
-                for before, new in ((old.sums, sums), (old.minima, minima), (old.maxima, maxima))
-            )
-            bin_of = np.concatenate([[0], bin_of])
-        starts = np.flatnonzero(np.diff(bin_of, prepend=-1))
-        merged = _merged(sums, minima, maxima, starts)
-        self._series = DownsampledSeries(
-            sums=np.concatenate([old.sums[:, :num_full], merged[0]], axis=1),
-            minima=np.concatenate([old.minima[:, :num_full], merged[1]], axis=1),
-            maxima=np.concatenate([old.maxima[:, :num_full], merged[2]], axis=1),
-            num_merged=old.num_merged,
-            num_entries=old.num_entries + num_new,
-        )
-        while self._series.sums.shape[1] > self._max_bins:
-            self._halve()
-
-    def snapshot(self) -> DownsampledSeries:
-        """Return the series as it is now; later entries do not change it."""
-        return self._series
-
-    def _halve(self) -> None:
-        now = self._series
-        starts = np.arange(0, now.sums.shape[1], 2)
-        sums, minima, maxima = _merged(now.sums, now.minima, now.maxima, starts)
-        self._series = DownsampledSeries(
-            sums=sums,
-            minima=minima,
-            maxima=maxima,
-            num_merged=2 * now.num_merged,
-            num_entries=now.num_entries,
+            bin_of = np.append(0, bin_of)
+        growing = np.concatenate([old.columns[:, num_full:], np.stack(entries)], axis=1)
+        grown = self._merged(growing, np.flatnonzero(np.diff(bin_of, prepend=-1)))
+        columns = np.concatenate([old.columns[:, :num_full], grown], axis=1)
+        num_merged = old.num_merged
+        while columns.shape[1] > self._max_bins:
+            columns = self._merged(columns, np.arange(0, columns.shape[1], 2))
+            num_merged *= 2
+        self.series = DownsampledSeries(
+            columns=columns,
+            num_merged=num_merged,
+            num_entries=old.num_entries + len(entries[0]),
         )
 
-
-def _merged(
-    sums: Floats, minima: Floats, maxima: Floats, starts: NDArray[np.intp]
-) -> tuple[Floats, Floats, Floats]:
-    """Merge the columns' entries from each start to the next; NaN counts as unknown."""
-    return (
-        np.add.reduceat(sums, starts, axis=1),
-        np.fmin.reduceat(minima, starts, axis=1),
-        np.fmax.reduceat(maxima, starts, axis=1),
-    )
-
-
-def _curve_of(series: DownsampledSeries) -> Curve:
-    with np.errstate(invalid="ignore"):
-        loss = series.sums[0] / series.sums[1]
-    return Curve(
-        samples=series.maxima[0],
-        seconds=series.maxima[1],
-        loss=loss,
-        lowest=series.minima[0],
-        highest=series.maxima[2],
-        num_bad=series.sums[2],
-        num_merged=series.num_merged,
-        num_updates=series.num_entries,
-    )
+    def _merged(self, columns: Floats, starts: NDArray[np.intp]) -> Floats:
+        """Merge the columns' entries from each start to the next."""
+        return np.stack(
+            [
+                merge.reduceat(column, starts)
+                for merge, column in zip(self._merges, columns, strict=True)
+            ]
+        )

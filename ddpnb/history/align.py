@@ -14,7 +14,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from ddpnb.history.rows import EVENT, Floats, Records
+from ddpnb.history.database import EVENT, Floats, Records
 from ddpnb.protocol.messages import RunHeader, RunSpec
 
 StepIndices = NDArray[np.int64]
@@ -46,10 +46,8 @@ class AlignedUpdates:
 class StepAligner(ABC):
     """Takes each rank's events as they arrive, and returns the updates that are complete."""
 
-    @property
-    @abstractmethod
-    def is_in_order(self) -> bool:
-        """Whether the updates are the same as if all events had arrived at once."""
+    is_in_order = True
+    """Whether the updates are the same as if all events had arrived at once."""
 
     @abstractmethod
     def add(self, rows: Records) -> AlignedUpdates:
@@ -77,6 +75,8 @@ def make_aligner(header: RunHeader | None, spec: RunSpec | None, num_ranks: int 
 class AsynchronousAligner(StepAligner):
     """Orders steps by time, up to the time that every worker has reported.
 
+    An event that arrives after a later one has been returned is out of order.
+
     Args:
         num_workers: how many workers to wait for.
         now: a monotonic clock.
@@ -91,13 +91,7 @@ class AsynchronousAligner(StepAligner):
         self._arrived_at: dict[int, float] = {}
         self._pending: list[Records] = []
         self._released_until = -math.inf
-        self._is_in_order = True
         self._has_ended = False
-
-    @property
-    def is_in_order(self) -> bool:
-        """Whether no event arrived after a later one had been returned."""
-        return self._is_in_order
 
     def add(self, rows: Records) -> AlignedUpdates:
         """Add events of one rank; return those that no other event can precede any more."""
@@ -137,7 +131,7 @@ class AsynchronousAligner(StepAligner):
         rows = rows[is_complete]
         rows = rows[np.argsort(rows["seconds"], kind="stable")]
         if len(rows):
-            self._is_in_order &= bool(rows["seconds"][0] >= self._released_until)
+            self.is_in_order &= bool(rows["seconds"][0] >= self._released_until)
             self._released_until = max(self._released_until, float(rows["seconds"][-1]))
         return AlignedUpdates(
             loss=rows["loss"].astype(np.float64),
@@ -164,11 +158,6 @@ class SynchronousAligner(StepAligner):
         self._pending: list[Records] = []
         self._next_step = 0
         self._has_ended = False
-
-    @property
-    def is_in_order(self) -> bool:
-        """Always: steps are numbered."""
-        return True
 
     def add(self, rows: Records) -> AlignedUpdates:
         """Add events of one rank; return the steps that every rank has reported."""

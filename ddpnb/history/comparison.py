@@ -1,19 +1,26 @@
-"""Several runs that belong together, and where they were trained.  (Kernel.)"""
+"""Several runs that belong together, where they were trained, and how to repeat them.  (Kernel.)"""
 
 import contextlib
 import os
 import platform
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ddpnb.history.model import RunSnapshot
+from ddpnb.protocol.catalogue import BASELINE, CELL_TASK
 from ddpnb.protocol.messages import RankState, RunSpec
+from ddpnb.protocol.options import Option
+from ddpnb.protocol.training_options import training_options
 
 LIBRARIES = ("ddpnb", "torch", "ipyparallel", "numpy")
 """Libraries in ``environment``, by their version."""
+
+ALWAYS = ("num_epochs", "batch_size", "learning_rate", "seed")
+"""Fields that are written out even where they have their default, which may change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,6 +95,67 @@ def describe_ranks(states: Sequence[RankState]) -> dict[str, str]:
     }
 
 
+def magic_of(comparison: Comparison) -> str:
+    """Return the notebook cell that trains a comparison again.
+
+    Empty for hand-written loops and for several comparisons together.
+    """
+    specs = comparison.specs
+    if not specs:
+        return ""
+    strategies = tuple(dict.fromkeys(spec.strategy for spec in specs))
+    first = specs[0]
+    num_repeats = max(spec.repeat for spec in specs) + 1
+    line = line_of(strategies, first.task, _words(first), num_repeats=num_repeats)
+    if first.task != CELL_TASK:
+        return f"%ddp_compare {line}"
+    return f"%%ddp_compare {line}\n{body_of(first.source)}"
+
+
+def line_of(
+    strategies: Sequence[str],
+    task: str,
+    choices: Sequence[str],
+    *,
+    num_repeats: int = 1,
+    name: str = "",
+) -> str:
+    """Return the arguments of ``%ddp_compare`` as a line.
+
+    Args:
+        strategies: as users write them; ``single`` among them is the baseline.
+        task: what is trained.
+        choices: the words of the line that choose options of the training.
+        num_repeats: how often each strategy is trained.
+        name: of the comparison; empty: ddpnb makes one.
+    """
+    others = [strategy for strategy in strategies if strategy != BASELINE]
+    words = others or list(strategies)
+    if task != CELL_TASK:
+        words += ["--task", task]
+    words += choices
+    if num_repeats != 1:
+        words += ["--repeats", str(num_repeats)]
+    if name:
+        words += ["--name", name]
+    if others and BASELINE not in strategies:
+        words += ["--no-baseline"]
+    return shlex.join(words)
+
+
+def body_of(source: str) -> str:
+    """Return a stored cell without the comment in place of its magic."""
+    first, _, rest = source.partition("\n")
+    return rest if first.startswith("# %%ddp_compare") else source
+
+
+def chosen(spec: RunSpec) -> Iterator[tuple[str, Option]]:
+    """Yield the fields of a spec that do not have their default, with their options."""
+    for name, option in training_options():
+        if getattr(spec, name) != option.default:
+            yield name, option
+
+
 def _cpu_model() -> str:
     """Return the name of the processor, as far as it is known."""
     with contextlib.suppress(OSError):
@@ -110,3 +178,14 @@ def _common_items(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the items that all have."""
     first, *others = environments
     return {key: value for key, value in first.items() if all(o.get(key) == value for o in others)}
+
+
+def _words(spec: RunSpec) -> list[str]:
+    always = {name: option for name, option in training_options() if name in ALWAYS}
+    words = []
+    for name, option in (always | dict(chosen(spec))).items():
+        if name == "resume" and spec.resumed:  # the comparison: each strategy resumes its own run
+            words += [option.flag, spec.resumed.partition("/")[0]]
+        elif name != "task":
+            words += option.words(getattr(spec, name))
+    return words

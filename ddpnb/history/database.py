@@ -1,17 +1,50 @@
-"""The SQLite file of the runs.  (Kernel.)
+"""The SQLite file of the runs, and what its rows hold.  (Kernel.)
 
 With a rollback journal: it works on NFS homes, survives a kill at any moment, and lets two
-notebooks write in turns.
+notebooks write in turns.  Events are stored as the bytes of ``EVENT`` rows, the rest as JSON.
+Never pickle: a stored run from a stranger must not be able to run code.
 """
 
+import dataclasses
+import json
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import EventBatch, Mark, MarkKind, Parts, RunHeader, RunReport, RunSpec
+
+Floats = NDArray[np.float64]
+
+Records = NDArray[Any]
+"""A structured array: one row per event, one named field per column."""
+
+EVENT = np.dtype(
+    [
+        ("seconds", "<f8"),
+        ("loss", "<f8"),
+        ("num_samples", "<i8"),
+        ("step", "<i8"),
+        ("staleness", "<i4"),
+        ("rank", "<i4"),
+        ("num_bytes_sent", "<i8"),
+        *((part, "<f4") for part in Parts._fields),
+    ]
+)
+"""One step of one worker, as ``messages.pack_step`` packs it.
+
+Little-endian, so that a stored run can be read anywhere.  The parts of the step, ``data``
+to ``hidden``, are in seconds.
+"""
+
+METRIC = np.dtype([("event", "<i8"), ("value", "<f8")])
+"""A number that the user logged, and the index of its event."""
 
 FORMAT = 2
 """Version of the tables below; a change that earlier versions cannot read raises it."""
@@ -66,9 +99,10 @@ class Database:
             self._connection = sqlite3.connect(
                 path, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False
             )
+            self._connection.row_factory = sqlite3.Row
             self._prepare()
 
-    def read(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    def read(self, query: str, values: tuple[Any, ...] = ()) -> list[sqlite3.Row]:
         """Return all rows of ``query``."""
         with self._lock, self._store_errors("read"):
             return self._open().execute(query, values).fetchall()
@@ -127,3 +161,76 @@ class Database:
             yield
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"The runs in {self._path} cannot be {verb}: {error}.") from error
+
+
+def rows_of(batch: EventBatch) -> Records:
+    """Return the rows of a batch, read-only and without a copy."""
+    return np.frombuffer(batch.rows, dtype=EVENT)
+
+
+Message = TypeVar("Message", RunSpec, RunHeader, RunReport)
+
+
+def to_text(value: RunSpec | RunHeader | RunReport) -> str:
+    """Return ``value`` as JSON, with NaN and infinity."""
+    return json.dumps(dataclasses.asdict(value))
+
+
+def from_text(kind: type[Message], text: str) -> Message:
+    """Return the message that ``to_text`` wrote."""
+    return from_fields(kind, json.loads(text))
+
+
+def from_fields(kind: type[Message], given: Mapping[str, Any]) -> Message:
+    """Return a message with the given fields; unknown ones are dropped.
+
+    What was trained once stays readable: a spec of a strategy, task or option that is no longer
+    in the catalogue is returned as it was written.
+    """
+    fields = dataclasses.fields(kind)
+    values: dict[str, Any] = {
+        entry.name: tuple(value) if isinstance(value := given[entry.name], list) else value
+        for entry in fields
+        if entry.name in given
+    }
+    if kind is RunHeader and "is_emulated" not in given:  # stored before there was this field
+        values["is_emulated"] = any("emulated" in note for note in given["notes"])
+    try:
+        return kind(**values)
+    except UserError:
+        made = object.__new__(kind)  # unlike kind(...), this checks nothing
+        for entry in fields:
+            object.__setattr__(made, entry.name, values.get(entry.name, entry.default))
+        return made
+
+
+def batch_row(batch: EventBatch) -> tuple[Any, ...]:
+    """Return a row of the table ``batches``."""
+    metrics = json.dumps(batch.metrics) if batch.metrics else ""
+    marks = json.dumps([dataclasses.astuple(mark) for mark in batch.marks]) if batch.marks else ""
+    num_events, events = batch.num_steps, batch.rows
+    return (batch.run_id, batch.rank, batch.sequence, num_events, events, metrics, marks)
+
+
+def batch_of(row: Sequence[Any], header: RunHeader | None) -> EventBatch:
+    """Return the batch that ``batch_row`` wrote, with ``header``."""
+    run_id, rank, sequence, _, events, metrics, marks = row
+    return EventBatch(
+        run_id=run_id,
+        rank=rank,
+        sequence=sequence,
+        header=header,
+        rows=events,
+        metrics=tuple((index, name, value) for index, name, value in json.loads(metrics or "[]")),
+        marks=tuple(
+            Mark(rank=rank, seconds=seconds, text=text, kind=_kind_of(text, *kind))
+            for rank, seconds, text, *kind in json.loads(marks or "[]")
+        ),
+    )
+
+
+def _kind_of(text: str, kind: str | None = None) -> MarkKind:
+    """Return the kind of a mark; if it was stored before marks had kinds, its text says it."""
+    if kind is None:
+        kind = text if text in set(MarkKind) else MarkKind.OTHER
+    return MarkKind(kind)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpnb.history.aggregate import Curve, RankAggregate
+from ddpnb.history.database import Floats
 from ddpnb.history.model import RunSnapshot
-from ddpnb.history.rows import Floats
 from ddpnb.protocol.messages import NO_PARTS, MarkKind, Parts
 
 SMOOTHED_SHARE = 0.05

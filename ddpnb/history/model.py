@@ -3,14 +3,14 @@
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import final
 
 import numpy as np
 
 from ddpnb.history.aggregate import RunAggregate, RunAggregator
-from ddpnb.history.rows import EVENT, METRIC, Records, rows_of
+from ddpnb.history.database import EVENT, METRIC, Records, rows_of
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, Mark, RunHeader, RunReport, RunSpec
 
@@ -53,8 +53,10 @@ class RunSnapshot:
     """Why it failed or stopped, in one clause."""
     aggregate: RunAggregate = field(default_factory=RunAggregate)
     """Its curve, tracks and totals; the size does not grow with the run."""
-    events_in_memory: "RunEvents | None" = None
-    """None where there are too many."""
+    row_parts: tuple[Records, ...] | None = ()
+    """Its events as they arrived; None where there are too many for memory."""
+    metric_parts: Mapping[str, tuple[Records, ...]] = field(default_factory=dict)
+    """The numbers that the user logged, likewise."""
     load: "Callable[[], RunSnapshot] | None" = None
     """Reads this run with its events from the store."""
     reports: tuple[RunReport, ...] = ()
@@ -79,38 +81,18 @@ class RunSnapshot:
 
     @property
     def events(self) -> Records:
-        """Rows of ``EVENT`` in order of arrival; a long run is read again at every access."""
-        return self._all_events().rows
-
-    @property
-    def metrics(self) -> Mapping[str, Records]:
-        """Rows of ``METRIC`` by the user's name for them; read again likewise."""
-        return self._all_events().metrics
-
-    def _all_events(self) -> "RunEvents":
-        if self.events_in_memory is None and self.load is not None:
-            return self.load()._all_events()
-        return self.events_in_memory or RunEvents()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RunEvents:
-    """All events of a run, as they arrived."""
-
-    row_parts: tuple[Records, ...] = ()
-    metric_parts: Mapping[str, tuple[Records, ...]] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> Records:
-        """Rows of ``EVENT``, read-only."""
-        rows = np.concatenate([np.empty(0, dtype=EVENT), *self.row_parts])
+        """Rows of ``EVENT``, read-only, in order of arrival; a long run is read again each time."""
+        rows = np.concatenate([np.empty(0, dtype=EVENT), *(self._whole().row_parts or ())])
         rows.flags.writeable = False
         return rows
 
     @property
     def metrics(self) -> Mapping[str, Records]:
-        """Rows of ``METRIC`` by the user's name for them."""
-        return {name: np.concatenate(parts) for name, parts in self.metric_parts.items()}
+        """Rows of ``METRIC`` by the user's name for them; read again likewise."""
+        return {name: np.concatenate(parts) for name, parts in self._whole().metric_parts.items()}
+
+    def _whole(self) -> "RunSnapshot":
+        return self if self.row_parts is not None or self.load is None else self.load()._whole()
 
 
 @final
@@ -140,13 +122,13 @@ class Run:
         num_ranks: int = 1,
         load: Callable[[], RunSnapshot] | None = None,
     ) -> None:
-        self._load = load
         self._start = RunSnapshot(
             run_id=run_id,
             name=name,
             comparison=comparison,
             spec=spec,
             created=time.time() if created is None else created,
+            load=load,
         )
         self._header: RunHeader | None = None
         self._ending = (Status.RUNNING, "")
@@ -197,18 +179,15 @@ class Run:
     def snapshot(self) -> RunSnapshot:
         """Return the run as it is now; costs the same however long it is."""
         status, detail = self._ending
-        return RunSnapshot(
-            run_id=self._start.run_id,
-            name=self._start.name,
-            comparison=self._start.comparison,
-            created=self._start.created,
-            spec=self._start.spec,
+        events = self._events
+        return replace(
+            self._start,
             header=self._header,
             status=status,
             detail=detail,
             aggregate=self._aggregate.snapshot(),
-            events_in_memory=self._events_in_memory(),
-            load=self._load,
+            row_parts=None if events is None else tuple(events),
+            metric_parts={name: tuple(parts) for name, parts in list(self._metrics.items())},
             reports=tuple(report for _, report in sorted(self._reports.items())),
             marks=tuple(self._marks),
             num_lost_batches=len(self._missing),
@@ -227,7 +206,7 @@ class Run:
         if self._events is None:
             return
         offset = self._num_events
-        if self._load is not None and offset + len(rows) > MAX_EVENTS_IN_MEMORY:
+        if self._start.load is not None and offset + len(rows) > MAX_EVENTS_IN_MEMORY:
             self._events = None
             self._metrics.clear()
             return
@@ -236,12 +215,6 @@ class Run:
             self._metrics.setdefault(name, []).append(np.array(numbers, dtype=METRIC))
         self._events.append(rows)
         self._num_events += len(rows)
-
-    def _events_in_memory(self) -> RunEvents | None:
-        if self._events is None:
-            return None
-        metrics = {name: tuple(parts) for name, parts in list(self._metrics.items())}
-        return RunEvents(row_parts=tuple(self._events), metric_parts=metrics)
 
     def _is_new(self, rank: int, sequence: int) -> bool:
         if (rank, sequence) in self._missing:

@@ -7,17 +7,25 @@ run; a crash loses at most the last ``flush_seconds``.
 import json
 import platform
 import shutil
+import sqlite3
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
-from ddpnb.history import query, rows
+from ddpnb.history import query
 from ddpnb.history.comparison import Comparison, overlay
-from ddpnb.history.database import Database
+from ddpnb.history.database import (
+    Database,
+    batch_of,
+    batch_row,
+    from_fields,
+    from_text,
+    to_text,
+)
 from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.history.query import StoredRun
 from ddpnb.protocol.errors import UserError
@@ -36,16 +44,19 @@ WHERE EXISTS (SELECT 1 FROM runs WHERE id = ?1)
 """Inserts nothing for a run that another notebook has deleted meanwhile."""
 
 LIST = """
-SELECT runs.id, comparisons.id, comparisons.name, runs.name, runs.repeat, runs.created,
-    comparisons.task, runs.status, runs.detail, runs.writer, runs.spec, runs.header,
-    (SELECT coalesce(sum(num_events), 0) FROM batches WHERE run = runs.id),
-    (SELECT count(DISTINCT rank) FROM batches WHERE run = runs.id AND rank >= 0)
+SELECT runs.id AS run_id, comparisons.id AS comparison_id, comparisons.name AS comparison,
+    runs.name, runs.repeat, runs.created, comparisons.task, runs.status, runs.detail, runs.writer,
+    runs.spec, runs.header,
+    (SELECT coalesce(sum(num_events), 0) FROM batches WHERE run = runs.id) AS num_events,
+    (SELECT count(DISTINCT rank) FROM batches WHERE run = runs.id AND rank >= 0) AS num_ranks
 FROM runs JOIN comparisons ON comparisons.id = runs.comparison
 ORDER BY runs.created, runs.rowid
 """
+"""The fields of ``StoredRun``, and the writer of each run."""
 
 COMPARISON = """
-SELECT id, name, created, task, source, specs, environment FROM comparisons WHERE id = ?
+SELECT id AS comparison_id, name, created, task, source, specs, environment
+FROM comparisons WHERE id = ?
 """
 
 BATCHES = """
@@ -97,7 +108,7 @@ class Store:
                     comparison.created,
                     comparison.task,
                     comparison.source,
-                    rows.specs_to_text(comparison.specs),
+                    json.dumps([asdict(spec) for spec in comparison.specs]),
                     json.dumps(dict(comparison.environment)),
                 ),
             )
@@ -105,7 +116,7 @@ class Store:
 
     def begin_run(self, comparison_id: str, run: RunSnapshot) -> None:
         """Store a run that is about to train, of a comparison that has begun."""
-        spec = rows.to_text(run.spec) if run.spec else None
+        spec = to_text(run.spec) if run.spec else None
         with self._database.write() as connection:
             connection.execute(
                 "INSERT INTO runs (id, comparison, name, repeat, created, writer, status, spec)"
@@ -132,7 +143,7 @@ class Store:
 
     def add_report(self, report: RunReport) -> None:
         """Store the report of a rank."""
-        row = (report.run_id, report.rank, rows.to_text(report))
+        row = (report.run_id, report.rank, to_text(report))
         with self._database.write() as connection:
             connection.execute("INSERT OR REPLACE INTO reports VALUES (?, ?, ?)", row)
 
@@ -229,10 +240,10 @@ class Store:
         return overlay(parts)
 
     def _write(self, batches: Sequence[EventBatch]) -> None:
-        headers = [(rows.to_text(b.header), b.run_id) for b in batches if b.header is not None]
+        headers = [(to_text(b.header), b.run_id) for b in batches if b.header is not None]
         with self._database.write() as connection:
             connection.executemany("UPDATE runs SET header = ? WHERE id = ?", headers)
-            connection.executemany(INSERT_BATCH, map(rows.batch_row, batches))
+            connection.executemany(INSERT_BATCH, map(batch_row, batches))
 
 
 def runs_folder(start: Path | None = None) -> Path:
@@ -267,49 +278,34 @@ def _read_run(database: Database, stored: StoredRun, *, in_memory: bool = False)
         load=None if in_memory else partial(_read_run, database, stored, in_memory=True),
     )
     for row in database.read(BATCHES, (stored.run_id,)):
-        is_first = row[2] == 0
-        run.add(rows.batch_of(row, stored.header if is_first else None))
+        run.add(batch_of(row, stored.header if row["sequence"] == 0 else None))
     for (text,) in database.read(REPORTS, (stored.run_id,)):
-        run.add_report(rows.from_text(RunReport, text))
+        run.add_report(from_text(RunReport, text))
     run.end(stored.status, stored.detail)
     return run.snapshot()
 
 
-def _stored_run(row: tuple[Any, ...]) -> StoredRun:
-    (run_id, comparison_id, comparison, name, repeat, created, task) = row[:7]
-    (status, detail, writer, spec, header, num_events, num_ranks) = row[7:]
-    if status == Status.RUNNING and not _is_written(writer):
-        status, detail = Status.STOPPED, "its kernel ended; kept up to the last flush"
+def _stored_run(row: sqlite3.Row) -> StoredRun:
+    fields = dict(row)
+    writer, spec, header = (fields.pop(name) for name in ("writer", "spec", "header"))
+    status = Status(fields.pop("status"))
+    if status is Status.RUNNING and not _is_written(writer):
+        status = Status.STOPPED
+        fields["detail"] = "its kernel ended; kept up to the last flush"
     return StoredRun(
-        run_id=run_id,
-        comparison_id=comparison_id,
-        comparison=comparison,
-        name=name,
-        repeat=repeat,
-        created=created,
-        task=task,
-        status=Status(status),
-        detail=detail,
-        num_events=num_events,
-        num_ranks=num_ranks,
-        spec=rows.from_text(RunSpec, spec) if spec else None,
-        header=rows.from_text(RunHeader, header) if header else None,
+        **fields,
+        status=status,
+        spec=from_text(RunSpec, spec) if spec else None,
+        header=from_text(RunHeader, header) if header else None,
     )
 
 
-def _comparison(row: tuple[Any, ...]) -> Comparison:
+def _comparison(row: sqlite3.Row) -> Comparison:
     """Return a comparison without its runs."""
-    comparison_id, name, created, task, source, specs, environment = row
-    versions: Mapping[str, str] = json.loads(environment)
-    return Comparison(
-        comparison_id=comparison_id,
-        name=name,
-        created=created,
-        task=task,
-        source=source,
-        specs=rows.specs_from_text(specs),
-        environment=versions,
-    )
+    fields = dict(row)
+    specs = tuple(from_fields(RunSpec, given) for given in json.loads(fields.pop("specs")))
+    versions = json.loads(fields.pop("environment"))
+    return Comparison(**fields, specs=specs, environment=versions)
 
 
 def _this_process() -> str:

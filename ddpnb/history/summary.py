@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -103,17 +103,7 @@ def summarise(comparison: Comparison, target: float | None = None) -> tuple[Stra
         for key, runs in groups.items()
         if not any(run.is_running for run in _counted(runs))
     }
-    return tuple(
-        _summary(
-            key,
-            runs,
-            speeds[key],
-            settled.get((key[0], BASELINE), math.nan),
-            settled.get((key[0], CEILING), math.nan),
-            target,
-        )
-        for key, runs in groups.items()
-    )
+    return tuple(_summary(key, runs, speeds[key], settled, target) for key, runs in groups.items())
 
 
 def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapshot]]:
@@ -187,25 +177,25 @@ def _summary(
     key: StrategyKey,
     runs: Sequence[RunSnapshot],
     speed: Spread,
-    baseline: float,
-    ceiling: float,
+    settled: Mapping[StrategyKey, float],
     target: float | None,
 ) -> StrategySummary:
+    comparison, name = key
     counted = _counted(runs)
     stale = staleness_counts(counted)
     num_workers = max(map(_num_workers, counted), default=0)
-    speed_up = speed.middle / baseline
+    speed_up = speed.middle / settled.get((comparison, BASELINE), math.nan)
     reached = [] if target is None else [time_to_target(run, target) for run in counted]
     return StrategySummary(
-        name=key[1],
-        comparison=key[0],
+        name=name,
+        comparison=comparison,
         num_runs=len(counted),
         num_workers=num_workers,
         status=counted[-1].status,
         samples_per_second=speed,
         speed_up=speed_up,
         efficiency=speed_up / num_workers if num_workers else math.nan,
-        share_of_ceiling=speed.middle / ceiling,
+        share_of_ceiling=speed.middle / settled.get((comparison, CEILING), math.nan),
         split=step_split(counted),
         final_loss=spread([reported(run, lambda r: r.final_loss) for run in counted]),
         held_out_loss=spread([reported(run, lambda r: r.held_out_loss) for run in counted]),

@@ -30,10 +30,9 @@ from ddpnb.magics.arguments import (
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.training_options import make_training_spec
-from ddpnb.reports.display import LiveDisplay
 from ddpnb.reports.formatting import counted
-from ddpnb.reports.live import show_result
-from ddpnb.reports.plot_options import ACROSS, PlotOptions
+from ddpnb.reports.live import LiveDisplay, show_result
+from ddpnb.reports.style import ACROSS, PlotOptions
 from ddpnb.session.comparison import ComparisonSpec
 from ddpnb.session.session import this_cell_number, this_session
 

@@ -4,23 +4,17 @@ A kernel has one panel; shown in two cells, it is the same in both.
 """
 
 import contextvars
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, final
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from ddpnb.cluster.placement import ClusterSpec
-from ddpnb.history.comparison import Comparison, overlay
 from ddpnb.magics.panel_form import Form
 from ddpnb.protocol.catalogue import CELL_TASK
 from ddpnb.protocol.errors import UserError
-from ddpnb.reports.display import LiveDisplay
-from ddpnb.reports.figures.figure import LiveFigure
-from ddpnb.reports.live import RedrawThrottle, picture_bundle, table_bundle
-from ddpnb.reports.progress import progress_of
-from ddpnb.reports.result import ComparisonResult
+from ddpnb.reports.live import LiveFigureAndTable
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.comparison import ComparisonSpec
 from ddpnb.session.errors import ANSI, render_error
@@ -29,6 +23,7 @@ from ddpnb.session.session import this_session
 MAX_STORED = 200
 """How many stored runs can be selected, the newest."""
 WITHOUT_KERNEL = "The panel needs its kernel: run the cell again. Its figure and table are below."
+NOTHING_YET = "Run trains the selected strategies; their figure and table appear here."
 
 
 @final
@@ -51,7 +46,7 @@ class Panel:
         self._shell = shell
         self._parse = parse
         self._own_cell = own_cell
-        self._output = PanelOutput()
+        self._output = LiveFigureAndTable()
         self._context = contextvars.copy_context()
         self._form = Form(
             on_change=self._show_magic,
@@ -67,7 +62,7 @@ class Panel:
         self._refresh()
         bundle = self._form.root._repr_mimebundle_()
         display(bundle | {"text/plain": WITHOUT_KERNEL}, raw=True)
-        self._output.show()
+        self._output.appear(NOTHING_YET)
 
     def close(self) -> None:
         """Disconnect from the notebook; may be called twice."""
@@ -118,7 +113,7 @@ class Panel:
 
     def _select(self, names: tuple[str, ...]) -> None:
         try:
-            self._output.select([this_session().store.load(name) for name in names])
+            self._output.put_beside([this_session().store.load(name) for name in names])
         except UserError as error:
             self._form.show_status(str(error), is_error=True)
 
@@ -137,74 +132,3 @@ class Panel:
             text = str(error) if isinstance(error, UserError) else ANSI.sub("", render_error(error))
             self._form.show_status(text, is_error=True)
         self._refresh()
-
-
-NOTHING_YET = "Run trains the selected strategies; their figure and table appear here."
-
-
-@final
-class PanelOutput:
-    """The figure and table under the panel: the latest comparison and the selected runs."""
-
-    def __init__(self) -> None:
-        self._picture = LiveDisplay()
-        self._line = LiveDisplay()
-        self._lock = threading.Lock()  # the training's thread and the controls both draw
-        self._figure = LiveFigure()
-        self._current: Comparison | None = None
-        self._selected: tuple[Comparison, ...] = ()
-        self._is_training = False
-        self._throttle = RedrawThrottle()
-
-    def show(self) -> None:
-        """Appear under the current cell, also if it already stands under another."""
-        self._picture.appear({"text/plain": "", "text/html": ""})
-        self._line.appear({"text/plain": NOTHING_YET, "text/html": f"<p>{NOTHING_YET}</p>"})
-
-    def select(self, comparisons: Sequence[Comparison]) -> None:
-        """Draw stored runs with the latest comparison."""
-        with self._lock:
-            self._selected = tuple(comparisons)
-            self._figure = LiveFigure()  # with the room that their labels need
-            if not self._is_training:
-                self._show_result()
-
-    def begin(self, comparison: Comparison) -> None:
-        """Draw for the first time; this takes longest, so it comes before the training."""
-        with self._lock:
-            self._figure = LiveFigure()
-            self._current, self._is_training = comparison, True
-            self._show_progress(comparison)
-
-    def is_due(self) -> bool:
-        """Return whether it is time to draw."""
-        return self._throttle.is_due()
-
-    def update(self, comparison: Comparison) -> None:
-        """Show the comparison as it is now."""
-        with self._lock:
-            self._current = comparison
-            self._throttle.draw(lambda: self._show_progress(comparison))
-
-    def finish(self, result: ComparisonResult) -> None:
-        """Draw for the last time, and replace the progress by the table."""
-        with self._lock:
-            self._current, self._is_training = result.comparison, False
-            self._show_result()
-
-    def _comparisons(self) -> list[Comparison]:
-        return [*([] if self._current is None else [self._current]), *self._selected]
-
-    def _draw(self) -> None:
-        self._figure.update(overlay(self._comparisons()))
-        self._picture.show(picture_bundle(self._figure.png(), repr(self._figure)))
-
-    def _show_progress(self, comparison: Comparison) -> None:
-        self._draw()
-        progress = progress_of(comparison)
-        self._line.show({"text/html": progress.html(), "text/plain": repr(progress)})
-
-    def _show_result(self) -> None:
-        if self._comparisons():
-            self._draw()
-            self._line.show(table_bundle(ComparisonResult(overlay(self._comparisons()))))

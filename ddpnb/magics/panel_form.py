@@ -11,7 +11,7 @@ from typing import Any, final
 import ipywidgets as widgets
 
 from ddpnb.cluster.placement import MAX_RANKS
-from ddpnb.history.repeat import line_of
+from ddpnb.history.comparison import line_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS
 from ddpnb.protocol.options import Option, Value
 from ddpnb.protocol.training_options import training_options

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from IPython.display import display
 
 from ddpnb.protocol.notation import format_ranks
-from ddpnb.reports.display import LiveDisplay
+from ddpnb.reports.live import LiveDisplay
 
 HOLD_SECONDS = 0.25
 """How long an item waits for the same item from ranks that are still running.
@@ -228,13 +228,13 @@ class Bars:
 
 def labelled(ranks: Sequence[int], text: str) -> str:
     """Return a line after the label of its ranks: ``"[0-3] hello"``."""
-    return f"[{label_of(tuple(ranks))}] {text}"
+    return f"{label_of(tuple(ranks))} {text}"
 
 
 @cache
 def label_of(ranks: tuple[int, ...]) -> str:
-    """Return the ranks as text; cached, because most lines of a cell have the same ranks."""
-    return format_ranks(ranks)
+    """Return e.g. ``"[0-3]"``; cached, because most lines of a cell have the same ranks."""
+    return f"[{format_ranks(ranks)}]"
 
 
 def write(stream: str, lines: list[str]) -> None:
@@ -248,7 +248,7 @@ def write(stream: str, lines: list[str]) -> None:
 
 def show_bundle(ranks: list[int], item: Item) -> None:
     """Show a display or a cell's value under the label of its ranks."""
-    label, bundle = f"[{format_ranks(ranks)}]", item.bundle
+    label, bundle = label_of(tuple(ranks)), item.bundle
     data = bundle["data"]
     if item.kind == "value" and set(data) == {"text/plain"}:
         text = data["text/plain"]

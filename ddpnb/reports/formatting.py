@@ -1,14 +1,14 @@
-"""Runs and numbers as text (kernel)."""
+"""Numbers as text, and the names and notes of runs (kernel)."""
 
 import math
 from collections.abc import Sequence
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.repeat import body_of
+from ddpnb.history.comparison import Comparison, body_of
 from ddpnb.history.summary import StrategyKey, StrategySummary, group_runs, is_emulated
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import training_options
+from ddpnb.reports.style import Style, style_of
 
 NOTHING = "–"
 """Shown in a table in place of an unknown number."""
@@ -77,6 +77,16 @@ def labels(comparison: Comparison) -> dict[StrategyKey, str]:
         key: (f"{key[0]}/{key[1]}" if several and key[0] not in ("", key[1]) else key[1])
         + (" (emulated)" if is_emulated(runs) else "")
         for key, runs in groups.items()
+    }
+
+
+def styles(comparison: Comparison) -> dict[StrategyKey, Style]:
+    """Return the style of each strategy; where there are several comparisons, in darker shades."""
+    keys = group_runs(comparison.runs)
+    several = list(dict.fromkeys(name for name, _ in keys))
+    return {
+        (name, strategy): style_of(strategy, comparison.strategies, several.index(name))
+        for name, strategy in keys
     }
 
 

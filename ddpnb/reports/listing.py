@@ -7,15 +7,14 @@ from html import escape
 from pathlib import Path
 from typing import final
 
-from ddpnb.history.comparison import Comparison
+from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.history.model import ending
 from ddpnb.history.query import StoredRun
-from ddpnb.history.repeat import magic_of
 from ddpnb.history.summary import summarise
 from ddpnb.protocol.messages import MODEL_FILE, RankState, RunSpec
 from ddpnb.reports.formatting import NOTHING, counted, notes
 from ddpnb.reports.style import style_of
-from ddpnb.reports.table import Cell, Column, Table, pairs_table
+from ddpnb.reports.table import Cell, Column, Table, pairs_table, table_row
 
 
 def ranks_table(states: Sequence[RankState]) -> Table:
@@ -32,7 +31,14 @@ def ranks_table(states: Sequence[RankState]) -> Table:
             Column(title="backend"),
             Column(title="notes", is_prose=True),
         ),
-        rows=tuple(_rank_row(state, ordered) for state in ordered),
+        rows=tuple(
+            table_row(
+                *(state.rank, state.pid, state.host),
+                Cell(text=state.device, quiet=state.device_name),
+                *(state.num_threads, state.backend, _shared(state, ordered)),
+            )
+            for state in ordered
+        ),
     )
 
 
@@ -64,18 +70,6 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
     )
 
 
-def _rank_row(state: RankState, states: Sequence[RankState]) -> tuple[Cell, ...]:
-    return (
-        Cell(text=str(state.rank)),
-        Cell(text=str(state.pid)),
-        Cell(text=state.host),
-        Cell(text=state.device, quiet=state.device_name),
-        Cell(text=str(state.num_threads)),
-        Cell(text=state.backend),
-        Cell(text=_shared(state, states)),
-    )
-
-
 def _shared(state: RankState, states: Sequence[RankState]) -> str:
     if not state.shares_device:
         return ""
@@ -90,15 +84,15 @@ def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
     style = style_of(run.name)
     endings = sorted({ending(repeat.status, repeat.detail) for repeat in repeats})
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created))
-    return (
+    return table_row(
         Cell(text=f"{run.comparison}/{run.name}", dot=style.colour, is_hollow=style.is_hollow),
-        Cell(text=str(len(repeats))),
-        Cell(text="own cell" if run.task == "cell" else run.task or NOTHING),
-        Cell(text=f"{run.spec.batch_size:,}" if run.spec else NOTHING),
-        Cell(text=str(run.num_workers or NOTHING)),
-        Cell(text=f"{sum(repeat.num_events for repeat in repeats):,}"),
-        Cell(text=started),
-        Cell(text="; ".join(endings)),
+        len(repeats),
+        "own cell" if run.task == "cell" else run.task or NOTHING,
+        f"{run.spec.batch_size:,}" if run.spec else NOTHING,
+        run.num_workers or NOTHING,
+        f"{sum(repeat.num_events for repeat in repeats):,}",
+        started,
+        "; ".join(endings),
     )
 
 
@@ -125,20 +119,20 @@ class Details:
         return self._settings(), pairs_table("Where it ran", dict(self.comparison.environment))
 
     def __repr__(self) -> str:
-        parts = [table.text() for table in self.tables()]
-        if self.magic:
-            parts.append(f"To repeat it\n\n{self.magic}")
-        elif self.comparison.source:
-            parts.append(f"Its cell\n\n{self.comparison.source}")
+        head, code = self._code()
+        parts = [table.text() for table in self.tables()] + ([f"{head}\n\n{code}"] if code else [])
         return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
-        head, code = "To repeat it", self.magic
-        if not code:
-            head, code = "Its cell", self.comparison.source
+        head, code = self._code()
         block = f'<pre tabindex="0" style="{BLOCK}"><code>{escape(code)}</code></pre>'
         tables = "".join(table.html() for table in self.tables())
         return f"{tables}<p><b>{head}</b></p>{block}" if code else tables
+
+    def _code(self) -> tuple[str, str]:
+        """Return a heading, and the magic, or else the cell, which may be empty."""
+        magic = self.magic
+        return ("To repeat it", magic) if magic else ("Its cell", self.comparison.source)
 
     def _settings(self) -> Table:
         """Return the settings of all runs, with notes on what was emulated or adjusted."""

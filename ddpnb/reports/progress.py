@@ -43,8 +43,7 @@ class Progress:
     def __repr__(self) -> str:
         return self.text
 
-    def _repr_html_(self) -> str:
-        return self.html()
+    _repr_html_ = html
 
 
 def progress_of(comparison: Comparison) -> Progress:

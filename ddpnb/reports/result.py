@@ -1,20 +1,24 @@
-"""The result of a comparison: table, figure, sentence, data (kernel)."""
+"""The result of a comparison: shown in a notebook, saved and exported (kernel)."""
 
+import base64
 import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from IPython.core.getipython import get_ipython
 
-from ddpnb.history.comparison import Comparison
+from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.protocol.errors import UserError
+from ddpnb.reports.data import document, runs_frame, steps_frame, write_events
+from ddpnb.reports.findings import results_table, sentence
 from ddpnb.reports.formatting import title
-from ddpnb.reports.html_report import image_html, report_html
-from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
-from ddpnb.reports.results_table import results_table
-from ddpnb.reports.sentence import sentence
-from ddpnb.reports.table import Table
+from ddpnb.reports.script import num_ranks_of, script
+from ddpnb.reports.style import EVERYTHING, PlotOptions
+from ddpnb.reports.table import Table, pairs_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,6 +26,23 @@ if TYPE_CHECKING:
 
 SCREEN_DPI = 100
 PAGE_DPI = 160
+
+STYLE_SHEET = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
+img { max-width: 100%; height: auto; }
+pre { padding: 1rem; overflow: auto; border-radius: .5rem; background: rgba(128,128,128,.12); }
+.wide { overflow-x: auto; }
+h1 { font-size: 1.5rem; }
+h2 { font-size: 1.15rem; margin-top: 2rem; }
+@media print {
+  body { max-width: none; margin: 0; font-size: 11pt; }
+  pre { white-space: pre-wrap; overflow: visible; }
+  img, tr, pre { break-inside: avoid; }
+  h2 { break-after: avoid; }
+  .wide, .wide > div { overflow-x: visible !important; }
+}
+"""
 
 
 @final
@@ -41,8 +62,7 @@ class Picture:
     def __repr__(self) -> str:
         return self._description
 
-    def _repr_png_(self) -> bytes:
-        return self.png()
+    _repr_png_ = png
 
 
 @final
@@ -72,11 +92,9 @@ class ComparisonResult:
         """
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
 
-        options = PlotOptions(
-            x=self.options.x if x is None else x,
-            log=self.options.log if log is None else log,
-            target=self.options.target if target is None else target,
-        )
+        given: dict[str, Any] = {"x": x, "log": log, "target": target}
+        others = {name: value for name, value in given.items() if value is not None}
+        options = replace(self.options, **others)
         return Picture(draw(self.comparison, options), self.sentence())
 
     def sentence(self) -> str:
@@ -89,18 +107,14 @@ class ComparisonResult:
 
     def to_frame(self) -> "pd.DataFrame":
         """Return one row per run, as a tidy DataFrame."""
-        from ddpnb.reports.dataframes import runs_frame  # noqa: PLC0415 - pandas takes 0.5 s
-
         return runs_frame(self.comparison)
 
     def steps(self) -> "pd.DataFrame":
         """Return one row per step of each worker, as a tidy DataFrame."""
-        from ddpnb.reports.dataframes import steps_frame  # noqa: PLC0415 - pandas takes 0.5 s
-
         return steps_frame(self.comparison)
 
     def save(self, folder: Path | str) -> tuple[Path, Path, Path]:
-        """Write ``comparison.html`` (self-contained), ``.png`` and ``.csv``.
+        """Write ``comparison.html`` (self-contained), ``.png`` and ``.csv`` (one row per run).
 
         Args:
             folder: created if absent.
@@ -111,19 +125,19 @@ class ComparisonResult:
         Raises:
             UserError: a file cannot be written.
         """
-        png = self.plot().png(PAGE_DPI)
         target = Path(folder)
-        paths = tuple(target / f"comparison.{kind}" for kind in ("html", "png", "csv"))
+        page, picture, runs = (target / f"comparison.{kind}" for kind in ("html", "png", "csv"))
+        png = self.plot().png(PAGE_DPI)
         try:
             target.mkdir(parents=True, exist_ok=True)
-            paths[0].write_text(
+            page.write_text(
                 report_html(self.comparison, png, self.options.target), encoding="utf-8"
             )
-            paths[1].write_bytes(png)
-            self.to_frame().to_csv(paths[2], index=False)
+            picture.write_bytes(png)
+            _write_runs(self, runs)
         except OSError as error:
             raise UserError(f"The comparison cannot be saved in {target}: {error}.") from error
-        return paths[0], paths[1], paths[2]
+        return page, picture, runs
 
     def __repr__(self) -> str:
         return f"{self.table().text()}\n\n{self.sentence()}"
@@ -139,3 +153,145 @@ class ComparisonResult:
         shell = get_ipython()
         if shell is None or shell.execution_count != self.shown_in_cell:
             raise NotImplementedError  # makes IPython use the bundle
+
+
+def export(result: ComparisonResult, path: Path | str) -> str:
+    """Write a comparison to a file, in the format that its ending names, or to a folder.
+
+        race.csv        one row per step of each worker
+        race.runs.csv   one row per run
+        race.json       everything; for its layout see ``data.py``
+        race.html       the report: figure, table, sentence, code, environment; self-contained
+        race.png        the figure
+        train.py        the comparison's cell as a script for torchrun
+        logs/race/      a folder that TensorBoard reads
+
+    Args:
+        result: the comparison.
+        path: as above; missing folders are created, an existing file is replaced.
+
+    Returns:
+        One sentence about what was written.
+
+    Raises:
+        UserError: the ending is unknown, or the file cannot be written.
+    """
+    target = Path(path)
+    write = _writer(str(path), target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return f"{target}: {write(result, target)}."
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error}.") from error
+
+
+def report_html(comparison: Comparison, png: bytes, target: float | None = None) -> str:
+    """Return the report: figure (``png``), sentence, table, settings, code, environment."""
+    heading = escape(title(comparison))
+    parts = [
+        f"<h1>{heading}</h1>",
+        f"<p>{escape(sentence(comparison, target))}</p>",
+        image_html(png, title(comparison)),
+        f'<div class="wide">{results_table(comparison, target).html()}</div>',
+        _settings(comparison),
+        _code(comparison.source or magic_of(comparison)),
+        pairs_table("Environment", comparison.environment).html() if comparison.environment else "",
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{heading}</title><style>{STYLE_SHEET}</style></head>\n"
+        f"<body>{chr(10).join(part for part in parts if part)}</body></html>\n"
+    )
+
+
+def image_html(png: bytes, description: str) -> str:
+    """Return the figure as an HTML image with its data in it."""
+    data = base64.b64encode(png).decode("ascii")
+    style = "max-width:100%;height:auto"
+    return f'<img style="{style}" alt="{escape(description)}" src="data:image/png;base64,{data}">'
+
+
+def _writer(given: str, target: Path) -> "Writer":
+    if target.suffix == "" or given.endswith("/"):
+        return _write_events
+    if target.name.endswith(".runs.csv"):
+        return _write_runs
+    if target.suffix not in WRITERS:
+        endings = ", ".join((*WRITERS, ".runs.csv"))
+        raise UserError(
+            f"{target.name} has no ending that can be written.  Choose one of {endings}, "
+            "or a name without an ending for a TensorBoard folder."
+        )
+    return WRITERS[target.suffix]
+
+
+def _write_steps(result: ComparisonResult, path: Path) -> str:
+    return _write_csv(result.steps(), path, "step of each worker")
+
+
+def _write_runs(result: ComparisonResult, path: Path) -> str:
+    return _write_csv(result.to_frame(), path, "run")
+
+
+def _write_csv(frame: "pd.DataFrame", path: Path, row: str) -> str:
+    frame.to_csv(path, index=False)
+    return f"{len(frame):,} rows, one per {row}"
+
+
+def _write_report(result: ComparisonResult, path: Path) -> str:
+    png = result.plot().png(PAGE_DPI)
+    path.write_text(report_html(result.comparison, png, result.options.target), encoding="utf-8")
+    return "a self-contained report"
+
+
+def _write_figure(result: ComparisonResult, path: Path) -> str:
+    path.write_bytes(result.plot().png(PAGE_DPI))
+    return "the figure"
+
+
+def _write_json(result: ComparisonResult, path: Path) -> str:
+    text = json.dumps(document(result.comparison), allow_nan=False)
+    path.write_text(text, encoding="utf-8")
+    return f"{len(result.comparison.runs)} runs with every step"
+
+
+def _write_script(result: ComparisonResult, path: Path) -> str:
+    path.write_text(script(result.comparison, path.name), encoding="utf-8")
+    return f"run it with torchrun --nproc-per-node {num_ranks_of(result.comparison)} {path}"
+
+
+def _write_events(result: ComparisonResult, folder: Path) -> str:
+    write_events(result.comparison, folder)
+    return f"{len(result.comparison.runs)} runs for tensorboard --logdir {folder}"
+
+
+def _settings(comparison: Comparison) -> str:
+    spec = next((run.spec for run in comparison.runs if run.spec), None)
+    if spec is None:
+        return ""
+    settings = {
+        "task": spec.task,
+        "passes over the data": f"{spec.num_epochs:g}",
+        "global batch": str(spec.batch_size),
+        "learning rate": f"{spec.learning_rate:g}",
+        "seed": str(spec.seed),
+        "warm-up steps, not timed": str(spec.num_warmup_steps),
+    }
+    return pairs_table("Settings of the first run", settings).html()
+
+
+def _code(source: str) -> str:
+    return f"<h2>Code</h2><pre><code>{escape(source)}</code></pre>" if source.strip() else ""
+
+
+Writer = Callable[[ComparisonResult, Path], str]
+
+WRITERS: Mapping[str, Writer] = {
+    ".csv": _write_steps,
+    ".json": _write_json,
+    ".html": _write_report,
+    ".png": _write_figure,
+    ".py": _write_script,
+}
+"""The writer of each ending; it returns what it wrote."""

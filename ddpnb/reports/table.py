@@ -98,11 +98,13 @@ class Table:
         lines = [_text_row(self.columns, cells, widths) for cells in grid]
         return "\n".join([self.caption, "", *lines, *(f"  {note}" for note in self.notes)])
 
-    def __repr__(self) -> str:
-        return self.text()
+    __repr__ = text
+    _repr_html_ = html
 
-    def _repr_html_(self) -> str:
-        return self.html()
+
+def table_row(*shown: Cell | str | int) -> tuple[Cell, ...]:
+    """Return a row; a text or a number becomes a cell."""
+    return tuple(each if isinstance(each, Cell) else Cell(text=str(each)) for each in shown)
 
 
 def pairs_table(caption: str, pairs: Mapping[str, str]) -> Table:
@@ -110,7 +112,7 @@ def pairs_table(caption: str, pairs: Mapping[str, str]) -> Table:
     return Table(
         caption=caption,
         columns=(Column(title="name"), Column(title="value", is_prose=True)),
-        rows=tuple((Cell(text=name), Cell(text=value)) for name, value in pairs.items()),
+        rows=tuple(table_row(name, value) for name, value in pairs.items()),
     )
 
 

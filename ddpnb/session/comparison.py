@@ -21,8 +21,8 @@ from ddpnb.protocol.notation import check_transport, format_ranks, has_transport
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import Live, live
-from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.result import ComparisonResult
+from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.session.cells import error_of, failures_of, warn_stale
 from ddpnb.session.errors import CellInterrupt, RankError, StuckError
 

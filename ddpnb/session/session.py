@@ -21,8 +21,8 @@ from ddpnb.protocol.messages import CellSpec, Failure, OnRank
 from ddpnb.protocol.notation import format_ranks, parse_ranks
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
-from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
 from ddpnb.reports.result import ComparisonResult
+from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
 from ddpnb.session.cells import RunningCell, warn_stale

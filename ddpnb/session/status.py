@@ -12,7 +12,7 @@ from ddpnb.protocol.messages import RankStatus
 from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.reports.formatting import counted
-from ddpnb.reports.table import Cell, Column, Table
+from ddpnb.reports.table import Cell, Column, Table, table_row
 
 ANSWER_SECONDS = 3.0
 """How long a rank may take to report its position; a stopped process never does."""
@@ -31,13 +31,9 @@ def status_table(cluster: Cluster, busy: Collection[int], notes: Sequence[str] =
         doing = "stopped" if state.rank in stopped else doing
         doing = doing if state.rank in cluster.living or exit_ else "gone"
         rows.append(
-            (
-                Cell(text=str(state.rank)),
-                Cell(text=str(state.pid)),
-                Cell(text=state.device, quiet=state.device_name),
-                Cell(text=str(state.num_threads)),
-                Cell(text=state.backend),
-                Cell(text=doing),
+            table_row(
+                *(state.rank, state.pid, Cell(text=state.device, quiet=state.device_name)),
+                *(state.num_threads, state.backend, doing),
             )
         )
     all_notes = [describe_stopped(cluster, stopped)] if stopped else []

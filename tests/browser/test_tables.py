@@ -9,9 +9,9 @@ from playwright.sync_api import Browser, Page
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.query import StoredRun
-from ddpnb.reports.html_report import report_html
+from ddpnb.reports.findings import results_table
 from ddpnb.reports.listing import runs_table
-from ddpnb.reports.results_table import results_table
+from ddpnb.reports.result import report_html
 from tests.unit.history.fake_runs import fake_comparison, fake_run, header, spec
 
 OUTPUT_PIXELS = 988

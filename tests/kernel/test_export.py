@@ -103,7 +103,7 @@ def test_tensorboard_reads_it_and_the_kernel_imports_no_torch(compared: Cell, ke
 
 def test_without_tensorboard_it_says_what_to_install(compared: Cell, kernel: Kernel):
     kernel.run(
-        "from ddpnb.reports.exports import tensorboard as writer\n"
+        "from ddpnb.reports import data as writer\n"
         "find, writer.find_spec = writer.find_spec, lambda name: None"
     )
     cell = kernel.run("%ddp_export out logs/none")

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import Any, Literal, final
 
 from matplotlib.axes import Axes
 from matplotlib.axis import XAxis
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddpnb.history.comparison import Comparison
@@ -95,6 +96,11 @@ def draw_target(axes: Axes, target: float) -> None:
         labelcolor=INK,
         frameon=False,
     )
+
+
+def add_line(axes: Axes, **look: Any) -> Line2D:
+    """Add and return a line, or markers, without data."""
+    return axes.add_line(Line2D([], [], **look))
 
 
 def tick(value: float) -> str:

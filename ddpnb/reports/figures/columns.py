@@ -1,44 +1,102 @@
-"""Columns with one row per strategy (kernel).
+"""The columns below the curves, one row per strategy, and the names of their rows (kernel)."""
 
-All columns have the same rows, so that each strategy is named once, at the left.
-"""
-
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import final
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
-from ddpnb.reports.figures.axes import prepare
-from ddpnb.reports.figures.panels import set_live
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import RunSnapshot
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.reports.figures.layout import NAMES_LEFT, WIDTH, Layout, shortened
+from ddpnb.reports.figures.rows import RankRow, RateRow, Row, SplitRow, StaleRow
 from ddpnb.reports.figures.series import Series
-from ddpnb.reports.style import INK, SMALL_POINTS
-
-BAR = 0.56
-"""Height of a bar, as a share of its row."""
+from ddpnb.reports.style import MUTED, SMALL_POINTS, Style, style_of
 
 
-class FigureColumn(ABC):
+def has_detail(comparison: Comparison) -> bool:
+    """Return whether there is, or will be, more to show than curves."""
+    return bool(comparison.specs) or any(map(_is_split, comparison.runs))
+
+
+@final
+class Detail:
+    """One row per strategy: its name, its speed, its step, its ranks, its staleness.
+
+    Args:
+        figure: the figure.
+        layout: the places in the figure.
+        comparison: decides on the columns: while it trains, those that may be filled; when it
+            has ended, those that are filled.
+    """
+
+    def __init__(self, figure: Figure, layout: Layout, comparison: Comparison) -> None:
+        self._figure = figure
+        self._layout = layout
+        self._names: list[_Name] = []
+        kinds: list[type[Row]] = [RateRow]
+        may_come = len(comparison.specs) > sum(not run.is_running for run in comparison.runs)
+        if may_come or any(map(_is_split, comparison.runs)):
+            kinds.append(SplitRow)
+        if may_come or any(len(run.aggregate.ranks) > 1 for run in comparison.runs):
+            kinds.append(RankRow)
+        planned = [STRATEGIES.get(s.strategy.partition(":")[0]) for s in comparison.specs]
+        may_be_stale = may_come and any(entry and entry.is_asynchronous for entry in planned)
+        if may_be_stale or any(len(run.aggregate.staleness) for run in comparison.runs):
+            kinds.append(StaleRow)
+        self._columns = [FigureColumn(figure.add_axes((0, 0, 1, 1)), kind) for kind in kinds]
+
+    def update(self, comparison: Comparison, series: Sequence[Series], seconds: float) -> None:
+        """Show the comparison as it is now, with the names of its planned strategies.
+
+        Args:
+            comparison: all strategies.
+            series: those that have begun.
+            seconds: the duration of the longest run.
+        """
+        rows = [(each.label, each.style) for each in series]
+        begun = {each.summary.name for each in series}
+        rows += [
+            (name, style_of(name, comparison.strategies))
+            for name in comparison.strategies
+            if name not in begun
+        ]
+        num_rows = max(len(rows), self._layout.num_strategies)
+        while len(self._names) < len(rows):
+            self._names.append(_Name(self._figure))
+        for index, (name, (label, style)) in enumerate(zip(self._names, rows, strict=True)):
+            middle = self._layout.row_middle(index, num_rows)
+            name.show(label, style, middle, is_begun=index < len(series))
+        for column in self._columns:
+            column.update(series, num_rows, seconds)
+
+    def make_room(self, name_width: float) -> None:
+        """Place the columns; ``name_width`` is the width of the widest name in inches."""
+        rooms = [column.kind.room for column in self._columns]
+        boxes = self._layout.rows(name_width, rooms)
+        for column, box in zip(self._columns, boxes, strict=True):
+            column.axes.set_position(box)
+
+    def artists(self) -> list[Artist]:
+        """Return the artists that may change at an update, from back to front."""
+        return [artist for column in self._columns for artist in column.artists()]
+
+
+@final
+class FigureColumn:
     """One quantity of all strategies; its limit only grows, unless it is a time."""
 
-    title: ClassVar[str]
-    below: ClassVar[str] = ""
-    """The label below the ticks."""
-    is_of_time: ClassVar[bool] = False
-    """Whether the column ends at the end of the training."""
-
-    def __init__(self, axes: Axes) -> None:
+    def __init__(self, axes: Axes, kind: type[Row]) -> None:
         self.axes = axes
+        self.kind = kind
         self._rows: list[Row] = []
         self._right = 0.0
-        self._num_rows = 1
         self._limits = (0, 0.0)
-        _prepare(axes, self.title, self.below)
+        kind.prepare(axes)
 
     def update(self, series: Sequence[Series], num_rows: int, seconds: float) -> None:
         """Show one row per series.
@@ -48,18 +106,19 @@ class FigureColumn(ABC):
             num_rows: the number of rows that there will be.
             seconds: the end of the training.
         """
-        self._num_rows = max(num_rows, len(series), 1)
         while len(self._rows) < len(series):
-            self._rows.append(self._new_row())
-        reach = max(map(self._reach, series), default=0.0)
-        if self.is_of_time:
+            self._rows.append(self.kind(self.axes))
+        for index, (row, each) in enumerate(zip(self._rows, series, strict=False)):
+            row.update(each, num_rows - index - 0.5)
+        reach = max(map(self.kind.reach, series), default=0.0)
+        if self.kind.is_of_time:
             self._right = max(reach, seconds if reach else 0.0)
         else:
             self._right = max(self._right, reach)
-        for index, (row, each) in enumerate(zip(self._rows, series, strict=False)):
-            row.place(self._num_rows - index - 0.5)
-            row.show_if_new(each, self._right)
-        limits = (self._num_rows, self._right or 1.0)
+        legend = self.kind.legend(series)
+        if legend != self.axes.get_xlabel():
+            self.axes.set_xlabel(legend, loc="left")
+        limits = (num_rows, self._right or 1.0)
         if limits != self._limits:
             self._limits = limits
             self.axes.set_ylim(0, limits[0])
@@ -70,88 +129,34 @@ class FigureColumn(ABC):
         """Return the artists that may change at an update, from back to front."""
         return [artist for row in self._rows for artist in row.artists]
 
-    @abstractmethod
-    def _new_row(self) -> "Row":
-        """Return one more row."""
 
-    @abstractmethod
-    def _reach(self, series: Series) -> float:
-        """Return the right end of a row, rounded up."""
+@final
+class _Name:
+    """A strategy's marker, line and name at the left of its row."""
 
+    def __init__(self, figure: Figure) -> None:
+        self._left = NAMES_LEFT / WIDTH
+        self._line = Line2D([], [], linewidth=2.6, markersize=9, transform=figure.transFigure)
+        figure.add_artist(self._line)
+        self._text: Text = figure.text(0, 0, "", fontsize=SMALL_POINTS, va="center")
+        self._shown: tuple[object, ...] = ()
 
-class Row(ABC):
-    """The artists of one strategy in one column."""
-
-    def __init__(self, axes: Axes, artists: Sequence[Artist]) -> None:
-        self.axes = axes
-        self.artists = tuple(artists)
-        for artist in artists:
-            artist.set_animated(True)
-        self.middle = 0.5
-        self._shown: tuple[Series, float, float] | None = None
-
-    def place(self, middle: float) -> None:
-        """Set the height of the row's middle; the lowest row is centred at 0.5."""
-        self.middle = middle
-
-    def show_if_new(self, series: Series, right: float) -> None:
-        """Set the artists if anything has changed."""
-        shown = (series, self.middle, right)
-        if self._shown == shown:
+    def show(self, label: str, style: Style, middle: float, *, is_begun: bool) -> None:
+        shown = (label, style, middle, is_begun)
+        if shown == self._shown:
             return
         self._shown = shown
-        for artist in self.artists:
-            set_live(artist, series.is_live)
-        self.show(series, right)
-
-    @abstractmethod
-    def show(self, series: Series, right: float) -> None:
-        """Set the artists."""
-
-
-def _prepare(axes: Axes, title: str, below: str) -> None:
-    prepare(axes, title, below, pad=8, lines="x", num_ticks=3)
-    axes.set_xlabel(below, loc="left")
-    axes.spines["bottom"].set_visible(False)
-    axes.tick_params(length=0)
-    axes.set_yticks([])
-    axes.set_navigate(False)  # a zoom would not move the texts beside the rows
+        self._line.set_data([self._left], [middle])
+        self._line.set_marker(style.marker)
+        self._line.set_markerfacecolor("white" if style.is_hollow else style.colour)
+        self._line.set_markeredgecolor(style.colour)
+        self._line.set_markeredgewidth(2.0 if style.is_hollow else 1.0)
+        self._line.set_alpha(1.0 if is_begun else 0.45)
+        self._text.set_position((self._left + 0.2 / WIDTH, middle))
+        self._text.set_text(shortened(label))
+        self._text.set_color(style.ink if is_begun else MUTED)
+        self._text.set_fontweight("bold" if is_begun else "normal")
 
 
-def rectangle(axes: Axes, **look: object) -> Rectangle:
-    """Add and return a bar without a place."""
-    made = Rectangle((0, 0), 0, 0, zorder=2, **look)  # type: ignore[arg-type]
-    axes.add_patch(made)
-    return made
-
-
-def line(axes: Axes, **look: object) -> Line2D:
-    """Add and return a line, or markers, without data."""
-    return axes.add_line(Line2D([], [], zorder=3, clip_on=False, **look))  # type: ignore[arg-type]
-
-
-def beside(axes: Axes) -> Text:
-    """Add and return a text at the right of a row."""
-    return axes.text(
-        1.03,
-        0,
-        "",
-        fontsize=SMALL_POINTS,
-        color=INK,
-        va="center",
-        transform=axes.get_yaxis_transform(),
-    )
-
-
-def set_row_text(artist: Text, text: str, middle: float) -> None:
-    """Set the text at the right of a row."""
-    artist.set_text(text)
-    artist.set_y(middle - 0.02)
-
-
-def place(bar: Rectangle, left: float, low: float, width: float, height: float) -> None:
-    """Set the place of a bar; hide it if it has no width."""
-    is_shown = math.isfinite(width) and width > 0
-    bar.set_visible(is_shown)
-    if is_shown:
-        bar.set_bounds(left, low, width, height)
+def _is_split(run: RunSnapshot) -> bool:
+    return any(any(rank.parts) for rank in run.aggregate.ranks)

@@ -20,7 +20,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.summary import StrategySummary
 from ddpnb.reports import formatting
 from ddpnb.reports.figures.axes import planned_samples, planned_seconds
-from ddpnb.reports.figures.detail import Detail, has_detail
+from ddpnb.reports.figures.columns import Detail, has_detail
 from ddpnb.reports.figures.layout import (
     DPI,
     LEAST_LABEL_WIDTH,
@@ -30,9 +30,17 @@ from ddpnb.reports.figures.layout import (
     width_inches,
 )
 from ddpnb.reports.figures.panels import CurvePanel, LabelledLine
-from ddpnb.reports.figures.series import Line, Preparer, Series
-from ddpnb.reports.plot_options import EVERYTHING, PlotOptions
-from ddpnb.reports.style import INK, MUTED, PAPER, RULE, SMALL_POINTS, TITLE_POINTS
+from ddpnb.reports.figures.series import Preparer, Series
+from ddpnb.reports.style import (
+    EVERYTHING,
+    INK,
+    MUTED,
+    PAPER,
+    RULE,
+    SMALL_POINTS,
+    TITLE_POINTS,
+    PlotOptions,
+)
 
 FOOTER_INCHES = WIDTH - 0.7
 MORE = "more below the table"
@@ -47,63 +55,25 @@ X_LABELS = {
 
 def draw(comparison: Comparison, options: PlotOptions = EVERYTHING) -> Figure:
     """Return a comparison as a matplotlib figure."""
-    live = LiveFigure(options)
-    live.update(comparison)
-    return live.finish()
+    return LiveFigure(comparison, options).finish()
 
 
 @final
 class LiveFigure:
-    """Curves above, bars below, redrawn in place; the first update decides on the size.
+    """Curves above, bars below, redrawn in place.
 
     Not thread-safe.
 
     Args:
-        options: what to show of a comparison.
+        comparison: decides on the size.
+        options: what to show of it.
     """
 
-    def __init__(self, options: PlotOptions = EVERYTHING) -> None:
-        self._options = options
+    def __init__(self, comparison: Comparison, options: PlotOptions = EVERYTHING) -> None:
         self._preparer = Preparer()
-        self._drawing: _Drawing | None = None
-
-    def update(self, comparison: Comparison) -> None:
-        """Show the comparison as it is now."""
-        if self._drawing is None:
-            self._drawing = _Drawing(comparison, self._options)
-        self._drawing.update(comparison, self._preparer.series_of(comparison))
-
-    def png(self) -> bytes:
-        """Return the figure as it is now, transparent around its round corners."""
-        return self._drawn().png()
-
-    def finish(self) -> Figure:
-        """Return the matplotlib figure; no update may follow."""
-        return self._drawn().finish()
-
-    def __repr__(self) -> str:
-        return repr(self._drawing) if self._drawing else "a figure without runs"
-
-    def _repr_png_(self) -> bytes:
-        return self.png()
-
-    def _drawn(self) -> "_Drawing":
-        if self._drawing is None:
-            self.update(Comparison(comparison_id="", name=""))
-        assert self._drawing is not None
-        return self._drawing
-
-
-@final
-class _Drawing:
-    """The matplotlib figure, of a size that fits a comparison."""
-
-    def __init__(self, comparison: Comparison, options: PlotOptions) -> None:
-        num_strategies = len(
-            {(r.comparison, r.name) for r in comparison.runs} | _planned(comparison)
-        )
-        self._layout = Layout(num_strategies=num_strategies, has_rows=has_detail(comparison))
-        self._options = options
+        planned = {(comparison.name, spec.strategy) for spec in comparison.specs}
+        begun = {(run.comparison, run.name) for run in comparison.runs}
+        self._layout = Layout(num_strategies=len(planned | begun), has_rows=has_detail(comparison))
         self._figure = Figure(figsize=(WIDTH, self._layout.height), dpi=DPI, facecolor="none")
         self._canvas: Any = FigureCanvasAgg(self._figure)  # matplotlib leaves its methods untyped
         self._background: Any = None
@@ -111,17 +81,33 @@ class _Drawing:
         self._title = self._text(self._layout.height - 0.38, TITLE_POINTS, INK)
         self._footer = self._text(0.3, SMALL_POINTS, MUTED)
         across = (options.x,) if options.x else ("samples", "seconds")
-        self._losses = {x: self._loss_panel(x) for x in across}
-        self._rate = self._panel("Samples per second", X_LABELS["seconds"], names_marks=True)
+        self._losses = {
+            x: CurvePanel(
+                self._figure.add_axes((0, 0, 1, 1)),
+                title=f"Training loss by {'time' if x == 'seconds' else x}",
+                x_label=X_LABELS[x],
+                log=options.log,
+                target=options.target,
+            )
+            for x in across
+        }
+        self._rate = CurvePanel(
+            self._figure.add_axes((0, 0, 1, 1)),
+            title="Samples per second",
+            x_label=X_LABELS["seconds"],
+            names_marks=True,
+        )
         self._detail = (
             Detail(self._figure, self._layout, comparison) if self._layout.has_rows else None
         )
         self._room = (0.0, 0.0)
         self._seconds = 0.0
         self._is_live = False
+        self.update(comparison)
 
-    def update(self, comparison: Comparison, series: Sequence[Series]) -> None:
+    def update(self, comparison: Comparison) -> None:
         """Show the comparison as it is now."""
+        series = self._preparer.series_of(comparison)
         self._is_live = any(each.is_live for each in series)
         begun = {each.summary.name for each in series}
         to_come = [
@@ -133,10 +119,10 @@ class _Drawing:
         self._seconds = planned_seconds(comparison, self._seconds)
         ends = {"samples": planned_samples(comparison), "seconds": self._seconds}
         for x, panel in self._losses.items():
-            lines = [_labelled_line(each, each.losses[x], _marks(each, x)) for each in series]
+            lines = [LabelledLine(each, each.losses[x], _marks(each, x)) for each in series]
             panel.update(lines, ends.get(x, 0.0))
         self._rate.update(
-            [_labelled_line(each, each.throughput, _marks(each, "seconds")) for each in series],
+            [LabelledLine(each, each.throughput, _marks(each, "seconds")) for each in series],
             self._seconds,
         )
         if self._detail is not None:
@@ -145,7 +131,10 @@ class _Drawing:
         self._footer.set_text(footer(comparison, tuple(each.summary for each in series)))
 
     def png(self) -> bytes:
-        """Return the figure; only what changes while a run trains is drawn each time."""
+        """Return the figure as it is now, transparent around its round corners.
+
+        Only what changes while a run trains is drawn each time.
+        """
         with rc_context({"text.hinting": "no_hinting"}):  # saves a quarter of the drawing
             if self._figure.stale:
                 self._canvas.draw()
@@ -163,6 +152,7 @@ class _Drawing:
         return buffer.getvalue()
 
     def finish(self) -> Figure:
+        """Return the matplotlib figure; no update may follow."""
         for artist in self._artists():
             artist.set_animated(False)
         return self._figure
@@ -175,29 +165,6 @@ class _Drawing:
 
     def __repr__(self) -> str:
         return self._title.get_text()
-
-    def _loss_panel(self, x: str) -> CurvePanel:
-        by = {"samples": "samples", "seconds": "time", "updates": "updates"}[x]
-        return self._panel(
-            f"Training loss by {by}",
-            X_LABELS[x],
-            log=self._options.log,
-            target=self._options.target,
-        )
-
-    def _panel(
-        self,
-        title: str,
-        x_label: str,
-        *,
-        log: bool = False,
-        target: float | None = None,
-        names_marks: bool = False,
-    ) -> CurvePanel:
-        axes = self._figure.add_axes((0, 0, 1, 1))
-        return CurvePanel(
-            axes, title=title, x_label=x_label, log=log, target=target, names_marks=names_marks
-        )
 
     def _make_room(self, labels: Sequence[str]) -> None:
         """Place the panels so that the widest label so far fits."""
@@ -254,29 +221,13 @@ def _in_256_colours(image: Image.Image) -> Image.Image:
     return frame
 
 
-def _planned(comparison: Comparison) -> set[tuple[str, str]]:
-    return {(comparison.name, spec.strategy) for spec in comparison.specs}
-
-
-def _labelled_line(
-    series: Series, line: Line, marks: tuple[tuple[float, str], ...]
-) -> LabelledLine:
-    return LabelledLine(
-        text=shortened(series.label),
-        style=series.style,
-        line=line,
-        is_live=series.is_live,
-        marks=marks,
-    )
-
-
 def _marks(series: Series, x: str) -> tuple[tuple[float, str], ...]:
     """Return the places of a series' marks on an axis, without those set before the first step."""
     if x == "updates":
         return ()
     return tuple(
-        (mark.samples if x == "samples" else mark.seconds, f"rank {mark.rank}: {mark.text}")
-        for mark in series.marks
+        (samples if x == "samples" else mark.seconds, f"rank {mark.rank}: {mark.text}")
+        for mark, samples in series.marks
         if mark.seconds > 0
     )
 

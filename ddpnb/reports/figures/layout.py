@@ -32,6 +32,8 @@ ROWS_TOP, ROWS_BOTTOM = 1.06, 1.24
 """For the ticks of the panels above and the heads; for ticks, legend and footer."""
 ROW_HEIGHT, LEAST_ROW_HEIGHT = 0.4, 0.26
 MANY_ROWS = 5
+NAMES_LEFT = 0.4
+"""For the strategies' markers."""
 
 Box = tuple[float, float, float, float]
 """Left, bottom, width and height as shares of the figure."""
@@ -95,7 +97,7 @@ class Layout:
             columns: width of each column, relative to the others, and inches for the text at
                 its right.
         """
-        left = self.names_left + 0.4 + name_width
+        left = NAMES_LEFT + 0.4 + name_width
         gap = 0.3
         free = WIDTH - 0.3 - left - sum(text + gap for _, text in columns) + gap
         boxes = []
@@ -104,11 +106,6 @@ class Layout:
             boxes.append(self._box(left, ROWS_BOTTOM, width, self.rows_height))
             left += width + text + gap
         return boxes
-
-    @property
-    def names_left(self) -> float:
-        """The place of the strategies' markers."""
-        return 0.4
 
     def row_middle(self, index: int, num_rows: int) -> float:
         """Return the height of the middle of a row, as a share of the figure."""

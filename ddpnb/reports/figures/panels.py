@@ -8,15 +8,15 @@ from typing import final
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
+from numpy.typing import NDArray
 
-from ddpnb.history.rows import Floats
-from ddpnb.reports.figures.axes import draw_target, prepare, round_down, round_up
-from ddpnb.reports.figures.layout import spread_out, width_inches
-from ddpnb.reports.figures.series import Line
-from ddpnb.reports.style import MUTED, SMALL_POINTS, Style
+from ddpnb.history.database import Floats
+from ddpnb.reports.figures.axes import add_line, draw_target, prepare, round_down, round_up
+from ddpnb.reports.figures.layout import shortened, spread_out, width_inches
+from ddpnb.reports.figures.series import Line, Series
+from ddpnb.reports.style import MUTED, SMALL_POINTS
 
 LABEL_GAP_POINTS = SMALL_POINTS * 1.35
 
@@ -30,14 +30,12 @@ MAX_NAMED = 2
 """The number of a strategy's marks that are named: two, as for a rank killed and replaced."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class LabelledLine:
-    """One strategy's line in a panel, and its label."""
+    """One strategy's line in a panel."""
 
-    text: str
-    style: Style
+    series: Series
     line: Line
-    is_live: bool = False
     marks: tuple[tuple[float, str], ...] = ()
     """Events of the run: their place on the x axis, and their text."""
 
@@ -90,7 +88,7 @@ class CurvePanel:
 
     def update(self, lines: Sequence[LabelledLine], right: float = 0.0) -> None:
         """Show ``lines``; the x axis ends at ``right``, or beyond it if a line is longer."""
-        shown = [labelled for labelled in lines if _can_show(labelled.line, self._is_log)]
+        shown = [labelled for labelled in lines if _can_show(labelled.line, self._is_log).any()]
         while len(self._artists) < len(shown):
             self._artists.append(LineArtists(self.axes, self._names_marks))
         changed = [
@@ -160,8 +158,9 @@ def _prepare(axes: Axes, title: str, x_label: str, log: bool) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
 
 
-def _can_show(line: Line, is_log: bool) -> bool:
-    return bool((np.isfinite(line.y) & (line.y > (0 if is_log else -math.inf))).any())
+def _can_show(line: Line, is_log: bool) -> NDArray[np.bool_]:
+    """Return which points of the strong line have a place on the y axis."""
+    return np.isfinite(line.y) & (line.y > (0 if is_log else -math.inf))
 
 
 def _extent(line: Line, is_log: bool) -> tuple[float, float]:
@@ -182,23 +181,17 @@ class LineArtists:
 
     def __init__(self, axes: Axes, names_marks: bool) -> None:
         self._axes = axes
-        self._faint = axes.add_line(Line2D([], [], linewidth=1.0, alpha=0.28, zorder=2))
-        self._strong = axes.add_line(Line2D([], [], linewidth=2.6, zorder=3))
-        self._bad = axes.add_line(
-            Line2D([], [], marker="x", markersize=6, markeredgewidth=2, linestyle="", zorder=4)
-        )
-        self._bad.set_transform(axes.get_xaxis_transform())
-        self._bad.set_clip_on(False)
-        self._mark_lines = axes.add_line(Line2D([], [], linewidth=1.4, linestyle=":", zorder=3))
-        self._mark_lines.set_transform(axes.get_xaxis_transform())
-        self._mark = axes.add_line(Line2D([], [], markersize=8, linestyle="", zorder=4))
-        self._mark.set_clip_on(False)
-        self._note = axes.text(0, 0.985, "", fontsize=SMALL_POINTS, va="top")
-        self._note.set_transform(axes.get_xaxis_transform())
+        at_x = axes.get_xaxis_transform()
+        self._faint = add_line(axes, linewidth=1.0, alpha=0.28, zorder=2)
+        self._strong = add_line(axes, linewidth=2.6, zorder=3)
+        cross = {"marker": "x", "markersize": 6, "markeredgewidth": 2, "linestyle": ""}
+        self._bad = add_line(axes, **cross, zorder=4, transform=at_x, clip_on=False)
+        self._mark_lines = add_line(axes, linewidth=1.4, linestyle=":", zorder=3, transform=at_x)
+        self._mark = add_line(axes, markersize=8, linestyle="", zorder=4, clip_on=False)
+        self._note = axes.text(0, 0.985, "", fontsize=SMALL_POINTS, va="top", transform=at_x)
         self._note.set_bbox({"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5})
-        self._leader = axes.add_line(Line2D([], [], linewidth=1.0, alpha=0.7, zorder=1))
+        self._leader = add_line(axes, linewidth=1.0, alpha=0.7, zorder=1, clip_on=False)
         self._leader.set_transform(axes.transAxes)
-        self._leader.set_clip_on(False)
         self._label = axes.text(0, 0, "", fontsize=SMALL_POINTS, va="center")
         self._label.set_transform(axes.transAxes)
         self._names_marks = names_marks
@@ -220,14 +213,15 @@ class LineArtists:
 
     def show(self, labelled: LabelledLine, is_log: bool) -> bool:
         """Show a strategy; return whether it has changed, and do nothing if not."""
-        line, style, before = labelled.line, labelled.style, self._shown
+        line, style, before = labelled.line, labelled.series.style, self._shown
         self._shown = labelled
-        self._label.set_text(labelled.text)
-        if before is not None and before.line is line and before.is_live == labelled.is_live:
+        self._label.set_text(shortened(labelled.series.label))
+        is_live = labelled.series.is_live
+        if before is not None and before.line is line and before.series.is_live == is_live:
             return False
         for artist in self._lines:
-            set_live(artist, labelled.is_live)
-        x, y = self.end = end_of(line, is_log)
+            set_live(artist, is_live)
+        x, y = self.end = _end_of(line, is_log)
         self._faint.set_data(line.faint_x, line.faint_y)
         self._strong.set_data(line.x, line.y)
         self._strong.set_linestyle(style.dashes)
@@ -311,8 +305,7 @@ def _last_named(marks: Sequence[tuple[float, str]]) -> dict[str, float]:
     return dict(sorted(where.items(), key=lambda item: item[1])[-MAX_NAMED:])
 
 
-def end_of(line: Line, is_log: bool) -> tuple[float, float]:
+def _end_of(line: Line, is_log: bool) -> tuple[float, float]:
     """Return the last point of the strong line that can be shown."""
-    shown = np.isfinite(line.y) & (line.y > (0 if is_log else -math.inf))
-    at = int(np.flatnonzero(shown)[-1])
+    at = int(np.flatnonzero(_can_show(line, is_log))[-1])
     return float(line.x[at]), float(line.y[at])

@@ -5,12 +5,14 @@ every update of the run, or each repeat.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, final
 
 import numpy as np
 
 from ddpnb.history.aggregate import Curve, RankAggregate
 from ddpnb.history.comparison import Comparison
+from ddpnb.history.database import Floats
 from ddpnb.history.metrics import (
     Absences,
     absences,
@@ -20,7 +22,6 @@ from ddpnb.history.metrics import (
     window_for,
 )
 from ddpnb.history.model import RunSnapshot
-from ddpnb.history.rows import Floats
 from ddpnb.history.summary import (
     StalenessCounts,
     StrategyKey,
@@ -29,8 +30,9 @@ from ddpnb.history.summary import (
     staleness_counts,
     summarise,
 )
-from ddpnb.reports.formatting import labels
-from ddpnb.reports.style import Style, style_of
+from ddpnb.protocol.messages import Mark
+from ddpnb.reports.formatting import labels, styles
+from ddpnb.reports.style import Style
 
 UPDATES_IN_WINDOW = 10
 """About the least number of updates in a window of throughput."""
@@ -51,16 +53,6 @@ class Line:
     """The points with NaN or infinite losses."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedMark:
-    """A mark of a run, with its place in each panel."""
-
-    rank: int
-    text: str
-    seconds: float
-    samples: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Series:
     """One strategy in all panels."""
@@ -70,7 +62,7 @@ class Series:
     is_live: bool
     """Whether it is training now."""
     losses: Mapping[str, Line]
-    """By the quantity on the x axis, one of ``plot_options.ACROSS``."""
+    """By the quantity on the x axis, one of ``style.ACROSS``."""
     throughput: Line
     summary: StrategySummary
     ranks: tuple[RankAggregate, ...] = ()
@@ -78,90 +70,51 @@ class Series:
     away: Absences = field(default_factory=dict)
     """Of the latest run."""
     staleness: StalenessCounts
-    marks: tuple[PlacedMark, ...] = ()
+    marks: tuple[tuple[Mark, float], ...] = ()
+    """Each with the samples seen until then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PreparedRun:
+class PreparedRun(NamedTuple):
     """One run, ready to be drawn."""
 
     curve: Curve
     samples: Floats
     """Samples seen up to each point, those of a resumed run included."""
     smoothed: Floats
-    rate_seconds: Floats
-    rate: Floats
+    rate: tuple[Floats, Floats]
+    """Seconds, and samples/s before each."""
 
 
-@dataclass(slots=True)
+@final
 class Preparer:
-    """Prepares runs for drawing; a run that has not changed is prepared once."""
+    """Prepares runs for drawing; a series in which nothing has changed is prepared once."""
 
-    _runs: dict[str, tuple[Hashable, PreparedRun]] = field(default_factory=dict)
-    _series: dict[StrategyKey, tuple[Hashable, Series]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._series: dict[StrategyKey, tuple[Hashable, Series]] = {}
 
     def series_of(self, comparison: Comparison) -> tuple[Series, ...]:
         """Return one series per strategy and comparison."""
-        names = labels(comparison)
-        several = list(dict.fromkeys(key[0] for key in names))
+        names, look = labels(comparison), styles(comparison)
         summaries = {(s.comparison, s.name): s for s in summarise(comparison)}
-        return tuple(
-            self._same(
-                key,
-                runs,
-                summaries[key],
+        made = []
+        for key, runs in group_runs(comparison.runs).items():
+            style, summary = look[key], summaries[key]
+            state = (
+                tuple((r.run_id, r.aggregate.num_events, r.status, len(r.marks)) for r in runs),
+                (str(summary.speed_up), str(summary.share_of_ceiling)),
                 names[key],
-                style_of(key[1], comparison.strategies, several.index(key[0])),
+                style,
             )
-            for key, runs in group_runs(comparison.runs).items()
-        )
-
-    def run(self, run: RunSnapshot) -> PreparedRun:
-        """Return a prepared run."""
-        state = (run.aggregate.num_events, run.status)
-        known = self._runs.get(run.run_id)
-        if known is None or known[0] != state:
-            known = (state, prepare(run))
-            self._runs[run.run_id] = known
-        return known[1]
-
-    def _same(
-        self,
-        key: StrategyKey,
-        runs: Sequence[RunSnapshot],
-        summary: StrategySummary,
-        label: str,
-        style: Style,
-    ) -> Series:
-        """Return the last series if nothing in it has changed, else a new one."""
-        progress = tuple((run.run_id, run.aggregate.num_events, run.status) for run in runs)
-        compared_with = (str(summary.speed_up), str(summary.share_of_ceiling))
-        num_marks = sum(len(run.marks) for run in runs)
-        state = (progress, compared_with, num_marks, label, style)
-        known = self._series.get(key)
-        if known is None or known[0] != state:
-            made = _series(label, style, runs, list(map(self.run, runs)), summary)
-            known = (state, made)
-            self._series[key] = known
-        return known[1]
+            if key not in self._series or self._series[key][0] != state:
+                self._series[key] = (state, _series(names[key], style, runs, summary))
+            made.append(self._series[key][1])
+        return tuple(made)
 
 
-def series_of(comparison: Comparison) -> tuple[Series, ...]:
-    """Return one series per strategy and comparison."""
-    return Preparer().series_of(comparison)
-
-
-def prepare(run: RunSnapshot) -> PreparedRun:
-    """Return the smoothed curves of one run."""
+def _prepared(run: RunSnapshot) -> PreparedRun:
     curve = run.aggregate.curve
-    seconds, rate = _throughput(curve, run.header.num_samples if run.header else 0)
-    return PreparedRun(
-        curve=curve,
-        samples=curve.samples + run.num_samples_before,
-        smoothed=smoothed_loss(run),
-        rate_seconds=seconds,
-        rate=rate,
-    )
+    rate = _throughput(curve, run.header.num_samples if run.header else 0)
+    return PreparedRun(curve, curve.samples + run.num_samples_before, smoothed_loss(run), rate)
 
 
 def _throughput(curve: Curve, planned: float) -> tuple[Floats, Floats]:
@@ -177,15 +130,12 @@ def _throughput(curve: Curve, planned: float) -> tuple[Floats, Floats]:
 
 
 def _series(
-    label: str,
-    style: Style,
-    runs: Sequence[RunSnapshot],
-    drawn: Sequence[PreparedRun],
-    summary: StrategySummary,
+    label: str, style: Style, runs: Sequence[RunSnapshot], summary: StrategySummary
 ) -> Series:
+    drawn = [_prepared(run) for run in runs]
     timed = [run for run in drawn if len(run.curve)]
     sampled = [run for run in timed if run.curve.samples[-1] > 0]
-    rates = [(run.rate_seconds, run.rate) for run in drawn if len(run.rate)]
+    rates = [run.rate for run in drawn if len(run.rate[1])]
     return Series(
         label=label,
         style=style,
@@ -200,18 +150,13 @@ def _series(
         ranks=runs[-1].aggregate.ranks,
         away=absences(runs[-1]),
         staleness=staleness_counts(runs),
-        marks=tuple(
-            PlacedMark(
-                rank=mark.rank,
-                text=mark.text,
-                seconds=mark.seconds,
-                samples=run.num_samples_before
-                + float(samples_at(run.aggregate.curve, np.array([mark.seconds]))[0]),
-            )
-            for run in runs
-            for mark in run.marks
-        ),
+        marks=tuple((mark, _samples_until(mark, run)) for run in runs for mark in run.marks),
     )
+
+
+def _samples_until(mark: Mark, run: RunSnapshot) -> float:
+    seen = samples_at(run.aggregate.curve, np.array([mark.seconds]))
+    return run.num_samples_before + float(seen[0])
 
 
 def _loss(runs: Sequence[PreparedRun], across: Callable[[PreparedRun], Floats]) -> Line:
@@ -220,13 +165,7 @@ def _loss(runs: Sequence[PreparedRun], across: Callable[[PreparedRun], Floats]) 
         [_raw(across(run), run.curve) for run in runs],
     )
     bad = [across(run)[run.curve.num_bad > 0] for run in runs]
-    return Line(
-        x=line.x,
-        y=line.y,
-        faint_x=line.faint_x,
-        faint_y=line.faint_y,
-        bad_x=np.concatenate(bad) if bad else np.empty(0),
-    )
+    return replace(line, bad_x=np.concatenate([np.empty(0), *bad]))
 
 
 def _raw(x: Floats, curve: Curve) -> tuple[Floats, Floats]:
@@ -244,13 +183,11 @@ def _line(strong: list[tuple[Floats, Floats]], raw: list[tuple[Floats, Floats]])
 
 def _joined(lines: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
     """Return several lines as one, with gaps between them."""
-    if not lines:
-        return np.empty(0), np.empty(0)
-    gap = np.array([np.nan])
-    return (
-        np.concatenate([part for x, _ in lines for part in (x, gap)]),
-        np.concatenate([part for _, y in lines for part in (y, gap)]),
-    )
+    xs, ys = [np.empty(0)], [np.empty(0)]
+    for x, y in lines:
+        xs += [x, np.array([np.nan])]
+        ys += [y, np.array([np.nan])]
+    return np.concatenate(xs), np.concatenate(ys)
 
 
 def _median(lines: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:

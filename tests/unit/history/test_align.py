@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ddpnb.history.align import MAX_LAG_STEPS, AsynchronousAligner, SynchronousAligner
-from ddpnb.history.rows import EVENT, Records
+from ddpnb.history.database import EVENT, Records
 from ddpnb.protocol.messages import Parts, StepEvent, pack_step
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.history.repeat import magic_of
+from ddpnb.history.comparison import magic_of
 from ddpnb.history.store import FILE_NAME, Store
 from ddpnb.history.summary import summarise
 from ddpnb.protocol.messages import MarkKind

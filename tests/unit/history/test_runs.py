@@ -93,7 +93,7 @@ def test_events_of_a_long_run_leave_memory_and_are_read_when_asked_for():
         for each in (whole, run):
             each.add(batch("m", events, sequence=sequence))
     snapshot = run.snapshot()
-    assert snapshot.events_in_memory is None
+    assert snapshot.row_parts is None
     assert snapshot.aggregate.num_events == 30_000
     assert snapshot.aggregate.num_samples == 300_000
     assert np.array_equal(snapshot.events["step"], np.arange(30_000))

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddpnb.history.comparison import Comparison
+from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.history.database import StoreError
 from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.history.recorder import Recorder
-from ddpnb.history.repeat import magic_of
 from ddpnb.history.store import FILE_NAME, Store, runs_folder
 from ddpnb.history.summary import summarise
 from ddpnb.protocol.errors import UserError
@@ -257,11 +256,11 @@ def test_the_events_of_a_long_run_come_back_from_the_store(store: Store):
         events = [step(i, i + 1.0) for i in range(1000 * sequence, 1000 * (sequence + 1))]
         recorder.add(batch("r1", events, sequence=sequence))
     (run,) = recorder.comparison.runs
-    assert run.events_in_memory is None
+    assert run.row_parts is None
     assert np.array_equal(run.events["step"], np.arange(30_000))
     recorder.end("r1", Status.FINISHED)
     (loaded,) = store.load("long").runs
-    assert loaded.events_in_memory is None
+    assert loaded.row_parts is None
     assert np.array_equal(loaded.events["step"], np.arange(30_000))
     assert loaded.aggregate.curve.loss.tolist() == run.aggregate.curve.loss.tolist()
 

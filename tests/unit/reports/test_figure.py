@@ -16,10 +16,9 @@ from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.history.summary import time_to_target
 from ddpnb.protocol.messages import Mark, MarkKind, Parts
 from ddpnb.reports.figures.figure import LiveFigure, draw
-from ddpnb.reports.figures.series import Preparer, series_of
+from ddpnb.reports.figures.series import Preparer, Series
 from ddpnb.reports.formatting import notes
-from ddpnb.reports.plot_options import ACROSS, EVERYTHING, PlotOptions
-from ddpnb.reports.style import PART_COLOURS
+from ddpnb.reports.style import ACROSS, EVERYTHING, PART_COLOURS, PlotOptions
 from tests.unit.history.fake_runs import (
     batch,
     fake_comparison,
@@ -37,6 +36,10 @@ def pixels(png: bytes) -> np.ndarray:
 
 def to_rgb255(colour: str) -> tuple[int, ...]:
     return tuple(bytes.fromhex(colour[1:]))
+
+
+def series_of(comparison: Comparison) -> tuple[Series, ...]:
+    return Preparer().series_of(comparison)
 
 
 def compared(*runs: Run) -> Comparison:
@@ -59,24 +62,25 @@ def shown_texts(comparison: Comparison) -> list[matplotlib.text.Text]:
 
 
 def test_the_picture_changes_while_a_comparison_trains():
-    live = LiveFigure()
-    seen = set()
-    for share in (0.0, 0.2, 0.4, 0.8, 1.0):
+    live = LiveFigure(fake_comparison(share=0.0, num_steps=60))
+    seen = {live.png()}
+    for share in (0.2, 0.4, 0.8, 1.0):
         live.update(fake_comparison(share=share, num_steps=60))
         seen.add(live.png())
     assert len(seen) == 5
 
 
 def test_the_same_snapshot_gives_the_same_picture():
-    live = LiveFigure()
-    live.update(fake_comparison(num_steps=60))
+    live = LiveFigure(fake_comparison(num_steps=60))
     assert live.png() == live.png()
 
 
 @pytest.mark.parametrize("strategies", [("ddp",), ("single", "dp", "ddp", "async")])
 def test_what_is_drawn_piece_by_piece_is_what_is_drawn_at_once(strategies: tuple[str, ...]):
-    by_piece, at_once = LiveFigure(), LiveFigure()
-    for share in (0.0, 0.05, 0.2, 0.5, 0.8, 1.0):
+    nothing = fake_comparison(strategies, share=0.0, num_steps=100)
+    by_piece, at_once = LiveFigure(nothing), LiveFigure(nothing)
+    by_piece.png()
+    for share in (0.05, 0.2, 0.5, 0.8, 1.0):
         comparison = fake_comparison(strategies, share=share, num_steps=100)
         for live in (by_piece, at_once):
             live.update(comparison)
@@ -86,8 +90,7 @@ def test_what_is_drawn_piece_by_piece_is_what_is_drawn_at_once(strategies: tuple
 
 def test_the_size_is_fixed_and_the_corners_are_clear():
     for share in (0.0, 1.0):
-        live = LiveFigure()
-        live.update(fake_comparison(share=share, num_steps=60))
+        live = LiveFigure(fake_comparison(share=share, num_steps=60))
         drawn = pixels(live.png())
         assert drawn.shape == (742, 1400, 4)
         assert drawn[0, 0, 3] == 0
@@ -95,8 +98,7 @@ def test_the_size_is_fixed_and_the_corners_are_clear():
 
 
 def test_axes_stay_in_place_and_only_grow_upwards():
-    live = LiveFigure()
-    live.update(fake_comparison(num_steps=200))
+    live = LiveFigure(fake_comparison(num_steps=200))
     before = [axes.get_position().bounds + axes.axis() for axes in live.finish().axes]
     live.update(fake_comparison(num_steps=20))
     for old, axes in zip(before, live.finish().axes, strict=True):
@@ -165,7 +167,7 @@ def test_a_loop_without_samples_is_drawn_against_time_alone():
     (series,) = series_of(compared(run))
     assert len(series.losses["samples"].x) == 0
     assert len(series.losses["seconds"].x) == 20
-    assert LiveFigure().update(compared(run)) is None
+    assert LiveFigure(compared(run)).png()
 
 
 def test_one_step_and_negative_losses_can_be_drawn():
@@ -292,8 +294,7 @@ def test_bars_stand_below_where_there_is_something_to_tell():
 def test_all_that_may_come_has_its_place_before_anything_has_begun():
     for strategies, num_columns in ((("single", "async"), 4), (("single", "ddp"), 3)):
         early = fake_comparison(strategies, share=0.0)
-        live = LiveFigure()
-        live.update(early)
+        live = LiveFigure(early)
         empty = pixels(live.png())
         live.update(fake_comparison(strategies, num_steps=40))
         assert pixels(live.png()).shape == empty.shape
@@ -448,13 +449,12 @@ def test_one_strategy_or_many_no_text_covers_another(num: int):
 
 
 def test_a_quick_redraw_is_the_picture_that_matplotlib_draws():
-    live, comparison = LiveFigure(), fake_comparison(num_steps=60, share=0.9)
-    live.update(fake_comparison(num_steps=60, share=0.7))
+    comparison = fake_comparison(num_steps=60, share=0.9)
+    live = LiveFigure(fake_comparison(num_steps=60, share=0.7))
     live.png()
     live.update(comparison)
     quick = pixels(live.png()).astype(int)
-    fresh = LiveFigure()
-    fresh.update(comparison)
+    fresh = LiveFigure(comparison)
     buffer = io.BytesIO()
     with matplotlib.rc_context({"text.hinting": "no_hinting"}):  # as the live figure does
         fresh.finish().savefig(buffer, format="png", dpi=100)
@@ -463,8 +463,7 @@ def test_a_quick_redraw_is_the_picture_that_matplotlib_draws():
 
 
 def test_a_frame_of_256_colours_looks_like_the_last_picture():
-    live = LiveFigure()
-    live.update(fake_comparison(num_steps=60, share=0.9))
+    live = LiveFigure(fake_comparison(num_steps=60, share=0.9))
     frame = live.png()
     live.update(fake_comparison(num_steps=60))
     last = live.png()
@@ -484,8 +483,7 @@ def test_a_frame_of_256_colours_looks_like_the_last_picture():
 
 
 def test_nothing_moves_when_a_strategy_turns_out_to_be_emulated():
-    live = LiveFigure()
-    live.update(fake_comparison(share=0.1, num_steps=40))
+    live = LiveFigure(fake_comparison(share=0.1, num_steps=40))
     before = [axes.get_position().bounds for axes in live.finish().axes]
     live.update(fake_comparison(share=1.0, num_steps=40))
     assert [axes.get_position().bounds for axes in live.finish().axes] == before
@@ -510,11 +508,12 @@ def test_what_stands_still_is_drawn_once_while_a_run_trains(monkeypatch: pytest.
     drawn: list[Figure] = []
     whole = Figure.draw
     monkeypatch.setattr(Figure, "draw", lambda self, to: (drawn.append(self), whole(self, to)))
-    live = LiveFigure()
-    shares = (0.6, 0.61, 0.62, 0.63, 1.0)
-    counts = []
-    for share in shares:
-        live.update(fake_comparison(("single", "ddp", "no-comm"), share=share))
+    strategies = ("single", "ddp", "no-comm")
+    live = LiveFigure(fake_comparison(strategies, share=0.6))
+    live.png()
+    counts = [len(drawn)]
+    for share in (0.61, 0.62, 0.63, 1.0):
+        live.update(fake_comparison(strategies, share=share))
         live.png()
         counts.append(len(drawn))
     assert counts[0] == 1

@@ -8,11 +8,10 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run, Status
 from ddpnb.history.query import StoredRun
 from ddpnb.protocol.messages import RankState
+from ddpnb.reports.findings import results_table, sentence
 from ddpnb.reports.formatting import duration, number, percent, short, size
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
-from ddpnb.reports.results_table import results_table
-from ddpnb.reports.sentence import sentence
 from ddpnb.reports.table import Cell, Column, Table, in_two_lines
 from tests.unit.history.fake_runs import fake_comparison, fake_run, header, run_of, spec
 from tests.unit.history.test_summary import timed

@@ -2,8 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.repeat import magic_of
+from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.magics.arguments import arguments
 from ddpnb.magics.magics import DdpMagics, comparison_of
 from ddpnb.protocol.messages import RunSpec

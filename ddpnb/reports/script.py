@@ -5,15 +5,12 @@ samples in the same order, the same steps.
 """
 
 import ast
-from pathlib import Path
 from string import Template
 
-from ddpnb.history.comparison import Comparison
-from ddpnb.history.repeat import body_of, chosen
+from ddpnb.history.comparison import Comparison, body_of, chosen
 from ddpnb.protocol.catalogue import CELL_TASK
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.reports.result import ComparisonResult
 
 CARRIED = ("num_epochs", "batch_size", "learning_rate", "seed")
 """Settings that the script has; its docstring names the others that were used."""
@@ -139,19 +136,12 @@ if __name__ == "__main__":
 ''')
 
 
-def write_script(result: ComparisonResult, path: Path) -> str:
-    """Write the cell of a comparison as a script.
+def script(comparison: Comparison, file: str) -> str:
+    """Return the text of the script; ``file`` is its name.
 
     Raises:
         UserError: the comparison has no cell, or several, or one with magics.
     """
-    path.write_text(script(result.comparison, path.name), encoding="utf-8")
-    num_ranks = _num_ranks(result.comparison)
-    return f"run it with torchrun --nproc-per-node {num_ranks} {path}"
-
-
-def script(comparison: Comparison, file: str) -> str:
-    """Return the text of the script; ``file`` is its name."""
     specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
     sources = dict.fromkeys(spec.source for spec in specs if spec.task == CELL_TASK)
     if len(sources) != 1:
@@ -170,7 +160,7 @@ def script(comparison: Comparison, file: str) -> str:
     return SCRIPT.substitute(
         name=comparison.name,
         file=file,
-        num_ranks=_num_ranks(comparison),
+        num_ranks=num_ranks_of(comparison),
         missing=_missing(spec),
         num_epochs=repr(spec.num_epochs),
         batch_size=repr(spec.batch_size),
@@ -180,7 +170,8 @@ def script(comparison: Comparison, file: str) -> str:
     )
 
 
-def _num_ranks(comparison: Comparison) -> int:
+def num_ranks_of(comparison: Comparison) -> int:
+    """Return how many ranks the script is for."""
     return max((run.header.num_workers for run in comparison.runs if run.header), default=2)
 
 
