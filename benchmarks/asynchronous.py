@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from benchmarks.measure import Figure
 from benchmarks.ranks import rank_calls
 from ddpnb.protocol.messages import RankState, RunSpec
-from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.client import connect, start_server
-from ddpnb.rank.comm.packed_tensors import PackedTensors
+from ddpnb.rank.comm.flat_buffers import PackedTensors
 from ddpnb.rank.comm.parameter_server import ParameterServer
 from ddpnb.rank.comm.parameter_store import ParameterStore
+from ddpnb.rank.comm.rendezvous import CancellationToken
 from ddpnb.rank.comm.transport import WorkerConfig
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Replica

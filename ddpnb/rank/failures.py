@@ -11,9 +11,8 @@ import torch
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Failure
-from ddpnb.rank.cancellation import RunCancelledError
 from ddpnb.rank.collective_checks import CollectiveMismatchError
-from ddpnb.rank.comm.messages import RankLostError
+from ddpnb.rank.comm.rendezvous import RankLostError, RunCancelledError
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.status import is_users
 

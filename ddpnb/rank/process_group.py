@@ -18,8 +18,8 @@ import torch.distributed as dist
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.processes import atomic_write
-from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collective_checks import CollectiveChecker
+from ddpnb.rank.comm.rendezvous import CancellationToken
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """How long the ranks wait for each other when they form a group."""

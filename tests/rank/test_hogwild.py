@@ -12,9 +12,8 @@ from torch import nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.messages import RankLostError
 from ddpnb.rank.comm.parameter_store import ParameterAccess
+from ddpnb.rank.comm.rendezvous import CancellationToken, RankLostError
 from ddpnb.rank.comm.work_queue import WorkQueue
 from ddpnb.rank.strategies.hogwild import Hogwild
 from tests.rank.fit import Fit, Problem, distance, drive, optimum

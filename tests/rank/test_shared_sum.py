@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.comm.rendezvous import CancellationToken
 from ddpnb.rank.comm.shared_all_reduce import CHUNK_BYTES, SharedAllReduce
 from ddpnb.rank.failures import is_consequence
 from ddpnb.rank.strategies import ddp_shm

@@ -6,10 +6,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.messages import RankLostError
-from ddpnb.rank.comm.packed_tensors import create_shared_file, map_copies, packed_num_bytes
-from ddpnb.rank.comm.shared_weights import SharedWeights
+from ddpnb.rank.comm.flat_buffers import create_shared_file, map_copies, packed_num_bytes
+from ddpnb.rank.comm.rendezvous import CancellationToken, RankLostError
+from ddpnb.rank.comm.work_queue import SharedWeights
 from ddpnb.rank.strategies.gossip import choose_peer
 
 LIKE = [torch.empty(400, 500), torch.empty(2, dtype=torch.float64)]

@@ -7,25 +7,33 @@ from typing import final
 
 from torch import nn
 
-from ddpnb.rank.comm.gloo_transport import GlooServerTransport, connect_gloo
-from ddpnb.rank.comm.messages import (
-    NO_RANK,
-    PeerGoneError,
-    RankLostError,
+from ddpnb.rank.comm.flat_buffers import PackedTensors, pack
+from ddpnb.rank.comm.network_transports import (
+    GlooServerTransport,
+    RpcClientTransport,
+    RpcServerTransport,
+    connect_gloo,
+)
+from ddpnb.rank.comm.parameter_server import (
+    SERVER_RANK,
+    Gradients,
+    ParameterServer,
     Reply,
     RequestKind,
-    RunOverError,
     WorkerRequest,
 )
-from ddpnb.rank.comm.packed_tensors import PackedTensors, SharedMemory, pack
-from ddpnb.rank.comm.parameter_server import SERVER_RANK, ParameterServer
-from ddpnb.rank.comm.rendezvous import Rendezvous, host_id
-from ddpnb.rank.comm.rpc_transport import RpcClientTransport, RpcServerTransport
-from ddpnb.rank.comm.shm_transport import ShmServerTransport, connect_shm
+from ddpnb.rank.comm.rendezvous import (
+    NO_RANK,
+    RankLostError,
+    Rendezvous,
+    RunOverError,
+    host_id,
+)
+from ddpnb.rank.comm.shm_transport import SharedMemory, ShmServerTransport, connect_shm
 from ddpnb.rank.comm.transport import (
     ClientTransport,
     DirectTransport,
-    Gradients,
+    PeerGoneError,
     ServerTransport,
     WorkerConfig,
 )
@@ -51,13 +59,18 @@ class ParameterClient:
 
     Args:
         transport: to the server; closed with this.
-        parameters: the trained parameters, on this worker's device.
+        parameters: the trained parameters, on this worker's device.  On a CPU they then lie where
+            the server writes them; to other devices they are copied.
     """
 
     def __init__(self, transport: ClientTransport, parameters: Sequence[nn.Parameter]) -> None:
         self._transport = transport
         self._parameters = parameters
-        self._receiver = ParameterReceiver(parameters, transport.copies)
+        in_place = [p.device.type == "cpu" and p.is_contiguous() for p in parameters]
+        self._in_place = [n for n, is_so in enumerate(in_place) if is_so]
+        self._copied = [n for n, is_so in enumerate(in_place) if not is_so]
+        self._current: int | None = None
+        """Number of the copy that the parameters in place lie in."""
         self._is_over = False
 
     def begin(self) -> Reply:
@@ -85,7 +98,10 @@ class ParameterClient:
             self._is_over = True
             with contextlib.suppress(PeerGoneError):
                 self._transport.call(WorkerRequest(RequestKind.LEAVE))
-        self._receiver.detach()
+        if self._current is not None:  # the parameters need memory of their own again
+            self._current = None
+            for n in self._in_place:
+                self._parameters[n].data = self._parameters[n].data.clone()
         self._transport.close()
 
     def _call(self, request: WorkerRequest, gradients: Gradients = ()) -> Reply:
@@ -97,42 +113,18 @@ class ParameterClient:
         if reply.lost_rank != NO_RANK:
             self._is_over = True
             raise RankLostError(reply.lost_rank)
-        self._receiver.receive(reply.copy)
+        self._train_on(reply.copy)
         return reply
 
-
-class ParameterReceiver:
-    """Brings the server's parameters into the model: on a CPU in place, else by a copy.
-
-    Args:
-        parameters: the trained parameters, on this worker's device.
-        copies: where the server writes them.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], copies: Sequence[PackedTensors]) -> None:
-        self._copies = copies
-        numbered = list(enumerate(parameters))
-        self._in_place = [(n, p) for n, p in numbered if _can_be_in_place(p)]
-        self._copied = [(n, p) for n, p in numbered if not _can_be_in_place(p)]
-        self._current: int | None = None
-        """Number of the copy that the parameters in place lie in."""
-
-    def receive(self, number: int) -> None:
-        """Train on this copy from now on."""
-        tensors = self._copies[number].tensors
+    def _train_on(self, number: int) -> None:
+        """Bring a copy of the parameters into the model."""
+        tensors = self._transport.copies[number].tensors
         if number != self._current:
             self._current = number
-            for n, parameter in self._in_place:
-                parameter.data = tensors[n]
-        for n, parameter in self._copied:
-            parameter.data.copy_(tensors[n])
-
-    def detach(self) -> None:
-        """Give the parameters memory of their own; may be called twice."""
-        if self._current is not None:
-            self._current = None
-            for _, parameter in self._in_place:
-                parameter.data = parameter.data.clone()
+            for n in self._in_place:
+                self._parameters[n].data = tensors[n]
+        for n in self._copied:
+            self._parameters[n].data.copy_(tensors[n])
 
 
 def start_server(
@@ -204,7 +196,3 @@ def _choose_transport(config: WorkerConfig, rendezvous: Rendezvous) -> str:
 
 def _host_key(rank: int) -> str:
     return f"host-{rank}"
-
-
-def _can_be_in_place(parameter: nn.Parameter) -> bool:
-    return parameter.device.type == "cpu" and parameter.is_contiguous()

@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ddpnb.rank.comm.packed_tensors import PackedTensors
+from ddpnb.rank.comm.flat_buffers import PackedTensors
 from ddpnb.rank.tasks.base import OptimizerFactory
 
 WHOLE_ROUND = 0

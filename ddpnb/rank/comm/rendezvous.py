@@ -1,13 +1,18 @@
-"""How the ranks of a run find each other without a collective (ranks).
+"""How ranks find and wait for each other without a collective, and are freed from it (ranks).
 
-They exchange short texts through the process group's own store.  In a collective, ranks would
-go on waiting for one that has failed; here they check for failures while they wait.
+In a collective, ranks would go on waiting for one that has failed.  Here they exchange short texts
+through the process group's own store, and check for failures while they wait.
+
+Whatever waits for other ranks outside the process group holds a ``CancellationToken``.  Code that
+waits at a socket or a condition registers a way to end that wait.  Code that polls checks the token
+each time.
 """
 
 import contextlib
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import final
 
@@ -16,11 +21,78 @@ import torch.distributed as dist
 
 from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.processes import ProcessId, is_alive, process_id
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.messages import NO_RANK, RankLostError
 
+NO_RANK = -1
 _POLL_SECONDS = 0.005
 _FAILED = "failed"
+
+
+class RankLostError(RuntimeError):
+    """A rank left in the middle of a run, or makes no progress: the run is over."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(
+            f"Rank {rank} left in the middle of the run, or no longer answers "
+            "(slow steps need a longer timeout, as in async:timeout=120)."
+        )
+        self.rank = rank
+
+
+class RunOverError(Exception):
+    """There is nothing to join: the run has ended."""
+
+
+class RunCancelledError(RuntimeError):
+    """This rank was not waiting; it was ended because another rank had failed."""
+
+
+@final
+class CancellationToken:
+    """The token of one group: aborted once, with the group, from another thread than the waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self.is_aborted = False
+        """Whether all waits have been ended."""
+
+    def abort(self) -> int:
+        """End all waits, present and future; return how many there were.  May be called twice."""
+        with self._lock:
+            self.is_aborted = True
+            for end_wait in self._callbacks:
+                end_wait()
+            return len(self._callbacks)
+
+    @contextlib.contextmanager
+    def held(self, end_wait: Callable[[], None]) -> Iterator[None]:
+        """Have ``end_wait`` called if the group is aborted inside the block.
+
+        Args:
+            end_wait: ends a wait; called from another thread, or at once if the group has been
+                aborted already.
+        """
+        with self._lock:
+            self._callbacks.append(end_wait)
+            if self.is_aborted:
+                end_wait()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._callbacks.remove(end_wait)
+
+    def check(self, *, is_waiting: bool = True) -> None:
+        """Raise if the group has been aborted.
+
+        Raises:
+            RunCancelledError: it has been, and the caller was not waiting for other ranks.
+            RuntimeError: it has been, and the caller was waiting for them.
+        """
+        if self.is_aborted and not is_waiting:
+            raise RunCancelledError("This rank was ended with the others.")
+        if self.is_aborted:
+            raise RuntimeError("Connection closed by peer: this rank was freed from its wait.")
 
 
 @final
@@ -47,7 +119,7 @@ class Rendezvous:
         self._rank = rank
         self._timeout = timeout_seconds
         self._cancellation = cancellation
-        self._peers = {other: process for other, process in _processes(folder) if other != rank}
+        self._peers = {other: found for other, found in host_processes(folder) if other != rank}
 
     def set(self, key: str, text: str) -> None:
         """Leave a text."""
@@ -116,7 +188,7 @@ def host_id(folder: Path) -> str:
     return f"{socket.gethostname()} {boot} {status.st_dev} {status.st_ino}"
 
 
-def _processes(folder: Path) -> Iterator[tuple[int, ProcessId | None]]:
+def host_processes(folder: Path) -> Iterator[tuple[int, ProcessId | None]]:
     """Yield the ranks of this host with their processes, as ``Group.announce`` wrote them."""
     for path in folder.glob("rank-*.pid"):
         rank = int(path.stem.removeprefix("rank-"))

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.packed_tensors import create_shared_file
+from ddpnb.rank.comm.flat_buffers import create_shared_file
+from ddpnb.rank.comm.rendezvous import CancellationToken
 from ddpnb.rank.comm.shm_transport import set_timeout, socket_path
 
 CHUNK_BYTES: Final = 1 << 20

@@ -7,30 +7,31 @@ are its two ends.
 """
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from torch import Tensor, nn
 
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.messages import (
-    NO_RANK,
+from ddpnb.rank.comm.flat_buffers import PackedTensors
+from ddpnb.rank.comm.parameter_server import (
     REPLY_BYTES,
     REQUEST_BYTES,
-    PeerGoneError,
-    RankLostError,
+    SERVER_RANK,
+    Gradients,
+    ParameterServer,
     Reply,
     RequestKind,
     WorkerRequest,
 )
-from ddpnb.rank.comm.packed_tensors import PackedTensors
-from ddpnb.rank.comm.parameter_server import SERVER_RANK, ParameterServer
-from ddpnb.rank.comm.rendezvous import Rendezvous
+from ddpnb.rank.comm.rendezvous import NO_RANK, CancellationToken, Rendezvous
 
-Gradients = Sequence[Tensor | None]
+
+class PeerGoneError(Exception):
+    """The other end has disconnected, or its process has died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +92,30 @@ class ClientTransport(ABC):
         """Disconnect; may be called twice."""
 
 
+@final
+class DirectTransport(ClientTransport):
+    """The end of rank 0's own worker: a call of the server, in this process."""
+
+    def __init__(self, server: ParameterServer) -> None:
+        self._server = server
+        self.copies = server.store.copies
+
+    def call(self, request: WorkerRequest, gradients: Gradients = ()) -> Reply:
+        """Call the server; raise the server's own error, if there is one."""
+        reply = self._server.handle(SERVER_RANK, request, on_cpu(gradients))
+        if reply.lost_rank != NO_RANK and self._server.error is not None:
+            raise self._server.error
+        return reply
+
+    def close(self) -> None:
+        """Nothing to disconnect."""
+
+
 class PeerConnection(ABC):
-    """One end of a connection; every method raises ``PeerGoneError`` where the other is gone."""
+    """One end of a connection."""
+
+    gone: type[Exception]
+    """What every method raises where the other end is gone."""
 
     @abstractmethod
     def send(self, data: bytes) -> None:
@@ -107,29 +130,6 @@ class PeerConnection(ABC):
 
     def receive_tensor(self, tensor: Tensor) -> None:  # noqa: B027
         """Fill a tensor; nothing to do where the other end has filled it."""
-
-
-@final
-class DirectTransport(ClientTransport):
-    """The end of rank 0's own worker: a call.
-
-    Args:
-        server: the server, in this process.
-    """
-
-    def __init__(self, server: ParameterServer) -> None:
-        self._server = server
-        self.copies = server.store.copies
-
-    def call(self, request: WorkerRequest, gradients: Gradients = ()) -> Reply:
-        """Call the server; raise the server's own error, if there is one."""
-        reply = handle_request(self._server, SERVER_RANK, None, request, on_cpu(gradients))
-        if reply.lost_rank != NO_RANK and self._server.error is not None:
-            raise self._server.error
-        return reply
-
-    def close(self) -> None:
-        """Nothing to disconnect."""
 
 
 @final
@@ -157,19 +157,22 @@ class ConnectionTransport(ClientTransport):
 
     def call(self, request: WorkerRequest, gradients: Gradients = ()) -> Reply:
         """Send the request and the gradients, receive the reply and the parameters."""
-        is_push = request.kind is RequestKind.PUSH
+        connection, is_push = self._connection, request.kind is RequestKind.PUSH
+        if is_push:
+            _copy_gradients(gradients, self._gradients.tensors)
         # A server that has disconnected left a last reply, read below, which says why.
-        with contextlib.suppress(PeerGoneError):
+        with contextlib.suppress(connection.gone):
+            connection.send(request.pack())
             if is_push:
-                _copy_gradients(gradients, self._gradients.tensors)
-            self._connection.send(request.pack())
-            if is_push:
-                self._connection.send_tensor(self._gradients.raw)
+                connection.send_tensor(self._gradients.raw)
         if request.kind is RequestKind.LEAVE:
             return Reply()
-        reply = Reply.unpack(self._connection.receive(REPLY_BYTES))
-        if reply.lost_rank == NO_RANK:
-            self._connection.receive_tensor(self.copies[reply.copy].raw)
+        try:
+            reply = Reply.unpack(connection.receive(REPLY_BYTES))
+            if reply.lost_rank == NO_RANK:
+                connection.receive_tensor(self.copies[reply.copy].raw)
+        except connection.gone as error:
+            raise PeerGoneError from error
         return reply
 
     def close(self) -> None:
@@ -188,50 +191,24 @@ def serve_connection(
             kind = request.kind
             if kind is RequestKind.PUSH:
                 connection.receive_tensor(gradients.raw)
-            reply = handle_request(server, rank, incarnation, request, gradients.tensors)
+            reply = server.handle(rank, request, gradients.tensors, incarnation)
             lost_rank = reply.lost_rank
             if kind is not RequestKind.LEAVE:
                 connection.send(reply.pack())
                 if lost_rank == NO_RANK:
                     connection.send_tensor(server.parameters(reply))
-    except PeerGoneError:
-        server.lose(rank, incarnation)
+    except connection.gone:
+        last = server.lose(rank, incarnation)
         # The worker may be alive: it was given up, or rank 0 has disconnected.
-        with contextlib.suppress(PeerGoneError):
-            connection.send(Reply(lost_rank=server.reason(rank)).pack())
+        with contextlib.suppress(connection.gone):
+            connection.send(last.pack())
 
 
-def handle_request(
-    server: ParameterServer,
-    rank: int,
-    incarnation: object,
-    request: WorkerRequest,
-    gradients: Gradients,
-) -> Reply:
-    """Pass one request to the server; an error in it ends the run, and rank 0 raises it.
-
-    Args:
-        server: of this process.
-        rank: of the worker.
-        incarnation: which of the rank's processes it is.
-        request: what the worker asks for.
-        gradients: with a push.
-    """
-    try:
-        match request.kind:
-            case RequestKind.PUSH:
-                return server.push(rank, gradients, request.weight, incarnation)
-            case RequestKind.BEGIN:
-                return server.begin(rank, incarnation)
-            case RequestKind.DONE:
-                return server.finish(rank, incarnation)
-            case RequestKind.LEAVE:
-                return server.leave(rank)
-    except RankLostError as lost:
-        return Reply(lost_rank=lost.rank)
-    except Exception as error:  # noqa: BLE001  # the thread's edge
-        server.fail(SERVER_RANK, error)
-        return Reply(lost_rank=SERVER_RANK)
+def start_thread(target: Callable[..., None], *args: object) -> threading.Thread:
+    """Start a thread of the server, which does not keep the process alive."""
+    thread = threading.Thread(target=target, args=args, name="ddpnb-server", daemon=True)
+    thread.start()
+    return thread
 
 
 def on_cpu(gradients: Gradients) -> list[Tensor | None]:

@@ -1,9 +1,12 @@
-"""A work queue in shared memory: shards, updates and deaths, without a server (ranks).
+"""Workers on shared memory, without a server: a work queue, and averages of weights (ranks).
 
-One file of numbers, which all workers map.  Whatever must stay whole, or be seen in order on
-any processor, is read and written under a lock.  A worker also holds a lock of its own for as
-long as it lives.  The operating system releases a lock when its process dies, even if that
-process's children live on.
+A ``WorkQueue`` is one file of numbers, which all workers map.  Whatever must stay whole, or be seen
+in order on any processor, is read and written under a lock.  A worker also holds a lock of its own
+for as long as it lives.  ``SharedWeights`` are one copy of the weights for each worker, which are
+read and written only under their lock.
+
+A lock is a locked byte of the file: the operating system releases it when its process dies, even if
+that process's children live on.
 """
 
 import contextlib
@@ -12,19 +15,22 @@ import mmap
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import final
 
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.messages import NO_RANK, RankLostError
-from ddpnb.rank.comm.packed_tensors import create_shared_file
+import torch
+from torch import Tensor
+
+from ddpnb.rank.comm.flat_buffers import PackedTensors, create_shared_file
+from ddpnb.rank.comm.rendezvous import NO_RANK, CancellationToken, RankLostError, RunOverError
 
 _NEXT_SHARD, _NUM_UPDATES, _FAILED_RANK, _FIRST_RANK = range(4)
 """The file's numbers; after them the state of each rank, then a byte for each shard."""
 _NUMBER_BYTES = 8
 _POLL_SECONDS = 0.002
+_LOCK_POLL_SECONDS = 0.0001
 _CHECK_SECONDS = 0.5
 """How often a worker that trains checks whether it is still part of the run."""
 
@@ -225,13 +231,9 @@ class WorkQueue:
 
     def _is_alive(self, rank: int) -> bool:
         """Return whether a worker still holds its own lock."""
-        if rank == self._rank:
+        if rank == self._rank or not _try_lock(self._descriptor, 1 + rank):
             return True
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 + rank)
-        except (BlockingIOError, PermissionError):  # which of the two depends on the system
-            return True
-        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 1 + rank)
+        _unlock(self._descriptor, 1 + rank)
         return False
 
     @contextlib.contextmanager
@@ -240,7 +242,115 @@ class WorkQueue:
         try:
             yield
         finally:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
+            _unlock(self._descriptor, 0)
+
+
+@final
+class SharedWeights:
+    """The weights of all workers.
+
+    A worker that needs two locks takes the lower rank's first, so that no circle of waits can
+    arise.  One that dies in the middle of an average leaves each number either as it was or as
+    the mean.
+
+    Args:
+        path: the file that they lie in.
+        copies: one for each rank, mapped from that file.
+        timeout_seconds: how long to wait for one lock.
+        cancellation: frees this rank from waiting.
+
+    Raises:
+        RunOverError: the file is gone, with rank 0.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        copies: Sequence[PackedTensors],
+        timeout_seconds: float,
+        cancellation: CancellationToken,
+    ) -> None:
+        self._copies = copies
+        self._timeout = timeout_seconds
+        self._cancellation = cancellation
+        try:
+            self._descriptor = os.open(path, os.O_RDWR)
+        except FileNotFoundError as error:
+            raise RunOverError from error
+
+    @contextlib.contextmanager
+    def locked(self, *ranks: int) -> Iterator[None]:
+        """Hold the locks of some workers' weights.
+
+        Raises:
+            RankLostError: here and below: a lock was not free in time.
+        """
+        with contextlib.ExitStack() as held:
+            for rank in sorted(ranks):
+                self._lock(rank)
+                held.callback(
+                    _unlock, self._descriptor, rank
+                )  # no effect where it is unlocked already
+            yield
+
+    @torch.no_grad()
+    def mean(self, ranks: Sequence[int]) -> list[Tensor]:
+        """Return the mean of some workers' weights, each read at one moment."""
+        sums = [torch.zeros_like(tensor) for tensor in self._copies[0].tensors]
+        for rank in ranks:
+            with self.locked(rank):
+                for total, tensor in zip(sums, self._copies[rank].tensors, strict=True):
+                    total.add_(tensor)
+        return [total.div_(len(ranks)) for total in sums]
+
+    @contextlib.contextmanager
+    def averaged(self, rank: int, peer: int | None) -> Iterator[None]:
+        """Replace two workers' weights by their mean; in the body, ``rank`` stays locked.
+
+        Args:
+            rank: of one worker.
+            peer: of the other; None: the weights of ``rank`` stay as they are.
+        """
+        ranks = (rank,) if peer is None else (rank, peer)
+        with self.locked(*ranks):
+            if peer is not None:
+                self._average(rank, peer)
+                _unlock(self._descriptor, peer)
+            yield
+
+    def close(self) -> None:
+        """Release all locks; may be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    @torch.no_grad()
+    def _average(self, rank: int, peer: int) -> None:
+        pairs = zip(self._copies[rank].tensors, self._copies[peer].tensors, strict=True)
+        for mine, theirs in pairs:
+            mine.lerp_(theirs, 0.5)  # one operation, so that a death never leaves a bare sum
+            theirs.copy_(mine)
+
+    def _lock(self, rank: int) -> None:
+        deadline = time.monotonic() + self._timeout
+        while not _try_lock(self._descriptor, rank):
+            self._cancellation.check()
+            if time.monotonic() > deadline:
+                raise RankLostError(rank)
+            time.sleep(_LOCK_POLL_SECONDS)
+
+
+def _try_lock(descriptor: int, number: int) -> bool:
+    """Lock a byte of a file; return False if another process has locked it."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+    except (BlockingIOError, PermissionError):  # which of the two depends on the system
+        return False
+    return True
+
+
+def _unlock(descriptor: int, number: int) -> None:
+    fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, number)
 
 
 def _num_bytes(world_size: int, num_shards: int) -> int:

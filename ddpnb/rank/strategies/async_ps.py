@@ -42,8 +42,7 @@ from torch import nn
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.client import ParameterClient, connect, join, start_server
-from ddpnb.rank.comm.flat_buffers import num_bytes
-from ddpnb.rank.comm.packed_tensors import PackedTensors
+from ddpnb.rank.comm.flat_buffers import PackedTensors, num_bytes
 from ddpnb.rank.comm.parameter_server import NO_BOUND, ParameterServer
 from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, AccessLog, ParameterStore, ignore_access
 from ddpnb.rank.comm.transport import ServerTransport, WorkerConfig

@@ -49,9 +49,9 @@ from torch import nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import FlatBuffer, num_bytes
-from ddpnb.rank.comm.messages import RunOverError
 from ddpnb.rank.comm.parameter_store import AccessLog, ignore_access
-from ddpnb.rank.comm.shared_weights import SharedWeights
+from ddpnb.rank.comm.rendezvous import RunOverError
+from ddpnb.rank.comm.work_queue import SharedWeights
 from ddpnb.rank.strategies.base import (
     Batch,
     Memory,

@@ -11,15 +11,14 @@ from pathlib import Path
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.messages import RunOverError
-from ddpnb.rank.comm.packed_tensors import (
+from ddpnb.rank.comm.flat_buffers import (
     PackedTensors,
     create_shared_file,
     map_copies,
     packed_num_bytes,
 )
 from ddpnb.rank.comm.parameter_store import AccessLog, ParameterAccess, ignore_access
-from ddpnb.rank.comm.rendezvous import Rendezvous, host_id
+from ddpnb.rank.comm.rendezvous import Rendezvous, RunOverError, host_id
 from ddpnb.rank.comm.work_queue import WorkQueue
 from ddpnb.rank.strategies.base import Plan, Replica, Strategy
 from ddpnb.rank.tasks.batches import Shard

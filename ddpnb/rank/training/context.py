@@ -10,7 +10,7 @@ from torch import nn
 
 from ddpnb.protocol import faults
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
-from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.comm.rendezvous import CancellationToken
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, no_delay

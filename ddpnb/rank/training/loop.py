@@ -21,9 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, RunSpec
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.messages import RunOverError
-from ddpnb.rank.comm.rendezvous import announce_failure
+from ddpnb.rank.comm.rendezvous import CancellationToken, RunOverError, announce_failure
 from ddpnb.rank.random_state import preserve_rng
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.timer import NullTimer

@@ -1,39 +1,114 @@
-"""A reference transport: ``torch.distributed.rpc`` (ranks).
+"""The transports between hosts: gloo's send and recv, and RPC as a reference (ranks).
 
-Each request of a worker is one remote call to rank 0, with the gradients as argument and the
-parameters as result.  TensorPipe serves each call in a thread, which may block.  It does not
-report deaths: on this host the processes are checked, on others a silent worker times out.  No
-worker joins later.
+Over gloo all ranks form a group of the run's own, for tensors and for messages of fixed size.
+With ``torch.distributed.rpc`` each request is one remote call to rank 0, with the gradients as
+argument and the parameters as result.  TensorPipe serves each call in a thread, which may block.
+It does not report deaths: on this host the processes are checked, on others a silent worker times
+out.  Over either no worker joins later.
 """
 
 import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any, final
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import rpc
 
 from ddpnb.compat.torch_internals import forget_rpc_agents
-from ddpnb.rank.comm.messages import (
-    NO_RANK,
-    PeerGoneError,
-    RankLostError,
+from ddpnb.rank.comm.flat_buffers import pack
+from ddpnb.rank.comm.parameter_server import (
+    SERVER_RANK,
+    Gradients,
+    ParameterServer,
     Reply,
     RequestKind,
     WorkerRequest,
 )
-from ddpnb.rank.comm.packed_tensors import pack
-from ddpnb.rank.comm.parameter_server import SERVER_RANK, ParameterServer
+from ddpnb.rank.comm.rendezvous import NO_RANK, RankLostError
 from ddpnb.rank.comm.transport import (
     ClientTransport,
-    Gradients,
+    ConnectionTransport,
+    PeerConnection,
+    PeerGoneError,
     ServerTransport,
     WorkerConfig,
-    handle_request,
     on_cpu,
+    serve_connection,
+    start_thread,
 )
+
+
+@final
+class GlooServerTransport(ServerTransport):
+    """A thread for each other rank, which waits for its messages; takes part: every rank."""
+
+    def __init__(self, server: ParameterServer, config: WorkerConfig) -> None:
+        self._opened = ExitStack()
+        group = _new_group(config, self._opened)
+        self._timeout = config.timeout_seconds
+        self._threads = [
+            start_thread(
+                serve_connection,
+                *(server, rank, _GlooConnection(group, rank), pack(config.parameters)),
+            )
+            for rank in config.other_ranks
+        ]
+
+    def drain(self) -> None:
+        """Wait for the threads: each ends with its worker's last message, or with its worker."""
+        for thread in self._threads:
+            thread.join(self._timeout)
+
+    def close(self) -> None:
+        """Wait for the threads, leave the group."""
+        self.drain()
+        self._opened.close()
+
+
+def connect_gloo(config: WorkerConfig) -> ConnectionTransport:
+    """Connect a worker to rank 0; takes part: every rank."""
+    opened = ExitStack()
+    connection = _GlooConnection(_new_group(config, opened), SERVER_RANK)
+    copies = [pack(config.parameters)] * config.world_size  # one, whichever a reply names
+    return ConnectionTransport(connection, pack(config.parameters), copies, opened)
+
+
+@final
+class _GlooConnection(PeerConnection):
+    gone = RuntimeError
+
+    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
+        self._group = group
+        self._peer = peer
+
+    def send(self, data: bytes) -> None:
+        self.send_tensor(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def receive(self, num_bytes: int) -> bytes:
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        self.receive_tensor(data)
+        return bytes(data.tolist())
+
+    def send_tensor(self, tensor: Tensor) -> None:
+        dist.send(tensor, self._peer, group=self._group)
+
+    def receive_tensor(self, tensor: Tensor) -> None:
+        dist.recv(tensor, self._peer, group=self._group)
+
+
+def _new_group(config: WorkerConfig, opened: ExitStack) -> dist.ProcessGroup:
+    """Form the run's group, which ``opened`` destroys; takes part: every rank."""
+    timeout = timedelta(seconds=config.timeout_seconds)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    opened.callback(dist.destroy_process_group, group)
+    return group
+
 
 _servers: dict[str, ParameterServer] = {}
 """This process's server, by the run's name; empty between runs.
@@ -112,7 +187,7 @@ def _handle(
     server = _servers.get(name)
     if server is None:
         return Reply(lost_rank=SERVER_RANK), None
-    reply = handle_request(server, rank, None, request, gradients)
+    reply = server.handle(rank, request, gradients)
     if reply.lost_rank != NO_RANK or request.kind is RequestKind.LEAVE:
         return reply, None
     return reply, server.parameters(reply)
