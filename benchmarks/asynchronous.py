@@ -49,24 +49,16 @@ def exchange_ms(
         cancellation=CancellationToken(),
     )
 
-    def make_server(
-        find_failed_rank: Callable[[], int], copies: Sequence[PackedTensors]
-    ) -> ParameterServer:
+    def make_server(copies: Sequence[PackedTensors]) -> ParameterServer:
         store = ParameterStore(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies)
-        return ParameterServer(
-            store=store,
-            num_workers=2,
-            num_shards=10**9,
-            timeout_seconds=60,
-            find_failed_rank=find_failed_rank,
-        )
+        return ParameterServer(store=store, num_workers=2, num_shards=10**9, timeout_seconds=60)
 
     with ExitStack() as opened:
         if state.rank == 0:
-            _, transport, client = start_server(config, make_server, opened)
+            _, drain, client = start_server(config, make_server, opened)
             client.begin()
             client.finish()
-            transport.drain()
+            drain()
             return []
         client, taken = connect(config, opened), []
         client.begin()

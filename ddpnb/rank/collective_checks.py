@@ -15,7 +15,6 @@ import functools
 import hashlib
 import os
 import sys
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +29,13 @@ from torch.distributed import ProcessGroup
 
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import sentence
-from ddpnb.rank.collective_calls import METHODS, NO_ROOT, Collective, is_match, spelled
-from ddpnb.rank.collective_log import CallState, CollectiveLog, Entry
+from ddpnb.rank.collective_log import (
+    METHODS,
+    NO_ROOT,
+    Collective,
+    CollectiveLog,
+    settle_dispute,
+)
 
 FILES = "calls-{generation}-"
 CELLS = f"{os.sep}ipykernel_"
@@ -42,15 +46,6 @@ BACKWARD = torch.autograd.backward.__code__.co_filename
 """The file of torch that computes gradients."""
 MAX_FRAMES = 24
 """How far up the stack to look for the user's line."""
-DISPUTE_SECONDS = 1.0
-"""How long a backend may take to accept or refuse a call that differs from another rank's."""
-POLL_SECONDS = 0.001
-SETTLE_SECONDS = 0.05
-"""How long to wait before raising, so that the error also names ranks that come a little later."""
-
-
-class CollectiveMismatchError(RuntimeError):
-    """The ranks of a group make different calls, or one call with tensors that do not match."""
 
 
 @final
@@ -201,39 +196,6 @@ def _carry_out(
     return result
 
 
-def settle_dispute(log: CollectiveLog, number: int) -> None:
-    """Return once the call of this rank may go to the backend.
-
-    A call that differs may be one that the backend is about to refuse.  So only a call that the
-    backend has accepted counts against this one.  Of several ranks in dispute, the first of the
-    group goes to the backend, and the others hold their calls back until the outcome is known.
-
-    Raises:
-        CollectiveMismatchError: the backend has accepted another rank's call.
-    """
-    deadline = time.monotonic() + DISPUTE_SECONDS
-    while True:
-        log.set_disputed(0)  # before others are read: whoever comes later finds this call in force
-        differing = _differing(log, number)
-        if all(each.state is CallState.DISPUTED and each.place > log.place for each in differing):
-            return
-        log.set_disputed(number)
-        is_accepted = any(each.state is CallState.ACCEPTED for each in differing)
-        if is_accepted or time.monotonic() > deadline:
-            break
-        time.sleep(POLL_SECONDS)
-    time.sleep(SETTLE_SECONDS)
-    entries = {each.place: each for each in (*differing, *log.entries(number))}
-    raise CollectiveMismatchError(_described(list(entries.values()), log.ranks))
-
-
-def _differing(log: CollectiveLog, number: int) -> list[Entry]:
-    """Return the other ranks' calls of a number that do not match this rank's."""
-    entries = log.entries(number)
-    (own,) = (each for each in entries if each.place == log.place)
-    return [each for each in entries if not is_match(own.text, each.text)]
-
-
 def is_known(collective: Collective) -> bool:
     """Return whether torch's dispatcher has a collective as it stands in ``METHODS``."""
     return torch_internals.has_operation(
@@ -272,20 +234,3 @@ def _nearest_place(frame: FrameType | None) -> tuple[int, bool]:
         in_backward = in_backward or frame.f_code.co_filename == BACKWARD
         frame = frame.f_back
     return 0, in_backward
-
-
-def _described(entries: Sequence[Entry], ranks: Sequence[int]) -> str:
-    """Return the sentence that says which ranks make which call."""
-    calls: dict[str, list[int]] = {}
-    for entry in sorted(entries, key=lambda entry: ranks[entry.place]):
-        call = spelled(entry.text, ranks, in_backward=entry.in_backward)
-        line = f" (line {entry.line})" if entry.line else ""
-        calls.setdefault(call + line, []).append(ranks[entry.place])
-    parts = [f"{_callers(callers)} {call}" for call, callers in calls.items()]
-    return f"the calls of the ranks do not match: {', but '.join(parts)}"
-
-
-def _callers(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} calls"
-    return f"ranks {','.join(map(str, ranks))} call"

@@ -1,4 +1,4 @@
-"""The process group of this rank: joined, left and aborted (ranks)."""
+"""The process group of this rank: joined, left and aborted; what still holds an old one (ranks)."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -14,12 +14,13 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ddpnb.compat import torch_internals
-from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.messages import RankState, StaleVariable
 from ddpnb.protocol.processes import atomic_write
 from ddpnb.rank.collective_checks import CollectiveChecker
-from ddpnb.rank.comm.rendezvous import CancellationToken
+from ddpnb.rank.comm.rendezvous import CancellationToken, host_processes
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """How long the ranks wait for each other when they form a group."""
@@ -36,6 +37,22 @@ NCCL_SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 """Without these, NCCL's watchdog ends the process when a group is aborted or waits ten minutes."""
+
+KINDS = (
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "ZeroRedundancyOptimizer",
+    "DeviceMesh",
+    "ProcessGroup",
+)
+"""Classes of torch that keep the group they were made with.
+
+They are compared by name, because importing them all takes a second.
+"""
+
+MAX_ITEMS = 1000
+"""A larger container holds data, not models."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -117,15 +134,6 @@ class Group:
         """Write this process's pid where the other ranks of this host find it."""
         atomic_write(self.folder / f"rank-{self.rank}.pid", str(os.getpid()).encode())
 
-    def peers(self) -> list[psutil.Process]:
-        """Return the living processes of the other ranks on this host."""
-        found = []
-        for path in self.folder.glob("rank-*.pid"):
-            with contextlib.suppress(psutil.NoSuchProcess, ValueError):
-                if (pid := int(path.read_text())) != os.getpid():
-                    found.append(psutil.Process(pid))
-        return found
-
     def abort(self) -> int:
         """Free this rank from every wait for another rank; return how many waits were ended.
 
@@ -139,9 +147,12 @@ class Group:
             print(f"{self.backend} did not abort in {ABORT_SECONDS:g} s.", file=sys.stderr)
         num_aborted = self.cancellation.abort()
         peers_ends = set()
-        for peer in self.peers():
-            with contextlib.suppress(psutil.Error):
-                peers_ends |= {(c.laddr, c.raddr) for c in peer.net_connections("tcp") if c.raddr}
+        for rank, process in host_processes(self.folder):
+            if rank != self.rank and process is not None:
+                with contextlib.suppress(psutil.Error):
+                    peer = psutil.Process(process[0])
+                    sockets = peer.net_connections("tcp")
+                    peers_ends |= {(each.laddr, each.raddr) for each in sockets if each.raddr}
         for own in psutil.Process().net_connections("tcp"):
             if own.raddr and (own.raddr, own.laddr) in peers_ends:
                 num_aborted += shut_down(own.fd)
@@ -200,3 +211,44 @@ def shut_down(descriptor: int) -> bool:
     except OSError:  # closed meanwhile, or not connected: nothing waits there
         return False
     return True
+
+
+def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
+    """Return the variables that hold a group, directly or one level down.
+
+    In a module, a model is found at any depth.
+    """
+    found: list[StaleVariable] = []
+    for name, value in namespace.items():
+        if name.startswith("_") or name in ("In", "Out"):  # IPython's history
+            continue
+        held = [(name, value)] if kind_of(value) else held_by(name, value)
+        found += [StaleVariable(path, kind) for path, item in held if (kind := kind_of(item))]
+    return found
+
+
+def kind_of(value: object) -> str:
+    """Return which of ``KINDS`` a value is; empty if it is none of them."""
+    names = {c.__name__ for c in type(value).__mro__ if c.__module__.startswith("torch")}
+    return next((kind for kind in KINDS if kind in names), "")
+
+
+def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield what a value holds, each with the expression that leads to it."""
+    if isinstance(value, nn.Module):
+        inside = dict(value.named_modules(prefix=name))
+        outermost = (path for path in inside if not is_part_of_stale(path, inside))
+        yield from ((path, inside[path]) for path in outermost)
+    elif isinstance(value, dict | list | tuple):
+        if len(value) <= MAX_ITEMS:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}[{key!r}]", item) for key, item in pairs)
+    elif type(value).__module__ == "__main__":
+        yield from ((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())
+
+
+def is_part_of_stale(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether a module is part of another one that holds a group."""
+    names = path.split(".")
+    above = (".".join(names[:num]) for num in range(1, len(names)))
+    return any(kind_of(modules.get(outer)) for outer in above)

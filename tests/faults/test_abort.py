@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
 from ddpnb.rank import process_group as group_module
-from ddpnb.rank.cells import aborted
-from ddpnb.rank.failures import is_consequence
+from ddpnb.rank.cells import aborted, is_consequence
 from ddpnb.rank.process_group import Group, abort_groups, ends_in_time
 
 ABORTED = "NCCL communicator was aborted on rank"

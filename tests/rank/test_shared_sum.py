@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddpnb.rank.cells import is_consequence
 from ddpnb.rank.comm.rendezvous import CancellationToken
 from ddpnb.rank.comm.shared_all_reduce import CHUNK_BYTES, SharedAllReduce
-from ddpnb.rank.failures import is_consequence
 from ddpnb.rank.strategies import ddp_shm
 from tests.rank.fit import Problem, by_hand, by_strategy, distance
 from tests.rank.test_ddp import timed_job

@@ -9,10 +9,10 @@ from torch import nn
 
 from ddpnb.rank.comm.flat_buffers import PackedTensors, pack
 from ddpnb.rank.comm.network_transports import (
-    GlooServerTransport,
     RpcClientTransport,
-    RpcServerTransport,
     connect_gloo,
+    serve_gloo,
+    serve_rpc,
 )
 from ddpnb.rank.comm.parameter_server import (
     SERVER_RANK,
@@ -29,21 +29,20 @@ from ddpnb.rank.comm.rendezvous import (
     RunOverError,
     host_id,
 )
-from ddpnb.rank.comm.shm_transport import SharedMemory, ShmServerTransport, connect_shm
+from ddpnb.rank.comm.shm_transport import SharedMemory, connect_shm, serve_shm
 from ddpnb.rank.comm.transport import (
     ClientTransport,
     DirectTransport,
+    Drain,
     PeerGoneError,
-    ServerTransport,
     WorkerConfig,
 )
 
-ServerFactory = Callable[[Callable[[], int], Sequence[PackedTensors]], ParameterServer]
-"""Makes the server from ``Rendezvous.find_failed_rank`` and memory for the parameters: one copy
-for each worker."""
+ServerFactory = Callable[[Sequence[PackedTensors]], ParameterServer]
+"""Makes the server from memory for the parameters: one copy for each worker."""
 
 _TRANSPORT = "transport"
-_CONNECT: dict[str, Callable[[WorkerConfig], ClientTransport]] = {
+_CONNECT: dict[str, Callable[[WorkerConfig, ExitStack], ClientTransport]] = {
     "shm": connect_shm,
     "gloo": connect_gloo,
     "rpc": RpcClientTransport,
@@ -58,7 +57,7 @@ class ParameterClient:
     where the run is over.  ``close`` before ``finish`` ends the run for all.
 
     Args:
-        transport: to the server; closed with this.
+        transport: to the server.
         parameters: the trained parameters, on this worker's device.  On a CPU they then lie where
             the server writes them; to other devices they are copied.
     """
@@ -93,7 +92,7 @@ class ParameterClient:
         self.close()
 
     def close(self) -> None:
-        """Report a failure unless this worker has finished, and disconnect."""
+        """Report a failure unless this worker has finished; may be called twice."""
         if not self._is_over:
             self._is_over = True
             with contextlib.suppress(PeerGoneError):
@@ -102,7 +101,6 @@ class ParameterClient:
             self._current = None
             for n in self._in_place:
                 self._parameters[n].data = self._parameters[n].data.clone()
-        self._transport.close()
 
     def _call(self, request: WorkerRequest, gradients: Gradients = ()) -> Reply:
         try:
@@ -129,7 +127,7 @@ class ParameterClient:
 
 def start_server(
     config: WorkerConfig, make_server: ServerFactory, opened: ExitStack
-) -> tuple[ParameterServer, ServerTransport, ParameterClient]:
+) -> tuple[ParameterServer, Drain, ParameterClient]:
     """Start the server on rank 0 and connect this rank's own worker to it.
 
     Args:
@@ -140,23 +138,21 @@ def start_server(
     rendezvous = config.rendezvous()
     opened.callback(rendezvous.delete, _TRANSPORT, *map(_host_key, config.other_ranks))
     name = _choose_transport(config, rendezvous) if config.transport == "auto" else config.transport
-    transport: ServerTransport
     if name == "shm":
         path = config.folder / f"{config.name}.m"
         memory = SharedMemory.create(path, config.parameters, config.world_size)
         opened.enter_context(closing(memory))
-        server = make_server(rendezvous.find_failed_rank, memory.copies)
-        transport = ShmServerTransport(server, memory, config)
+        server = make_server(memory.copies)
+        drain = serve_shm(server, memory, config, opened)
         rendezvous.set(_TRANSPORT, name)
     else:
-        copies = [pack(config.parameters) for _ in range(config.world_size)]
-        server = make_server(rendezvous.find_failed_rank, copies)
+        server = make_server([pack(config.parameters) for _ in range(config.world_size)])
         rendezvous.set(_TRANSPORT, name)  # first, as every rank takes part in what follows
-        made = GlooServerTransport if name == "gloo" else RpcServerTransport
-        transport = made(server, config)
-    opened.enter_context(closing(transport))
+        serve = serve_gloo if name == "gloo" else serve_rpc
+        drain = serve(server, config, opened)
+    server.find_failed_rank = rendezvous.find_failed_rank
     opened.enter_context(config.cancellation.held(lambda: server.fail(SERVER_RANK)))
-    return server, transport, _client(DirectTransport(server), config, opened)
+    return server, drain, _client(DirectTransport(server), config, opened)
 
 
 def connect(config: WorkerConfig, opened: ExitStack) -> ParameterClient:
@@ -170,7 +166,7 @@ def connect(config: WorkerConfig, opened: ExitStack) -> ParameterClient:
         rendezvous.set(_host_key(config.rank), host_id(config.folder))
     name = rendezvous.get(_TRANSPORT, from_rank=SERVER_RANK)
     try:
-        return _client(_CONNECT[name](config), config, opened)
+        return _client(_CONNECT[name](config, opened), config, opened)
     except RunOverError as error:
         raise RankLostError(SERVER_RANK) from error
 
@@ -181,7 +177,7 @@ def join(config: WorkerConfig, opened: ExitStack) -> ParameterClient:
     Raises:
         RunOverError: the run has ended.
     """
-    return _client(connect_shm(config), config, opened)
+    return _client(connect_shm(config, opened), config, opened)
 
 
 def _client(transport: ClientTransport, config: WorkerConfig, opened: ExitStack) -> ParameterClient:

@@ -34,9 +34,9 @@ from ddpnb.rank.comm.rendezvous import NO_RANK, RankLostError
 from ddpnb.rank.comm.transport import (
     ClientTransport,
     ConnectionTransport,
+    Drain,
     PeerConnection,
     PeerGoneError,
-    ServerTransport,
     WorkerConfig,
     on_cpu,
     serve_connection,
@@ -44,39 +44,30 @@ from ddpnb.rank.comm.transport import (
 )
 
 
-@final
-class GlooServerTransport(ServerTransport):
-    """A thread for each other rank, which waits for its messages; takes part: every rank."""
+def serve_gloo(server: ParameterServer, config: WorkerConfig, opened: ExitStack) -> Drain:
+    """Serve each other rank in a thread, until its last message; takes part: every rank."""
+    group = _new_group(config, opened)
+    threads = [
+        start_thread(
+            serve_connection,
+            *(server, rank, _GlooConnection(group, rank), pack(config.parameters)),
+        )
+        for rank in config.other_ranks
+    ]
 
-    def __init__(self, server: ParameterServer, config: WorkerConfig) -> None:
-        self._opened = ExitStack()
-        group = _new_group(config, self._opened)
-        self._timeout = config.timeout_seconds
-        self._threads = [
-            start_thread(
-                serve_connection,
-                *(server, rank, _GlooConnection(group, rank), pack(config.parameters)),
-            )
-            for rank in config.other_ranks
-        ]
+    def drain() -> None:
+        for thread in threads:
+            thread.join(config.timeout_seconds)
 
-    def drain(self) -> None:
-        """Wait for the threads: each ends with its worker's last message, or with its worker."""
-        for thread in self._threads:
-            thread.join(self._timeout)
-
-    def close(self) -> None:
-        """Wait for the threads, leave the group."""
-        self.drain()
-        self._opened.close()
+    opened.callback(drain)
+    return drain
 
 
-def connect_gloo(config: WorkerConfig) -> ConnectionTransport:
+def connect_gloo(config: WorkerConfig, opened: ExitStack) -> ConnectionTransport:
     """Connect a worker to rank 0; takes part: every rank."""
-    opened = ExitStack()
     connection = _GlooConnection(_new_group(config, opened), SERVER_RANK)
     copies = [pack(config.parameters)] * config.world_size  # one, whichever a reply names
-    return ConnectionTransport(connection, pack(config.parameters), copies, opened)
+    return ConnectionTransport(connection, pack(config.parameters), copies)
 
 
 @final
@@ -117,41 +108,27 @@ A remote call names a function and can reach no object in another way.
 """
 
 
-@final
-class RpcServerTransport(ServerTransport):
-    """Registers the server for remote calls; takes part: every rank.
+def serve_rpc(server: ParameterServer, config: WorkerConfig, opened: ExitStack) -> Drain:
+    """Register the server for remote calls; takes part: every rank."""
+    server.find_dead_ranks = config.rendezvous().find_dead_ranks
+    _servers[config.name] = server
+    opened.callback(_servers.pop, config.name)
+    agent = opened.enter_context(contextlib.closing(_Agent(config)))
 
-    Args:
-        server: what the workers call.
-        config: of rank 0.
-    """
+    def drain() -> None:
+        if server.wait_until_all_have_left():
+            agent.shut_down_together()
 
-    def __init__(self, server: ParameterServer, config: WorkerConfig) -> None:
-        self._server = server
-        server.find_dead_ranks = config.rendezvous().find_dead_ranks
-        with contextlib.ExitStack() as opened:
-            _servers[config.name] = server
-            opened.callback(_servers.pop, config.name)
-            self._agent = opened.enter_context(contextlib.closing(_Agent(config)))
-            self._opened = opened.pop_all()
-
-    def drain(self) -> None:
-        """Wait until all workers have reported that they have the final parameters."""
-        if self._server.wait_until_all_have_left():
-            self._agent.shut_down_together()
-
-    def close(self) -> None:
-        """Deregister the server; end the agent."""
-        self._opened.close()
+    return drain
 
 
 @final
 class RpcClientTransport(ClientTransport):
     """A worker's remote calls; takes part: every rank."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, opened: ExitStack) -> None:
         self._caller = (config.name, config.rank)
-        self._agent = _Agent(config)
+        self._agent = opened.enter_context(contextlib.closing(_Agent(config)))
         self.copies = [pack(config.parameters)] * config.world_size  # one, whichever a reply names
 
     def call(self, request: WorkerRequest, gradients: Gradients = ()) -> Reply:
@@ -165,10 +142,6 @@ class RpcClientTransport(ClientTransport):
                 if reply.is_complete:
                     self._agent.shut_down_together()
         return reply
-
-    def close(self) -> None:
-        """End the agent."""
-        self._agent.close()
 
     def _call(self, *arguments: Any) -> tuple[Reply, Tensor | None]:
         try:

@@ -126,7 +126,6 @@ class ParameterServer:
         bound: steps that a worker may be ahead of the slowest; ``NO_BOUND``: any number.
             At 0 one update is made of a whole round.
         timeout_seconds: how long it may be that no worker at all makes progress.
-        find_failed_rank: returns a rank that failed before the run began, or ``NO_RANK``.
     """
 
     def __init__(
@@ -138,13 +137,14 @@ class ParameterServer:
         timeout_seconds: float,
         num_prefetched: int = 0,
         bound: int = NO_BOUND,
-        find_failed_rank: Callable[[], int] = lambda: NO_RANK,
     ) -> None:
         self.store = store
         self.error: Exception | None = None
         """What went wrong in a thread of this rank, if anything did."""
         self.find_dead_ranks: Callable[[], Sequence[int]] = lambda: ()
         """Returns dead workers, for a transport that does not notice them."""
+        self.find_failed_rank: Callable[[], int] = lambda: NO_RANK
+        """Returns a rank that failed before the run began, or ``NO_RANK``."""
         self.lost_shards: list[int] = []
         """What lost workers held."""
         self._num_workers = num_workers
@@ -153,7 +153,6 @@ class ParameterServer:
         self._num_prefetched = num_prefetched
         self._bound = bound
         self._timeout = timeout_seconds
-        self._find_failed_rank = find_failed_rank
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._workers: dict[int, _Worker] = {}
@@ -367,7 +366,7 @@ class ParameterServer:
             left = self._progress_at + self._timeout - time.monotonic()
             if left <= 0:
                 self._give_up()
-            elif not self._has_begun and (failed := self._find_failed_rank()) != NO_RANK:
+            elif not self._has_begun and (failed := self.find_failed_rank()) != NO_RANK:
                 self._fail(failed)
             else:
                 self._changed.wait(min(left, _POLL_SECONDS))

@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self, final
 
@@ -28,8 +29,8 @@ from ddpnb.rank.comm.parameter_server import ParameterServer
 from ddpnb.rank.comm.rendezvous import RunOverError
 from ddpnb.rank.comm.transport import (
     ConnectionTransport,
+    Drain,
     PeerConnection,
-    ServerTransport,
     WorkerConfig,
     serve_connection,
     start_thread,
@@ -101,92 +102,82 @@ class SharedMemory:
             self._descriptor = -1
 
 
-@final
-class ShmServerTransport(ServerTransport):
-    """A listener on a Unix socket, and a thread for each worker.
+def serve_shm(
+    server: ParameterServer, memory: SharedMemory, config: WorkerConfig, opened: ExitStack
+) -> Drain:
+    """Listen at a Unix socket, and serve each worker in a thread.
 
     Args:
         server: what the workers call.
         memory: what the server shares with them.
         config: of rank 0.
+        opened: closes the listener and disconnects every worker.
     """
+    threads: list[threading.Thread] = []
+    sockets: list[socket.socket] = []
+    listener = opened.enter_context(socket.socket(socket.AF_UNIX))
+    path = socket_path(config.folder, config.name)
+    opened.callback(path.unlink, missing_ok=True)
+    listener.bind(str(path))
+    listener.listen()
 
-    def __init__(self, server: ParameterServer, memory: SharedMemory, config: WorkerConfig) -> None:
-        self._server = server
-        self._memory = memory
-        self._timeout = config.timeout_seconds
-        self._threads: list[threading.Thread] = []
-        self._sockets: list[socket.socket] = []
-        with contextlib.ExitStack() as opened:
-            self._listener = opened.enter_context(socket.socket(socket.AF_UNIX))
-            path = socket_path(config.folder, config.name)
-            opened.callback(path.unlink, missing_ok=True)
-            self._listener.bind(str(path))
-            self._listener.listen()
-            self._opened = opened.pop_all()
-        self._acceptor = start_thread(self._accept)
+    def accept() -> None:
+        with contextlib.suppress(OSError):  # the listener is shut down
+            while True:
+                connected, _ = listener.accept()
+                sockets.append(connected)
+                threads.append(start_thread(_serve, server, memory, connected, config))
 
-    def drain(self) -> None:
-        """Wait for the threads of all workers."""
-        for thread in list(self._threads):
-            thread.join(self._timeout)
+    def drain() -> None:
+        for thread in list(threads):
+            thread.join(config.timeout_seconds)
 
-    def close(self) -> None:
-        """Close the listener and disconnect every worker."""
-        with contextlib.suppress(OSError):  # closed already
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._acceptor.join(self._timeout)
-        for connected in self._sockets:
-            with contextlib.suppress(OSError):
+    def disconnect() -> None:
+        listener.shutdown(socket.SHUT_RDWR)
+        acceptor.join(config.timeout_seconds)
+        for connected in sockets:
+            with contextlib.suppress(OSError):  # closed already
                 connected.shutdown(socket.SHUT_RD)  # the last reply can still be sent
-        self.drain()
-        self._opened.close()
+        drain()
 
-    # From here on: in threads.
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connected, _ = self._listener.accept()
-            except OSError:  # the listener is closed
-                return
-            self._sockets.append(connected)
-            self._threads.append(start_thread(self._serve, connected))
-
-    def _serve(self, connected: socket.socket) -> None:
-        """Send the memory to one worker, and serve it."""
-        connection = _SocketConnection(connected)
-        with connected:
-            set_timeout(connected, self._timeout)
-            try:
-                (rank,) = _HELLO.unpack(connection.receive(_HELLO.size))
-                self._memory.send(connected)
-            except OSError:
-                return
-            set_timeout(connected, 0)  # ``close`` ends the thread; the server watches the time
-            serve_connection(self._server, rank, connection, self._memory.gradients(rank))
+    acceptor = start_thread(accept)
+    opened.callback(disconnect)
+    return drain
 
 
-def connect_shm(config: WorkerConfig) -> ConnectionTransport:
+def _serve(
+    server: ParameterServer, memory: SharedMemory, connected: socket.socket, config: WorkerConfig
+) -> None:
+    """Send the memory to one worker, and serve it."""
+    connection = _SocketConnection(connected)
+    with connected:
+        set_timeout(connected, config.timeout_seconds)
+        try:
+            (rank,) = _HELLO.unpack(connection.receive(_HELLO.size))
+            memory.send(connected)
+        except OSError:
+            return
+        set_timeout(connected, 0)  # ``serve_shm`` ends the thread; the server watches the time
+        serve_connection(server, rank, connection, memory.gradients(rank))
+
+
+def connect_shm(config: WorkerConfig, opened: ExitStack) -> ConnectionTransport:
     """Connect a worker, which then trains on the shared memory itself.
 
     Raises:
         RunOverError: the server has not started, or has ended.
     """
-    connecting = socket.socket(socket.AF_UNIX)
+    connecting = opened.enter_context(socket.socket(socket.AF_UNIX))
     connection = _SocketConnection(connecting)
-    with contextlib.ExitStack() as opened:
-        opened.callback(connecting.close)
-        set_timeout(connecting, config.timeout_seconds)
-        opened.enter_context(config.cancellation.held(lambda: _shut_down(connecting)))
-        try:
-            connecting.connect(str(socket_path(config.folder, config.name)))
-            connection.send(_HELLO.pack(config.rank))
-            memory = SharedMemory.receive(connecting, config.parameters, config.world_size)
-        except OSError as error:
-            raise RunOverError from error
-        gradients = memory.gradients(config.rank)
-        return ConnectionTransport(connection, gradients, memory.copies, opened.pop_all())
+    set_timeout(connecting, config.timeout_seconds)
+    opened.enter_context(config.cancellation.held(lambda: _shut_down(connecting)))
+    try:
+        connecting.connect(str(socket_path(config.folder, config.name)))
+        connection.send(_HELLO.pack(config.rank))
+        memory = SharedMemory.receive(connecting, config.parameters, config.world_size)
+    except OSError as error:
+        raise RunOverError from error
+    return ConnectionTransport(connection, memory.gradients(config.rank), memory.copies)
 
 
 def socket_path(folder: Path, name: str) -> Path:

@@ -1,9 +1,9 @@
 """The interface between workers and the parameter server (ranks).
 
-A transport has two ends: a ``ServerTransport`` on rank 0 takes the requests of the other ranks'
-workers to the server, and each of these workers has a ``ClientTransport``.  Where both ends send
-messages, only the ``PeerConnection`` differs; ``serve_connection`` and ``ConnectionTransport``
-are its two ends.
+A transport is two functions.  ``serve`` takes the requests of the other ranks' workers to the
+server on rank 0, in threads; ``connect`` makes the ``ClientTransport`` of one of these workers.
+Where both ends send messages, only the ``PeerConnection`` differs; ``serve_connection`` and
+``ConnectionTransport`` are its two ends.
 """
 
 import contextlib
@@ -65,16 +65,8 @@ class WorkerConfig:
         )
 
 
-class ServerTransport(ABC):
-    """The server's end; it takes requests, in threads, as soon as it exists."""
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Wait until the last reply to every worker is on its way."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the threads, remove what is left in the folder; may be called twice."""
+Drain = Callable[[], None]
+"""Waits until the last reply to every worker is on its way; ``serve`` returns it."""
 
 
 class ClientTransport(ABC):
@@ -86,10 +78,6 @@ class ClientTransport(ABC):
     @abstractmethod
     def call(self, request: WorkerRequest, gradients: Gradients = ()) -> Reply:
         """Send a request, and gradients with a push; wait for the reply, except to ``LEAVE``."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Disconnect; may be called twice."""
 
 
 @final
@@ -106,9 +94,6 @@ class DirectTransport(ClientTransport):
         if reply.lost_rank != NO_RANK and self._server.error is not None:
             raise self._server.error
         return reply
-
-    def close(self) -> None:
-        """Nothing to disconnect."""
 
 
 class PeerConnection(ABC):
@@ -140,7 +125,6 @@ class ConnectionTransport(ClientTransport):
         connection: to the server's thread for this worker.
         gradients: memory to pack them in, which the server may share.
         copies: as in ``ClientTransport``.
-        opened: closes the connection.
     """
 
     def __init__(
@@ -148,12 +132,10 @@ class ConnectionTransport(ClientTransport):
         connection: PeerConnection,
         gradients: PackedTensors,
         copies: Sequence[PackedTensors],
-        opened: contextlib.ExitStack,
     ) -> None:
         self.copies = copies
         self._connection = connection
         self._gradients = gradients
-        self._opened = opened
 
     def call(self, request: WorkerRequest, gradients: Gradients = ()) -> Reply:
         """Send the request and the gradients, receive the reply and the parameters."""
@@ -174,10 +156,6 @@ class ConnectionTransport(ClientTransport):
         except connection.gone as error:
             raise PeerGoneError from error
         return reply
-
-    def close(self) -> None:
-        """Disconnect."""
-        self._opened.close()
 
 
 def serve_connection(

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpnb.rank.collective_calls import METHODS, NO_ROOT
-from ddpnb.rank.collective_checks import CollectiveMismatchError, settle_dispute
-from ddpnb.rank.collective_log import CollectiveLog
+from ddpnb.rank.collective_log import (
+    METHODS,
+    NO_ROOT,
+    CollectiveLog,
+    CollectiveMismatchError,
+    settle_dispute,
+)
 
 RANKS = range(3)
 

@@ -4,7 +4,7 @@ import random
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from ddpnb.rank.comm.client import ParameterClient
 from ddpnb.rank.comm.parameter_server import ParameterServer, Reply, RequestKind, WorkerRequest
 from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, ParameterStore, ScaledStep
 from ddpnb.rank.comm.rendezvous import CancellationToken, RankLostError
-from ddpnb.rank.comm.shm_transport import SharedMemory, ShmServerTransport, connect_shm
+from ddpnb.rank.comm.shm_transport import SharedMemory, connect_shm, serve_shm
 from ddpnb.rank.comm.transport import DirectTransport, WorkerConfig
 
 KINDS = [
@@ -98,10 +98,8 @@ def served(tmp_path, parameters):
     memory = SharedMemory.create(tmp_path / "memory", parameters, 2)
     store = ParameterStore(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=memory.copies)
     server = make_server(store)
-    transport = ShmServerTransport(server, memory, worker_config(tmp_path, 0))
-    yield server, transport
-    transport.close()
-    transport.close()
+    with ExitStack() as opened:
+        yield server, serve_shm(server, memory, worker_config(tmp_path, 0), opened)
     memory.close()
     memory.close()
     assert list(tmp_path.iterdir()) == []
@@ -120,17 +118,14 @@ def worker_config(folder, rank) -> WorkerConfig:
     )
 
 
-def connect(tmp_path) -> ParameterClient:
-    config = worker_config(tmp_path, 1)
-    return ParameterClient(connect_shm(config), config.parameters)
-
-
 def test_a_worker_finds_the_server_in_the_folder(tmp_path, served):
-    _, transport = served
-    client = connect(tmp_path)
-    assert list(client.begin().shards) == [0]
-    client.finish()
-    transport.drain()
+    _, drain = served
+    config = worker_config(tmp_path, 1)
+    with ExitStack() as opened:
+        client = ParameterClient(connect_shm(config, opened), config.parameters)
+        assert list(client.begin().shards) == [0]
+        client.finish()
+        drain()
 
 
 def test_a_worker_that_waits_alone_gives_up(parameters):
