@@ -19,8 +19,7 @@ from ddpnb.rank.comm.client import connect, start_server
 from ddpnb.rank.comm.flat_buffers import PackedTensors
 from ddpnb.rank.comm.parameter_server import ParameterServer
 from ddpnb.rank.comm.parameter_store import ParameterStore
-from ddpnb.rank.comm.rendezvous import CancellationToken
-from ddpnb.rank.comm.transport import WorkerConfig
+from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.tasks import load_task

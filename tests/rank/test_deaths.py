@@ -197,7 +197,7 @@ def come_late(state, folder):
 
 
 def fail_early(state, folder, problem):
-    with announce_failure("early", state.rank, folder):
+    with announce_failure("early", state.rank):
         if state.rank == 1:
             raise ZeroDivisionError
         return fit_async(state, folder, problem, name="early")

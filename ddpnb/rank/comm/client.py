@@ -27,6 +27,7 @@ from ddpnb.rank.comm.rendezvous import (
     RankLostError,
     Rendezvous,
     RunOverError,
+    WorkerConfig,
     host_id,
 )
 from ddpnb.rank.comm.shm_transport import SharedMemory, connect_shm, serve_shm
@@ -35,7 +36,6 @@ from ddpnb.rank.comm.transport import (
     DirectTransport,
     Drain,
     PeerGoneError,
-    WorkerConfig,
 )
 
 ServerFactory = Callable[[Sequence[PackedTensors]], ParameterServer]
@@ -135,12 +135,11 @@ def start_server(
         make_server: makes the server.
         opened: closes what is opened here.
     """
-    rendezvous = config.rendezvous()
+    rendezvous = Rendezvous(config)
     opened.callback(rendezvous.delete, _TRANSPORT, *map(_host_key, config.other_ranks))
     name = _choose_transport(config, rendezvous) if config.transport == "auto" else config.transport
     if name == "shm":
-        path = config.folder / f"{config.name}.m"
-        memory = SharedMemory.create(path, config.parameters, config.world_size)
+        memory = SharedMemory.create(config.path("m"), config.parameters, config.world_size)
         opened.enter_context(closing(memory))
         server = make_server(memory.copies)
         drain = serve_shm(server, memory, config, opened)
@@ -161,7 +160,7 @@ def connect(config: WorkerConfig, opened: ExitStack) -> ParameterClient:
     Raises:
         RankLostError: there is no server.
     """
-    rendezvous = config.rendezvous()
+    rendezvous = Rendezvous(config)
     if config.transport == "auto":
         rendezvous.set(_host_key(config.rank), host_id(config.folder))
     name = rendezvous.get(_TRANSPORT, from_rank=SERVER_RANK)

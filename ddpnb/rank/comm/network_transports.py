@@ -30,14 +30,13 @@ from ddpnb.rank.comm.parameter_server import (
     RequestKind,
     WorkerRequest,
 )
-from ddpnb.rank.comm.rendezvous import NO_RANK, RankLostError
+from ddpnb.rank.comm.rendezvous import NO_RANK, RankLostError, Rendezvous, WorkerConfig
 from ddpnb.rank.comm.transport import (
     ClientTransport,
     ConnectionTransport,
     Drain,
     PeerConnection,
     PeerGoneError,
-    WorkerConfig,
     on_cpu,
     serve_connection,
     start_thread,
@@ -110,7 +109,7 @@ A remote call names a function and can reach no object in another way.
 
 def serve_rpc(server: ParameterServer, config: WorkerConfig, opened: ExitStack) -> Drain:
     """Register the server for remote calls; takes part: every rank."""
-    server.find_dead_ranks = config.rendezvous().find_dead_ranks
+    server.find_dead_ranks = Rendezvous(config).find_dead_ranks
     _servers[config.name] = server
     opened.callback(_servers.pop, config.name)
     agent = opened.enter_context(contextlib.closing(_Agent(config)))
@@ -171,7 +170,7 @@ class _Agent:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
-        self._path = config.folder / f"{config.name}.rpc"
+        self._path = config.path("rpc")
         with _on_loopback(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You are using a Backend")  # by torch itself
             # Torch numbers a process's agents and has each meet under its number: a process that
@@ -205,7 +204,7 @@ class _Agent:
 
     def _remove_file(self) -> None:
         """On rank 0, remove the file in which all have met, when all others have shut down."""
-        config, rendezvous = self._config, self._config.rendezvous()
+        config, rendezvous = self._config, Rendezvous(self._config)
         keys = {rank: f"rpc-down-{rank}" for rank in config.other_ranks}
         if config.rank != SERVER_RANK:
             return rendezvous.set(keys[config.rank], "")

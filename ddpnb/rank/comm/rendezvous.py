@@ -12,12 +12,14 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 import psutil
 import torch.distributed as dist
+from torch import nn
 
 from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.processes import ProcessId, is_alive, process_id
@@ -95,31 +97,44 @@ class CancellationToken:
             raise RuntimeError("Connection closed by peer: this rank was freed from its wait.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What one rank of a run needs to reach the others."""
+
+    rank: int
+    world_size: int
+    folder: Path
+    """A directory that only the ranks of this host can reach."""
+    name: str
+    """Of the run; no two trainings share it."""
+    timeout_seconds: float
+    """How long to wait for a rank that is alive."""
+    cancellation: CancellationToken
+    """Frees this rank from waiting for another."""
+    transport: str = "auto"
+    """One of ``training_options.TRANSPORTS``; the same on every rank."""
+    parameters: Sequence[nn.Parameter] = ()
+    """The trained parameters, on this rank's device."""
+
+    @property
+    def other_ranks(self) -> range:
+        """All ranks but rank 0, which serves."""
+        return range(1, self.world_size)
+
+    def path(self, suffix: str) -> Path:
+        """Return where a file of the run lies."""
+        return self.folder / f"{self.name}.{suffix}"
+
+
 @final
 class Rendezvous:
-    """Short texts that the ranks of a run leave for each other.
+    """Short texts that the ranks of a run leave for each other."""
 
-    Args:
-        name: of the run; no two trainings share it.
-        rank: this rank.
-        folder: where the ranks of this host write their process ids.
-        timeout_seconds: how long ``get`` waits.
-        cancellation: frees this rank from waiting.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        rank: int,
-        folder: Path,
-        timeout_seconds: float,
-        cancellation: CancellationToken,
-    ) -> None:
-        self._store = dist.PrefixStore(f"ddpnb/{name}", group_store())
-        self._rank = rank
-        self._timeout = timeout_seconds
-        self._cancellation = cancellation
-        self._peers = {other: found for other, found in host_processes(folder) if other != rank}
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._store = _store(config.name)
+        found = host_processes(config.folder)
+        self._peers = {rank: process for rank, process in found if rank != config.rank}
 
     def set(self, key: str, text: str) -> None:
         """Leave a text."""
@@ -131,7 +146,7 @@ class Rendezvous:
         Raises:
             RankLostError: a rank failed meanwhile, or ``from_rank`` did not leave the text in time.
         """
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._config.timeout_seconds
         while not self._store.check([key]):
             if (failed := self.find_failed_rank()) != NO_RANK:
                 raise RankLostError(failed)
@@ -146,9 +161,11 @@ class Rendezvous:
         Raises:
             RuntimeError: this rank should no longer wait.
         """
-        self._cancellation.check()
-        if self._store.check([_FAILED]) and (rank := int(self._store.get(_FAILED))) != self._rank:
-            return rank
+        self._config.cancellation.check()
+        if self._store.check([_FAILED]):
+            rank = int(self._store.get(_FAILED))
+            if rank != self._config.rank:
+                return rank
         return next(iter(self.find_dead_ranks()), NO_RANK)
 
     def find_dead_ranks(self) -> list[int]:
@@ -167,8 +184,8 @@ class Rendezvous:
 
 
 @contextlib.contextmanager
-def announce_failure(name: str, rank: int, folder: Path) -> Iterator[None]:
-    """Notify the ranks that wait for this one, where the body raises."""
+def announce_failure(name: str, rank: int) -> Iterator[None]:
+    """Notify the ranks of a run that wait for this one, where the body raises."""
     try:
         yield
     except RankLostError:  # a consequence: another rank has announced the cause
@@ -176,7 +193,7 @@ def announce_failure(name: str, rank: int, folder: Path) -> Iterator[None]:
     except BaseException:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
-                Rendezvous(name, rank, folder, 0.0, CancellationToken()).set(_FAILED, str(rank))
+                _store(name).set(_FAILED, str(rank))
         raise
 
 
@@ -196,3 +213,7 @@ def host_processes(folder: Path) -> Iterator[tuple[int, ProcessId | None]]:
             yield rank, process_id(int(path.read_text()))
         except (psutil.NoSuchProcess, ValueError):
             yield rank, None
+
+
+def _store(name: str) -> dist.Store:
+    return dist.PrefixStore(f"ddpnb/{name}", group_store())

@@ -23,7 +23,6 @@ import socket
 import struct
 from collections.abc import Callable
 from itertools import zip_longest
-from pathlib import Path
 from typing import Final, NamedTuple, Self, final
 
 import torch
@@ -31,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpnb.rank.comm.flat_buffers import create_shared_file
-from ddpnb.rank.comm.rendezvous import CancellationToken
+from ddpnb.rank.comm.rendezvous import WorkerConfig
 from ddpnb.rank.comm.shm_transport import set_timeout, socket_path
 
 CHUNK_BYTES: Final = 1 << 20
@@ -54,23 +53,13 @@ class SharedAllReduce:
 
     Args:
         raw: the shared memory, uint8, shape (sets x ranks x ``CHUNK_BYTES``,).
-        rank: this rank.
         peers: a connection to each other rank, by rank.
-        timeout_seconds: how long to wait for a rank that is alive.
-        cancellation: frees this rank from waiting for another.
+        config: of this rank.
     """
 
-    def __init__(
-        self,
-        raw: Tensor,
-        *,
-        rank: int,
-        peers: dict[int, socket.socket],
-        timeout_seconds: float,
-        cancellation: CancellationToken,
-    ) -> None:
+    def __init__(self, raw: Tensor, peers: dict[int, socket.socket], config: WorkerConfig) -> None:
         self._raw = raw
-        self._rank = rank
+        self._rank = config.rank
         self._peers = peers
         self._num_ranks = len(peers) + 1
         self._num_chunks = 0
@@ -78,21 +67,12 @@ class SharedAllReduce:
         self.on_wait: Callable[[bool], None] = lambda is_waiting: None
         """Called with True before each wait for other ranks, with False after it."""
         for peer in peers.values():
-            set_timeout(peer, timeout_seconds)
+            set_timeout(peer, config.timeout_seconds)
         self._opened = contextlib.ExitStack()
-        self._opened.enter_context(cancellation.held(self._shut_down))
+        self._opened.enter_context(config.cancellation.held(self._shut_down))
 
     @classmethod
-    def open(
-        cls,
-        folder: Path,
-        name: str,
-        *,
-        rank: int,
-        num_ranks: int,
-        timeout_seconds: float,
-        cancellation: CancellationToken,
-    ) -> Self:
+    def open(cls, config: WorkerConfig) -> Self:
         """Connect all ranks of the default group; takes part: every rank, with the same folder.
 
         Nothing is left in the folder.
@@ -101,27 +81,27 @@ class SharedAllReduce:
             UserError: there is no room for the shared memory.
             RuntimeError: a rank did not connect.
         """
-        path, size = folder / f"{name}.sum", _NUM_SETS * num_ranks * CHUNK_BYTES
-        address = str(socket_path(folder, f"{name}.{rank}"))
+        path, size = config.path("sum"), _NUM_SETS * config.world_size * CHUNK_BYTES
+        address = socket_path(config, config.rank)
         with contextlib.ExitStack() as made:
-            if rank == 0:
+            if config.rank == 0:
                 create_shared_file(path, size)
                 made.callback(path.unlink)
             listener = made.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(address)
-            made.callback(Path(address).unlink)
-            listener.listen(num_ranks)
-            made.enter_context(cancellation.held(lambda: listener.shutdown(socket.SHUT_RDWR)))
+            listener.bind(str(address))
+            made.callback(address.unlink)
+            listener.listen(config.world_size)
+            made.enter_context(
+                config.cancellation.held(lambda: listener.shutdown(socket.SHUT_RDWR))
+            )
             dist.barrier()  # takes part: every rank; all listen
             try:
-                peers = _connect(listener, folder, name, rank, num_ranks)
+                peers = _connect(listener, config)
             except OSError as error:
                 raise RuntimeError("Connection closed by peer: a rank did not come.") from error
             raw = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
             dist.barrier()  # takes part: every rank; all are connected and have mapped the file
-        return cls(
-            raw, rank=rank, peers=peers, timeout_seconds=timeout_seconds, cancellation=cancellation
-        )
+        return cls(raw, peers, config)
 
     def all_reduce(self, flat: Tensor) -> None:
         """Sum a tensor over all ranks, in place, to the same bits; takes part: every rank.
@@ -225,18 +205,16 @@ def _rank_left() -> RuntimeError:
     return RuntimeError("Connection closed by peer: a rank left a shared sum.")
 
 
-def _connect(
-    listener: socket.socket, folder: Path, name: str, rank: int, num_ranks: int
-) -> dict[int, socket.socket]:
+def _connect(listener: socket.socket, config: WorkerConfig) -> dict[int, socket.socket]:
     """Return a connection to each other rank: made to lower ranks, accepted from higher ones."""
     peers: dict[int, socket.socket] = {}
     listener.settimeout(_CONNECT_TIMEOUT_SECONDS)
-    for other in range(rank):
+    for other in range(config.rank):
         peers[other] = socket.socket(socket.AF_UNIX)
         peers[other].settimeout(_CONNECT_TIMEOUT_SECONDS)
-        peers[other].connect(str(socket_path(folder, f"{name}.{other}")))
-        peers[other].sendall(_HELLO.pack(rank))
-    for _ in range(rank + 1, num_ranks):
+        peers[other].connect(str(socket_path(config, other)))
+        peers[other].sendall(_HELLO.pack(config.rank))
+    for _ in range(config.rank + 1, config.world_size):
         peer, _ = listener.accept()
         peer.settimeout(_CONNECT_TIMEOUT_SECONDS)
         (other,) = _HELLO.unpack(peer.recv(_HELLO.size, socket.MSG_WAITALL))

@@ -26,12 +26,11 @@ from ddpnb.rank.comm.flat_buffers import (
     packed_num_bytes,
 )
 from ddpnb.rank.comm.parameter_server import ParameterServer
-from ddpnb.rank.comm.rendezvous import RunOverError
+from ddpnb.rank.comm.rendezvous import RunOverError, WorkerConfig
 from ddpnb.rank.comm.transport import (
     ConnectionTransport,
     Drain,
     PeerConnection,
-    WorkerConfig,
     serve_connection,
     start_thread,
 )
@@ -116,7 +115,7 @@ def serve_shm(
     threads: list[threading.Thread] = []
     sockets: list[socket.socket] = []
     listener = opened.enter_context(socket.socket(socket.AF_UNIX))
-    path = socket_path(config.folder, config.name)
+    path = socket_path(config)
     opened.callback(path.unlink, missing_ok=True)
     listener.bind(str(path))
     listener.listen()
@@ -172,7 +171,7 @@ def connect_shm(config: WorkerConfig, opened: ExitStack) -> ConnectionTransport:
     set_timeout(connecting, config.timeout_seconds)
     opened.enter_context(config.cancellation.held(lambda: _shut_down(connecting)))
     try:
-        connecting.connect(str(socket_path(config.folder, config.name)))
+        connecting.connect(str(socket_path(config)))
         connection.send(_HELLO.pack(config.rank))
         memory = SharedMemory.receive(connecting, config.parameters, config.world_size)
     except OSError as error:
@@ -180,9 +179,9 @@ def connect_shm(config: WorkerConfig, opened: ExitStack) -> ConnectionTransport:
     return ConnectionTransport(connection, memory.gradients(config.rank), memory.copies)
 
 
-def socket_path(folder: Path, name: str) -> Path:
-    """Return the address of a socket in a folder."""
-    path = folder / f"{name}.s"
+def socket_path(config: WorkerConfig, rank: int = 0) -> Path:
+    """Return the address of the socket at which a rank listens."""
+    path = config.path(f"{rank}.s")
     assert len(bytes(path)) <= _MAX_SOCKET_PATH_BYTES, f"too long for a socket: {path}"
     return path
 

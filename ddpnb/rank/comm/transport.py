@@ -10,11 +10,9 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpnb.rank.comm.flat_buffers import PackedTensors
 from ddpnb.rank.comm.parameter_server import (
@@ -27,42 +25,11 @@ from ddpnb.rank.comm.parameter_server import (
     RequestKind,
     WorkerRequest,
 )
-from ddpnb.rank.comm.rendezvous import NO_RANK, CancellationToken, Rendezvous
+from ddpnb.rank.comm.rendezvous import NO_RANK
 
 
 class PeerGoneError(Exception):
     """The other end has disconnected, or its process has died."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig:
-    """What one worker of a run needs to reach the others."""
-
-    rank: int
-    world_size: int
-    folder: Path
-    """A directory that only the ranks of this host can reach."""
-    name: str
-    """Of the run."""
-    transport: str
-    """One of ``training_options.TRANSPORTS``; the same on every rank."""
-    parameters: Sequence[nn.Parameter]
-    """The trained parameters, on this worker's device."""
-    timeout_seconds: float
-    """How long the server may take to reply."""
-    cancellation: CancellationToken
-    """Frees this rank from waiting for another."""
-
-    @property
-    def other_ranks(self) -> range:
-        """All ranks but the server's."""
-        return range(1, self.world_size)
-
-    def rendezvous(self) -> Rendezvous:
-        """Return where the ranks of the run find each other."""
-        return Rendezvous(
-            self.name, self.rank, self.folder, self.timeout_seconds, self.cancellation
-        )
 
 
 Drain = Callable[[], None]

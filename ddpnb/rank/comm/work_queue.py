@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from ddpnb.rank.comm.flat_buffers import PackedTensors, create_shared_file
-from ddpnb.rank.comm.rendezvous import NO_RANK, CancellationToken, RankLostError, RunOverError
+from ddpnb.rank.comm.rendezvous import NO_RANK, RankLostError, RunOverError, WorkerConfig
 
 _NEXT_SHARD, _NUM_UPDATES, _FAILED_RANK, _FIRST_RANK = range(4)
 """The file's numbers; after them the state of each rank, then a byte for each shard."""
 _NUMBER_BYTES = 8
+_SUFFIX = "q"
 _POLL_SECONDS = 0.002
 _LOCK_POLL_SECONDS = 0.0001
 _CHECK_SECONDS = 0.5
@@ -56,42 +57,31 @@ class WorkQueue:
     Workers wait for each other only to begin and to end.
 
     Args:
-        path: the file that ``create`` made.
-        rank: this worker.
-        world_size: number of ranks.
+        config: of this worker; the timeout is how long it may be that no worker at all makes
+            progress.
         num_shards: shards to hand out, in order, to the next worker that asks.
-        timeout_seconds: how long it may be that no worker at all makes progress.
-        cancellation: frees this worker from waiting.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        rank: int,
-        world_size: int,
-        num_shards: int,
-        timeout_seconds: float,
-        cancellation: CancellationToken,
-    ) -> None:
-        self._rank = rank
-        self._ranks = range(world_size)
+    def __init__(self, config: WorkerConfig, num_shards: int) -> None:
+        self._rank = config.rank
+        self._ranks = range(config.world_size)
         self._num_shards = num_shards
-        self._timeout = timeout_seconds
-        self._cancellation = cancellation
+        self._timeout = config.timeout_seconds
+        self._cancellation = config.cancellation
         self._held: deque[int] = deque()
         """Shards that this worker has taken, in the order in which it trains on them."""
         self._checked_at = time.monotonic()
         self._is_in = False
-        self._descriptor = os.open(path, os.O_RDWR)
-        self._map = mmap.mmap(self._descriptor, _num_bytes(world_size, num_shards))
-        num_bytes, memory = _num_bytes(world_size, 0), memoryview(self._map)
+        self._descriptor = os.open(config.path(_SUFFIX), os.O_RDWR)
+        self._map = mmap.mmap(self._descriptor, _num_bytes(config, num_shards))
+        num_bytes, memory = _num_bytes(config, 0), memoryview(self._map)
         self._numbers, self._is_out = memory[:num_bytes].cast("q"), memory[num_bytes:]
 
     @staticmethod
-    def create(path: Path, *, world_size: int, num_shards: int) -> None:
-        """Create the file."""
-        create_shared_file(path, _num_bytes(world_size, num_shards))
+    def create(config: WorkerConfig, num_shards: int) -> Path:
+        """Create the file of all workers; return its path."""
+        create_shared_file(config.path(_SUFFIX), _num_bytes(config, num_shards))
+        return config.path(_SUFFIX)
 
     def enter(self, find_failed_rank: Callable[[], int] | None = None) -> None:
         """Register this worker, and wait for all others.
@@ -256,23 +246,15 @@ class SharedWeights:
     Args:
         path: the file that they lie in.
         copies: one for each rank, mapped from that file.
-        timeout_seconds: how long to wait for one lock.
-        cancellation: frees this rank from waiting.
+        config: of this rank; the timeout is for one lock.
 
     Raises:
         RunOverError: the file is gone, with rank 0.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        copies: Sequence[PackedTensors],
-        timeout_seconds: float,
-        cancellation: CancellationToken,
-    ) -> None:
+    def __init__(self, path: Path, copies: Sequence[PackedTensors], config: WorkerConfig) -> None:
         self._copies = copies
-        self._timeout = timeout_seconds
-        self._cancellation = cancellation
+        self._config = config
         try:
             self._descriptor = os.open(path, os.O_RDWR)
         except FileNotFoundError as error:
@@ -332,9 +314,9 @@ class SharedWeights:
             theirs.copy_(mine)
 
     def _lock(self, rank: int) -> None:
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._config.timeout_seconds
         while not _try_lock(self._descriptor, rank):
-            self._cancellation.check()
+            self._config.cancellation.check()
             if time.monotonic() > deadline:
                 raise RankLostError(rank)
             time.sleep(_LOCK_POLL_SECONDS)
@@ -353,5 +335,5 @@ def _unlock(descriptor: int, number: int) -> None:
     fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, number)
 
 
-def _num_bytes(world_size: int, num_shards: int) -> int:
-    return (_FIRST_RANK + world_size) * _NUMBER_BYTES + num_shards
+def _num_bytes(config: WorkerConfig, num_shards: int) -> int:
+    return (_FIRST_RANK + config.world_size) * _NUMBER_BYTES + num_shards

@@ -45,7 +45,8 @@ from ddpnb.rank.comm.client import ParameterClient, connect, join, start_server
 from ddpnb.rank.comm.flat_buffers import PackedTensors, num_bytes
 from ddpnb.rank.comm.parameter_server import NO_BOUND, ParameterServer
 from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, AccessLog, ParameterStore, ignore_access
-from ddpnb.rank.comm.transport import Drain, WorkerConfig
+from ddpnb.rank.comm.rendezvous import WorkerConfig
+from ddpnb.rank.comm.transport import Drain
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
 from ddpnb.rank.tasks.batches import Shard
 

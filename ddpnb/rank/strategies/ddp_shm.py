@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
-from ddpnb.rank.comm.rendezvous import host_id
+from ddpnb.rank.comm.rendezvous import WorkerConfig, host_id
 from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, SynchronousStrategy
 from ddpnb.rank.strategies.ddp_overlap import NullOverlap, Overlap, observe, observe_buffers
@@ -100,14 +100,15 @@ class DdpShm(SynchronousStrategy):
             self._shared.close()
 
     def _open(self, replica: Replica) -> Overlap:
-        self._shared = SharedAllReduce.open(
-            replica.folder,
-            replica.name,
+        config = WorkerConfig(
             rank=replica.rank,
-            num_ranks=replica.world_size,
+            world_size=replica.world_size,
+            folder=replica.folder,
+            name=replica.name,
             timeout_seconds=self._timeout,
             cancellation=replica.cancellation,
         )
+        self._shared = SharedAllReduce.open(config)
 
         def on_wait(is_waiting: bool) -> None:
             replica.timer.begin("waiting" if is_waiting else "communication")

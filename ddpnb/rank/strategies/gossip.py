@@ -154,7 +154,7 @@ class AsyncGossip(SharedMemoryStrategy):
             num_copies=replica.world_size + 1,  # the last one for the final mean
             refusal="gossip needs all ranks on one host; compare gossip:together=on.",
         )
-        weights = SharedWeights(self.path, self.copies, self._timeout, replica.cancellation)
+        weights = SharedWeights(self.path, self.copies, self.config)
         self._weights = self._opened.enter_context(contextlib.closing(weights))
         self._mine = [nn.Parameter(tensor) for tensor in self.copies[replica.rank].tensors]
         if replica.joins:

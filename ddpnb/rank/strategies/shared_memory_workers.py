@@ -18,7 +18,7 @@ from ddpnb.rank.comm.flat_buffers import (
     packed_num_bytes,
 )
 from ddpnb.rank.comm.parameter_store import AccessLog, ParameterAccess, ignore_access
-from ddpnb.rank.comm.rendezvous import Rendezvous, RunOverError, host_id
+from ddpnb.rank.comm.rendezvous import Rendezvous, RunOverError, WorkerConfig, host_id
 from ddpnb.rank.comm.work_queue import WorkQueue
 from ddpnb.rank.strategies.base import Plan, Replica, Strategy
 from ddpnb.rank.tasks.batches import Shard
@@ -36,6 +36,7 @@ class SharedMemoryStrategy(Strategy):
         log: called with every read and update of this worker.
     """
 
+    config: WorkerConfig
     queue: WorkQueue
     copies: list[PackedTensors]
     """Of the parameters, in shared memory; at first each holds rank 0's values."""
@@ -66,23 +67,22 @@ class SharedMemoryStrategy(Strategy):
             RunOverError: there is no run to join.
         """
         self._replica = replica
+        self.config = WorkerConfig(
+            rank=replica.rank,
+            world_size=replica.world_size,
+            folder=replica.folder,
+            name=replica.name,
+            timeout_seconds=self._timeout,
+            cancellation=replica.cancellation,
+        )
         if not replica.joins:
-            self._rendezvous = Rendezvous(
-                replica.name, replica.rank, replica.folder, self._timeout, replica.cancellation
-            )
+            self._rendezvous = Rendezvous(self.config)
             if replica.rank == 0:
                 self._create_files(self._rendezvous, num_copies)
             elif self._rendezvous.get(_MEMORY, from_rank=0) != host_id(replica.folder):
                 raise UserError(refusal)
         try:
-            self.queue = WorkQueue(
-                self._queue_path,
-                rank=replica.rank,
-                world_size=replica.world_size,
-                num_shards=self._num_shards,
-                timeout_seconds=self._timeout,
-                cancellation=replica.cancellation,
-            )
+            self.queue = WorkQueue(self.config, self._num_shards)
             self._opened.callback(self.queue.close)
             self.copies = map_copies(self.path, replica.parameters, num_copies)
         except (FileNotFoundError, RuntimeError) as error:
@@ -114,17 +114,15 @@ class SharedMemoryStrategy(Strategy):
     @property
     def path(self) -> Path:
         """The file of the parameters, which is there as long as rank 0 is."""
-        return self._path("w")
+        return self.config.path("w")
 
     def _create_files(self, rendezvous: Rendezvous, num_copies: int) -> None:
         replica = self._replica
         self._opened.callback(rendezvous.delete, _MEMORY)
-        for path in (self.path, self._queue_path):
-            self._opened.callback(path.unlink, missing_ok=True)
         create_shared_file(self.path, num_copies * packed_num_bytes(replica.parameters))
-        WorkQueue.create(
-            self._queue_path, world_size=replica.world_size, num_shards=self._num_shards
-        )
+        self._opened.callback(self.path.unlink, missing_ok=True)
+        queue_path = WorkQueue.create(self.config, self._num_shards)
+        self._opened.callback(queue_path.unlink, missing_ok=True)
         for copied in map_copies(self.path, replica.parameters, num_copies):
             for tensor, parameter in zip(copied.tensors, replica.parameters, strict=True):
                 tensor.copy_(parameter.detach())
@@ -133,10 +131,3 @@ class SharedMemoryStrategy(Strategy):
     @property
     def _num_shards(self) -> int:
         return self._replica.num_steps * self._replica.world_size
-
-    @property
-    def _queue_path(self) -> Path:
-        return self._path("q")
-
-    def _path(self, suffix: str) -> Path:
-        return self._replica.folder / f"{self._replica.name}.{suffix}"

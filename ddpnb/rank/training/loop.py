@@ -143,7 +143,7 @@ def _announced_failure(context: RunContext, phase: str) -> contextlib.AbstractCo
     """Return a context that notifies the ranks that would wait for this one if a phase fails."""
     if context.plan.synchronous or context.plan.num_ranks == 1:
         return contextlib.nullcontext()
-    return announce_failure(context.name(phase), context.state.rank, context.folder)
+    return announce_failure(context.name(phase), context.state.rank)
 
 
 def _rehearse(context: RunContext) -> None:

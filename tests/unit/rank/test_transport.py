@@ -15,9 +15,9 @@ from ddpnb.rank.comm import flat_buffers
 from ddpnb.rank.comm.client import ParameterClient
 from ddpnb.rank.comm.parameter_server import ParameterServer, Reply, RequestKind, WorkerRequest
 from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, ParameterStore, ScaledStep
-from ddpnb.rank.comm.rendezvous import CancellationToken, RankLostError
+from ddpnb.rank.comm.rendezvous import CancellationToken, RankLostError, WorkerConfig
 from ddpnb.rank.comm.shm_transport import SharedMemory, connect_shm, serve_shm
-from ddpnb.rank.comm.transport import DirectTransport, WorkerConfig
+from ddpnb.rank.comm.transport import DirectTransport
 
 KINDS = [
     torch.randn(3, 5),
