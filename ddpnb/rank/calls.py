@@ -7,7 +7,7 @@ import copy
 import functools
 import pickle
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -88,10 +88,8 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
     group = engine.group
     engine.stop_wanted.clear()  # a late request was for the run before
     first_batch = rejoin_info.first_batch if rejoin_info else 0
-    with (
-        Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch) as publisher,
-        trusted(spec, group),
-    ):
+    publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)
+    with closing(publisher), trusted(spec, group):
         report = cells.interruptible(
             lambda: loop.run(
                 spec,

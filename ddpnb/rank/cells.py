@@ -12,6 +12,7 @@ import termios
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -61,7 +62,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     Output, figures and the value of the last expression go through the engine's own output channel
     while the cell runs.
     """
-    with Publisher(rank=engine.group.rank, run_id=spec.run_id) as publisher:
+    with closing(Publisher(rank=engine.group.rank, run_id=spec.run_id)) as publisher:
         engine.publisher = publisher
         error = run_source(spec, engine)
     failure = None if error is None else failure_of(error, engine)

@@ -4,9 +4,6 @@ Each rank has a ring of its last calls in one file that all ranks map, and write
 ring only.  When two ranks write their call of the same number and then read the other's, at
 least one of them finds the other's: every write and every read holds a lock, which orders
 memory.
-
-A call is WRITTEN first.  It is ACCEPTED when the backend has taken it.  It is DISPUTED while its
-rank holds it back because another rank's call differs.
 """
 
 import mmap
@@ -17,10 +14,9 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from enum import Enum, auto
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Literal, Self, final
+from typing import Any, Final, Literal, NamedTuple, Self, final
 
 import torch
 from torch import Tensor
@@ -166,16 +162,7 @@ def spelled(text: bytes, ranks: Sequence[int], *, in_backward: bool = False) -> 
     return " ".join(words)
 
 
-class CallState(Enum):
-    """How far a call has come."""
-
-    WRITTEN = auto()
-    DISPUTED = auto()
-    ACCEPTED = auto()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(NamedTuple):
     """What one rank has written about one call."""
 
     place: int
@@ -185,7 +172,10 @@ class Entry:
     line: int
     """The line of the user's cell that made the call; 0 if it is not known."""
     in_backward: bool
-    state: CallState
+    is_accepted: bool
+    """Whether the backend has taken it."""
+    is_disputed: bool
+    """Whether its rank holds it back because another rank's call differs."""
 
 
 @final
@@ -268,30 +258,17 @@ class CollectiveLog:
         """Return the calls of a number that have been written."""
         found = []
         for place in range(len(self.ranks)):
-            state = self._state(place, number)  # before the entry, which may be replaced until then
-            start = place * _RANK_BYTES + number % NUM_KEPT * _ENTRY.size
+            first = place * _RANK_BYTES
+            with self._lock:  # the state before the call, which may be replaced until then
+                (accepted,) = _NUMBER.unpack_from(self._shared, first + _ACCEPTED)
+                (disputed,) = _NUMBER.unpack_from(self._shared, first + _DISPUTED)
+            start = first + number % NUM_KEPT * _ENTRY.size
             with self._lock:
                 text, in_backward, line, _, written = _ENTRY.unpack_from(self._shared, start)
             if written == number:
-                found.append(
-                    Entry(
-                        place=place,
-                        text=text.rstrip(b"\0"),
-                        line=line,
-                        in_backward=in_backward,
-                        state=state,
-                    )
-                )
+                state = accepted >= number, disputed == number
+                found.append(Entry(place, text.rstrip(b"\0"), line, in_backward, *state))
         return found
-
-    def _state(self, place: int, number: int) -> CallState:
-        start = place * _RANK_BYTES
-        with self._lock:
-            (accepted,) = _NUMBER.unpack_from(self._shared, start + _ACCEPTED)
-            (disputed,) = _NUMBER.unpack_from(self._shared, start + _DISPUTED)
-        if accepted >= number:
-            return CallState.ACCEPTED
-        return CallState.DISPUTED if disputed == number else CallState.WRITTEN
 
 
 def settle_dispute(log: CollectiveLog, number: int) -> None:
@@ -308,10 +285,10 @@ def settle_dispute(log: CollectiveLog, number: int) -> None:
     while True:
         log.set_disputed(0)  # before others are read: whoever comes later finds this call in force
         differing = _differing(log, number)
-        if all(each.state is CallState.DISPUTED and each.place > log.place for each in differing):
+        if all(each.is_disputed and each.place > log.place for each in differing):
             return
         log.set_disputed(number)
-        is_accepted = any(each.state is CallState.ACCEPTED for each in differing)
+        is_accepted = any(each.is_accepted for each in differing)
         if is_accepted or time.monotonic() > deadline:
             break
         time.sleep(POLL_SECONDS)

@@ -30,8 +30,7 @@ Logged = tuple[float, float, int, Mapping[str, float]]
 class Publisher:
     """Sends a run's events to the notebook, in order, in numbered batches.
 
-    Use it as a context manager.  The thread starts with the first event; when the block ends, all
-    events have been sent.
+    The thread starts with the first event.
 
     Args:
         rank: this rank.
@@ -53,12 +52,6 @@ class Publisher:
         self._starting = threading.Lock()
         self._flushing = threading.Lock()
         self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> "Publisher":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def publish(self, event: RunHeader | StepEvent | Mark) -> None:
         """Add an event to the queue; takes two microseconds."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,9 +26,8 @@ SERVER_RANK = 0
 NO_BOUND = -1
 _POLL_SECONDS = 0.1
 """How often a wait checks for failures and deaths that no transport reports."""
-_REQUEST = struct.Struct("<qd")
-_REPLY = struct.Struct("<qqqqdqq?")
-REQUEST_BYTES, REPLY_BYTES = _REQUEST.size, _REPLY.size
+REQUEST, REPLY = struct.Struct("<qd"), struct.Struct("<qqqqdqq?")
+"""The fields of ``WorkerRequest`` and ``Reply`` as bytes."""
 
 
 class RequestKind(IntEnum):
@@ -50,16 +49,6 @@ class WorkerRequest(NamedTuple):
     kind: RequestKind
     weight: float = 0.0
     """Of the pushed gradient: the worker's share of the global batch."""
-
-    def pack(self) -> bytes:
-        """Return this as bytes."""
-        return _REQUEST.pack(*self)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Self:
-        """Return the request that was packed."""
-        kind, weight = _REQUEST.unpack(data)
-        return cls(RequestKind(kind), weight)
 
 
 class Reply(NamedTuple):
@@ -85,15 +74,6 @@ class Reply(NamedTuple):
         """Numbers of the shards to train on, after those handed out before."""
         end = self.first_shard + self.num_shards * self.stride
         return range(self.first_shard, end, self.stride)
-
-    def pack(self) -> bytes:
-        """Return this as bytes."""
-        return _REPLY.pack(*self)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Self:
-        """Return the reply that was packed."""
-        return cls(*_REPLY.unpack(data))
 
 
 @dataclass(slots=True, kw_only=True)

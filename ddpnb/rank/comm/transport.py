@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ddpnb.rank.comm.flat_buffers import PackedTensors
 from ddpnb.rank.comm.parameter_server import (
-    REPLY_BYTES,
-    REQUEST_BYTES,
+    REPLY,
+    REQUEST,
     SERVER_RANK,
     Gradients,
     ParameterServer,
@@ -111,13 +111,13 @@ class ConnectionTransport(ClientTransport):
             _copy_gradients(gradients, self._gradients.tensors)
         # A server that has disconnected left a last reply, read below, which says why.
         with contextlib.suppress(connection.gone):
-            connection.send(request.pack())
+            connection.send(REQUEST.pack(*request))
             if is_push:
                 connection.send_tensor(self._gradients.raw)
         if request.kind is RequestKind.LEAVE:
             return Reply()
         try:
-            reply = Reply.unpack(connection.receive(REPLY_BYTES))
+            reply = Reply(*REPLY.unpack(connection.receive(REPLY.size)))
             if reply.lost_rank == NO_RANK:
                 connection.receive_tensor(self.copies[reply.copy].raw)
         except connection.gone as error:
@@ -132,21 +132,22 @@ def serve_connection(
     incarnation, kind, lost_rank = object(), RequestKind.BEGIN, NO_RANK
     try:
         while kind in (RequestKind.BEGIN, RequestKind.PUSH) and lost_rank == NO_RANK:
-            request = WorkerRequest.unpack(connection.receive(REQUEST_BYTES))
-            kind = request.kind
+            number, weight = REQUEST.unpack(connection.receive(REQUEST.size))
+            kind = RequestKind(number)
             if kind is RequestKind.PUSH:
                 connection.receive_tensor(gradients.raw)
+            request = WorkerRequest(kind, weight)
             reply = server.handle(rank, request, gradients.tensors, incarnation)
             lost_rank = reply.lost_rank
             if kind is not RequestKind.LEAVE:
-                connection.send(reply.pack())
+                connection.send(REPLY.pack(*reply))
                 if lost_rank == NO_RANK:
                     connection.send_tensor(server.parameters(reply))
     except connection.gone:
         last = server.lose(rank, incarnation)
         # The worker may be alive: it was given up, or rank 0 has disconnected.
         with contextlib.suppress(connection.gone):
-            connection.send(last.pack())
+            connection.send(REPLY.pack(*last))
 
 
 def start_thread(target: Callable[..., None], *args: object) -> threading.Thread:

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.comm import flat_buffers
 from ddpnb.rank.comm.client import ParameterClient
-from ddpnb.rank.comm.parameter_server import ParameterServer, Reply, RequestKind, WorkerRequest
+from ddpnb.rank.comm.parameter_server import (
+    REPLY,
+    REQUEST,
+    ParameterServer,
+    Reply,
+    RequestKind,
+    WorkerRequest,
+)
 from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, ParameterStore, ScaledStep
 from ddpnb.rank.comm.rendezvous import CancellationToken, RankLostError, WorkerConfig
 from ddpnb.rank.comm.shm_transport import SharedMemory, connect_shm, serve_shm
@@ -308,10 +315,10 @@ def test_an_update_is_made_in_place_where_nobody_else_trains_on_the_parameters(p
 
 def test_messages_survive_packing():
     reply = Reply(staleness=3, first_shard=7, num_shards=2, waited_seconds=0.25, copy=1)
-    assert Reply.unpack(reply.pack()) == reply
+    assert Reply(*REPLY.unpack(REPLY.pack(*reply))) == reply
     assert list(reply.shards) == [7, 8]
     request = WorkerRequest(RequestKind.PUSH, 0.5)
-    assert WorkerRequest.unpack(request.pack()) == request
+    assert WorkerRequest(*REQUEST.unpack(REQUEST.pack(*request))) == request
 
 
 def test_first_shares_are_dealt_in_turns(parameters):
