@@ -30,12 +30,14 @@ from ddpnb.rank.comm.rendezvous import (
     WorkerConfig,
     host_id,
 )
-from ddpnb.rank.comm.shm_transport import SharedMemory, connect_shm, serve_shm
 from ddpnb.rank.comm.transport import (
     ClientTransport,
     DirectTransport,
     Drain,
     PeerGoneError,
+    SharedMemory,
+    connect_shm,
+    serve_shm,
 )
 
 ServerFactory = Callable[[Sequence[PackedTensors]], ParameterServer]

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ddpnb.rank.comm.flat_buffers import create_shared_file
 from ddpnb.rank.comm.rendezvous import WorkerConfig
-from ddpnb.rank.comm.shm_transport import set_timeout, socket_path
+from ddpnb.rank.comm.transport import set_timeout, socket_path
 
 CHUNK_BYTES: Final = 1 << 20
 """The fastest, or close to it, of the sizes from 64 KB to 44 MB, with 2 ranks."""

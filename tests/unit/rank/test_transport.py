@@ -23,8 +23,7 @@ from ddpnb.rank.comm.parameter_server import (
 )
 from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, ParameterStore, ScaledStep
 from ddpnb.rank.comm.rendezvous import CancellationToken, RankLostError, WorkerConfig
-from ddpnb.rank.comm.shm_transport import SharedMemory, connect_shm, serve_shm
-from ddpnb.rank.comm.transport import DirectTransport
+from ddpnb.rank.comm.transport import DirectTransport, SharedMemory, connect_shm, serve_shm
 
 KINDS = [
     torch.randn(3, 5),
