@@ -53,8 +53,6 @@ def run_child(main: Callable[[], None]) -> NoReturn:
 def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> None:
     """Be ipyparallel's controller, and end what outlives the fork server.
 
-    Ranks end with the fork server at once; this process lives a moment longer.
-
     Args:
         arguments: ipyparallel's command line.
         sentinel: the pipe whose other end closes with the fork server.

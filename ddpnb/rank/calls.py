@@ -1,13 +1,10 @@
-"""The functions that the notebook's kernel may call on a rank (ranks).
-
-The kernel calls each public function by its name, through ``ddpnb.protocol.remote_call.OnRank``.
-"""
+"""The functions that the kernel calls on a rank by their names, through ``OnRank`` (ranks)."""
 
 import copy
 import functools
 import pickle
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +25,7 @@ from ddpnb.protocol.messages import (
 )
 from ddpnb.rank import cells
 from ddpnb.rank.engine import RankEngine
-from ddpnb.rank.process_group import Group, stale_variables
+from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.training import loop
 
@@ -59,7 +56,7 @@ def rejoin(generation: int, is_checked: bool) -> list[StaleVariable]:
     """
     engine = this_engine()
     engine.group.join(generation, is_checked=is_checked)
-    return stale_variables(engine.kernel.shell.user_ns)
+    return stale_variables(engine.shell.user_ns)
 
 
 def run_cell(spec: CellSpec) -> CellReport:
@@ -75,7 +72,7 @@ def check(spec: RunSpec) -> Checked:
         lambda: loop.check(
             spec,
             state=engine.group.state(),
-            namespace=engine.kernel.shell.user_ns,
+            namespace=engine.shell.user_ns,
             filename=filename_of(spec, engine),
         )
     )
@@ -89,14 +86,16 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
     engine.stop_wanted.clear()  # a late request was for the run before
     first_batch = rejoin_info.first_batch if rejoin_info else 0
     publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)
-    with closing(publisher), trusted(spec, group):
+    is_own = parse_strategy(spec.strategy).name in STRATEGIES  # and need not be watched closely
+    trusting = group.collective_checks.trusting_torch() if is_own else nullcontext()
+    with closing(publisher), trusting:
         report = cells.interruptible(
             lambda: loop.run(
                 spec,
                 state=group.state(),
                 folder=group.folder,
                 publish=publisher.publish,
-                namespace=engine.kernel.shell.user_ns,
+                namespace=engine.shell.user_ns,
                 should_stop=engine.stop_wanted.is_set,
                 filename=filename_of(spec, engine),
                 rejoin_info=rejoin_info,
@@ -109,7 +108,7 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
 @or_failure
 def push(variables: bytes) -> None:
     """Put packed variables into this rank's namespace."""
-    shell = this_engine().kernel.shell
+    shell = this_engine().shell
     unpacked, _ = deserialize_object(pickle.loads(variables), shell.user_ns)
     shell.push(unpacked)
 
@@ -122,7 +121,7 @@ def pull(expression: str) -> bytes:
     to start CUDA to unpack them.
     """
     engine = this_engine()
-    value = eval(expression, engine.kernel.shell.user_ns)
+    value = eval(expression, engine.shell.user_ns)
     if engine.group.device.type == "cuda":
         value = on_cpu(value)
     buffers = serialize_object([value], buffer_threshold=0)
@@ -145,18 +144,11 @@ def on_cpu(value: object) -> object:
     return value
 
 
-def trusted(spec: RunSpec, group: Group) -> AbstractContextManager[None]:
-    """Return the context for a training: strategies of ddpnb's own need not be watched closely."""
-    if parse_strategy(spec.strategy).name in STRATEGIES:
-        return group.collective_checks.trusting_torch()
-    return nullcontext()
-
-
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:
     """Return a file name for a comparison's cell that IPython shows as ``Cell In[n]``."""
     if not spec.cell:
         return loop.UNNAMED
-    name: str = engine.kernel.shell.compile.cache(spec.source, spec.cell, spec.source)
+    name: str = engine.shell.compile.cache(spec.source, spec.cell, spec.source)
     return name
 
 

@@ -99,7 +99,7 @@ def ignore(number: int, frame: object) -> None:
 
 def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     """Run a cell's source; return the error that it failed with, if it did."""
-    shell = engine.kernel.shell
+    shell = engine.shell
     shell.execution_count = spec.execution_count
     faults = children_page_faults()
     try:
@@ -215,8 +215,8 @@ def _call(name: str, shape: str, dtype: str) -> str:
 
 def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     """Return the formatted traceback, from the user's first line on."""
-    shell, frames = engine.kernel.shell, users_part(error.__traceback__)
-    if isinstance(error, CollectiveMismatchError) and frames is not None:
+    shell, frames = engine.shell, users_part(error.__traceback__)
+    if isinstance(error, CollectiveMismatchError):
         end_at_users(frames, shell)
     if isinstance(error, UserError) and frames is None:
         return []  # its message is enough
@@ -242,13 +242,12 @@ def _past(frames: TracebackType | None, folders: tuple[str, ...]) -> TracebackTy
     return frames
 
 
-def end_at_users(frames: TracebackType, shell: Any) -> None:
+def end_at_users(frames: TracebackType | None, shell: Any) -> None:
     """Cut the traceback off after the user's innermost line, if one is in a cell."""
-    frame: TracebackType | None = frames
     last = None
-    while frame is not None:
-        last = frame if is_users(frame.tb_frame, shell) else last
-        frame = frame.tb_next
+    while frames is not None:
+        last = frames if is_users(frames.tb_frame, shell) else last
+        frames = frames.tb_next
     if last is not None:
         last.tb_next = None
 

@@ -176,7 +176,7 @@ class CollectiveChecker:
             start = FILES.format(generation=self._generation)
             path = self._folder / f"{start}{name}-{self._num_opened[name]}"
             with contextlib.suppress(OSError):
-                log = CollectiveLog.open(path, place=group.rank(), ranks=ranks)
+                log = CollectiveLog(path, place=group.rank(), ranks=ranks)
         self._logs[id(group)] = (weakref.ref(group), log)
         return log
 

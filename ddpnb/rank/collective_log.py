@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, Self, final
+from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -183,32 +183,26 @@ class CollectiveLog:
     """The calls of one group.
 
     Args:
-        shared: the mapped file.
+        path: the group's file; the first rank to come makes it.
         place: this rank's number in the group.
         ranks: the group's ranks, as the default group numbers them.
+
+    Raises:
+        OSError: there is no room for the file.
     """
 
-    def __init__(self, shared: mmap.mmap, *, place: int, ranks: Sequence[int]) -> None:
+    def __init__(self, path: Path, *, place: int, ranks: Sequence[int]) -> None:
         self.place = place
         self.ranks = tuple(ranks)
-        self._shared = shared
         self._own = place * _RANK_BYTES
         self._others = [n * _RANK_BYTES for n in range(len(ranks)) if n != place]
         self._num_calls = 0
         self._lock = threading.Lock()
-
-    @classmethod
-    def open(cls, path: Path, *, place: int, ranks: Sequence[int]) -> Self:
-        """Map the group's file; the first rank to come makes it.
-
-        Raises:
-            OSError: there is no room for it.
-        """
         size = len(ranks) * _RANK_BYTES
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size)  # else a full disk would end the process
-            return cls(mmap.mmap(descriptor, size), place=place, ranks=ranks)
+            self._shared = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
 

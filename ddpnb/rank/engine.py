@@ -22,7 +22,7 @@ from ddpnb.compat.python_internals import leaves_loops, outside_of_loop
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.process_group import Group
-from ddpnb.rank.random_state import seed_from_entropy
+from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.status import rank_status, users_stack
 
 Handler = Callable[[], object]
@@ -77,14 +77,10 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
             device=self.group.device,
         )
 
-    def rank_status(self) -> dict[str, Any]:
-        """Return where this rank stands, as a ``RankStatus`` in a dict."""
-        shell = None if self.kernel is None else self.kernel.shell
-        return asdict(rank_status(self.group, shell))
-
-    def stack(self) -> list[str]:
-        """Return the main thread's stack, from the user's first frame on."""
-        return users_stack(None if self.kernel is None else self.kernel.shell)
+    @property
+    def shell(self) -> Any:
+        """This rank's IPython; None while the engine starts."""
+        return None if self.kernel is None else self.kernel.shell
 
 
 def keep_signals() -> None:
@@ -132,7 +128,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     log = os.fdopen(os.dup(2), "w")
     faulthandler.enable(log, all_threads=False)  # a crash writes its stack to the log
     torch.set_num_threads(settings["num_threads"])
-    seed_from_entropy()
+    seed_everything(None)
     device = torch.device(settings["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -148,8 +144,8 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     engine = RankEngine.instance(group=group)
     handlers = {
         RankCommand.ABORT: group.abort,
-        RankCommand.STATUS: engine.rank_status,
-        RankCommand.STACK: engine.stack,
+        RankCommand.STATUS: lambda: asdict(rank_status(group, engine.shell)),
+        RankCommand.STACK: lambda: users_stack(engine.shell),
         RankCommand.STOP: engine.stop_wanted.set,
     }
     threading.Thread(

@@ -59,9 +59,8 @@ MAX_ITEMS = 1000
 class Group:
     """This rank's membership in the default process group of ``torch.distributed``.
 
-    The ranks of one host meet in a ``FileStore`` inside the private run folder.  It needs no port
-    and outlives any single rank.  Each new group has a generation and a file of its own, so that no
-    key of a dead group is ever read.
+    The ranks of one host meet in a ``FileStore`` inside the private run folder.  Each new group has
+    a generation and a file of its own, so that no key of a dead group is ever read.
     """
 
     rank: int
@@ -139,9 +138,8 @@ class Group:
 
         Called from another thread than the one that waits.  Gloo offers no way to end a wait, so
         this shuts down the TCP connections between this process and its peers, whichever group
-        opened them.  The waiting call then raises ``RuntimeError``.  NCCL's communicators are
-        aborted first, before their sockets are shut down too.  Waits that are not the group's hold
-        its ``cancellation``.  Afterwards the group is dead, and ``join`` forms the next one.
+        opened them; the waiting call then raises ``RuntimeError``.  NCCL's communicators are
+        aborted before.  Afterwards the group is dead, and ``join`` forms the next one.
         """
         if self.can_abort and dist.is_initialized() and not abort_groups(ABORT_SECONDS):
             print(f"{self.backend} did not abort in {ABORT_SECONDS:g} s.", file=sys.stderr)
@@ -214,16 +212,15 @@ def shut_down(descriptor: int) -> bool:
 
 
 def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
-    """Return the variables that hold a group, directly or one level down.
-
-    In a module, a model is found at any depth.
-    """
+    """Return the variables that hold a group, directly or one level down; in a module at any."""
     found: list[StaleVariable] = []
     for name, value in namespace.items():
         if name.startswith("_") or name in ("In", "Out"):  # IPython's history
             continue
-        held = [(name, value)] if kind_of(value) else held_by(name, value)
-        found += [StaleVariable(path, kind) for path, item in held if (kind := kind_of(item))]
+        for path, item in held_by(name, value):
+            is_part = any(path.startswith(f"{stale.name}.") for stale in found)
+            if not is_part and (kind := kind_of(item)):
+                found.append(StaleVariable(path, kind))
     return found
 
 
@@ -234,21 +231,14 @@ def kind_of(value: object) -> str:
 
 
 def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield what a value holds, each with the expression that leads to it."""
+    """Yield a value and what it holds, each with the expression that leads to it."""
     if isinstance(value, nn.Module):
-        inside = dict(value.named_modules(prefix=name))
-        outermost = (path for path in inside if not is_part_of_stale(path, inside))
-        yield from ((path, inside[path]) for path in outermost)
-    elif isinstance(value, dict | list | tuple):
+        yield from value.named_modules(prefix=name)
+        return
+    yield name, value
+    if isinstance(value, dict | list | tuple):
         if len(value) <= MAX_ITEMS:
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             yield from ((f"{name}[{key!r}]", item) for key, item in pairs)
     elif type(value).__module__ == "__main__":
         yield from ((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())
-
-
-def is_part_of_stale(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether a module is part of another one that holds a group."""
-    names = path.split(".")
-    above = (".".join(names[:num]) for num in range(1, len(names)))
-    return any(kind_of(modules.get(outer)) for outer in above)

@@ -1,7 +1,6 @@
 """The queue through which events reach the notebook without slowing the training (ranks).
 
-The training thread only appends to the queue.  Another thread sends its content twice a second,
-as one message.
+The training thread only appends.  Another thread sends the content twice a second, as one message.
 """
 
 import math
@@ -17,11 +16,8 @@ from ddpnb.protocol.messages import EventBatch, Mark, MarkKind, RunHeader, StepE
 from ddpnb.rank.engine import RankEngine
 
 FLUSH_SECONDS = 0.5
-"""How long an event may wait on the rank.
-
-When a process dies, the steps in its queue are lost.  Flushing ten times a second took 2 % of the
-speed of a training that kept all cores busy.
-"""
+"""How long an event may wait, and is lost if the process dies.  At a fifth of it, a training that
+kept all cores busy lost 2 % of its speed."""
 
 Logged = tuple[float, float, int, Mapping[str, float]]
 """One call of ``ddpnb.log``: seconds, loss, samples, metrics."""

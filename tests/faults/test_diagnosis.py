@@ -69,7 +69,7 @@ STUCK = {
         "from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce\n"
         "from ddpnb.rank.strategies.timer import NullTimer\n"
         "group = this_engine().group\n"
-        "shared = SharedAllReduce.open(WorkerConfig(folder=group.folder, name='stuck', rank=rank,\n"
+        "shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='stuck', rank=rank,\n"
         "  world_size=world_size, timeout_seconds=60, cancellation=group.cancellation))\n"
         "net = DDP(torch.nn.Linear(3, 2))\n"
         "net.register_comm_hook((shared, NullTimer()), ddp_shm._all_reduce_bucket)\n"
@@ -81,7 +81,7 @@ STUCK = {
         "from ddpnb.rank.comm.rendezvous import WorkerConfig; "
         "from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce\n"
         "group = this_engine().group\n"
-        "shared = SharedAllReduce.open(WorkerConfig(folder=group.folder, name='stuck', rank=rank,\n"
+        "shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='stuck', rank=rank,\n"
         "  world_size=world_size, timeout_seconds=60, cancellation=group.cancellation))\n"
         "if rank: shared.all_reduce(x)",
         r"<but 0 wait> in all_reduce \(line 6\).*rank 0 finished the cell without calling it",

@@ -30,7 +30,7 @@ def opened(state, folder: Path, timeout_seconds: float = 30.0) -> SharedAllReduc
         timeout_seconds=timeout_seconds,
         cancellation=CancellationToken(),
     )
-    return SharedAllReduce.open(config)
+    return SharedAllReduce(config)
 
 
 def whole_numbers(rank: int, number: int, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -130,13 +130,7 @@ class ParameterClient:
 def start_server(
     config: WorkerConfig, make_server: ServerFactory, opened: ExitStack
 ) -> tuple[ParameterServer, Drain, ParameterClient]:
-    """Start the server on rank 0 and connect this rank's own worker to it.
-
-    Args:
-        config: of rank 0.
-        make_server: makes the server.
-        opened: closes what is opened here.
-    """
+    """Start the server on rank 0 and connect its own worker; ``opened`` closes what is opened."""
     rendezvous = Rendezvous(config)
     opened.callback(rendezvous.delete, _TRANSPORT, *map(_host_key, config.other_ranks))
     name = _choose_transport(config, rendezvous) if config.transport == "auto" else config.transport

@@ -81,7 +81,6 @@ class _Worker:
     """A living worker."""
 
     incarnation: object
-    """Which of the rank's processes it is; a restarted one has another."""
     clock: int
     """Number of shards that it has pushed the gradients of."""
     first_shards: range = range(0)
@@ -208,12 +207,11 @@ class ParameterServer:
             rank: of the worker.
             gradients: of its mean loss.
             weight: its share of the global batch.
-            incarnation: of the worker.
+            incarnation: as above.
         """
         asked_at = time.perf_counter()
         with self._lock:
             waited_seconds = time.perf_counter() - asked_at
-            self._check()
             worker = self._living(rank, incarnation)
             staleness = self.store.write(rank, gradients, weight)
             worker.clock += 1
@@ -228,7 +226,6 @@ class ParameterServer:
     def finish(self, rank: int, incarnation: object = None) -> Reply:
         """Wait until all workers are done; return the final parameters."""
         with self._lock:
-            self._check()
             worker = self._living(rank, incarnation)
             self.store.release(rank)
             worker.is_done = True
@@ -293,6 +290,7 @@ class ParameterServer:
             raise RankLostError(self._failed_rank)
 
     def _living(self, rank: int, incarnation: object) -> _Worker:
+        self._check()
         worker = self._workers.get(rank)
         if worker is None or worker.incarnation is not incarnation:
             raise RankLostError(rank)  # given up though alive, or replaced

@@ -70,9 +70,7 @@ class CancellationToken:
     def held(self, end_wait: Callable[[], None]) -> Iterator[None]:
         """Have ``end_wait`` called if the group is aborted inside the block.
 
-        Args:
-            end_wait: ends a wait; called from another thread, or at once if the group has been
-                aborted already.
+        It is called from another thread, or at once if the group has been aborted already.
         """
         with self._lock:
             self._callbacks.append(end_wait)

@@ -13,9 +13,8 @@ Chunks use four sets of slots in turn, so that no rank overwrites what another s
 Before a rank writes chunk t, every other rank has reported chunk t - 2 as written, which it does
 after it has read chunk t - 4, the last one in the same set.
 
-Ranks wait for each other by one byte through a Unix socket.  The kernel's locks order what is
-written before and read after, on any processor.  Where a rank dies or closes, its sockets close,
-and all others notice at once.
+Ranks wait for each other by one byte through a Unix socket.  The kernel's locks order memory on any
+processor, and where a rank dies or closes, all others notice at once.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ import socket
 import struct
 from collections.abc import Callable
 from itertools import zip_longest
-from typing import Final, NamedTuple, Self, final
+from typing import Final, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -51,36 +50,23 @@ class _Chunk(NamedTuple):
 class SharedAllReduce:
     """Sums of tensors over all ranks of the default group, which all live on this host.
 
+    Nothing is left in the folder.
+
     Args:
-        raw: the shared memory, uint8, shape (sets x ranks x ``CHUNK_BYTES``,).
-        peers: a connection to each other rank, by rank.
-        config: of this rank.
+        config: of this rank; takes part: every rank, with the same folder.
+
+    Raises:
+        UserError: there is no room for the shared memory.
+        RuntimeError: a rank did not connect.
     """
 
-    def __init__(self, raw: Tensor, peers: dict[int, socket.socket], config: WorkerConfig) -> None:
-        self._raw = raw
+    def __init__(self, config: WorkerConfig) -> None:
         self._rank = config.rank
-        self._peers = peers
-        self._num_ranks = len(peers) + 1
+        self._num_ranks = config.world_size
         self._num_chunks = 0
         self._slots: dict[torch.dtype, list[list[Tensor]]] = {}
         self.on_wait: Callable[[bool], None] = lambda is_waiting: None
         """Called with True before each wait for other ranks, with False after it."""
-        for peer in peers.values():
-            set_timeout(peer, config.timeout_seconds)
-        self._opened = contextlib.ExitStack()
-        self._opened.enter_context(config.cancellation.held(self._shut_down))
-
-    @classmethod
-    def open(cls, config: WorkerConfig) -> Self:
-        """Connect all ranks of the default group; takes part: every rank, with the same folder.
-
-        Nothing is left in the folder.
-
-        Raises:
-            UserError: there is no room for the shared memory.
-            RuntimeError: a rank did not connect.
-        """
         path, size = config.path("sum"), _NUM_SETS * config.world_size * CHUNK_BYTES
         address = socket_path(config, config.rank)
         with contextlib.ExitStack() as made:
@@ -96,12 +82,16 @@ class SharedAllReduce:
             )
             dist.barrier()  # takes part: every rank; all listen
             try:
-                peers = _connect(listener, config)
+                self._peers = _connect(listener, config)
             except OSError as error:
                 raise RuntimeError("Connection closed by peer: a rank did not come.") from error
-            raw = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+            self._raw = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+            """Shape (sets x ranks x ``CHUNK_BYTES``,)."""
             dist.barrier()  # takes part: every rank; all are connected and have mapped the file
-        return cls(raw, peers, config)
+        for peer in self._peers.values():
+            set_timeout(peer, config.timeout_seconds)
+        self._opened = contextlib.ExitStack()
+        self._opened.enter_context(config.cancellation.held(self._shut_down))
 
     def all_reduce(self, flat: Tensor) -> None:
         """Sum a tensor over all ranks, in place, to the same bits; takes part: every rank.
@@ -152,18 +142,15 @@ class SharedAllReduce:
             mine = chunk.values.tensor_split(self._num_ranks)
             for rank in self._peers:
                 slots[own][rank].copy_(mine[rank])
-            self._barrier()
+            self._signal_others()
+            self._wait_for_others()
             for rank in self._peers:
                 mine[own].add_(slots[rank][own])
             slots[own][own].copy_(mine[own])
-            self._barrier()
+            self._signal_others()
+            self._wait_for_others()
             for rank in self._peers:
                 mine[rank].copy_(slots[rank][rank])
-
-    def _barrier(self) -> None:
-        """Wait until every rank is here; takes part: every rank."""
-        self._signal_others()
-        self._wait_for_others()
 
     def _signal_others(self) -> None:
         """Report that this rank has written what others read next."""

@@ -128,7 +128,11 @@ class ConnectionTransport(ClientTransport):
         """Send the request and the gradients, receive the reply and the parameters."""
         connection, is_push = self._connection, request.kind is RequestKind.PUSH
         if is_push:
-            _copy_gradients(gradients, self._gradients.tensors)
+            for tensor, gradient in zip(self._gradients.tensors, gradients, strict=True):
+                if gradient is None:
+                    tensor.zero_()
+                else:
+                    tensor.copy_(gradient)
         # A server that has disconnected left a last reply, read below, which says why.
         with contextlib.suppress(connection.gone):
             connection.send(REQUEST.pack(*request))
@@ -182,13 +186,8 @@ class SharedMemory:
     """Copies of all parameters, and a place for the gradients of each rank but rank 0.
 
     It has no file name, so that nothing is left however a process ends; it is sent through a
-    socket.  It does not keep two processes from touching the same bytes: the server decides
-    which copy a worker trains on, and a worker that writes gradients waits for the reply.
-
-    Args:
-        descriptor: of the memory; closed by ``close``.
-        like: the parameters.
-        num_workers: all ranks, rank 0 included.
+    socket.  It needs no locks: the server decides which copy a worker trains on, and a worker that
+    writes gradients waits for the reply.
     """
 
     def __init__(self, descriptor: int, like: Sequence[Tensor], num_workers: int) -> None:
@@ -199,11 +198,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, path: Path, like: Sequence[Tensor], num_workers: int) -> Self:
-        """Create the memory, which has a name for a moment.
-
-        Raises:
-            UserError: there is no room for it.
-        """
+        """Create the memory, which has a name for a moment; ``UserError`` if there is no room."""
         create_shared_file(path, (2 * num_workers - 1) * packed_num_bytes(like))
         descriptor = os.open(path, os.O_RDWR)
         path.unlink()
@@ -211,11 +206,7 @@ class SharedMemory:
 
     @classmethod
     def receive(cls, connection: socket.socket, like: Sequence[Tensor], num_workers: int) -> Self:
-        """Map the memory that the process at the other end sends.
-
-        Raises:
-            OSError: the other end is gone.
-        """
+        """Map the memory that the process at the other end sends; ``OSError`` if it is gone."""
         _, descriptors, *_ = socket.recv_fds(connection, 1, 1)
         if not descriptors:
             raise ConnectionResetError
@@ -240,14 +231,7 @@ class SharedMemory:
 def serve_shm(
     server: ParameterServer, memory: SharedMemory, config: WorkerConfig, opened: ExitStack
 ) -> Drain:
-    """Listen at a Unix socket, and serve each worker in a thread.
-
-    Args:
-        server: what the workers call.
-        memory: what the server shares with them.
-        config: of rank 0.
-        opened: closes the listener and disconnects every worker.
-    """
+    """Listen at a Unix socket, and serve each worker in a thread, until ``opened`` closes."""
     threads: list[threading.Thread] = []
     sockets: list[socket.socket] = []
     listener = opened.enter_context(socket.socket(socket.AF_UNIX))
@@ -355,12 +339,3 @@ def _shut_down(connected: socket.socket) -> None:
 def on_cpu(gradients: Gradients) -> list[Tensor | None]:
     """Return gradients where the server can use them: as they are or, from a GPU, copied."""
     return [None if gradient is None else gradient.cpu() for gradient in gradients]
-
-
-def _copy_gradients(gradients: Gradients, into: Sequence[Tensor]) -> None:
-    """Copy gradients; a missing one is zero."""
-    for tensor, gradient in zip(into, gradients, strict=True):
-        if gradient is None:
-            tensor.zero_()
-        else:
-            tensor.copy_(gradient)

@@ -46,10 +46,6 @@ class WorkerState(IntEnum):
     """Dead, or silent for too long."""
 
 
-WorkerStates = list[WorkerState]
-"""The state of each rank."""
-
-
 @final
 class WorkQueue:
     """The queue of one run, as one of its workers sees it.
@@ -87,8 +83,8 @@ class WorkQueue:
         """Register this worker, and wait for all others.
 
         Args:
-            find_failed_rank: returns a rank that failed before the run began, or ``NO_RANK``;
-                None: this worker joins a run that has begun, and does not wait.
+            find_failed_rank: as in ``Rendezvous``; None: this worker joins a run that has begun,
+                and does not wait.
         """
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 1 + self._rank)
         self._set_state(self._rank, WorkerState.TRAINING)
@@ -170,7 +166,7 @@ class WorkQueue:
         self._map.close()
         os.close(self._descriptor)
 
-    def _states(self) -> WorkerStates:
+    def _states(self) -> list[WorkerState]:
         """Return the state of each rank, after a search for new deaths."""
         with self._locked():
             for rank in self._ranks:
@@ -192,7 +188,7 @@ class WorkQueue:
 
     def _wait(
         self,
-        is_so: Callable[[WorkerStates], bool],
+        is_so: Callable[[list[WorkerState]], bool],
         find_failed_rank: Callable[[], int] = lambda: NO_RANK,
     ) -> None:
         """Wait for other workers; give up those that make no progress."""
@@ -211,7 +207,7 @@ class WorkQueue:
         """Return what changes for as long as no worker need be given up."""
         return self.num_updates, self.living()
 
-    def _give_up(self, states: WorkerStates) -> None:
+    def _give_up(self, states: list[WorkerState]) -> None:
         """Mark workers that still train as lost; rank 0, which may wait for the others, last."""
         if WorkerState.ABSENT in states:
             raise RankLostError(states.index(WorkerState.ABSENT))

@@ -108,7 +108,7 @@ class DdpShm(SynchronousStrategy):
             timeout_seconds=self._timeout,
             cancellation=replica.cancellation,
         )
-        self._shared = SharedAllReduce.open(config)
+        self._shared = SharedAllReduce(config)
 
         def on_wait(is_waiting: bool) -> None:
             replica.timer.begin("waiting" if is_waiting else "communication")

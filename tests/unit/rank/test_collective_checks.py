@@ -22,7 +22,7 @@ RANKS = range(3)
 
 
 def opened(path: Path) -> list[CollectiveLog]:
-    return [CollectiveLog.open(path, place=rank, ranks=RANKS) for rank in RANKS]
+    return [CollectiveLog(path, place=rank, ranks=RANKS) for rank in RANKS]
 
 
 def write(log: CollectiveLog, size: int) -> tuple[int, bool]:
