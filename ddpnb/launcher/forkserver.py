@@ -269,6 +269,13 @@ def sigchld_wakeup() -> Iterator[int]:
         signal.set_wakeup_fd(-1)
 
 
+def preload() -> None:
+    """Import what every rank needs, and freeze it so that the ranks share its memory."""
+    importlib.import_module("ddpnb.rank.calls")
+    gc.enable()
+    gc.freeze()
+
+
 def describe_gpus() -> list[str]:
     """Return the names of the GPUs, from a throwaway child: CUDA must not start here."""
     code = (
@@ -293,9 +300,7 @@ def main(kernel_fd: int) -> None:
     try:
         server.start_controller(request["controller_arguments"])
         if server.method == "fork":
-            importlib.import_module("ddpnb.rank.calls")  # with it all that every rank needs
-            gc.enable()
-            gc.freeze()  # so that the ranks share its memory
+            preload()
         server.report(event=ForkServerEvent.READY, gpus=describe_gpus())
         server.serve()
     except Exception:  # noqa: BLE001  the edge of the process: the kernel shows the cause

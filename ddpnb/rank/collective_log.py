@@ -150,7 +150,7 @@ def spelled(text: bytes, ranks: Sequence[int], *, in_backward: bool = False) -> 
 
     Args:
         text: what ``Collective.text`` returned.
-        ranks: the group's ranks, as the default group numbers them.
+        ranks: the group's, as the default group numbers them.
         in_backward: whether DDP's backward pass calls it.
     """
     name, kind, root, _, shape = text.decode().split("\t")
@@ -207,13 +207,7 @@ class CollectiveLog:
             os.close(descriptor)
 
     def write(self, text: bytes, checksum: int, line: int, in_backward: bool) -> tuple[int, bool]:
-        """Write this rank's next call.
-
-        Args:
-            text: what is compared, up to ``TEXT_BYTES``.
-            checksum: of the text, 32 bits.
-            line: the line of the user's cell that makes the call; 0 if it is not known.
-            in_backward: whether DDP's backward pass makes the call.
+        """Write this rank's next call: an ``Entry``'s fields, and the text's checksum (32 bits).
 
         Returns:
             The call's number, and whether no other rank has written another call under it.
@@ -319,11 +313,10 @@ def _described(entries: Sequence[Entry], ranks: Sequence[int]) -> str:
         call = spelled(entry.text, ranks, in_backward=entry.in_backward)
         line = f" (line {entry.line})" if entry.line else ""
         calls.setdefault(call + line, []).append(ranks[entry.place])
-    parts = [f"{_callers(callers)} {call}" for call, callers in calls.items()]
+    parts = [
+        f"rank {callers[0]} calls {call}"
+        if len(callers) == 1
+        else f"ranks {','.join(map(str, callers))} call {call}"
+        for call, callers in calls.items()
+    ]
     return f"the calls of the ranks do not match: {', but '.join(parts)}"
-
-
-def _callers(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} calls"
-    return f"ranks {','.join(map(str, ranks))} call"

@@ -29,12 +29,9 @@ Handler = Callable[[], object]
 
 
 def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, Handler]) -> None:
-    """Carry out the kernel's commands, one at a time, until the fork server and so this rank end.
+    """Carry out the kernel's commands, one at a time, and send back what the handlers return.
 
-    Args:
-        rank: this rank, named in every answer.
-        pipe: the pipe to the fork server; its end is the end of this process.
-        handlers: what to call for each command; the value returned is sent back.
+    The end of ``pipe``, which leads to the fork server, is the end of this process.
     """
     while True:
         try:
@@ -46,13 +43,8 @@ def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, H
             value = handlers[RankCommand(message["command"])]()
         except Exception:  # noqa: BLE001  the edge of the thread, which must live on: to the log
             traceback.print_exc()
-        answer = {
-            "event": ForkServerEvent.ANSWER,
-            "rank": rank,
-            "id": message["id"],
-            "value": value,
-        }
-        pipe.send_bytes(json.dumps(answer).encode())
+        answer = {"event": ForkServerEvent.ANSWER, "rank": rank, "id": message["id"]}
+        pipe.send_bytes(json.dumps(answer | {"value": value}).encode())
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hints

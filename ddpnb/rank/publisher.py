@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ipyparallel.datapub import publish_data
 
@@ -99,31 +99,28 @@ class Publisher:
         header, self._header = self._header, None
         if header is None and not rows and not logged and not marks:
             return
+        num_rows = len(rows)
+        for seconds, loss, samples, _ in logged:
+            event = StepEvent(
+                step=self._num_logged, seconds=seconds, num_samples=samples, loss=loss
+            )
+            rows.append(pack_step(self.rank, event))
+            self._num_logged += 1
         batch = EventBatch(
             run_id=self.run_id,
             rank=self.rank,
             sequence=self.num_batches,
             header=header,
-            rows=b"".join(rows) + self._rows_of(logged),
+            rows=b"".join(rows),
             metrics=tuple(
                 (index, name, value)
-                for index, (*_, metrics) in enumerate(logged, start=len(rows))
+                for index, (*_, metrics) in enumerate(logged, start=num_rows)
                 for name, value in metrics.items()
             ),
             marks=tuple(marks),
         )
         publish_data({f"{self.run_id}/{self.num_batches}": batch})
         self.num_batches += 1
-
-    def _rows_of(self, logged: Sequence[Logged]) -> bytes:
-        first, self._num_logged = self._num_logged, self._num_logged + len(logged)
-        return b"".join(
-            pack_step(
-                self.rank,
-                StepEvent(step=step, seconds=seconds, num_samples=samples, loss=loss),
-            )
-            for step, (seconds, loss, samples, _) in enumerate(logged, start=first)
-        )
 
 
 def log(*, loss: float = math.nan, samples: int = 0, **metrics: float) -> None:

@@ -40,12 +40,7 @@ POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 
 
 def rank_status(group: Group, shell: Any) -> RankStatus:
-    """Return what this rank is doing; costs nothing until it is called.
-
-    Args:
-        group: this rank's process group.
-        shell: the engine's IPython; None while the engine starts.
-    """
+    """Return what this rank is doing; ``shell`` is None while the engine starts."""
     frames = list(main_thread_frames())
     call, peer = distributed_call(frames)
     may_wait = call or sleeps_on_lock()

@@ -30,7 +30,7 @@ from ddpnb.rank.comm.parameter_server import (
     RequestKind,
     WorkerRequest,
 )
-from ddpnb.rank.comm.rendezvous import NO_RANK, RankLostError, Rendezvous, WorkerConfig
+from ddpnb.rank.comm.rendezvous import NO_RANK, Rendezvous, WorkerConfig
 from ddpnb.rank.comm.transport import (
     ClientTransport,
     ConnectionTransport,
@@ -100,11 +100,10 @@ def _new_group(config: WorkerConfig, opened: ExitStack) -> dist.ProcessGroup:
     return group
 
 
+_SHUT_DOWN = "rpc-down"
 _servers: dict[str, ParameterServer] = {}
-"""This process's server, by the run's name; empty between runs.
-
-A remote call names a function and can reach no object in another way.
-"""
+"""This process's server, by the run's name, for remote calls, which name a function; empty between
+runs."""
 
 
 def serve_rpc(server: ParameterServer, config: WorkerConfig, opened: ExitStack) -> Drain:
@@ -171,6 +170,7 @@ class _Agent:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._path = config.path("rpc")
+        self._rendezvous = Rendezvous(config)
         with _on_loopback(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You are using a Backend")  # by torch itself
             # Torch numbers a process's agents and has each meet under its number: a process that
@@ -193,7 +193,11 @@ class _Agent:
         with contextlib.suppress(RuntimeError):  # a rank has died just now
             rpc.shutdown(graceful=True, timeout=self._config.timeout_seconds)
             self._is_open = False
-            self._remove_file()
+            if self._rendezvous.count(_SHUT_DOWN) == self._config.world_size:
+                self._path.unlink(
+                    missing_ok=True
+                )  # no other rank uses the file in which all have met
+                self._rendezvous.delete(_SHUT_DOWN)
 
     def close(self) -> None:
         """End the agent, whatever the other ranks do; may be called twice."""
@@ -201,18 +205,6 @@ class _Agent:
             self._is_open = False
             rpc.shutdown(graceful=False)
             self._path.unlink(missing_ok=True)
-
-    def _remove_file(self) -> None:
-        """On rank 0, remove the file in which all have met, when all others have shut down."""
-        config, rendezvous = self._config, Rendezvous(self._config)
-        keys = {rank: f"rpc-down-{rank}" for rank in config.other_ranks}
-        if config.rank != SERVER_RANK:
-            return rendezvous.set(keys[config.rank], "")
-        with contextlib.suppress(RankLostError):
-            for rank, key in keys.items():
-                rendezvous.get(key, from_rank=rank)
-        self._path.unlink(missing_ok=True)
-        rendezvous.delete(*keys.values())
 
 
 def _worker_name(rank: int) -> str:
