@@ -118,9 +118,9 @@ class CollectiveChecker:
             root = _root_of(collective, arguments)
             if root is None:  # not called as torch.distributed does: the kernel compares it
                 return original(group, *arguments, **options)
-            log, number = self._enter(group, collective, arguments, root)
+            call = partial(original, group, *arguments, **options)
             with torch_internals.below_autograd():
-                return _carry_out(log, number, original, group, *arguments, **options)
+                return self._compare_and_call(group, collective, arguments, root, call)
 
         return method
 
@@ -132,18 +132,20 @@ class CollectiveChecker:
         def kernel(keys: Any, *arguments: Any) -> Any:
             group, rest = ProcessGroup.unbox(arguments[num]), arguments[num + 1 :]
             root = NO_ROOT if collective.root is None else rest[collective.root]
-            log, number = self._enter(group, collective, arguments[:num] + rest, root)
-            return _carry_out(log, number, backends_own, keys, *arguments)
+            call = partial(backends_own, keys, *arguments)
+            return self._compare_and_call(group, collective, arguments[:num] + rest, root, call)
 
         return kernel
 
-    def _enter(
-        self, group: ProcessGroup, collective: Collective, arguments: Sequence[Any], root: int
-    ) -> tuple[CollectiveLog | None, int]:
-        """Write a call to the group's log, and compare it with the other ranks'.
-
-        Returns:
-            The log, and the call's number; None and 0 if there is no other rank to compare with.
+    def _compare_and_call(
+        self,
+        group: ProcessGroup,
+        collective: Collective,
+        arguments: Sequence[Any],
+        root: int,
+        call: Callable[[], Any],
+    ) -> Any:
+        """Compare a call with the other ranks', make it, and note that the backend accepts it.
 
         Raises:
             CollectiveMismatchError: another rank has made another call.
@@ -151,16 +153,18 @@ class CollectiveChecker:
         known = self._logs.get(id(group))
         log = known[1] if known and known[0]() is group else self._open(group)
         if log is None:
-            return None, 0
+            return call()
         line, in_backward = _users_place()
         number, is_alike = log.write(*collective.text(arguments, root), line, in_backward)
-        if not is_alike:
-            try:
+        try:
+            if not is_alike:
                 settle_dispute(log, number)
-            except BaseException:
-                log.take_back()
-                raise
-        return log, number
+            result = call()
+        except BaseException:
+            log.take_back()
+            raise
+        log.accept(number)
+        return result
 
     def _open(self, group: ProcessGroup) -> CollectiveLog | None:
         """Return the log of a new group; None if it is of no use, or if there is no room for it."""
@@ -179,21 +183,6 @@ class CollectiveChecker:
                 log = CollectiveLog(path, place=group.rank(), ranks=ranks)
         self._logs[id(group)] = (weakref.ref(group), log)
         return log
-
-
-def _carry_out(
-    log: CollectiveLog | None, number: int, call: Callable[..., Any], *args: Any, **options: Any
-) -> Any:
-    """Make the call itself, and note whether the backend accepts it."""
-    if log is None:
-        return call(*args, **options)
-    try:
-        result = call(*args, **options)
-    except BaseException:
-        log.take_back()
-        raise
-    log.accept(number)
-    return result
 
 
 def is_known(collective: Collective) -> bool:
@@ -221,16 +210,13 @@ def _users_place() -> tuple[int, bool]:
         return 0, False
     if CELLS in frame.f_code.co_filename:
         return frame.f_lineno, False
-    return _nearest_place(sys._getframe(3))
-
-
-def _nearest_place(frame: FrameType | None) -> tuple[int, bool]:
+    nearest: FrameType | None = sys._getframe(3)
     in_backward = False
     for _ in range(MAX_FRAMES):
-        if frame is None:
+        if nearest is None:
             break
-        if CELLS in frame.f_code.co_filename:
-            return frame.f_lineno, in_backward
-        in_backward = in_backward or frame.f_code.co_filename == BACKWARD
-        frame = frame.f_back
+        if CELLS in nearest.f_code.co_filename:
+            return nearest.f_lineno, in_backward
+        in_backward = in_backward or nearest.f_code.co_filename == BACKWARD
+        nearest = nearest.f_back
     return 0, in_backward
