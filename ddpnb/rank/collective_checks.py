@@ -118,9 +118,9 @@ class CollectiveChecker:
             root = _root_of(collective, arguments)
             if root is None:  # not called as torch.distributed does: the kernel compares it
                 return original(group, *arguments, **options)
-            call = partial(original, group, *arguments, **options)
+            make = original, group, *arguments
             with torch_internals.below_autograd():
-                return self._compare_and_call(group, collective, arguments, root, call)
+                return self._compare_and_make(group, collective, arguments, root, *make, **options)
 
         return method
 
@@ -132,18 +132,21 @@ class CollectiveChecker:
         def kernel(keys: Any, *arguments: Any) -> Any:
             group, rest = ProcessGroup.unbox(arguments[num]), arguments[num + 1 :]
             root = NO_ROOT if collective.root is None else rest[collective.root]
-            call = partial(backends_own, keys, *arguments)
-            return self._compare_and_call(group, collective, arguments[:num] + rest, root, call)
+            compared = arguments[:num] + rest
+            make = backends_own, keys, *arguments
+            return self._compare_and_make(group, collective, compared, root, *make)
 
         return kernel
 
-    def _compare_and_call(
+    def _compare_and_make(
         self,
         group: ProcessGroup,
         collective: Collective,
-        arguments: Sequence[Any],
+        compared: Sequence[Any],
         root: int,
-        call: Callable[[], Any],
+        call: Callable[..., Any],
+        *arguments: Any,
+        **options: Any,
     ) -> Any:
         """Compare a call with the other ranks', make it, and note that the backend accepts it.
 
@@ -153,13 +156,13 @@ class CollectiveChecker:
         known = self._logs.get(id(group))
         log = known[1] if known and known[0]() is group else self._open(group)
         if log is None:
-            return call()
+            return call(*arguments, **options)
         line, in_backward = _users_place()
-        number, is_alike = log.write(*collective.text(arguments, root), line, in_backward)
+        number, is_alike = log.write(*collective.text(compared, root), line, in_backward)
         try:
             if not is_alike:
                 settle_dispute(log, number)
-            result = call()
+            result = call(*arguments, **options)
         except BaseException:
             log.take_back()
             raise
