@@ -29,13 +29,7 @@ from torch.distributed import ProcessGroup
 
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import sentence
-from ddpnb.rank.collective_log import (
-    METHODS,
-    NO_ROOT,
-    Collective,
-    CollectiveLog,
-    settle_dispute,
-)
+from ddpnb.rank.collective_log import METHODS, NO_ROOT, Collective, CollectiveLog, settle_dispute
 
 FILES = "calls-{generation}-"
 CELLS = f"{os.sep}ipykernel_"

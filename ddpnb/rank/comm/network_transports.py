@@ -46,13 +46,10 @@ from ddpnb.rank.comm.transport import (
 def serve_gloo(server: ParameterServer, config: WorkerConfig, opened: ExitStack) -> Drain:
     """Serve each other rank in a thread, until its last message; takes part: every rank."""
     group = _new_group(config, opened)
-    threads = [
-        start_thread(
-            serve_connection,
-            *(server, rank, _GlooConnection(group, rank), pack(config.parameters)),
-        )
-        for rank in config.other_ranks
-    ]
+    threads = []
+    for rank in config.other_ranks:
+        connection, gradients = _GlooConnection(group, rank), pack(config.parameters)
+        threads.append(start_thread(serve_connection, server, rank, connection, gradients))
 
     def drain() -> None:
         for thread in threads:
