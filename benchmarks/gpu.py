@@ -26,8 +26,7 @@ from benchmarks.ranks import rank_calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Replica, Strategy
-from ddpnb.rank.strategies.timer import NullTimer
+from ddpnb.rank.strategies.base import Batch, NullTimer, Replica, Strategy
 from ddpnb.rank.tasks import digits
 from ddpnb.rank.training.timing import Clock, clock_of
 from ddpnb.session.session import this_session

@@ -18,8 +18,7 @@ from torch import nn
 
 from benchmarks.measure import Figure
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Replica, Strategy
-from ddpnb.rank.strategies.timer import NullTimer
+from ddpnb.rank.strategies.base import Batch, NullTimer, Replica, Strategy
 from ddpnb.rank.tasks import digits
 from ddpnb.rank.training.timing import CpuClock
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ddpnb.rank.random_state import preserve_rng
-from ddpnb.rank.strategies.timer import NullTimer
-from ddpnb.rank.training.checkpoint_callback import set_up
+from ddpnb.rank.strategies.base import NullTimer
+from ddpnb.rank.training.checkpoint import resumed, set_up
 from ddpnb.rank.training.context import build_context
 from tests.rank.ranks import make_state
 from tests.rank.test_checkpoint import spec_of
@@ -35,10 +35,10 @@ class Sharing:
 def test_a_rank_that_joins_keeps_what_the_others_have_learnt_since(joins):
     model = nn.Linear(2, 1, bias=False)
     context = SimpleNamespace(
-        spec=SimpleNamespace(resume="old"),
+        spec=SimpleNamespace(resume="old", checkpoints="kept"),
         checkpoint={"strategy": {"model": {"weight": torch.ones(1, 2)}}},
         rejoin_info=object() if joins else None,
-        checkpoint_part=lambda _: SimpleNamespace(part=0),
+        plan=SimpleNamespace(synchronous=False),
         state=SimpleNamespace(rank=1),
     )
     strategy = Sharing()
@@ -51,7 +51,7 @@ def next_number(tmp_path, rank: int) -> float:
     """Get ready to go on as one rank; return its next random number."""
     spec = spec_of("async", tmp_path, run_id="new", resume="old", num_epochs=4)
     with preserve_rng(torch.device("cpu")):
-        context = build_context(spec, make_state(rank, 2), {}, filename="here")
+        context = resumed(build_context(spec, make_state(rank, 2), {}, filename="here"))
         idle = SimpleNamespace(setup=lambda _: None, load=lambda *_: None)
         set_up(context, idle, context.replica("t", num_steps=1, timer=NullTimer()))
         return torch.rand(1).item()

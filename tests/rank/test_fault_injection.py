@@ -10,10 +10,9 @@ import torch
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, RunHeader, RunSpec, StepEvent
-from ddpnb.rank.strategies.base import Plan
-from ddpnb.rank.strategies.timer import NullTimer
+from ddpnb.rank.strategies.base import NullTimer, Plan
 from ddpnb.rank.training import loop
-from ddpnb.rank.training.fault_injection import FaultInjector, faults_of, notes
+from ddpnb.rank.training.fault_injection import FaultInjector, notes
 from tests.rank.ranks import make_state
 from tests.rank.test_options import CELL, train_job
 
@@ -123,10 +122,10 @@ def test_what_is_learnt_does_not_depend_on_the_delay(ranks, strategy):
 
 def test_jitter_comes_from_the_seed():
     def delays(seed: int) -> list[float]:
-        faults = faults_of(spec_of("ddp", jitter=0.2, seed=seed), [1])
         injector = FaultInjector(
-            faults,
-            compute_seconds=1.0,
+            spec_of("ddp", jitter=0.2, seed=seed),
+            [1],
+            compute_seconds=lambda: 1.0,
             device=torch.device("cpu"),
             timer=NullTimer(),
             publish=lambda _: None,

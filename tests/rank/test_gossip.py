@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from ddpnb.rank.comm.parameter_store import ParameterAccess
+from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.gossip import Gossip, choose_peer
 from ddpnb.rank.tasks.batches import Shard
 from tests.rank.fit import Fit, Problem, average, distance, drive, fit_of, optimum
 from tests.rank.ranks import TIMEOUT_SECONDS, make_state
-from tests.rank.test_deaths import (
-    LONG,
-    unhurried,
-)
+from tests.rank.test_deaths import LONG, unhurried
 
 CALM = Problem(num_epochs=10, learning_rate=0.02)
 
@@ -136,10 +134,14 @@ def test_the_choice_of_peers_is_random_and_repeatable():
 
 def test_gpus_meet_in_pairs_and_that_is_said():
     on_cpu, on_gpu = make_state(0, 2), replace(make_state(0, 2), device="cuda:0")
-    assert not Gossip().plan(on_cpu).synchronous
-    assert Gossip(together=True).plan(on_cpu) == Gossip(together=True).plan(on_gpu)
-    assert Gossip(together=True).plan(on_gpu).notes == ()
-    forced = Gossip().plan(on_gpu)
+
+    def plan(word, state):
+        return make_strategy(word, {}, state.device).plan(state)
+
+    assert not plan("gossip", on_cpu).synchronous
+    assert plan("gossip:together=on", on_cpu) == plan("gossip:together=on", on_gpu)
+    assert plan("gossip:together=on", on_gpu).notes == ()
+    forced = plan("gossip", on_gpu)
     assert forced.synchronous
     assert "On GPUs gossip meets in pairs" in forced.notes[0]
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ddpnb.protocol.messages import RunHeader, RunSpec, StepEvent
-from ddpnb.rank.strategies.timer import NullTimer
+from ddpnb.rank.strategies.base import NullTimer
 from ddpnb.rank.training import loop
 from ddpnb.rank.training.context import build_context
 
@@ -110,8 +110,8 @@ def augmented_job(state, folder, seed, first_step):
     context = replace(build_context(spec, state, {}, filename="here"), first_step=first_step)
     with closing(context.strategy()) as strategy:
         strategy.setup(context.replica("t", num_steps=1, timer=NullTimer()))
-        with closing(context.source(strategy)) as source:
-            ((_, pair),) = source.pairs()
+        with context.source(strategy) as source:
+            ((_, pair),) = source
     return pair.inputs.tolist()
 
 

@@ -16,8 +16,7 @@ from ddpnb.rank.strategies.data_parallel import Cast, ThreadReplicas
 from ddpnb.rank.tasks.base import default_optimizer
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard
 from ddpnb.rank.training import loop
-from ddpnb.rank.training.context import build_context
-from ddpnb.rank.training.optimizer_hooks import notes, with_hooks
+from ddpnb.rank.training.context import build_context, warm_up_notes, with_hooks
 from tests.rank.ranks import make_state
 
 CELL = """
@@ -106,10 +105,9 @@ def test_replicas_of_a_model_compute_in_the_type_that_was_asked_for(amp):
         return torch.autocast("cpu", amp)
 
     with_threads, with_torch = [], []
-    with closing(ThreadReplicas(TypeOf(with_threads), 2)) as replicas:
-        replicas.forward(torch.ones(4, 4), autocast)
-    cast = Cast(TypeOf(with_torch))
-    cast.autocast = autocast
+    with closing(ThreadReplicas(TypeOf(with_threads), 2, autocast)) as replicas:
+        replicas.forward(torch.ones(4, 4))
+    cast = Cast(TypeOf(with_torch), autocast)
 
     def in_a_thread():
         with torch.autocast("cpu"):
@@ -206,7 +204,7 @@ def test_an_optimizer_with_fewer_updates_warms_up_in_as_many_epochs(word, num_up
 )
 def test_a_warm_up_without_effect_or_without_end_has_a_note(epochs: float, note: str):
     spec = spec_of("ddp", num_lr_warmup_epochs=epochs, num_epochs=3)
-    assert list(notes(spec, PLAN, ORDER)) == ([note] if note else [])
+    assert list(warm_up_notes(spec, PLAN, ORDER)) == ([note] if note else [])
 
 
 def test_a_shard_with_too_few_samples_to_accumulate_has_a_note(ranks):

@@ -47,11 +47,11 @@ def test_local_sgd_is_training_apart_and_averaging(ranks, num_ranks, optimizer):
         ("local-sgd:every=14", []),  # 14 steps in all
         (
             "local-sgd:every=20",
-            ["SharedWeights are averaged at the end alone: 14 steps are fewer than 20."],
+            ["Weights are averaged at the end alone: 14 steps are fewer than 20."],
         ),
         (
             "local-sgd:after=7",
-            ["SharedWeights are averaged at the end alone: 14 steps are fewer than 15."],
+            ["Weights are averaged at the end alone: 14 steps are fewer than 15."],
         ),
         ("diloco:every=14", []),
         (

@@ -13,8 +13,8 @@ from ddpnb.rank.tasks import cifar10, load_task, synthetic, text
 from ddpnb.rank.tasks.base import DatasetSamples, TensorSamples
 from ddpnb.rank.tasks.batches import every_step
 from ddpnb.rank.training import loop
-from ddpnb.rank.training.evaluation import score
-from ddpnb.rank.training.loader import PrefetchingLoader
+from ddpnb.rank.training.context import prefetching
+from ddpnb.rank.training.run_metrics import score
 from tests.rank.ranks import make_state
 from tests.rank.test_options import train_job
 
@@ -122,9 +122,8 @@ def test_the_users_own_cifar_files_can_be_prefetched_by_processes(images):
     assert isinstance(train, DatasetSamples)
     shards = list(every_step(3, part=0, num_parts=1))
     wanted = [torch.tensor(numbers) for numbers in ([20, 0, 12, 11], [5], [11, 13, 2])]
-    loader = PrefetchingLoader(train.dataset, shards, lambda shard: wanted[shard.step], 2, seed=0)
-    pairs = list(loader.pairs())
-    loader.close()
+    with prefetching(train.dataset, shards, lambda shard: wanted[shard.step], 2, seed=0) as source:
+        pairs = list(source)
     assert [shard for shard, _ in pairs] == shards
     for (_, (inputs, targets)), numbers in zip(pairs, wanted, strict=True):
         expected = train.fetch(numbers)

@@ -130,12 +130,7 @@ class AsyncParameterServer(Strategy):
         # agree: with no other rank, unless there is a bound
         # update: by the server; the parameters that come back also have the others' updates
         self._exchange(batch.weight)
-        return StepReport(
-            loss=loss,
-            num_samples=batch.num_samples,
-            staleness=self._reply.staleness,
-            num_bytes_sent=self._num_bytes,
-        )
+        return batch.report(loss, staleness=self._reply.staleness, num_bytes_sent=self._num_bytes)
 
     def finish(self) -> nn.Module:
         """Pull once more when all workers are done; takes part: every living rank."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,17 @@ from torch import Tensor, nn
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.comm.rendezvous import CancellationToken
-from ddpnb.rank.strategies.timer import NullTimer, Timer
 from ddpnb.rank.tasks.base import LossFunction, OptimizerFactory
 from ddpnb.rank.tasks.batches import Shard, every_step
 
 State = dict[str, Any]
 """What a checkpoint keeps: tensors, numbers and texts, in dicts and lists."""
+
+Part = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
+"""What a step's time can be spent on; the fields of ``messages.Parts`` that exclude each other."""
+
+Moment = Any
+"""A point in time on the device's own clock, from ``Timer.moment``."""
 
 
 class Strategy(ABC):
@@ -33,6 +38,10 @@ class Strategy(ABC):
 
     The constructor takes the options that ``catalogue.STRATEGIES`` lists, by name.
     """
+
+    def on(self, device: str) -> Strategy:
+        """Return the strategy for such a device: this one, unless it has a variant for it."""
+        return self
 
     @abstractmethod
     def plan(self, state: RankState) -> Plan:
@@ -115,8 +124,7 @@ class Strategy(ABC):
         """Return, on rank 0, the shards of workers that died before they had trained on them."""
         return ()
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most hold none
         """Release threads, files and sockets; may be called twice, and after any failure."""
 
 
@@ -150,9 +158,6 @@ class SynchronousStrategy(Strategy):
         """Return the model, which is the same on all ranks after the last step."""
         return self._replica.model
 
-    def close(self) -> None:
-        """Nothing to release: the process group belongs to the rank."""
-
 
 def no_delay() -> None:
     """Take no time."""
@@ -177,6 +182,41 @@ class Plan:
     is_emulated: bool = False
     """Whether the strategy cannot run here and is emulated; a note says how."""
     notes: tuple[str, ...] = ()
+
+
+class Timer(ABC):
+    """Divides the time of a step into parts, on the device's own clock."""
+
+    @abstractmethod
+    def begin(self, part: Part, at: Moment = None) -> Part:
+        """Count the time from now on, or from a recent moment, as ``part``.
+
+        Returns:
+            The part that time was counted as before.
+        """
+
+    @abstractmethod
+    def moment(self, seconds_ago: float = 0.0) -> Moment:
+        """Return this point in time, or on a CPU an earlier one, without waiting for the device."""
+
+    @abstractmethod
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Count communication between two moments as hidden behind other work."""
+
+
+@final
+class NullTimer(Timer):
+    """A timer that counts nothing."""
+
+    def begin(self, part: Part, at: Moment = None) -> Part:
+        """Count nothing."""
+        return part
+
+    def moment(self, seconds_ago: float = 0.0) -> Moment:
+        """Return nothing."""
+
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Count nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +342,17 @@ class Batch:
     def weight(self) -> float:
         """This worker's share of the global batch."""
         return self.num_samples / self.num_global
+
+    def report(
+        self, loss: Tensor, *, num_bytes_sent: int = 0, staleness: int | None = None
+    ) -> StepReport:
+        """Return the report of a step on this batch, with the mean loss before the update."""
+        return StepReport(
+            loss=loss,
+            num_samples=self.num_samples,
+            staleness=staleness,
+            num_bytes_sent=num_bytes_sent,
+        )
 
     def split(self, num_parts: int) -> list[Batch]:
         """Return as many parts, or ``most_parts`` where these are fewer."""

@@ -58,9 +58,7 @@ class Central(SynchronousStrategy):
             dist.broadcast(buffer, src=0)
         flat.scatter(replica.parameters)
         num_times = replica.world_size - 1 if replica.rank == 0 else 1
-        return StepReport(
-            loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_times * flat.num_bytes
-        )
+        return batch.report(loss, num_bytes_sent=num_times * flat.num_bytes)
 
     def memory(self) -> Memory:
         """The copy to compute with; on rank 0 also the one that counts, and the optimizer."""

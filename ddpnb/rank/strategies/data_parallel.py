@@ -19,9 +19,8 @@ those of all buffers; samples and outputs are not counted.
 import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from itertools import repeat
 from typing import final
 
 import torch
@@ -40,8 +39,7 @@ Autocast = Callable[[], AbstractContextManager[object]]
 class DataParallel(SynchronousStrategy):
     """Torch's ``DataParallel`` on two GPUs or more; else the same steps on threads."""
 
-    def __init__(self) -> None:
-        self._replicas: GpuReplicas | ThreadReplicas | None = None
+    _threads: "ThreadReplicas | None" = None
 
     def plan(self, state: RankState) -> Plan:
         """Rank 0 alone, with a replica for each rank, or for each GPU where there are fewer."""
@@ -69,12 +67,15 @@ class DataParallel(SynchronousStrategy):
         super().setup(replica)
         gpus = _gpus(replica.device, replica.world_size)
         if len(gpus) >= 2:
-            self._replicas = GpuReplicas(replica.model, gpus)
+            self._num_replicas = len(gpus)
+            cast = Cast(replica.model, replica.autocast)
+            self._module: nn.Module = nn.DataParallel(cast, device_ids=gpus)
         else:
-            self._replicas = ThreadReplicas(replica.model, replica.world_size)
-        buffers = num_bytes(replica.model.buffers())
-        self._num_bytes = num_bytes(replica.model.parameters()) + buffers
-        self._num_bytes += num_bytes(replica.parameters)  # their gradients
+            self._num_replicas = replica.world_size
+            self._threads = ThreadReplicas(replica.model, self._num_replicas, replica.autocast)
+            self._module = self._threads
+        gradients = replica.parameters  # as large as these
+        self._num_bytes = num_bytes([*_state(replica.model), *gradients])
 
     def shards(self) -> Iterator[Shard]:
         """Every global batch, whole."""
@@ -82,69 +83,38 @@ class DataParallel(SynchronousStrategy):
 
     def step(self, batch: Batch) -> StepReport:
         """Train on one global batch."""
-        assert self._replicas is not None, "not set up"
-        replica, replicas, timer = self._replica, self._replicas, self._replica.timer
-        total = torch.zeros((), device=replica.device)
-        parts = batch.split(replica.accumulate)
-        self._optimizer.zero_grad()
-        for part in parts:
-            share = part.num_samples / batch.num_samples
-            # forward: each replica on its part; the loss on all outputs together
-            timer.begin("forward")
-            with replica.autocast():
-                outputs = replicas.forward(part.inputs, replica.autocast)
-                loss = replica.loss(outputs, part.targets)
-            # backward: to the outputs, and from there through each replica
-            timer.begin("backward")
-            (share * loss).backward()
-            replicas.backward()
-            # agree: sum the gradients in the first replica
-            timer.begin("communication")
-            replicas.reduce()
-            total += share * loss.detach()
+        replica = self._replica
+        # forward: each replica on its part, the loss on all outputs together; backward
+        loss = replica.compute_gradients(batch, model=self._module, unsynced=self._summed)
+        # agree
+        self._sum_gradients()
         # update: the first replica only; the others are overwritten in the next step
         replica.update(self._optimizer)
-        return StepReport(
-            loss=total,
-            num_samples=batch.num_samples,
-            num_bytes_sent=len(parts) * (replicas.num_replicas - 1) * self._num_bytes,
-        )
+        num_times = len(batch.split(replica.accumulate)) * (self._num_replicas - 1)
+        return batch.report(loss, num_bytes_sent=num_times * self._num_bytes)
+
+    @contextmanager
+    def _summed(self) -> Iterator[None]:
+        """Sum the gradients of each part of the batch but the last."""
+        yield
+        self._sum_gradients()
+
+    def _sum_gradients(self) -> None:
+        """Finish a backward pass on threads; on GPUs torch's own has summed the gradients."""
+        if self._threads is not None:
+            self._threads.backward()
+            self._replica.timer.begin("communication")
+            self._threads.reduce()
 
     def memory(self) -> Memory:
         """The parameters of each replica, and one optimizer's state."""
-        assert self._replicas is not None, "not set up"
         one = super().memory()
-        return replace(one, parameters=self._replicas.num_replicas * one.parameters)
+        return replace(one, parameters=self._num_replicas * one.parameters)
 
     def close(self) -> None:
         """End the replicas' threads."""
-        if self._replicas is not None:
-            self._replicas.close()
-
-
-@final
-class GpuReplicas:
-    """Torch's ``DataParallel``; backward through its outputs also reduces the gradients."""
-
-    def __init__(self, model: nn.Module, device_ids: list[int]) -> None:
-        self.num_replicas = len(device_ids)
-        self._inner = Cast(model)
-        self._module = nn.DataParallel(self._inner, device_ids=device_ids)
-
-    def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
-        """Replicate, scatter, run, gather."""
-        self._inner.autocast = autocast
-        outputs: Tensor = self._module(inputs)
-        return outputs
-
-    def backward(self) -> None:
-        """Nothing: torch has done it."""
-
-    def reduce(self) -> None:
-        """Nothing: torch has done it."""
-
-    def close(self) -> None:
-        """Nothing to release."""
+        if self._threads is not None:
+            self._threads.close()
 
 
 @final
@@ -155,41 +125,44 @@ class Cast(nn.Module):
     whichever type was asked for.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, autocast: Autocast) -> None:
         super().__init__()
         self.model = model
-        self.autocast: Autocast = nullcontext
+        self.autocast = autocast
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Call the model in the context."""
-        return _forward(self.model, inputs, self.autocast)
+        with self.autocast():
+            outputs: Tensor = self.model(inputs)
+        return outputs
 
 
 @final
-class ThreadReplicas:
+class ThreadReplicas(nn.Module):
     """The same steps as torch's ``DataParallel``, each replica on a thread of its own."""
 
-    def __init__(self, model: nn.Module, num_replicas: int) -> None:
-        self.num_replicas = num_replicas
-        self._models = [model, *(copy.deepcopy(model) for _ in range(num_replicas - 1))]
+    def __init__(self, model: nn.Module, num_replicas: int, autocast: Autocast) -> None:
+        super().__init__()
+        models = [model, *(copy.deepcopy(model) for _ in range(num_replicas - 1))]
+        self._models = nn.ModuleList(Cast(each, autocast) for each in models)
         self._pool = ThreadPoolExecutor(num_replicas, thread_name_prefix="ddpnb-replica")
         self._outputs: list[Tensor] = []
         self._gathered = torch.empty(0)
 
-    def forward(self, inputs: Tensor, autocast: Autocast) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """Replicate, scatter, run, gather."""
         self._replicate()
         # As torch does: a small batch makes fewer parts than replicas, and the last may be smaller.
         parts = inputs.chunk(len(self._models))
-        self._outputs = list(self._pool.map(_forward, self._models, parts, repeat(autocast)))
+        self._outputs = list(self._pool.map(Cast.__call__, self._models, parts))
         self._gathered = torch.cat([output.detach() for output in self._outputs])
         return self._gathered.requires_grad_()
 
     def backward(self) -> None:
-        """Scatter the gradient of the outputs; run each replica's backward pass."""
+        """Scatter the gradient of the outputs; run each replica's backward pass on its thread."""
         assert self._gathered.grad is not None, "backward has not reached the outputs"
         parts = self._gathered.grad.split([len(output) for output in self._outputs])
-        list(self._pool.map(_backward, self._outputs, parts))  # the list waits, and raises
+        list(self._pool.map(Tensor.backward, self._outputs, parts))  # the list waits, and raises
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -234,13 +207,3 @@ def _fewest_of(num_samples: int, num_replicas: int) -> int:
 
 def _state(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def _forward(model: nn.Module, inputs: Tensor, autocast: Autocast) -> Tensor:
-    with autocast():
-        outputs: Tensor = model(inputs)
-    return outputs
-
-
-def _backward(outputs: Tensor, gradient: Tensor) -> None:
-    outputs.backward(gradient)

@@ -23,6 +23,8 @@ Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradien
 sent; buffers are not counted.
 """
 
+from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
@@ -30,16 +32,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
     bf16_compress_hook,
     fp16_compress_hook,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
+from ddpnb.compat.torch_internals import DdpTimers, times_ddp
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
-from ddpnb.rank.strategies.base import Batch, Replica, State, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.ddp_overlap import CommHook, observe
+from ddpnb.rank.strategies.base import (
+    Batch,
+    Moment,
+    NullTimer,
+    Replica,
+    State,
+    StepReport,
+    SynchronousStrategy,
+    Timer,
+)
 
 NUM_PLAIN_STEPS: Final = 2
 """Steps before PowerSGD compresses; DDP forms its final buckets after the first."""
@@ -54,9 +67,46 @@ _RESUMED_NOTE: Final = (
     "compression, and no error feedback from before."
 )
 
+CommHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+"""Sends one bucket of gradients, and returns the future of the averaged one."""
+
+
+class DdpStrategy(SynchronousStrategy):
+    """Trains through torch's ``DistributedDataParallel``.
+
+    In its ``setup`` a subclass calls ``wrap``, and sets ``report_overlap``.
+    """
+
+    report_overlap: Callable[[], None]
+    """Reports the communication in the backward pass that has just ended."""
+
+    def wrap(self, replica: Replica, **options: Any) -> None:
+        """Wrap the model, which broadcasts rank 0's weights; takes part: every rank."""
+        device_ids = [replica.device] if replica.device.type == "cuda" else None
+        self._ddp = DistributedDataParallel(replica.model, device_ids=device_ids, **options)
+        self._divisor = replica.world_size
+        """By what a sum over ranks is divided before it becomes the gradient."""
+
+    def step(self, batch: Batch) -> StepReport:
+        """Train on this rank's part of one global batch; takes part: every rank."""
+        replica = self._replica
+        # forward; backward and, at the same time, agree: DDP averages the gradients bucket by
+        # bucket.  It divides by the number of ranks; the weight makes that a mean over samples.
+        loss = replica.compute_gradients(
+            batch, weight=self._divisor * batch.weight, model=self._ddp, unsynced=self._ddp.no_sync
+        )
+        self.report_overlap()
+        # update: every rank the same (in zero each its part, which it then sends)
+        replica.update(self._optimizer)
+        return batch.report(loss, num_bytes_sent=self.num_bytes_sent())
+
+    @abstractmethod
+    def num_bytes_sent(self) -> int:
+        """Return the bytes that this rank has sent in the last step."""
+
 
 @final
-class Ddp(SynchronousStrategy):
+class Ddp(DdpStrategy):
     """Torch's own ``DistributedDataParallel``, over the default process group.
 
     Args:
@@ -99,32 +149,9 @@ class Ddp(SynchronousStrategy):
         """Wrap the model, which broadcasts rank 0's weights; takes part: every rank."""
         super().setup(replica)
         self._needs_one_bucket = self._hook == "powersgd" and replica.device.type == "cpu"
-        self._ddp = DistributedDataParallel(
-            replica.model,
-            device_ids=[replica.device] if replica.device.type == "cuda" else None,
-            bucket_cap_mb=self._cap_mb(),
-            static_graph=self._static_graph,
-        )
-        self._overlap = observe(self._ddp, replica.timer, self._comm_hook(), self._power_state)
-
-    def step(self, batch: Batch) -> StepReport:
-        """Train on this rank's part of one global batch; takes part: every rank."""
-        # forward; backward and, at the same time, agree: DDP averages the gradients bucket by
-        # bucket.  It divides by the number of ranks; the weight makes that a mean over samples.
-        loss = self._replica.compute_gradients(
-            batch,
-            weight=self._replica.world_size * batch.weight,
-            model=self._ddp,
-            unsynced=self._ddp.no_sync,
-        )
-        self._overlap.report()
-        # update: every rank the same
-        self._replica.update(self._optimizer)
-        return StepReport(
-            loss=loss,
-            num_samples=batch.num_samples,
-            num_bytes_sent=all_reduce_bytes(self._gradient_bytes(), self._replica.world_size),
-        )
+        self.wrap(replica, bucket_cap_mb=self._cap_mb(), static_graph=self._static_graph)
+        hook = self._comm_hook()
+        self.report_overlap = observe(self._ddp, replica.timer, hook, self._power_state)
 
     def notes(self) -> tuple[str, ...]:
         """Report where buckets differ from the options, and what was not resumed."""
@@ -155,8 +182,11 @@ class Ddp(SynchronousStrategy):
             case _:
                 return None
 
+    def num_bytes_sent(self) -> int:
+        """Return those of an all-reduce of the last step's gradients, as they were sent."""
+        return all_reduce_bytes(self._gradient_bytes(), self._replica.world_size)
+
     def _gradient_bytes(self) -> int:
-        """Return the bytes of the last step's gradients, as they were sent."""
         parameters = self._replica.parameters
         size, num_values = num_bytes(parameters), sum(p.numel() for p in parameters)
         if self._power_state is not None:
@@ -171,6 +201,98 @@ class Ddp(SynchronousStrategy):
         if self._needs_one_bucket:
             return num_bytes(self._replica.parameters) / 2**20 + 1
         return None if self._bucket_cap_mb == _DEFAULT_CAP_MB else self._bucket_cap_mb
+
+
+def observe(
+    ddp: DistributedDataParallel, timer: Timer, hook: CommHook | None = None, state: object = None
+) -> Callable[[], None]:
+    """Send gradients by a hook, and time how much of DDP's communication hides.
+
+    Buckets of gradients are sent while earlier layers' gradients are still computed.  Once the
+    last gradient is there, the rest is exposed: the backward pass waits for it.
+
+    On a CPU, DDP's own timers are read after each backward pass, at some 50 us a step; a hook in
+    Python costs up to a twentieth of a step on a busy host.  All the time from the first bucket's
+    start to the last gradient counts as hidden, even if no bucket was on its way for a while.  On
+    a GPU a hook records events on the streams, without waiting for them.
+
+    Args:
+        ddp: has no hook and has made no step.
+        timer: gets the times.
+        hook: sends a bucket of gradients; None: DDP itself does.
+        state: the hook's first argument.
+
+    Returns:
+        What reports the communication in a backward pass that has just ended.
+    """
+    observe_buffers(ddp, timer)
+    is_timed = not isinstance(timer, NullTimer)
+    if is_timed and (ddp.device_type == "cuda" or not times_ddp.works):
+        return _observe_events(ddp, timer, hook or allreduce_hook, state)
+    if hook is not None:
+        ddp.register_comm_hook(state, hook)
+    return _observe_timers(ddp, timer) if is_timed else lambda: None
+
+
+def observe_buffers(ddp: DistributedDataParallel, timer: Timer) -> None:
+    """Count DDP's broadcast of buffers, before it calls the model, as exposed communication.
+
+    The hook on the model removes itself, so that the trained model has none.
+    """
+    model = ddp.module
+
+    def before(*_: object) -> None:
+        if ddp.will_sync_module_buffers():
+            timer.begin("communication")
+            handle: RemovableHandle = model.register_forward_pre_hook(lambda *_: after(handle))
+
+    def after(handle: RemovableHandle) -> None:
+        handle.remove()
+        timer.begin("forward")
+
+    if not isinstance(timer, NullTimer) and next(model.buffers(), None) is not None:
+        ddp.register_forward_pre_hook(before)
+
+
+def _observe_timers(ddp: DistributedDataParallel, timer: Timer) -> Callable[[], None]:
+    timers = DdpTimers(ddp)
+
+    def report() -> None:
+        """Count the end of the backward pass as communication, and the hidden time before it."""
+        total, hidden = timers.read()
+        exposed = max(0.0, total - hidden)
+        began = timer.moment(seconds_ago=exposed)
+        timer.hide(timer.moment(seconds_ago=exposed + hidden), began)
+        timer.begin("communication", at=began)
+
+    return report
+
+
+def _observe_events(
+    ddp: DistributedDataParallel, timer: Timer, hook: CommHook, state: object
+) -> Callable[[], None]:
+    begun: list[Moment] = []
+    ended: list[Moment] = []
+
+    def timed(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        begun.append(timer.moment())
+        return hook(state, bucket).then(record_end)
+
+    def record_end(sent: torch.futures.Future[Tensor]) -> Tensor:
+        ended.append(timer.moment())  # torch runs this on a stream behind the message
+        return sent.value()
+
+    def report() -> None:
+        """Count all from the last bucket's start as exposed; the other buckets are hidden."""
+        for pair in list(zip(begun, ended, strict=False))[:-1]:
+            timer.hide(*pair)
+        if begun:
+            timer.begin("communication", at=begun[-1])
+        begun.clear()
+        ended.clear()
+
+    ddp.register_comm_hook(state, timed)
+    return report
 
 
 def _bf16(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -13,15 +13,13 @@ Messages per step: one all-reduce of all gradients (one for each dtype).
 Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients.
 """
 
-from typing import final
-
 import torch.distributed as dist
+from torch import Tensor
 
-from ddpnb.rank.comm.flat_buffers import FlatBuffer, all_reduce_bytes, gradients
+from ddpnb.rank.comm.flat_buffers import FlatBuffer, all_reduce_bytes, gradients, num_bytes
 from ddpnb.rank.strategies.base import Batch, Replica, StepReport, SynchronousStrategy
 
 
-@final
 class DdpByHand(SynchronousStrategy):
     """Flatten, all-reduce, step."""
 
@@ -39,13 +37,13 @@ class DdpByHand(SynchronousStrategy):
         replica.timer.begin("communication")
         mine = gradients(replica.parameters)
         self._flat.gather(mine)
-        for buffer in self._flat.buffers:
-            dist.all_reduce(buffer)
+        num_sent = sum(self.all_reduce(buffer) for buffer in self._flat.buffers)
         self._flat.scatter(mine)
         # update: every rank the same
         replica.update(self._optimizer)
-        return StepReport(
-            loss=loss,
-            num_samples=batch.num_samples,
-            num_bytes_sent=all_reduce_bytes(self._flat.num_bytes, replica.world_size),
-        )
+        return batch.report(loss, num_bytes_sent=num_sent)
+
+    def all_reduce(self, buffer: Tensor) -> int:
+        """Sum a buffer over all ranks; takes part: every rank.  Return the bytes sent."""
+        dist.all_reduce(buffer)
+        return all_reduce_bytes(num_bytes([buffer]), self._replica.world_size)

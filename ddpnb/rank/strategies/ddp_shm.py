@@ -24,22 +24,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket
 from torch.distributed.constants import default_pg_timeout
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
 from ddpnb.rank.comm.rendezvous import WorkerConfig, host_id
 from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.ddp_overlap import NullOverlap, Overlap, observe, observe_buffers
-from ddpnb.rank.strategies.timer import Timer
+from ddpnb.rank.strategies.base import Plan, Replica, Timer
+from ddpnb.rank.strategies.ddp import DdpStrategy, observe, observe_buffers
 
 _NO_SHARING_NOTE = "ddp-shm: the ranks cannot share memory here; gradients went through gloo."
 _GPU_NOTE = "ddp-shm is for CPU ranks; on GPUs gradients went through the group's own backend."
 
 
 @final
-class DdpShm(SynchronousStrategy):
+class DdpShm(DdpStrategy):
     """Torch's ``DistributedDataParallel`` with an all-reduce in shared memory.
 
     Args:
@@ -60,35 +58,13 @@ class DdpShm(SynchronousStrategy):
         """Wrap the model, and open the shared memory; takes part: every rank."""
         super().setup(replica)
         on_cpu = replica.device.type == "cpu"
-        self._ddp = DistributedDataParallel(
-            replica.model,
-            device_ids=None if on_cpu else [replica.device],
-            gradient_as_bucket_view=True,  # saves copying gradients into buckets and back
-        )
+        self.wrap(replica, gradient_as_bucket_view=True)  # saves copying into buckets and back
         self._num_bytes = num_bytes(replica.parameters)
         self._is_shared = not on_cpu or _share_memory(replica)
         if on_cpu and self._is_shared:
-            self._overlap = self._open(replica)
+            self._open(replica)
         else:
-            self._overlap = observe(self._ddp, replica.timer)
-
-    def step(self, batch: Batch) -> StepReport:
-        """Train on this rank's part of one global batch; takes part: every rank."""
-        # forward; backward and, in between, agree: bucket by bucket.  With the weight in the
-        # loss, the sum over the ranks is a mean over samples; without the hook DDP divides by N.
-        divided_by = 1 if self._shared is not None else self._replica.world_size
-        loss = self._replica.compute_gradients(
-            batch,
-            weight=divided_by * batch.weight,
-            model=self._ddp,
-            unsynced=self._ddp.no_sync,
-        )
-        self._overlap.report()
-        # update: every rank the same
-        self._replica.update(self._optimizer)
-        return StepReport(
-            loss=loss, num_samples=batch.num_samples, num_bytes_sent=self._num_bytes_sent()
-        )
+            self.report_overlap = observe(self._ddp, replica.timer)
 
     def notes(self) -> tuple[str, ...]:
         """Report where shared memory could not be used."""
@@ -99,7 +75,14 @@ class DdpShm(SynchronousStrategy):
         if self._shared is not None:
             self._shared.close()
 
-    def _open(self, replica: Replica) -> Overlap:
+    def num_bytes_sent(self) -> int:
+        """Return the gradients' bytes; where memory is not shared, those of an all-reduce."""
+        num = self._replica.world_size
+        if self._shared is None:
+            return all_reduce_bytes(self._num_bytes, num)
+        return self._num_bytes if num > 1 else 0
+
+    def _open(self, replica: Replica) -> None:
         config = WorkerConfig(
             rank=replica.rank,
             world_size=replica.world_size,
@@ -116,13 +99,8 @@ class DdpShm(SynchronousStrategy):
         self._shared.on_wait = on_wait
         observe_buffers(self._ddp, replica.timer)
         self._ddp.register_comm_hook((self._shared, replica.timer), _all_reduce_bucket)
-        return NullOverlap()
-
-    def _num_bytes_sent(self) -> int:
-        num = self._replica.world_size
-        if self._shared is None:
-            return all_reduce_bytes(self._num_bytes, num)
-        return self._num_bytes if num > 1 else 0
+        self._divisor = 1  # nothing divides the sum of the hook
+        self.report_overlap = lambda: None  # the hook itself has timed it
 
 
 def _all_reduce_bucket(

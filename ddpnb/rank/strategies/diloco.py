@@ -80,7 +80,7 @@ class DiLoCo(SynchronousStrategy):
         self._num_inner += 1
         # agree: takes part: every rank
         num_sent = self._agree() if self._num_inner == self._every else 0
-        return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
+        return batch.report(loss, num_bytes_sent=num_sent)
 
     def notes(self) -> tuple[str, ...]:
         """Warn where the training ends before the first outer step."""

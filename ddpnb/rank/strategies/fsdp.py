@@ -18,23 +18,21 @@ Messages per step: one all-gather of each layer's parameters before its forward 
 ``reshard``, one more before its backward pass, for each part that the batch is split into; one
 reduce-scatter of each layer's gradients.
 Bytes sent per step and rank, in A parts: (N - 1) * (P * 2 A + G), or without ``reshard``
-(N - 1) * (P * A + G), with P the bytes of a rank's part of the parameters and G those of its
-part of the gradients: P less the frozen parameters.  Rows are padded to a multiple of N, so P is
-about an N-th of all parameters' bytes.  The messages that torch really sends are counted: it may
-gather a frozen layer only once, and an unused one never.  Gloo implements reduce-scatter by an
-all-reduce; its extra bytes are not counted, nor is the norm for clipping.
+(N - 1) * (P * A + G), with P the bytes of a rank's part of the parameters, about an N-th, and G
+those of its part of the gradients: P less the frozen parameters.  The messages that torch really
+sends are counted: it may gather a frozen layer only once, and an unused one never.  Gloo's
+reduce-scatter is an all-reduce; its extra bytes are not counted, nor is the norm for clipping.
 
-Gloo's collectives block the thread, on CPUs and on GPUs: all their time, waits for other ranks
-included, is exposed.  Copying parameters into a message and out of it counts as the pass that
-needs them.  NCCL's collectives run on streams of their own and count as hidden from start to
-end, even while the GPU waits for them, because torch does not report when it does.
+Gloo's collectives block the thread: all their time, waits for other ranks included, is exposed.
+NCCL's run on streams of their own and count as hidden from start to end, even while the GPU
+waits for them, because torch does not report when it does.
 """
 
 import copy
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -45,11 +43,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddpnb.compat.probe import sentence
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.strategies.base import Batch, Replica, State, StepReport, SynchronousStrategy
-from ddpnb.rank.strategies.timer import Moment, Timer
-
-TimedCall = Callable[[], AbstractContextManager[None]]
-"""Makes the context that a collective is called in, which times it."""
+from ddpnb.rank.strategies.base import (
+    Batch,
+    Moment,
+    Replica,
+    State,
+    StepReport,
+    SynchronousStrategy,
+    Timer,
+)
 
 _NCCL_NOTE = (
     "fsdp over NCCL: all communication counts as overlapped, even where the GPU waits for it."
@@ -119,11 +121,7 @@ class Fsdp(SynchronousStrategy):
         )
         # update: each rank its part
         replica.update(self._optimizer)
-        return StepReport(
-            loss=loss,
-            num_samples=batch.num_samples,
-            num_bytes_sent=self._messages.take_num_bytes(),
-        )
+        return batch.report(loss, num_bytes_sent=self._messages.take_num_bytes())
 
     def notes(self) -> tuple[str, ...]:
         """Report where exposed communication cannot be distinguished."""
@@ -134,7 +132,10 @@ class Fsdp(SynchronousStrategy):
         """Gather all parameters into a plain model; takes part: every rank."""
         model = self._replica.model
         pairs = zip(self._skeleton.parameters(), model.parameters(), strict=True)
-        whole = {id(empty): _gathered(parameter) for empty, parameter in pairs}
+        whole: dict[int, object] = {
+            id(empty): nn.Parameter(_whole(parameter.detach()), parameter.requires_grad)
+            for empty, parameter in pairs
+        }
         plain = copy.deepcopy(self._skeleton, whole)
         for mine, theirs in zip(plain.buffers(), model.buffers(), strict=True):
             mine.copy_(theirs)
@@ -225,11 +226,6 @@ def _without_parameters(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, empty)
 
 
-def _gathered(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the whole of a sharded parameter; takes part: every rank."""
-    return nn.Parameter(_whole(parameter.detach()), parameter.requires_grad)
-
-
 def _whole(value: Tensor) -> Tensor:
     """Return the whole of a tensor that may be sharded; takes part: every rank."""
     held: Any = value
@@ -275,7 +271,8 @@ class _Messages:
 
     def __init__(self, timer: Timer, device: torch.device) -> None:
         self.is_exposed = dist.get_backend() == "gloo"
-        self._timed_call = _exposed(timer, device) if self.is_exposed else _hidden(timer)
+        self._timer = timer
+        self._computing = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._num_bytes = 0
 
     def observe(self, layer: Any) -> None:
@@ -288,10 +285,25 @@ class _Messages:
         taken, self._num_bytes = self._num_bytes, 0
         return taken
 
-    def counted(self, part: Tensor, group: dist.ProcessGroup) -> AbstractContextManager[None]:
-        """Return the context of a collective that sends as much as ``part`` to each other rank."""
+    @contextmanager
+    def counted(self, part: Tensor, group: dist.ProcessGroup) -> Iterator[None]:
+        """Count and time a collective that sends as much as ``part`` to each other rank."""
         self._num_bytes += (group.size() - 1) * part.numel() * part.element_size()
-        return self._timed_call()
+        if self.is_exposed:
+            before = self._timer.begin("communication", at=self._moment())
+            try:
+                yield
+            finally:
+                self._timer.begin(before, at=self._moment())
+        else:
+            begun = self._timer.moment()  # on the collective's own stream
+            yield
+            self._timer.hide(begun, self._timer.moment())
+
+    def _moment(self) -> Moment:
+        """Return a moment of the computing stream: torch calls collectives on others."""
+        with torch.cuda.stream(self._computing) if self._computing is not None else nullcontext():
+            return self._timer.moment()
 
 
 @final
@@ -313,35 +325,3 @@ class _CountedCollective:
         part = min(output_tensor, input_tensor, key=Tensor.numel)
         with self._messages.counted(part, group):
             return self._collective(output_tensor, input_tensor, group=group, **more)
-
-
-def _exposed(timer: Timer, device: torch.device) -> TimedCall:
-    """Count a call as communication, and what follows as the part before it."""
-    computing = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def moment() -> Moment:
-        # Torch calls collectives on other streams; the computing stream is the one that waits.
-        with torch.cuda.stream(computing) if computing is not None else nullcontext():
-            return timer.moment()
-
-    @contextmanager
-    def timed() -> Iterator[None]:
-        before = timer.begin("communication", at=moment())
-        try:
-            yield
-        finally:
-            timer.begin(before, at=moment())
-
-    return timed
-
-
-def _hidden(timer: Timer) -> TimedCall:
-    """Count a call as hidden, on its own stream."""
-
-    @contextmanager
-    def timed() -> Iterator[None]:
-        begun = timer.moment()
-        yield
-        timer.hide(begun, timer.moment())
-
-    return timed

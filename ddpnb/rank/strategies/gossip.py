@@ -38,7 +38,7 @@ the end one all-reduce of all weights.  Bytes sent per step and rank: S; 0 by a 
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import final
@@ -62,90 +62,37 @@ from ddpnb.rank.strategies.base import (
     Strategy,
     SynchronousStrategy,
 )
-from ddpnb.rank.strategies.shared_memory_workers import SharedMemoryStrategy
-from ddpnb.rank.tasks.batches import Shard
+from ddpnb.rank.strategies.hogwild import SharedMemoryStrategy
 
 _PAIRS_NOTE = "On GPUs gossip meets in pairs, step by step: they share no memory (together=on)."
 
 
 @final
-class Gossip(Strategy):
-    """Asynchronous gossip, or gossip in pairs.
+class Gossip(SharedMemoryStrategy):
+    """Averages with one neighbour at a time, whenever a gradient is ready.
 
     Args:
         together: whether ranks meet in pairs even where they could share memory.
-        timeout: of asynchronous gossip: seconds in which some worker must make progress.
-        log: of asynchronous gossip: called with every read and update of this worker.
+        timeout: seconds in which some worker must make progress.
+        log: called with every read and update of this worker.
     """
 
     def __init__(
         self, *, together: bool = False, timeout: float = 60.0, log: AccessLog = ignore_access
     ) -> None:
-        self._variant: Strategy
-        self._variant = PairwiseGossip() if together else AsyncGossip(timeout=timeout, log=log)
+        super().__init__(timeout=timeout, log=log)
+        self._together = together
 
-    def plan(self, state: RankState) -> Plan:
-        """Every rank trains."""
-        if state.device.startswith("cpu") or isinstance(self._variant, PairwiseGossip):
-            return self._variant.plan(state)
-        return replace(PairwiseGossip().plan(state), notes=(_PAIRS_NOTE,))
-
-    def setup(self, replica: Replica) -> None:
-        """Set the variant up; takes part: every rank, or the one that joins.
-
-        Raises:
-            UserError: the ranks share no memory.
-            RunOverError: there is no run to join.
-        """
-        if replica.device.type != "cpu":
-            self._variant = PairwiseGossip()
-        self._variant.setup(replica)
-
-    def shards(self) -> Iterator[Shard]:
-        """The variant's shards."""
-        return self._variant.shards()
-
-    def step(self, batch: Batch) -> StepReport:
-        """Train on one shard; takes part: this rank, and in pairs its partner."""
-        return self._variant.step(batch)
-
-    def memory(self) -> Memory:
-        """What the variant holds."""
-        return self._variant.memory()
-
-    def finish(self) -> nn.Module:
-        """Take the mean of all weights; takes part: every living rank."""
-        return self._variant.finish()
-
-    def save(self, replica: Replica) -> State:
-        """Return the variant's state."""
-        return self._variant.save(replica)
-
-    def load(self, replica: Replica, state: State) -> None:
-        """Continue from the variant's state."""
-        self._variant.load(replica, state)
-
-    def lost_shards(self) -> Sequence[Shard]:
-        """Return, on rank 0, the shards of workers that died; none in pairs."""
-        return self._variant.lost_shards()
-
-    def close(self) -> None:
-        """Close the variant."""
-        self._variant.close()
-
-
-@final
-class AsyncGossip(SharedMemoryStrategy):
-    """Averages with one neighbour at a time, whenever a gradient is ready."""
+    def on(self, device: str) -> Strategy:
+        """Return gossip in pairs where that is asked for, and on GPUs."""
+        if self._together or not device.startswith("cpu"):
+            return PairwiseGossip(() if self._together else (_PAIRS_NOTE,))
+        return self
 
     def setup(self, replica: Replica) -> None:
-        """Put all weights into shared memory and wait for all; takes part: every rank.
+        """Put all weights into shared memory and wait for all; takes part: as in ``open``.
 
-        A rank that joins takes part alone, and begins with the mean of the living.
-
-        Raises:
-            UserError: the ranks share no memory.
-            RunOverError: there is no run to join.
+        A rank that joins begins with the mean of the living.
         """
         self._num_steps = 0
         self._has_finished = False
@@ -181,17 +128,18 @@ class AsyncGossip(SharedMemoryStrategy):
         replica.timer.begin("communication")
         peer = choose_peer(replica.rank, self._num_steps, queue.living())
         with self._weights.averaged(replica.rank, peer):
-            self._update()
+            for mine, parameter in zip(self._mine, replica.parameters, strict=True):
+                mine.grad = parameter.grad
+            replica.update(self._optimizer)
+            for mine in self._mine:
+                mine.grad = None
             version = queue.count_update()
         self.log_access(is_write=True, version=version)
         queue.finish_shard()
         self._num_steps += 1
-        return StepReport(
-            loss=loss,
-            num_samples=batch.num_samples,
-            staleness=version - 1 - version_read,
-            num_bytes_sent=0 if peer is None else num_bytes(replica.parameters),
-        )
+        staleness = version - 1 - version_read
+        num_sent = 0 if peer is None else num_bytes(replica.parameters)
+        return batch.report(loss, staleness=staleness, num_bytes_sent=num_sent)
 
     def memory(self) -> Memory:
         """The copy that is trained on, the weights that others see, and the optimizer's state."""
@@ -210,14 +158,6 @@ class AsyncGossip(SharedMemoryStrategy):
         if not self._has_finished:  # the next step reads this rank's own weights anew
             _copy(self._mean(), replica.parameters)
         return super().save(replica)
-
-    def _update(self) -> None:
-        """Make the optimizer's step on the weights in shared memory."""
-        for mine, parameter in zip(self._mine, self._replica.parameters, strict=True):
-            mine.grad = parameter.grad
-        self._replica.update(self._optimizer)
-        for mine in self._mine:
-            mine.grad = None
 
     def _mean(self) -> list[torch.Tensor]:
         """Return the mean of all living workers' weights."""
@@ -244,11 +184,18 @@ def _copy(values: Iterable[torch.Tensor], into: Iterable[torch.Tensor]) -> None:
 
 @final
 class PairwiseGossip(SynchronousStrategy):
-    """Averages in pairs that change from step to step: ``gossip:together=on``."""
+    """Averages in pairs that change from step to step: ``gossip:together=on``.
+
+    Args:
+        notes: of its plan.
+    """
+
+    def __init__(self, notes: tuple[str, ...]) -> None:
+        self._notes = notes
 
     def plan(self, state: RankState) -> Plan:
         """Every rank; as the waits pass on around the ring, ranks are up to N steps apart."""
-        return replace(super().plan(state), num_steps_ahead=state.world_size)
+        return replace(super().plan(state), num_steps_ahead=state.world_size, notes=self._notes)
 
     def setup(self, replica: Replica) -> None:
         """Make this rank's own optimizer, and buffers for both ranks' weights."""
@@ -267,7 +214,7 @@ class PairwiseGossip(SynchronousStrategy):
         partner = partner_in_step(self._num_steps, rank=replica.rank, world_size=replica.world_size)
         num_sent = 0 if partner is None else self._average_with(partner)
         self._num_steps += 1
-        return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
+        return batch.report(loss, num_bytes_sent=num_sent)
 
     def finish(self) -> nn.Module:
         """Average over all; takes part: every rank."""

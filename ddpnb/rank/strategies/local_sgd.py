@@ -66,7 +66,7 @@ class LocalSgd(SynchronousStrategy):
         if is_local and (self._num_steps - self._after) % self._every == 0:
             replica.timer.begin("communication")
             num_sent = self._flat.average(replica.parameters)
-        return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
+        return batch.report(loss, num_bytes_sent=num_sent)
 
     def notes(self) -> tuple[str, ...]:
         """Warn where the training ends before the first average."""
@@ -74,7 +74,7 @@ class LocalSgd(SynchronousStrategy):
         if num_steps - self._after >= self._every:
             return ()
         few = f"{num_steps} steps are fewer than {self._after + self._every}"
-        return (f"SharedWeights are averaged at the end alone: {few}.",)
+        return (f"Weights are averaged at the end alone: {few}.",)
 
     def finish(self) -> nn.Module:
         """Average once more; takes part: every rank."""

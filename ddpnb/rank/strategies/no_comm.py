@@ -45,7 +45,7 @@ class NoComm(SynchronousStrategy):
         # agree: with no other rank
         # update
         self._replica.update(self._optimizer)
-        return StepReport(loss=loss, num_samples=batch.num_samples)
+        return batch.report(loss)
 
     def finish(self) -> nn.Module:
         """Take rank 0's weights; takes part: every rank."""

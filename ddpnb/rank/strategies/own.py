@@ -22,7 +22,7 @@ Three more methods are optional: ``close()`` is called in the end, ``save()`` re
 checkpoint should hold besides the model and its optimizers, and ``load(state)`` restores it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, final
 
@@ -103,10 +103,9 @@ class OwnStrategy(SynchronousStrategy):
         if isinstance(result, StepReport):
             return result
         if isinstance(result, Tensor) and result.ndim == 0:
-            return StepReport(loss=result.detach(), num_samples=batch.num_samples)
+            return batch.report(result.detach())
         if isinstance(result, float):
-            loss = torch.tensor(result, device=self._replica.device)
-            return StepReport(loss=loss, num_samples=batch.num_samples)
+            return batch.report(torch.tensor(result, device=self._replica.device))
         shape = f" of shape {tuple(result.shape)}" if isinstance(result, Tensor) else ""
         raise UserError(
             f"{self._name}.step(batch) returned {kind_of(result)}{shape}; "
@@ -143,6 +142,5 @@ class OwnStrategy(SynchronousStrategy):
 
     def close(self) -> None:
         """Close the user's object, if it has ``close``."""
-        close: Callable[[], None] | None = getattr(self._strategy, "close", None)
-        if close is not None:
+        if callable(close := getattr(self._strategy, "close", None)):
             close()

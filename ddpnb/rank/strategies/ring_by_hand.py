@@ -21,36 +21,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.comm.flat_buffers import FlatBuffer, gradients, num_bytes
-from ddpnb.rank.strategies.base import Batch, Replica, StepReport, SynchronousStrategy
+from ddpnb.rank.comm.flat_buffers import num_bytes
+from ddpnb.rank.strategies.ddp_by_hand import DdpByHand
 
 
 @final
-class RingByHand(SynchronousStrategy):
-    """All-reduce from sends and receives."""
+class RingByHand(DdpByHand):
+    """``ddp-by-hand`` with an all-reduce from sends and receives."""
 
-    def setup(self, replica: Replica) -> None:
-        """Make the optimizer and the flat gradients."""
-        super().setup(replica)
-        self._flat = FlatBuffer(replica.parameters)
-
-    def step(self, batch: Batch) -> StepReport:
-        """Train on this rank's part of one global batch; takes part: every rank."""
+    def all_reduce(self, buffer: Tensor) -> int:
+        """Sum a buffer around the ring; takes part: every rank."""
         replica = self._replica
-        # forward, backward; with the weight in the loss, the mean is over samples
-        loss = replica.compute_gradients(batch, weight=batch.weight)
-        # agree: takes part: every rank
-        replica.timer.begin("communication")
-        mine = gradients(replica.parameters)
-        self._flat.gather(mine)
-        num_sent = sum(
-            ring_all_reduce(buffer, rank=replica.rank, world_size=replica.world_size)
-            for buffer in self._flat.buffers
-        )
-        self._flat.scatter(mine)
-        # update: every rank the same
-        replica.update(self._optimizer)
-        return StepReport(loss=loss, num_samples=batch.num_samples, num_bytes_sent=num_sent)
+        return ring_all_reduce(buffer, rank=replica.rank, world_size=replica.world_size)
 
 
 def ring_all_reduce(flat: Tensor, *, rank: int, world_size: int) -> int:

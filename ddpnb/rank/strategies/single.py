@@ -35,4 +35,4 @@ class Single(SynchronousStrategy):
         # agree: there is no other rank
         # update
         self._replica.update(self._optimizer)
-        return StepReport(loss=loss, num_samples=batch.num_samples)
+        return batch.report(loss)

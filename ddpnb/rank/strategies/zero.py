@@ -21,25 +21,17 @@ from functools import partial
 from typing import Any, final
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddpnb.compat.torch_internals import lists_step_hooks, step_hooks
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
-from ddpnb.rank.strategies.base import (
-    Batch,
-    Memory,
-    Replica,
-    State,
-    StepReport,
-    SynchronousStrategy,
-)
-from ddpnb.rank.strategies.ddp_overlap import observe
+from ddpnb.rank.strategies.base import Memory, Replica, State
+from ddpnb.rank.strategies.ddp import DdpStrategy, observe
 
 
 @final
-class Zero(SynchronousStrategy):
+class Zero(DdpStrategy):
     """Torch's ``DistributedDataParallel`` with its ``ZeroRedundancyOptimizer``."""
 
     def check(self, replica: Replica) -> None:
@@ -55,32 +47,18 @@ class Zero(SynchronousStrategy):
     def setup(self, replica: Replica) -> None:
         """Wrap the model and shard its optimizer; takes part: every rank."""
         super().setup(replica)
-        device_ids = [replica.device] if replica.device.type == "cuda" else None
-        self._ddp = DistributedDataParallel(replica.model, device_ids=device_ids)
-        self._overlap = observe(self._ddp, replica.timer)
+        self.wrap(replica)
+        self.report_overlap = observe(self._ddp, replica.timer)
         self._optimizer = self._whole = _sharded(self._optimizer)
         self._part = [p for group in self._whole.optim.param_groups for p in group["params"]]
         # After the step of its part, each rank sends it to the others.
         self._whole.optim.register_step_post_hook(lambda *_: replica.timer.begin("communication"))
 
-    def step(self, batch: Batch) -> StepReport:
-        """Train on this rank's part of one global batch; takes part: every rank."""
-        replica = self._replica
-        # forward; backward and, at the same time, agree on gradients, as in ddp
-        loss = replica.compute_gradients(
-            batch,
-            weight=replica.world_size * batch.weight,
-            model=self._ddp,
-            unsynced=self._ddp.no_sync,
-        )
-        self._overlap.report()
-        # update: each rank its part; agree on parameters: each part goes to all others
-        replica.update(self._optimizer)
-        reduced = all_reduce_bytes(num_bytes(replica.parameters), replica.world_size)
-        broadcast = (replica.world_size - 1) * num_bytes(self._part)
-        return StepReport(
-            loss=loss, num_samples=batch.num_samples, num_bytes_sent=reduced + broadcast
-        )
+    def num_bytes_sent(self) -> int:
+        """Return those of reducing the gradients, and of broadcasting this rank's part."""
+        num_ranks = self._replica.world_size
+        reduced = all_reduce_bytes(num_bytes(self._replica.parameters), num_ranks)
+        return reduced + (num_ranks - 1) * num_bytes(self._part)
 
     def memory(self) -> Memory:
         """All parameters, and this rank's part of the optimizer's state."""
@@ -88,7 +66,10 @@ class Zero(SynchronousStrategy):
 
     def save(self, replica: Replica) -> State:
         """Return the model, this rank's part of the optimizer, and the settings of the whole."""
-        groups = [_settings(group) for group in self._whole.param_groups]
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._whole.param_groups
+        ]
         return {
             "model": replica.model.state_dict(),
             "part": self._whole.optim.state_dict(),
@@ -99,9 +80,7 @@ class Zero(SynchronousStrategy):
         """Continue from there; the model was loaded before it was wrapped."""
         self._whole.optim.load_state_dict(state["part"])
         for mine, theirs in zip(self._whole.param_groups, state["groups"], strict=True):
-            mine.update(
-                theirs | {"lr": mine["lr"]}
-            )  # the learning rate is this run's, as in all strategies
+            mine.update(theirs | {"lr": mine["lr"]})  # this run's rate, as in all strategies
 
 
 def _sharded(sample: Optimizer) -> Any:
@@ -123,10 +102,6 @@ def _sharded(sample: Optimizer) -> Any:
     for hook in after:
         whole.register_step_post_hook(hook)
     return whole
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _same_kind(sample: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from ddpnb.protocol.catalogue import CELL_TASK, TASKS
 from ddpnb.protocol.choices import parse_task
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.tasks.base import Task
-from ddpnb.rank.tasks.cell import cell_task
+from ddpnb.rank.tasks.base import Task, cell_task
 
 
 def load_task(spec: RunSpec, namespace: Mapping[str, object], filename: str) -> Task:

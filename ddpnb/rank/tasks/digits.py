@@ -7,7 +7,7 @@ Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from torch import Tensor, nn
+from torch import nn
 
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks.base import Task, TensorSamples, default_optimizer
@@ -27,8 +27,8 @@ def build(spec: RunSpec) -> Task:
     )
     return Task(
         model=make_model,
-        train=_take(images, targets, train),
-        held_out=_take(images, targets, held_out),
+        train=TensorSamples(images[train], targets[train]),
+        held_out=TensorSamples(images[held_out], targets[held_out]),
         optimizer=default_optimizer(spec.learning_rate),
     )
 
@@ -69,7 +69,3 @@ def _initialise(model: nn.Sequential) -> None:
     for layer in (*hidden, last):
         assert layer.bias is not None
         nn.init.zeros_(layer.bias)
-
-
-def _take(images: Tensor, targets: Tensor, indices: list[int]) -> TensorSamples:
-    return TensorSamples(images[indices], targets[indices])

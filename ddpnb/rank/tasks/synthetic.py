@@ -25,14 +25,7 @@ _CHUNK = 1_000_000
 """Parameters of one extra tensor: a large model has many tensors."""
 
 
-def build(
-    spec: RunSpec,
-    *,
-    samples: int = 4096,
-    parameters: int = 0,
-    compute: int = 0,
-    num_held_out: int = 1024,
-) -> Task:
+def build(spec: RunSpec, *, samples: int = 4096, parameters: int = 0, compute: int = 0) -> Task:
     """Return the task: images to train on, 1024 held out, a small convolutional network.
 
     Args:
@@ -40,12 +33,11 @@ def build(
         samples: images to train on.
         parameters: of the whole model; 0 for no extra ones.
         compute: extra convolutions for each image.
-        num_held_out: held-out images.
 
     Raises:
         UserError: the model always has more parameters than that.
     """
-    train, held_out = make_images(samples, num_held_out)
+    train, held_out = make_images(samples, num_held_out=1024)
     make_model(parameters=parameters, compute=compute)  # raises before anything trains
     return Task(
         model=lambda: make_model(parameters=parameters, compute=compute),

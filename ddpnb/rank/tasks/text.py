@@ -11,14 +11,13 @@ import platform
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.tasks.base import Pair, Samples, Task, default_optimizer
+from ddpnb.rank.tasks.base import Task, TensorSamples, default_optimizer
 
 TRAIN_FILES = (
     "ast.py",
@@ -45,15 +44,15 @@ def build(spec: RunSpec) -> Task:
     """Return the task: 10 files to train on, 4 held out, a transformer of two layers."""
     return Task(
         model=Transformer,
-        train=Windows(read(TRAIN_FILES)),
-        held_out=Windows(read(HELD_OUT_FILES)),
+        train=windows(read(TRAIN_FILES)),
+        held_out=windows(read(HELD_OUT_FILES)),
         optimizer=default_optimizer(spec.learning_rate),
         notes=(f"The text is Python {platform.python_version()}'s own library.",),
     )
 
 
 def read(names: Sequence[str]) -> Tensor:
-    """Return files of the standard library as symbols, one after the other: (characters,).
+    """Return the bytes of files of the standard library as symbols: int64, (characters,).
 
     Raises:
         UserError: this Python was installed without its sources.
@@ -65,11 +64,6 @@ def read(names: Sequence[str]) -> Tensor:
         raise UserError(
             f"The text task reads Python's own library, but {error.filename} is not there."
         ) from error
-    return symbols(content)
-
-
-def symbols(content: bytes) -> Tensor:
-    """Return a symbol for each byte: int64, (bytes,)."""
     codes = torch.tensor(list(content))
     found = torch.full_like(codes, _OTHER)
     is_printable = (codes >= 32) & (codes < 127)
@@ -78,25 +72,11 @@ def symbols(content: bytes) -> Tensor:
     return found
 
 
-@final
-class Windows(Samples):
-    """A text cut into pieces of ``CONTEXT`` characters; each character's target is the next one.
-
-    Args:
-        text: symbols, (characters,).
-    """
-
-    def __init__(self, text: Tensor) -> None:
-        num = (len(text) - 1) // CONTEXT
-        self._inputs = text[: num * CONTEXT].view(num, CONTEXT)
-        self._targets = text[1 : num * CONTEXT + 1].view(num, CONTEXT)
-
-    def __len__(self) -> int:
-        return len(self._inputs)
-
-    def fetch(self, indices: Tensor) -> Pair:
-        """Return symbols and the symbols that follow them, both (N, ``CONTEXT``)."""
-        return Pair(self._inputs[indices], self._targets[indices])
+def windows(text: Tensor) -> TensorSamples:
+    """Cut a text, (characters,), into pieces of ``CONTEXT`` symbols and those that follow each."""
+    num = (len(text) - 1) // CONTEXT
+    inputs, targets = text[: num * CONTEXT], text[1 : num * CONTEXT + 1]
+    return TensorSamples(inputs.view(num, CONTEXT), targets.view(num, CONTEXT))
 
 
 class Transformer(nn.Module):

@@ -1,26 +1,40 @@
-"""What all phases of one run share (ranks)."""
+"""What all phases of one run share: its replicas, their optimizers and its samples (ranks)."""
 
-from collections import ChainMap
-from collections.abc import Callable, Mapping
+import contextlib
+import math
+import sys
+from collections import ChainMap, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
+from ddpnb.compat.torch_internals import end_data_workers
 from ddpnb.protocol import faults
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
+from ddpnb.protocol.processes import die_with_parent
 from ddpnb.rank.comm.rendezvous import CancellationToken
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, no_delay
-from ddpnb.rank.strategies.timer import Timer
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, Timer, no_delay
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import DatasetSamples, OptimizerFactory, Pair, Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard
-from ddpnb.rank.training.checkpoint import CheckpointPart, read_checkpoint
-from ddpnb.rank.training.loader import NUM_PREFETCHED, InlineLoader, PrefetchingLoader, Source
-from ddpnb.rank.training.optimizer_hooks import with_hooks
+
+NUM_PREFETCHED = 2
+"""Shards that each process fetches or has ready while this worker trains on one."""
+
+_COUNT = "num_updates"
+"""The key in a parameter group that counts updates during warm-up: a part of the saved state."""
+
+Source = AbstractContextManager[Iterator[tuple[Shard, Pair]]]
+"""Yields the shards to train on, in order, each with its samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +60,7 @@ class RunContext:
 
     def strategy(self) -> Strategy:
         """Return a new instance of the strategy."""
-        return make_strategy(self.spec.strategy, self.namespace)
+        return make_strategy(self.spec.strategy, self.namespace, self.state.device)
 
     @property
     def device(self) -> torch.device:
@@ -94,12 +108,17 @@ class RunContext:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = model.to(self.device).train()
         seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
-        optimizers: list[torch.optim.Optimizer] = []
-        factory = with_hooks(self.task.optimizer, self.spec, self.plan, self.schedule)
+        optimizers: list[Optimizer] = []
+        make_optimizer = with_hooks(self.task.optimizer, self.spec, self.plan, self.schedule)
+
+        def recorded_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
+            optimizers.append(make_optimizer(parameters))
+            return optimizers[-1]
+
         return Replica(
             model=model,
             loss=self.task.loss,
-            optimizer=_recording(factory, optimizers),
+            optimizer=recorded_optimizer,
             device=self.device,
             rank=self.state.rank,
             world_size=self.state.world_size,
@@ -121,10 +140,10 @@ class RunContext:
     def source(self, strategy: Strategy) -> Source:
         """Return the source of the samples for a strategy that has been set up."""
         if not self.prefetches:
-            return self.inline_source(strategy)
+            return nullcontext(self.pairs(strategy))
         assert isinstance(self.task.train, DatasetSamples)
         offset = self.first_step * self.state.world_size + self.state.rank  # differs between ranks
-        return PrefetchingLoader(
+        return prefetching(
             self.task.train.dataset,
             strategy.shards(),
             self.indices,
@@ -132,20 +151,23 @@ class RunContext:
             seed=(self.spec.seed * 1_000_003 + offset) % 2**63,
         )
 
-    def inline_source(self, strategy: Strategy) -> Source:
-        """Return a source that fetches each shard only when it is needed."""
-        return InlineLoader(self.task.train, strategy.shards(), self.indices)
+    def pairs(self, strategy: Strategy) -> Iterator[tuple[Shard, Pair]]:
+        """Fetch the samples of each of a strategy's shards when it is its turn."""
+        for shard in strategy.shards():
+            yield shard, self.task.train.fetch(self.indices(shard))
 
-    def indices(self, shard: Shard) -> torch.Tensor:
-        """Return which samples a shard of this run holds."""
-        return self.schedule.indices(self._within_training(shard))
+    def indices(self, shard: Shard) -> Tensor:
+        """Return which samples a shard holds; steps count from where this run was resumed."""
+        step = self.first_step + shard.step
+        whole = Shard(step=step, part=shard.part, num_parts=shard.num_parts)
+        return self.schedule.indices(whole)
 
     def batch(self, shard: Shard, pair: Pair) -> Batch:
         """Copy the samples of a shard to the device."""
         on_gpu = self.device.type == "cuda"
         # A copy to a GPU makes this thread wait unless it comes from pinned memory.
         inputs, targets = (part.pin_memory() if on_gpu else part for part in pair)
-        num_global = self.schedule.size(self._within_training(shard).step)
+        num_global = self.schedule.size(self.first_step + shard.step)
         return Batch(
             inputs=inputs.to(self.device, non_blocking=True),
             targets=targets.to(self.device, non_blocking=True),
@@ -161,17 +183,12 @@ class RunContext:
         num = min(strategy.fewest_samples(size, plan, self.spec.accumulate) for size in sizes)
         if self.syncs_batchnorm:
             num = max(num, 2)  # the statistics include the other ranks' samples
-        indices = schedule.indices(Shard(step=0, part=0, num_parts=1))
-        return self._alone(*self.task.train.fetch(indices[:num]))
+        return self._alone(schedule.indices(Shard(step=0, part=0, num_parts=1))[:num])
 
     def usual_batch(self) -> Batch:
         """Fetch one worker's shard of a whole global batch."""
         shard = Shard(step=0, part=0, num_parts=self.plan.num_workers)
-        return self._alone(*self.task.train.fetch(self.schedule.indices(shard)))
-
-    def checkpoint_part(self, run_id: str) -> CheckpointPart:
-        """Return this rank's part of a run's checkpoints."""
-        return checkpoint_part(self.spec, self.state, self.plan, run_id)
+        return self._alone(self.schedule.indices(shard))
 
     @property
     def prefetches(self) -> bool:
@@ -183,18 +200,13 @@ class RunContext:
         """Whether BatchNorm computes its statistics over all ranks."""
         plan, on_gpu = self.plan, self.device.type == "cuda"
         is_shared = plan.num_ranks == self.state.world_size > 1
-        is_in_step = (
-            plan.synchronous and plan.num_steps_ahead == 0
-        )  # else BatchNorm would make it so
+        # Ranks that do not wait for each other in each step would do so in BatchNorm.
+        is_in_step = plan.synchronous and plan.num_steps_ahead == 0
         return self.spec.sync_batchnorm and is_shared and is_in_step and on_gpu
 
-    def _within_training(self, shard: Shard) -> Shard:
-        """Return a shard of this run as a shard of the whole training, which began earlier."""
-        return Shard(step=self.first_step + shard.step, part=shard.part, num_parts=shard.num_parts)
-
-    def _alone(self, inputs: torch.Tensor, targets: torch.Tensor) -> Batch:
+    def _alone(self, indices: Tensor) -> Batch:
+        inputs, targets = (part.to(self.device) for part in self.task.train.fetch(indices))
         num = len(inputs)
-        inputs, targets = inputs.to(self.device), targets.to(self.device)
         return Batch(inputs=inputs, targets=targets, num_samples=num, num_global=num)
 
 
@@ -206,6 +218,7 @@ def build_context(
     folder: Path = Path(),
     cancellation: CancellationToken | None = None,
     filename: str,
+    rejoin_info: RejoinInfo | None = None,
 ) -> RunContext:
     """Load the task and find out which ranks take part.
 
@@ -224,11 +237,7 @@ def build_context(
         seed=spec.seed,
     )
     known = ChainMap(dict(task.defined), dict(namespace))
-    plan = make_strategy(spec.strategy, known).plan(state)
-    checkpoint = None
-    if spec.resume and state.rank < plan.num_ranks:
-        checkpoint = read_checkpoint(checkpoint_part(spec, state, plan, spec.resume), spec)
-        schedule.check_unfinished(checkpoint["step"])
+    plan = make_strategy(spec.strategy, known, state.device).plan(state)
     return RunContext(
         spec=spec,
         state=state,
@@ -238,22 +247,121 @@ def build_context(
         folder=folder,
         cancellation=cancellation or CancellationToken(),
         namespace=known,
-        first_step=checkpoint["step"] if checkpoint else 0,
-        checkpoint=checkpoint,
+        rejoin_info=rejoin_info,
     )
 
 
-def checkpoint_part(spec: RunSpec, state: RankState, plan: Plan, run_id: str) -> CheckpointPart:
-    """Return a rank's part of a run's checkpoints; asynchronous runs have rank 0's part only."""
-    part, num_parts = (state.rank, plan.num_ranks) if plan.synchronous else (0, 1)
-    return CheckpointPart(folder=Path(spec.checkpoints) / run_id, part=part, num_parts=num_parts)
+def warm_up_notes(spec: RunSpec, plan: Plan, schedule: BatchSchedule) -> tuple[str, ...]:
+    """Return the notes that stand beside the results if the warm-up is too short or too long."""
+    if spec.num_lr_warmup_epochs == 0:
+        return ()
+    option = f"--lr-warmup {spec.num_lr_warmup_epochs:g}"
+    num_updates = _num_warmup_updates(spec, plan, schedule)
+    if num_updates <= 1:
+        return (f"{option} has no effect: that is the time of one update, or less.",)
+    if num_updates > schedule.num_steps * plan.updates_per_batch:
+        return (f"The full learning rate is never reached: {option} is longer than the run.",)
+    return ()
 
 
-def _recording(factory: OptimizerFactory, made: list[torch.optim.Optimizer]) -> OptimizerFactory:
-    """Return a factory that appends each optimizer that it makes to a list."""
+def with_hooks(
+    optimizer: OptimizerFactory, spec: RunSpec, plan: Plan, schedule: BatchSchedule
+) -> OptimizerFactory:
+    """Return a factory of optimizers that warm up, scale and clip, whatever the strategy.
 
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made.append(factory(parameters))
-        return made[-1]
+        lr at update t  =  lr * s(N) * min(1, (t + 1) / T)     s: N or sqrt(N), with N workers
+        g               <-  g * min(1, clip / |g|)             |g|: norm of all gradients together
+
+    They do so in their own hooks, and so in a worker and in a server alike.  Loading a state
+    restores momenta and the number of updates, but keeps this run's learning rate.
+
+    References: Goyal et al., "Accurate, Large Minibatch SGD", 2017 (linear scaling, warm-up);
+    Krizhevsky, "One weird trick", 2014 (square root); Pascanu et al., ICML 2013 (clipping).
+    """
+    scale = {"none": 1.0, "linear": plan.num_workers, "sqrt": math.sqrt(plan.num_workers)}
+    num_updates = _num_warmup_updates(spec, plan, schedule)
+    max_norm = math.inf if spec.clip is None else spec.clip
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        made = optimizer(parameters)
+        for group in made.param_groups:
+            group["lr"] *= scale[spec.lr_scaling]
+        full = [group["lr"] for group in made.param_groups]
+
+        def restore(loaded: Optimizer) -> None:
+            """Forget a rate from mid-warm-up, or of another number of workers."""
+            for group, rate in zip(loaded.param_groups, full, strict=True):
+                group["lr"] = rate
+
+        def warm_up(stepping: Optimizer, *_: object) -> None:
+            for group, rate in zip(stepping.param_groups, full, strict=True):
+                group[_COUNT] = group.get(_COUNT, 0) + 1
+                group["lr"] = rate * min(1.0, group[_COUNT] / num_updates)
+
+        def clip(stepping: Optimizer, *_: object) -> None:
+            every = [each for group in stepping.param_groups for each in group["params"]]
+            nn.utils.clip_grad_norm_(every, max_norm)
+
+        made.register_load_state_dict_post_hook(restore)
+        if num_updates > 0:
+            made.register_step_pre_hook(warm_up)
+        if spec.clip is not None:
+            made.register_step_pre_hook(clip)
+        return made
 
     return make
+
+
+def _num_warmup_updates(spec: RunSpec, plan: Plan, schedule: BatchSchedule) -> int:
+    """Return how many updates the warm-up takes; the last of them is made at the full rate."""
+    updates_per_epoch = schedule.steps_per_epoch * plan.updates_per_batch
+    return round(spec.num_lr_warmup_epochs * updates_per_epoch)
+
+
+@contextlib.contextmanager
+def prefetching(
+    dataset: Dataset[Any],
+    shards: Iterable[Shard],
+    indices: Callable[[Shard], Tensor],
+    num_processes: int,
+    seed: int,
+) -> Iterator[Iterator[tuple[Shard, Pair]]]:
+    """Fetch shards in other processes before they are needed, by torch's ``DataLoader``.
+
+    The processes live as long as the context.
+
+    Args:
+        dataset: a map-style data set of (input, target) items.
+        shards: all that will be trained on, in order; taken early, ``NUM_PREFETCHED`` for each
+            process, also from a queue that others take from.
+        indices: returns the sample numbers of a shard.
+        num_processes: how many processes fetch.
+        seed: of the random numbers in these processes.
+    """
+    taken: deque[Shard] = deque()
+
+    def numbers() -> Iterator[list[int]]:
+        for shard in shards:
+            taken.append(shard)
+            yield indices(shard).tolist()
+
+    batches = iter(
+        DataLoader(
+            dataset,
+            batch_sampler=numbers(),
+            num_workers=num_processes,
+            prefetch_factor=NUM_PREFETCHED,
+            worker_init_fn=_end_with_rank,
+            # Other start methods pickle the data set, and a class from a cell cannot be.
+            multiprocessing_context="fork" if sys.platform == "linux" else None,
+            generator=torch.Generator().manual_seed(seed),  # leaves the global state alone
+        )
+    )
+    try:
+        yield ((taken.popleft(), Pair(inputs, targets)) for inputs, targets in batches)
+    finally:  # at once, for an exception's traceback may keep the iterator alive
+        end_data_workers(batches)
+
+
+def _end_with_rank(_: int) -> None:
+    die_with_parent()

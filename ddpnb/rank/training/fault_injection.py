@@ -14,66 +14,37 @@ first sends all its finished steps.  The shard that it holds is lost.
 If one process holds several workers, as in DataParallel, the slowest delays its step.
 """
 
+import operator
 import os
 import random
 import signal
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NoReturn, final
 
 import torch
 
 from ddpnb.protocol.faults import Kill, Slow, parse_kill, parse_slow
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
-from ddpnb.rank.strategies.base import Batch, Plan, Replica
-from ddpnb.rank.strategies.timer import Timer
+from ddpnb.rank.strategies.base import Batch, Plan, Replica, Timer
 
 KILL_TIMEOUT_SECONDS = 1.0
 """How long the kernel may take to kill a rank on purpose."""
 _NUM_TRIALS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Faults:
-    """The faults that are to strike the workers of one process."""
-
-    workers: tuple[int, ...]
-    """The workers in this process."""
-    slow: tuple[Slow, ...] = ()
-    kill: tuple[Kill, ...] = ()
-    jitter: float = 0.0
-    seed: int = 0
-
-    @property
-    def need_compute_seconds(self) -> bool:
-        """Whether a delay depends on the time of the forward and backward pass."""
-        return self.jitter > 0 or any(fault.factor > 1 for fault in self.slow)
-
-
-def faults_of(spec: RunSpec, workers: Collection[int], *, is_new: bool = True) -> Faults:
-    """Return the spec's faults for some workers; a restarted process is not killed again."""
-    return Faults(
-        workers=tuple(workers),
-        slow=tuple(fault for fault in map(parse_slow, spec.slow) if fault.rank in workers),
-        kill=tuple(f for f in map(parse_kill, spec.kill) if f.rank in workers and is_new),
-        jitter=spec.jitter,
-        seed=spec.seed,
-    )
+_seconds_of = operator.attrgetter("seconds")
 
 
 def measure_compute_seconds(replica: Replica, batch: Batch) -> float:
     """Return how many seconds a forward and backward pass over a batch takes."""
-    return statistics.median(_compute_seconds(replica, batch) for _ in range(_NUM_TRIALS))
-
-
-def _compute_seconds(replica: Replica, batch: Batch) -> float:
-    _synchronize(replica.device)
-    began = time.perf_counter()
-    replica.compute_gradients(batch)
-    _synchronize(replica.device)
-    return time.perf_counter() - began
+    trials = []
+    for _ in range(_NUM_TRIALS):
+        _synchronize(replica.device)
+        began = time.perf_counter()
+        replica.compute_gradients(batch)
+        _synchronize(replica.device)
+        trials.append(time.perf_counter() - began)
+    return statistics.median(trials)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -86,8 +57,11 @@ class FaultInjector:
     """Delays or kills this process while a run is trained.
 
     Args:
-        faults: those of this process.
-        compute_seconds: the time of a worker's own forward and backward pass.
+        spec: names the faults.
+        workers: those in this process.
+        is_new: whether this process may be killed; one that was restarted is not killed again.
+        compute_seconds: measures the time of a worker's own forward and backward pass; called at
+            once, if a delay depends on it.
         device: synchronised before each delay.
         timer: counts the delay as forward.
         publish: takes a mark when a fault strikes.
@@ -95,49 +69,56 @@ class FaultInjector:
 
     def __init__(
         self,
-        faults: Faults,
+        spec: RunSpec,
+        workers: Sequence[int],
         *,
-        compute_seconds: float,
+        is_new: bool = True,
+        compute_seconds: Callable[[], float],
         device: torch.device,
         timer: Timer,
         publish: Callable[[Mark], None],
     ) -> None:
-        self._faults = faults
-        self._compute_seconds = compute_seconds
+        self._workers = workers
+        self._slow = [fault for fault in map(parse_slow, spec.slow) if fault.rank in workers]
+        kills = [fault for fault in map(parse_kill, spec.kill) if fault.rank in workers and is_new]
+        self._kill = min(kills, key=_seconds_of, default=None)
+        self._jitter = spec.jitter
+        is_relative = self._jitter > 0 or any(fault.factor > 1 for fault in self._slow)
+        self._compute_seconds = compute_seconds() if is_relative else 0.0
         self._device = device
         self._timer = timer
         self._publish = publish
-        self._random = {r: random.Random(f"{faults.seed} {r}") for r in faults.workers}
+        self._random = {worker: random.Random(f"{spec.seed} {worker}") for worker in workers}
         self._seconds = 0.0
         self._began = time.perf_counter()
 
     def begin(self) -> None:
         """Mark the slow ranks, and start counting the time until a kill."""
-        for fault in self._faults.slow:
+        for fault in self._slow:
             self._publish(Mark(rank=fault.rank, seconds=0.0, text=fault.text))
         self._began = time.perf_counter()
 
     @property
     def is_kill_due(self) -> bool:
         """Whether this process is to die before its next step."""
-        kills = self._faults.kill
-        return bool(kills) and time.perf_counter() - self._began >= _first(kills).seconds
+        kill = self._kill
+        return kill is not None and time.perf_counter() - self._began >= kill.seconds
 
     def kill(self) -> NoReturn:
         """Publish that this process is to be killed, and wait until the kernel kills it.
 
         By then all its steps have reached the kernel.  If no kernel listens, it kills itself.
         """
+        assert self._kill is not None, "no kill is due"
         seconds = time.perf_counter() - self._began
-        rank = _first(self._faults.kill).rank
-        self._publish(Mark(rank=rank, seconds=seconds, kind=MarkKind.KILLED))
+        self._publish(Mark(rank=self._kill.rank, seconds=seconds, kind=MarkKind.KILLED))
         time.sleep(KILL_TIMEOUT_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")
 
     def begin_step(self) -> None:
         """Draw the delay of the next step."""
-        self._seconds = max((self._delay(worker) for worker in self._faults.workers), default=0.0)
+        self._seconds = max((self._delay(worker) for worker in self._workers), default=0.0)
 
     def delay(self) -> None:
         """Sleep for the delay; only the first call in a step does."""
@@ -149,8 +130,8 @@ class FaultInjector:
         time.sleep(seconds)
 
     def _delay(self, worker: int) -> float:
-        mine: Sequence[Slow] = [fault for fault in self._faults.slow if fault.rank == worker]
-        factor = 1 + self._faults.jitter * self._random[worker].random()
+        mine = [fault for fault in self._slow if fault.rank == worker]
+        factor = 1 + self._jitter * self._random[worker].random()
         for fault in mine:
             factor *= fault.factor
         return (factor - 1) * self._compute_seconds + sum(fault.seconds for fault in mine)
@@ -159,27 +140,23 @@ class FaultInjector:
 def notes(spec: RunSpec, plan: Plan) -> tuple[str, ...]:
     """Return the notes that stand beside the results of a run with faults."""
     num_workers = plan.num_workers
-    slow = [(text, parse_slow(text)) for text in spec.slow]
-    kill = [(text, parse_kill(text)) for text in spec.kill]
+    slow = [(f"--slow {text}", parse_slow(text)) for text in spec.slow]
+    killed = [(f"--kill {text}", parse_kill(text)) for text in spec.kill]
+    named: list[tuple[str, Slow | Kill]] = [*slow, *killed]
     found = [f"Rank {f.rank} is {f.text} on purpose." for _, f in slow if f.rank < num_workers]
     if spec.jitter:
         found.append(f"Steps take up to {100 * spec.jitter:g} % longer at random, on purpose.")
-    kills = [fault for _, fault in kill if fault.rank < num_workers]
+    kills = [fault for _, fault in killed if fault.rank < num_workers]
     if plan.num_ranks == 1 and kills:
-        kills = [_first(kills)]  # all workers die in one process
-    found += [_kill_note(fault, plan) for fault in kills]
-    unused = [(f"--slow {text}", fault.rank) for text, fault in slow if fault.rank >= num_workers]
-    unused += [(f"--kill {text}", fault.rank) for text, fault in kill if fault.rank >= num_workers]
-    found += [f"{option} has no effect: rank {rank} takes no part." for option, rank in unused]
+        kills = [min(kills, key=_seconds_of)]  # all workers die in one process
+    for kill in kills:
+        note = f"Rank {kill.rank} is to be killed after {kill.seconds:g} s of training, on purpose"
+        is_thread = kill.rank >= plan.num_ranks
+        why = "; here it is a thread of rank 0, whose process dies with it." if is_thread else "."
+        found.append(note + why)
+    found += [
+        f"{option} has no effect: rank {fault.rank} takes no part."
+        for option, fault in named
+        if fault.rank >= num_workers
+    ]
     return tuple(found)
-
-
-def _kill_note(fault: Kill, plan: Plan) -> str:
-    note = f"Rank {fault.rank} is to be killed after {fault.seconds:g} s of training, on purpose"
-    if fault.rank >= plan.num_ranks:
-        return f"{note}; here it is a thread of rank 0, whose process dies with it."
-    return f"{note}."
-
-
-def _first(kills: Sequence[Kill]) -> Kill:
-    return min(kills, key=lambda fault: fault.seconds)

@@ -11,10 +11,13 @@ finish    have the strategy return the trained model
 evaluate  compute its loss and accuracy on rank 0, on training and held-out samples
 """
 
+from __future__ import annotations
+
 import contextlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,20 +26,13 @@ import torch.distributed as dist
 from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, RunSpec
 from ddpnb.rank.comm.rendezvous import CancellationToken, RunOverError, announce_failure
 from ddpnb.rank.random_state import preserve_rng
-from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.timer import NullTimer
-from ddpnb.rank.training import checkpoint_compat
-from ddpnb.rank.training.checkpoint_callback import CheckpointCallback, set_up
+from ddpnb.rank.strategies.base import NullTimer, Strategy
+from ddpnb.rank.tasks.base import Pair
+from ddpnb.rank.tasks.batches import Shard
+from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, resumed, set_up
 from ddpnb.rank.training.context import RunContext, build_context
-from ddpnb.rank.training.evaluation import evaluate
-from ddpnb.rank.training.fault_injection import (
-    FaultInjector,
-    faults_of,
-    measure_compute_seconds,
-)
-from ddpnb.rank.training.loader import Source
+from ddpnb.rank.training.fault_injection import FaultInjector, measure_compute_seconds
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
-from ddpnb.rank.training.stop import Stop
 from ddpnb.rank.training.timing import Clock, clock_of
 from ddpnb.rank.training.validation import check_dense, check_evaluation, check_training
 
@@ -45,28 +41,18 @@ UNNAMED = "<comparison>"
 
 
 def check(
-    spec: RunSpec,
-    *,
-    state: RankState,
-    namespace: Mapping[str, object],
-    filename: str = UNNAMED,
+    spec: RunSpec, *, state: RankState, namespace: Mapping[str, object], filename: str = UNNAMED
 ) -> Checked:
-    """Check a training before anything trains.
+    """Check a training before anything trains; each rank may call it alone, as it sends nothing.
 
-    Each rank may call it alone: it sends nothing.
-
-    Args:
-        spec: the training to check.
-        state: where this rank lives.
-        namespace: the user's variables on this rank; left as they are.
-        filename: what tracebacks call the comparison's cell.
+    The arguments are those of ``run``.
 
     Raises:
         UserError: one sentence that says what is wrong and what to do.
         Exception: whatever the cell itself raises, with its own traceback.
     """
     with preserve_rng(torch.device(state.device)):
-        context = build_context(spec, state, namespace, filename=filename)
+        context = resumed(build_context(spec, state, namespace, filename=filename))
         replica = context.replica("check", num_steps=1, timer=NullTimer(), is_grouped=False)
         strategy = context.strategy()
         batch = context.smallest_batch(strategy)
@@ -76,7 +62,7 @@ def check(
         if state.rank == 0:
             check_evaluation(replica, context.task, batch.num_samples)
         if context.checkpoint is not None:
-            checkpoint_compat.check_replica(replica, context.checkpoint)
+            check_replica(replica, context.checkpoint)
         return Checked(
             num_samples=len(context.task.train), survives_deaths=context.plan.survives_deaths
         )
@@ -116,27 +102,31 @@ def run(
     """
     with preserve_rng(torch.device(state.device)):
         # -- build ------------------------------------------------------------------------
-        context = build_context(
-            spec, state, namespace, folder=folder, filename=filename, cancellation=cancellation
+        context = resumed(
+            build_context(
+                spec,
+                state,
+                namespace,
+                folder=folder,
+                filename=filename,
+                cancellation=cancellation,
+                rejoin_info=rejoin_info,
+            )
         )
+        no_part = RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
         if state.rank >= context.plan.num_ranks:
-            return RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
-        if rejoin_info is not None:
-            return _rejoin(replace(context, rejoin_info=rejoin_info), publish, should_stop)
+            return no_part
+        if rejoin_info is not None:  # no rehearsal: the others, which train already, do not wait
+            try:
+                return _perform(context, publish, should_stop)
+            except RunOverError:
+                return no_part
         # -- rehearse ---------------------------------------------------------------------
         with _announced_failure(context, "r"):
             _rehearse(context)
         # -- prepare ... evaluate ---------------------------------------------------------
         with _announced_failure(context, "t"):
             return _perform(context, publish, should_stop)
-
-
-def _rejoin(context: RunContext, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
-    """Join a run that the others train already: no rehearsal, for they do not wait."""
-    try:
-        return _perform(context, publish, should_stop)
-    except RunOverError:
-        return RunReport(run_id=context.spec.run_id, rank=context.state.rank, took_part=False)
 
 
 def _announced_failure(context: RunContext, phase: str) -> contextlib.AbstractContextManager[None]:
@@ -155,7 +145,7 @@ def _rehearse(context: RunContext) -> None:
     with closing(context.strategy()) as strategy:
         strategy.setup(context.replica("r", num_steps=num_steps, timer=clock))
         clock.start()
-        for shard, pair in context.inline_source(strategy).pairs():
+        for shard, pair in context.pairs(strategy):
             clock.timing(strategy.step(context.batch(shard, pair)))
         clock.stop()
         strategy.finish()
@@ -165,102 +155,67 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
     metrics = RunMetrics(context=context, publish=publish, clock=clock_of(context.device))
     with contextlib.ExitStack() as opened:
         # -- prepare ----------------------------------------------------------------------
-        prepared = _prepare(context, metrics, should_stop, opened)
+        fault_injector = _fault_injector(context, metrics)
+        strategy = opened.enter_context(closing(context.strategy()))
+        stop = opened.enter_context(closing(Stop(context, metrics.clock, should_stop)))
+        replica = context.replica(
+            "t",
+            num_steps=context.num_steps,
+            first_step=context.first_step,
+            timer=metrics.clock,
+            delay=fault_injector.delay,
+        )
+        num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
+        set_up(context, strategy, replica)
+        if context.state.rank == 0:
+            publish(header_of(context, num_parameters, strategy.notes()))
+        callback = CheckpointCallback(
+            context=context,
+            strategy=strategy,
+            replica=replica,
+            clock=metrics.clock,
+            barrier=lambda: _barrier(context),
+            warn=metrics.mark,
+        )
+        source = opened.enter_context(context.source(strategy))
         # -- barrier ----------------------------------------------------------------------
         _barrier(context)
         # -- train ------------------------------------------------------------------------
-        _train(context, prepared, metrics)
-        metrics.memory = prepared.strategy.memory()
+        _train(metrics, strategy, source, stop, fault_injector, callback)
+        metrics.memory = strategy.memory()
         # -- finish -----------------------------------------------------------------------
-        model = prepared.strategy.finish()  # waits for all: only then may the stop file be removed
+        model = strategy.finish()  # waits for all: only then may the stop file be removed
         if not metrics.was_stopped:
-            prepared.callback.end()
-        num_lost = sum(len(context.indices(shard)) for shard in prepared.strategy.lost_shards())
+            callback.end()
+        num_lost = sum(len(context.indices(shard)) for shard in strategy.lost_shards())
     # -- evaluate -------------------------------------------------------------------------
     if context.state.rank != 0:
         return metrics.report()
-    prepared.callback.finish(model)
-    evaluation = evaluate(model, context.task, context.device, failed=metrics.mark)
-    return metrics.report(
-        final_loss=evaluation.train.loss,
-        held_out_loss=evaluation.held_out.loss,
-        held_out_accuracy=evaluation.held_out.accuracy,
+    callback.finish(model)
+    train = metrics.score(model, "training", context.task.train)
+    held_out = metrics.score(model, "held-out", context.task.held_out)
+    return replace(
+        metrics.report(),
+        final_loss=train.loss,
+        held_out_loss=held_out.loss,
+        held_out_accuracy=held_out.accuracy,
         num_lost_samples=num_lost,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """What the measured steps use."""
-
-    strategy: Strategy
-    source: Source
-    stop: Stop
-    fault_injector: FaultInjector
-    callback: CheckpointCallback
-
-
-def _prepare(
-    context: RunContext,
-    metrics: RunMetrics,
-    should_stop: Callable[[], bool],
-    opened: contextlib.ExitStack,
-) -> _Prepared:
-    """Set everything up; ``opened`` closes it."""
-    fault_injector = _fault_injector(context, metrics)
-    strategy = opened.enter_context(closing(context.strategy()))
-    stop = opened.enter_context(closing(_stop(context, metrics.clock, should_stop)))
-    replica = context.replica(
-        "t",
-        num_steps=context.num_steps,
-        first_step=context.first_step,
-        timer=metrics.clock,
-        delay=fault_injector.delay,
-    )
-    num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
-    set_up(context, strategy, replica)
-    if context.state.rank == 0:
-        metrics.publish(header_of(context, num_parameters, strategy.notes()))
-    callback = CheckpointCallback(
-        context=context,
-        strategy=strategy,
-        replica=replica,
-        clock=metrics.clock,
-        barrier=lambda: _barrier(context),
-        warn=metrics.mark,
-    )
-    source = opened.enter_context(closing(context.source(strategy)))
-    return _Prepared(
-        strategy=strategy,
-        source=source,
-        stop=stop,
-        fault_injector=fault_injector,
-        callback=callback,
-    )
-
-
 def _fault_injector(context: RunContext, metrics: RunMetrics) -> FaultInjector:
-    faults = faults_of(context.spec, context.workers, is_new=context.rejoin_info is None)
-    seconds = 0.0
-    if faults.need_compute_seconds:
+    def compute_seconds() -> float:
         alone = context.replica("m", num_steps=1, timer=NullTimer(), is_grouped=False)
-        seconds = measure_compute_seconds(alone, context.usual_batch())
+        return measure_compute_seconds(alone, context.usual_batch())
+
     return FaultInjector(
-        faults,
-        compute_seconds=seconds,
+        context.spec,
+        context.workers,
+        is_new=context.rejoin_info is None,
+        compute_seconds=compute_seconds,
         device=context.device,
         timer=metrics.clock,
         publish=metrics.publish,
-    )
-
-
-def _stop(context: RunContext, clock: Clock, should_stop: Callable[[], bool]) -> Stop:
-    return Stop(
-        context.folder,
-        context.name("t"),
-        synchronous=context.plan.synchronous,
-        num_steps_ahead=clock.num_steps_ahead + context.plan.num_steps_ahead,
-        wanted=should_stop,
     )
 
 
@@ -272,13 +227,20 @@ def _barrier(context: RunContext) -> None:
     dist.barrier(device_ids=device_ids)
 
 
-def _train(context: RunContext, prepared: _Prepared, metrics: RunMetrics) -> None:
+def _train(
+    metrics: RunMetrics,
+    strategy: Strategy,
+    source: Iterator[tuple[Shard, Pair]],
+    stop: Stop,
+    fault_injector: FaultInjector,
+    callback: CheckpointCallback,
+) -> None:
     """Make the measured steps: all of them, or those before a stop."""
-    clock, fault_injector = metrics.clock, prepared.fault_injector
+    context, clock = metrics.context, metrics.clock
     metrics.start()
     fault_injector.begin()
-    for step, (shard, pair) in enumerate(prepared.source.pairs()):
-        if prepared.stop.before(step):
+    for step, (shard, pair) in enumerate(source):
+        if stop.before(step):
             metrics.was_stopped = True
             break
         context.cancellation.check(is_waiting=False)  # a strategy may never wait for the others
@@ -287,8 +249,62 @@ def _train(context: RunContext, prepared: _Prepared, metrics: RunMetrics) -> Non
             metrics.add(clock.stop())  # steps that a GPU has yet to finish
             fault_injector.kill()
         fault_injector.begin_step()
-        report = prepared.strategy.step(batch)
+        report = strategy.step(batch)
         fault_injector.delay()  # if the strategy itself has not called it
         metrics.add(clock.timing(report))
-        prepared.callback.after(shard)
+        callback.after(shard)
     metrics.add(clock.stop())
+
+
+class Stop:
+    """The step before which all ranks of a run stop, without a message per step.
+
+    The first rank that is asked to stop chooses the step before which all ranks stop.  It writes
+    the number to a file in the folder that all ranks of the host share.  Each rank looks for the
+    file before each step, which takes microseconds.
+
+    A synchronous step ends on no rank before every rank has begun it.  So a rank is at most
+    ``num_steps_ahead`` steps ahead of the writer (0 on a CPU, a few on a GPU, see ``timing``).
+    Within twice as many steps, every rank has looked for the file at least once.  No rank is past
+    the chosen step by then, and none misses the file before it is removed.  Asynchronous workers
+    do not wait for each other; each stops as soon as it sees the file.
+
+    Ranks of another host do not see the file: there a stop needs the group to be aborted.
+
+    Args:
+        context: the run.
+        clock: the run's.
+        wanted: returns whether this rank has been asked to stop.
+    """
+
+    def __init__(self, context: RunContext, clock: Clock, wanted: Callable[[], bool]) -> None:
+        num_steps_ahead = clock.num_steps_ahead + context.plan.num_steps_ahead
+        self._path = context.folder / f"{context.name('t')}.stop"
+        self._margin = 2 * (num_steps_ahead + 1) if context.plan.synchronous else 0
+        self._wanted = wanted
+        self._last: int | None = None
+
+    def before(self, step: int) -> bool:
+        """Return whether to stop before this step, which this rank has not begun."""
+        if self._last is None and self._wanted():
+            self._announce(step + self._margin)
+        if self._last is None:
+            self._last = self._read()
+        return self._last is not None and step >= self._last
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._path.unlink(missing_ok=True)
+
+    def _announce(self, step: int) -> None:
+        """Write the step unless another rank was first; the file appears with its content."""
+        draft = self._path.with_suffix(f".{os.getpid()}")
+        draft.write_text(str(step))
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, self._path)
+        draft.unlink()
+
+    def _read(self) -> int | None:
+        if not self._path.exists():
+            return None
+        return int(self._path.read_text())

@@ -1,14 +1,19 @@
-"""What a rank measures in a run and reports about it (ranks)."""
+"""What a rank measures in a run and reports about it, and how good its model is (ranks)."""
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor, nn
+
+from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
 from ddpnb.rank.strategies.base import Memory
-from ddpnb.rank.training import fault_injection, optimizer_hooks
-from ddpnb.rank.training.context import RunContext
+from ddpnb.rank.tasks.base import LossFunction, Samples
+from ddpnb.rank.training import fault_injection
+from ddpnb.rank.training.context import RunContext, warm_up_notes
 from ddpnb.rank.training.timing import Clock, StepTiming
 
 _CHECKPOINT_NOTES = {
@@ -16,7 +21,22 @@ _CHECKPOINT_NOTES = {
     False: "Rank 0 trains on nothing while it writes checkpoints; the others go on.",
 }
 
+MAX_SAMPLES = 10_000
+"""How many samples of a larger split are evaluated, spread evenly over it."""
+_EVAL_BATCH_SIZE = 512
+_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 Publish = Callable[[RunHeader | StepEvent | Mark], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The result on one split; NaN if it could not be evaluated."""
+
+    loss: float = math.nan
+    """Mean over the samples."""
+    accuracy: float = math.nan
+    """Fraction classified correctly; NaN if the model is no classifier, see ``_num_correct``."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,14 +82,8 @@ class RunMetrics:
         rank = self.context.state.rank
         self.publish(Mark(rank=rank, seconds=self.late_seconds + self.clock.seconds, text=text))
 
-    def report(
-        self,
-        final_loss: float = math.nan,
-        held_out_loss: float = math.nan,
-        held_out_accuracy: float = math.nan,
-        num_lost_samples: int = 0,
-    ) -> RunReport:
-        """Return the report of the run, with the evaluation of its model."""
+    def report(self) -> RunReport:
+        """Return the report of the run on this rank."""
         return RunReport(
             run_id=self.context.spec.run_id,
             rank=self.context.state.rank,
@@ -77,14 +91,18 @@ class RunMetrics:
             num_steps=self.num_steps,
             num_samples=self.num_samples,
             seconds=self.clock.seconds,
-            final_loss=final_loss,
-            held_out_loss=held_out_loss,
-            held_out_accuracy=held_out_accuracy,
             was_stopped=self.was_stopped,
-            num_lost_samples=num_lost_samples,
             num_parameter_bytes=self.memory.parameters,
             num_optimizer_bytes=self.memory.optimizer,
         )
+
+    def score(self, model: nn.Module, split: str, samples: Samples) -> Score:
+        """Evaluate the trained model on a split; where that fails, the run is kept all the same."""
+        try:
+            return score(model.eval(), self.context.task.loss, samples, self.context.device)
+        except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything
+            self.mark(f"could not evaluate the model on {split} samples ({summary_of(error)})")
+            return Score()
 
 
 def header_of(context: RunContext, num_parameters: int, notes: tuple[str, ...]) -> RunHeader:
@@ -112,9 +130,48 @@ def header_of(context: RunContext, num_parameters: int, notes: tuple[str, ...]) 
     )
 
 
+@torch.no_grad()
+def score(
+    model: nn.Module,
+    loss: LossFunction,
+    samples: Samples,
+    device: torch.device,
+    max_samples: int = MAX_SAMPLES,
+) -> Score:
+    """Evaluate a model on up to ``max_samples`` of a split."""
+    total_loss, num_correct, num_samples = 0.0, 0.0, 0
+    num_chosen = min(len(samples), max_samples)
+    chosen = torch.arange(num_chosen) * len(samples) // num_chosen
+    for indices in chosen.split(_EVAL_BATCH_SIZE):
+        inputs, targets = (part.to(device) for part in samples.fetch(indices))
+        outputs = model(inputs)
+        total_loss += loss(outputs, targets).item() * len(indices)
+        num_correct += _num_correct(outputs, targets)
+        num_samples += len(indices)
+    return Score(loss=total_loss / num_samples, accuracy=num_correct / num_samples)
+
+
+def _num_correct(outputs: Tensor, targets: Tensor) -> float:
+    """Return how many samples are classified correctly; NaN if the outputs are not class scores.
+
+    Outputs (N, C, ...) are class scores if there are at least two classes and the targets (N, ...)
+    are integers from 0 to C - 1.  A sample with several targets, such as a line of text, counts by
+    the fraction that is correct.
+    """
+    if targets.dtype not in _LABELS or outputs.ndim != targets.ndim + 1:
+        return math.nan
+    num_classes = outputs.shape[1]
+    if num_classes < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
+        return math.nan
+    if targets.min() < 0 or targets.max() >= num_classes:
+        return math.nan
+    correct = (outputs.argmax(dim=1) == targets).double()
+    return correct.reshape(len(correct), -1).mean(dim=1).sum().item()
+
+
 def _notes(context: RunContext) -> list[str]:
     spec, plan, schedule = context.spec, context.plan, context.schedule
-    found = [*fault_injection.notes(spec, plan), *optimizer_hooks.notes(spec, plan, schedule)]
+    found = [*fault_injection.notes(spec, plan), *warm_up_notes(spec, plan, schedule)]
     if 0 < (num_samples := schedule.size(0) // plan.num_ranks) < spec.accumulate:
         found.append(
             f"--accumulate {spec.accumulate} makes only {num_samples} parts: "
@@ -129,12 +186,8 @@ def _notes(context: RunContext) -> list[str]:
     if spec.save_every:
         found.append(_CHECKPOINT_NOTES[plan.synchronous])
     if context.checkpoint is not None:
-        found.append(_resume_note(context))
+        num_samples = schedule.num_samples_before(context.first_step)
+        at = f"at {num_samples}" if plan.synchronous else f"at about {num_samples}"
+        name = spec.resumed or "another run"
+        found.append(f"Resumed from {name} {at} samples; time starts again at 0.")
     return found
-
-
-def _resume_note(context: RunContext) -> str:
-    name = context.spec.resumed or "another run"
-    num_samples = context.schedule.num_samples_before(context.first_step)
-    about = "" if context.plan.synchronous else "about "
-    return f"Resumed from {name} at {about}{num_samples} samples; time starts again at 0."

@@ -7,17 +7,15 @@ read a few steps later, when the GPU has reached them.
 
 import contextlib
 import time
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from typing import ClassVar, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from ddpnb.protocol.messages import Parts
-from ddpnb.rank.strategies.base import StepReport
-from ddpnb.rank.strategies.timer import Moment, Part, Timer
+from ddpnb.rank.strategies.base import Moment, Part, StepReport, Timer
 
 MAX_PENDING = 8
 """Steps that the Python thread may be ahead of a GPU."""
@@ -33,44 +31,12 @@ class StepTiming(NamedTuple):
     parts: Parts
 
 
-class Clock(Timer):
-    """A timer for all steps of a run, started once."""
-
-    num_steps_ahead: ClassVar[int]
-    """Steps that a rank may begin before an earlier one has ended."""
-
-    @abstractmethod
-    def start(self) -> None:
-        """Start counting when the device has finished its work."""
-
-    @abstractmethod
-    def timing(self, report: StepReport) -> list[StepTiming]:
-        """Record that a step was made; return the steps that are known to have finished."""
-
-    @abstractmethod
-    def stop(self) -> list[StepTiming]:
-        """Wait for the device; return the steps not yet returned."""
-
-    @abstractmethod
-    def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that counts no time; enter it between two steps."""
-
-    @property
-    @abstractmethod
-    def seconds(self) -> float:
-        """The time from start to stop."""
-
-
-def clock_of(device: torch.device) -> Clock:
-    """Return the clock for the steps of a device."""
-    return CudaClock(device) if device.type == "cuda" else CpuClock()
-
-
 @final
-class CpuClock(Clock):
+class CpuClock(Timer):
     """Reads the host's clock: when a step returns, it has finished."""
 
     num_steps_ahead = 0
+    """Steps that a rank may begin before an earlier one has ended."""
 
     def __init__(self) -> None:
         self._start = self._end = self._since = 0.0
@@ -93,12 +59,12 @@ class CpuClock(Clock):
         self._spent["hidden"] = self._spent.get("hidden", 0.0) + ended - begun
 
     def start(self) -> None:
-        """Read the clock."""
+        """Start counting, once for all steps of a run."""
         self._start = self._end = self._since = time.perf_counter()
         self._part, self._spent = "data", {}
 
     def timing(self, report: StepReport) -> list[StepTiming]:
-        """Return this step; the next one begins with fetching data."""
+        """Record that a step was made, and return it; the next one begins with fetching data."""
         loss = report.loss.item()
         self.begin("data")
         self._end = self._since
@@ -106,12 +72,12 @@ class CpuClock(Clock):
         return [StepTiming(report, self._end - self._start, loss, parts)]
 
     def stop(self) -> list[StepTiming]:
-        """Return nothing: every step has been returned."""
+        """Return the steps not yet returned: none."""
         return []
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Shift all earlier readings by as long as the context takes."""
+        """Count no time in this context, which is entered between two steps."""
         begun = time.perf_counter()
         try:
             yield
@@ -138,7 +104,7 @@ class _Pending(NamedTuple):
 
 
 @final
-class CudaClock(Clock):
+class CudaClock(Timer):
     """Reads CUDA events of finished steps."""
 
     num_steps_ahead = MAX_PENDING + 1
@@ -222,6 +188,15 @@ class CudaClock(Clock):
                 StepTiming(done.report, self._seconds, done.loss.item(), _parts_of(done))
             )
         return timings
+
+
+Clock = CpuClock | CudaClock
+"""A timer for all steps of a run, started once."""
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock for the steps of a device."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
 def _parts_of(done: _Pending) -> Parts:

@@ -17,7 +17,7 @@ from ddpnb.protocol.choices import parse_strategy
 from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.tasks.base import Task
-from ddpnb.rank.training.evaluation import score
+from ddpnb.rank.training.run_metrics import score
 
 Result = TypeVar("Result")
 
@@ -40,11 +40,12 @@ def check_training(replica: Replica, batch: Batch) -> None:
 def _forward(replica: Replica, batch: Batch) -> Tensor:
     """Return the loss of a batch; check it and the outputs."""
     where = f"on a batch of {batch.num_samples} samples, inputs of shape {_shape(batch.inputs)}"
-    outputs = attempt(f"model(inputs) failed {where}", lambda: replica.model(batch.inputs))
+    outputs = attempt(f"model(inputs) failed {where}", partial(replica.model, batch.inputs))
     _check_outputs(outputs, batch)
     _check_classes(outputs, replica.loss)
     where = f"for outputs of shape {_shape(outputs)} and targets of shape {_shape(batch.targets)}"
-    loss = attempt(f"loss(outputs, targets) failed {where}", _loss_of(replica, outputs, batch))
+    compute_loss = partial(replica.loss, outputs, batch.targets)
+    loss = attempt(f"loss(outputs, targets) failed {where}", compute_loss)
     _check_loss(loss)
     _check_mean(loss, replica, outputs, batch)
     return loss
@@ -106,21 +107,13 @@ def check_model(model: nn.Module) -> None:
 def attempt(failed: str, call: Callable[[], Result]) -> Result:
     """Call the user's code.
 
-    Args:
-        failed: the beginning of the message if it raises.
-        call: the user's code.
-
     Raises:
-        UserError: it raised; its exception is the cause.
+        UserError: it raised; its exception is the cause, and ``failed`` begins the message.
     """
     try:
         return call()
     except Exception as error:
         raise UserError(f"{failed}: {summary_of(error)}") from error
-
-
-def _loss_of(replica: Replica, outputs: Tensor, batch: Batch) -> Callable[[], Tensor]:
-    return lambda: replica.loss(outputs, batch.targets)
 
 
 def _shape(value: object) -> str:
