@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from benchmarks.measure import Figure
 from benchmarks.ranks import rank_calls
 from ddpnb.protocol.messages import RankState, RunSpec
-from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.client import connect, start_server
-from ddpnb.rank.comm.packed_tensors import PackedTensors
+from ddpnb.rank.comm.flat_buffers import PackedTensors
 from ddpnb.rank.comm.parameter_server import ParameterServer
 from ddpnb.rank.comm.parameter_store import ParameterStore
-from ddpnb.rank.comm.transport import WorkerConfig
+from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.tasks import load_task
@@ -49,24 +48,16 @@ def exchange_ms(
         cancellation=CancellationToken(),
     )
 
-    def make_server(
-        find_failed_rank: Callable[[], int], copies: Sequence[PackedTensors]
-    ) -> ParameterServer:
+    def make_server(copies: Sequence[PackedTensors]) -> ParameterServer:
         store = ParameterStore(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies)
-        return ParameterServer(
-            store=store,
-            num_workers=2,
-            num_shards=10**9,
-            timeout_seconds=60,
-            find_failed_rank=find_failed_rank,
-        )
+        return ParameterServer(store=store, num_workers=2, num_shards=10**9, timeout_seconds=60)
 
     with ExitStack() as opened:
         if state.rank == 0:
-            _, transport, client = start_server(config, make_server, opened)
+            _, drain, client = start_server(config, make_server, opened)
             client.begin()
             client.finish()
-            transport.drain()
+            drain()
             return []
         client, taken = connect(config, opened), []
         client.begin()

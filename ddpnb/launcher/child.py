@@ -66,8 +66,6 @@ class LocalController(IPController):  # type: ignore[misc]  # has no type hints
 def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> None:
     """Be ipyparallel's controller, and end what outlives the fork server.
 
-    Ranks end with the fork server at once; this process lives a moment longer.
-
     Args:
         arguments: ipyparallel's command line.
         sentinel: the pipe whose other end closes with the fork server.

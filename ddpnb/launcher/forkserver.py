@@ -1,19 +1,17 @@
 """The fork server: imports torch once, forks the ranks and ends them (fork server).
 
-The kernel starts ``python -m ddpnb.launcher.forkserver FD`` and exchanges JSON frames
-with it over one socket pair.  The fork server forks the ipyparallel controller at once,
-imports torch while the controller starts, then forks the ranks.  Each rank shares the
-imported pages and is ready in a fraction of a second.
+The kernel starts ``python -m ddpnb.launcher.forkserver FD`` and exchanges JSON frames with it over
+one socket pair.  The controller is forked first, and torch imported while it starts.  The ranks
+share the imported pages; each is ready in a fraction of a second.
 
-The fork server runs no tensor operation, starts no thread and never touches CUDA, so
-that it can fork safely at any time, also to replace a dead rank.
+The fork server runs no tensor operation, starts no thread and never touches CUDA, so that it can
+fork safely at any time, also to replace a dead rank.
 
-It is the parent of every process of the cluster.  When the kernel's end of the socket
-closes, however the kernel ended, the fork server ends them all and removes the run
-folder.  Where the cluster may be detached, it first waits that long for another kernel,
-at a Unix socket in the run folder.  When the fork server is killed, the operating system
-ends the ranks (``PR_SET_PDEATHSIG``), or their own pipes to it close.  The controller's
-pipe closes too, and the controller ends whatever cells have started.
+When the kernel's end of the socket closes, however the kernel ended, the fork server ends all its
+children and removes the run folder; where the cluster may be detached, it first waits for another
+kernel.  When the fork server is killed, the operating system ends the ranks (``PR_SET_PDEATHSIG``),
+or their own pipes to it close.  The controller's pipe closes too, and the controller ends whatever
+cells have started.
 """
 
 import contextlib
@@ -221,17 +219,13 @@ class Forkserver:
             if pid == 0:
                 return
             if (child := self.children.pop(pid, None)) is not None:
-                self.forget(child)
+                if child.pipe is not None:
+                    with contextlib.suppress(KeyError):
+                        self.selector.unregister(child.pipe)
+                    child.pipe.close()
                 code = os.waitstatus_to_exitcode(status)
                 self.exits[child.name] = code
                 self.report(event=ForkServerEvent.EXITED, name=child.name, code=code)
-
-    def forget(self, child: Child) -> None:
-        """Close the pipe of a child that has ended."""
-        if child.pipe is not None:
-            with contextlib.suppress(KeyError):
-                self.selector.unregister(child.pipe)
-            child.pipe.close()
 
     def report(self, **event: object) -> None:
         """Send the kernel an event; ``serve`` notices a kernel that is gone."""

@@ -1,12 +1,12 @@
-"""The functions that the notebook's kernel may call on a rank (ranks).
-
-The kernel calls each public function by its name, through ``ddpnb.protocol.messages.OnRank``.
-"""
+"""The functions that the kernel calls on a rank by their names, through ``OnRank`` (ranks)."""
 
 import copy
+import functools
 import pickle
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import replace
+from typing import Any
 
 from ipyparallel.serialize import deserialize_object, serialize_object
 from torch import Tensor
@@ -16,7 +16,6 @@ from ddpnb.protocol.messages import (
     CellReport,
     CellSpec,
     Checked,
-    Failure,
     RankState,
     RejoinInfo,
     RunReport,
@@ -26,11 +25,22 @@ from ddpnb.protocol.messages import (
 from ddpnb.protocol.notation import parse_strategy
 from ddpnb.rank import cells
 from ddpnb.rank.engine import RankEngine
-from ddpnb.rank.failures import failure_of
-from ddpnb.rank.process_group import Group
+from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
-from ddpnb.rank.stale_groups import stale_variables
 from ddpnb.rank.training import loop
+
+
+def or_failure(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a call return a ``Failure`` where it raises, which the notebook shows."""
+
+    @functools.wraps(call)
+    def guarded(*args: Any) -> Any:
+        try:
+            return call(*args)
+        except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  as above
+            return cells.failure_of(error, this_engine())
+
+    return guarded
 
 
 def state() -> RankState:
@@ -46,7 +56,7 @@ def rejoin(generation: int, is_checked: bool) -> list[StaleVariable]:
     """
     engine = this_engine()
     engine.group.join(generation, is_checked=is_checked)
-    return stale_variables(engine.kernel.shell.user_ns)
+    return stale_variables(engine.shell.user_ns)
 
 
 def run_cell(spec: CellSpec) -> CellReport:
@@ -54,80 +64,68 @@ def run_cell(spec: CellSpec) -> CellReport:
     return cells.run_cell(spec, this_engine())
 
 
-def check(spec: RunSpec) -> Failure | Checked:
+@or_failure
+def check(spec: RunSpec) -> Checked:
     """Check one training before anything trains."""
     engine = this_engine()
-    try:
-        return cells.interruptible(
-            lambda: loop.check(
-                spec,
-                state=engine.group.state(),
-                namespace=engine.kernel.shell.user_ns,
-                filename=filename_of(spec, engine),
-            )
+    return cells.interruptible(
+        lambda: loop.check(
+            spec,
+            state=engine.group.state(),
+            namespace=engine.shell.user_ns,
+            filename=filename_of(spec, engine),
         )
-    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the notebook shows it
-        return failure_of(error, engine)
+    )
 
 
-def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport | Failure:
+@or_failure
+def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
     """Train one run, or join it if the others train it already; report how it went."""
     engine = this_engine()
     group = engine.group
     engine.stop_wanted.clear()  # a late request was for the run before
-    try:
-        first_batch = rejoin_info.first_batch if rejoin_info else 0
-        with (
-            Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch) as publisher,
-            trusted(spec, group),
-        ):
-            report = cells.interruptible(
-                lambda: loop.run(
-                    spec,
-                    state=group.state(),
-                    folder=group.folder,
-                    publish=publisher.publish,
-                    namespace=engine.kernel.shell.user_ns,
-                    should_stop=engine.stop_wanted.is_set,
-                    filename=filename_of(spec, engine),
-                    rejoin_info=rejoin_info,
-                    cancellation=group.cancellation,
-                )
+    first_batch = rejoin_info.first_batch if rejoin_info else 0
+    publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)
+    is_own = parse_strategy(spec.strategy).name in STRATEGIES  # and need not be watched closely
+    trusting = group.collective_checks.trusting_torch() if is_own else nullcontext()
+    with closing(publisher), trusting:
+        report = cells.interruptible(
+            lambda: loop.run(
+                spec,
+                state=group.state(),
+                folder=group.folder,
+                publish=publisher.publish,
+                namespace=engine.shell.user_ns,
+                should_stop=engine.stop_wanted.is_set,
+                filename=filename_of(spec, engine),
+                rejoin_info=rejoin_info,
+                cancellation=group.cancellation,
             )
-        return replace(report, num_batches_sent=publisher.num_batches)
-    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the notebook shows it
-        return failure_of(error, engine)
+        )
+    return replace(report, num_batches_sent=publisher.num_batches)
 
 
-def push(variables: bytes) -> Failure | None:
-    """Put packed variables into this rank's namespace; return how it failed, if it did."""
-    engine = this_engine()
-    shell = engine.kernel.shell
-    try:
-        unpacked, _ = deserialize_object(pickle.loads(variables), shell.user_ns)
-        shell.push(unpacked)
-    except Exception as error:  # noqa: BLE001  the notebook shows it
-        return failure_of(error, engine)
-    return None
+@or_failure
+def push(variables: bytes) -> None:
+    """Put packed variables into this rank's namespace."""
+    shell = this_engine().shell
+    unpacked, _ = deserialize_object(pickle.loads(variables), shell.user_ns)
+    shell.push(unpacked)
 
 
-def pull(expression: str) -> bytes | Failure:
-    """Return the packed value of an expression in this rank's namespace, or how it failed.
+@or_failure
+def pull(expression: str) -> bytes:
+    """Return the packed value of an expression in this rank's namespace.
 
     Tensors, also those in lists, tuples and dicts, are copied from the GPU: the kernel would have
     to start CUDA to unpack them.
     """
     engine = this_engine()
-    try:
-        value = eval(expression, engine.kernel.shell.user_ns)
-        if engine.group.device.type == "cuda":
-            value = on_cpu(value)
-        buffers = serialize_object([value], buffer_threshold=0)
-        return pickle.dumps(
-            [bytearray(buffer) for buffer in buffers]
-        )  # arrays are writable on arrival
-    except Exception as error:  # noqa: BLE001  the notebook shows it
-        return failure_of(error, engine)
+    value = eval(expression, engine.shell.user_ns)
+    if engine.group.device.type == "cuda":
+        value = on_cpu(value)
+    buffers = serialize_object([value], buffer_threshold=0)
+    return pickle.dumps([bytearray(buffer) for buffer in buffers])  # writable on arrival
 
 
 def on_cpu(value: object) -> object:
@@ -146,18 +144,11 @@ def on_cpu(value: object) -> object:
     return value
 
 
-def trusted(spec: RunSpec, group: Group) -> AbstractContextManager[None]:
-    """Return the context for a training: strategies of ddpnb's own need not be watched closely."""
-    if parse_strategy(spec.strategy).name in STRATEGIES:
-        return group.collective_checks.trusting_torch()
-    return nullcontext()
-
-
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:
     """Return a file name for a comparison's cell that IPython shows as ``Cell In[n]``."""
     if not spec.cell:
         return loop.UNNAMED
-    name: str = engine.kernel.shell.compile.cache(spec.source, spec.cell, spec.source)
+    name: str = engine.shell.compile.cache(spec.source, spec.cell, spec.source)
     return name
 
 

@@ -15,7 +15,6 @@ import functools
 import hashlib
 import os
 import sys
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +29,7 @@ from torch.distributed import ProcessGroup
 
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import sentence
-from ddpnb.rank.collective_calls import METHODS, NO_ROOT, Collective, is_match, spelled
-from ddpnb.rank.collective_log import CallState, CollectiveLog, Entry
+from ddpnb.rank.collective_log import METHODS, NO_ROOT, Collective, CollectiveLog, settle_dispute
 
 FILES = "calls-{generation}-"
 CELLS = f"{os.sep}ipykernel_"
@@ -42,15 +40,6 @@ BACKWARD = torch.autograd.backward.__code__.co_filename
 """The file of torch that computes gradients."""
 MAX_FRAMES = 24
 """How far up the stack to look for the user's line."""
-DISPUTE_SECONDS = 1.0
-"""How long a backend may take to accept or refuse a call that differs from another rank's."""
-POLL_SECONDS = 0.001
-SETTLE_SECONDS = 0.05
-"""How long to wait before raising, so that the error also names ranks that come a little later."""
-
-
-class CollectiveMismatchError(RuntimeError):
-    """The ranks of a group make different calls, or one call with tensors that do not match."""
 
 
 @final
@@ -123,9 +112,9 @@ class CollectiveChecker:
             root = _root_of(collective, arguments)
             if root is None:  # not called as torch.distributed does: the kernel compares it
                 return original(group, *arguments, **options)
-            log, number = self._enter(group, collective, arguments, root)
+            make = original, group, *arguments
             with torch_internals.below_autograd():
-                return _carry_out(log, number, original, group, *arguments, **options)
+                return self._compare_and_make(group, collective, arguments, root, *make, **options)
 
         return method
 
@@ -137,18 +126,23 @@ class CollectiveChecker:
         def kernel(keys: Any, *arguments: Any) -> Any:
             group, rest = ProcessGroup.unbox(arguments[num]), arguments[num + 1 :]
             root = NO_ROOT if collective.root is None else rest[collective.root]
-            log, number = self._enter(group, collective, arguments[:num] + rest, root)
-            return _carry_out(log, number, backends_own, keys, *arguments)
+            compared = arguments[:num] + rest
+            make = backends_own, keys, *arguments
+            return self._compare_and_make(group, collective, compared, root, *make)
 
         return kernel
 
-    def _enter(
-        self, group: ProcessGroup, collective: Collective, arguments: Sequence[Any], root: int
-    ) -> tuple[CollectiveLog | None, int]:
-        """Write a call to the group's log, and compare it with the other ranks'.
-
-        Returns:
-            The log, and the call's number; None and 0 if there is no other rank to compare with.
+    def _compare_and_make(
+        self,
+        group: ProcessGroup,
+        collective: Collective,
+        compared: Sequence[Any],
+        root: int,
+        call: Callable[..., Any],
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
+        """Compare a call with the other ranks', make it, and note that the backend accepts it.
 
         Raises:
             CollectiveMismatchError: another rank has made another call.
@@ -156,16 +150,18 @@ class CollectiveChecker:
         known = self._logs.get(id(group))
         log = known[1] if known and known[0]() is group else self._open(group)
         if log is None:
-            return None, 0
+            return call(*arguments, **options)
         line, in_backward = _users_place()
-        number, is_alike = log.write(*collective.text(arguments, root), line, in_backward)
-        if not is_alike:
-            try:
+        number, is_alike = log.write(*collective.text(compared, root), line, in_backward)
+        try:
+            if not is_alike:
                 settle_dispute(log, number)
-            except BaseException:
-                log.take_back()
-                raise
-        return log, number
+            result = call(*arguments, **options)
+        except BaseException:
+            log.take_back()
+            raise
+        log.accept(number)
+        return result
 
     def _open(self, group: ProcessGroup) -> CollectiveLog | None:
         """Return the log of a new group; None if it is of no use, or if there is no room for it."""
@@ -181,57 +177,9 @@ class CollectiveChecker:
             start = FILES.format(generation=self._generation)
             path = self._folder / f"{start}{name}-{self._num_opened[name]}"
             with contextlib.suppress(OSError):
-                log = CollectiveLog.open(path, place=group.rank(), ranks=ranks)
+                log = CollectiveLog(path, place=group.rank(), ranks=ranks)
         self._logs[id(group)] = (weakref.ref(group), log)
         return log
-
-
-def _carry_out(
-    log: CollectiveLog | None, number: int, call: Callable[..., Any], *args: Any, **options: Any
-) -> Any:
-    """Make the call itself, and note whether the backend accepts it."""
-    if log is None:
-        return call(*args, **options)
-    try:
-        result = call(*args, **options)
-    except BaseException:
-        log.take_back()
-        raise
-    log.accept(number)
-    return result
-
-
-def settle_dispute(log: CollectiveLog, number: int) -> None:
-    """Return once the call of this rank may go to the backend.
-
-    A call that differs may be one that the backend is about to refuse.  So only a call that the
-    backend has accepted counts against this one.  Of several ranks in dispute, the first of the
-    group goes to the backend, and the others hold their calls back until the outcome is known.
-
-    Raises:
-        CollectiveMismatchError: the backend has accepted another rank's call.
-    """
-    deadline = time.monotonic() + DISPUTE_SECONDS
-    while True:
-        log.set_disputed(0)  # before others are read: whoever comes later finds this call in force
-        differing = _differing(log, number)
-        if all(each.state is CallState.DISPUTED and each.place > log.place for each in differing):
-            return
-        log.set_disputed(number)
-        is_accepted = any(each.state is CallState.ACCEPTED for each in differing)
-        if is_accepted or time.monotonic() > deadline:
-            break
-        time.sleep(POLL_SECONDS)
-    time.sleep(SETTLE_SECONDS)
-    entries = {each.place: each for each in (*differing, *log.entries(number))}
-    raise CollectiveMismatchError(_described(list(entries.values()), log.ranks))
-
-
-def _differing(log: CollectiveLog, number: int) -> list[Entry]:
-    """Return the other ranks' calls of a number that do not match this rank's."""
-    entries = log.entries(number)
-    (own,) = (each for each in entries if each.place == log.place)
-    return [each for each in entries if not is_match(own.text, each.text)]
 
 
 def is_known(collective: Collective) -> bool:
@@ -259,33 +207,13 @@ def _users_place() -> tuple[int, bool]:
         return 0, False
     if CELLS in frame.f_code.co_filename:
         return frame.f_lineno, False
-    return _nearest_place(sys._getframe(3))
-
-
-def _nearest_place(frame: FrameType | None) -> tuple[int, bool]:
+    nearest: FrameType | None = sys._getframe(3)
     in_backward = False
     for _ in range(MAX_FRAMES):
-        if frame is None:
+        if nearest is None:
             break
-        if CELLS in frame.f_code.co_filename:
-            return frame.f_lineno, in_backward
-        in_backward = in_backward or frame.f_code.co_filename == BACKWARD
-        frame = frame.f_back
+        if CELLS in nearest.f_code.co_filename:
+            return nearest.f_lineno, in_backward
+        in_backward = in_backward or nearest.f_code.co_filename == BACKWARD
+        nearest = nearest.f_back
     return 0, in_backward
-
-
-def _described(entries: Sequence[Entry], ranks: Sequence[int]) -> str:
-    """Return the sentence that says which ranks make which call."""
-    calls: dict[str, list[int]] = {}
-    for entry in sorted(entries, key=lambda entry: ranks[entry.place]):
-        call = spelled(entry.text, ranks, in_backward=entry.in_backward)
-        line = f" (line {entry.line})" if entry.line else ""
-        calls.setdefault(call + line, []).append(ranks[entry.place])
-    parts = [f"{_callers(callers)} {call}" for call, callers in calls.items()]
-    return f"the calls of the ranks do not match: {', but '.join(parts)}"
-
-
-def _callers(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} calls"
-    return f"ranks {','.join(map(str, ranks))} call"

@@ -1,24 +1,29 @@
-"""The last collectives of each rank of a group, in memory that the ranks share (ranks).
+"""Which collectives has each rank of a group called, and do they match?  (ranks)
 
 Each rank has a ring of its last calls in one file that all ranks map, and writes to its own
 ring only.  When two ranks write their call of the same number and then read the other's, at
 least one of them finds the other's: every write and every read holds a lock, which orders
 memory.
-
-A call is WRITTEN first.  It is ACCEPTED when the backend has taken it.  It is DISPUTED while its
-rank holds it back because another rank's call differs.
 """
 
 import mmap
 import os
 import struct
 import threading
+import time
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Final, Self, final
+from typing import Any, Final, Literal, NamedTuple, final
 
+import torch
+from torch import Tensor
+
+NO_ROOT = -1
+NOT_COMPARED = -1
+"""Stands for the size if tensors of different sizes may meet."""
 NUM_KEPT: Final = 64
 """Calls kept for each rank; a rank further behind finds nothing to compare with."""
 TEXT_BYTES: Final = 111
@@ -31,18 +36,133 @@ _ACCEPTED: Final = NUM_KEPT * _ENTRY.size
 _DISPUTED: Final = _ACCEPTED + _NUMBER.size
 """Behind that: the number of the call that is in dispute; 0 if there is none."""
 _RANK_BYTES: Final = _DISPUTED + _NUMBER.size
+DISPUTE_SECONDS = 1.0
+"""How long a backend may take to accept or refuse a call that differs from another rank's."""
+POLL_SECONDS = 0.001
+SETTLE_SECONDS = 0.05
+"""How long to wait before raising, so that the error also names ranks that come a little later."""
 
 
-class CallState(Enum):
-    """How far a call has come."""
-
-    WRITTEN = auto()
-    DISPUTED = auto()
-    ACCEPTED = auto()
+class CollectiveMismatchError(RuntimeError):
+    """The ranks of a group make different calls, or one call with tensors that do not match."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A method of ``ProcessGroup``, and the operation that it calls in torch's dispatcher."""
+
+    name: str
+    """As users call it."""
+    operation: str
+    num_tensors: int
+    """Arguments of the operation before its group."""
+    _: KW_ONLY
+    tensor: int | None = 0
+    """The index of the argument that holds this rank's tensors; None if there are no tensors."""
+    root: int | None = None
+    """The index of the root among the operation's arguments after its group; None without one."""
+    root_is: Literal["from", "to", ""] = ""
+    sizes: Literal["equal", "equal on CPUs", "equal without splits", "free"] = "equal"
+    """NCCL accepts tensors of different sizes in some calls that gloo does not."""
+
+    def text(self, arguments: Sequence[Any], root: int) -> tuple[bytes, int]:
+        """Return the text by which a call is compared, and the text's checksum.
+
+        Args:
+            arguments: of the method, or of the operation without its group.
+            root: the root's number in the group; ``NO_ROOT`` without one.
+        """
+        if self.tensor is None:
+            return _text(self.name, None, root, NOT_COMPARED, ())
+        part = arguments[self.tensor]
+        first = part if isinstance(part, Tensor) else part[0] if part else None
+        if first is None:
+            return _text(self.name, None, root, NOT_COMPARED, ())
+        if self.sizes != "equal" and not self._is_sized(first, arguments):
+            size = NOT_COMPARED
+        elif part is first or len(part) == 1:
+            size = first.numel()
+        else:
+            size = sum(each.numel() for each in part)
+        return _text(self.name, first.dtype, root, size, first.shape)
+
+    def _is_sized(self, tensor: Tensor, arguments: Sequence[Any]) -> bool:
+        if self.sizes == "equal on CPUs":
+            return tensor.device.type == "cpu"
+        return self.sizes == "equal without splits" and not any(arguments[2:4])
+
+
+_ALL_GATHER_SINGLE = Collective("all_gather_single", "_allgather_base_", 2, tensor=1)
+_REDUCE_SCATTER_SINGLE = Collective("reduce_scatter_single", "_reduce_scatter_base_", 2, tensor=1)
+_ALL_TO_ALL_SINGLE = Collective(
+    "all_to_all_single", "alltoall_base_", 2, tensor=1, sizes="equal without splits"
+)
+_ALL_GATHER_COALESCED = Collective(
+    "all_gather_coalesced", "allgather_into_tensor_coalesced_", 2, tensor=1
+)
+_REDUCE_SCATTER_COALESCED = Collective(
+    "reduce_scatter_coalesced", "reduce_scatter_tensor_coalesced_", 2, tensor=1
+)
+
+METHODS = {
+    "allreduce": Collective("all_reduce", "allreduce_", 1),
+    "allreduce_coalesced": Collective("all_reduce_coalesced", "allreduce_coalesced_", 1),
+    "broadcast": Collective("broadcast", "broadcast_", 1, root=0, root_is="from"),
+    "reduce": Collective("reduce", "reduce_", 1, root=1, root_is="to"),
+    "allgather": Collective("all_gather", "allgather_", 2, tensor=1, sizes="equal on CPUs"),
+    "allgather_coalesced": Collective("all_gather_coalesced", "allgather_coalesced_", 2, tensor=1),
+    "all_gather_single": _ALL_GATHER_SINGLE,
+    "_allgather_base": _ALL_GATHER_SINGLE,
+    "all_gather_single_coalesced": _ALL_GATHER_COALESCED,
+    "allgather_into_tensor_coalesced": _ALL_GATHER_COALESCED,
+    "gather": Collective(
+        "gather", "gather_", 2, tensor=1, root=0, root_is="to", sizes="equal on CPUs"
+    ),
+    "scatter": Collective("scatter", "scatter_", 2, root=0, root_is="from", sizes="equal on CPUs"),
+    "reduce_scatter": Collective("reduce_scatter", "reduce_scatter_", 2, sizes="equal on CPUs"),
+    "reduce_scatter_single": _REDUCE_SCATTER_SINGLE,
+    "_reduce_scatter_base": _REDUCE_SCATTER_SINGLE,
+    "reduce_scatter_single_coalesced": _REDUCE_SCATTER_COALESCED,
+    "reduce_scatter_tensor_coalesced": _REDUCE_SCATTER_COALESCED,
+    "alltoall": Collective("all_to_all", "alltoall_", 2, tensor=1, sizes="free"),
+    "all_to_all_single": _ALL_TO_ALL_SINGLE,
+    "alltoall_base": _ALL_TO_ALL_SINGLE,
+    "barrier": Collective("barrier", "barrier", 1, tensor=None),
+    "monitored_barrier": Collective("monitored_barrier", "monitored_barrier_", 1, tensor=None),
+}
+"""By their names in ``ProcessGroup``.  Calls between two ranks are not compared."""
+
+ROOT_WORDS = {each.name: each.root_is for each in METHODS.values()}
+
+
+def is_match(one: bytes, other: bytes) -> bool:
+    """Return whether two ranks' calls may meet: ``[4]`` and ``[2, 2]`` may, as flat memory."""
+    if one == other:
+        return True
+    *alike, size, _ = one.split(b"\t")
+    *other_alike, other_size, _ = other.split(b"\t")
+    not_compared = str(NOT_COMPARED).encode()
+    return alike == other_alike and (size == other_size or not_compared in (size, other_size))
+
+
+def spelled(text: bytes, ranks: Sequence[int], *, in_backward: bool = False) -> str:
+    """Return a call in words: ``"broadcast from rank 0 with Float [3]"``.
+
+    Args:
+        text: what ``Collective.text`` returned.
+        ranks: the group's, as the default group numbers them.
+        in_backward: whether DDP's backward pass calls it.
+    """
+    name, kind, root, _, shape = text.decode().split("\t")
+    words = [f"{name} of DDP's backward" if in_backward else name]
+    if int(root) != NO_ROOT:
+        words.append(f"{ROOT_WORDS[name]} rank {ranks[int(root)]}")
+    if kind:
+        words.append(f"with {kind} {shape}")
+    return " ".join(words)
+
+
+class Entry(NamedTuple):
     """What one rank has written about one call."""
 
     place: int
@@ -52,7 +172,10 @@ class Entry:
     line: int
     """The line of the user's cell that made the call; 0 if it is not known."""
     in_backward: bool
-    state: CallState
+    is_accepted: bool
+    """Whether the backend has taken it."""
+    is_disputed: bool
+    """Whether its rank holds it back because another rank's call differs."""
 
 
 @final
@@ -60,43 +183,31 @@ class CollectiveLog:
     """The calls of one group.
 
     Args:
-        shared: the mapped file.
+        path: the group's file; the first rank to come makes it.
         place: this rank's number in the group.
         ranks: the group's ranks, as the default group numbers them.
+
+    Raises:
+        OSError: there is no room for the file.
     """
 
-    def __init__(self, shared: mmap.mmap, *, place: int, ranks: Sequence[int]) -> None:
+    def __init__(self, path: Path, *, place: int, ranks: Sequence[int]) -> None:
         self.place = place
         self.ranks = tuple(ranks)
-        self._shared = shared
         self._own = place * _RANK_BYTES
         self._others = [n * _RANK_BYTES for n in range(len(ranks)) if n != place]
         self._num_calls = 0
         self._lock = threading.Lock()
-
-    @classmethod
-    def open(cls, path: Path, *, place: int, ranks: Sequence[int]) -> Self:
-        """Map the group's file; the first rank to come makes it.
-
-        Raises:
-            OSError: there is no room for it.
-        """
         size = len(ranks) * _RANK_BYTES
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size)  # else a full disk would end the process
-            return cls(mmap.mmap(descriptor, size), place=place, ranks=ranks)
+            self._shared = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
 
     def write(self, text: bytes, checksum: int, line: int, in_backward: bool) -> tuple[int, bool]:
-        """Write this rank's next call.
-
-        Args:
-            text: what is compared, up to ``TEXT_BYTES``.
-            checksum: of the text, 32 bits.
-            line: the line of the user's cell that makes the call; 0 if it is not known.
-            in_backward: whether DDP's backward pass makes the call.
+        """Write this rank's next call: an ``Entry``'s fields, and the text's checksum (32 bits).
 
         Returns:
             The call's number, and whether no other rank has written another call under it.
@@ -135,27 +246,77 @@ class CollectiveLog:
         """Return the calls of a number that have been written."""
         found = []
         for place in range(len(self.ranks)):
-            state = self._state(place, number)  # before the entry, which may be replaced until then
-            start = place * _RANK_BYTES + number % NUM_KEPT * _ENTRY.size
+            first = place * _RANK_BYTES
+            with self._lock:  # the state before the call, which may be replaced until then
+                (accepted,) = _NUMBER.unpack_from(self._shared, first + _ACCEPTED)
+                (disputed,) = _NUMBER.unpack_from(self._shared, first + _DISPUTED)
+            start = first + number % NUM_KEPT * _ENTRY.size
             with self._lock:
                 text, in_backward, line, _, written = _ENTRY.unpack_from(self._shared, start)
             if written == number:
-                found.append(
-                    Entry(
-                        place=place,
-                        text=text.rstrip(b"\0"),
-                        line=line,
-                        in_backward=in_backward,
-                        state=state,
-                    )
-                )
+                state = accepted >= number, disputed == number
+                found.append(Entry(place, text.rstrip(b"\0"), line, in_backward, *state))
         return found
 
-    def _state(self, place: int, number: int) -> CallState:
-        start = place * _RANK_BYTES
-        with self._lock:
-            (accepted,) = _NUMBER.unpack_from(self._shared, start + _ACCEPTED)
-            (disputed,) = _NUMBER.unpack_from(self._shared, start + _DISPUTED)
-        if accepted >= number:
-            return CallState.ACCEPTED
-        return CallState.DISPUTED if disputed == number else CallState.WRITTEN
+
+def settle_dispute(log: CollectiveLog, number: int) -> None:
+    """Return once the call of this rank may go to the backend.
+
+    A call that differs may be one that the backend is about to refuse.  So only a call that the
+    backend has accepted counts against this one.  Of several ranks in dispute, the first of the
+    group goes to the backend, and the others hold their calls back until the outcome is known.
+
+    Raises:
+        CollectiveMismatchError: the backend has accepted another rank's call.
+    """
+    deadline = time.monotonic() + DISPUTE_SECONDS
+    while True:
+        log.set_disputed(0)  # before others are read: whoever comes later finds this call in force
+        differing = _differing(log, number)
+        if all(each.is_disputed and each.place > log.place for each in differing):
+            return
+        log.set_disputed(number)
+        is_accepted = any(each.is_accepted for each in differing)
+        if is_accepted or time.monotonic() > deadline:
+            break
+        time.sleep(POLL_SECONDS)
+    time.sleep(SETTLE_SECONDS)
+    entries = {each.place: each for each in (*differing, *log.entries(number))}
+    raise CollectiveMismatchError(_described(list(entries.values()), log.ranks))
+
+
+def _differing(log: CollectiveLog, number: int) -> list[Entry]:
+    """Return the other ranks' calls of a number that do not match this rank's."""
+    entries = log.entries(number)
+    (own,) = (each for each in entries if each.place == log.place)
+    return [each for each in entries if not is_match(own.text, each.text)]
+
+
+@lru_cache(maxsize=1024)
+def _text(
+    name: str, dtype: torch.dtype | None, root: int, size: int, shape: tuple[int, ...]
+) -> tuple[bytes, int]:
+    kind = "" if dtype is None else _kind(dtype)
+    text = f"{name}\t{kind}\t{root}\t{size}\t{list(shape)}".encode()[:TEXT_BYTES]
+    return text, zlib.crc32(text)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Return a type's name as torch's errors spell it: ``"Float"``."""
+    return torch.empty(0, dtype=dtype).type().split(".")[-1].removesuffix("Tensor")
+
+
+def _described(entries: Sequence[Entry], ranks: Sequence[int]) -> str:
+    """Return the sentence that says which ranks make which call."""
+    calls: dict[str, list[int]] = {}
+    for entry in sorted(entries, key=lambda entry: ranks[entry.place]):
+        call = spelled(entry.text, ranks, in_backward=entry.in_backward)
+        line = f" (line {entry.line})" if entry.line else ""
+        calls.setdefault(call + line, []).append(ranks[entry.place])
+    parts = [
+        f"rank {callers[0]} calls {call}"
+        if len(callers) == 1
+        else f"ranks {','.join(map(str, callers))} call {call}"
+        for call, callers in calls.items()
+    ]
+    return f"the calls of the ranks do not match: {', but '.join(parts)}"

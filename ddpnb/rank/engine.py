@@ -22,52 +22,29 @@ from ddpnb.compat.python_internals import leaves_loops, outside_of_loop
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.process_group import Group
-from ddpnb.rank.random_state import seed_from_entropy
+from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.status import rank_status, users_stack
 
 Handler = Callable[[], object]
 
 
-class ControlThread(threading.Thread):
-    """Carries out the kernel's commands, one at a time.
+def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, Handler]) -> None:
+    """Carry out the kernel's commands, one at a time, and send back what the handlers return.
 
-    Args:
-        rank: this rank, named in every answer.
-        pipe: the pipe to the fork server; its end is the end of this process.
-        handlers: what to call for each command; the value returned is sent back.
+    The end of ``pipe``, which leads to the fork server, is the end of this process.
     """
-
-    def __init__(
-        self, rank: int, pipe: Connection, handlers: Mapping[RankCommand, Handler]
-    ) -> None:
-        super().__init__(name="ddpnb-control", daemon=True)
-        self.rank = rank
-        self.pipe = pipe
-        self.handlers = handlers
-
-    def run(self) -> None:
-        """Carry out commands until the fork server is gone, then end the process."""
-        while True:
-            try:
-                message: dict[str, Any] = json.loads(self.pipe.recv_bytes())
-            except (EOFError, OSError):
-                os.kill(os.getpid(), signal.SIGKILL)
-            self.answer(RankCommand(message["command"]), message["id"])
-
-    def answer(self, command: RankCommand, command_id: int) -> None:
-        """Carry out one command and send its result back."""
+    while True:
+        try:
+            message: dict[str, Any] = json.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            os.kill(os.getpid(), signal.SIGKILL)
         value: object = None
         try:
-            value = self.handlers[command]()
+            value = handlers[RankCommand(message["command"])]()
         except Exception:  # noqa: BLE001  the edge of the thread, which must live on: to the log
             traceback.print_exc()
-        message = {
-            "event": ForkServerEvent.ANSWER,
-            "rank": self.rank,
-            "id": command_id,
-            "value": value,
-        }
-        self.pipe.send_bytes(json.dumps(message).encode())
+        answer = {"event": ForkServerEvent.ANSWER, "rank": rank, "id": message["id"]}
+        pipe.send_bytes(json.dumps(answer | {"value": value}).encode())
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hints
@@ -92,14 +69,10 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
             device=self.group.device,
         )
 
-    def rank_status(self) -> dict[str, Any]:
-        """Return where this rank stands, as a ``RankStatus`` in a dict."""
-        shell = None if self.kernel is None else self.kernel.shell
-        return asdict(rank_status(self.group, shell))
-
-    def stack(self) -> list[str]:
-        """Return the main thread's stack, from the user's first frame on."""
-        return users_stack(None if self.kernel is None else self.kernel.shell)
+    @property
+    def shell(self) -> Any:
+        """This rank's IPython; None while the engine starts."""
+        return None if self.kernel is None else self.kernel.shell
 
 
 def keep_signals() -> None:
@@ -147,32 +120,12 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     log = os.fdopen(os.dup(2), "w")
     faulthandler.enable(log, all_threads=False)  # a crash writes its stack to the log
     torch.set_num_threads(settings["num_threads"])
-    seed_from_entropy()
-    group = group_of(settings, folder)
-    engine = RankEngine.instance(group=group)
-    handlers = {
-        RankCommand.ABORT: group.abort,
-        RankCommand.STATUS: engine.rank_status,
-        RankCommand.STACK: engine.stack,
-        RankCommand.STOP: engine.stop_wanted.set,
-    }
-    ControlThread(group.rank, pipe, handlers).start()
-    if settings["generation"] is None:  # the others train: a group is formed when they are done
-        group.announce()
-    else:
-        group.join(settings["generation"])
-    engine.initialize(settings["engine_arguments"])
-    os.chdir(settings["cells_folder"])
-    engine.start()
-
-
-def group_of(settings: Mapping[str, Any], folder: Path) -> Group:
-    """Return this rank's group, not yet joined; its rank is in torchrun's environment variables."""
+    seed_everything(None)
     device = torch.device(settings["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return Group(
-        rank=int(os.environ["RANK"]),
+    group = Group(
+        rank=int(os.environ["RANK"]),  # and below: as torchrun sets them
         local_rank=int(os.environ["LOCAL_RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         backend=settings["backend"],
@@ -180,3 +133,23 @@ def group_of(settings: Mapping[str, Any], folder: Path) -> Group:
         shares_device=settings["shares_device"],
         folder=folder,
     )
+    engine = RankEngine.instance(group=group)
+    handlers = {
+        RankCommand.ABORT: group.abort,
+        RankCommand.STATUS: lambda: asdict(rank_status(group, engine.shell)),
+        RankCommand.STACK: lambda: users_stack(engine.shell),
+        RankCommand.STOP: engine.stop_wanted.set,
+    }
+    threading.Thread(
+        target=serve_commands,
+        args=(group.rank, pipe, handlers),
+        name="ddpnb-control",
+        daemon=True,
+    ).start()
+    if settings["generation"] is None:  # the others train: a group is formed when they are done
+        group.announce()
+    else:
+        group.join(settings["generation"])
+    engine.initialize(settings["engine_arguments"])
+    os.chdir(settings["cells_folder"])
+    engine.start()

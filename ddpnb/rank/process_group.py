@@ -1,4 +1,4 @@
-"""The process group of this rank: joined, left and aborted (ranks)."""
+"""The process group of this rank: joined, left and aborted; what still holds an old one (ranks)."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -14,12 +14,13 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ddpnb.compat import torch_internals
-from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.messages import RankState, StaleVariable
 from ddpnb.protocol.processes import atomic_write
-from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.collective_checks import CollectiveChecker
+from ddpnb.rank.comm.rendezvous import CancellationToken, host_processes
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """How long the ranks wait for each other when they form a group."""
@@ -37,14 +38,29 @@ NCCL_SETTINGS = {
 }
 """Without these, NCCL's watchdog ends the process when a group is aborted or waits ten minutes."""
 
+KINDS = (
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "ZeroRedundancyOptimizer",
+    "DeviceMesh",
+    "ProcessGroup",
+)
+"""Classes of torch that keep the group they were made with.
+
+They are compared by name, because importing them all takes a second.
+"""
+
+MAX_ITEMS = 1000
+"""A larger container holds data, not models."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Group:
     """This rank's membership in the default process group of ``torch.distributed``.
 
-    The ranks of one host meet in a ``FileStore`` inside the private run folder.  It needs no port
-    and outlives any single rank.  Each new group has a generation and a file of its own, so that no
-    key of a dead group is ever read.
+    The ranks of one host meet in a ``FileStore`` inside the private run folder.  Each new group has
+    a generation and a file of its own, so that no key of a dead group is ever read.
     """
 
     rank: int
@@ -117,31 +133,24 @@ class Group:
         """Write this process's pid where the other ranks of this host find it."""
         atomic_write(self.folder / f"rank-{self.rank}.pid", str(os.getpid()).encode())
 
-    def peers(self) -> list[psutil.Process]:
-        """Return the living processes of the other ranks on this host."""
-        found = []
-        for path in self.folder.glob("rank-*.pid"):
-            with contextlib.suppress(psutil.NoSuchProcess, ValueError):
-                if (pid := int(path.read_text())) != os.getpid():
-                    found.append(psutil.Process(pid))
-        return found
-
     def abort(self) -> int:
         """Free this rank from every wait for another rank; return how many waits were ended.
 
         Called from another thread than the one that waits.  Gloo offers no way to end a wait, so
         this shuts down the TCP connections between this process and its peers, whichever group
-        opened them.  The waiting call then raises ``RuntimeError``.  NCCL's communicators are
-        aborted first, before their sockets are shut down too.  Waits that are not the group's hold
-        its ``cancellation``.  Afterwards the group is dead, and ``join`` forms the next one.
+        opened them; the waiting call then raises ``RuntimeError``.  NCCL's communicators are
+        aborted before.  Afterwards the group is dead, and ``join`` forms the next one.
         """
         if self.can_abort and dist.is_initialized() and not abort_groups(ABORT_SECONDS):
             print(f"{self.backend} did not abort in {ABORT_SECONDS:g} s.", file=sys.stderr)
         num_aborted = self.cancellation.abort()
         peers_ends = set()
-        for peer in self.peers():
-            with contextlib.suppress(psutil.Error):
-                peers_ends |= {(c.laddr, c.raddr) for c in peer.net_connections("tcp") if c.raddr}
+        for rank, process in host_processes(self.folder):
+            if rank != self.rank and process is not None:
+                with contextlib.suppress(psutil.Error):
+                    peer = psutil.Process(process[0])
+                    sockets = peer.net_connections("tcp")
+                    peers_ends |= {(each.laddr, each.raddr) for each in sockets if each.raddr}
         for own in psutil.Process().net_connections("tcp"):
             if own.raddr and (own.raddr, own.laddr) in peers_ends:
                 num_aborted += shut_down(own.fd)
@@ -200,3 +209,36 @@ def shut_down(descriptor: int) -> bool:
     except OSError:  # closed meanwhile, or not connected: nothing waits there
         return False
     return True
+
+
+def stale_variables(namespace: Mapping[str, object]) -> list[StaleVariable]:
+    """Return the variables that hold a group, directly or one level down; in a module at any."""
+    found: list[StaleVariable] = []
+    for name, value in namespace.items():
+        if name.startswith("_") or name in ("In", "Out"):  # IPython's history
+            continue
+        for path, item in held_by(name, value):
+            is_part = any(path.startswith(f"{stale.name}.") for stale in found)
+            if not is_part and (kind := kind_of(item)):
+                found.append(StaleVariable(path, kind))
+    return found
+
+
+def kind_of(value: object) -> str:
+    """Return which of ``KINDS`` a value is; empty if it is none of them."""
+    names = {c.__name__ for c in type(value).__mro__ if c.__module__.startswith("torch")}
+    return next((kind for kind in KINDS if kind in names), "")
+
+
+def held_by(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield a value and what it holds, each with the expression that leads to it."""
+    if isinstance(value, nn.Module):
+        yield from value.named_modules(prefix=name)
+        return
+    yield name, value
+    if isinstance(value, dict | list | tuple):
+        if len(value) <= MAX_ITEMS:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}[{key!r}]", item) for key, item in pairs)
+    elif type(value).__module__ == "__main__":
+        yield from ((f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items())

@@ -10,19 +10,16 @@ import numpy as np
 import torch
 
 
-def seed_everything(seed: int) -> None:
-    """Seed all global random numbers, those of GPUs too."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def seed_from_entropy() -> None:
-    """Seed all global random numbers differently in each process, those of GPUs too.
+def seed_everything(seed: int | None) -> None:
+    """Seed all global random numbers, those of GPUs too; None: differently in each process.
 
     A forked process begins with its parent's random state, as do all its siblings.
     """
-    random.seed()
+    random.seed(seed)
+    if seed is not None:
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        return
     torch.seed()
     if "numpy.random" in sys.modules:  # else numpy seeds itself when it is imported
         np.random.seed()

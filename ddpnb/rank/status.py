@@ -20,11 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.messages import RankStatus
+from ddpnb.rank.collective_checks import BACKWARD
 from ddpnb.rank.process_group import Group
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}
@@ -34,20 +34,13 @@ DISTRIBUTED = inspect.unwrap(dist.all_reduce).__code__.co_filename
 """The file of torch with the calls in which several ranks take part."""
 SHARED_ALL_REDUCE = os.path.join("ddpnb", "rank", "comm", "shared_all_reduce.py")
 TRAINING = os.path.join("ddpnb", "rank", "training", "loop.py")
-BACKWARD = torch.autograd.backward.__code__.co_filename
-"""The file of torch that computes gradients."""
 
 POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 """Calls between two ranks, each with the argument that names the other."""
 
 
 def rank_status(group: Group, shell: Any) -> RankStatus:
-    """Return what this rank is doing; costs nothing until it is called.
-
-    Args:
-        group: this rank's process group.
-        shell: the engine's IPython; None while the engine starts.
-    """
+    """Return what this rank is doing; ``shell`` is None while the engine starts."""
     frames = list(main_thread_frames())
     call, peer = distributed_call(frames)
     may_wait = call or sleeps_on_lock()
@@ -61,7 +54,7 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
         cell=cell,
         line=line,
         call=call,
-        in_backward=bool(call) and any(map(is_backward, frames)),
+        in_backward=bool(call) and any(each.f_code.co_filename == BACKWARD for each in frames),
         tensor=pending.tensor if call and pending else "",
         peer=peer,
         num_collectives=num_collectives(),
@@ -111,11 +104,6 @@ def is_users(frame: FrameType, shell: Any) -> bool:
 def is_training(frame: FrameType) -> bool:
     """Return whether a frame trains or checks a comparison's run."""
     return frame.f_code.co_filename.endswith(TRAINING)
-
-
-def is_backward(frame: FrameType) -> bool:
-    """Return whether a frame is torch's ``backward``."""
-    return frame.f_code.co_filename.endswith(BACKWARD)
 
 
 def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
 from ddpnb.rank import process_group as group_module
-from ddpnb.rank.cells import aborted
-from ddpnb.rank.failures import is_consequence
+from ddpnb.rank.cells import aborted, is_consequence
 from ddpnb.rank.process_group import Group, abort_groups, ends_in_time
 
 ABORTED = "NCCL communicator was aborted on rank"
@@ -165,7 +164,9 @@ def test_an_abort_that_hangs_holds_up_nothing(groups, tmp_path, monkeypatch, cap
     assert time.monotonic() - began < 10
 
     group = member(0, tmp_path)
-    monkeypatch.setattr(Group, "peers", lambda self: groups.append("sockets") or [])
+    monkeypatch.setattr(
+        group_module, "host_processes", lambda folder: groups.append("sockets") or []
+    )
     assert group.abort() == 0
     assert groups == ["abort"] * 4 + ["sockets"]  # the abort first, while its sockets stand
     assert group.cancellation.is_aborted

@@ -65,11 +65,12 @@ STUCK = {
     "one batch fewer, summed in shared memory": (
         "from ddpnb.rank.calls import this_engine\n"
         "from ddpnb.rank.strategies import ddp_shm\n"
+        "from ddpnb.rank.comm.rendezvous import WorkerConfig; "
         "from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce\n"
         "from ddpnb.rank.strategies.base import NullTimer\n"
         "group = this_engine().group\n"
-        "shared = SharedAllReduce.open(group.folder, 'stuck', rank=rank, num_ranks=world_size,\n"
-        "                        timeout_seconds=60, cancellation=group.cancellation)\n"
+        "shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='stuck', rank=rank,\n"
+        "  world_size=world_size, timeout_seconds=60, cancellation=group.cancellation))\n"
         "net = DDP(torch.nn.Linear(3, 2))\n"
         "net.register_comm_hook((shared, NullTimer()), ddp_shm._all_reduce_bucket)\n"
         "for batch in range(4 if rank else 3):\n    net(torch.ones(1, 3)).sum().backward()",
@@ -77,10 +78,11 @@ STUCK = {
     ),
     "a sum in shared memory that rank 0 does not call": (
         "from ddpnb.rank.calls import this_engine\n"
+        "from ddpnb.rank.comm.rendezvous import WorkerConfig; "
         "from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce\n"
         "group = this_engine().group\n"
-        "shared = SharedAllReduce.open(group.folder, 'stuck', rank=rank, num_ranks=world_size,\n"
-        "                        timeout_seconds=60, cancellation=group.cancellation)\n"
+        "shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='stuck', rank=rank,\n"
+        "  world_size=world_size, timeout_seconds=60, cancellation=group.cancellation))\n"
         "if rank: shared.all_reduce(x)",
         r"<but 0 wait> in all_reduce \(line 6\).*rank 0 finished the cell without calling it",
     ),

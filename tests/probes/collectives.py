@@ -4,8 +4,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from ddpnb.compat import torch_internals
-from ddpnb.rank.collective_calls import METHODS
 from ddpnb.rank.collective_checks import CollectiveChecker
+from ddpnb.rank.collective_log import METHODS
 
 
 def missing_features_without_gather(pipe: Connection) -> None:

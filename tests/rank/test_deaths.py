@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.comm.messages import RankLostError, RunOverError
-from ddpnb.rank.comm.rendezvous import announce_failure
+from ddpnb.rank.comm.rendezvous import RankLostError, RunOverError, announce_failure
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from tests.rank.fit import Problem, by_strategy, distance, drive
@@ -198,7 +197,7 @@ def come_late(state, folder):
 
 
 def fail_early(state, folder, problem):
-    with announce_failure("early", state.rank, folder):
+    with announce_failure("early", state.rank):
         if state.rank == 1:
             raise ZeroDivisionError
         return fit_async(state, folder, problem, name="early")

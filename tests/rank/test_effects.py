@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpnb.rank.comm.packed_tensors import pack
+from ddpnb.rank.comm.flat_buffers import pack
 from ddpnb.rank.comm.parameter_store import ParameterStore
 from ddpnb.rank.strategies import make_strategy
 from tests.rank.fit import Problem, drive

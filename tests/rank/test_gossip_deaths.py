@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 
-from ddpnb.rank.comm.messages import RankLostError, RunOverError
-from ddpnb.rank.comm.shared_weights import SharedWeights
+from ddpnb.rank.comm.rendezvous import RankLostError, RunOverError
+from ddpnb.rank.comm.work_queue import SharedWeights
 from tests.rank.fit import Problem, distance
 from tests.rank.test_deaths import (
     LONG,

@@ -12,9 +12,8 @@ from torch import nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.messages import RankLostError
 from ddpnb.rank.comm.parameter_store import ParameterAccess
+from ddpnb.rank.comm.rendezvous import CancellationToken, RankLostError, WorkerConfig
 from ddpnb.rank.comm.work_queue import WorkQueue
 from ddpnb.rank.strategies.hogwild import Hogwild
 from tests.rank.fit import Fit, Problem, distance, drive, optimum
@@ -156,19 +155,19 @@ def test_another_transport_is_refused_before_anything_trains(transport):
 
 
 def test_the_queue_hands_out_each_shard_once_and_knows_the_lost(tmp_path):
-    path = tmp_path / "queue"
-    WorkQueue.create(path, world_size=2, num_shards=3)
-    one, other = (
-        WorkQueue(
-            path,
+    configs = [
+        WorkerConfig(
             rank=rank,
             world_size=2,
-            num_shards=3,
+            folder=tmp_path,
+            name="test",
             timeout_seconds=1,
             cancellation=CancellationToken(),
         )
         for rank in range(2)
-    )
+    ]
+    WorkQueue.create(configs[0], num_shards=3)
+    one, other = (WorkQueue(config, num_shards=3) for config in configs)
     assert [one.take_shard(), other.take_shard(), one.take_shard(), other.take_shard()] == [
         0,
         1,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.cells import is_consequence
+from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
 from ddpnb.rank.comm.shared_all_reduce import CHUNK_BYTES, SharedAllReduce
-from ddpnb.rank.failures import is_consequence
 from ddpnb.rank.strategies import ddp_shm
 from tests.rank.fit import Problem, by_hand, by_strategy, distance
 from tests.rank.test_ddp import timed_job
@@ -22,14 +22,15 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
 def opened(state, folder: Path, timeout_seconds: float = 30.0) -> SharedAllReduce:
-    return SharedAllReduce.open(
-        folder,
-        "test",
+    config = WorkerConfig(
         rank=state.rank,
-        num_ranks=state.world_size,
+        world_size=state.world_size,
+        folder=folder,
+        name="test",
         timeout_seconds=timeout_seconds,
         cancellation=CancellationToken(),
     )
+    return SharedAllReduce(config)
 
 
 def whole_numbers(rank: int, number: int, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -6,10 +6,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.messages import RankLostError
-from ddpnb.rank.comm.packed_tensors import create_shared_file, map_copies, packed_num_bytes
-from ddpnb.rank.comm.shared_weights import SharedWeights
+from ddpnb.rank.comm.flat_buffers import create_shared_file, map_copies, packed_num_bytes
+from ddpnb.rank.comm.rendezvous import CancellationToken, RankLostError, WorkerConfig
+from ddpnb.rank.comm.work_queue import SharedWeights
 from ddpnb.rank.strategies.gossip import choose_peer
 
 LIKE = [torch.empty(400, 500), torch.empty(2, dtype=torch.float64)]
@@ -18,7 +17,15 @@ LIKE = [torch.empty(400, 500), torch.empty(2, dtype=torch.float64)]
 def weights_in(folder: Path, num_copies: int, timeout_seconds: float = 60.0, cancellation=None):
     path = folder / "weights"
     copies = map_copies(path, LIKE, num_copies)
-    return SharedWeights(path, copies, timeout_seconds, cancellation or CancellationToken()), copies
+    config = WorkerConfig(
+        rank=0,
+        world_size=num_copies,
+        folder=folder,
+        name="test",
+        timeout_seconds=timeout_seconds,
+        cancellation=cancellation or CancellationToken(),
+    )
+    return SharedWeights(path, copies, config), copies
 
 
 def some_weights(rank: int) -> list[torch.Tensor]:

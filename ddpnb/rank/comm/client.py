@@ -7,35 +7,44 @@ from typing import final
 
 from torch import nn
 
-from ddpnb.rank.comm.gloo_transport import GlooServerTransport, connect_gloo
-from ddpnb.rank.comm.messages import (
-    NO_RANK,
-    PeerGoneError,
-    RankLostError,
+from ddpnb.rank.comm.flat_buffers import PackedTensors, pack
+from ddpnb.rank.comm.network_transports import (
+    RpcClientTransport,
+    connect_gloo,
+    serve_gloo,
+    serve_rpc,
+)
+from ddpnb.rank.comm.parameter_server import (
+    SERVER_RANK,
+    Gradients,
+    ParameterServer,
     Reply,
     RequestKind,
-    RunOverError,
     WorkerRequest,
 )
-from ddpnb.rank.comm.packed_tensors import PackedTensors, SharedMemory, pack
-from ddpnb.rank.comm.parameter_server import SERVER_RANK, ParameterServer
-from ddpnb.rank.comm.rendezvous import Rendezvous, host_id
-from ddpnb.rank.comm.rpc_transport import RpcClientTransport, RpcServerTransport
-from ddpnb.rank.comm.shm_transport import ShmServerTransport, connect_shm
+from ddpnb.rank.comm.rendezvous import (
+    NO_RANK,
+    RankLostError,
+    Rendezvous,
+    RunOverError,
+    WorkerConfig,
+    host_id,
+)
 from ddpnb.rank.comm.transport import (
     ClientTransport,
     DirectTransport,
-    Gradients,
-    ServerTransport,
-    WorkerConfig,
+    Drain,
+    PeerGoneError,
+    SharedMemory,
+    connect_shm,
+    serve_shm,
 )
 
-ServerFactory = Callable[[Callable[[], int], Sequence[PackedTensors]], ParameterServer]
-"""Makes the server from ``Rendezvous.find_failed_rank`` and memory for the parameters: one copy
-for each worker."""
+ServerFactory = Callable[[Sequence[PackedTensors]], ParameterServer]
+"""Makes the server from memory for the parameters: one copy for each worker."""
 
 _TRANSPORT = "transport"
-_CONNECT: dict[str, Callable[[WorkerConfig], ClientTransport]] = {
+_CONNECT: dict[str, Callable[[WorkerConfig, ExitStack], ClientTransport]] = {
     "shm": connect_shm,
     "gloo": connect_gloo,
     "rpc": RpcClientTransport,
@@ -50,14 +59,19 @@ class ParameterClient:
     where the run is over.  ``close`` before ``finish`` ends the run for all.
 
     Args:
-        transport: to the server; closed with this.
-        parameters: the trained parameters, on this worker's device.
+        transport: to the server.
+        parameters: the trained parameters, on this worker's device.  On a CPU they then lie where
+            the server writes them; to other devices they are copied.
     """
 
     def __init__(self, transport: ClientTransport, parameters: Sequence[nn.Parameter]) -> None:
         self._transport = transport
         self._parameters = parameters
-        self._receiver = ParameterReceiver(parameters, transport.copies)
+        in_place = [p.device.type == "cpu" and p.is_contiguous() for p in parameters]
+        self._in_place = [n for n, is_so in enumerate(in_place) if is_so]
+        self._copied = [n for n, is_so in enumerate(in_place) if not is_so]
+        self._current: int | None = None
+        """Number of the copy that the parameters in place lie in."""
         self._is_over = False
 
     def begin(self) -> Reply:
@@ -80,13 +94,15 @@ class ParameterClient:
         self.close()
 
     def close(self) -> None:
-        """Report a failure unless this worker has finished, and disconnect."""
+        """Report a failure unless this worker has finished; may be called twice."""
         if not self._is_over:
             self._is_over = True
             with contextlib.suppress(PeerGoneError):
                 self._transport.call(WorkerRequest(RequestKind.LEAVE))
-        self._receiver.detach()
-        self._transport.close()
+        if self._current is not None:  # the parameters need memory of their own again
+            self._current = None
+            for n in self._in_place:
+                self._parameters[n].data = self._parameters[n].data.clone()
 
     def _call(self, request: WorkerRequest, gradients: Gradients = ()) -> Reply:
         try:
@@ -97,74 +113,41 @@ class ParameterClient:
         if reply.lost_rank != NO_RANK:
             self._is_over = True
             raise RankLostError(reply.lost_rank)
-        self._receiver.receive(reply.copy)
+        self._train_on(reply.copy)
         return reply
 
-
-class ParameterReceiver:
-    """Brings the server's parameters into the model: on a CPU in place, else by a copy.
-
-    Args:
-        parameters: the trained parameters, on this worker's device.
-        copies: where the server writes them.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], copies: Sequence[PackedTensors]) -> None:
-        self._copies = copies
-        numbered = list(enumerate(parameters))
-        self._in_place = [(n, p) for n, p in numbered if _can_be_in_place(p)]
-        self._copied = [(n, p) for n, p in numbered if not _can_be_in_place(p)]
-        self._current: int | None = None
-        """Number of the copy that the parameters in place lie in."""
-
-    def receive(self, number: int) -> None:
-        """Train on this copy from now on."""
-        tensors = self._copies[number].tensors
+    def _train_on(self, number: int) -> None:
+        """Bring a copy of the parameters into the model."""
+        tensors = self._transport.copies[number].tensors
         if number != self._current:
             self._current = number
-            for n, parameter in self._in_place:
-                parameter.data = tensors[n]
-        for n, parameter in self._copied:
-            parameter.data.copy_(tensors[n])
-
-    def detach(self) -> None:
-        """Give the parameters memory of their own; may be called twice."""
-        if self._current is not None:
-            self._current = None
-            for _, parameter in self._in_place:
-                parameter.data = parameter.data.clone()
+            for n in self._in_place:
+                self._parameters[n].data = tensors[n]
+        for n in self._copied:
+            self._parameters[n].data.copy_(tensors[n])
 
 
 def start_server(
     config: WorkerConfig, make_server: ServerFactory, opened: ExitStack
-) -> tuple[ParameterServer, ServerTransport, ParameterClient]:
-    """Start the server on rank 0 and connect this rank's own worker to it.
-
-    Args:
-        config: of rank 0.
-        make_server: makes the server.
-        opened: closes what is opened here.
-    """
-    rendezvous = config.rendezvous()
+) -> tuple[ParameterServer, Drain, ParameterClient]:
+    """Start the server on rank 0 and connect its own worker; ``opened`` closes what is opened."""
+    rendezvous = Rendezvous(config)
     opened.callback(rendezvous.delete, _TRANSPORT, *map(_host_key, config.other_ranks))
     name = _choose_transport(config, rendezvous) if config.transport == "auto" else config.transport
-    transport: ServerTransport
     if name == "shm":
-        path = config.folder / f"{config.name}.m"
-        memory = SharedMemory.create(path, config.parameters, config.world_size)
+        memory = SharedMemory.create(config.path("m"), config.parameters, config.world_size)
         opened.enter_context(closing(memory))
-        server = make_server(rendezvous.find_failed_rank, memory.copies)
-        transport = ShmServerTransport(server, memory, config)
+        server = make_server(memory.copies)
+        drain = serve_shm(server, memory, config, opened)
         rendezvous.set(_TRANSPORT, name)
     else:
-        copies = [pack(config.parameters) for _ in range(config.world_size)]
-        server = make_server(rendezvous.find_failed_rank, copies)
+        server = make_server([pack(config.parameters) for _ in range(config.world_size)])
         rendezvous.set(_TRANSPORT, name)  # first, as every rank takes part in what follows
-        made = GlooServerTransport if name == "gloo" else RpcServerTransport
-        transport = made(server, config)
-    opened.enter_context(closing(transport))
+        serve = serve_gloo if name == "gloo" else serve_rpc
+        drain = serve(server, config, opened)
+    server.find_failed_rank = rendezvous.find_failed_rank
     opened.enter_context(config.cancellation.held(lambda: server.fail(SERVER_RANK)))
-    return server, transport, _client(DirectTransport(server), config, opened)
+    return server, drain, _client(DirectTransport(server), config, opened)
 
 
 def connect(config: WorkerConfig, opened: ExitStack) -> ParameterClient:
@@ -173,12 +156,12 @@ def connect(config: WorkerConfig, opened: ExitStack) -> ParameterClient:
     Raises:
         RankLostError: there is no server.
     """
-    rendezvous = config.rendezvous()
+    rendezvous = Rendezvous(config)
     if config.transport == "auto":
         rendezvous.set(_host_key(config.rank), host_id(config.folder))
     name = rendezvous.get(_TRANSPORT, from_rank=SERVER_RANK)
     try:
-        return _client(_CONNECT[name](config), config, opened)
+        return _client(_CONNECT[name](config, opened), config, opened)
     except RunOverError as error:
         raise RankLostError(SERVER_RANK) from error
 
@@ -189,7 +172,7 @@ def join(config: WorkerConfig, opened: ExitStack) -> ParameterClient:
     Raises:
         RunOverError: the run has ended.
     """
-    return _client(connect_shm(config), config, opened)
+    return _client(connect_shm(config, opened), config, opened)
 
 
 def _client(transport: ClientTransport, config: WorkerConfig, opened: ExitStack) -> ParameterClient:
@@ -204,7 +187,3 @@ def _choose_transport(config: WorkerConfig, rendezvous: Rendezvous) -> str:
 
 def _host_key(rank: int) -> str:
     return f"host-{rank}"
-
-
-def _can_be_in_place(parameter: nn.Parameter) -> bool:
-    return parameter.device.type == "cpu" and parameter.is_contiguous()

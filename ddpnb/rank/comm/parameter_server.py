@@ -1,25 +1,79 @@
 """The parameter server: when workers may go on, and with what (rank 0).
 
-Each worker's calls block until it may go on.  Rank 0's own worker calls directly; for each
-worker of another rank, a thread of a transport calls.
+Each worker's requests block until it may go on.  Rank 0's own worker makes them directly; for
+each worker of another rank, a thread of a transport does.  Requests and replies are a few numbers
+of fixed size, never a pickle; tensors travel beside them.
 """
 
+import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ddpnb.rank.comm.messages import NO_RANK, RankLostError, Reply
 from ddpnb.rank.comm.parameter_store import ParameterStore
+from ddpnb.rank.comm.rendezvous import NO_RANK, RankLostError
+
+Gradients = Sequence[Tensor | None]
+"""One for each parameter; None: none."""
 
 SERVER_RANK = 0
 NO_BOUND = -1
 _POLL_SECONDS = 0.1
 """How often a wait checks for failures and deaths that no transport reports."""
+REQUEST, REPLY = struct.Struct("<qd"), struct.Struct("<qqqqdqq?")
+"""The fields of ``WorkerRequest`` and ``Reply`` as bytes."""
+
+
+class RequestKind(IntEnum):
+    """What a worker requests."""
+
+    BEGIN = 1
+    """The first parameters and shards, once all workers have arrived."""
+    PUSH = 2
+    """The next parameters and shard, in exchange for a gradient."""
+    DONE = 3
+    """The final parameters: the worker has made its last step."""
+    LEAVE = 4
+    """Nothing: the worker has the final parameters, or has failed."""
+
+
+class WorkerRequest(NamedTuple):
+    """A worker's request, without its tensors."""
+
+    kind: RequestKind
+    weight: float = 0.0
+    """Of the pushed gradient: the worker's share of the global batch."""
+
+
+class Reply(NamedTuple):
+    """The server's reply, without the parameters."""
+
+    staleness: int = 0
+    """Updates by others between this worker's pull and the use of its gradient."""
+    first_shard: int = 0
+    num_shards: int = 0
+    stride: int = 1
+    """Numbers of the next shards: this many, this far apart; none at the end."""
+    waited_seconds: float = 0.0
+    """How long the reply had to wait for other workers."""
+    lost_rank: int = NO_RANK
+    """The lost rank that ended the run; then there are no parameters."""
+    copy: int = 0
+    """The copy of the parameters to train on, for a worker that shares the server's memory."""
+    is_complete: bool = True
+    """Whether no worker has been lost so far."""
+
+    @property
+    def shards(self) -> range:
+        """Numbers of the shards to train on, after those handed out before."""
+        end = self.first_shard + self.num_shards * self.stride
+        return range(self.first_shard, end, self.stride)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +81,6 @@ class _Worker:
     """A living worker."""
 
     incarnation: object
-    """Which of the rank's processes it is; a restarted one has another."""
     clock: int
     """Number of shards that it has pushed the gradients of."""
     first_shards: range = range(0)
@@ -52,7 +105,6 @@ class ParameterServer:
         bound: steps that a worker may be ahead of the slowest; ``NO_BOUND``: any number.
             At 0 one update is made of a whole round.
         timeout_seconds: how long it may be that no worker at all makes progress.
-        find_failed_rank: returns a rank that failed before the run began, or ``NO_RANK``.
     """
 
     def __init__(
@@ -64,13 +116,14 @@ class ParameterServer:
         timeout_seconds: float,
         num_prefetched: int = 0,
         bound: int = NO_BOUND,
-        find_failed_rank: Callable[[], int] = lambda: NO_RANK,
     ) -> None:
         self.store = store
         self.error: Exception | None = None
         """What went wrong in a thread of this rank, if anything did."""
         self.find_dead_ranks: Callable[[], Sequence[int]] = lambda: ()
         """Returns dead workers, for a transport that does not notice them."""
+        self.find_failed_rank: Callable[[], int] = lambda: NO_RANK
+        """Returns a rank that failed before the run began, or ``NO_RANK``."""
         self.lost_shards: list[int] = []
         """What lost workers held."""
         self._num_workers = num_workers
@@ -79,7 +132,6 @@ class ParameterServer:
         self._num_prefetched = num_prefetched
         self._bound = bound
         self._timeout = timeout_seconds
-        self._find_failed_rank = find_failed_rank
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._workers: dict[int, _Worker] = {}
@@ -89,14 +141,41 @@ class ParameterServer:
         self._failed_rank = NO_RANK
         self._progress_at = time.monotonic()
 
+    def handle(
+        self,
+        rank: int,
+        request: WorkerRequest,
+        gradients: Gradients = (),
+        incarnation: object = None,
+    ) -> Reply:
+        """Carry out a request; an error in it ends the run for all, and rank 0 raises it.
+
+        Args:
+            rank: of the worker.
+            request: what it asks for.
+            gradients: with a push.
+            incarnation: here and below: distinguishes its process from one that has died.
+        """
+        try:
+            match request.kind:
+                case RequestKind.BEGIN:
+                    return self.begin(rank, incarnation)
+                case RequestKind.PUSH:
+                    return self.push(rank, gradients, request.weight, incarnation)
+                case RequestKind.DONE:
+                    return self.finish(rank, incarnation)
+                case RequestKind.LEAVE:
+                    return self.leave(rank)
+        except RankLostError as lost:
+            return Reply(lost_rank=lost.rank)
+        except Exception as error:  # noqa: BLE001  # the thread's edge
+            self.fail(SERVER_RANK, error)
+            return Reply(lost_rank=SERVER_RANK)
+
     def begin(self, rank: int, incarnation: object = None) -> Reply:
         """Wait for all workers; return the first parameters and shards.
 
         A worker that comes later joins, at the clock of the slowest.
-
-        Args:
-            rank: of the worker.
-            incarnation: here and below: distinguishes its process from one that has died.
 
         Raises:
             RankLostError: here and below: the run is over, or goes on without this worker.
@@ -118,7 +197,7 @@ class ParameterServer:
     def push(
         self,
         rank: int,
-        gradients: Sequence[Tensor | None],
+        gradients: Gradients,
         weight: float = 1.0,
         incarnation: object = None,
     ) -> Reply:
@@ -126,14 +205,13 @@ class ParameterServer:
 
         Args:
             rank: of the worker.
-            gradients: of its mean loss, one for each parameter; None: none.
+            gradients: of its mean loss.
             weight: its share of the global batch.
-            incarnation: of the worker.
+            incarnation: as above.
         """
         asked_at = time.perf_counter()
         with self._lock:
             waited_seconds = time.perf_counter() - asked_at
-            self._check()
             worker = self._living(rank, incarnation)
             staleness = self.store.write(rank, gradients, weight)
             worker.clock += 1
@@ -148,13 +226,12 @@ class ParameterServer:
     def finish(self, rank: int, incarnation: object = None) -> Reply:
         """Wait until all workers are done; return the final parameters."""
         with self._lock:
-            self._check()
             worker = self._living(rank, incarnation)
             self.store.release(rank)
             worker.is_done = True
             worker.shards.clear()
             self._note_progress()
-            waited_seconds = self._wait(self._all_are_done)
+            waited_seconds = self._wait(lambda: not self._training_clocks())
             self.store.apply()
             return Reply(
                 waited_seconds=waited_seconds,
@@ -188,22 +265,23 @@ class ParameterServer:
             self._wait(lambda: self._workers.keys() <= {SERVER_RANK})
             return self._is_complete
 
-    def lose(self, rank: int, incarnation: object = None) -> None:
-        """Note that a worker's process has died: the others go on without it."""
+    def lose(self, rank: int, incarnation: object = None) -> Reply:
+        """Note that a worker's process has died: the others go on without it.
+
+        Returns:
+            The reply to a worker that is alive and no longer served.
+        """
         with self._lock:
             worker = self._workers.get(rank)
             if worker is None or worker.incarnation is incarnation:  # else it is replaced already
                 self._lose(rank)
+            return Reply(lost_rank=rank if self._failed_rank == NO_RANK else self._failed_rank)
 
     def fail(self, rank: int, error: Exception | None = None) -> None:
         """End the run for all: a worker has failed, or the server itself has."""
         with self._lock:
             self._fail(rank)
             self.error = self.error or error
-
-    def reason(self, rank: int) -> int:
-        """Return the rank to blame, for a worker that is no longer served."""
-        return rank if self._failed_rank == NO_RANK else self._failed_rank
 
     # From here on: under the lock.
 
@@ -212,6 +290,7 @@ class ParameterServer:
             raise RankLostError(self._failed_rank)
 
     def _living(self, rank: int, incarnation: object) -> _Worker:
+        self._check()
         worker = self._workers.get(rank)
         if worker is None or worker.incarnation is not incarnation:
             raise RankLostError(rank)  # given up though alive, or replaced
@@ -236,14 +315,8 @@ class ParameterServer:
         waited_seconds: float = 0.0,
     ) -> Reply:
         worker.shards.extend(shards)
-        return Reply(
-            staleness=staleness,
-            first_shard=shards.start,
-            num_shards=len(shards),
-            stride=shards.step,
-            waited_seconds=waited_seconds,
-            copy=self.store.read(rank),
-        )
+        parts = shards.start, len(shards), shards.step
+        return Reply(staleness, *parts, waited_seconds, copy=self.store.read(rank))
 
     def _is_within_bound(self, rank: int, worker: _Worker) -> bool:
         """Return whether a worker may go on; a lost one need not wait either."""
@@ -256,9 +329,6 @@ class ParameterServer:
 
     def _training_clocks(self) -> list[int]:
         return [worker.clock for worker in self._workers.values() if not worker.is_done]
-
-    def _all_are_done(self) -> bool:
-        return all(worker.is_done for worker in self._workers.values())
 
     def _note_progress(self) -> None:
         """Wake the workers that may go on now; at bound 0, make the update of a full round."""
@@ -274,7 +344,7 @@ class ParameterServer:
             left = self._progress_at + self._timeout - time.monotonic()
             if left <= 0:
                 self._give_up()
-            elif not self._has_begun and (failed := self._find_failed_rank()) != NO_RANK:
+            elif not self._has_begun and (failed := self.find_failed_rank()) != NO_RANK:
                 self._fail(failed)
             else:
                 self._changed.wait(min(left, _POLL_SECONDS))

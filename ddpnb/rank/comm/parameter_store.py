@@ -1,9 +1,9 @@
 """The parameters of the parameter server, and the update that a gradient makes (rank 0).
 
 There are as many copies of the parameters as workers.  Each worker trains on the copy that was
-the latest when it last read.  A gradient updates the latest copy in place unless another worker
-trains on it.  Then the update is made in a fresh copy, in memory on which no worker trains.  So
-no parameters change while a gradient of them is computed.
+the latest when it last read.  A gradient updates the latest copy in place; where another worker
+trains on that, the update is made in a copy that no worker trains on.  So no parameters change
+while a gradient of them is computed.
 
 Gradients come with weights: shares of a global batch.  An update is made with their weighted
 mean, at the learning rate times the sum of their weights.
@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ddpnb.rank.comm.packed_tensors import PackedTensors
+from ddpnb.rank.comm.flat_buffers import PackedTensors
 from ddpnb.rank.tasks.base import OptimizerFactory
 
 WHOLE_ROUND = 0
@@ -141,8 +141,9 @@ class ParameterStore:
         if self._latest in self._trained_on.values():
             self._move_to_unused_copy()
         weight = 1.0 if abs(self._weight - 1) < _ROUNDING else self._weight
-        if self._period != 1 and weight != 1.0:
-            self._divide(weight)
+        if self._period != 1 and weight != 1.0:  # gathered: from their weighted sum to their mean
+            for gradient in (p.grad for p in self._parameters if p.grad is not None):
+                gradient.div_(weight)
         self._make_step(weight / (1 + fmean(self._staleness)) if self._is_damped else weight)
         self._version += 1
         self._staleness.clear()
@@ -176,13 +177,6 @@ class ParameterStore:
                 parameter.grad = gradient * weight
             else:
                 parameter.grad.add_(gradient, alpha=weight)
-
-    @torch.no_grad()
-    def _divide(self, weight: float) -> None:
-        """Turn the weighted sum of gradients into their mean."""
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.div_(weight)
 
 
 @final

@@ -1,57 +1,146 @@
-"""How the ranks of a run find each other without a collective (ranks).
+"""How ranks find and wait for each other without a collective, and are freed from it (ranks).
 
-They exchange short texts through the process group's own store.  In a collective, ranks would
-go on waiting for one that has failed; here they check for failures while they wait.
+In a collective, ranks would go on waiting for one that has failed.  Here they exchange short texts
+through the process group's own store, and check for failures while they wait.
+
+Whatever waits for other ranks outside the process group holds a ``CancellationToken``.  Code that
+waits at a socket or a condition registers a way to end that wait.  Code that polls checks the token
+each time.
 """
 
 import contextlib
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 import psutil
 import torch.distributed as dist
+from torch import nn
 
 from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.processes import ProcessId, is_alive, process_id
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.messages import NO_RANK, RankLostError
 
+NO_RANK = -1
 _POLL_SECONDS = 0.005
 _FAILED = "failed"
 
 
+class RankLostError(RuntimeError):
+    """A rank left in the middle of a run, or makes no progress: the run is over."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(
+            f"Rank {rank} left in the middle of the run, or no longer answers "
+            "(slow steps need a longer timeout, as in async:timeout=120)."
+        )
+        self.rank = rank
+
+
+class RunOverError(Exception):
+    """There is nothing to join: the run has ended."""
+
+
+class RunCancelledError(RuntimeError):
+    """This rank was not waiting; it was ended because another rank had failed."""
+
+
+@final
+class CancellationToken:
+    """The token of one group: aborted once, with the group, from another thread than the waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self.is_aborted = False
+        """Whether all waits have been ended."""
+
+    def abort(self) -> int:
+        """End all waits, present and future; return how many there were.  May be called twice."""
+        with self._lock:
+            self.is_aborted = True
+            for end_wait in self._callbacks:
+                end_wait()
+            return len(self._callbacks)
+
+    @contextlib.contextmanager
+    def held(self, end_wait: Callable[[], None]) -> Iterator[None]:
+        """Have ``end_wait`` called if the group is aborted inside the block.
+
+        It is called from another thread, or at once if the group has been aborted already.
+        """
+        with self._lock:
+            self._callbacks.append(end_wait)
+            if self.is_aborted:
+                end_wait()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._callbacks.remove(end_wait)
+
+    def check(self, *, is_waiting: bool = True) -> None:
+        """Raise if the group has been aborted.
+
+        Raises:
+            RunCancelledError: it has been, and the caller was not waiting for other ranks.
+            RuntimeError: it has been, and the caller was waiting for them.
+        """
+        if self.is_aborted and not is_waiting:
+            raise RunCancelledError("This rank was ended with the others.")
+        if self.is_aborted:
+            raise RuntimeError("Connection closed by peer: this rank was freed from its wait.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What one rank of a run needs to reach the others."""
+
+    rank: int
+    world_size: int
+    folder: Path
+    """A directory that only the ranks of this host can reach."""
+    name: str
+    """Of the run; no two trainings share it."""
+    timeout_seconds: float
+    """How long to wait for a rank that is alive."""
+    cancellation: CancellationToken
+    """Frees this rank from waiting for another."""
+    transport: str = "auto"
+    """One of ``training_options.TRANSPORTS``; the same on every rank."""
+    parameters: Sequence[nn.Parameter] = ()
+    """The trained parameters, on this rank's device."""
+
+    @property
+    def other_ranks(self) -> range:
+        """All ranks but rank 0, which serves."""
+        return range(1, self.world_size)
+
+    def path(self, suffix: str) -> Path:
+        """Return where a file of the run lies."""
+        return self.folder / f"{self.name}.{suffix}"
+
+
 @final
 class Rendezvous:
-    """Short texts that the ranks of a run leave for each other.
+    """Short texts that the ranks of a run leave for each other."""
 
-    Args:
-        name: of the run; no two trainings share it.
-        rank: this rank.
-        folder: where the ranks of this host write their process ids.
-        timeout_seconds: how long ``get`` waits.
-        cancellation: frees this rank from waiting.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        rank: int,
-        folder: Path,
-        timeout_seconds: float,
-        cancellation: CancellationToken,
-    ) -> None:
-        self._store = dist.PrefixStore(f"ddpnb/{name}", group_store())
-        self._rank = rank
-        self._timeout = timeout_seconds
-        self._cancellation = cancellation
-        self._peers = {other: process for other, process in _processes(folder) if other != rank}
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._store = _store(config.name)
+        found = host_processes(config.folder)
+        self._peers = {rank: process for rank, process in found if rank != config.rank}
 
     def set(self, key: str, text: str) -> None:
         """Leave a text."""
         self._store.set(key, text)
+
+    def count(self, key: str) -> int:
+        """Count this rank in; return how many have been counted."""
+        return int(self._store.add(key, 1))
 
     def get(self, key: str, *, from_rank: int) -> str:
         """Return a text, once it is there.
@@ -59,7 +148,7 @@ class Rendezvous:
         Raises:
             RankLostError: a rank failed meanwhile, or ``from_rank`` did not leave the text in time.
         """
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._config.timeout_seconds
         while not self._store.check([key]):
             if (failed := self.find_failed_rank()) != NO_RANK:
                 raise RankLostError(failed)
@@ -74,9 +163,11 @@ class Rendezvous:
         Raises:
             RuntimeError: this rank should no longer wait.
         """
-        self._cancellation.check()
-        if self._store.check([_FAILED]) and (rank := int(self._store.get(_FAILED))) != self._rank:
-            return rank
+        self._config.cancellation.check()
+        if self._store.check([_FAILED]):
+            rank = int(self._store.get(_FAILED))
+            if rank != self._config.rank:
+                return rank
         return next(iter(self.find_dead_ranks()), NO_RANK)
 
     def find_dead_ranks(self) -> list[int]:
@@ -95,8 +186,8 @@ class Rendezvous:
 
 
 @contextlib.contextmanager
-def announce_failure(name: str, rank: int, folder: Path) -> Iterator[None]:
-    """Notify the ranks that wait for this one, where the body raises."""
+def announce_failure(name: str, rank: int) -> Iterator[None]:
+    """Notify the ranks of a run that wait for this one, where the body raises."""
     try:
         yield
     except RankLostError:  # a consequence: another rank has announced the cause
@@ -104,7 +195,7 @@ def announce_failure(name: str, rank: int, folder: Path) -> Iterator[None]:
     except BaseException:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
-                Rendezvous(name, rank, folder, 0.0, CancellationToken()).set(_FAILED, str(rank))
+                _store(name).set(_FAILED, str(rank))
         raise
 
 
@@ -116,7 +207,7 @@ def host_id(folder: Path) -> str:
     return f"{socket.gethostname()} {boot} {status.st_dev} {status.st_ino}"
 
 
-def _processes(folder: Path) -> Iterator[tuple[int, ProcessId | None]]:
+def host_processes(folder: Path) -> Iterator[tuple[int, ProcessId | None]]:
     """Yield the ranks of this host with their processes, as ``Group.announce`` wrote them."""
     for path in folder.glob("rank-*.pid"):
         rank = int(path.stem.removeprefix("rank-"))
@@ -124,3 +215,7 @@ def _processes(folder: Path) -> Iterator[tuple[int, ProcessId | None]]:
             yield rank, process_id(int(path.read_text()))
         except (psutil.NoSuchProcess, ValueError):
             yield rank, None
+
+
+def _store(name: str) -> dist.Store:
+    return dist.PrefixStore(f"ddpnb/{name}", group_store())

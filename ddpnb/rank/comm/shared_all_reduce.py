@@ -13,9 +13,8 @@ Chunks use four sets of slots in turn, so that no rank overwrites what another s
 Before a rank writes chunk t, every other rank has reported chunk t - 2 as written, which it does
 after it has read chunk t - 4, the last one in the same set.
 
-Ranks wait for each other by one byte through a Unix socket.  The kernel's locks order what is
-written before and read after, on any processor.  Where a rank dies or closes, its sockets close,
-and all others notice at once.
+Ranks wait for each other by one byte through a Unix socket.  The kernel's locks order memory on any
+processor, and where a rank dies or closes, all others notice at once.
 """
 
 import contextlib
@@ -23,16 +22,15 @@ import socket
 import struct
 from collections.abc import Callable
 from itertools import zip_longest
-from pathlib import Path
-from typing import Final, NamedTuple, Self, final
+from typing import Final, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.packed_tensors import create_shared_file
-from ddpnb.rank.comm.shm_transport import set_timeout, socket_path
+from ddpnb.rank.comm.flat_buffers import create_shared_file
+from ddpnb.rank.comm.rendezvous import WorkerConfig
+from ddpnb.rank.comm.transport import set_timeout, socket_path
 
 CHUNK_BYTES: Final = 1 << 20
 """The fastest, or close to it, of the sizes from 64 KB to 44 MB, with 2 ranks."""
@@ -52,76 +50,48 @@ class _Chunk(NamedTuple):
 class SharedAllReduce:
     """Sums of tensors over all ranks of the default group, which all live on this host.
 
+    Nothing is left in the folder.
+
     Args:
-        raw: the shared memory, uint8, shape (sets x ranks x ``CHUNK_BYTES``,).
-        rank: this rank.
-        peers: a connection to each other rank, by rank.
-        timeout_seconds: how long to wait for a rank that is alive.
-        cancellation: frees this rank from waiting for another.
+        config: of this rank; takes part: every rank, with the same folder.
+
+    Raises:
+        UserError: there is no room for the shared memory.
+        RuntimeError: a rank did not connect.
     """
 
-    def __init__(
-        self,
-        raw: Tensor,
-        *,
-        rank: int,
-        peers: dict[int, socket.socket],
-        timeout_seconds: float,
-        cancellation: CancellationToken,
-    ) -> None:
-        self._raw = raw
-        self._rank = rank
-        self._peers = peers
-        self._num_ranks = len(peers) + 1
+    def __init__(self, config: WorkerConfig) -> None:
+        self._rank = config.rank
+        self._num_ranks = config.world_size
         self._num_chunks = 0
         self._slots: dict[torch.dtype, list[list[Tensor]]] = {}
         self.on_wait: Callable[[bool], None] = lambda is_waiting: None
         """Called with True before each wait for other ranks, with False after it."""
-        for peer in peers.values():
-            set_timeout(peer, timeout_seconds)
-        self._opened = contextlib.ExitStack()
-        self._opened.enter_context(cancellation.held(self._shut_down))
-
-    @classmethod
-    def open(
-        cls,
-        folder: Path,
-        name: str,
-        *,
-        rank: int,
-        num_ranks: int,
-        timeout_seconds: float,
-        cancellation: CancellationToken,
-    ) -> Self:
-        """Connect all ranks of the default group; takes part: every rank, with the same folder.
-
-        Nothing is left in the folder.
-
-        Raises:
-            UserError: there is no room for the shared memory.
-            RuntimeError: a rank did not connect.
-        """
-        path, size = folder / f"{name}.sum", _NUM_SETS * num_ranks * CHUNK_BYTES
-        address = str(socket_path(folder, f"{name}.{rank}"))
+        path, size = config.path("sum"), _NUM_SETS * config.world_size * CHUNK_BYTES
+        address = socket_path(config, config.rank)
         with contextlib.ExitStack() as made:
-            if rank == 0:
+            if config.rank == 0:
                 create_shared_file(path, size)
                 made.callback(path.unlink)
             listener = made.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(address)
-            made.callback(Path(address).unlink)
-            listener.listen(num_ranks)
-            made.enter_context(cancellation.held(lambda: listener.shutdown(socket.SHUT_RDWR)))
+            listener.bind(str(address))
+            made.callback(address.unlink)
+            listener.listen(config.world_size)
+            made.enter_context(
+                config.cancellation.held(lambda: listener.shutdown(socket.SHUT_RDWR))
+            )
             dist.barrier()  # takes part: every rank; all listen
             try:
-                peers = _connect(listener, folder, name, rank, num_ranks)
+                self._peers = _connect(listener, config)
             except OSError as error:
                 raise RuntimeError("Connection closed by peer: a rank did not come.") from error
-            raw = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+            self._raw = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+            """Shape (sets x ranks x ``CHUNK_BYTES``,)."""
             dist.barrier()  # takes part: every rank; all are connected and have mapped the file
-        return cls(
-            raw, rank=rank, peers=peers, timeout_seconds=timeout_seconds, cancellation=cancellation
-        )
+        for peer in self._peers.values():
+            set_timeout(peer, config.timeout_seconds)
+        self._opened = contextlib.ExitStack()
+        self._opened.enter_context(config.cancellation.held(self._shut_down))
 
     def all_reduce(self, flat: Tensor) -> None:
         """Sum a tensor over all ranks, in place, to the same bits; takes part: every rank.
@@ -172,18 +142,15 @@ class SharedAllReduce:
             mine = chunk.values.tensor_split(self._num_ranks)
             for rank in self._peers:
                 slots[own][rank].copy_(mine[rank])
-            self._barrier()
+            self._signal_others()
+            self._wait_for_others()
             for rank in self._peers:
                 mine[own].add_(slots[rank][own])
             slots[own][own].copy_(mine[own])
-            self._barrier()
+            self._signal_others()
+            self._wait_for_others()
             for rank in self._peers:
                 mine[rank].copy_(slots[rank][rank])
-
-    def _barrier(self) -> None:
-        """Wait until every rank is here; takes part: every rank."""
-        self._signal_others()
-        self._wait_for_others()
 
     def _signal_others(self) -> None:
         """Report that this rank has written what others read next."""
@@ -225,18 +192,16 @@ def _rank_left() -> RuntimeError:
     return RuntimeError("Connection closed by peer: a rank left a shared sum.")
 
 
-def _connect(
-    listener: socket.socket, folder: Path, name: str, rank: int, num_ranks: int
-) -> dict[int, socket.socket]:
+def _connect(listener: socket.socket, config: WorkerConfig) -> dict[int, socket.socket]:
     """Return a connection to each other rank: made to lower ranks, accepted from higher ones."""
     peers: dict[int, socket.socket] = {}
     listener.settimeout(_CONNECT_TIMEOUT_SECONDS)
-    for other in range(rank):
+    for other in range(config.rank):
         peers[other] = socket.socket(socket.AF_UNIX)
         peers[other].settimeout(_CONNECT_TIMEOUT_SECONDS)
-        peers[other].connect(str(socket_path(folder, f"{name}.{other}")))
-        peers[other].sendall(_HELLO.pack(rank))
-    for _ in range(rank + 1, num_ranks):
+        peers[other].connect(str(socket_path(config, other)))
+        peers[other].sendall(_HELLO.pack(config.rank))
+    for _ in range(config.rank + 1, config.world_size):
         peer, _ = listener.accept()
         peer.settimeout(_CONNECT_TIMEOUT_SECONDS)
         (other,) = _HELLO.unpack(peer.recv(_HELLO.size, socket.MSG_WAITALL))

@@ -1,9 +1,12 @@
-"""A work queue in shared memory: shards, updates and deaths, without a server (ranks).
+"""Workers on shared memory, without a server: a work queue, and averages of weights (ranks).
 
-One file of numbers, which all workers map.  Whatever must stay whole, or be seen in order on
-any processor, is read and written under a lock.  A worker also holds a lock of its own for as
-long as it lives.  The operating system releases a lock when its process dies, even if that
-process's children live on.
+A ``WorkQueue`` is one file of numbers, which all workers map.  Whatever must stay whole, or be seen
+in order on any processor, is read and written under a lock.  A worker also holds a lock of its own
+for as long as it lives.  ``SharedWeights`` are one copy of the weights for each worker, which are
+read and written only under their lock.
+
+A lock is a locked byte of the file: the operating system releases it when its process dies, even if
+that process's children live on.
 """
 
 import contextlib
@@ -12,19 +15,23 @@ import mmap
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import final
 
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.messages import NO_RANK, RankLostError
-from ddpnb.rank.comm.packed_tensors import create_shared_file
+import torch
+from torch import Tensor
+
+from ddpnb.rank.comm.flat_buffers import PackedTensors, create_shared_file
+from ddpnb.rank.comm.rendezvous import NO_RANK, RankLostError, RunOverError, WorkerConfig
 
 _NEXT_SHARD, _NUM_UPDATES, _FAILED_RANK, _FIRST_RANK = range(4)
 """The file's numbers; after them the state of each rank, then a byte for each shard."""
 _NUMBER_BYTES = 8
+_SUFFIX = "q"
 _POLL_SECONDS = 0.002
+_LOCK_POLL_SECONDS = 0.0001
 _CHECK_SECONDS = 0.5
 """How often a worker that trains checks whether it is still part of the run."""
 
@@ -39,10 +46,6 @@ class WorkerState(IntEnum):
     """Dead, or silent for too long."""
 
 
-WorkerStates = list[WorkerState]
-"""The state of each rank."""
-
-
 @final
 class WorkQueue:
     """The queue of one run, as one of its workers sees it.
@@ -50,49 +53,38 @@ class WorkQueue:
     Workers wait for each other only to begin and to end.
 
     Args:
-        path: the file that ``create`` made.
-        rank: this worker.
-        world_size: number of ranks.
+        config: of this worker; the timeout is how long it may be that no worker at all makes
+            progress.
         num_shards: shards to hand out, in order, to the next worker that asks.
-        timeout_seconds: how long it may be that no worker at all makes progress.
-        cancellation: frees this worker from waiting.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        rank: int,
-        world_size: int,
-        num_shards: int,
-        timeout_seconds: float,
-        cancellation: CancellationToken,
-    ) -> None:
-        self._rank = rank
-        self._ranks = range(world_size)
+    def __init__(self, config: WorkerConfig, num_shards: int) -> None:
+        self._rank = config.rank
+        self._ranks = range(config.world_size)
         self._num_shards = num_shards
-        self._timeout = timeout_seconds
-        self._cancellation = cancellation
+        self._timeout = config.timeout_seconds
+        self._cancellation = config.cancellation
         self._held: deque[int] = deque()
         """Shards that this worker has taken, in the order in which it trains on them."""
         self._checked_at = time.monotonic()
         self._is_in = False
-        self._descriptor = os.open(path, os.O_RDWR)
-        self._map = mmap.mmap(self._descriptor, _num_bytes(world_size, num_shards))
-        num_bytes, memory = _num_bytes(world_size, 0), memoryview(self._map)
+        self._descriptor = os.open(config.path(_SUFFIX), os.O_RDWR)
+        self._map = mmap.mmap(self._descriptor, _num_bytes(config, num_shards))
+        num_bytes, memory = _num_bytes(config, 0), memoryview(self._map)
         self._numbers, self._is_out = memory[:num_bytes].cast("q"), memory[num_bytes:]
 
     @staticmethod
-    def create(path: Path, *, world_size: int, num_shards: int) -> None:
-        """Create the file."""
-        create_shared_file(path, _num_bytes(world_size, num_shards))
+    def create(config: WorkerConfig, num_shards: int) -> Path:
+        """Create the file of all workers; return its path."""
+        create_shared_file(config.path(_SUFFIX), _num_bytes(config, num_shards))
+        return config.path(_SUFFIX)
 
     def enter(self, find_failed_rank: Callable[[], int] | None = None) -> None:
         """Register this worker, and wait for all others.
 
         Args:
-            find_failed_rank: returns a rank that failed before the run began, or ``NO_RANK``;
-                None: this worker joins a run that has begun, and does not wait.
+            find_failed_rank: as in ``Rendezvous``; None: this worker joins a run that has begun,
+                and does not wait.
         """
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, 1 + self._rank)
         self._set_state(self._rank, WorkerState.TRAINING)
@@ -174,7 +166,7 @@ class WorkQueue:
         self._map.close()
         os.close(self._descriptor)
 
-    def _states(self) -> WorkerStates:
+    def _states(self) -> list[WorkerState]:
         """Return the state of each rank, after a search for new deaths."""
         with self._locked():
             for rank in self._ranks:
@@ -196,7 +188,7 @@ class WorkQueue:
 
     def _wait(
         self,
-        is_so: Callable[[WorkerStates], bool],
+        is_so: Callable[[list[WorkerState]], bool],
         find_failed_rank: Callable[[], int] = lambda: NO_RANK,
     ) -> None:
         """Wait for other workers; give up those that make no progress."""
@@ -215,7 +207,7 @@ class WorkQueue:
         """Return what changes for as long as no worker need be given up."""
         return self.num_updates, self.living()
 
-    def _give_up(self, states: WorkerStates) -> None:
+    def _give_up(self, states: list[WorkerState]) -> None:
         """Mark workers that still train as lost; rank 0, which may wait for the others, last."""
         if WorkerState.ABSENT in states:
             raise RankLostError(states.index(WorkerState.ABSENT))
@@ -225,13 +217,9 @@ class WorkQueue:
 
     def _is_alive(self, rank: int) -> bool:
         """Return whether a worker still holds its own lock."""
-        if rank == self._rank:
+        if rank == self._rank or not _try_lock(self._descriptor, 1 + rank):
             return True
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 + rank)
-        except (BlockingIOError, PermissionError):  # which of the two depends on the system
-            return True
-        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 1 + rank)
+        _unlock(self._descriptor, 1 + rank)
         return False
 
     @contextlib.contextmanager
@@ -240,8 +228,108 @@ class WorkQueue:
         try:
             yield
         finally:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
+            _unlock(self._descriptor, 0)
 
 
-def _num_bytes(world_size: int, num_shards: int) -> int:
-    return (_FIRST_RANK + world_size) * _NUMBER_BYTES + num_shards
+@final
+class SharedWeights:
+    """The weights of all workers.
+
+    A worker that needs two locks takes the lower rank's first, so that no circle of waits can
+    arise.  One that dies in the middle of an average leaves each number either as it was or as
+    the mean.
+
+    Args:
+        path: the file that they lie in.
+        copies: one for each rank, mapped from that file.
+        config: of this rank; the timeout is for one lock.
+
+    Raises:
+        RunOverError: the file is gone, with rank 0.
+    """
+
+    def __init__(self, path: Path, copies: Sequence[PackedTensors], config: WorkerConfig) -> None:
+        self._copies = copies
+        self._config = config
+        try:
+            self._descriptor = os.open(path, os.O_RDWR)
+        except FileNotFoundError as error:
+            raise RunOverError from error
+
+    @contextlib.contextmanager
+    def locked(self, *ranks: int) -> Iterator[None]:
+        """Hold the locks of some workers' weights.
+
+        Raises:
+            RankLostError: here and below: a lock was not free in time.
+        """
+        with contextlib.ExitStack() as held:
+            for rank in sorted(ranks):
+                self._lock(rank)
+                held.callback(
+                    _unlock, self._descriptor, rank
+                )  # no effect where it is unlocked already
+            yield
+
+    @torch.no_grad()
+    def mean(self, ranks: Sequence[int]) -> list[Tensor]:
+        """Return the mean of some workers' weights, each read at one moment."""
+        sums = [torch.zeros_like(tensor) for tensor in self._copies[0].tensors]
+        for rank in ranks:
+            with self.locked(rank):
+                for total, tensor in zip(sums, self._copies[rank].tensors, strict=True):
+                    total.add_(tensor)
+        return [total.div_(len(ranks)) for total in sums]
+
+    @contextlib.contextmanager
+    def averaged(self, rank: int, peer: int | None) -> Iterator[None]:
+        """Replace two workers' weights by their mean; in the body, ``rank`` stays locked.
+
+        Args:
+            rank: of one worker.
+            peer: of the other; None: the weights of ``rank`` stay as they are.
+        """
+        ranks = (rank,) if peer is None else (rank, peer)
+        with self.locked(*ranks):
+            if peer is not None:
+                self._average(rank, peer)
+                _unlock(self._descriptor, peer)
+            yield
+
+    def close(self) -> None:
+        """Release all locks; may be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    @torch.no_grad()
+    def _average(self, rank: int, peer: int) -> None:
+        pairs = zip(self._copies[rank].tensors, self._copies[peer].tensors, strict=True)
+        for mine, theirs in pairs:
+            mine.lerp_(theirs, 0.5)  # one operation, so that a death never leaves a bare sum
+            theirs.copy_(mine)
+
+    def _lock(self, rank: int) -> None:
+        deadline = time.monotonic() + self._config.timeout_seconds
+        while not _try_lock(self._descriptor, rank):
+            self._config.cancellation.check()
+            if time.monotonic() > deadline:
+                raise RankLostError(rank)
+            time.sleep(_LOCK_POLL_SECONDS)
+
+
+def _try_lock(descriptor: int, number: int) -> bool:
+    """Lock a byte of a file; return False if another process has locked it."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+    except (BlockingIOError, PermissionError):  # which of the two depends on the system
+        return False
+    return True
+
+
+def _unlock(descriptor: int, number: int) -> None:
+    fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, number)
+
+
+def _num_bytes(config: WorkerConfig, num_shards: int) -> int:
+    return (_FIRST_RANK + config.world_size) * _NUMBER_BYTES + num_shards

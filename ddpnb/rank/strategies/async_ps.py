@@ -34,7 +34,7 @@ server, dies, the run is over.
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
 from torch import nn
@@ -42,11 +42,11 @@ from torch import nn
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.client import ParameterClient, connect, join, start_server
-from ddpnb.rank.comm.flat_buffers import num_bytes
-from ddpnb.rank.comm.packed_tensors import PackedTensors
+from ddpnb.rank.comm.flat_buffers import PackedTensors, num_bytes
 from ddpnb.rank.comm.parameter_server import NO_BOUND, ParameterServer
 from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, AccessLog, ParameterStore, ignore_access
-from ddpnb.rank.comm.transport import ServerTransport, WorkerConfig
+from ddpnb.rank.comm.rendezvous import WorkerConfig
+from ddpnb.rank.comm.transport import Drain
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
 from ddpnb.rank.tasks.batches import Shard
 
@@ -91,7 +91,7 @@ class AsyncParameterServer(Strategy):
         self._timeout = timeout
         self._log = log
         self._server: ParameterServer | None = None
-        self._transport: ServerTransport | None = None
+        self._drain: Drain | None = None
         self._opened = contextlib.ExitStack()
 
     def plan(self, state: RankState) -> Plan:
@@ -135,8 +135,8 @@ class AsyncParameterServer(Strategy):
     def finish(self) -> nn.Module:
         """Pull once more when all workers are done; takes part: every living rank."""
         self._client.finish()
-        if self._transport is not None:
-            self._transport.drain()
+        if self._drain is not None:
+            self._drain()
         return self._replica.model
 
     def save(self, replica: Replica) -> State:
@@ -185,14 +185,10 @@ class AsyncParameterServer(Strategy):
             return join(config, self._opened)
         if replica.rank != 0:
             return connect(config, self._opened)
-        self._server, self._transport, client = start_server(
-            config, self._make_server, self._opened
-        )
+        self._server, self._drain, client = start_server(config, self._make_server, self._opened)
         return client
 
-    def _make_server(
-        self, find_failed_rank: Callable[[], int], copies: Sequence[PackedTensors]
-    ) -> ParameterServer:
+    def _make_server(self, copies: Sequence[PackedTensors]) -> ParameterServer:
         store = ParameterStore(
             self._replica.parameters,
             self._replica.optimizer,
@@ -208,5 +204,4 @@ class AsyncParameterServer(Strategy):
             num_prefetched=self._replica.num_prefetched,
             bound=self._bound,
             timeout_seconds=self._timeout,
-            find_failed_rank=find_failed_rank,
         )

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.cancellation import CancellationToken
 from ddpnb.rank.comm.flat_buffers import num_bytes
+from ddpnb.rank.comm.rendezvous import CancellationToken
 from ddpnb.rank.tasks.base import LossFunction, OptimizerFactory
 from ddpnb.rank.tasks.batches import Shard, every_step
 

@@ -49,9 +49,9 @@ from torch import nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import FlatBuffer, num_bytes
-from ddpnb.rank.comm.messages import RunOverError
 from ddpnb.rank.comm.parameter_store import AccessLog, ignore_access
-from ddpnb.rank.comm.shared_weights import SharedWeights
+from ddpnb.rank.comm.rendezvous import RunOverError
+from ddpnb.rank.comm.work_queue import SharedWeights
 from ddpnb.rank.strategies.base import (
     Batch,
     Memory,
@@ -101,7 +101,7 @@ class Gossip(SharedMemoryStrategy):
             num_copies=replica.world_size + 1,  # the last one for the final mean
             refusal="gossip needs all ranks on one host; compare gossip:together=on.",
         )
-        weights = SharedWeights(self.path, self.copies, self._timeout, replica.cancellation)
+        weights = SharedWeights(self.path, self.copies, self.config)
         self._weights = self._opened.enter_context(contextlib.closing(weights))
         self._mine = [nn.Parameter(tensor) for tensor in self.copies[replica.rank].tensors]
         if replica.joins:

@@ -26,16 +26,15 @@ from torch import nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.flat_buffers import num_bytes
-from ddpnb.rank.comm.messages import RunOverError
-from ddpnb.rank.comm.packed_tensors import (
+from ddpnb.rank.comm.flat_buffers import (
     PackedTensors,
     create_shared_file,
     map_copies,
+    num_bytes,
     packed_num_bytes,
 )
 from ddpnb.rank.comm.parameter_store import AccessLog, ParameterAccess, ScaledStep, ignore_access
-from ddpnb.rank.comm.rendezvous import Rendezvous, host_id
+from ddpnb.rank.comm.rendezvous import Rendezvous, RunOverError, WorkerConfig, host_id
 from ddpnb.rank.comm.work_queue import WorkQueue
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, Strategy
 from ddpnb.rank.tasks.batches import Shard
@@ -57,6 +56,7 @@ class SharedMemoryStrategy(Strategy):
         log: called with every read and update of this worker.
     """
 
+    config: WorkerConfig
     queue: WorkQueue
     path: Path
     """The file of the parameters, which is there as long as rank 0 is."""
@@ -89,25 +89,23 @@ class SharedMemoryStrategy(Strategy):
             RunOverError: there is no run to join.
         """
         self._replica = replica
-        self.path = replica.folder / f"{replica.name}.w"
-        self._queue_path = replica.folder / f"{replica.name}.q"
+        self.config = WorkerConfig(
+            rank=replica.rank,
+            world_size=replica.world_size,
+            folder=replica.folder,
+            name=replica.name,
+            timeout_seconds=self._timeout,
+            cancellation=replica.cancellation,
+        )
+        self.path = self.config.path("w")
         if not replica.joins:
-            self._rendezvous = Rendezvous(
-                replica.name, replica.rank, replica.folder, self._timeout, replica.cancellation
-            )
+            self._rendezvous = Rendezvous(self.config)
             if replica.rank == 0:
                 self._create_files(self._rendezvous, num_copies)
             elif self._rendezvous.get(_MEMORY, from_rank=0) != host_id(replica.folder):
                 raise UserError(refusal)
         try:
-            self.queue = WorkQueue(
-                self._queue_path,
-                rank=replica.rank,
-                world_size=replica.world_size,
-                num_shards=self._num_shards,
-                timeout_seconds=self._timeout,
-                cancellation=replica.cancellation,
-            )
+            self.queue = WorkQueue(self.config, self._num_shards)
             self._opened.callback(self.queue.close)
             self.copies = map_copies(self.path, replica.parameters, num_copies)
         except (FileNotFoundError, RuntimeError) as error:
@@ -139,12 +137,10 @@ class SharedMemoryStrategy(Strategy):
     def _create_files(self, rendezvous: Rendezvous, num_copies: int) -> None:
         replica = self._replica
         self._opened.callback(rendezvous.delete, _MEMORY)
-        for path in (self.path, self._queue_path):
-            self._opened.callback(path.unlink, missing_ok=True)
         create_shared_file(self.path, num_copies * packed_num_bytes(replica.parameters))
-        WorkQueue.create(
-            self._queue_path, world_size=replica.world_size, num_shards=self._num_shards
-        )
+        self._opened.callback(self.path.unlink, missing_ok=True)
+        queue_path = WorkQueue.create(self.config, self._num_shards)
+        self._opened.callback(queue_path.unlink, missing_ok=True)
         for copied in map_copies(self.path, replica.parameters, num_copies):
             for tensor, parameter in zip(copied.tensors, replica.parameters, strict=True):
                 tensor.copy_(parameter.detach())

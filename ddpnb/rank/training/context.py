@@ -19,7 +19,7 @@ from ddpnb.compat.torch_internals import end_data_workers
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
 from ddpnb.protocol.notation import check_fault_ranks
 from ddpnb.protocol.processes import die_with_parent
-from ddpnb.rank.cancellation import CancellationToken
+from ddpnb.rank.comm.rendezvous import CancellationToken
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, Timer, no_delay

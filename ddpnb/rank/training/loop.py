@@ -24,9 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, RunSpec
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm.messages import RunOverError
-from ddpnb.rank.comm.rendezvous import announce_failure
+from ddpnb.rank.comm.rendezvous import CancellationToken, RunOverError, announce_failure
 from ddpnb.rank.random_state import preserve_rng
 from ddpnb.rank.strategies.base import NullTimer, Strategy
 from ddpnb.rank.tasks.base import Pair
@@ -135,7 +133,7 @@ def _announced_failure(context: RunContext, phase: str) -> contextlib.AbstractCo
     """Return a context that notifies the ranks that would wait for this one if a phase fails."""
     if context.plan.synchronous or context.plan.num_ranks == 1:
         return contextlib.nullcontext()
-    return announce_failure(context.name(phase), context.state.rank, context.folder)
+    return announce_failure(context.name(phase), context.state.rank)
 
 
 def _rehearse(context: RunContext) -> None:

@@ -10,15 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpnb.rank.collective_calls import METHODS, NO_ROOT
-from ddpnb.rank.collective_checks import CollectiveMismatchError, settle_dispute
-from ddpnb.rank.collective_log import CollectiveLog
+from ddpnb.rank.collective_log import (
+    METHODS,
+    NO_ROOT,
+    CollectiveLog,
+    CollectiveMismatchError,
+    settle_dispute,
+)
 
 RANKS = range(3)
 
 
 def opened(path: Path) -> list[CollectiveLog]:
-    return [CollectiveLog.open(path, place=rank, ranks=RANKS) for rank in RANKS]
+    return [CollectiveLog(path, place=rank, ranks=RANKS) for rank in RANKS]
 
 
 def write(log: CollectiveLog, size: int) -> tuple[int, bool]:

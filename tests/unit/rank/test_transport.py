@@ -4,22 +4,26 @@ import random
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.cancellation import CancellationToken
-from ddpnb.rank.comm import packed_tensors
+from ddpnb.rank.comm import flat_buffers
 from ddpnb.rank.comm.client import ParameterClient
-from ddpnb.rank.comm.messages import RankLostError, Reply, RequestKind, WorkerRequest
-from ddpnb.rank.comm.packed_tensors import SharedMemory
-from ddpnb.rank.comm.parameter_server import ParameterServer
+from ddpnb.rank.comm.parameter_server import (
+    REPLY,
+    REQUEST,
+    ParameterServer,
+    Reply,
+    RequestKind,
+    WorkerRequest,
+)
 from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, ParameterStore, ScaledStep
-from ddpnb.rank.comm.shm_transport import ShmServerTransport, connect_shm
-from ddpnb.rank.comm.transport import DirectTransport, WorkerConfig
+from ddpnb.rank.comm.rendezvous import CancellationToken, RankLostError, WorkerConfig
+from ddpnb.rank.comm.transport import DirectTransport, SharedMemory, connect_shm, serve_shm
 
 KINDS = [
     torch.randn(3, 5),
@@ -31,7 +35,7 @@ KINDS = [
 
 
 def test_any_mix_of_tensors_is_packed_and_copied_at_once():
-    one, other = packed_tensors.pack(KINDS), packed_tensors.pack(KINDS)
+    one, other = flat_buffers.pack(KINDS), flat_buffers.pack(KINDS)
     for slot, value in zip(one.tensors, KINDS, strict=True):
         slot.copy_(value)
     other.raw.copy_(one.raw)
@@ -75,7 +79,7 @@ def test_memory_is_not_waited_for_when_the_other_end_is_gone():
 
 def test_missing_room_is_an_error_with_a_sentence(tmp_path):
     with pytest.raises(UserError, match=r"no room for .* MB of shared memory"):
-        packed_tensors.create_shared_file(tmp_path / "box", 2**60)
+        flat_buffers.create_shared_file(tmp_path / "box", 2**60)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -85,7 +89,7 @@ def parameters():
 
 
 def make_store(parameters, num_workers=1, **options) -> ParameterStore:
-    copies = [packed_tensors.pack(parameters) for _ in range(num_workers)]
+    copies = [flat_buffers.pack(parameters) for _ in range(num_workers)]
     return ParameterStore(
         parameters, lambda p: torch.optim.SGD(p, lr=0.1, **options), copies=copies
     )
@@ -100,10 +104,8 @@ def served(tmp_path, parameters):
     memory = SharedMemory.create(tmp_path / "memory", parameters, 2)
     store = ParameterStore(parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=memory.copies)
     server = make_server(store)
-    transport = ShmServerTransport(server, memory, worker_config(tmp_path, 0))
-    yield server, transport
-    transport.close()
-    transport.close()
+    with ExitStack() as opened:
+        yield server, serve_shm(server, memory, worker_config(tmp_path, 0), opened)
     memory.close()
     memory.close()
     assert list(tmp_path.iterdir()) == []
@@ -122,17 +124,14 @@ def worker_config(folder, rank) -> WorkerConfig:
     )
 
 
-def connect(tmp_path) -> ParameterClient:
-    config = worker_config(tmp_path, 1)
-    return ParameterClient(connect_shm(config), config.parameters)
-
-
 def test_a_worker_finds_the_server_in_the_folder(tmp_path, served):
-    _, transport = served
-    client = connect(tmp_path)
-    assert list(client.begin().shards) == [0]
-    client.finish()
-    transport.drain()
+    _, drain = served
+    config = worker_config(tmp_path, 1)
+    with ExitStack() as opened:
+        client = ParameterClient(connect_shm(config, opened), config.parameters)
+        assert list(client.begin().shards) == [0]
+        client.finish()
+        drain()
 
 
 def test_a_worker_that_waits_alone_gives_up(parameters):
@@ -160,7 +159,7 @@ def test_parameters_are_the_models_own_memory_again_in_the_end(tmp_path, paramet
 
 
 def test_a_damped_update_is_divided_by_one_plus_staleness(parameters):
-    copies = [packed_tensors.pack(parameters) for _ in range(3)]
+    copies = [flat_buffers.pack(parameters) for _ in range(3)]
     store = ParameterStore(
         parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies, is_damped=True
     )
@@ -174,7 +173,7 @@ def test_a_damped_update_is_divided_by_one_plus_staleness(parameters):
 
 
 def test_gradients_that_are_gathered_are_summed(parameters):
-    copies = [packed_tensors.pack(parameters)]
+    copies = [flat_buffers.pack(parameters)]
     store = ParameterStore(
         parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies, period=2
     )
@@ -192,7 +191,7 @@ def pushed(make, weight: float, num: int, period: int = 1) -> float:
     """Where one parameter, 0 at first, comes to by gradients of (w - 1)^2 / 2."""
     parameter = nn.Parameter(torch.zeros(1))
     store = ParameterStore(
-        [parameter], make, copies=[packed_tensors.pack([parameter])], period=period
+        [parameter], make, copies=[flat_buffers.pack([parameter])], period=period
     )
     for _ in range(num):
         held = store.copies[store.read(0)].tensors[0]
@@ -315,10 +314,10 @@ def test_an_update_is_made_in_place_where_nobody_else_trains_on_the_parameters(p
 
 def test_messages_survive_packing():
     reply = Reply(staleness=3, first_shard=7, num_shards=2, waited_seconds=0.25, copy=1)
-    assert Reply.unpack(reply.pack()) == reply
+    assert Reply(*REPLY.unpack(REPLY.pack(*reply))) == reply
     assert list(reply.shards) == [7, 8]
     request = WorkerRequest(RequestKind.PUSH, 0.5)
-    assert WorkerRequest.unpack(request.pack()) == request
+    assert WorkerRequest(*REQUEST.unpack(REQUEST.pack(*request))) == request
 
 
 def test_first_shares_are_dealt_in_turns(parameters):
@@ -340,7 +339,7 @@ def test_a_worker_killed_in_its_wait_does_not_cost_its_successor_the_place(param
     store = ParameterStore(
         parameters,
         lambda p: torch.optim.SGD(p, lr=0.1),
-        copies=[packed_tensors.pack(parameters) for _ in range(2)],
+        copies=[flat_buffers.pack(parameters) for _ in range(2)],
         period=WHOLE_ROUND,
     )
     server = ParameterServer(
