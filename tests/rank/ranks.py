@@ -22,7 +22,7 @@ TIMEOUT_SECONDS = 60.0
 # torch._dynamo is what any rank's first optimizer step imports, for over a second.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["ddpnb.rank.training.loop", "ddpnb.rank.tasks.digits", "torch._dynamo", "torch.distributed.optim"]
+    ["ddpnb.rank.training.loop", "ddpnb.rank.tasks.digits", "torch._dynamo"]
 )
 
 
