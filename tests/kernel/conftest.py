@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.rig import TRAINS
 from tests.kernel.client import Kernel
 
 
@@ -16,7 +17,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def shared_kernel(project: Path) -> Iterator[Kernel]:
-    kernel = Kernel(project)
+    kernel = Kernel(project, TRAINS)
     kernel.run("%load_ext ddpnb")
     yield kernel
     kernel.stop()

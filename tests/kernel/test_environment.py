@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.rig import ALL_REDUCE, pull, run, started
+from tests.cluster.rig import ALL_REDUCE, TRAINS, pull, run, started
 from tests.kernel.client import Kernel
 from tests.system_packages import find_program
 
@@ -31,7 +31,7 @@ def test_the_port_of_torchrun_may_be_taken() -> None:
 
 ON_A_HOST = """
 import json, socket
-from tests.cluster.rig import ALL_REDUCE, pull, run, started
+from tests.cluster.rig import ALL_REDUCE, TRAINS, pull, run, started
 try:
     found = socket.gethostbyname(socket.gethostname())
 except OSError:
@@ -68,7 +68,7 @@ TRAIN = "%ddp_compare ddp --task digits --epochs 1 --no-baseline --name {name}"
 
 
 def test_two_kernels_that_start_at_once_both_train(project: Path) -> None:
-    kernels = [Kernel(project), Kernel(project)]
+    kernels = [Kernel(project, TRAINS), Kernel(project, TRAINS)]
     try:
         for source in ("%load_ext ddpnb\n%ddp_start -n 2 --device cpu", TRAIN):
             requests = [
