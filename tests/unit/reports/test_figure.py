@@ -175,7 +175,7 @@ def test_one_step_and_negative_losses_can_be_drawn():
     assert bottom <= -3.0 <= top
 
 
-def test_runs_that_differ_are_told():
+def test_runs_that_differ_are_named():
     one, other = fake_run("ddp", num_steps=20), fake_run("single", num_steps=20)
     changed = other.snapshot()
     assert changed.spec is not None
@@ -206,7 +206,7 @@ def test_other_choices_are_said_beside_the_plot(choices: dict[str, Any], note: s
     assert ("these runs differ" in texts) == bool(note)
 
 
-def test_other_cells_are_told():
+def test_other_cells_are_named():
     def of_cell(name: str, source: str) -> RunSnapshot:
         run = fake_run(name, num_steps=20).snapshot()
         assert run.spec is not None
@@ -301,7 +301,7 @@ def test_all_that_may_come_has_its_place_before_anything_has_begun():
         assert [text.get_text() for text in shown_texts(early)].count(strategies[1]) == 1
 
 
-def test_a_straggler_and_what_struck_it_are_told():
+def test_a_straggler_and_what_struck_it_are_shown():
     texts = [text.get_text() for text in shown_texts(slowed("ddp"))]
     assert "rank 1: 1.3×" in texts
     assert " rank 1: 3x slower " in texts

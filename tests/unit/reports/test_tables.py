@@ -110,7 +110,7 @@ def test_the_scores_in_text():
     assert re.search(r"async .* 94\.7 % +1 / 3", text)
 
 
-def test_repeats_are_told_and_columns_nobody_fills_are_left_out():
+def test_repeats_are_shown_and_columns_nobody_fills_are_left_out():
     text = results_table(fake_comparison(("ddp",), repeats=2, num_steps=30)).text()
     assert "ddp 2 repeats" in text
     assert "median and range over the repeats" in text
@@ -160,7 +160,7 @@ def test_a_head_has_two_lines_at_most():
     assert in_two_lines("interconnection") == ["interconnection"]
 
 
-def test_what_is_long_is_shortened_and_told_in_full_but_sentences_are_broken():
+def test_what_is_long_is_shortened_and_given_in_full_but_sentences_are_broken():
     long = "a_module_of_mine.with_a_very_long_name:build_task"
     table = Table(
         caption="",
