@@ -30,8 +30,10 @@ dist.all_reduce(total)
 EIGHTH = replace(Timeouts().divided_by(8), kill_after_seconds=Timeouts().kill_after_seconds)
 """Supervision that waits an eighth as long; not less, though, before it kills, on any machine."""
 
-TRAINS = {"DDPNB_PRELOAD": "torch._dynamo ddpnb.rank.tasks.digits"}
-"""An environment in which each rank has at once what it would import to train, for 3 seconds."""
+DYNAMO = {"DDPNB_PRELOAD": "torch._dynamo"}
+"""The fork server imports what each rank's first step or first DDP would import: over a second."""
+DIGITS = {"DDPNB_PRELOAD": "torch._dynamo ddpnb.rank.tasks.digits"}
+"""The same, and what the digits come with, which takes as long again."""
 
 
 def waits_for(sign: Path) -> str:

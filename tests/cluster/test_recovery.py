@@ -13,7 +13,7 @@ from ddpnb.history.store import Store
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session.comparison import ComparisonSpec, prepare
 from ddpnb.session.errors import RankError
-from tests.cluster.rig import ALL_REDUCE, TRAINS, pull, run, started, wait_until
+from tests.cluster.rig import ALL_REDUCE, DYNAMO, pull, run, started, wait_until
 
 CELL = """
 import os, signal, time, torch
@@ -47,7 +47,7 @@ def data(split):
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Cluster]:
-    with started(2, method="fork", environment=TRAINS) as cluster:
+    with started(2, method="fork", environment=DYNAMO) as cluster:
         yield cluster
 
 
@@ -140,7 +140,7 @@ def test_a_killed_rank_costs_its_share_and_comes_back(cluster, tmp_path, capsys,
 
 @pytest.mark.parametrize("transport", ["gloo", "rpc"])
 def test_where_nobody_can_join_the_others_train_on_without_the_killed(tmp_path, transport):
-    with started(3, method="fork", environment=TRAINS) as cluster:
+    with started(3, method="fork", environment=DYNAMO) as cluster:
         snapshot = trained(cluster, tmp_path, a_spec("async", tmp_path, transport=transport))
         assert snapshot.status == "finished"
         late = f"came back too late to join over {transport}"

@@ -7,7 +7,7 @@ import pytest
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.timeouts import Timeouts
 from ddpnb.protocol.messages import StaleVariable
-from tests.cluster.rig import EIGHTH, run, started
+from tests.cluster.rig import DYNAMO, EIGHTH, run, started
 from tests.faults.cases import SETUP, WAITS, one_raises
 
 
@@ -15,7 +15,7 @@ from tests.faults.cases import SETUP, WAITS, one_raises
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Two ranks, supervised as a user's are, and three."""
     timeouts = Timeouts() if request.param == 2 else EIGHTH
-    with started(request.param, timeouts=timeouts) as cluster:
+    with started(request.param, timeouts=timeouts, environment=DYNAMO) as cluster:
         yield cluster
 
 

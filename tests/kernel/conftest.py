@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.rig import TRAINS
+from tests.cluster.rig import DIGITS
 from tests.kernel.client import Kernel
 
 
@@ -17,7 +17,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def shared_kernel(project: Path) -> Iterator[Kernel]:
-    kernel = Kernel(project, TRAINS)
+    kernel = Kernel(project)
     kernel.run("%load_ext ddpnb")
     yield kernel
     kernel.stop()
@@ -27,13 +27,17 @@ def shared_kernel(project: Path) -> Iterator[Kernel]:
 def kernel(shared_kernel: Kernel) -> Kernel:
     """The kernel that all tests share, with two living ranks and ``%ddp_auto`` off."""
     ready = shared_kernel.run(
-        """
+        f"""
 %ddp_auto off
+import os
 from ddpnb.session.session import this_session
 cluster = this_session()._cluster
 if cluster is None or len(cluster.ranks) != 2 or cluster.living != cluster.ranks or cluster.lost:
     this_session().stop()
+    os.environ.update({DIGITS})
     get_ipython().run_line_magic("ddp_start", "-n 2 --device cpu")
+    for name in {list(DIGITS)}:
+        del os.environ[name]
     cluster = this_session()._cluster
 """
     )

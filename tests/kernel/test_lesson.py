@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.cluster.rig import TRAINS
+from tests.cluster.rig import DIGITS
 
 LESS = {
     "--epochs 12 --lr 0.02 --repeats 3": "--epochs 2 --lr 0.02 --repeats 2",
@@ -20,7 +20,7 @@ LESSON = Path(__file__).parents[2] / "notebooks" / "01_first_comparison.ipynb"
 def test_the_lesson_runs_in_nbclient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         monkeypatch.delenv(name)  # ipykernel hides what child processes print where it sees one
-    for name, value in TRAINS.items():
+    for name, value in DIGITS.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "data").mkdir()
     (tmp_path / "notebooks").mkdir()
