@@ -270,8 +270,12 @@ def sigchld_wakeup() -> Iterator[int]:
 
 
 def preload() -> None:
-    """Import what every rank needs, and freeze it so that the ranks share its memory."""
-    importlib.import_module("ddpnb.rank.calls")
+    """Import what every rank needs, and freeze it so that the ranks share its memory.
+
+    ``DDPNB_PRELOAD`` names further modules, with spaces between them.
+    """
+    for name in ("ddpnb.rank.calls", *os.environ.get("DDPNB_PRELOAD", "").split()):
+        importlib.import_module(name)
     gc.enable()
     gc.freeze()
 

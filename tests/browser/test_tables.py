@@ -35,14 +35,14 @@ def usual(repeats: int) -> Comparison:
     for repeat in range(repeats):
         for name in ("single", "dp", "ddp", "async"):
             run = fake_run(name, repeat=repeat)
-            told = replace(
+            report = replace(
                 run.snapshot().reports[0],
                 num_parameter_bytes=2_300_000 if name == "dp" else 1_200_000,
                 num_optimizer_bytes=1_100_000,
                 final_loss=0.0539 + 0.001 * repeat,
                 held_out_accuracy=0.9611 + 0.005 * repeat,
             )
-            run.add_report(told)
+            run.add_report(report)
             runs.append(run.snapshot())
     return fake_comparison().with_runs(runs)
 

@@ -3,12 +3,14 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
+import pytest
 
 from ddpnb.cluster.call import CallEvent, Output, Timeouts
 from ddpnb.cluster.cluster import Cluster
@@ -27,6 +29,11 @@ _EIGHTHS = {name: seconds / 8 for name, seconds in asdict(Timeouts()).items()}
 EIGHTH = replace(Timeouts(**_EIGHTHS), kill_after_seconds=Timeouts().kill_after_seconds)
 """Supervision that waits an eighth as long; not less, though, before it kills, on any machine."""
 
+DYNAMO = {"DDPNB_PRELOAD": "torch._dynamo"}
+"""The fork server imports what each rank's first step or first DDP would import: over a second."""
+DIGITS = {"DDPNB_PRELOAD": "torch._dynamo ddpnb.rank.tasks.digits"}
+"""The same, and what the digits come with, which takes as long again."""
+
 
 def waits_for(sign: Path) -> str:
     """Source that waits until a file is there, for a minute at most."""
@@ -38,10 +45,17 @@ def waits_for(sign: Path) -> str:
 
 @contextlib.contextmanager
 def started(
-    num_ranks: int = 2, *, method: str | None = None, timeouts: Timeouts | None = None
+    num_ranks: int = 2,
+    *,
+    method: str | None = None,
+    timeouts: Timeouts | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Cluster]:
     """A cluster of one's own, to break."""
-    cluster = Cluster.start(ClusterSpec(num_ranks=num_ranks, device="cpu", method=method))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        cluster = Cluster.start(ClusterSpec(num_ranks=num_ranks, device="cpu", method=method))
     cluster.timeouts = timeouts or cluster.timeouts
     try:
         yield cluster

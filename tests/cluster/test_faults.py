@@ -2,6 +2,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -154,41 +155,56 @@ def test_an_interrupt_loses_no_message_at_whatever_moment_it_comes(cluster: Clus
     check_it_goes_on(cluster, [0, 1])
 
 
-def test_a_killed_rank_is_reported_at_once_and_the_others_keep_their_state(tmp_path: Path):
-    sign = tmp_path / "sign"
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Cluster]:
     with started(2) as cluster:
-        run(cluster, f"{IMPORTS}\nkept = rank + 10")
-        seen: list[CallEvent] = []
+        yield cluster
 
-        def take(event: CallEvent) -> None:
-            seen.append(event)
-            if isinstance(event, Lost):  # while rank 0 still runs
-                sign.touch()
 
-        cell = begin(
-            cluster,
-            f"print('begun')\nif rank: time.sleep(1000)\n{waits_for(sign)}after = 'went on'",
-            on_event=take,
-        )
+@pytest.fixture
+def mortal(two_ranks: Cluster) -> Iterator[Cluster]:
+    """Two living ranks, the second of which a test ends."""
+    yield two_ranks
+    assert two_ranks.living == (0,)
+    two_ranks.bring_back([1])
 
-        def kill() -> None:
-            wait_until(lambda: len(cell.printed) == 2, "both ranks to begin")
-            os.kill(cluster.states[1].pid, signal.SIGKILL)
 
-        threading.Thread(target=kill).start()
-        finish(cell)
-        lost = next(event for event in seen if isinstance(event, Lost))
-        assert (lost.rank, lost.cause) == (1, "was killed by SIGKILL")
-        assert cell.seconds < 40, "the death was reported only after the wait"
-        assert cell.lost == {1: "was killed by SIGKILL"}
-        assert not cell.failures
+def test_a_killed_rank_is_reported_at_once_and_the_others_keep_their_state(
+    mortal: Cluster, tmp_path: Path
+):
+    sign = tmp_path / "sign"
+    run(mortal, f"{IMPORTS}\nkept = rank + 10")
+    seen: list[CallEvent] = []
 
-        assert cluster.living == (0,)
-        assert pull(cluster, "kept, after", ranks=[0]) == [(10, "went on")]
-        with pytest.raises(UserError, match=r"Rank 1 was killed by SIGKILL: .*%ddp_restart"):
-            run(cluster, "1")
-        alone = run(cluster, "print(kept)", ranks=[0])  # although its group was aborted
-        assert alone.printed == {0: "10\n"}
+    def take(event: CallEvent) -> None:
+        seen.append(event)
+        if isinstance(event, Lost):  # while rank 0 still runs
+            sign.touch()
+
+    cell = begin(
+        mortal,
+        f"print('begun')\nif rank: time.sleep(1000)\n{waits_for(sign)}after = 'went on'",
+        on_event=take,
+    )
+
+    def kill() -> None:
+        wait_until(lambda: len(cell.printed) == 2, "both ranks to begin")
+        os.kill(mortal.states[1].pid, signal.SIGKILL)
+
+    threading.Thread(target=kill).start()
+    finish(cell)
+    lost = next(event for event in seen if isinstance(event, Lost))
+    assert (lost.rank, lost.cause) == (1, "was killed by SIGKILL")
+    assert cell.seconds < 40, "the death was reported only after the wait"
+    assert cell.lost == {1: "was killed by SIGKILL"}
+    assert not cell.failures
+
+    assert mortal.living == (0,)
+    assert pull(mortal, "kept, after", ranks=[0]) == [(10, "went on")]
+    with pytest.raises(UserError, match=r"Rank 1 was killed by SIGKILL: .*%ddp_restart"):
+        run(mortal, "1")
+    alone = run(mortal, "print(kept)", ranks=[0])  # although its group was aborted
+    assert alone.printed == {0: "10\n"}
 
 
 @pytest.mark.parametrize(
@@ -198,14 +214,15 @@ def test_a_killed_rank_is_reported_at_once_and_the_others_keep_their_state(tmp_p
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
     ],
 )
-def test_a_rank_that_ends_itself_frees_those_that_wait_for_it(source: str, cause: str):
-    with started(2) as cluster:
-        run(cluster, f"{IMPORTS}\nkept = rank")
-        cell = run(cluster, f"if rank == 1:\n  {source}\ndist.all_reduce(torch.ones(1))")
-        assert cell.lost == {1: cause}
-        assert cell.failures[0].is_consequence
-        assert cell.seconds < 20
-        assert pull(cluster, "kept", ranks=[0]) == [0]
+def test_a_rank_that_ends_itself_frees_those_that_wait_for_it(
+    mortal: Cluster, source: str, cause: str
+):
+    run(mortal, f"{IMPORTS}\nkept = rank")
+    cell = run(mortal, f"if rank == 1:\n  {source}\ndist.all_reduce(torch.ones(1))")
+    assert cell.lost == {1: cause}
+    assert cell.failures[0].is_consequence
+    assert cell.seconds < 20
+    assert pull(mortal, "kept", ranks=[0]) == [0]
 
 
 def test_what_is_printed_comes_while_the_cell_runs_and_none_of_it_is_lost(

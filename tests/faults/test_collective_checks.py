@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from ddpnb.cluster.call import Timeouts
 from ddpnb.cluster.cluster import Cluster
-from tests.cluster.rig import begin, finish, pull, run, run_on_each, started
+from tests.cluster.rig import DYNAMO, EIGHTH, begin, finish, pull, run, run_on_each, started
 
 SETUP = """
 import threading, time
@@ -270,25 +271,35 @@ RIGHT = {
 @pytest.fixture(scope="module")
 def both() -> Iterator[list[Cluster]]:
     """Two ranks and three, with something to lose."""
-    with started(2) as two, started(3) as three:
+    with started(2, environment=DYNAMO) as two, started(3, environment=DYNAMO) as three:
         assert not any(cell.failures for cell in run_on_each([two, three], SETUP))
         yield [two, three]
 
 
+@pytest.fixture
+def quick(both: list[Cluster]) -> Iterator[list[Cluster]]:
+    """The same, supervised with an eighth of the usual timeouts."""
+    for cluster in both:
+        cluster.timeouts = EIGHTH
+    yield both
+    for cluster in both:
+        cluster.timeouts = Timeouts()
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_calls_that_do_not_match_are_refused_and_nothing_is_lost(
-    both: list[Cluster], case: str
+    quick: list[Cluster], case: str
 ) -> None:
     source, expected = WRONG[case]
     began = time.monotonic()
-    for ended in run_on_each(both, source):
+    for ended in run_on_each(quick, source):
         named = [f for f in ended.failures.values() if f.name == "CollectiveMismatchError"]
         assert any(re.search(expected, failure.text) for failure in named), ended.failures
         assert all(f in named or f.is_consequence for f in ended.failures.values())
         assert not ended.lost
         assert not ended.watch.stuck
     assert time.monotonic() - began < 15, "found within 6 s; the rest is for a busy machine"
-    assert not any(again.failures or again.lost for again in run_on_each(both, USABLE))
+    assert not any(again.failures or again.lost for again in run_on_each(quick, USABLE))
 
 
 @pytest.mark.parametrize("case", CHECKED)

@@ -9,12 +9,12 @@ import pytest
 from ddpnb.cluster.call import Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.notation import format_ranks
-from tests.cluster.rig import EIGHTH, begin, finish, run_on_each, started
+from tests.cluster.rig import DYNAMO, EIGHTH, begin, finish, run_on_each, started
 
 SETUP = """
 import queue, threading, time
 import torch, torch.distributed as dist
-import torch._dynamo  # by the first DDP otherwise: a second of processor time amid a case
+import torch._dynamo  # not by the first DDP, amid a case: that takes a second
 from torch.nn.parallel import DistributedDataParallel as DDP
 x = torch.ones(3)
 kept = 10 * rank
@@ -208,7 +208,8 @@ LARGE_CALLS = "big = torch.ones(20_000_000)\nfor _ in range(6): dist.all_reduce(
 @pytest.fixture(scope="module")
 def both() -> Iterator[list[Cluster]]:
     """Two ranks and three, with something to lose."""
-    with started(2, timeouts=EIGHTH) as two, started(3, timeouts=EIGHTH) as three:
+    options = {"timeouts": EIGHTH, "environment": DYNAMO}
+    with started(2, **options) as two, started(3, **options) as three:
         define = "def synchronise(tensor):\n    dist.all_reduce(tensor)\n"
         for source in (SETUP, define):
             assert not any(cell.failures for cell in run_on_each([two, three], source))

@@ -15,30 +15,44 @@ from pathlib import Path
 import pytest
 
 from ddpnb.history.store import FILE_NAME, Store
+from tests.cluster.rig import DIGITS
 from tests.kernel.client import Kernel
 from tests.system_packages import find_program
 from tests.unit.history.test_store import WRITER
 
 ROOT = Path(__file__).parents[2]
-COMPARE = "%ddp_compare ddp --task digits --epochs 20 --no-baseline --name {name}"
+COMPARE = "%ddp_compare ddp --task digits --epochs 8 --no-baseline --name {name}"
+"""It sends its steps several times, at intervals of half a second."""
 BEGIN = "%load_ext ddpnb\n%ddp_start -n 2 --device cpu"
 
 
 @contextlib.contextmanager
-def tiny_disk(path: Path) -> Iterator[None]:
-    """Mount a file system of 1 MB; skip where one may not."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"a small file system needs the right to mount: {mounted.stderr.strip()}")
+def tiny_disk(path: Path) -> Iterator[bool]:
+    """Mount a file system of 1 MB; yields whether one may."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
+    find_program(["mount"], "a small file system needs mount(8)")
+    is_mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
     try:
-        yield
+        yield is_mounted
     finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@pytest.fixture(scope="module")
+def on_tiny_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Kernel, bool]]:
+    """A kernel that has trained in a folder; whether that is a small disk of its own."""
+    folder = tmp_path_factory.mktemp("disk")
+    with tiny_disk(folder) as is_mounted:
+        (folder / "data").mkdir()
+        (folder / "notebooks").mkdir()
+        kernel = Kernel(folder, DIGITS)
+        try:
+            assert not kernel.run(BEGIN).error
+            assert not kernel.run(COMPARE.format(name="before"), timeout=120).error
+            yield kernel, is_mounted
+        finally:
+            kernel.stop()
 
 
 def fill(path: Path) -> None:
@@ -54,27 +68,24 @@ def check_it_trains_unsaved(kernel: Kernel, name: str) -> None:
     assert not cell.error, cell.error_text
     assert cell.text.count("The runs are not being saved") == 1
     assert "held-out" in cell.text or "accuracy" in cell.text
+    assert "before" in kernel.run("%ddp_runs").text
 
 
-def test_a_training_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
-    find_program(["mount"], "a small file system needs mount(8)")
-    with tiny_disk(tmp_path):
-        (tmp_path / "data").mkdir()
-        (tmp_path / "notebooks").mkdir()
-        kernel = Kernel(tmp_path)
-        try:
-            assert not kernel.run(BEGIN).error
-            assert not kernel.run(COMPARE.format(name="before"), timeout=120).error
-            fill(tmp_path / "filler")
-            check_it_trains_unsaved(kernel, "full")
-            assert "before" in kernel.run("%ddp_runs").text
-            (tmp_path / "filler").unlink()
-            assert not kernel.run(COMPARE.format(name="after"), timeout=120).error
-            runs = kernel.run("%ddp_runs").text
-            assert "before" in runs
-            assert "after" in runs
-        finally:
-            kernel.stop()
+def check_it_is_saved_again(kernel: Kernel, name: str) -> None:
+    assert not kernel.run(COMPARE.format(name=name), timeout=120).error
+    runs = kernel.run("%ddp_runs").text
+    assert "before" in runs
+    assert name in runs
+
+
+def test_a_training_goes_on_when_the_disk_is_full(on_tiny_disk: tuple[Kernel, bool]) -> None:
+    kernel, is_mounted = on_tiny_disk
+    if not is_mounted:
+        pytest.skip("a small file system needs the right to mount")
+    fill(kernel.folder / "filler")
+    check_it_trains_unsaved(kernel, "full")
+    (kernel.folder / "filler").unlink()
+    check_it_is_saved_again(kernel, "with-room")
 
 
 LIMIT = """
@@ -84,25 +95,14 @@ resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, hard))
 """
 
 
-def test_a_training_goes_on_when_the_file_may_not_grow(tmp_path: Path) -> None:
+def test_a_training_goes_on_when_the_file_may_not_grow(on_tiny_disk: tuple[Kernel, bool]) -> None:
     """A quota, which needs no right to set."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "notebooks").mkdir()
-    kernel = Kernel(tmp_path)
-    try:
-        assert not kernel.run(BEGIN).error
-        assert not kernel.run(COMPARE.format(name="before"), timeout=120).error
-        size = (tmp_path / "data" / "runs" / FILE_NAME).stat().st_size
-        assert not kernel.run(LIMIT.format(size=size)).error
-        check_it_trains_unsaved(kernel, "full")
-        assert "before" in kernel.run("%ddp_runs").text
-        assert not kernel.run("resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))").error
-        assert not kernel.run(COMPARE.format(name="after"), timeout=120).error
-        runs = kernel.run("%ddp_runs").text
-        assert "before" in runs
-        assert "after" in runs
-    finally:
-        kernel.stop()
+    kernel, _ = on_tiny_disk
+    size = (kernel.folder / "data" / "runs" / FILE_NAME).stat().st_size
+    assert not kernel.run(LIMIT.format(size=size)).error
+    check_it_trains_unsaved(kernel, "limited")
+    assert not kernel.run("resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))").error
+    check_it_is_saved_again(kernel, "without-limit")
 
 
 def test_runs_are_readable_after_a_kill_at_any_moment(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ddpnb.protocol.messages import OnRank, RunSpec
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.errors import RankError
-from tests.cluster.rig import pull, run, started, wait_until
+from tests.cluster.rig import DYNAMO, pull, run, started, wait_until
 
 ONE_PROCESS = {"single", "dp"}
 SEVERAL_RANKS = [name for name in STRATEGIES if name not in ONE_PROCESS]
@@ -64,7 +64,7 @@ SHORT = 2.0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with started(2, method="fork") as cluster:
+    with started(2, method="fork", environment=DYNAMO) as cluster:
         run(cluster, "kept = [rank]")
         yield cluster
 

@@ -3,10 +3,11 @@
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
+from types import MappingProxyType
 from typing import Any
 
 from jupyter_client.manager import KernelManager
@@ -86,14 +87,15 @@ class Kernel:
 
     Args:
         folder: its working directory.
+        environment: variables that it has besides this process's own.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         self.folder = folder
         self.manager = KernelManager(kernel_name="python3")
         # In pytest's environment ipykernel shows nothing that child processes write.
         env = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
-        self.manager.start_kernel(cwd=str(folder), env=env)
+        self.manager.start_kernel(cwd=str(folder), env=env | environment)
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)

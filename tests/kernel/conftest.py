@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.rig import DIGITS
 from tests.kernel.client import Kernel
 
 
@@ -26,13 +27,17 @@ def shared_kernel(project: Path) -> Iterator[Kernel]:
 def kernel(shared_kernel: Kernel) -> Kernel:
     """The kernel that all tests share, with two living ranks and ``%ddp_auto`` off."""
     ready = shared_kernel.run(
-        """
+        f"""
 %ddp_auto off
+import os
 from ddpnb.session.session import this_session
 cluster = this_session()._cluster
 if cluster is None or len(cluster.ranks) != 2 or cluster.living != cluster.ranks or cluster.lost:
     this_session().stop()
+    os.environ.update({DIGITS})
     get_ipython().run_line_magic("ddp_start", "-n 2 --device cpu")
+    for name in {list(DIGITS)}:
+        del os.environ[name]
     cluster = this_session()._cluster
 """
     )

@@ -1,3 +1,4 @@
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,16 +21,29 @@ print(total.item())
 BELOW = "[p.pid for p in __import__('psutil').Process().children(recursive=True)]"
 
 
-@pytest.fixture
-def fresh_kernel(tmp_path: Path) -> Iterator[Kernel]:
-    """A kernel to end, in a folder where no other cluster was started."""
-    kernel = Kernel(tmp_path)
+@contextlib.contextmanager
+def kernel_in(folder: Path) -> Iterator[Kernel]:
+    kernel = Kernel(folder)
     kernel.run("%load_ext ddpnb")
     yield kernel
     kernel.stop()
     for record in detached():
-        if record.home == tmp_path:
+        if record.home == folder:
             psutil.Process(record.server[0]).terminate()
+
+
+@pytest.fixture
+def fresh_kernel(tmp_path: Path) -> Iterator[Kernel]:
+    """A kernel to end, in a folder where no other cluster was started."""
+    with kernel_in(tmp_path) as kernel:
+        yield kernel
+
+
+@pytest.fixture(scope="module")
+def own_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """The same for several tests: it has no cluster, or one of ``DETACHABLE``'s."""
+    with kernel_in(tmp_path_factory.mktemp("attach")) as kernel:
+        yield kernel
 
 
 def processes_below(kernel: Kernel) -> list[psutil.Process]:
@@ -43,14 +57,14 @@ def living(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def name_in(text: str) -> str:
-    """The cluster's name, as the table's note tells it."""
+    """The cluster's name, as it stands in the table's note."""
     (name,) = re.findall(r"%ddp_start --attach finds it again \((\w+)\)", text)
     return str(name)
 
 
 @pytest.mark.parametrize("now", [True, False], ids=["killed", "restarted"])
-def test_a_new_kernel_finds_the_ranks_of_the_old_one(fresh_kernel: Kernel, now: bool):
-    kernel = fresh_kernel
+def test_a_new_kernel_finds_the_ranks_of_the_old_one(own_kernel: Kernel, now: bool):
+    kernel = own_kernel
     started = kernel.run(DETACHABLE)
     assert "outlives the kernel by 600 s" in started.text
     kernel.run(FILL)
@@ -83,8 +97,8 @@ def test_a_new_kernel_finds_the_ranks_of_the_old_one(fresh_kernel: Kernel, now: 
     )
 
 
-def test_without_linger_a_restart_ends_everything(fresh_kernel: Kernel):
-    kernel = fresh_kernel
+def test_without_detach_a_restart_ends_everything(own_kernel: Kernel):
+    kernel = own_kernel
     assert "outlives" not in kernel.run("%ddp_start -n 2 --device cpu").text
     processes = processes_below(kernel)
     assert kernel.restart().text == ""
@@ -92,8 +106,8 @@ def test_without_linger_a_restart_ends_everything(fresh_kernel: Kernel):
     assert kernel.run("%ddp_start --attach nobody").error == "UserError"
 
 
-def test_a_cell_that_the_old_kernel_left_running_is_told_and_interrupted(fresh_kernel: Kernel):
-    kernel = fresh_kernel
+def test_a_cell_that_the_old_kernel_left_running_is_shown_and_interrupted(own_kernel: Kernel):
+    kernel = own_kernel
     kernel.run(DETACHABLE)
     kernel.run("%%ddp\nkept = rank + 1")
     kernel.run("%%ddp --no-wait\nimport time\nwhile rank: time.sleep(0.1)")
@@ -107,8 +121,8 @@ def test_a_cell_that_the_old_kernel_left_running_is_told_and_interrupted(fresh_k
     assert "busy" not in kernel.run("%ddp_status").text
 
 
-def test_stop_ends_what_was_left_running_without_another_word(fresh_kernel: Kernel):
-    kernel = fresh_kernel
+def test_stop_ends_what_was_left_running_without_another_word(own_kernel: Kernel):
+    kernel = own_kernel
     kernel.run(DETACHABLE)
     kernel.run("%%ddp --no-wait\nimport time\ntime.sleep(1000)")
     processes = processes_below(kernel)
@@ -121,8 +135,8 @@ def test_stop_ends_what_was_left_running_without_another_word(fresh_kernel: Kern
     assert not living(processes)
 
 
-def test_the_next_cell_waits_for_what_was_left_and_an_interrupt_stops_both(fresh_kernel: Kernel):
-    kernel = fresh_kernel
+def test_the_next_cell_waits_for_what_was_left_and_an_interrupt_stops_both(own_kernel: Kernel):
+    kernel = own_kernel
     kernel.run(DETACHABLE)
     kernel.run("%%ddp --no-wait\nimport time\nwhile rank: time.sleep(0.1)")
     kernel.restart(now=True)
@@ -134,8 +148,8 @@ def test_the_next_cell_waits_for_what_was_left_and_an_interrupt_stops_both(fresh
     assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
 
 
-def test_a_rank_that_died_meanwhile_is_dead_and_comes_back(fresh_kernel: Kernel):
-    kernel = fresh_kernel
+def test_a_rank_that_died_meanwhile_is_dead_and_comes_back(own_kernel: Kernel):
+    kernel = own_kernel
     kernel.run(DETACHABLE)
     kernel.run("%%ddp\nkept = rank + 1")
     kernel.run("%ddp_pull __import__('os').getpid() --ranks 1 --as pid")
@@ -208,7 +222,7 @@ def test_the_twin_refuses_what_the_magic_refuses(bare_kernel: Kernel):
         assert cell.error_text.startswith("UserError: --attach takes a cluster as it was started")
 
 
-def test_attach_and_linger_where_a_cluster_runs(kernel: Kernel):
+def test_attach_and_detach_where_a_cluster_runs(kernel: Kernel):
     cell = kernel.run("%ddp_start --attach")
     assert cell.error_text == (
         "UserError: A cluster is already running here: %ddp_stop ends it, "

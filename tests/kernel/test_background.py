@@ -49,7 +49,7 @@ def test_the_notebook_goes_on_and_the_figure_is_redrawn_where_it_began(
     )
 
 
-def test_why_tells_where_each_rank_is_in_its_training(training: Cell, kernel: Kernel):
+def test_why_shows_where_each_rank_is_in_its_training(training: Cell, kernel: Kernel):
     text = kernel.run("%ddp_why").text
     assert "idle" not in text
     for rank in (0, 1):
@@ -74,7 +74,7 @@ def test_status_says_that_a_comparison_trains_and_how_far(training: Cell, kernel
         "%ddp_restart --ranks 1",
     ],
 )
-def test_what_else_wants_the_ranks_is_told_so(training: Cell, kernel: Kernel, source: str):
+def test_what_else_wants_the_ranks_is_refused(training: Cell, kernel: Kernel, source: str):
     cell = kernel.run(source)
     assert cell.error == "UserError"
     assert BUSY in cell.error_text
@@ -125,7 +125,7 @@ def test_a_wrong_line_is_reported_under_its_own_cell(kernel: Kernel):
     assert "cannot be shared by 2 ranks" in cell.error_text
 
 
-def test_a_rank_that_dies_ends_it_and_is_told_under_its_cell(training: Cell, kernel: Kernel):
+def test_a_rank_that_dies_ends_it_and_is_shown_under_its_cell(training: Cell, kernel: Kernel):
     kernel.run("import os, signal\nos.kill(cluster.states[1].pid, signal.SIGKILL)")
     ended(kernel)
     kernel.wait_until(lambda: bool(training.bundles("text/html")))

@@ -142,7 +142,7 @@ def test_the_root_cause_comes_first_and_the_others_are_folded(kernel: Kernel):
     assert after.by_rank == {0: ["(10, 2.0)"], 1: ["(11, 2.0)"]}
 
 
-def test_different_errors_are_all_told(kernel: Kernel):
+def test_different_errors_are_all_shown(kernel: Kernel):
     cell = kernel.run("%%ddp\nraise KeyError('a') if rank else TypeError('b')")
     assert "rank 1 failed: KeyError: 'a'" in cell.error_text
     assert "rank 0 failed: TypeError: b" in cell.error_text

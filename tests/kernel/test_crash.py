@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from ddpnb.history.store import Store
+from tests.cluster.rig import DIGITS, wait_until_gone
 from tests.kernel.client import Kernel
 
 LINE = "%ddp_compare ddp --task digits --epochs 100000"
@@ -31,7 +32,7 @@ def num_stored(project: Path) -> int:
 
 
 def test_a_run_is_readable_up_to_its_last_flush_after_a_sigkill(project: Path):
-    first = Kernel(project)
+    first = Kernel(project, DIGITS)
     pid = int(first.run("import os\nprint(os.getpid())").stdout)
     first.run("%load_ext ddpnb\n%ddp_start -n 2 --device cpu")
     first.run(
@@ -49,8 +50,7 @@ def test_a_run_is_readable_up_to_its_last_flush_after_a_sigkill(project: Path):
     family = psutil.Process(pid).children(recursive=True)
     os.kill(pid, signal.SIGKILL)
     first.client.stop_channels()
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert not alive
+    wait_until_gone(family)
     second = Kernel(project)
     try:
         second.run("%load_ext ddpnb")

@@ -7,31 +7,39 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.rig import ALL_REDUCE, pull, run, started
+from ddpnb.cluster.cluster import Cluster
+from tests.cluster.rig import ALL_REDUCE, DIGITS, pull, run, started
 from tests.kernel.client import Kernel
 from tests.system_packages import find_program
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_port_of_torchrun_may_be_taken() -> None:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two ranks, started where the port of torchrun was taken."""
     with socket.socket() as taken:
         with contextlib.suppress(OSError):  # somebody else has it: as well
             taken.bind(("127.0.0.1", 29500))
             taken.listen()
         with started(2) as cluster:
-            assert not run(cluster, ALL_REDUCE).failures
-            assert pull(cluster, "total.item()") == [2.0, 2.0]
-            assert "29500" not in pull(cluster, "__import__('os').environ['MASTER_PORT']")
+            yield cluster
+
+
+def test_the_port_of_torchrun_may_be_taken(cluster: Cluster) -> None:
+    assert not run(cluster, ALL_REDUCE).failures
+    assert pull(cluster, "total.item()") == [2.0, 2.0]
+    assert "29500" not in pull(cluster, "__import__('os').environ['MASTER_PORT']")
 
 
 ON_A_HOST = """
 import json, socket
-from tests.cluster.rig import ALL_REDUCE, pull, run, started
+from tests.cluster.rig import ALL_REDUCE, DIGITS, pull, run, started
 try:
     found = socket.gethostbyname(socket.gethostname())
 except OSError:
@@ -68,7 +76,7 @@ TRAIN = "%ddp_compare ddp --task digits --epochs 1 --no-baseline --name {name}"
 
 
 def test_two_kernels_that_start_at_once_both_train(project: Path) -> None:
-    kernels = [Kernel(project), Kernel(project)]
+    kernels = [Kernel(project, DIGITS), Kernel(project, DIGITS)]
     try:
         for source in ("%load_ext ddpnb\n%ddp_start -n 2 --device cpu", TRAIN):
             requests = [
@@ -86,11 +94,10 @@ def test_two_kernels_that_start_at_once_both_train(project: Path) -> None:
             kernel.stop()
 
 
-def test_others_can_read_nothing_of_a_cluster() -> None:
+def test_others_can_read_nothing_of_a_cluster(cluster: Cluster) -> None:
     """The folder is closed, so that what the files in it are does not matter; the keys are too."""
-    with started(2) as cluster:
-        assert stat.S_IMODE(cluster.folder.stat().st_mode) == 0o700
-        files = [path for path in cluster.folder.rglob("*") if not path.is_symlink()]
-        assert files
-        assert {path.lstat().st_uid for path in files} == {os.getuid()}
-        assert not [path for path in files if stat.S_IMODE(path.lstat().st_mode) & 0o022]
+    assert stat.S_IMODE(cluster.folder.stat().st_mode) == 0o700
+    files = [path for path in cluster.folder.rglob("*") if not path.is_symlink()]
+    assert files
+    assert {path.lstat().st_uid for path in files} == {os.getuid()}
+    assert not [path for path in files if stat.S_IMODE(path.lstat().st_mode) & 0o022]

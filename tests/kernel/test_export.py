@@ -159,6 +159,6 @@ def test_a_wrong_line_is_one_sentence(compared: Cell, kernel: Kernel, line: str,
     assert expected in cell.error_text
 
 
-def test_what_cannot_be_a_script_is_told(compared: Cell, kernel: Kernel):
+def test_what_cannot_be_a_script_is_refused(compared: Cell, kernel: Kernel):
     kernel.run("%ddp_compare ddp --task digits --epochs 0.3 --no-baseline --name built")
     assert "built has no such cell" in kernel.run("%ddp_export built built.py").error_text

@@ -29,7 +29,7 @@ def test_runs_are_listed_by_what_they_are(stored: Cell, kernel: Kernel):
     assert "Write --since as 90m, 12h, 2d or 1w, not today." in wrong.error_text
 
 
-def test_all_that_is_needed_to_repeat_one_is_told(stored: Cell, kernel: Kernel):
+def test_all_that_is_needed_to_repeat_one_is_shown(stored: Cell, kernel: Kernel):
     cell = kernel.run("%ddp_runs --show past")
     assert not cell.error, cell.error_text
     magic = (

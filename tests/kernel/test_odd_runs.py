@@ -60,7 +60,7 @@ DRAWN = [*LOSSES, "empty", "empty/ddp", "diverged", "of-digits/ddp", "of-digits 
 DRAWN += ["of-noise nans empty", "nans infinite diverged empty"]
 
 
-@pytest.mark.parametrize("options", ["", " --log --target 0.3", " --x updates"])
+@pytest.mark.parametrize("options", ["", " --log --target 0.3 --x updates"])
 @pytest.mark.parametrize("names", DRAWN)
 def test_odd_runs_are_drawn_and_put_into_a_table(kernel: Kernel, names: str, options: str):
     cell = kernel.run(f"%ddp_plot {names}{options}")
@@ -69,7 +69,7 @@ def test_odd_runs_are_drawn_and_put_into_a_table(kernel: Kernel, names: str, opt
     assert not cell.stderr
 
 
-def test_what_differs_and_what_went_wrong_is_told(kernel: Kernel):
+def test_what_differs_and_what_went_wrong_is_shown(kernel: Kernel):
     assert (
         "these runs differ in task, epochs and amp"
         in kernel.run("%ddp_plot of-digits of-noise").text
@@ -79,7 +79,7 @@ def test_what_differs_and_what_went_wrong_is_told(kernel: Kernel):
 
 
 @pytest.mark.parametrize("name", [*LOSSES, "empty", "diverged"])
-def test_odd_runs_are_told_in_full_and_exported(kernel: Kernel, name: str):
+def test_odd_runs_are_shown_in_full_and_exported(kernel: Kernel, name: str):
     cell = kernel.run(
         f"%ddp_runs --show {name}\n"
         + "\n".join(f"%ddp_export {name} odd.{kind}" for kind in KINDS)

@@ -24,7 +24,7 @@ WAITING = """%%ddp --no-wait
 import time, torch.distributed as dist
 dist.barrier() if rank else time.sleep(1000)
 """
-TELL = """
+DESCRIBE = """
 import json, psutil
 from ddpnb.session.session import this_session
 cluster = this_session()._cluster
@@ -72,7 +72,7 @@ def test_nothing_of_a_cluster_outlives_its_kernel(
     try:
         for source in (START, CHILD, WAITING):
             assert not kernel.run(source).error
-        folder, server, pids = json.loads(kernel.run(TELL).lines[-1])
+        folder, server, pids = json.loads(kernel.run(DESCRIBE).lines[-1])
         processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
         assert len(processes) >= 6
         assert Path(folder).exists()
@@ -107,7 +107,7 @@ def execute(client: BlockingKernelClient, source: str) -> str:
     return "".join(printed)
 
 
-def test_nothing_outlives_a_jupyter_server_that_is_told_to_end(tmp_path: Path) -> None:
+def test_nothing_outlives_a_jupyter_server_that_is_asked_to_end(tmp_path: Path) -> None:
     env = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
     env |= {"JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime")}
     command = [sys.executable, "-m", "jupyter", "server", "--no-browser", "--port=0"]
@@ -128,7 +128,7 @@ def test_nothing_outlives_a_jupyter_server_that_is_told_to_end(tmp_path: Path) -
             client.wait_for_ready(timeout=60)
             for source in (START, CHILD):
                 execute(client, source)
-            folder, _, pids = json.loads(execute(client, TELL).splitlines()[-1])
+            folder, _, pids = json.loads(execute(client, DESCRIBE).splitlines()[-1])
             client.stop_channels()
             processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
             assert len([process for process in processes if is_alive(process)]) >= 6

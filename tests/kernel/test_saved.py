@@ -11,33 +11,48 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
+from tests.cluster.rig import DIGITS
+
 VIEW = "application/vnd.jupyter.widget-view+json"
 WIDTH_AT_LEAST = 800
+BACKENDS = ["inline", "widget"]
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A notebook for each backend of matplotlib, executed, and beside it as HTML."""
+    paths = {}
+    for backend in BACKENDS:
+        folder = tmp_path_factory.mktemp(backend)
+        (folder / "data").mkdir()
+        cells = [
+            f"%load_ext ddpnb\n%matplotlib {backend}",
+            "%ddp_start -n 2 --device cpu",
+            "%ddp_compare ddp --task digits --epochs 0.5 --name kept",
+            "%ddp_plot kept/ddp",
+            "%ddp_runs",
+            "%ddp_stop",
+        ]
+        notebook = new_notebook(cells=[new_code_cell(source) for source in cells])
+        notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
+        paths[backend] = folder / f"{backend}.ipynb"
+        nbformat.write(notebook, paths[backend])
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+            patch.delenv(name)  # ipykernel hides what child processes print where it sees one
+        for name, value in DIGITS.items():
+            patch.setenv(name, value)
+        _jupyter("execute", "--inplace", "--timeout=200", *map(str, paths.values()))
+    _jupyter("nbconvert", "--to", "html", *map(str, paths.values()))
+    return paths
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["inline", "widget"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_executed_notebook_holds_its_results_without_widgets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+    executed: dict[str, Path], backend: str
 ) -> None:
-    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
-        monkeypatch.delenv(name)  # ipykernel hides what child processes print where it sees one
-    (tmp_path / "data").mkdir()
-    cells = [
-        f"%load_ext ddpnb\n%matplotlib {backend}",
-        "%ddp_start -n 2 --device cpu",
-        "%ddp_compare ddp --task digits --epochs 0.5 --name kept",
-        "%ddp_plot kept/ddp",
-        "%ddp_runs",
-        "%ddp_stop",
-    ]
-    path = tmp_path / "small.ipynb"
-    notebook = new_notebook(cells=[new_code_cell(source) for source in cells])
-    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
-    nbformat.write(notebook, path)
-    _jupyter("execute", "--inplace", "--timeout=200", str(path))
-    _jupyter("nbconvert", "--to", "html", str(path))
-
+    path = executed[backend]
     saved = nbformat.read(path, as_version=4)
     nbformat.validate(saved)
     for cell in saved.cells[2:4]:

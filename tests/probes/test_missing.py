@@ -34,17 +34,17 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     kernel.run("%load_ext ddpnb")
     started = kernel.run("%ddp_start -n 2 --device cpu")
     assert not started.error, started.error_text
-    assert_all_told(started.text)
+    assert_all_shown(started.text)
     yield kernel
     kernel.stop()
 
 
-def assert_all_told(text: str) -> None:
+def assert_all_shown(text: str) -> None:
     assert [text.count(each) for each in SENTENCES] == [1] * len(SENTENCES), text
 
 
-def test_status_tells_each_missing_feature_once(kernel: Kernel):
-    assert_all_told(kernel.run("%ddp_status").text)
+def test_status_shows_each_missing_feature_once(kernel: Kernel):
+    assert_all_shown(kernel.run("%ddp_status").text)
 
 
 def test_a_cell_runs_and_its_output_comes_at_its_end(kernel: Kernel):
@@ -69,7 +69,7 @@ total.shape
     assert "mine" in kernel.run("%ddp_runs").text
 
 
-def test_an_error_on_a_rank_is_told(kernel: Kernel):
+def test_an_error_on_a_rank_is_shown(kernel: Kernel):
     cell = kernel.run("%%rank 1\n1 / 0")
     assert "ZeroDivisionError" in cell.error_text
 

@@ -52,7 +52,7 @@ def test_a_sentence_names_the_version():
 
 
 def test_collectives_of_another_form_are_named_and_the_rest_are_compared():
-    usual, (told,), is_on = in_a_process(missing_features_without_gather)
+    usual, (missing,), is_on = in_a_process(missing_features_without_gather)
     assert usual == ()
-    assert told.endswith(": gather, reduce not compared before gloo; `--check` still does it")
+    assert missing.endswith(": gather, reduce not compared before gloo; `--check` still does it")
     assert is_on

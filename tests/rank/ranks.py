@@ -19,8 +19,11 @@ from ddpnb.rank.collective_checks import CollectiveChecker
 TIMEOUT_SECONDS = 60.0
 
 # One process imports torch, and forks all others: a group starts in a fraction of a second.
+# torch._dynamo is what any rank's first optimizer step imports, for over a second.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["ddpnb.rank.training.loop", "ddpnb.rank.tasks.digits"])
+CONTEXT.set_forkserver_preload(
+    ["ddpnb.rank.training.loop", "ddpnb.rank.tasks.digits", "torch._dynamo"]
+)
 
 
 class RankFailedError(Exception):

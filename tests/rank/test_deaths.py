@@ -120,8 +120,10 @@ def test_where_a_worker_fails_before_it_comes_the_others_fail_at_once(ranks):
 
 
 def test_a_silent_worker_is_given_up(ranks, tmp_path):
-    problem = Problem(num_epochs=5)
-    first, second, third = ranks(3).attempt(hang_on_rank_1, problem, tmp_path / "sign")
+    problem, sign = Problem(num_epochs=5), tmp_path / "sign"
+    first, second, third = ranks(3).attempt(
+        fit_by_name, "async:timeout=3", problem, partial(hang, sign), sign
+    )
     assert "Rank 1 left" in str(second.cause)
     (fit, lost), (other, _) = first, third
     assert len(lost) == 1
@@ -129,31 +131,39 @@ def test_a_silent_worker_is_given_up(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["async", "hogwild", "gossip"])
-def test_a_step_may_take_as_long_as_the_timeout_that_was_chosen(ranks, name):
+def test_a_step_may_take_as_long_as_the_timeout_that_was_chosen(ranks, tmp_path, name):
     problem = Problem(num_epochs=3, learning_rate=0.02)
     num_shards = problem.order(2).num_steps * 2
-    (fit, lost), (slow, _) = ranks(2).call(fit_slowly, f"{name}:timeout=40", problem)
+    (fit, lost), (slow, _) = ranks(2).call(
+        fit_by_name, f"{name}:timeout=40", problem, slow_on_rank_1
+    )
     assert lost == []
     assert len(fit.reports) + len(slow.reports) == num_shards
-    (fit, lost), failure = ranks(2).attempt(fit_slowly, f"{name}:timeout=2", problem)
+    sign = tmp_path / "sign"
+    (fit, lost), failure = ranks(2).attempt(
+        fit_by_name, f"{name}:timeout=2", problem, partial(hang, sign), sign
+    )
     assert "Rank 1 left" in str(failure.cause)
     assert "timeout=" in str(failure.cause)
     assert len(lost) == 1
 
 
-def fit_slowly(state, folder, word, problem):
-    """Rank 1 takes 6 seconds for its second step."""
+def fit_by_name(state, folder, word, problem, before_step, sign=None):
+    """Train; ``sign``: touched at the end, for a rank that hangs until then."""
     strategy = make_strategy(word, {})
     try:
-        fit = drive(strategy, state, folder, problem, slow_on_rank_1)
+        fit = drive(strategy, state, folder, problem, before_step)
+        if sign is not None:
+            sign.touch()
         return fit, strategy.lost_shards()
     finally:
         strategy.close()
 
 
 def slow_on_rank_1(rank: int, step: int) -> None:
+    """Rank 1 takes longer for its second step than the shorter of the timeouts."""
     if rank == 1 and step == 1:
-        time.sleep(6)
+        time.sleep(3)
     unhurried(rank, step)
 
 
@@ -242,16 +252,6 @@ def hang(sign: Path, rank: int, step: int) -> None:
     if rank == 1 and step == 2:
         wait_for(sign)
     unhurried(rank, step)
-
-
-def hang_on_rank_1(state, folder, problem, sign):
-    strategy = AsyncParameterServer(timeout=5)
-    try:
-        fit = drive(strategy, state, folder, problem, partial(hang, sign))
-        sign.touch()  # the others have ended without rank 1
-        return fit, strategy.lost_shards()
-    finally:
-        strategy.close()
 
 
 def break_optimizer(state, folder, transport):

@@ -177,7 +177,7 @@ def test_one_step_and_negative_losses_can_be_drawn():
     assert bottom <= -3.0 <= top
 
 
-def test_runs_that_differ_are_told():
+def test_runs_that_differ_are_named():
     one, other = fake_run("ddp", num_steps=20), fake_run("single", num_steps=20)
     changed = other.snapshot()
     assert changed.spec is not None
@@ -188,7 +188,7 @@ def test_runs_that_differ_are_told():
 
 
 @pytest.mark.parametrize(
-    ("choices", "told"),
+    ("choices", "note"),
     [
         ({"amp": "bf16", "clip": 1.0}, "these runs differ in amp and clip;"),
         ({"learning_rate": 0.1, "accumulate": 2, "slow": ("1:3x",)}, "differ in lr, accumulate an"),
@@ -198,17 +198,17 @@ def test_runs_that_differ_are_told():
         ({"repeat": 3}, ""),
     ],
 )
-def test_other_choices_are_said_beside_the_plot(choices: dict[str, Any], told: str):
+def test_other_choices_are_said_beside_the_plot(choices: dict[str, Any], note: str):
     one, other = fake_run("ddp", num_steps=20).snapshot(), fake_run("dp", num_steps=20).snapshot()
     assert other.spec is not None
     other = replace(other, spec=replace(other.spec, **choices))
     comparison = Comparison(comparison_id="c", name="c", runs=(one, other))
     texts = " ".join(text.get_text() for text in shown_texts(comparison))
-    assert (told or "Faint") in texts
-    assert ("these runs differ" in texts) == bool(told)
+    assert (note or "Faint") in texts
+    assert ("these runs differ" in texts) == bool(note)
 
 
-def test_other_cells_are_told():
+def test_other_cells_are_named():
     def of_cell(name: str, source: str) -> RunSnapshot:
         run = fake_run(name, num_steps=20).snapshot()
         assert run.spec is not None
@@ -226,8 +226,8 @@ def test_repeats_become_a_median_over_at_least_half():
     for repeat, level in enumerate((1.0, 2.0, 6.0)):
         run = run_of(spec("single", repeat), comparison="c", created=1.0)
         num_steps = 10 if repeat else 20
-        told = [step(i, i + 1.0, level) for i in range(num_steps)]
-        run.add(batch(run.run_id, told, header=header(spec("single", repeat), 1)))
+        steps = [step(i, i + 1.0, level) for i in range(num_steps)]
+        run.add(batch(run.run_id, steps, header=header(spec("single", repeat), 1)))
         run.end(Status.FINISHED)
         runs.append(run)
     (series,) = series_of(compared(*runs))
@@ -259,9 +259,9 @@ def test_the_lane_of_a_rank_is_blank_while_it_was_away():
     for rank in range(2):
         times = [0.04 * i for i in range(1, 100) if rank == 0 or not 25 <= i < 50]
         parts = Parts(forward=0.03)
-        told = [replace(step(i, at), parts=parts) for i, at in enumerate(times)]
+        steps = [replace(step(i, at), parts=parts) for i, at in enumerate(times)]
         head = header(spec("async"), 100)
-        run.add(batch(run.run_id, told, rank=rank, header=head, marks=marks if rank else ()))
+        run.add(batch(run.run_id, steps, rank=rank, header=head, marks=marks if rank else ()))
     run.end(Status.FINISHED)
     died = compared(run)
     (image,) = draw(died).findobj(AxesImage)
@@ -302,7 +302,7 @@ def test_all_that_may_come_has_its_place_before_anything_has_begun():
         assert [text.get_text() for text in shown_texts(early)].count(strategies[1]) == 1
 
 
-def test_a_straggler_and_what_struck_it_are_told():
+def test_a_straggler_and_what_struck_it_are_shown():
     texts = [text.get_text() for text in shown_texts(slowed("ddp"))]
     assert "rank 1: 1.3×" in texts
     assert " rank 1: 3x slower " in texts
@@ -311,8 +311,8 @@ def test_a_straggler_and_what_struck_it_are_told():
 
 def marked(*marks: tuple[float, str]) -> list[matplotlib.text.Text]:
     """What is said of such marks of rank 1 in a figure."""
-    told = [Mark(rank=1, seconds=seconds, text=text) for seconds, text in marks]
-    texts = shown_texts(compared(fake_run("ddp", num_steps=150, slow_rank=1, marks=told)))
+    found = [Mark(rank=1, seconds=seconds, text=text) for seconds, text in marks]
+    texts = shown_texts(compared(fake_run("ddp", num_steps=150, slow_rank=1, marks=found)))
     return [text for text in texts if "rank 1: " in text.get_text() and "×" not in text.get_text()]
 
 
@@ -347,8 +347,8 @@ def test_numbers_at_an_axis_keep_their_distance():
         runs = []
         for name in ("single", "ddp", "async"):
             run = run_of(spec(name), created=1.0)
-            told = [step(i, (i + 1) / 100, 1.0, samples=11 * factor) for i in range(50)]
-            run.add(batch(run.run_id, told, header=header(spec(name), 50)))
+            steps = [step(i, (i + 1) / 100, 1.0, samples=11 * factor) for i in range(50)]
+            run.add(batch(run.run_id, steps, header=header(spec(name), 50)))
             run.end(Status.FINISHED)
             runs.append(run)
         for axes in draw(fake_comparison().with_runs([run.snapshot() for run in runs])).axes:
@@ -380,7 +380,7 @@ def test_the_footer_ends_with_a_whole_note():
     assert alone.endswith(f"dp: {notes_['dp'].strip()}") or alone.endswith(". More below the table")
 
 
-def test_exposed_communication_is_told():
+def test_exposed_communication_is_shown():
     assert any("24 % exposed" in text.get_text() for text in shown_texts(fake_comparison()))
 
 

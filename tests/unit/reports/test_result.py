@@ -43,7 +43,7 @@ def test_a_result_is_saved_as_page_picture_and_numbers(result: ComparisonResult,
     assert [row["strategy"] for row in rows] == ["single", "dp", "ddp", "async"]
 
 
-def test_a_folder_that_cannot_be_written_is_told(result: ComparisonResult, tmp_path: Path):
+def test_a_folder_that_cannot_be_written_is_reported(result: ComparisonResult, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be saved"):
         result.save(tmp_path / "file")
@@ -89,11 +89,11 @@ def test_the_steps_are_one_row_each(result: ComparisonResult):
 
 def test_metrics_of_ones_own_are_columns():
     run = Run(run_id="m", name="mine")
-    told = [
+    steps = [
         StepEvent(step=0, seconds=1.0, num_samples=1, loss=1.0),
         StepEvent(step=1, seconds=2.0, num_samples=1, loss=1.0),
     ]
-    run.add(batch("m", told, metrics=[(0, "grad", 0.5), (1, "loss", 9.0)]))
+    run.add(batch("m", steps, metrics=[(0, "grad", 0.5), (1, "loss", 9.0)]))
     steps = ComparisonResult(
         Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
     ).steps()

@@ -109,7 +109,7 @@ def test_the_scores_in_text():
     assert re.search(r"async .* 94\.7 % +1 / 3", text)
 
 
-def test_repeats_are_told_and_columns_nobody_fills_are_left_out():
+def test_repeats_are_shown_and_columns_nobody_fills_are_left_out():
     text = results_table(fake_comparison(("ddp",), repeats=2, num_steps=30)).text()
     assert "ddp 2 repeats" in text
     assert "median and range over the repeats" in text
@@ -127,7 +127,7 @@ def test_a_run_that_failed_is_in_the_table():
 
 
 @pytest.mark.parametrize(
-    ("status", "detail", "told"),
+    ("status", "detail", "expected"),
     [
         (Status.STOPPED, "interrupted", "stopped: interrupted"),
         (Status.STOPPED, "stopped by the user", "stopped by the user"),
@@ -135,11 +135,11 @@ def test_a_run_that_failed_is_in_the_table():
         (Status.FAILED, "rank 0 was killed", "failed: rank 0 was killed"),
     ],
 )
-def test_how_a_run_ended_is_told_in_words(status: Status, detail: str, told: str):
+def test_how_a_run_ended_is_given_in_words(status: Status, detail: str, expected: str):
     run = fake_run("ddp", num_steps=30, share=0.5)
     run.end(status, detail)
     comparison = Comparison(comparison_id="c", name="c", runs=(run.snapshot(),))
-    assert f"\n  ddp: {told}\n" in results_table(comparison).text() + "\n"
+    assert f"\n  ddp: {expected}\n" in results_table(comparison).text() + "\n"
 
 
 def test_workers_have_a_column_where_the_title_does_not_tell_them():
@@ -159,7 +159,7 @@ def test_a_head_has_two_lines_at_most():
     assert in_two_lines("interconnection") == ["interconnection"]
 
 
-def test_what_is_long_is_shortened_and_told_in_full_but_sentences_are_broken():
+def test_what_is_long_is_shortened_and_given_in_full_but_sentences_are_broken():
     long = "a_module_of_mine.with_a_very_long_name:build_task"
     table = Table(
         caption="",
@@ -221,16 +221,16 @@ def test_stored_runs_are_listed_newest_first_with_repeats_together():
 
 
 def test_progress_from_start_to_end():
-    told = [
+    lines = [
         progress_of(fake_comparison(share=share, num_steps=100)).text for share in (0.0, 0.6, 1.0)
     ]
-    assert told[0] == "single: starting"
+    assert lines[0] == "single: starting"
     assert re.fullmatch(
         r"ddp: 3\d % · [\d,]+ samples/s · loss \d\.\d+ \| run 3 of 4: \d s left, "
         r"about \d+ s in all",
-        told[1],
+        lines[1],
     )
-    assert told[2].startswith("async: finished · ")
+    assert lines[2].startswith("async: finished · ")
 
 
 def test_progress_names_the_repeat_and_what_is_emulated():
@@ -244,8 +244,8 @@ def test_progress_tells_how_long_all_runs_will_take():
     comparison = fake_comparison(("single", "ddp"), repeats=2, share=0.6, num_steps=100)
     begun = (100.0, 140.0, 200.0)  # single took 40 s, ddp 60 s
     runs = [replace(r, created=at) for r, at in zip(comparison.runs, begun, strict=True)]
-    told = progress_of(comparison.with_runs(runs)).text
-    assert re.search(r"run 3 of 4: \d s left, about 1 min [0-9] s in all$", told)
+    text = progress_of(comparison.with_runs(runs)).text
+    assert re.search(r"run 3 of 4: \d s left, about 1 min [0-9] s in all$", text)
     only = fake_comparison(("ddp",), share=0.6, num_steps=100)
     assert re.search(r"loss [\d.]+ · \d s left$", progress_of(only).text)
 
@@ -263,18 +263,18 @@ def test_the_sentence_claims_what_the_ranges_allow():
         for name, seconds in (("single", 2.0), ("ddp", 1.0), ("async", 2.02))
         for repeat, factor in enumerate((1.0, 1.05))
     ]
-    told = sentence(
+    found = sentence(
         Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
     )
-    assert told == "In samples/s, ddp is 2.00× single."
+    assert found == "In samples/s, ddp is 2.00× single."
 
 
 def test_the_sentence_does_not_claim_ranges_that_there_are_not():
     runs = [timed(name, (seconds,), 0) for name, seconds in (("single", 1.0), ("ddp", 2.0))]
-    told = sentence(
+    found = sentence(
         Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
     )
-    assert told.startswith("The runs are too short for ranges of samples/s")
+    assert found.startswith("The runs are too short for ranges of samples/s")
 
 
 def test_the_sentence_is_silent_where_ranges_overlap():
@@ -283,36 +283,36 @@ def test_the_sentence_is_silent_where_ranges_overlap():
         for name in ("single", "ddp")
         for repeat, seconds in enumerate((1.0, 2.0))
     ]
-    told = sentence(
+    found = sentence(
         Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
     )
-    assert told == "The ranges of samples/s overlap, so no strategy is shown to be faster."
+    assert found == "The ranges of samples/s overlap, so no strategy is shown to be faster."
 
 
 def test_the_sentence_names_the_clearest_pair_where_all_overlap_with_the_baseline():
     ranges = {"single": (1.0, 3.0), "ddp": (2.4, 2.8), "async": (1.2, 1.6), "zero": (2.3, 2.6)}
     runs = [
         timed(name, (seconds,), repeat)
-        for name, told in ranges.items()
-        for repeat, seconds in enumerate(told)
+        for name, rates in ranges.items()
+        for repeat, seconds in enumerate(rates)
     ]
-    told = sentence(
+    found = sentence(
         Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
     )
-    pair = re.fullmatch(r"In samples/s, async is (\d\.\d\d)× ddp; all ranges (.*)\.", told)
-    assert pair is not None, told
+    pair = re.fullmatch(r"In samples/s, async is (\d\.\d\d)× ddp; all ranges (.*)\.", found)
+    assert pair is not None, found
     assert 1.7 < float(pair[1]) < 2.0
     assert pair[2] == "overlap with that of single"
 
 
 def test_the_sentence_tells_of_emulation_scores_and_trouble():
-    told = sentence(fake_comparison())
-    assert "ddp is 1.6" in told
-    assert "96.1 % for single, dp (emulated) and ddp, and 94.7 % for async" in told
-    assert "dp (emulated) says nothing about the speed of the real one" in told
+    found = sentence(fake_comparison())
+    assert "ddp is 1.6" in found
+    assert "96.1 % for single, dp (emulated) and ddp, and 94.7 % for async" in found
+    assert "dp (emulated) says nothing about the speed of the real one" in found
     bad = fake_run("async", num_steps=20, nan_from=5)
-    told = sentence(Comparison(comparison_id="c", name="c", runs=(bad.snapshot(),)))
-    assert "async's loss became NaN or infinite" in told
+    found = sentence(Comparison(comparison_id="c", name="c", runs=(bad.snapshot(),)))
+    assert "async's loss became NaN or infinite" in found
 
 
 def reported(strategy: str, **changes: int) -> Run:
@@ -362,9 +362,9 @@ def test_when_a_target_was_reached_is_in_table_and_sentence():
     table = results_table(comparison, 0.5)
     assert [column.title for column in table.columns][1:3] == ["samples/s", "to loss 0.5"]
     assert re.search(r"ddp .* \d\.\d\d s \(\d\d\.\dk samples\)", table.text())
-    told = sentence(comparison, 0.5)
-    assert re.search(r"a training loss of 0.5 was reached after \d.\d\d s by ddp and ", told)
-    assert "more samples" not in told, "one repeat allows no claim"
+    found = sentence(comparison, 0.5)
+    assert re.search(r"a training loss of 0.5 was reached after \d.\d\d s by ddp and ", found)
+    assert "more samples" not in found, "one repeat allows no claim"
     assert "never" in results_table(comparison, 0.001).text()
     assert "single and ddp never reached a training loss of 0.001" in sentence(
         comparison, 0.001
@@ -372,8 +372,8 @@ def test_when_a_target_was_reached_is_in_table_and_sentence():
 
 
 def test_more_samples_are_claimed_only_where_the_ranges_allow_it():
-    told = sentence(fake_comparison(("single", "async"), repeats=3), 0.5)
-    assert re.search(r"async needs \d+ % more samples than single to reach it", told)
+    found = sentence(fake_comparison(("single", "async"), repeats=3), 0.5)
+    assert re.search(r"async needs \d+ % more samples than single to reach it", found)
 
 
 def test_bytes_in_words():

@@ -46,7 +46,7 @@ def test_line_and_marker_alone_tell_strategies_apart():
     assert len({style.marker for style in STYLES.values()}) == len(STYLES)
 
 
-def test_a_variant_is_told_from_its_strategy_and_from_its_sisters():
+def test_a_variant_differs_from_its_strategy_and_from_its_sisters():
     names = ["ddp", "ddp:hook=fp16", "ddp:hook=powersgd", "ddp:bucket_cap_mb=1"]
     styles = [style_of(name, names) for name in names]
     assert [style.is_hollow for style in styles] == [False, True, True, True]
@@ -62,7 +62,7 @@ def test_a_class_of_ones_own_and_its_variant_are_one_family():
     assert variant.is_hollow
 
 
-def test_a_loop_keeps_its_look_and_is_told_from_others():
+def test_a_loop_keeps_its_look_and_differs_from_others():
     assert style_of("mine") == style_of("mine")
     names = [f"loop{number}" for number in range(len(SPARE_STYLES))]
     assert len({style_of(name, names).colour for name in names}) == len(SPARE_STYLES)
