@@ -134,12 +134,11 @@ def read(folder: Path) -> ClusterRecord:
 def _parse(folder: Path, text: str) -> ClusterRecord:
     content: dict[str, Any] = json.loads(text)
     placement = content["placement"]
-    spec = {"method": content.pop("method", None)} | content["spec"]  # 0.2.0 wrote it apart
     content |= {
         "folder": folder,
         "home": Path(content["home"]),
         "server": tuple(content["server"]),
-        "spec": ClusterSpec(**spec),
+        "spec": ClusterSpec(**content["spec"]),
         "placement": Placement(**placement | {"devices": tuple(placement["devices"])}),
         "states": tuple(
             RankState(**state | {"missing": tuple(state["missing"])}) for state in content["states"]

@@ -5,11 +5,12 @@ rank, also inside a collective.  A rank that does not stop even then is killed, 
 user is notified.
 """
 
+import contextlib
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -78,23 +79,28 @@ class Watch:
         Raises:
             KeyboardInterrupt: the kernel was interrupted, and the ranks have stopped.
         """
+        obeyed_in = 2 * (self._timeouts.kill_after_seconds + END_TIMEOUT_SECONDS)
+        with one_interrupt(obeyed_in):
+            try:
+                self._supervise()
+            except KeyboardInterrupt:
+                self._stop_ranks()
+                raise
+
+    def _supervise(self) -> None:
         deadline = time.monotonic() + self.timeout if self.timeout else None
         stopped = StopDetector(cluster=self.cluster)
-        try:
-            while not self.call.done:
-                self._attend(self._timeouts.tick_seconds)
-                self._free_waiting()
-                self._free_stuck()
-                self._name_failed()
-                if sentence := stopped.check(self.call.running):
-                    self.notify(sentence)
-                if self.stop_requested or (deadline and time.monotonic() > deadline):
-                    self.timed_out = not self.stop_requested
-                    return self._stop_ranks()
-            self._leave_broken_group()
-        except KeyboardInterrupt:
-            self._stop_ranks()
-            raise
+        while not self.call.done:
+            self._attend(self._timeouts.tick_seconds)
+            self._free_waiting()
+            self._free_stuck()
+            self._name_failed()
+            if sentence := stopped.check(self.call.running):
+                self.notify(sentence)
+            if self.stop_requested or (deadline and time.monotonic() > deadline):
+                self.timed_out = not self.stop_requested
+                return self._stop_ranks()
+        self._leave_broken_group()
 
     def _attend(self, seconds: float) -> None:
         for event in self.call.events(seconds):
@@ -171,17 +177,12 @@ class Watch:
 
     def _stop_ranks(self) -> None:
         """Interrupt and free the ranks until they stop; kill those that do not."""
-        kill_after = self._timeouts.kill_after_seconds
-        ignore_interrupts(2 * (kill_after + END_TIMEOUT_SECONDS))
-        try:
-            kill_at = time.monotonic() + kill_after
-            while self.call.running and time.monotonic() < kill_at:
-                self._interrupt_and_free()
-            if self.call.running:
-                self._kill()
-            self._attend_until_done(END_TIMEOUT_SECONDS)
-        finally:
-            ignore_interrupts(IMPATIENCE_SECONDS)
+        kill_at = time.monotonic() + self._timeouts.kill_after_seconds
+        while self.call.running and time.monotonic() < kill_at:
+            self._interrupt_and_free()
+        if self.call.running:
+            self._kill()
+        self._attend_until_done(END_TIMEOUT_SECONDS)
 
     def _interrupt_and_free(self) -> None:
         """Interrupt the running ranks; free those that keep waiting in a collective.
@@ -208,27 +209,42 @@ def failure_in(value: object) -> Failure | None:
     return value.failure if isinstance(value, CellReport) else None
 
 
-class _InterruptHandler:
-    """Ignores SIGINT for a while, then raises ``KeyboardInterrupt`` again."""
+class _SigintHandler:
+    """Raises ``KeyboardInterrupt``, then ignores SIGINT for some seconds."""
 
+    pause_seconds = IMPATIENCE_SECONDS
     ignored_until = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() >= self.ignored_until:
+        now = time.monotonic()
+        if now >= self.ignored_until:
+            self.ignored_until = now + self.pause_seconds
             signal.default_int_handler(number, frame)
 
 
-_handler = _InterruptHandler()
+_handler = _SigintHandler()
 
 
-def ignore_interrupts(seconds: float) -> None:
-    """Ignore interrupts for some seconds, or until ipykernel begins the next cell.
+@contextlib.contextmanager
+def one_interrupt(seconds: float) -> Iterator[None]:
+    """Let one interrupt through; ignore others while it is obeyed, and for a moment after.
 
-    The first interrupt is being obeyed.  Another one, sent in impatience, would hit IPython while
-    it shows the error, or ipykernel while it replies: the client would wait without end.
+    Another one, sent in impatience, could hit IPython while it shows the error, or ipykernel while
+    it replies: the client would then wait without end.  Ipykernel sets its own handler at each
+    cell.
+
+    Args:
+        seconds: how long it may take to obey.
     """
-    if threading.current_thread() is not threading.main_thread():  # receives no interrupts
+    is_main = threading.current_thread() is threading.main_thread()  # others get no interrupts
+    if not is_main or signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _handler):
+        yield
         return
-    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _handler):
-        _handler.ignored_until = time.monotonic() + seconds
-        signal.signal(signal.SIGINT, _handler)
+    _handler.ignored_until, _handler.pause_seconds = 0.0, seconds
+    signal.signal(signal.SIGINT, _handler)
+    try:
+        yield
+    finally:
+        soon = time.monotonic() + IMPATIENCE_SECONDS
+        _handler.ignored_until = min(_handler.ignored_until, soon)
+        _handler.pause_seconds = IMPATIENCE_SECONDS

@@ -1,6 +1,7 @@
-"""The messages between the kernel and the ranks.  (Every process.)
+"""The messages between the kernel and the ranks, through ipyparallel.  (Every process.)
 
 Frozen, checked, picklable values: calls and specs go to the ranks, events and reports come back.
+The commands that reach a rank while it is busy are ``processes.RankCommand``.
 """
 
 import importlib
@@ -103,7 +104,7 @@ class Parts(NamedTuple):
     forward: float = 0.0
     backward: float = 0.0
     communication: float = 0.0
-    """Exchanging tensors while nothing else was computed: the exposed part."""
+    """Exchanging tensors while nothing else was computed: exposed, as ``waiting`` is."""
     optimizer: float = 0.0
     waiting: float = 0.0
     """For other ranks; where a strategy cannot measure it, it counts as communication."""

@@ -1,4 +1,4 @@
-"""Processes: their identity, the names of their requests, and files that survive their death.
+"""Processes: their identity, the commands between them, and files that survive their death.
 
 Every process imports it; it imports neither torch nor IPython.
 """

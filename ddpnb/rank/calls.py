@@ -37,7 +37,7 @@ def or_failure(call: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(*args: Any) -> Any:
         try:
             return call(*args)
-        except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  as above
+        except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  the edge of a call: the notebook shows it
             return cells.failure_of(error, this_engine())
 
     return guarded

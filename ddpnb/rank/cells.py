@@ -1,4 +1,4 @@
-"""The user's code on this rank: run as a real IPython cell, interrupted, how it failed (ranks)."""
+"""Runs the user's code as an IPython cell, interrupts it, and says how it failed (ranks)."""
 
 import contextlib
 import fcntl

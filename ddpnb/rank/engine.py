@@ -1,4 +1,4 @@
-"""A rank's process: an ipyparallel engine that has joined the process group (ranks)."""
+"""A rank's process: an ipyparallel engine that serves calls, and its control thread (ranks)."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A worker's client of the parameter server, and how it connects (ranks)."""
+"""How the parameter server is started, and how its workers connect to it (ranks)."""
 
 import contextlib
 from collections.abc import Callable, Sequence

@@ -213,7 +213,7 @@ def host_processes(folder: Path) -> Iterator[tuple[int, ProcessId | None]]:
         rank = int(path.stem.removeprefix("rank-"))
         try:
             yield rank, process_id(int(path.read_text()))
-        except (psutil.NoSuchProcess, ValueError):
+        except (psutil.Error, ValueError):  # it has ended, or its number is another process's
             yield rank, None
 
 

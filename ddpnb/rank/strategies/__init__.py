@@ -12,7 +12,7 @@ def make_strategy(word: str, namespace: Mapping[str, object], device: str = "cpu
     """Return the strategy that a word names, with its options.
 
     Args:
-        word: as ``choices.parse_strategy`` reads it.
+        word: as ``notation.parse_strategy`` reads it.
         namespace: where the user's own classes are looked up.
         device: that the ranks compute on.
 

@@ -10,11 +10,11 @@ the slowest rank has written its parts.  Nothing is unpickled: files are read wi
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -361,9 +361,7 @@ def check_replica(replica: Replica, checkpoint: State) -> None:
         UserError: it does not fit.
     """
     old_model = checkpoint["strategy"].get("model", {})
-    model = replica.model.state_dict()
-    shapes = [{name: each.shape for name, each in state.items()} for state in (old_model, model)]
-    if old_model and shapes[0] != shapes[1]:
+    if old_model and _shapes(old_model) != _shapes(replica.model.state_dict()):
         raise UserError(
             "The checkpoint to resume from is of another model: let model() return the same one."
         )
@@ -374,6 +372,10 @@ def check_replica(replica: Replica, checkpoint: State) -> None:
                 f"The run to resume was trained with {_spelled(old)}, not {_spelled(kind)}: "
                 "let optimizer(params) return the same."
             )
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, torch.Size | None]:
+    return {name: getattr(value, "shape", None) for name, value in state.items()}
 
 
 def _task(name: str) -> str:
