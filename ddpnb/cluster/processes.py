@@ -135,7 +135,7 @@ class Processes:
             HeldError: another kernel holds it.
             OSError: it has ended.
         """
-        pipe, exits = connect(address)
+        pipe, exits = connect(address, server)
         processes = cls(pipe=pipe, server=AdoptedServer(process=server), on_exit=on_exit)
         processes.ready.set_result([])  # the ranks were started long ago
         for name, code in exits.items():
@@ -268,7 +268,7 @@ class HeldError(Exception):
     """Another kernel holds the fork server."""
 
 
-def connect(address: Path) -> tuple[Connection, dict[str, int]]:
+def connect(address: Path, server: ProcessId) -> tuple[Connection, dict[str, int]]:
     """Connect to a fork server; return the pipe, and the exit codes of ended processes by name.
 
     Raises:
@@ -277,7 +277,13 @@ def connect(address: Path) -> tuple[Connection, dict[str, int]]:
     """
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
-        pipe = Client(str(address), family="AF_UNIX")
+        try:
+            pipe = Client(str(address), family="AF_UNIX")
+        except (FileNotFoundError, ConnectionRefusedError):  # it may be about to listen
+            if time.monotonic() > deadline or not is_alive(server):
+                raise
+            time.sleep(0.05)
+            continue
         if not pipe.poll(STOP_TIMEOUT_SECONDS):
             pipe.close()
             raise TimeoutError("the fork server does not answer")

@@ -25,6 +25,8 @@ MAX_ABORTS = 5
 """How often stuck ranks are freed before they are killed: a busy machine may need several."""
 END_TIMEOUT_SECONDS = 10.0
 """How long a call with killed ranks may take to end."""
+OBEYED_SECONDS = 30.0
+"""When an interrupt that was only noted is raised at the next one, as nothing has obeyed it."""
 IMPATIENCE_SECONDS = 1.0
 """How long further interrupts are ignored once an interrupted call has ended."""
 
@@ -79,19 +81,20 @@ class Watch:
         Raises:
             KeyboardInterrupt: the kernel was interrupted, and the ranks have stopped.
         """
-        obeyed_in = 2 * (self._timeouts.kill_after_seconds + END_TIMEOUT_SECONDS)
-        with one_interrupt(obeyed_in):
+        with noted_interrupts() as is_interrupted:
             try:
-                self._supervise()
+                self._supervise(is_interrupted)
             except KeyboardInterrupt:
                 self._stop_ranks()
                 raise
 
-    def _supervise(self) -> None:
+    def _supervise(self, is_interrupted: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.timeout if self.timeout else None
         stopped = StopDetector(cluster=self.cluster)
         while not self.call.done:
             self._attend(self._timeouts.tick_seconds)
+            if is_interrupted():
+                raise KeyboardInterrupt
             self._free_waiting()
             self._free_stuck()
             self._name_failed()
@@ -210,15 +213,23 @@ def failure_in(value: object) -> Failure | None:
 
 
 class _SigintHandler:
-    """Raises ``KeyboardInterrupt``, then ignores SIGINT for some seconds."""
+    """Notes an interrupt for the call that is supervised; raises it where none is, or none obeys.
 
-    pause_seconds = IMPATIENCE_SECONDS
-    ignored_until = 0.0
+    Raised wherever the kernel happens to be, it could end a message halfway.  Another one, sent in
+    impatience, could hit IPython while it shows the error, or ipykernel while it replies.  The
+    client would then wait without end.
+    """
+
+    is_supervising = False
+    is_interrupted = False
+    raises_from = 0.0
+    """In ``time.monotonic()``."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if now >= self.ignored_until:
-            self.ignored_until = now + self.pause_seconds
+        if self.is_supervising and not self.is_interrupted:
+            self.is_interrupted = True
+            self.raises_from = time.monotonic() + OBEYED_SECONDS
+        elif time.monotonic() >= self.raises_from:
             signal.default_int_handler(number, frame)
 
 
@@ -226,25 +237,20 @@ _handler = _SigintHandler()
 
 
 @contextlib.contextmanager
-def one_interrupt(seconds: float) -> Iterator[None]:
-    """Let one interrupt through; ignore others while it is obeyed, and for a moment after.
+def noted_interrupts() -> Iterator[Callable[[], bool]]:
+    """Note interrupts in place of raising them; yield whether there was one.
 
-    Another one, sent in impatience, could hit IPython while it shows the error, or ipykernel while
-    it replies: the client would then wait without end.  Ipykernel sets its own handler at each
-    cell.
-
-    Args:
-        seconds: how long it may take to obey.
+    Ipykernel sets its own handler at each cell.
     """
     is_main = threading.current_thread() is threading.main_thread()  # others get no interrupts
     if not is_main or signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _handler):
-        yield
+        yield lambda: False
         return
-    _handler.ignored_until, _handler.pause_seconds = 0.0, seconds
+    _handler.is_interrupted, _handler.raises_from = False, 0.0
+    _handler.is_supervising = True
     signal.signal(signal.SIGINT, _handler)
     try:
-        yield
+        yield lambda: _handler.is_interrupted
     finally:
-        soon = time.monotonic() + IMPATIENCE_SECONDS
-        _handler.ignored_until = min(_handler.ignored_until, soon)
-        _handler.pause_seconds = IMPATIENCE_SECONDS
+        _handler.is_supervising = False
+        _handler.raises_from = time.monotonic() + _handler.is_interrupted * IMPATIENCE_SECONDS
