@@ -75,7 +75,8 @@ class Call:
     """One call on several ranks, in progress."""
 
     ranks: tuple[int, ...]
-    inbox: "queue.SimpleQueue[CallEvent | OutputEnded]" = field(default_factory=queue.SimpleQueue)
+    inbox: "queue.Queue[CallEvent | OutputEnded]" = field(default_factory=queue.Queue)
+    """Not a ``SimpleQueue``: its ``get`` waits without end if a signal arrives as its time ends."""
     running: set[int] = field(init=False)
     """Ranks that have not returned."""
     speaking: set[int] = field(init=False)
