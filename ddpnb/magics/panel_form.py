@@ -88,7 +88,7 @@ class Form:
             )
             for name in STRATEGIES
         }
-        self._more = widgets.Text(
+        self._more = _text(
             placeholder="ddp:option=value",
             **_labelled("with options", "strategies with their options"),
         )
@@ -106,7 +106,7 @@ class Form:
         self._repeats = widgets.BoundedIntText(
             value=1, min=1, max=1000, **_labelled("repeats", "how often each strategy is trained")
         )
-        self._name = widgets.Text(
+        self._name = _text(
             placeholder="made from the task",
             **_labelled("name", "the name of the stored comparison"),
         )
@@ -222,7 +222,16 @@ def _control(option: Option, value: Any) -> Any:
     kinds = {bool: widgets.Checkbox, int: widgets.IntText, float: widgets.FloatText}
     if value is not None and option.value_kind in kinds and option.from_text is None:
         return kinds[option.value_kind](value=value, **label)
-    return widgets.Text(placeholder=option.example, **label)
+    return _text(placeholder=option.example, **label)
+
+
+def _text(**traits: Any) -> Any:
+    """Return a line of text, sent when it is left.
+
+    Of texts sent at each key, the last waits until the kernel has answered the others: pressing Run
+    could overtake it.
+    """
+    return widgets.Text(continuous_update=False, **traits)
 
 
 def _labelled(text: str, tooltip: str, width: str = "21em") -> dict[str, Any]:
