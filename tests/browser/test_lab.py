@@ -49,6 +49,8 @@ def open_notebook(page: Page, address: str, name: str) -> None:
     page.goto(address.format(path=f"lesson/notebooks/{name}"))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
     page.wait_for_selector(".jp-NotebookPanel-toolbar")
+    # A command to run cells does nothing before the kernel is there.
+    page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=90_000)
     page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's own news
 
 
