@@ -154,11 +154,11 @@ class Timeouts:
 
     tick_seconds: float = 0.05
     """The longest wait for a call's next event; the display is drawn in between."""
-    free_after_seconds: float = 0.3
+    abort_after_failure_seconds: float = 0.3
     """How long ranks may still run after one has failed: they may be about to fail too."""
-    free_checks_after_seconds: float = 5.0
+    abort_validation_after_seconds: float = 5.0
     """The same for the check before a training, where freeing costs more: the process group."""
-    name_after_seconds: float = 0.8
+    report_failure_after_seconds: float = 0.8
     """When a failure is shown while other ranks still run: they compute, or the machine is busy."""
     abort_after_seconds: float = 0.3
     """How long an interrupted rank may take before it is freed from its collective."""
@@ -168,8 +168,8 @@ class Timeouts:
     """How long an interrupted and freed rank may take before it is killed."""
     poll_seconds: float = 0.8
     """How often the ranks report where they are; twice a second cost a training 1 %."""
-    stuck_after_seconds: float = 2.0
-    """How long ranks must have waited for each other, idle, before the call counts as stuck."""
+    hang_after_seconds: float = 2.0
+    """How long ranks must have waited for each other, idle, before the call counts as a hang."""
     longest_gap_seconds: float = 1.0
     """The most that the time between two reports counts towards that: a laptop may have slept."""
     stopped_poll_seconds: float = 1.0

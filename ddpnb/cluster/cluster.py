@@ -162,7 +162,7 @@ class Cluster(Engines):
         if is_fit or self.living != self.ranks:
             return {}
         self._begin_generation()
-        stale = self.gather(OnRank("rejoin"), self.generation, is_checked)
+        stale = self.gather(OnRank("form_group"), self.generation, is_checked)
         self._note_formed(is_checked=is_checked)
         return _ranks_of(dict(zip(self.ranks, stale, strict=True)))
 
@@ -177,7 +177,7 @@ class Cluster(Engines):
         for rank in ranks:
             self.start_rank(rank, generation=self.generation)
         others = [rank for rank in self.ranks if rank not in ranks]
-        call = self.submit(OnRank("rejoin"), self.generation, False, ranks=others)
+        call = self.submit(OnRank("form_group"), self.generation, False, ranks=others)
         self.client.wait_for(set(ranks), self.raise_if_dead)
         stale = call.results()
         self.states = tuple(self.gather(OnRank("state")))

@@ -37,7 +37,7 @@ class HangDetector:
     """Seconds since, with every gap counted at most as ``longest_gap_seconds``."""
 
     def check(self, finished: Mapping[int, int]) -> str:
-        """Return why the call is stuck; empty as long as it is not known to be.
+        """Return why the call hangs; empty as long as it is not known to.
 
         ``finished``: ranks that have finished the cell, each with its number of collectives.
         """
@@ -73,20 +73,20 @@ class HangDetector:
         self._waited += passed
         if len(now) != len(self.call.running) or not all(status.call for status in now):
             self._first = ()
-        elif not self._first or not is_stuck(self._first, now, self._waited):
+        elif not self._first or not is_hang(self._first, now, self._waited):
             self._first, self._waited = now, 0.0
-        elif self._waited >= self.cluster.timeouts.stuck_after_seconds:
+        elif self._waited >= self.cluster.timeouts.hang_after_seconds:
             idle = set(self.cluster.ranks) - set(self.call.ranks)
             return diagnose(now, finished, idle)
         return ""
 
 
-def is_stuck(before: Sequence[RankStatus], now: Sequence[RankStatus], seconds: float) -> bool:
+def is_hang(before: Sequence[RankStatus], now: Sequence[RankStatus], seconds: float) -> bool:
     """Return whether ranks wait for each other without end.
 
     Each of them waits in the same collective as ``seconds`` before, and has used hardly any
     processor time since.  A rank that computes, loads data or sleeps is not in a collective:
-    the ranks that wait for it are not stuck.
+    the ranks that wait for it do not hang.
     """
     earlier = {status.rank: status for status in before}
     return bool(now) and all(
@@ -103,17 +103,17 @@ def is_same_wait(before: RankStatus | None, now: RankStatus, seconds: float) -> 
 
 
 def diagnose(
-    stuck: Sequence[RankStatus], finished: Mapping[int, int], idle: Collection[int] = ()
+    waiting: Sequence[RankStatus], finished: Mapping[int, int], idle: Collection[int] = ()
 ) -> str:
-    """Say why stuck ranks do not go on.
+    """Say why hanging ranks do not go on.
 
     ``finished``: ranks that have finished the cell, each with its number of collectives;
     ``idle``: ranks that do not run it at all.
     """
-    parts = [f"{_ranks_wait(ranks)} {_place(status)}" for status, ranks in _by_place(stuck)]
-    reasons = _point_to_point(stuck, finished)
-    if any(status.peer is None for status in stuck):
-        reasons += _others(stuck, finished, idle)
+    parts = [f"{_ranks_wait(ranks)} {_place(status)}" for status, ranks in _by_place(waiting)]
+    reasons = _point_to_point(waiting, finished)
+    if any(status.peer is None for status in waiting):
+        reasons += _others(waiting, finished, idle)
     if not reasons and len(parts) > 1:
         reasons = ["they wait for different calls"]
     return "; ".join([", ".join(parts), *reasons])
@@ -130,10 +130,10 @@ def describe(status: RankStatus) -> str:
     return f"rank {status.rank} is at line {status.line} of In [{status.cell}], in no collective"
 
 
-def _by_place(stuck: Sequence[RankStatus]) -> list[tuple[RankStatus, list[int]]]:
+def _by_place(waiting: Sequence[RankStatus]) -> list[tuple[RankStatus, list[int]]]:
     """Group ranks that wait in the same call, at the same line, with the same tensor."""
     places: dict[tuple[object, ...], list[RankStatus]] = {}
-    for status in stuck:
+    for status in waiting:
         key = (status.call, status.line, status.tensor, status.in_backward, status.peer)
         places.setdefault(key, []).append(status)
     return [(group[0], [status.rank for status in group]) for group in places.values()]
@@ -152,10 +152,10 @@ def _place(status: RankStatus) -> str:
     return f"in {call}{towards}" + (f" ({aside})" if aside else "")
 
 
-def _point_to_point(stuck: Sequence[RankStatus], finished: Collection[int]) -> list[str]:
+def _point_to_point(waiting: Sequence[RankStatus], finished: Collection[int]) -> list[str]:
     """Say which peers do not send or receive."""
     reasons = []
-    for status in stuck:
+    for status in waiting:
         if status.peer is not None:
             part = "receiving" if "send" in status.call else "sending"
             how = "has finished the cell without" if status.peer in finished else "is not"
@@ -164,23 +164,23 @@ def _point_to_point(stuck: Sequence[RankStatus], finished: Collection[int]) -> l
 
 
 def _others(
-    stuck: Sequence[RankStatus], finished: Mapping[int, int], idle: Collection[int]
+    waiting: Sequence[RankStatus], finished: Mapping[int, int], idle: Collection[int]
 ) -> list[str]:
-    """Say what the ranks do that the stuck ones wait for."""
+    """Say what the ranks do that the hanging ones wait for."""
     reasons = []
     if finished:
-        reasons.append(f"{spoken_ranks(finished)} {_finished_how(stuck, finished)}")
+        reasons.append(f"{spoken_ranks(finished)} {_finished_how(waiting, finished)}")
     if idle:
         do = "does" if len(idle) == 1 else "do"
         reasons.append(f"{spoken_ranks(idle)} {do} not run this cell")
     return reasons
 
 
-def _finished_how(stuck: Sequence[RankStatus], finished: Mapping[int, int]) -> str:
+def _finished_how(waiting: Sequence[RankStatus], finished: Mapping[int, int]) -> str:
     """Say how many calls the finished ranks lack, if that is known."""
-    if any(status.in_backward for status in stuck):
+    if any(status.in_backward for status in waiting):
         return "finished the cell with fewer batches"
-    lacking = {status.num_collectives - num for status in stuck for num in finished.values()}
+    lacking = {status.num_collectives - num for status in waiting for num in finished.values()}
     if len(lacking) == 1 and (num := lacking.pop()) > 1:
         return f"finished the cell with {num} calls fewer"
     return "finished the cell without calling it"

@@ -1,4 +1,4 @@
-"""The device and threads of each rank, and the settings that its process gets (kernel)."""
+"""The cluster that a user asks for: each rank's device, threads and settings (kernel)."""
 
 import math
 import os

@@ -22,7 +22,7 @@ from ddpnb.protocol.messages import CellReport, Failure
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 
 MAX_ABORTS = 5
-"""How often stuck ranks are freed before they are killed: a busy machine may need several."""
+"""How often hanging ranks are freed before they are killed: a busy machine may need several."""
 END_TIMEOUT_SECONDS = 10.0
 """How long a call with killed ranks may take to end."""
 OBEYED_SECONDS = 30.0
@@ -41,7 +41,7 @@ class Watch:
         handle: takes each event, in order.
         tick: called at least every ``tick_seconds``, to draw.
         timeout: seconds after which the ranks are interrupted.
-        free_after_seconds: how long ranks may still run after one has failed; by default
+        abort_after_failure_seconds: how long ranks may still run after one has failed; by default
             as the cluster's timeouts say.
         notify: shows the user a sentence before the call ends.
         survives: returns whether the other ranks can go on without one that has died.
@@ -52,11 +52,11 @@ class Watch:
     handle: Callable[[CallEvent], None]
     tick: Callable[[], None]
     timeout: float | None = None
-    free_after_seconds: float | None = None
+    abort_after_failure_seconds: float | None = None
     notify: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
     survives: Callable[[int], bool] = lambda _: False
     timed_out: bool = False
-    stuck: str = ""
+    hang: str = ""
     """Why the ranks waited for each other without end, if they did."""
     stop_requested: bool = False
     returned: dict[int, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Watch:
     _detector: HangDetector = field(init=False)
     _failed_at: float | None = None
     _num_aborts: int = 0
-    _is_named: bool = False
+    _is_reported: bool = False
 
     def __post_init__(self) -> None:
         self._detector = HangDetector(cluster=self.cluster, call=self.call)
@@ -95,9 +95,9 @@ class Watch:
             self._attend(self._timeouts.tick_seconds)
             if is_interrupted():
                 raise KeyboardInterrupt
-            self._free_waiting()
-            self._free_stuck()
-            self._name_failed()
+            self._abort_waiting()
+            self._abort_hanging()
+            self._report_failed()
             if sentence := stopped.check(self.call.running):
                 self.notify(sentence)
             if self.stop_requested or (deadline and time.monotonic() > deadline):
@@ -121,17 +121,17 @@ class Watch:
         if self._failed_at is None and failed:
             self._failed_at = time.monotonic()
 
-    def _free_waiting(self) -> None:
+    def _abort_waiting(self) -> None:
         """Free ranks that still run a while after one has failed: they may wait for it."""
         if self._failed_at is None or self._num_aborts or not self.call.running:
             return
-        seconds = self.free_after_seconds
+        seconds = self.abort_after_failure_seconds
         if seconds is None:
-            seconds = self._timeouts.free_after_seconds
+            seconds = self._timeouts.abort_after_failure_seconds
         if time.monotonic() - self._failed_at > seconds:
             self._abort()
 
-    def _free_stuck(self) -> None:
+    def _abort_hanging(self) -> None:
         """Free ranks that wait for each other without end; kill them when that fails repeatedly."""
         if not self.call.running:
             return
@@ -139,19 +139,19 @@ class Watch:
         finished = {rank: r.num_collectives for rank, r in reports if isinstance(r, CellReport)}
         if why := self._detector.check(finished):
             if not self._num_aborts:
-                self.stuck = why
+                self.hang = why
             if self._num_aborts < MAX_ABORTS:
                 self._abort()
             else:
                 self._kill()
 
-    def _name_failed(self) -> None:
+    def _report_failed(self) -> None:
         """Show what failed while other ranks compute on, which may take any time."""
-        if self._failed_at is None or self._is_named or not self.call.running:
+        if self._failed_at is None or self._is_reported or not self.call.running:
             return
-        seconds = self._timeouts.name_after_seconds
+        seconds = self._timeouts.report_failure_after_seconds
         if time.monotonic() - self._failed_at > seconds:
-            self._is_named = True
+            self._is_reported = True
             causes = [f"rank {rank} {cause}" for rank, cause in self.lost.items()]
             for rank, value in self.returned.items():
                 if (failure := failure_in(value)) and not failure.is_consequence:

@@ -83,7 +83,7 @@ class Option:
             UserError: it is not valid; calls the option ``name``, and says what is.
         """
         if self.from_text is not None:
-            return self.check(name, self.from_text(name, str(given)), given)
+            return self.validate(name, self.from_text(name, str(given)), given)
         value: object = given
         if self.value_kind is tuple:
             texts = as_kind(name, [given] if isinstance(given, str) else given, tuple)
@@ -97,9 +97,9 @@ class Option:
                 value = self.value_kind(given)
             except ValueError:
                 value = given  # refused below
-        return self.check(name, value, given)
+        return self.validate(name, value, given)
 
-    def check(self, name: str, value: object, given: object = None) -> Any:
+    def validate(self, name: str, value: object, given: object = None) -> Any:
         """Return a value, converted by ``as_kind``, if it is valid; raises as ``read``.
 
         In the error stands ``given``, what the user wrote, if that is something else.

@@ -184,7 +184,7 @@ class TrainingSpec:
                 f"or name a task with --task ({', '.join(TASKS)})."
             )
         for name, option in training_options():
-            object.__setattr__(self, name, option.check(option.flag, getattr(self, name)))
+            object.__setattr__(self, name, option.validate(option.flag, getattr(self, name)))
         for text in self.slow:
             parse_slow(text)
         parse_kills(self.kill)

@@ -48,7 +48,7 @@ def state() -> RankState:
     return this_engine().group.state()
 
 
-def rejoin(generation: int, is_checked: bool) -> list[StaleVariable]:
+def form_group(generation: int, is_checked: bool) -> list[StaleVariable]:
     """Form a new process group.  Takes part: every rank.
 
     Returns:
@@ -65,11 +65,11 @@ def run_cell(spec: CellSpec) -> CellReport:
 
 
 @or_failure
-def check(spec: RunSpec) -> Checked:
+def validate(spec: RunSpec) -> Checked:
     """Check one training before anything trains."""
     engine = this_engine()
     return cells.interruptible(
-        lambda: loop.check(
+        lambda: loop.validate(
             spec,
             state=engine.group.state(),
             namespace=engine.shell.user_ns,

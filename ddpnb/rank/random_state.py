@@ -1,4 +1,4 @@
-"""The global random numbers: seeded, saved and restored (ranks)."""
+"""Global random numbers: seeded, saved and restored, with torch's other globals (ranks)."""
 
 import contextlib
 import random
@@ -26,7 +26,7 @@ def seed_everything(seed: int | None) -> None:
 
 
 @contextlib.contextmanager
-def preserve_rng(device: torch.device) -> Iterator[None]:
+def preserve_globals(device: torch.device) -> Iterator[None]:
     """Restore random numbers, default dtype and thread count when the block ends.
 
     Inside the block, ``device`` is the current device if it is a GPU.

@@ -149,8 +149,8 @@ class OrphanedCall(SupervisedCall):
 
     def _run_quietly(self) -> None:
         self._watch.run()
-        if self._watch.stuck:
-            print(f"The call of the earlier kernel was stuck: {self._watch.stuck}")
+        if self._watch.hang:
+            print(f"The call of the earlier kernel hung: {self._watch.hang}")
 
 
 def orphaned_call(cluster: Cluster) -> OrphanedCall | None:

@@ -20,8 +20,8 @@ from ddpnb.reports.result import ComparisonResult
 from ddpnb.session.errors import (
     CellInterrupt,
     CellTimeoutError,
+    HangError,
     RankError,
-    StuckError,
     render_error,
 )
 
@@ -204,12 +204,12 @@ def warn_stale(stale: Mapping[StaleVariable, Sequence[int]]) -> None:
         )
 
 
-def error_of(watch: Watch) -> StuckError | RankError | UserError | None:
+def error_of(watch: Watch) -> HangError | RankError | UserError | None:
     """Return the error of a call that has ended; None if it succeeded."""
     if watch.cluster.is_over and watch.lost:
         return UserError("The cluster was stopped, or handed to another kernel, while this ran.")
-    if watch.stuck:
-        return StuckError(watch.stuck, watch.lost)
+    if watch.hang:
+        return HangError(watch.hang, watch.lost)
     failures = failures_of(watch)
     return RankError(failures) if failures else None
 

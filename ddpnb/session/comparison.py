@@ -24,7 +24,7 @@ from ddpnb.reports.live import Live, live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.session.cells import error_of, failures_of, warn_stale
-from ddpnb.session.errors import CellInterrupt, RankError, StuckError
+from ddpnb.session.errors import CellInterrupt, HangError, RankError
 
 STOP_INTERVAL_SECONDS = 0.3
 """Between two requests to stop; the ranks get them until they have stopped."""
@@ -127,7 +127,7 @@ class Training:
                     continue
                 try:
                     self._train(spec)
-                except (UserError, RankError, StuckError) as error:
+                except (UserError, RankError, HangError) as error:
                     errors[spec.strategy] = error
                     rest = [s.strategy for s in self.specs[number:] if s.strategy not in errors]
                     if not self._continue_without(spec.strategy, rest, is_first=number == 0):
@@ -180,7 +180,7 @@ class Training:
         watch.lost = {r: cause for r, cause in watch.lost.items() if not recovery.survives(r)}
         if (error := error_of(watch)) is not None:
             cause = error.cause if isinstance(error, RankError) else str(error)
-            self.recorder.end(spec.run_id, Status.FAILED, watch.stuck or cause)
+            self.recorder.end(spec.run_id, Status.FAILED, watch.hang or cause)
             if spec.kill and self._replace_dead("was killed by --kill, which ended the training"):
                 return
             raise error
@@ -312,10 +312,10 @@ def check_on_ranks(cluster: Cluster, spec: RunSpec) -> Checked:
     """
     watch = Watch(
         cluster=cluster,
-        call=cluster.submit(OnRank("check"), spec, ranks=cluster.ranks),
+        call=cluster.submit(OnRank("validate"), spec, ranks=cluster.ranks),
         handle=lambda _: None,
         tick=lambda: None,
-        free_after_seconds=cluster.timeouts.free_checks_after_seconds,
+        abort_after_failure_seconds=cluster.timeouts.abort_validation_after_seconds,
     )
     try:
         watch.run()

@@ -55,7 +55,7 @@ class CellInterrupt(OneLine, KeyboardInterrupt):
 CellInterrupt.__name__ = "KeyboardInterrupt"  # what Jupyter's clients know
 
 
-class StuckError(OneLine, Exception):
+class HangError(OneLine, Exception):
     """The ranks waited for each other without end, and were freed."""
 
     def __init__(self, why: str, lost: Collection[int] = ()) -> None:

@@ -27,7 +27,7 @@ dist.all_reduce(total)
 assert total.item() == world_size
 """
 
-STUCK = {
+HANGS = {
     "a rank skips an all_reduce": (
         "if rank != 1: dist.all_reduce(x)",
         r"<but 1 wait> in all_reduce \(line 1.*rank 1 finished the cell without calling it",
@@ -69,7 +69,7 @@ STUCK = {
         "from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce\n"
         "from ddpnb.rank.strategies.base import NullTimer\n"
         "group = this_engine().group\n"
-        "shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='stuck', rank=rank,\n"
+        "shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='hang', rank=rank,\n"
         "  world_size=world_size, timeout_seconds=60, cancellation=group.cancellation))\n"
         "net = DDP(torch.nn.Linear(3, 2))\n"
         "net.register_comm_hook((shared, NullTimer()), ddp_shm._all_reduce_bucket)\n"
@@ -81,7 +81,7 @@ STUCK = {
         "from ddpnb.rank.comm.rendezvous import WorkerConfig; "
         "from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce\n"
         "group = this_engine().group\n"
-        "shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='stuck', rank=rank,\n"
+        "shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='hang', rank=rank,\n"
         "  world_size=world_size, timeout_seconds=60, cancellation=group.cancellation))\n"
         "if rank: shared.all_reduce(x)",
         r"<but 0 wait> in all_reduce \(line 6\).*rank 0 finished the cell without calling it",
@@ -241,13 +241,13 @@ def spelled(expected: str, world_size: int) -> str:
     return expected.replace("<last>", str(world_size - 1))
 
 
-@pytest.mark.parametrize("case", STUCK)
+@pytest.mark.parametrize("case", HANGS)
 def test_a_cell_that_would_wait_for_ever_is_named_and_freed(both: list[Cluster], case: str) -> None:
-    check_is_named_and_freed(both, *STUCK[case])
+    check_is_named_and_freed(both, *HANGS[case])
 
 
 def test_with_the_usual_timeouts_too(both_as_usual: list[Cluster]) -> None:
-    check_is_named_and_freed(both_as_usual, *STUCK["a rank skips an all_reduce"])
+    check_is_named_and_freed(both_as_usual, *HANGS["a rank skips an all_reduce"])
     check_is_left_alone(both_as_usual, "if rank == 0: time.sleep(4)\ndist.all_reduce(x)")
     check_is_left_alone(both_as_usual, LARGE_CALLS)
 
@@ -255,7 +255,7 @@ def test_with_the_usual_timeouts_too(both_as_usual: list[Cluster]) -> None:
 def check_is_named_and_freed(both: list[Cluster], source: str, expected: str) -> None:
     began = time.monotonic()
     for cluster, ended in zip(both, run_on_each(both, source), strict=True):
-        diagnosis = ended.watch.stuck
+        diagnosis = ended.watch.hang
         assert re.search(spelled(expected, len(cluster.ranks)), diagnosis, re.DOTALL), diagnosis
         assert not ended.lost
     assert time.monotonic() - began < 15, "found within 6 s; the rest is for a busy machine"
@@ -264,7 +264,7 @@ def check_is_named_and_freed(both: list[Cluster], source: str, expected: str) ->
 
 def test_a_rank_that_cannot_be_freed_is_ended_and_brought_back(three: Cluster) -> None:
     ended = finish(begin(three, "if rank == 1: dist.new_group([0, 1])"))
-    assert re.search(r"rank 1 waits in new_group \(line 1.*ranks 0,2 fini", ended.watch.stuck)
+    assert re.search(r"rank 1 waits in new_group \(line 1.*ranks 0,2 fini", ended.watch.hang)
     assert list(ended.lost) == [1]
     three.bring_back([1])
     assert not finish(begin(three, SETUP + "synchronise = dist.all_reduce", ranks=[1])).failures
@@ -298,6 +298,6 @@ def test_a_slow_cell_is_left_alone(both: list[Cluster], case: str) -> None:
 
 def check_is_left_alone(both: list[Cluster], source: str) -> None:
     for ended in run_on_each(both, source):
-        assert not ended.watch.stuck
+        assert not ended.watch.hang
         assert not ended.failures, ended.failures
     assert not any(again.failures or again.lost for again in run_on_each(both, USABLE))

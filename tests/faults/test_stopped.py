@@ -109,7 +109,7 @@ def test_a_cell_that_waits_for_a_stopped_rank_says_so_and_goes_on_with_it(
     assert f"Rank 1 is stopped (SIGSTOP): `kill -CONT {stopped.pid}`" in cell.notes[0]
     assert notified_at[0] - began < 30, "found within 6 s; the rest is for a busy machine"
     assert not cell.failures
-    assert not cell.watch.stuck
+    assert not cell.watch.hang
     assert pull(three, "kept") == [10, 11, 12]
 
 
@@ -157,7 +157,7 @@ with started(2) as cluster:
     finish(cell)
     again = run(cluster, {source!r}, timeout=60)
     for one in (cell, again):
-        assert not one.watch.stuck, one.watch.stuck
+        assert not one.watch.hang, one.watch.hang
         assert not one.failures, one.failures
         assert not one.notes, one.notes
         assert not one.watch.timed_out

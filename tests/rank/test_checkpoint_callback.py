@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpnb.rank.random_state import preserve_rng
+from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.base import NullTimer
 from ddpnb.rank.training.checkpoint import resumed, set_up
 from ddpnb.rank.training.context import build_context
@@ -50,7 +50,7 @@ def test_a_rank_that_joins_keeps_what_the_others_have_learnt_since(joins):
 def next_number(tmp_path, rank: int) -> float:
     """Get ready to go on as one rank; return its next random number."""
     spec = spec_of("async", tmp_path, run_id="new", resume="old", num_epochs=4)
-    with preserve_rng(torch.device("cpu")):
+    with preserve_globals(torch.device("cpu")):
         context = resumed(build_context(spec, make_state(rank, 2), {}, filename="here"))
         idle = SimpleNamespace(setup=lambda _: None, load=lambda *_: None)
         set_up(context, idle, context.replica("t", num_steps=1, timer=NullTimer()))

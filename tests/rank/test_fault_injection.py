@@ -217,4 +217,4 @@ def test_notes_say_what_strikes_and_what_has_no_effect(plan, faults, expected):
 )
 def test_a_rank_that_is_not_there_is_refused(faults, expected):
     with pytest.raises(UserError, match=expected):
-        loop.check(spec_of("ddp", **faults), state=make_state(0, 2), namespace={})
+        loop.validate(spec_of("ddp", **faults), state=make_state(0, 2), namespace={})

@@ -218,7 +218,7 @@ def test_a_run_whose_evaluation_fails_is_kept_and_says_so(ranks):
         "    return x, targets\n"
     )
     spec = spec_of("ddp", source=source)
-    loop.check(spec, state=make_state(0, 2), namespace={})
+    loop.validate(spec, state=make_state(0, 2), namespace={})
     report, events = ranks(2).call(run_job, spec)[0]
     assert report.num_steps == sum(isinstance(event, StepEvent) for event in events) > 0
     assert report.final_loss < 0.6

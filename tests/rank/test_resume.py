@@ -16,7 +16,7 @@ from tests.rank.test_options import CELL, train_job
 def refused(tmp_path, match: str, *, num_ranks=2, **changes):
     spec = spec_of("ddp", tmp_path, run_id="new", resume="old", **changes)
     with pytest.raises(UserError, match=match) as caught:
-        loop.check(spec, state=make_state(0, num_ranks), namespace={})
+        loop.validate(spec, state=make_state(0, num_ranks), namespace={})
     assert "\n" not in str(caught.value)
 
 

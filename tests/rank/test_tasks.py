@@ -114,7 +114,7 @@ def test_the_users_own_cifar_files_are_read(images):
     pixel = (images / "data_batch_2.bin").read_bytes()[8 * 3073 + 1 + 1024 + 32 + 5]
     expected = (pixel / 255 - 0.4822) / 0.2435  # green, second row, sixth column
     assert inputs[0, 1, 1, 5].item() == pytest.approx(expected, abs=1e-5)
-    loop.check(spec_of("cifar10"), state=make_state(0, 1), namespace={})
+    loop.validate(spec_of("cifar10"), state=make_state(0, 1), namespace={})
 
 
 def test_the_users_own_cifar_files_can_be_prefetched_by_processes(images):

@@ -45,7 +45,6 @@ from ddpnb.rank.comm.client import ParameterClient, connect, join, start_server
 from ddpnb.rank.comm.flat_buffers import PackedTensors, num_bytes
 from ddpnb.rank.comm.parameter_server import NO_BOUND, ParameterServer
 from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, AccessLog, ParameterStore, ignore_access
-from ddpnb.rank.comm.rendezvous import WorkerConfig
 from ddpnb.rank.comm.transport import Drain
 from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
 from ddpnb.rank.tasks.batches import Shard
@@ -170,17 +169,9 @@ class AsyncParameterServer(Strategy):
             timer.begin("communication", at=pushed + self._reply.waited_seconds)
 
     def _connect(self, replica: Replica) -> ParameterClient:
-        config = WorkerConfig(
-            rank=replica.rank,
-            world_size=replica.world_size,
-            folder=replica.folder,
-            name=replica.name,
-            transport=replica.transport,
-            parameters=replica.parameters,
-            # longer than the server's, so that its report of a lost rank comes first
-            timeout_seconds=self._timeout if replica.rank == 0 else 1.5 * self._timeout,
-            cancellation=replica.cancellation,
-        )
+        # a worker waits longer than the server, so that the server's report comes first
+        slack = 1.0 if replica.rank == 0 else 1.5
+        config = replica.worker_config(slack * self._timeout)
         if replica.joins:
             return join(config, self._opened)
         if replica.rank != 0:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import num_bytes
-from ddpnb.rank.comm.rendezvous import CancellationToken
+from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
 from ddpnb.rank.tasks.base import LossFunction, OptimizerFactory
 from ddpnb.rank.tasks.batches import Shard, every_step
 
@@ -262,6 +262,19 @@ class Replica:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that are trained, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def worker_config(self, timeout_seconds: float) -> WorkerConfig:
+        """Return what reaches the other ranks outside the group; wait so long for a live one."""
+        return WorkerConfig(
+            rank=self.rank,
+            world_size=self.world_size,
+            folder=self.folder,
+            name=self.name,
+            timeout_seconds=timeout_seconds,
+            cancellation=self.cancellation,
+            transport=self.transport,
+            parameters=self.parameters,
+        )
 
     def shards(self) -> Iterator[Shard]:
         """Yield this rank's part of every global batch."""

@@ -27,7 +27,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
-from ddpnb.rank.comm.rendezvous import WorkerConfig, host_id
+from ddpnb.rank.comm.rendezvous import host_id
 from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce
 from ddpnb.rank.strategies.base import Plan, Replica, Timer
 from ddpnb.rank.strategies.ddp import DdpStrategy, observe, observe_buffers
@@ -83,15 +83,7 @@ class DdpShm(DdpStrategy):
         return self._num_bytes if num > 1 else 0
 
     def _open(self, replica: Replica) -> None:
-        config = WorkerConfig(
-            rank=replica.rank,
-            world_size=replica.world_size,
-            folder=replica.folder,
-            name=replica.name,
-            timeout_seconds=self._timeout,
-            cancellation=replica.cancellation,
-        )
-        self._shared = SharedAllReduce(config)
+        self._shared = SharedAllReduce(replica.worker_config(self._timeout))
 
         def on_wait(is_waiting: bool) -> None:
             replica.timer.begin("waiting" if is_waiting else "communication")

@@ -89,14 +89,7 @@ class SharedMemoryStrategy(Strategy):
             RunOverError: there is no run to join.
         """
         self._replica = replica
-        self.config = WorkerConfig(
-            rank=replica.rank,
-            world_size=replica.world_size,
-            folder=replica.folder,
-            name=replica.name,
-            timeout_seconds=self._timeout,
-            cancellation=replica.cancellation,
-        )
+        self.config = replica.worker_config(self._timeout)
         self.path = self.config.path("w")
         if not replica.joins:
             self._rendezvous = Rendezvous(self.config)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, RunSpec
 from ddpnb.rank.comm.rendezvous import CancellationToken, RunOverError, announce_failure
-from ddpnb.rank.random_state import preserve_rng
+from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.base import NullTimer, Strategy
 from ddpnb.rank.tasks.base import Pair
 from ddpnb.rank.tasks.batches import Shard
@@ -40,7 +40,7 @@ UNNAMED = "<comparison>"
 """What tracebacks call a comparison's cell that has no number."""
 
 
-def check(
+def validate(
     spec: RunSpec, *, state: RankState, namespace: Mapping[str, object], filename: str = UNNAMED
 ) -> Checked:
     """Check a training before anything trains; each rank may call it alone, as it sends nothing.
@@ -51,7 +51,7 @@ def check(
         UserError: one sentence that says what is wrong and what to do.
         Exception: whatever the cell itself raises, with its own traceback.
     """
-    with preserve_rng(torch.device(state.device)):
+    with preserve_globals(torch.device(state.device)):
         context = resumed(build_context(spec, state, namespace, filename=filename))
         replica = context.replica("check", num_steps=1, timer=NullTimer(), is_grouped=False)
         strategy = context.strategy()
@@ -100,7 +100,7 @@ def run(
         UserError: what ``check`` would have refused.
         RuntimeError: another rank left in the middle of the run.
     """
-    with preserve_rng(torch.device(state.device)):
+    with preserve_globals(torch.device(state.device)):
         # -- build ------------------------------------------------------------------------
         context = resumed(
             build_context(

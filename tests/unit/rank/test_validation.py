@@ -25,7 +25,7 @@ def check(source: str, strategy: str = "ddp", num_ranks: int = 2, batch_size: in
 def check_choices(source: str, strategy: str, num_ranks: int = 2, names=(), **choices):
     """Check what is trained with further options."""
     spec = RunSpec(run_id="r", strategy=strategy, source=source, **{"batch_size": 10} | choices)
-    loop.check(spec, state=make_state(0, num_ranks), namespace=dict(names))
+    loop.validate(spec, state=make_state(0, num_ranks), namespace=dict(names))
 
 
 @pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "async"])
@@ -36,7 +36,7 @@ def test_a_good_cell_passes(strategy):
 @pytest.mark.parametrize("task", ["digits", "synthetic"])
 def test_built_in_tasks_pass(task):
     spec = RunSpec(run_id="r", strategy="ddp", task=task)
-    loop.check(spec, state=make_state(0, 2), namespace={})
+    loop.validate(spec, state=make_state(0, 2), namespace={})
 
 
 GOOD_DATA = {
