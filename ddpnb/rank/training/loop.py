@@ -97,7 +97,7 @@ def run(
         cancellation: ends waits that are not the group's.
 
     Raises:
-        UserError: what ``check`` would have refused.
+        UserError: what ``validate`` would have refused.
         RuntimeError: another rank left in the middle of the run.
     """
     with preserve_globals(torch.device(state.device)):
