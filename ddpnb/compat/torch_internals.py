@@ -4,7 +4,9 @@ Names without an underscore that torch's documentation does not list, such as th
 ``ProcessGroup`` and the operations in the dispatcher, count as private too.
 """
 
+import functools
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, final
@@ -53,6 +55,16 @@ def replace_method(name: str, make: Callable[[Callable[..., Any]], Callable[...,
     """Replace a method of ``ProcessGroup``, if there is one, by what ``make`` returns for it."""
     if (original := getattr(ProcessGroup, name, None)) is not None:
         setattr(ProcessGroup, name, make(original))
+
+
+def replace_function(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a function of ``torch.distributed``, also where torch itself has imported it."""
+    original = getattr(dist, name)
+    replacement = functools.wraps(original)(make(original))
+    for module_name, module in tuple(sys.modules.items()):
+        names = vars(module) if module_name.startswith("torch.") else {}
+        if names.get(name) is original:
+            names[name] = replacement
 
 
 def below_autograd() -> AbstractContextManager[None]:
@@ -166,6 +178,26 @@ def process_groups() -> list[Any]:
     if lists_groups.works:
         return list(dist.distributed_c10d._world.pg_names)
     return [dist.group.WORLD]
+
+
+@probe(
+    "torch",
+    "after dist.destroy_process_group() in a cell, dist.is_initialized() is still True there",
+)
+def hides_group() -> bool:
+    """Whether the default group can be hidden from ``torch.distributed``."""
+    group: Any = dist.group
+    group.WORLD = group.WORLD
+    return True
+
+
+def set_default_group(group: Any) -> Any:
+    """Have a group, or None, be the default one; return the earlier one, None if it cannot be."""
+    if not hides_group.works:
+        return None
+    world: Any = dist.group
+    earlier, world.WORLD = world.WORLD, group
+    return earlier
 
 
 def group_store() -> Any:
@@ -291,6 +323,7 @@ PROBES = (
     intercepts_collectives,
     records_collectives,
     counts_collectives,
+    hides_group,
     times_ddp,
     ends_data_workers,
     lists_step_hooks,

@@ -62,7 +62,8 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     Output, figures and the value of the last expression go through the engine's own output channel
     while the cell runs.
     """
-    with closing(Publisher(rank=engine.group.rank, run_id=spec.run_id)) as publisher:
+    publishing = closing(Publisher(rank=engine.group.rank, run_id=spec.run_id))
+    with publishing as publisher, engine.adopted_group.during():
         engine.publisher = publisher
         error = run_source(spec, engine)
     failure = None if error is None else failure_of(error, engine)
@@ -111,6 +112,8 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     error: BaseException | None = result.error_before_exec or result.error_in_exec
     if isinstance(error, KeyboardInterrupt):  # at an ``await``, IPython first shows what it cancels
         return error
+    if is_success(error):
+        error = None
     return next(iter(shown), error) or aborted(engine)
 
 
@@ -122,6 +125,8 @@ def errors_shown_by(shell: InteractiveShell) -> Iterator[list[BaseException]]:
 
     def record(exc_tuple: Any = None, *args: Any, **options: Any) -> None:
         error = (exc_tuple or sys.exc_info())[1]
+        if is_success(error):
+            return
         if error is not None:  # else %tb shows an earlier error again
             shown.append(error)
         show(exc_tuple, *args, **options)
@@ -132,6 +137,11 @@ def errors_shown_by(shell: InteractiveShell) -> Iterator[list[BaseException]]:
     finally:
         if shell.showtraceback is record:  # else the cell has replaced it
             shell.showtraceback = show  # type: ignore[method-assign]
+
+
+def is_success(error: BaseException | None) -> bool:
+    """Return whether an exception is the end of code that has succeeded: ``sys.exit(0)``."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def wait_for_children_output(had_children: bool) -> None:
@@ -216,7 +226,7 @@ def _call(name: str, shape: str, dtype: str) -> str:
 def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     """Return the formatted traceback, from the user's first line on."""
     shell, frames = engine.shell, users_part(error.__traceback__)
-    if isinstance(error, CollectiveMismatchError):
+    if isinstance(error, CollectiveMismatchError | UserError):
         end_at_users(frames, shell)
     if isinstance(error, UserError) and frames is None:
         return []  # its message is enough
