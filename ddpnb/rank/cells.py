@@ -27,6 +27,7 @@ from ddpnb.rank.collective_log import CollectiveMismatchError
 from ddpnb.rank.comm.rendezvous import RankLostError, RunCancelledError
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.publisher import Publisher
+from ddpnb.rank.scripts import run_script
 from ddpnb.rank.status import is_users, num_collectives
 
 DRAIN_SECONDS = 0.2
@@ -63,7 +64,8 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     while the cell runs.
     """
     publishing = closing(Publisher(rank=engine.group.rank, run_id=spec.run_id))
-    with publishing as publisher, engine.adopted_group.during():
+    adopted = engine.adopted_group.during(is_script=spec.script is not None)
+    with publishing as publisher, adopted:
         engine.publisher = publisher
         error = run_source(spec, engine)
     failure = None if error is None else failure_of(error, engine)
@@ -105,16 +107,32 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     faults = children_page_faults()
     try:
         with errors_shown_by(shell) as shown:
-            result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
+            error = interruptible(lambda: execute(spec, shell))
         wait_for_children_output(children_page_faults() > faults)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
         return interrupt
-    error: BaseException | None = result.error_before_exec or result.error_in_exec
     if isinstance(error, KeyboardInterrupt):  # at an ``await``, IPython first shows what it cancels
         return error
     if is_success(error):
         error = None
     return next(iter(shown), error) or aborted(engine)
+
+
+def execute(spec: CellSpec, shell: Any) -> BaseException | None:
+    """Run a cell or a script; return the error that ended it, if one did."""
+    if spec.script is None:
+        result = shell.run_cell(spec.source, store_history=True)
+        error: BaseException | None = result.error_before_exec or result.error_in_exec
+        return error
+    shell.events.trigger("pre_execute")
+    try:
+        run_script(spec.script, spec.source, shell.user_ns)
+    except (Exception, SystemExit) as failure:  # noqa: BLE001  the edge of the user's code
+        shell.showtraceback()
+        return failure
+    finally:
+        shell.events.trigger("post_execute")  # as matplotlib's figures need it
+    return None
 
 
 @contextlib.contextmanager
@@ -228,7 +246,7 @@ def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     shell, frames = engine.shell, users_part(error.__traceback__)
     if isinstance(error, CollectiveMismatchError | UserError):
         end_at_users(frames, shell)
-    if isinstance(error, UserError) and frames is None:
+    if isinstance(error, UserError | SystemExit) and frames is None:
         return []  # its message is enough
     if isinstance(error, SyntaxError) and frames is None:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])
