@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -88,6 +89,30 @@ class CollectiveKernels:
     def remove(self) -> None:
         """Restore the backends' own kernels."""
         self._library._destroy()
+
+
+@probe("torch", "torch.compile traces into the comparison of collectives, and warns")
+def skips_frames() -> bool:
+    """Whether torch.compile can be kept from a function, without importing its half of torch."""
+    _skip_frames((lambda: None).__code__)
+    return True
+
+
+def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile from a function and all that it calls, as ``torch.compiler.disable``.
+
+    That one takes a second, to import what most ranks never need.
+    """
+    if skips_frames.works:
+        _skip_frames(function.__code__)  # where compiled code calls it
+        vars(function)["_torchdynamo_disable"] = True  # where code that calls it is compiled
+    return function
+
+
+def _skip_frames(code: CodeType) -> None:
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
 def next_kernel(operation: str) -> Callable[..., Any]:
@@ -321,6 +346,7 @@ def forget_rpc_agents() -> None:
 
 PROBES = (
     intercepts_collectives,
+    skips_frames,
     records_collectives,
     counts_collectives,
     hides_group,

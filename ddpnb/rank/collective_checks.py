@@ -109,6 +109,7 @@ class CollectiveChecker:
     def _method(self, collective: Collective, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the replacement of a method of ``ProcessGroup``."""
 
+        @torch_internals.not_compiled
         @functools.wraps(original)
         def method(group: ProcessGroup, *arguments: Any, **options: Any) -> Any:
             root = _root_of(collective, arguments)
@@ -125,6 +126,7 @@ class CollectiveChecker:
         backends_own = torch_internals.next_kernel(collective.operation)
         num = collective.num_tensors
 
+        @torch_internals.not_compiled
         def kernel(keys: Any, *arguments: Any) -> Any:
             group, rest = ProcessGroup.unbox(arguments[num]), arguments[num + 1 :]
             root = NO_ROOT if collective.root is None else rest[collective.root]

@@ -68,3 +68,39 @@ def test_the_ranks_are_known_as_torchruns_and_not_as_a_prompt(kernel: Kernel):
     source = "import sys, torch.distributed as dist\ndist.is_torchelastic_launched(), "
     cell = kernel.run(f"%%ddp\n{source}hasattr(sys, 'ps1'), sys.argv")
     assert cell.by_rank == both("(True, False, [''])")
+
+
+COMPILED = """%%ddp
+import torch, torch.distributed as dist, warnings
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def summed(x):
+    dist.all_reduce(x)
+    return x * 2
+
+def sent(x):
+    dist.broadcast(x, 0)
+    return x * 2
+
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", message=".*pybind11_object")  # plain torch's own
+whole = torch.compile(summed, backend="aot_eager", fullgraph=True)
+print(whole(torch.ones(2) + rank).tolist(), len(counters["graph_break"]))
+print(torch.compile(sent, backend="aot_eager")(torch.ones(2) + rank).tolist())
+print(sum(counters["graph_break"].values()))  # as plain torch has it
+counters.clear()
+net = DDP(torch.compile(nn.Linear(2, 1), backend="aot_eager", fullgraph=True))
+for _ in range(2):
+    net(torch.ones(1, 2)).sum().backward()
+print(len(counters["graph_break"]))
+warnings.resetwarnings()
+"""
+
+
+def test_torch_compile_breaks_no_graph_and_warns_of_nothing_here(kernel: Kernel):
+    cell = kernel.run(COMPILED, timeout=120)
+    assert not cell.error, cell.error_text
+    assert cell.by_rank == both("[6.0, 6.0] 0", "[2.0, 2.0]", "1", "0")
+    assert not cell.stderr
