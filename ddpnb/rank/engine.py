@@ -25,7 +25,7 @@ from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.process_group import Group
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.status import rank_status, users_stack
-from ddpnb.rank.torchrun import AdoptedGroup, end_cells_with_exit
+from ddpnb.rank.torchrun import AdoptedGroup, end_cells_with_exit, refuse_launchers
 
 Handler = Callable[[], object]
 
@@ -141,6 +141,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     )
     adopted_group = AdoptedGroup(group)
     adopted_group.install()
+    refuse_launchers(group)
     engine = RankEngine.instance(group=group, adopted_group=adopted_group)
     handlers = {
         RankCommand.ABORT: group.abort,

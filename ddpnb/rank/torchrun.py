@@ -8,19 +8,27 @@ the default group remains the one that the cluster can abort and form anew.
 
 import builtins
 import contextlib
+import functools
 import inspect
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any, final
 
 import torch.distributed as dist
+import torch.multiprocessing
 
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.process_group import Group
 
+LAUNCHER = "torch.distributed.launcher.api"
+"""What torchrun and accelerate's ``notebook_launcher`` start processes with."""
+LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 UNNAMED = (None, "", "undefined")
 """Backends of a call that leaves the choice to torch."""
 
@@ -34,6 +42,64 @@ def end_cells_with_exit(shell: Any) -> None:
     shell.user_ns.update(exit=sys.exit, quit=sys.exit)
     shell.ask_exit = sys.exit  # after %reset
     warnings.filterwarnings("ignore", "To exit: use 'exit'")  # IPython's, at each SystemExit
+
+
+def refuse_launchers(group: Group) -> None:
+    """Refuse the launchers of Lightning and accelerate, which would start ranks within a rank.
+
+    Their processes would wait for each other without end.  Other child processes are not concerned.
+    """
+    processes: Any = torch.multiprocessing
+    start = processes.start_processes
+    place = f"inside a rank, which is one of {group.world_size} already"
+
+    @functools.wraps(start)
+    def start_processes(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **more: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        if caller in LIGHTNING and nprocs > 1:
+            raise UserError(
+                f"Lightning cannot start {nprocs} processes {place}: "
+                f'use strategy="ddp", devices={group.world_size}.'
+            )
+        return start(fn, args, nprocs, *rest, **more)
+
+    def launch(*_: Any) -> Any:
+        raise UserError(
+            f"A launcher cannot start processes {place}: call the training function itself, "
+            "on all ranks."
+        )
+
+    def replace_launch(module: Any) -> None:
+        module.elastic_launch.__call__ = launch
+
+    processes.start_processes = start_processes
+    if (module := sys.modules.get(LAUNCHER)) is not None:
+        replace_launch(module)
+    else:
+        sys.meta_path.insert(0, AfterImport(LAUNCHER, replace_launch))
+
+
+@final
+class AfterImport(MetaPathFinder):
+    """Calls a function with a module as soon as it is imported, which few ranks ever do."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Find the module as Python does, and have it followed by the call."""
+        spec = PathFinder.find_spec(name, path) if name == self._name else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._then(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 @final

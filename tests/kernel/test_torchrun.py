@@ -70,6 +70,52 @@ def test_the_ranks_are_known_as_torchruns_and_not_as_a_prompt(kernel: Kernel):
     assert cell.by_rank == both("(True, False, [''])")
 
 
+LIGHTNING = """
+import torch
+
+def launch():  # as Lightning's MultiprocessingLauncher does
+    torch.multiprocessing.start_processes(print, nprocs=2, start_method="fork")
+"""
+
+LAUNCHER = """
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+elastic_launch(LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2), print)("started")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            "import lightning\nlightning.launch()",
+            "Lightning cannot start 2 processes inside a rank, which is one of 2 already: "
+            'use strategy="ddp", devices=2.',
+        ),
+        (
+            LAUNCHER,
+            "A launcher cannot start processes inside a rank, which is one of 2 already: "
+            "call the training function itself, on all ranks.",
+        ),
+    ],
+)
+def test_launchers_of_ranks_are_refused_in_one_sentence(kernel: Kernel, source: str, expected: str):
+    (kernel.folder / "lightning.py").write_text(LIGHTNING)
+    cell = kernel.run(f"%%ddp\n{source}")
+    assert cell.error_text.splitlines()[0] == f"RankError: ranks 0-1 failed: UserError: {expected}"
+    assert "start_processes" not in cell.error_text
+
+
+def test_child_processes_of_a_cell_can_be_started(kernel: Kernel):
+    cell = kernel.run(
+        "%%ddp\nimport torch\nfrom pathlib import Path\n"
+        "made = [Path(f'made-{rank}-{n}') for n in range(2)]\n"
+        "def make(n): made[n].touch()\n"
+        "torch.multiprocessing.start_processes(make, nprocs=2, start_method='fork')\n"
+        "all(path.exists() for path in made)"
+    )
+    assert cell.by_rank == both("True")
+
+
 COMPILED = """%%ddp
 import torch, torch.distributed as dist, warnings
 from torch import nn
