@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import os
 import re
 import resource
@@ -132,6 +133,7 @@ def execute(spec: CellSpec, shell: Any) -> BaseException | None:
         return failure
     finally:
         shell.events.trigger("post_execute")  # as matplotlib's figures need it
+        gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
     return None
 
 

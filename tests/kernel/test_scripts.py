@@ -99,12 +99,27 @@ def test_what_a_script_sees_is_what_torchrun_gives_it(kernel: Kernel, folder: Pa
     assert "name='src.look'" in module.lines[1]
 
 
-def test_its_variables_can_be_kept(kernel: Kernel, folder: Path):
-    (folder / "src" / "makes.py").write_text("import helper\nmade = helper.VALUE\n")
+MAKES = """
+import builtins, weakref
+import helper
+
+class Model:
+    pass
+
+model, made = Model(), helper.VALUE
+builtins.kept_by = weakref.ref(model)
+def show(): print(model)
+"""
+
+
+def test_its_variables_are_freed_or_kept(kernel: Kernel, folder: Path):
+    (folder / "src" / "makes.py").write_text(MAKES)
     kernel.run("%ddp_run src/makes.py")
+    assert kernel.run("%%ddp\nkept_by()").text == ""
     assert "NameError" in kernel.run("%%ddp\nmade").error_text
     kernel.run("%ddp_run -i --ranks 1 src/makes.py")
-    assert kernel.run("%%rank 1\nmade, helper.__name__").stdout == "[1] ('edited', 'helper')\n"
+    cell = kernel.run("%%rank 1\nmade, helper.__name__, kept_by() is model, show()")
+    assert "('edited', 'helper', True, None)" in cell.stdout
 
 
 def test_a_failure_shows_the_scripts_lines(kernel: Kernel, folder: Path):
