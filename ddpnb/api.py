@@ -1,11 +1,13 @@
 """The magics' twins in plain Python (kernel)."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.query import Search
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import Script
 from ddpnb.protocol.options import typed
 from ddpnb.protocol.training_options import make_training_spec, takes_training_options
 from ddpnb.reports.listing import Details, runs_table
@@ -14,7 +16,7 @@ from ddpnb.reports.result import export as write_export
 from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import RunningComparison
-from ddpnb.session.cells import RunningCell
+from ddpnb.session.cells import RunningCell, read_script
 from ddpnb.session.comparison import ComparisonSpec
 from ddpnb.session.session import this_session
 
@@ -137,6 +139,60 @@ def run_cell(
     """
     session = this_session()
     return session.run_cell(source, ranks=ranks, wait=wait, name=name, timeout=timeout, check=check)
+
+
+@typed
+def run_script(
+    script: Path | str,
+    arguments: Sequence[object] = (),
+    *,
+    module: bool = False,
+    keep: bool = False,
+    ranks: str | None = None,
+    wait: bool = True,
+    name: str = "",
+    timeout: float | None = None,
+    check: bool = False,
+) -> RunningCell | None:
+    """Run a script that was written for ``torchrun`` on the ranks; the twin of ``%ddp_run``.
+
+    It runs in a ``__main__`` of its own.  Where it forms a process group, it has the cluster's.
+
+    Args:
+        script: its path, from the notebook's folder; the name of a module if ``module`` is true.
+        arguments: its ``sys.argv[1:]``, such as ``["--epochs", "3"]``.
+        module: whether it is a module, as ``torchrun -m`` takes one.
+        keep: whether its variables are those of later cells.
+        ranks: and the rest: as ``run_cell`` takes them.
+        wait: whether to wait until every rank has ended it.
+        name: the run that ``ddpnb.log`` in the script adds to.
+        timeout: seconds after which the ranks are interrupted.
+        check: whether torch compares the exact shapes of collectives across the ranks.
+
+    Returns:
+        The running script if ``wait`` is false.
+
+    Raises:
+        RankError: it failed on a rank, or ended with an exit code other than 0.
+        TimeoutError: it took longer than ``timeout``.
+    """
+    if isinstance(arguments, str) or not isinstance(arguments, Sequence):
+        raise UserError("arguments takes a list of texts, such as ['--epochs', '3'].")
+    path, source = ("", "") if module else read_script(str(script))
+    return this_session().run_cell(
+        source,
+        ranks=ranks,
+        wait=wait,
+        name=name,
+        timeout=timeout,
+        check=check,
+        script=Script(
+            name=str(script),
+            path=path,
+            arguments=tuple(map(str, arguments)),
+            keeps_variables=keep,
+        ),
+    )
 
 
 @typed

@@ -96,7 +96,7 @@ def still_wait(before: Sequence[RankStatus], now: Sequence[RankStatus], seconds:
 
 def is_same_wait(before: RankStatus | None, now: RankStatus, seconds: float) -> bool:
     """Return whether a rank is at the same place as before, and was idle in between."""
-    if before is None or (before.call, before.line) != (now.call, now.line):
+    if before is None or (before.call, before.file, before.line) != (now.call, now.file, now.line):
         return False
     is_idle = now.cpu_seconds - before.cpu_seconds < IDLE_SHARE * seconds
     return before.num_collectives == now.num_collectives and is_idle
@@ -127,14 +127,16 @@ def describe(status: RankStatus) -> str:
         return f"{_ranks_wait([status.rank])} {_place(status)}"
     if not status.line:
         return f"rank {status.rank} trains, and is in no collective"
-    return f"rank {status.rank} is at line {status.line} of In [{status.cell}], in no collective"
+    where = status.file or f"In [{status.cell}]"
+    return f"rank {status.rank} is at line {status.line} of {where}, in no collective"
 
 
 def _by_place(waiting: Sequence[RankStatus]) -> list[tuple[RankStatus, list[int]]]:
     """Group ranks that wait in the same call, at the same line, with the same tensor."""
     places: dict[tuple[object, ...], list[RankStatus]] = {}
     for status in waiting:
-        key = (status.call, status.line, status.tensor, status.in_backward, status.peer)
+        line = (status.file, status.line)
+        key = (status.call, line, status.tensor, status.in_backward, status.peer)
         places.setdefault(key, []).append(status)
     return [(group[0], [status.rank for status in group]) for group in places.values()]
 
@@ -148,6 +150,7 @@ def _place(status: RankStatus) -> str:
     direction = "to" if "send" in status.call else "from"
     towards = "" if status.peer is None else f" {direction} rank {status.peer}"
     line = f"line {status.line}" if status.line else ""
+    line += f" of {status.file}" if status.file else ""
     aside = ", ".join(part for part in (line, status.tensor) if part)
     return f"in {call}{towards}" + (f" ({aside})" if aside else "")
 

@@ -1,7 +1,7 @@
 """The magics: each parses its line, and calls its twin in ``ddpnb.api`` or the session (kernel)."""
 
 import re
-from argparse import Namespace
+from argparse import REMAINDER, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,6 +151,38 @@ class DdpMagics(Magics):
         args, is_redirected = arguments(self.ddp, line), self.auto.has_redirected(cell)
         return api.run_cell(
             cell if is_redirected else with_magic_line(f"%%ddp {line}", cell),
+            ranks=args.ranks,
+            wait=not args.no_wait,
+            name=args.name,
+            timeout=args.timeout,
+            check=args.check,
+        )
+
+    @magic_arguments()
+    @argument("script", help="its path, from the notebook's folder; with -m a module's name")
+    @argument("arguments", nargs=REMAINDER, help="its own arguments")
+    @argument("-m", dest="module", action="store_true", help="run a module, as torchrun -m does")
+    @argument("-i", dest="keep", action="store_true", help="keep its variables for later cells")
+    @argument("--ranks", help=RANKS)
+    @argument("--no-wait", action="store_true", help="return at once; output follows as it arrives")
+    @argument("--name", default="", help="the run that ddpnb.log in the script adds to")
+    @argument("--timeout", metavar="SECONDS", type=float, help="stop the script after this time")
+    @argument("--check", action="store_true", help="compare collectives' exact shapes too; slow")
+    @line_magic
+    def ddp_run(self, line: str) -> Any:
+        """Run a script for torchrun on the ranks: ``%ddp_run train.py --epochs 3``.
+
+        It runs unchanged, in a ``__main__`` of its own; where it forms a process group, it has the
+        cluster's.  Options of ``%ddp_run`` stand before it: ``%ddp_run --timeout 60 train.py``.
+        """
+        if not line.strip():
+            raise UserError("Name the script: %ddp_run train.py --epochs 3.")
+        args = arguments(self.ddp_run, line, unquote=True)
+        return api.run_script(
+            args.script,
+            args.arguments,
+            module=args.module,
+            keep=args.keep,
             ranks=args.ranks,
             wait=not args.no_wait,
             name=args.name,

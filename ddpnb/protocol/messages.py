@@ -257,14 +257,34 @@ class RunReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A script to run on a rank as if ``torchrun`` had started it."""
+
+    name: str
+    """As the user wrote it: a path, or the name of a module."""
+    path: str = ""
+    """Absolute; empty for a module."""
+    arguments: tuple[str, ...] = ()
+    keeps_variables: bool = False
+    """Whether its variables are to be those of later cells."""
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it is a module, to be found as ``import`` does."""
+        return not self.path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CellSpec:
-    """A cell to run on a rank."""
+    """A cell, or a script, to run on a rank."""
 
     source: str
     execution_count: int
     """The ``n`` of the notebook's ``In [n]``, so that tracebacks on the ranks name it."""
     run_id: str = ""
     """The run that ``ddpnb.log`` in this cell adds to; empty: none."""
+    script: Script | None = None
+    """The script whose text ``source`` is; None: a cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,7 +340,9 @@ class RankStatus:
     cell: int = 0
     """The ``n`` of the cell ``In [n]`` that it runs; 0 if not known."""
     line: int = 0
-    """The line of that cell; 0 if not known."""
+    """The line of that cell, or of a script; 0 if not known."""
+    file: str = ""
+    """The name of that script; empty in a cell."""
     call: str = ""
     """The call of ``torch.distributed`` that it waits in, e.g. ``"all_reduce"``; empty if none."""
     in_backward: bool = False

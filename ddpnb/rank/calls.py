@@ -68,14 +68,15 @@ def run_cell(spec: CellSpec) -> CellReport:
 def validate(spec: RunSpec) -> Checked:
     """Check one training before anything trains."""
     engine = this_engine()
-    return cells.interruptible(
-        lambda: loop.validate(
-            spec,
-            state=engine.group.state(),
-            namespace=engine.shell.user_ns,
-            filename=filename_of(spec, engine),
+    with engine.adopted_group.during():
+        return cells.interruptible(
+            lambda: loop.validate(
+                spec,
+                state=engine.group.state(),
+                namespace=engine.shell.user_ns,
+                filename=filename_of(spec, engine),
+            )
         )
-    )
 
 
 @or_failure
@@ -88,7 +89,7 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
     publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)
     is_built_in = parse_strategy(spec.strategy).name in STRATEGIES  # then torch calls as it should
     trusting = group.collective_checks.trusting_torch() if is_built_in else nullcontext()
-    with closing(publisher), trusting:
+    with closing(publisher), trusting, engine.adopted_group.during():
         report = cells.interruptible(
             lambda: loop.run(
                 spec,

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import os
 import re
 import resource
@@ -27,6 +28,7 @@ from ddpnb.rank.collective_log import CollectiveMismatchError
 from ddpnb.rank.comm.rendezvous import RankLostError, RunCancelledError
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.publisher import Publisher
+from ddpnb.rank.scripts import run_script
 from ddpnb.rank.status import is_users, num_collectives
 
 DRAIN_SECONDS = 0.2
@@ -62,7 +64,9 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     Output, figures and the value of the last expression go through the engine's own output channel
     while the cell runs.
     """
-    with closing(Publisher(rank=engine.group.rank, run_id=spec.run_id)) as publisher:
+    publishing = closing(Publisher(rank=engine.group.rank, run_id=spec.run_id))
+    adopted = engine.adopted_group.during(is_script=spec.script is not None)
+    with publishing as publisher, adopted:
         engine.publisher = publisher
         error = run_source(spec, engine)
     failure = None if error is None else failure_of(error, engine)
@@ -104,14 +108,33 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     faults = children_page_faults()
     try:
         with errors_shown_by(shell) as shown:
-            result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
+            error = interruptible(lambda: execute(spec, shell))
         wait_for_children_output(children_page_faults() > faults)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
         return interrupt
-    error: BaseException | None = result.error_before_exec or result.error_in_exec
     if isinstance(error, KeyboardInterrupt):  # at an ``await``, IPython first shows what it cancels
         return error
+    if is_success(error):
+        error = None
     return next(iter(shown), error) or aborted(engine)
+
+
+def execute(spec: CellSpec, shell: Any) -> BaseException | None:
+    """Run a cell or a script; return the error that ended it, if one did."""
+    if spec.script is None:
+        result = shell.run_cell(spec.source, store_history=True)
+        error: BaseException | None = result.error_before_exec or result.error_in_exec
+        return error
+    shell.events.trigger("pre_execute")
+    try:
+        run_script(spec.script, spec.source, shell.user_ns)
+    except (Exception, SystemExit) as failure:  # noqa: BLE001  the edge of the user's code
+        shell.showtraceback()
+        return failure
+    finally:
+        shell.events.trigger("post_execute")  # as matplotlib's figures need it
+        gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
+    return None
 
 
 @contextlib.contextmanager
@@ -122,6 +145,8 @@ def errors_shown_by(shell: InteractiveShell) -> Iterator[list[BaseException]]:
 
     def record(exc_tuple: Any = None, *args: Any, **options: Any) -> None:
         error = (exc_tuple or sys.exc_info())[1]
+        if is_success(error):
+            return
         if error is not None:  # else %tb shows an earlier error again
             shown.append(error)
         show(exc_tuple, *args, **options)
@@ -132,6 +157,11 @@ def errors_shown_by(shell: InteractiveShell) -> Iterator[list[BaseException]]:
     finally:
         if shell.showtraceback is record:  # else the cell has replaced it
             shell.showtraceback = show  # type: ignore[method-assign]
+
+
+def is_success(error: BaseException | None) -> bool:
+    """Return whether an exception is the end of code that has succeeded: ``sys.exit(0)``."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def wait_for_children_output(had_children: bool) -> None:
@@ -216,9 +246,9 @@ def _call(name: str, shape: str, dtype: str) -> str:
 def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     """Return the formatted traceback, from the user's first line on."""
     shell, frames = engine.shell, users_part(error.__traceback__)
-    if isinstance(error, CollectiveMismatchError):
+    if isinstance(error, CollectiveMismatchError | UserError):
         end_at_users(frames, shell)
-    if isinstance(error, UserError) and frames is None:
+    if isinstance(error, UserError | SystemExit) and frames is None:
         return []  # its message is enough
     if isinstance(error, SyntaxError) and frames is None:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])

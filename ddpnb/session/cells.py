@@ -5,13 +5,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import decode_source
+from pathlib import Path
 
 from ddpnb.cluster.call import CallEvent, Events, Output, Silent
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder
-from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.messages import CellSpec, EventBatch, Failure, OnRank, StaleVariable
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.reports.cell_output import CellOutput
@@ -173,6 +175,24 @@ class RunningCell(SupervisedCall):
             raise CellInterrupt
         if (error := error_of(self._watch)) is not None:
             raise error
+
+
+def read_script(path: str) -> tuple[str, str]:
+    """Return a script's absolute path and its text.
+
+    Raises:
+        UserError: there is none, or it is not a text.
+    """
+    script = Path(path).expanduser().absolute()
+    try:
+        return str(script), decode_source(script.read_bytes())
+    except FileNotFoundError:
+        others = [each.name for each in script.parent.glob("*.py")]
+        near = closest(script.name, others)
+        advice = f"; did you mean {near}?" if near else "."
+        raise UserError(f"There is no script {script.name} in {script.parent}{advice}") from None
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a script: {error}.") from None
 
 
 def cell_thread(function: Callable[[], None]) -> threading.Thread:

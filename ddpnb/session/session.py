@@ -17,7 +17,7 @@ from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import CellSpec, Failure, OnRank
+from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
@@ -139,8 +139,9 @@ class Session:
         name: str = "",
         timeout: float | None = None,
         check: bool = False,
+        script: Script | None = None,
     ) -> RunningCell | None:
-        """Run a cell on ranks; see ``ddpnb.run_cell``."""
+        """Run a cell, or a script, on ranks; see ``ddpnb.run_cell`` and ``ddpnb.run_script``."""
         cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
         if timeout is not None and timeout <= 0:
@@ -150,6 +151,7 @@ class Session:
             source=source,
             execution_count=this_cell_number(),
             run_id=new_id() if name else "",
+            script=script,
         )
         recorder = self._record_cell(name, spec, len(chosen)) if name else None
         cell = RunningCell(

@@ -148,8 +148,19 @@ def test_different_errors_are_all_shown(kernel: Kernel):
     assert "rank 0 failed: TypeError: b" in cell.error_text
 
 
-def test_exit_in_a_cell_is_an_error_and_ends_no_rank(kernel: Kernel):
-    assert "SystemExit" in kernel.run("%%ddp\nimport sys\nsys.exit(3)").error_text
+@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit()", "quit()", "exit()", "exit(0)"])
+def test_exit_ends_the_cell_and_no_rank(kernel: Kernel, end: str):
+    cell = kernel.run(f"%%ddp\nimport sys\nkept = 1\n{end}\nkept = 2")
+    assert cell.status == "ok"
+    assert cell.text == ""
+    assert kernel.run("%%ddp\nimport time\nkept").by_rank == both("1")
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "quit(3)"])
+def test_exit_with_another_status_fails_the_cell_and_ends_no_rank(kernel: Kernel, end: str):
+    cell = kernel.run(f"%%ddp\nimport sys\n{end}")
+    assert cell.error_text.startswith("RankError: ranks 0-1 failed: SystemExit: 3")
+    assert not cell.stderr
     assert kernel.run("%%ddp\nworld_size").by_rank == both("2")
 
 

@@ -61,6 +61,28 @@ def with_another_registration(module: Any) -> None:
     module.Optimizer.register_step_pre_hook = lambda self, hook: original(self, hook)
 
 
+def with_other_strategies(module: Any) -> None:
+    original = module._C._dynamo.eval_frame.set_code_exec_strategy
+
+    def set_code_exec_strategy(*args: Any) -> None:
+        if COMPAT in sys._getframe(1).f_code.co_filename:
+            raise AttributeError("set_code_exec_strategy")
+        original(*args)
+
+    module._C._dynamo.eval_frame.set_code_exec_strategy = set_code_exec_strategy
+
+
+def with_fixed_world(module: Any) -> None:
+    original = module._WorldMeta.WORLD
+
+    def set_world(owner: Any, group: Any) -> None:
+        if COMPAT in sys._getframe(1).f_code.co_filename:
+            raise AttributeError("WORLD")
+        original.fset(owner, group)
+
+    module._WorldMeta.WORLD = original.setter(set_world)
+
+
 def delete(*path: str) -> Callable[[Any], None]:
     def apply(module: Any) -> None:
         *owners, name = path
@@ -73,6 +95,7 @@ def delete(*path: str) -> Callable[[Any], None]:
 
 BREAKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "intercepts_collectives": ("torch", delete("library", "Library", "_destroy")),
+    "skips_frames": ("torch", with_other_strategies),
     "records_collectives": ("torch", delete("_C", "_distributed_c10d", "_dump_fr_trace_json")),
     "counts_collectives": (
         "torch.distributed",
@@ -82,6 +105,7 @@ BREAKS: dict[str, tuple[str, Callable[[Any], None]]] = {
         "torch.distributed.distributed_c10d",
         lambda module: hide(module._World, "pg_names"),
     ),
+    "hides_group": ("torch.distributed.distributed_c10d", with_fixed_world),
     "times_ddp": (
         "torch.nn.parallel.distributed",
         delete("DistributedDataParallel", "_set_ddp_runtime_logging_sample_rate"),
