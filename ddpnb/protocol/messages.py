@@ -7,7 +7,8 @@ The commands that reach a rank while it is busy are ``processes.RankCommand``.
 import importlib
 import math
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -61,6 +62,8 @@ class RunSpec(TrainingSpec):
     strategy: str
     """As the user wrote it, with its options: ``"ddp"``, ``"ddp:hook=fp16"``."""
     repeat: int = 0
+    comparison: str = ""
+    """The id that the runs of one comparison share: their cell's data are loaded once; or empty."""
     checkpoints: str = ""
     """The folder that holds a folder of checkpoints per run; empty: none are kept."""
     resumed: str = ""
@@ -242,6 +245,8 @@ class RunReport:
     held_out_loss: float = math.nan
     held_out_accuracy: float = math.nan
     """Share of held-out samples classified correctly; NaN if targets are not class labels."""
+    held_out_metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the cell's ``validation_step`` and ``metric`` measured, by name."""
     num_batches_sent: int = 0
     """Event batches sent, so that the kernel knows when it has them all."""
     num_lost_samples: int = 0

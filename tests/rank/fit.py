@@ -16,7 +16,7 @@ from ddpnb.rank.comm.parameter_store import ParameterAccess
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
 from ddpnb.rank.strategies.base import Batch, Memory, Replica, StepReport, Strategy
-from ddpnb.rank.tasks.base import OptimizerFactory
+from ddpnb.rank.tasks.base import OptimizerFactory, Supervised
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
 
 BeforeStep = Callable[[int, int], None]
@@ -159,7 +159,7 @@ def drive(
     strategy.setup(
         Replica(
             model=problem.build(),
-            loss=nn.functional.mse_loss,
+            training_step=Supervised(nn.functional.mse_loss),
             optimizer=problem.factory(),
             device=torch.device("cpu"),
             rank=state.rank,
@@ -197,8 +197,7 @@ def taken_in_advance(shards: Iterator[Shard], num_prefetched: int) -> Iterator[S
 def batch_of(order: BatchSchedule, shard: Shard, inputs: Tensor, targets: Tensor) -> Batch:
     indices = order.indices(shard)
     return Batch(
-        inputs=inputs[indices],
-        targets=targets[indices],
+        content=(inputs[indices], targets[indices]),
         num_samples=len(indices),
         num_global=order.size(shard.step),
     )

@@ -111,8 +111,8 @@ def augmented_job(state, folder, seed, first_step):
     with closing(context.strategy()) as strategy:
         strategy.setup(context.replica("t", num_steps=1, timer=NullTimer()))
         with context.source(strategy) as source:
-            ((_, pair),) = source
-    return pair.inputs.tolist()
+            ((_, (inputs, _)),) = source
+    return inputs.tolist()
 
 
 def test_processes_draw_other_random_numbers_on_each_rank_and_for_each_seed(ranks):

@@ -262,8 +262,7 @@ def test_shards_that_synchronise_in_each_part_have_equally_many():
     def num_parts(num_samples: int, most_parts: int | None) -> int:
         rows = torch.ones(num_samples, 1)
         batch = Batch(
-            inputs=rows,
-            targets=rows,
+            content=(rows, rows),
             num_samples=num_samples,
             num_global=7,
             most_parts=most_parts,

@@ -8,11 +8,11 @@ prints, logs or publishes.  A new one usually extends ``SynchronousStrategy`` an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
-from ddpnb.rank.tasks.base import LossFunction, OptimizerFactory
+from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
 from ddpnb.rank.tasks.batches import Shard, every_step
+from ddpnb.rank.tasks.samples import Items
+from ddpnb.rank.tasks.trees import Tree, moved, rows
 
 State = dict[str, Any]
 """What a checkpoint keeps: tensors, numbers and texts, in dicts and lists."""
@@ -38,6 +40,11 @@ class Strategy(ABC):
 
     The constructor takes the options that ``catalogue.STRATEGIES`` lists, by name.
     """
+
+    wraps_model: ClassVar[bool] = False
+    """Whether the task's step gets a wrapper with a ``forward`` alone, and not the model."""
+    needs_all_gradients: bool = False
+    """Whether each parameter must have a part in each loss."""
 
     def on(self, device: str) -> Strategy:
         """Return the strategy for such a device: this one, unless it has a variant for it."""
@@ -225,7 +232,7 @@ class Replica:
 
     model: nn.Module
     """Plain, on ``device``, in training mode; the same weights on every rank."""
-    loss: LossFunction
+    training_step: StepFunction = CLASSIFY
     optimizer: OptimizerFactory
     """Makes an optimizer with its scaled learning rate, warm-up and clipping."""
     device: torch.device
@@ -248,6 +255,8 @@ class Replica:
     """One of ``training_options.TRANSPORTS``."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     """Those that ``optimizer`` has made, in order."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """What the task's step has returned besides the loss, since ``take_metrics``."""
     num_prefetched: int = 0
     """Shards that are taken in advance, so that their samples can be fetched."""
     delay: Callable[[], None] = no_delay
@@ -301,6 +310,7 @@ class Replica:
         *,
         weight: float = 1.0,
         model: nn.Module | None = None,
+        loss_of: Callable[[Batch, float], Tensor] | None = None,
         unsynced: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Tensor:
         """Run forward and backward on a batch, part by part if gradients are accumulated.
@@ -311,6 +321,8 @@ class Replica:
             batch: on this rank's device.
             weight: e.g. this worker's share of the global batch.
             model: a wrapper to call in place of the plain model.
+            loss_of: computes the loss of one part, whose share of the batch it gets, in place of
+                the task's step.
             unsynced: makes the context for all parts but the last, e.g. DDP's ``no_sync``.
 
         Returns:
@@ -325,12 +337,36 @@ class Replica:
             with unsynced() if number < len(parts) else nullcontext():
                 self.timer.begin("forward")
                 with self.autocast():
-                    loss = self.loss(called(part.inputs), part.targets)
+                    if loss_of is not None:
+                        loss = loss_of(part, share)
+                    else:
+                        loss = self.loss_in(self.training_step(called, part.tree), share)
                 self.delay()
                 self.timer.begin("backward")
                 (loss * (weight * share)).backward()
             total += share * loss.detach()
         return total
+
+    def loss_in(self, result: Tensor | Mapping[str, Any], share: float = 1.0) -> Tensor:
+        """Return the loss in what the task's step has returned; note its further numbers.
+
+        Args:
+            result: what it has returned.
+            share: of the samples that this worker trains on in this step.
+        """
+        if isinstance(result, Tensor):
+            return result
+        loss, metrics = split_step(result)
+        for name, value in metrics.items():
+            held = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+            self.metrics[name] = self.metrics.get(name, 0.0) + share * held
+        return loss
+
+    def take_metrics(self) -> dict[str, Tensor]:
+        """Return the further numbers of the step since the last call."""
+        taken = self.metrics.copy()
+        self.metrics.clear()
+        return taken
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer's step, timed as such."""
@@ -342,14 +378,35 @@ class Replica:
 class Batch:
     """One worker's part of a global batch, on its device."""
 
-    inputs: Tensor
-    targets: Tensor
+    content: Tree | Items
+    """Tensors in a tree, usually inputs and targets; or items, from which each part is collated."""
     num_samples: int
     num_global: int
     """Samples in the whole global batch, over all workers."""
     most_parts: int | None = None
     """The largest number of parts to split it into, where ranks communicate in each part and so
     must all make as many; None: one for each sample."""
+
+    device: torch.device | None = None
+    """Where items go once they are collated."""
+
+    @property
+    def tree(self) -> Tree:
+        """The batch as the task's step takes it."""
+        if not isinstance(self.content, Items):
+            return self.content
+        batch = self.content.batch()
+        return batch if self.device is None else moved(batch, self.device)
+
+    @property
+    def inputs(self) -> Any:
+        """The first part of a batch of (inputs, targets)."""
+        return self.tree[0]
+
+    @property
+    def targets(self) -> Any:
+        """The second part of a batch of (inputs, targets)."""
+        return self.tree[1]
 
     @property
     def weight(self) -> float:
@@ -372,11 +429,25 @@ class Batch:
         if num_parts == 1:
             return [self]
         num = min(num_parts, self.most_parts or self.num_samples)
-        pairs = zip(self.inputs.tensor_split(num), self.targets.tensor_split(num), strict=True)
-        return [
-            Batch(inputs=i, targets=t, num_samples=len(i), num_global=self.num_global)
-            for i, t in pairs
-        ]
+        least, num_larger = divmod(self.num_samples, num)  # as torch's tensor_split does
+        return self.cut([least + 1] * num_larger + [least] * (num - num_larger))
+
+    def cut(self, sizes: Iterable[int]) -> list[Batch]:
+        """Return parts with so many samples each.
+
+        Raises:
+            UserError: a tensor does not have a row for each sample.
+        """
+        parts, begin = [], 0
+        for size in sizes:
+            parts.append(replace(self, content=self._rows(begin, begin + size), num_samples=size))
+            begin += size
+        return parts
+
+    def _rows(self, begin: int, end: int) -> Tree | Items:
+        if isinstance(self.content, Items):
+            return self.content._replace(items=self.content.items[begin:end])
+        return rows(self.content, begin, end, self.num_samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,6 +461,8 @@ class StepReport:
     """Updates by others between the pull of the parameters and the use of the gradient."""
     num_bytes_sent: int = 0
     """What this worker sent to others, by the formula in the strategy's docstring."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further numbers of the task's step, each the mean over the worker's samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,11 +88,11 @@ BAD_CELLS = {
         "def model(): return M()",
         "parameter spare has no part in the loss",
     ),
-    "data is a list": (GOOD + "def data(split): return [1, 2]", "returned a list; return a torch"),
+    "data is a text": (GOOD + "def data(split): return 'abc'", "returned a str; return tensors"),
     "data is None": (GOOD + "def data(split): pass", "returned None"),
     "three tensors": (
-        GOOD + "def data(split): return (torch.ones(2),) * 3",
-        r"data\('train'\) returned a tuple of 3",
+        GOOD + "def data(split): return (torch.ones(20),) * 3",
+        r"gives batches that are a tuple of 3, not \(inputs, targets\): define training_step",
     ),
     "strings": (GOOD + "def data(split): return ['a'], ['b']", "a tuple with a list in it"),
     "unequal": (
@@ -112,7 +112,7 @@ BAD_CELLS = {
     "wrong items": (
         GOOD + "from torch.utils.data import TensorDataset\n"
         "def data(split): return TensorDataset(torch.ones(20, 4))",
-        "a Dataset whose items are not pairs",
+        "gives batches that are a tuple of 1, not",
     ),
     "items that do not stack": (
         GOOD + "from torch.utils.data import Dataset\n"
@@ -120,15 +120,15 @@ BAD_CELLS = {
         "    def __len__(self): return 20\n"
         "    def __getitem__(self, i): return object(), 1\n"
         "def data(split): return Own()",
-        r"data\('train'\) gives items that cannot be stacked: TypeError",
+        r"data\(split\) cannot be stacked into a batch \(TypeError.*define collate_fn\(items\)",
     ),
     "items of strings": (
         GOOD + "from torch.utils.data import Dataset\n"
         "class Own(Dataset):\n"
         "    def __len__(self): return 20\n"
-        "    def __getitem__(self, i): return 'a', 1\n"
+        "    def __getitem__(self, i): return 'a', 'b'\n"
         "def data(split): return Own()",
-        "items do not stack into two tensors",
+        r"gives items without a number or tensor in them",
     ),
     "model takes an argument": (
         GOOD.replace("def model()", "def model(size)"),
@@ -161,7 +161,7 @@ BAD_CELLS = {
     ),
     "model returns a tuple": (
         GOOD + "def model(): return nn.LSTM(4, 3)",
-        "returned tuple for 5 samples; return one tensor",
+        r"returned \[\(5, 3\), .*\] for 5 samples; return one tensor .*, or define loss",
     ),
     "one column": (
         GOOD + "def model(): return nn.Linear(4, 1)\n"
