@@ -160,6 +160,8 @@ class StepEvent:
     parts: Parts = NO_PARTS
     num_bytes_sent: int = 0
     """What this worker sent to others in this step."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the step; these are not in its row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +210,7 @@ class EventBatch:
     rows: bytes = b""
     """Each step, or call of ``ddpnb.log``, as ``pack_step`` packs it."""
     metrics: tuple[tuple[int, str, float], ...] = ()
-    """Further numbers that the user logged: index of the row, name, value."""
+    """Further numbers of a step, or that the user logged: index of the row, name, value."""
     marks: tuple[Mark, ...] = ()
 
     @property

@@ -106,12 +106,12 @@ def test_replicas_of_a_model_compute_in_the_type_that_was_asked_for(amp):
 
     with_threads, with_torch = [], []
     with closing(ThreadReplicas(TypeOf(with_threads), 2, autocast)) as replicas:
-        replicas.forward(torch.ones(4, 4))
+        replicas.run(lambda model, part: model(part), [torch.ones(2, 4)] * 2)
     cast = Cast(TypeOf(with_torch), autocast)
 
     def in_a_thread():
         with torch.autocast("cpu"):
-            cast(torch.ones(4, 4))
+            cast(lambda model, part: model(part), torch.ones(4, 4))
 
     thread = threading.Thread(target=in_a_thread)
     thread.start()

@@ -59,7 +59,9 @@ def score(
             means.setdefault(name, _Mean()).add(value, len(indices))
     found = {name: mean.value for name, mean in means.items()}
     if is_held_out and task.metric is not None:
-        found |= _metrics_of(task.metric(_joined(outputs), _joined(targets)), task.metric, "metric")
+        found |= _metrics_of(
+            task.metric(_joined(outputs), _joined(targets)), task.metric, "metric(outputs, targets)"
+        )
     return Score(
         loss=found.pop("loss", math.nan), accuracy=found.pop("accuracy", math.nan), metrics=found
     )
@@ -93,7 +95,7 @@ def _measured(
     found: dict[str, float] = {}
     if is_held_out and task.validation_step is not None:
         result = task.validation_step(model, batch)
-        found |= _metrics_of(result, task.validation_step, "validation_step")
+        found |= _metrics_of(result, task.validation_step, "validation_step(model, batch)")
     wants_outputs = is_held_out and task.metric is not None
     if isinstance(task.step, Supervised) or wants_outputs:
         inputs, targets = pair_of(batch)
@@ -159,7 +161,7 @@ def _joined(batches: list[Any]) -> Any:
     if len(batches) == 1:
         return first
     if isinstance(first, Tensor):
-        return torch.cat(batches)
+        return torch.cat(batches) if first.ndim else torch.stack(batches)
     if isinstance(first, Mapping):
         return {name: _joined([each[name] for each in batches]) for name in first}
     if isinstance(first, tuple | list):

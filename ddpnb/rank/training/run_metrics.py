@@ -55,6 +55,7 @@ class RunMetrics:
                     staleness=timing.report.staleness,
                     parts=timing.parts,
                     num_bytes_sent=timing.report.num_bytes_sent,
+                    metrics=timing.metrics,
                 )
             )
             self.num_steps += 1

@@ -102,7 +102,8 @@ def check_evaluation(replica: Replica, task: Task, num_samples: int) -> None:
                 task,
                 samples,
                 replica.device,
-                max_samples=num_samples,
+                max_samples=2 * num_samples,  # two batches, whose outputs a metric needs joined
+                batch_size=num_samples,
                 is_held_out=split == "test",
             ),
         )
