@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, RunSpec
 from ddpnb.rank.comm.rendezvous import CancellationToken, RunOverError, announce_failure
 from ddpnb.rank.random_state import preserve_globals
@@ -34,7 +35,12 @@ from ddpnb.rank.training.context import Content, RunContext, build_context
 from ddpnb.rank.training.fault_injection import FaultInjector, measure_compute_seconds
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.timing import Clock, clock_of
-from ddpnb.rank.training.validation import check_dense, check_evaluation, check_training
+from ddpnb.rank.training.validation import (
+    check_dense,
+    check_evaluation,
+    check_training,
+    with_place,
+)
 
 UNNAMED = "<comparison>"
 """What tracebacks call a comparison's cell that has no number."""
@@ -57,20 +63,27 @@ def validate(
         Exception: whatever the cell itself raises, with its own traceback.
     """
     with preserve_globals(torch.device(state.device)):
-        context = resumed(build_context(spec, state, namespace, filename=filename, cache=cache))
-        replica = context.replica("check", num_steps=1, timer=NullTimer(), is_grouped=False)
-        strategy = context.strategy()
-        batch = context.smallest_batch(strategy)
-        check_training(replica, batch, strategy)
-        check_dense(replica, spec.strategy)
-        strategy.check(replica)
-        if state.rank == 0:
-            check_evaluation(replica, context.task, batch.num_samples)
-        if context.checkpoint is not None:
-            check_replica(replica, context.checkpoint)
-        return Checked(
-            num_samples=len(context.task.train), survives_deaths=context.plan.survives_deaths
-        )
+        try:
+            context = build_context(spec, state, namespace, filename=filename, cache=cache)
+            return _checked(resumed(context))
+        except UserError as error:
+            raise with_place(error, spec.cell, filename) from error.__cause__
+
+
+def _checked(context: RunContext) -> Checked:
+    replica = context.replica("check", num_steps=1, timer=NullTimer(), is_grouped=False)
+    strategy = context.strategy()
+    batch = context.smallest_batch(strategy)
+    check_training(replica, batch, strategy)
+    check_dense(replica, context.spec.strategy)
+    strategy.check(replica)
+    if context.state.rank == 0:
+        check_evaluation(replica, context.task, batch.num_samples)
+    if context.checkpoint is not None:
+        check_replica(replica, context.checkpoint)
+    return Checked(
+        num_samples=len(context.task.train), survives_deaths=context.plan.survives_deaths
+    )
 
 
 def run(

@@ -3,6 +3,7 @@
 Each mistake is one sentence that says what to do about it.
 """
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -144,6 +145,21 @@ def check_model(model: nn.Module) -> None:
             "model() returned a model without trainable parameters; "
             "add a layer that has some, or set requires_grad=True."
         )
+
+
+def with_place(error: UserError, cell: int, filename: str) -> UserError:
+    """Return an error that names the line of the comparison's cell where it began, if one is known.
+
+    Args:
+        error: its cause is what the cell raised.
+        cell: the ``n`` of ``In [n]``; 0 if not known.
+        filename: what tracebacks call the cell.
+    """
+    frames = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
+    lines = [frame.lineno for frame in frames if frame.filename == filename]
+    if not cell or not lines:
+        return error
+    return UserError(f"{error} (In [{cell}], line {lines[-1]})")
 
 
 def attempt(failed: str, call: Callable[[], Result]) -> Result:
