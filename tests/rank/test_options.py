@@ -13,10 +13,11 @@ from ddpnb.protocol.messages import RunHeader, RunSpec, StepEvent
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Batch, Plan
 from ddpnb.rank.strategies.data_parallel import Cast, ThreadReplicas
-from ddpnb.rank.tasks.base import default_optimizer
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard
+from ddpnb.rank.tasks.optimizers import default_optimizer
 from ddpnb.rank.training import loop
-from ddpnb.rank.training.context import build_context, warm_up_notes, with_hooks
+from ddpnb.rank.training.context import build_context
+from ddpnb.rank.training.optimizer_hooks import warm_up_notes, with_hooks
 from tests.rank.ranks import make_state
 
 CELL = """
@@ -165,7 +166,8 @@ def rates(num_updates: int, optimizer: torch.optim.Optimizer) -> list[float]:
 
 def optimizer_of(plan: Plan = PLAN, **choices) -> torch.optim.Optimizer:
     spec = spec_of("ddp", **choices)
-    return with_hooks(default_optimizer(0.1), spec, plan, ORDER)([nn.Parameter(torch.ones(1))])
+    parameters = [nn.Parameter(torch.ones(1))]
+    return with_hooks(default_optimizer(0.1), spec, plan, ORDER)(parameters, nn.Module())
 
 
 @pytest.mark.parametrize(("scaling", "full"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])

@@ -10,8 +10,9 @@ from torch import nn
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks import cifar10, load_task, synthetic, text
-from ddpnb.rank.tasks.base import DatasetSamples, Samples, Supervised, Task, TensorSamples
+from ddpnb.rank.tasks.base import Supervised, Task
 from ddpnb.rank.tasks.batches import every_step
+from ddpnb.rank.tasks.samples import DatasetSamples, Samples, TensorSamples
 from ddpnb.rank.training import loop
 from ddpnb.rank.training.context import prefetching
 from ddpnb.rank.training.evaluation import score

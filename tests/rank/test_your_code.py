@@ -1,11 +1,16 @@
 """Whatever a cell defines, every strategy trains it: any batch, any step, any measure."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.messages import RunHeader, RunSpec, StepEvent
+from ddpnb.protocol.messages import Mark, RunHeader, RunSpec, StepEvent
+from ddpnb.rank.strategies.base import NullTimer
+from ddpnb.rank.training import loop
+from ddpnb.rank.training.context import build_context
+from tests.rank.ranks import RankFailedError, make_state
 from tests.rank.test_options import train_job
 
 SHORT = """
@@ -202,3 +207,151 @@ def test_a_mixture_of_experts_trains_where_unused_parameters_are_allowed(ranks, 
     word = "ddp:find_unused_parameters=on" if strategy == "ddp" else strategy
     report, _ = ranks(2).call(train_job, spec_of(word, MIXTURE))[0]
     assert math.isfinite(report.final_loss)
+
+
+IN_GROUPS = (
+    SHORT
+    + """
+def optimizer(model, num_steps):
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if "bias" in name], "lr": 0.02},
+        {"params": [p for name, p in model.named_parameters() if "bias" not in name]},
+    ]
+    made = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    return made, torch.optim.lr_scheduler.OneCycleLR(made, max_lr=[0.1, 0.5], total_steps=num_steps)
+"""
+)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_groups_by_name_and_a_scheduler_go_wherever_the_optimizer_lives(ranks, strategy):
+    alone = ranks(1).call(train_job, spec_of("single", IN_GROUPS, num_epochs=3))
+    plain = ranks(1).call(train_job, spec_of("single", num_epochs=3))
+    assert total_losses(alone)[-5:] != pytest.approx(total_losses(plain)[-5:], abs=1e-3)
+    for num_ranks in (1, 2):
+        found = ranks(num_ranks).call(train_job, spec_of(strategy, IN_GROUPS, num_epochs=3))
+        has_momentum = strategy == "diloco"  # of its outer step
+        if not has_momentum and (num_ranks == 1 or strategy not in WEAK):
+            assert total_losses(found) == pytest.approx(total_losses(alone), abs=1e-5)
+        assert found[0][0].held_out_loss < 0.6
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero", "fsdp", "central", "async"])
+def test_a_schedule_is_resumed_where_it_was(ranks, tmp_path, strategy):
+    cell = IN_GROUPS.replace("total_steps=num_steps", "total_steps=20")
+    spec = spec_of(strategy, cell, num_epochs=2, checkpoints=str(tmp_path))
+    num_ranks = 1 if strategy == "async" else 2
+    whole = total_losses(ranks(num_ranks).call(train_job, replace(spec, num_epochs=4)))
+    first = replace(spec, run_id="old", save_every=1)
+    ranks(num_ranks).call(train_job, first)
+    second = replace(spec, run_id="new", resume="old", num_epochs=4)
+    assert total_losses(ranks(num_ranks).call(train_job, second)) == pytest.approx(
+        whole[10:], abs=1e-5
+    )
+
+
+def rates_of(lines: str) -> list[float]:
+    """The learning rates of six updates of a cell's optimizer, two in an epoch."""
+    spec = spec_of("single", SHORT + lines, batch_size=50, num_epochs=3)
+    context = build_context(spec, make_state(0, 1), {}, filename="here")
+    replica = context.replica("t", num_steps=6, timer=NullTimer())
+    optimizer, rates = replica.optimizer(replica.parameters), []
+    optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+    for _ in range(6):
+        optimizer.step()
+    return rates
+
+
+HALVING = (
+    "def optimizer(params):\n"
+    "    made = torch.optim.SGD(params, lr=0.8)\n"
+    "    halving = torch.optim.lr_scheduler.ExponentialLR(made, 0.5)\n"
+    "    return {}"
+)
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ("made", [0.8] * 6),
+        ("made, halving", [0.8, 0.4, 0.2, 0.1, 0.05, 0.025]),
+        ("[made], [halving]", [0.8, 0.4, 0.2, 0.1, 0.05, 0.025]),
+        ("{'optimizer': made}", [0.8] * 6),
+        ("{'optimizer': made, 'lr_scheduler': halving}", [0.8, 0.8, 0.4, 0.4, 0.2, 0.2]),
+        (
+            "{'optimizer': made, 'lr_scheduler': {'scheduler': halving, 'interval': 'step', "
+            "'frequency': 2}}",
+            [0.8, 0.8, 0.4, 0.4, 0.2, 0.2],
+        ),
+    ],
+)
+def test_all_that_lightning_takes_sets_the_rate(returned, expected):
+    assert rates_of(HALVING.replace("{}", returned)) == pytest.approx(expected)
+
+
+GAN = """
+import torch
+from torch import nn
+
+def model():
+    return nn.ModuleDict({"make": nn.Linear(2, 4), "judge": nn.Linear(4, 1)})
+
+def data(split):
+    return torch.randn(60 if split == "train" else 20, 4)
+
+class Gan:
+    def setup(self, replica):
+        self.replica, self.model = replica, replica.model
+        self.averaged = [p.detach().clone() for p in self.model["make"].parameters()]
+        self.optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in
+                           (self.model["make"], self.model["judge"])]
+
+    def step(self, batch):
+        real = batch.tree
+        made = self.model["make"](torch.randn(len(real), 2))
+        bce = nn.functional.binary_cross_entropy_with_logits
+        judged = self.model["judge"](torch.cat([real, made.detach()]))
+        truth = torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)])
+        self.update(1, bce(judged, truth))
+        loss = bce(self.model["judge"](made), torch.ones(len(made), 1))
+        self.update(0, loss)
+        for mean, parameter in zip(self.averaged, self.model["make"].parameters()):
+            mean.lerp_(parameter.detach(), 0.1)
+        return loss
+
+    def update(self, number, loss):
+        self.model.zero_grad()
+        loss.backward()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                torch.distributed.all_reduce(parameter.grad)
+        self.optimizers[number].step()
+
+    def finish(self):
+        return self.model
+"""
+
+
+def check_job(state, folder, spec):
+    return loop.validate(spec, state=state, namespace={})
+
+
+def test_a_class_of_ones_own_needs_neither_loss_nor_optimizer(ranks):
+    spec = spec_of("Gan", GAN)
+    assert [each.num_samples for each in ranks(2).call(check_job, spec)] == [60, 60]
+    (report, events), _ = ranks(2).call(train_job, spec)
+    assert all(0 < loss < 3 for loss in total_losses([(report, events)]))
+    assert math.isnan(report.held_out_loss)
+    assert not [event for event in events if isinstance(event, Mark)]
+    measured = GAN + "def validation_step(model, batch): return {'judged': 0.5, 'loss': 1.0}"
+    (report, _), _ = ranks(2).call(train_job, spec_of("Gan", measured))
+    assert (report.held_out_loss, report.held_out_metrics) == (1.0, {"judged": 0.5})
+
+
+def test_what_is_wrong_in_it_is_found_before_anything_trains(ranks):
+    for old, new, error in (
+        ("return loss", "return None", r"Gan.step\(batch\) returned None; return the mean loss"),
+        ("self.optimizers = ", "self.optimisers = ", "has no attribute 'optimizers'"),
+    ):
+        with pytest.raises(RankFailedError, match=error):
+            ranks(2).call(check_job, spec_of("Gan", GAN.replace(old, new)))

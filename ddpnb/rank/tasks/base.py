@@ -7,10 +7,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ddpnb.rank.tasks.samples import DatasetSamples, Samples, TensorSamples
+from ddpnb.rank.tasks.optimizers import TaskOptimizer
+from ddpnb.rank.tasks.samples import Samples
 from ddpnb.rank.tasks.trees import Tree
-
-__all__ = ["DatasetSamples", "Samples", "Task", "TensorSamples", "default_optimizer"]
 
 ModelFactory = Callable[[], nn.Module]
 """Makes the plain model, with weights from torch's global random numbers."""
@@ -56,7 +55,7 @@ class Task:
     model: ModelFactory
     train: Samples
     held_out: Samples
-    optimizer: OptimizerFactory
+    optimizer: TaskOptimizer
     step: StepFunction = CLASSIFY
     validation_step: Callable[[nn.Module, Tree], Number | Mapping[str, Number]] | None = None
     """Measures a model on one held-out batch; the mean over the samples is reported."""
@@ -68,15 +67,6 @@ class Task:
     """Shown beside every result, e.g. that the data are synthetic."""
     defined: Mapping[str, object] = field(default_factory=dict)
     """All names that the task's cell defines; empty for a built-in task."""
-
-
-def default_optimizer(learning_rate: float) -> OptimizerFactory:
-    """Return the factory of the default optimizer: SGD with momentum 0.9."""
-
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9)
-
-    return make
 
 
 def split_step(result: Tensor | Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Number]]:

@@ -10,12 +10,12 @@ import linecache
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.tasks.base import OptimizerFactory, Supervised, Task, default_optimizer
+from ddpnb.rank.tasks.base import Supervised, Task
+from ddpnb.rank.tasks.optimizers import default_optimizer, own_optimizer
 from ddpnb.rank.tasks.samples import DataCache, Samples, as_samples
 
 _OWN_OPTIMIZER_NOTE = "The cell's optimizer sets the learning rate; --lr is not used."
@@ -51,7 +51,7 @@ def cell_task(
     collate = _optional(defined, "collate_fn(items)")
     loss = _optional(defined, "loss(outputs, targets)")
     own_step = _optional(defined, "training_step(model, batch)")
-    own_optimizer = _optional(defined, "optimizer(params)")
+    make_optimizer = _optional(defined, "optimizer(params)", is_checked=False)
     key = (spec.comparison, spec.seed) if spec.comparison else object()
 
     def samples(split: str) -> Samples:
@@ -61,7 +61,7 @@ def cell_task(
         return make() if cache is None else cache.get(key, split, make)
 
     train, held_out = samples("train"), samples("test")
-    notes = (_OWN_OPTIMIZER_NOTE,) if own_optimizer else ()
+    notes = (_OWN_OPTIMIZER_NOTE,) if make_optimizer else ()
     return Task(
         model=lambda: _plain_module(make_model()),
         train=train,
@@ -70,8 +70,8 @@ def cell_task(
         validation_step=_optional(defined, "validation_step(model, batch)"),
         metric=_optional(defined, "metric(outputs, targets)"),
         has_loss=bool(own_step or loss),
-        optimizer=_checked(own_optimizer)
-        if own_optimizer
+        optimizer=own_optimizer(make_optimizer)
+        if make_optimizer
         else default_optimizer(spec.learning_rate),
         notes=notes + tuple(dict.fromkeys(train.notes + held_out.notes)),
         defined=scope,
@@ -95,7 +95,9 @@ def _required(defined: Mapping[str, Any], call: str, example: str) -> Callable[.
     return _called_as(call, defined[name])
 
 
-def _optional(defined: Mapping[str, Any], call: str) -> Callable[..., Any] | None:
+def _optional(
+    defined: Mapping[str, Any], call: str, *, is_checked: bool = True
+) -> Callable[..., Any] | None:
     name = call.partition("(")[0]
     if defined.get(name) is None:
         return None
@@ -104,7 +106,8 @@ def _optional(defined: Mapping[str, Any], call: str) -> Callable[..., Any] | Non
             f"{name} in the cell is {kind_of(defined[name])}, not a function; "
             f"define {call}, or leave it out."
         )
-    return _called_as(call, defined[name])
+    function: Callable[..., Any] = defined[name]
+    return _called_as(call, function) if is_checked else function
 
 
 def _called_as(call: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,16 +129,3 @@ def _plain_module(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UserError(f"model() returned {kind_of(model)}; return a torch nn.Module instead.")
     return copy.deepcopy(model)
-
-
-def _checked(optimizer: Callable[..., Any]) -> OptimizerFactory:
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made = optimizer(parameters)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise UserError(
-                f"optimizer(params) returned {kind_of(made)}; return a "
-                "torch.optim.Optimizer, e.g.  torch.optim.SGD(params, lr=0.05)."
-            )
-        return made
-
-    return make

@@ -365,9 +365,10 @@ def check_replica(replica: Replica, checkpoint: State) -> None:
         raise UserError(
             "The checkpoint to resume from is of another model: let model() return the same one."
         )
-    kind = _kind(replica.optimizers[0])
-    for old in checkpoint["spec"].get("optimizers", [])[:1]:
-        if old != kind:
+    # A class of the user's own may make none here.
+    kinds = zip(checkpoint["spec"].get("optimizers", [])[:1], replica.optimizers, strict=False)
+    for old, mine in kinds:
+        if old != (kind := _kind(mine)):
             raise UserError(
                 f"The run to resume was trained with {_spelled(old)}, not {_spelled(kind)}: "
                 "let optimizer(params) return the same."

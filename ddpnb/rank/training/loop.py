@@ -31,13 +31,14 @@ from ddpnb.rank.strategies.base import NullTimer, Strategy
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, resumed, set_up
-from ddpnb.rank.training.context import Content, RunContext, build_context
+from ddpnb.rank.training.context import CHECK, Content, RunContext, build_context
 from ddpnb.rank.training.fault_injection import FaultInjector, measure_compute_seconds
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.timing import Clock, clock_of
 from ddpnb.rank.training.validation import (
     check_dense,
     check_evaluation,
+    check_own,
     check_training,
     with_place,
 )
@@ -54,7 +55,10 @@ def validate(
     filename: str = UNNAMED,
     cache: DataCache | None = None,
 ) -> Checked:
-    """Check a training before anything trains; each rank may call it alone, as it sends nothing.
+    """Check a training before anything trains.
+
+    Each rank may call it alone, as it sends nothing; only a class of the user's own may, and takes
+    part with every rank of the group.
 
     The arguments are those of ``run``.
 
@@ -71,13 +75,16 @@ def validate(
 
 
 def _checked(context: RunContext) -> Checked:
-    replica = context.replica("check", num_steps=1, timer=NullTimer(), is_grouped=False)
+    replica = context.replica(CHECK, num_steps=1, timer=NullTimer(), is_grouped=False)
     strategy = context.strategy()
     batch = context.smallest_batch(strategy)
-    check_training(replica, batch, strategy)
-    check_dense(replica, context.spec.strategy)
-    strategy.check(replica)
-    if context.state.rank == 0:
+    if context.is_own:
+        check_own(replica, batch, strategy)
+    else:
+        check_training(replica, batch, strategy)
+        check_dense(replica, context.spec.strategy)
+        strategy.check(replica)
+    if context.state.rank == 0 and context.is_evaluated:
         check_evaluation(replica, context.task, batch.num_samples)
     if context.checkpoint is not None:
         check_replica(replica, context.checkpoint)

@@ -10,8 +10,9 @@ from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
 from ddpnb.rank.strategies.base import Memory
 from ddpnb.rank.training import fault_injection
-from ddpnb.rank.training.context import RunContext, warm_up_notes
+from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.evaluation import Score, score
+from ddpnb.rank.training.optimizer_hooks import warm_up_notes
 from ddpnb.rank.training.timing import Clock, StepTiming
 
 _CHECKPOINT_NOTES = {

@@ -5,11 +5,13 @@ Each mistake is one sentence that says what to do about it.
 
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
@@ -108,6 +110,23 @@ def check_evaluation(replica: Replica, task: Task, num_samples: int) -> None:
                 is_held_out=split == "test",
             ),
         )
+
+
+def check_own(replica: Replica, batch: Batch, strategy: Strategy) -> None:
+    """Have a class of the user's own set up and make one step; takes part: every rank.
+
+    What it does not use of the cell, such as its loss, need not be right.
+
+    Raises:
+        UserError: the model cannot be trained, or the step returned no loss.
+        Exception: what the class raises.
+    """
+    check_model(replica.model)
+    if not dist.is_initialized():
+        return
+    with closing(strategy):
+        strategy.setup(replica)
+        strategy.step(batch)
 
 
 def check_dense(replica: Replica, strategy: str) -> None:

@@ -463,6 +463,28 @@ BAD_STEPS = {
         "def metric(outputs, targets): return 1",
         r"not \(inputs, targets\): .*validation_step",
     ),
+    "a scheduler that wants a metric": (
+        GOOD + "def optimizer(params):\n    made = torch.optim.SGD(params, lr=0.1)\n"
+        "    return made, torch.optim.lr_scheduler.ReduceLROnPlateau(made)",
+        r"optimizer\(params\) returned a ReduceLROnPlateau, which wants a metric",
+    ),
+    "a scheduler that is too short": (
+        GOOD + "def optimizer(model):\n    made = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    return made, torch.optim.lr_scheduler.OneCycleLR(made, 0.1, total_steps=2)",
+        r"The scheduler cannot make the 4 steps of this run \(ValueError: .*num_steps",
+    ),
+    "no scheduler": (
+        GOOD + "def optimizer(params): return torch.optim.SGD(params, lr=0.1), 'cosine'",
+        r"optimizer\(params\) returned a str as the scheduler; return one of",
+    ),
+    "several optimizers": (
+        GOOD + "def optimizer(params): return [torch.optim.SGD(params, lr=0.1)] * 3",
+        r"returned 3 optimizers; several of them are a class of your own",
+    ),
+    "an optimizer of something else": (
+        GOOD + "def optimizer(params, rate): return torch.optim.SGD(params, lr=rate)",
+        r"optimizer\(params, rate\) in the cell is called as optimizer\(params\)\.",
+    ),
     "collate_fn of tensors": (
         GOOD + "def collate_fn(items): return items",
         "returned a tuple, whose rows are stacked already: leave collate_fn out",
@@ -475,3 +497,14 @@ def test_each_mistake_in_a_general_cell_is_one_sentence(source, sentence):
     with pytest.raises(UserError, match=sentence) as caught:
         check(source)
     assert "\n" not in str(caught.value)
+
+
+def test_a_scheduler_and_a_warm_up_exclude_each_other():
+    source = GOOD + (
+        "def optimizer(params):\n    made = torch.optim.SGD(params, lr=0.1)\n"
+        "    return made, torch.optim.lr_scheduler.StepLR(made, 3)"
+    )
+    check(source)
+    for changes in ({"num_lr_warmup_epochs": 1}, {"lr_scaling": "sqrt"}):
+        with pytest.raises(UserError, match=r"sets the learning rate: leave --lr-[a-z]+ out"):
+            check_choices(source, "ddp", **changes)
