@@ -21,7 +21,7 @@ from ddpnb.rank.comm.parameter_server import ParameterServer
 from ddpnb.rank.comm.parameter_store import ParameterStore
 from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Replica
+from ddpnb.rank.strategies.replica import Batch, Replica
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step

@@ -26,7 +26,8 @@ from benchmarks.ranks import rank_calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, NullTimer, Replica, Strategy
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.replica import Batch, NullTimer, Replica
 from ddpnb.rank.tasks import digits
 from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.training.timing import Clock, clock_of

@@ -18,7 +18,8 @@ from torch import nn
 
 from benchmarks.measure import Figure
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, NullTimer, Replica, Strategy
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.replica import Batch, NullTimer, Replica
 from ddpnb.rank.tasks import digits
 from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.training.timing import CpuClock

@@ -15,7 +15,8 @@ from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.parameter_store import ParameterAccess
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
-from ddpnb.rank.strategies.base import Batch, Memory, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 from ddpnb.rank.tasks.base import OptimizerFactory, Supervised
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
 

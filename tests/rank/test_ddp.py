@@ -10,8 +10,8 @@ from torch import nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.strategies.ddp import NUM_PLAIN_STEPS
+from ddpnb.rank.strategies.replica import Batch, Replica
 from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.training.timing import CpuClock
 from tests.rank.fit import Problem, batch_of, by_hand, by_strategy, distance

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ddpnb.protocol.messages import RunHeader, RunSpec, StepEvent
-from ddpnb.rank.strategies.base import NullTimer
+from ddpnb.rank.strategies.replica import NullTimer
 from ddpnb.rank.training import loop
 from ddpnb.rank.training.context import build_context
 

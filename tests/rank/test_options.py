@@ -11,8 +11,9 @@ from torch import nn
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RunHeader, RunSpec, StepEvent
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Plan
+from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.strategies.data_parallel import Cast, ThreadReplicas
+from ddpnb.rank.strategies.replica import Batch
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard
 from ddpnb.rank.tasks.optimizers import default_optimizer
 from ddpnb.rank.training import loop

@@ -7,7 +7,7 @@ import pytest
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import Mark, RunHeader, RunSpec, StepEvent
-from ddpnb.rank.strategies.base import NullTimer
+from ddpnb.rank.strategies.replica import NullTimer
 from ddpnb.rank.training import loop
 from ddpnb.rank.training.context import build_context
 from tests.rank.ranks import RankFailedError, make_state

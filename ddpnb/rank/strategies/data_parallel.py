@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import num_bytes
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.base import Plan, SynchronousStrategy
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 from ddpnb.rank.tasks.base import StepFunction, Supervised
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.tasks.trees import moved

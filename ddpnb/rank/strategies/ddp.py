@@ -43,16 +43,8 @@ from torch.utils.hooks import RemovableHandle
 from ddpnb.compat.torch_internals import DdpTimers, times_ddp
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
-from ddpnb.rank.strategies.base import (
-    Batch,
-    Moment,
-    NullTimer,
-    Replica,
-    State,
-    StepReport,
-    SynchronousStrategy,
-    Timer,
-)
+from ddpnb.rank.strategies.base import State, SynchronousStrategy
+from ddpnb.rank.strategies.replica import Batch, Moment, NullTimer, Replica, StepReport, Timer
 
 NUM_PLAIN_STEPS: Final = 2
 """Steps before PowerSGD compresses; DDP forms its final buckets after the first."""

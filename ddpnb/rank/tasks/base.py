@@ -68,6 +68,11 @@ class Task:
     defined: Mapping[str, object] = field(default_factory=dict)
     """All names that the task's cell defines; empty for a built-in task."""
 
+    @property
+    def has_measures(self) -> bool:
+        """Whether the task measures held-out samples itself."""
+        return self.validation_step is not None or self.metric is not None
+
 
 def split_step(result: Tensor | Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Number]]:
     """Return the loss and the further numbers of what a step has returned.

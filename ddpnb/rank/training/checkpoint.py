@@ -25,7 +25,8 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import MODEL_FILE, RunSpec
 from ddpnb.protocol.processes import atomic_write
 from ddpnb.rank.random_state import random_state, set_random_state
-from ddpnb.rank.strategies.base import Replica, State, Strategy
+from ddpnb.rank.strategies.base import State, Strategy
+from ddpnb.rank.strategies.replica import Replica
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import Clock

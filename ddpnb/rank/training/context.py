@@ -21,7 +21,8 @@ from ddpnb.protocol.processes import die_with_parent
 from ddpnb.rank.comm.rendezvous import CancellationToken
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, Timer, no_delay
+from ddpnb.rank.strategies.base import Plan, State, Strategy
+from ddpnb.rank.strategies.replica import Batch, Replica, Timer, no_delay
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard
@@ -220,9 +221,12 @@ class RunContext:
     @property
     def is_evaluated(self) -> bool:
         """Whether the model must have a score in the end; a class of one's own may have no loss."""
-        task = self.task
-        is_measured = task.has_loss or task.validation_step or task.metric
-        return bool(is_measured) or not self.is_own
+        return self.task.has_loss or self.task.has_measures or not self.is_own
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the trained model is scored by the loss too."""
+        return self.task.has_loss or not (self.is_own and self.task.has_measures)
 
     @property
     def syncs_batchnorm(self) -> bool:

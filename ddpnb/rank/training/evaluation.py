@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,8 +43,11 @@ def score(
     max_samples: int = MAX_SAMPLES,
     batch_size: int = _BATCH_SIZE,
     is_held_out: bool = True,
+    has_loss: bool = True,
 ) -> Score:
     """Evaluate a model on up to ``max_samples`` of a split; of one to train on only the loss.
+
+    Without ``has_loss`` only what the task's ``validation_step`` and ``metric`` measure.
 
     Raises:
         UserError: a measure is not a number.
@@ -51,11 +55,12 @@ def score(
     means: dict[str, _Mean] = {}
     outputs: list[Any] = []
     targets: list[Any] = []
+    measured = partial(_measured, model, task, is_held_out, has_loss, outputs, targets)
     num_chosen = min(len(samples), max_samples)
     chosen = torch.arange(num_chosen) * len(samples) // num_chosen
     for indices in chosen.split(min(batch_size, _BATCH_SIZE)):
         batch = moved(samples.fetch(indices), device)
-        for name, value in _measured(model, task, batch, is_held_out, outputs, targets).items():
+        for name, value in measured(batch).items():
             means.setdefault(name, _Mean()).add(value, len(indices))
     found = {name: mean.value for name, mean in means.items()}
     if is_held_out and task.metric is not None:
@@ -86,28 +91,30 @@ class _Mean:
 def _measured(
     model: nn.Module,
     task: Task,
-    batch: Any,
     is_held_out: bool,
+    has_loss: bool,
     all_outputs: list[Any],
     all_targets: list[Any],
+    batch: Any,
 ) -> dict[str, float]:
     """Return the numbers of one batch; keep outputs and targets if the task's metric takes all."""
     found: dict[str, float] = {}
     if is_held_out and task.validation_step is not None:
         result = task.validation_step(model, batch)
         found |= _metrics_of(result, task.validation_step, "validation_step(model, batch)")
+    wants_loss = has_loss and "loss" not in found
     wants_outputs = is_held_out and task.metric is not None
-    if isinstance(task.step, Supervised) or wants_outputs:
+    if wants_outputs or (wants_loss and isinstance(task.step, Supervised)):
         inputs, targets = pair_of(batch)
         outputs = model(inputs)
         if wants_outputs:
             all_outputs.append(outputs)
             all_targets.append(targets)
-    if "loss" in found:
+    if not wants_loss:
         return found
     if isinstance(task.step, Supervised):
         found["loss"] = task.step.loss(outputs, targets).item()
-        if is_held_out and task.validation_step is None and task.metric is None:
+        if is_held_out and not task.has_measures:
             found["accuracy"] = _accuracy(outputs, targets)
         return found
     with torch.enable_grad():  # a loss may be made of gradients, such as a penalty

@@ -27,7 +27,8 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, RunSpec
 from ddpnb.rank.comm.rendezvous import CancellationToken, RunOverError, announce_failure
 from ddpnb.rank.random_state import preserve_globals
-from ddpnb.rank.strategies.base import NullTimer, Strategy
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.replica import NullTimer
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, resumed, set_up
@@ -85,7 +86,7 @@ def _checked(context: RunContext) -> Checked:
         check_dense(replica, context.spec.strategy)
         strategy.check(replica)
     if context.state.rank == 0 and context.is_evaluated:
-        check_evaluation(replica, context.task, batch.num_samples)
+        check_evaluation(replica, context.task, batch.num_samples, has_loss=context.has_loss)
     if context.checkpoint is not None:
         check_replica(replica, context.checkpoint)
     return Checked(

@@ -8,7 +8,7 @@ from torch import nn
 
 from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
-from ddpnb.rank.strategies.base import Memory
+from ddpnb.rank.strategies.replica import Memory
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.evaluation import Score, score
@@ -92,6 +92,7 @@ class RunMetrics:
                 context.device,
                 batch_size=context.spec.batch_size,
                 is_held_out=is_held_out,
+                has_loss=context.has_loss,
             )
         except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything
             if context.is_evaluated:

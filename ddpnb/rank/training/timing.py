@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ddpnb.protocol.messages import Parts
-from ddpnb.rank.strategies.base import Moment, Part, StepReport, Timer
+from ddpnb.rank.strategies.replica import Moment, Part, StepReport, Timer
 
 MAX_PENDING = 8
 """Steps that the Python thread may be ahead of a GPU."""

@@ -19,7 +19,8 @@ from torch.nn.parameter import UninitializedParameter
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.protocol.notation import parse_strategy
-from ddpnb.rank.strategies.base import Batch, Replica, Strategy
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.replica import Batch, Replica
 from ddpnb.rank.tasks.base import StepFunction, Supervised, Task, split_step
 from ddpnb.rank.tasks.samples import Items
 from ddpnb.rank.tasks.trees import Tree, shape_of, twice
@@ -87,7 +88,7 @@ class Wrapped(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def check_evaluation(replica: Replica, task: Task, num_samples: int) -> None:
+def check_evaluation(replica: Replica, task: Task, num_samples: int, *, has_loss: bool) -> None:
     """Evaluate the model on a few samples of each split, so that no run fails only at its end.
 
     The replica is in evaluation mode afterwards.
@@ -108,6 +109,7 @@ def check_evaluation(replica: Replica, task: Task, num_samples: int) -> None:
                 max_samples=2 * num_samples,  # two batches, whose outputs a metric needs joined
                 batch_size=num_samples,
                 is_held_out=split == "test",
+                has_loss=has_loss,
             ),
         )
 
