@@ -18,8 +18,10 @@ from torch import nn
 
 from benchmarks.measure import Figure
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, NullTimer, Replica, Strategy
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.replica import Batch, NullTimer, Replica
 from ddpnb.rank.tasks import digits
+from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.training.timing import CpuClock
 
 NUM_RANKS = 2
@@ -102,15 +104,14 @@ class Trainer:
         num_samples = case.num_global // NUM_RANKS
         inputs = torch.randn(num_samples, *case.input_shape)
         self.batch = Batch(
-            inputs=inputs,
-            targets=torch.randint(0, 10, (num_samples,)),
+            content=(inputs, torch.randint(0, 10, (num_samples,))),
             num_samples=num_samples,
             num_global=case.num_global,
         )
         self.strategy.setup(
             Replica(
                 model=model,
-                loss=nn.functional.cross_entropy,
+                training_step=Supervised(nn.functional.cross_entropy),
                 optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
                 device=torch.device("cpu"),
                 rank=rank,

@@ -8,7 +8,8 @@ What reaches a rank that is busy goes through the fork server (``processes.RankC
 import importlib
 import math
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -62,6 +63,8 @@ class RunSpec(TrainingSpec):
     strategy: str
     """As the user wrote it, with its options: ``"ddp"``, ``"ddp:hook=fp16"``."""
     repeat: int = 0
+    comparison: str = ""
+    """The id that the runs of one comparison share: their cell's data are loaded once; or empty."""
     checkpoints: str = ""
     """The folder that holds a folder of checkpoints per run; empty: none are kept."""
     resumed: str = ""
@@ -159,6 +162,8 @@ class StepEvent:
     parts: Parts = NO_PARTS
     num_bytes_sent: int = 0
     """What this worker sent to others in this step."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the step; these are not in its row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +212,7 @@ class EventBatch:
     rows: bytes = b""
     """Each step, or call of ``ddpnb.log``, as ``pack_step`` packs it."""
     metrics: tuple[tuple[int, str, float], ...] = ()
-    """Further numbers that the user logged: index of the row, name, value."""
+    """Further numbers of a step, or that the user logged: index of the row, name, value."""
     marks: tuple[Mark, ...] = ()
 
     @property
@@ -244,6 +249,8 @@ class RunReport:
     held_out_loss: float = math.nan
     held_out_accuracy: float = math.nan
     """Share of held-out samples classified correctly; NaN if targets are not class labels."""
+    held_out_metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the cell's ``validation_step`` and ``metric`` measured, by name."""
     num_batches_sent: int = 0
     """Event batches sent, so that the kernel knows when it has them all."""
     num_lost_samples: int = 0

@@ -75,6 +75,7 @@ def validate(spec: RunSpec) -> Checked:
                 state=engine.group.state(),
                 namespace=engine.shell.user_ns,
                 filename=filename_of(spec, engine),
+                cache=engine.data_cache,
             )
         )
 
@@ -101,9 +102,15 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
                 filename=filename_of(spec, engine),
                 rejoin_info=rejoin_info,
                 cancellation=group.cancellation,
+                cache=engine.data_cache,
             )
         )
     return replace(report, num_batches_sent=publisher.num_batches)
+
+
+def free_data() -> None:
+    """Free the data of the comparison that has ended."""
+    this_engine().data_cache.clear()
 
 
 @or_failure

@@ -25,6 +25,7 @@ from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.process_group import Group
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.status import rank_status, users_stack
+from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.torchrun import AdoptedGroup, end_cells_with_exit, refuse_launchers
 
 Handler = Callable[[], object]
@@ -56,6 +57,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     adopted_group = Instance(AdoptedGroup)
     publisher: Any = None
     """The publisher of the cell or run in progress."""
+    data_cache = Instance(DataCache, ())
+    """What the cell of the comparison in progress has loaded."""
     stop_wanted = Instance(threading.Event, ())
     """Set when the run in progress is to end early."""
 

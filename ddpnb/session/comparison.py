@@ -1,5 +1,6 @@
 """A comparison: strategies trained one after the other on the same task (kernel)."""
 
+import contextlib
 import math
 import sys
 import time
@@ -28,6 +29,8 @@ from ddpnb.session.errors import CellInterrupt, HangError, RankError
 
 STOP_INTERVAL_SECONDS = 0.3
 """Between two requests to stop; the ranks get them until they have stopped."""
+FREE_SECONDS = 2.0
+"""How long the ranks may take to free a comparison's data; the next comparison does it too."""
 GRACE_SECONDS = 1.2
 """How long the ranks may take to stop and to evaluate the model before they are interrupted."""
 
@@ -113,11 +116,10 @@ class Training:
     def run(self) -> ComparisonResult:
         """Train everything; show and store what was trained, however it ends.
 
-        A strategy that fails is left out from then on, and the others are trained.  If the very
-        first training fails, the others would fail too, and none is trained.
+        A strategy that fails is left out from then on, and the others are trained.
 
         Raises:
-            RankError: a strategy failed; raised at the end.
+            RankError: a strategy failed; raised at the end, the first of several.
             KeyboardInterrupt: it was interrupted; the ranks have stopped.
         """
         errors: dict[str, Exception] = {}
@@ -130,21 +132,25 @@ class Training:
                 except (UserError, RankError, HangError) as error:
                     errors[spec.strategy] = error
                     rest = [s.strategy for s in self.specs[number:] if s.strategy not in errors]
-                    if not self._continue_without(spec.strategy, rest, is_first=number == 0):
+                    if not self._continue_without(spec.strategy, rest):
                         break
         finally:
+            free_data(self.cluster)
             result = ComparisonResult(self.recorder.comparison, self.options)
             self.live.finish(result)
         if errors:
-            raise next(iter(errors.values()))
+            (_, first), *others = errors.items()
+            for name, other in others:
+                print(f"{name} failed too: {_cause_of(other)}", file=sys.stderr)
+            raise first
         return result
 
-    def _continue_without(self, failed: str, rest: Sequence[str], *, is_first: bool) -> bool:
+    def _continue_without(self, failed: str, rest: Sequence[str]) -> bool:
         """Return whether the rest is trained after a strategy has failed, and print it."""
         if not rest or self._is_stopped:
             return False
         names = ", ".join(dict.fromkeys(rest))
-        if is_first or self.cluster.lost is not None:
+        if self.cluster.lost is not None:
             print(f"Not trained: {names}.", file=sys.stderr)
             return False
         print(f"{failed} failed and is left out; still to be trained: {names}.", file=sys.stderr)
@@ -179,8 +185,7 @@ class Training:
             recovery.end()
         watch.lost = {r: cause for r, cause in watch.lost.items() if not recovery.survives(r)}
         if (error := error_of(watch)) is not None:
-            cause = error.cause if isinstance(error, RankError) else str(error)
-            self.recorder.end(spec.run_id, Status.FAILED, watch.hang or cause)
+            self.recorder.end(spec.run_id, Status.FAILED, watch.hang or _cause_of(error))
             if spec.kill and self._replace_dead("was killed by --kill, which ended the training"):
                 return
             raise error
@@ -245,10 +250,16 @@ def prepare(
     Raises:
         UserError: the task or a strategy cannot be trained.  Nothing has been trained then.
     """
-    specs = with_checkpoints(spec.run_specs(), spec.strategies, store)
+    placed = with_checkpoints(spec.run_specs(), spec.strategies, store)
+    own_id = new_id()
+    specs = tuple(replace(each, comparison=own_id) for each in placed)
     warn_stale(cluster.ensure_group())
     by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
-    checked = {name: check_on_ranks(cluster, run_spec) for name, run_spec in by_strategy.items()}
+    try:
+        checked = {name: check_on_ranks(cluster, each) for name, each in by_strategy.items()}
+    except BaseException:
+        free_data(cluster)
+        raise
     recorder = Recorder(
         store,
         name=spec.name,
@@ -267,6 +278,16 @@ def prepare(
         live=shown,
         options=spec.options,
     )
+
+
+def free_data(cluster: Cluster) -> None:
+    """Free what the cell's ``data(split)`` returned, on the ranks that still answer."""
+    with contextlib.suppress(UserError, RuntimeError, TimeoutError):
+        cluster.gather(OnRank("free_data"), ranks=cluster.living, timeout=FREE_SECONDS)
+
+
+def _cause_of(error: Exception) -> str:
+    return error.cause if isinstance(error, RankError) else str(error)
 
 
 def with_checkpoints(

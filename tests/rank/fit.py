@@ -15,8 +15,9 @@ from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.parameter_store import ParameterAccess
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
-from ddpnb.rank.strategies.base import Batch, Memory, Replica, StepReport, Strategy
-from ddpnb.rank.tasks.base import OptimizerFactory
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
+from ddpnb.rank.tasks.base import OptimizerFactory, Supervised
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
 
 BeforeStep = Callable[[int, int], None]
@@ -165,7 +166,7 @@ def drive(
     strategy.setup(
         Replica(
             model=problem.build(),
-            loss=nn.functional.mse_loss,
+            training_step=Supervised(nn.functional.mse_loss),
             optimizer=problem.factory(),
             device=torch.device("cpu"),
             rank=state.rank,
@@ -203,8 +204,7 @@ def taken_in_advance(shards: Iterator[Shard], num_prefetched: int) -> Iterator[S
 def batch_of(order: BatchSchedule, shard: Shard, inputs: Tensor, targets: Tensor) -> Batch:
     indices = order.indices(shard)
     return Batch(
-        inputs=inputs[indices],
-        targets=targets[indices],
+        content=(inputs[indices], targets[indices]),
         num_samples=len(indices),
         num_global=order.size(shard.step),
     )

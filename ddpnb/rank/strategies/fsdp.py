@@ -43,15 +43,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddpnb.compat.probe import sentence
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.strategies.base import (
-    Batch,
-    Moment,
-    Replica,
-    State,
-    StepReport,
-    SynchronousStrategy,
-    Timer,
-)
+from ddpnb.rank.strategies.base import State, SynchronousStrategy
+from ddpnb.rank.strategies.replica import Batch, Moment, Replica, StepReport, Timer
 
 _NCCL_NOTE = (
     "fsdp over NCCL: all communication counts as overlapped, even where the GPU waits for it."

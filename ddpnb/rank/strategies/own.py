@@ -32,15 +32,8 @@ from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.notation import Choice
-from ddpnb.rank.strategies.base import (
-    Batch,
-    Memory,
-    Plan,
-    Replica,
-    State,
-    StepReport,
-    SynchronousStrategy,
-)
+from ddpnb.rank.strategies.base import Plan, State, SynchronousStrategy
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 
 _METHODS = ("setup", "step", "finish")
 
