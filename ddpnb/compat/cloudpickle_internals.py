@@ -1,0 +1,48 @@
+"""Private parts of cloudpickle.  (Kernel, which pushes functions; ranks.)"""
+
+import pickle
+from io import BytesIO
+from typing import Any
+
+import cloudpickle
+
+from ddpnb.compat.probe import missing, probe
+
+
+class Namespace:
+    """Stands for a dict of global variables, in a pickle; unpickled, it is what ``get`` returns."""
+
+    def __init__(self, get: Any) -> None:
+        self._get = get
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """Have the receiver look the namespace up."""
+        return self._get, ()
+
+
+def use_namespace(
+    pickler: cloudpickle.Pickler, variables: dict[str, Any], namespace: Namespace
+) -> None:
+    """Have functions with the globals ``variables`` find theirs in ``namespace``, once unpickled.
+
+    Cloudpickle would give them globals of their own.  Those that a function uses are pickled with
+    it, and written into the namespace.
+    """
+    if shares_globals.works:
+        pickler.globals_ref[id(variables)] = namespace
+
+
+@probe("cloudpickle", "a function that was pushed does not see the variables of the ranks")
+def shares_globals() -> bool:
+    """Whether functions can be given other globals when they are unpickled."""
+    file, variables = BytesIO(), {"__name__": "__main__"}
+    function = eval("lambda: __name__", variables)
+    pickler = cloudpickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.globals_ref[id(variables)] = Namespace(globals)
+    pickler.dump(function)
+    return bool(pickle.loads(file.getvalue()).__globals__ is globals())
+
+
+def missing_features() -> tuple[str, ...]:
+    """Return a sentence for each feature that is off with this version of cloudpickle."""
+    return missing((shares_globals,))

@@ -1,0 +1,125 @@
+"""Copies variables of the notebook to the ranks, and values back (kernel)."""
+
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import Failure, OnRank
+from ddpnb.protocol.variables import (
+    culprit,
+    dump,
+    error_of,
+    receive,
+    require_memory,
+    send,
+)
+
+PREFIX = "variables-"
+"""Of the files in the run folder; each is removed as soon as its call has ended."""
+
+
+def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]) -> None:
+    """Copy variables to ranks; raises a UserError if one cannot be sent, and then none is."""
+    names = ", ".join(variables)
+    try:
+        parts = dump(dict(variables), for_ranks=True)
+        require_memory(parts)
+    except MemoryError as error:
+        raise UserError(f"{names} cannot be sent to the ranks: {error}.") from error
+    except Exception as error:
+        raise UserError(explain(variables, error)) from error
+    with new_files(cluster.folder, [""]) as (path, (file,)):
+        parcel = send(parts, file, path)
+        for failure in gather(cluster, OnRank("push"), parcel, ranks=ranks):
+            if failure is not None:
+                raise UserError(
+                    f"{names} cannot be read on rank {failure.rank}: {cause_of(failure)}"
+                )
+
+
+def pull(cluster: Cluster, expression: str, ranks: Sequence[int]) -> list[Any]:
+    """Return the value of an expression on each rank; raises a UserError where one has none."""
+    with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as (path, _):
+        found = gather(
+            cluster, OnRank("pull"), expression, path, own_classes(), len(ranks), ranks=ranks
+        )
+        for value in found:
+            if isinstance(value, Failure):
+                raise UserError(f"Rank {value.rank} cannot give {expression}: {cause_of(value)}")
+        try:
+            return [receive(value) for value in found]
+        except Exception as error:
+            raise UserError(f"{expression} cannot be read in the notebook: {error}.") from error
+
+
+def gather(cluster: Cluster, function: OnRank, *arguments: object, ranks: Sequence[int]) -> Any:
+    """Call a function on some ranks; raises a UserError when one does not answer."""
+    try:
+        return cluster.gather(function, *arguments, ranks=ranks)
+    except TimeoutError as error:
+        raise UserError(
+            f"There was {error}: a cell may still run there; %ddp_why shows where it is, "
+            "%ddp_interrupt stops it."
+        ) from error
+    except RuntimeError as error:
+        cluster.require(ranks)  # if one has died, this raises the sentence about it
+        raise UserError(f"There was no answer from {error}.") from error
+
+
+def cause_of(failure: Failure) -> str:
+    """Return a rank's error as the end of a sentence."""
+    cause = f"{failure.name}: {failure.text}"
+    return cause if cause.endswith((".", "?")) else f"{cause}."
+
+
+@contextlib.contextmanager
+def new_files(folder: Path, suffixes: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
+    """Return a path in the run folder, and open new files there: the path with each suffix.
+
+    They are removed at the end.  What has mapped one keeps its memory; who comes later finds none.
+    """
+    path = str(folder / f"{PREFIX}{secrets.token_hex(8)}")
+    with contextlib.ExitStack() as stack:
+        files = []
+        for suffix in suffixes:
+            file = os.open(f"{path}{suffix}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            stack.callback(os.close, file)
+            stack.callback(Path(f"{path}{suffix}").unlink, missing_ok=True)
+            files.append(file)
+        yield path, files
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the files of a kernel that ended during a call."""
+    for path in folder.glob(f"{PREFIX}*"):
+        path.unlink(missing_ok=True)
+
+
+def own_classes() -> tuple[str, ...]:
+    """Return the names of the classes that the notebook's cells have defined."""
+    variables = vars(sys.modules["__main__"]).items()
+    return tuple(
+        name
+        for name, value in list(variables)
+        if isinstance(value, type) and value.__module__ == "__main__"
+    )
+
+
+def explain(variables: Mapping[str, object], error: Exception) -> str:
+    """Return the sentence about the variable that cannot be pickled, and why."""
+    name = ", ".join(variables)
+    for each, value in variables.items():
+        if (cause := error_of(value, for_ranks=True)) is not None:
+            name, (part, error) = each, culprit(each, value, cause, for_ranks=True)
+            break
+    else:
+        part = name
+    because = "" if part == name else f" because of {part}"
+    nothing = " Nothing was sent." if len(variables) > 1 else ""
+    return f"{name} cannot be sent to the ranks{because}: {error}.{nothing}"
