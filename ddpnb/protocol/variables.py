@@ -25,10 +25,8 @@ import psutil
 
 from ddpnb.compat.cloudpickle_internals import Namespace, use_namespace
 
-OUT_OF_BAND_BYTES = 2**16
-"""Arrays of as many bytes stay out of the pickle."""
-MESSAGE_BYTES = 2**18
-"""What is larger travels in a file."""
+LARGE_BYTES = 2**16
+"""Arrays of as many bytes stay out of the pickle, and variables of as many travel in a file."""
 MAPPED_BYTES = 2**24
 """Arrays of as many bytes are mapped; each mapping holds a file descriptor.  Others are copied."""
 SEARCH_DEPTH = 4
@@ -99,7 +97,7 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
 
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
         memory = buffer.raw()
-        if memory.nbytes < OUT_OF_BAND_BYTES:
+        if memory.nbytes < LARGE_BYTES:
             return True  # into the pickle
         self.buffers.append(memory)
         return False
@@ -160,12 +158,11 @@ def rebuild_tensor(
 ) -> Any:
     """Return a tensor over ``memory``; on a GPU, a copy of it on the process's own device."""
     torch = importlib.import_module("torch")  # in the kernel, only for a tensor that it asked for
-    tensor = torch.empty(0, dtype=dtype)
     if memoryview(memory).nbytes:
-        values = torch.frombuffer(memory, dtype=torch.uint8)
-        tensor.set_(values.untyped_storage(), 0, shape, strides)
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        tensor = torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
     else:
-        tensor = tensor.as_strided(shape, strides)
+        tensor = torch.empty_strided(shape, strides, dtype=dtype)
     return tensor.to(device).requires_grad_(requires_grad)
 
 
@@ -177,33 +174,31 @@ def size_of(parts: Sequence[Part]) -> int:
     return sum(part.nbytes for part in parts)
 
 
-def require_memory(parts: Sequence[Part], num_copies: int = 1) -> None:
-    """Raise a MemoryError, with a sentence, if the host has no room for copies of this size."""
+def in_message(parts: Sequence[Part]) -> Parcel:
+    """Return a parcel that holds its parts."""
+    return Parcel(parts=tuple(map(bytes, parts)))
+
+
+def in_file(parts: Sequence[Part], file: int, path: str, *, num_copies: int = 1) -> Parcel:
+    """Write the parts into an open file, and return the parcel that names it.
+
+    Where the file's folder has no room but memory has, the parcel holds its parts.
+
+    Raises:
+        MemoryError: memory has no room for as many such files as there will be.
+    """
     free = psutil.virtual_memory().available
     if (size := size_of(parts)) * num_copies > free:
         times = f" from each of {num_copies} ranks" if num_copies > 1 else ""
-        raise MemoryError(
-            f"{size / 1e9:.1f} GB{times} do not fit into {free / 1e9:.1f} GB of memory"
-        )
-
-
-def send(parts: Sequence[Part], file: int | None, path: str = "") -> Parcel:
-    """Return a parcel: small ones hold their parts, others name the file these are written to.
-
-    Args:
-        parts: what ``dump`` returns.
-        file: an open file; None where sender and receiver share no folder.
-        path: the file's path.
-    """
-    if file is not None and size_of(parts) > MESSAGE_BYTES:
-        try:
-            write(file, parts)
-            return Parcel(path=path, sizes=tuple(part.nbytes for part in parts))
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            os.ftruncate(file, 0)  # the folder is full, memory may not be: a message
-    return Parcel(parts=tuple(map(bytes, parts)))
+        raise MemoryError(f"{size / 1e9:.1f} GB{times}, and {free / 1e9:.1f} GB of memory are free")
+    try:
+        write(file, parts)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.ftruncate(file, 0)
+        return in_message(parts)
+    return Parcel(path=path, sizes=tuple(part.nbytes for part in parts))
 
 
 def write(file: int, parts: Sequence[Part]) -> None:
@@ -285,7 +280,7 @@ def parts_of(name: str, value: object) -> Iterator[tuple[str, object]]:
             yield from ((f"{name}[{index}]", item) for index, item in enumerate(value))
         case FunctionType():
             found = inspect.getclosurevars(value)
-            yield from (found.globals | found.nonlocals).items()
+            yield from [*found.globals.items(), *found.nonlocals.items()]
         case _ if not isinstance(value, type):
             yield from (
                 (f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items()

@@ -7,12 +7,14 @@ from typing import Any
 
 from ddpnb.protocol.errors import closest
 from ddpnb.protocol.variables import (
+    LARGE_BYTES,
     Parcel,
     culprit,
     dump,
+    in_file,
+    in_message,
     receive,
-    require_memory,
-    send,
+    size_of,
 )
 
 IMMUTABLE = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))
@@ -82,10 +84,11 @@ def give(
         if name == whole:
             raise
         raise TypeError(f"{name}: {cause}") from cause
-    require_memory(parts, num_copies)
+    if size_of(parts) < LARGE_BYTES:
+        return in_message(parts)
     file = os.open(path, os.O_WRONLY)  # not created: where it is gone, nobody waits
     try:
-        return send(parts, file, path)
+        return in_file(parts, file, path, num_copies=num_copies)
     finally:
         os.close(file)
 

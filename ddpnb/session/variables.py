@@ -4,7 +4,7 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,15 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Failure, OnRank
 from ddpnb.protocol.variables import (
+    LARGE_BYTES,
+    Parcel,
     culprit,
     dump,
     error_of,
+    in_file,
+    in_message,
     receive,
-    require_memory,
-    send,
+    size_of,
 )
 
 PREFIX = "variables-"
@@ -26,21 +29,28 @@ PREFIX = "variables-"
 
 def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]) -> None:
     """Copy variables to ranks; raises a UserError if one cannot be sent, and then none is."""
-    names = ", ".join(variables)
     try:
         parts = dump(dict(variables), for_ranks=True)
-        require_memory(parts)
-    except MemoryError as error:
-        raise UserError(f"{names} cannot be sent to the ranks: {error}.") from error
     except Exception as error:
         raise UserError(explain(variables, error)) from error
+    if size_of(parts) < LARGE_BYTES:
+        send(cluster, in_message(parts), variables, ranks)
+        return
     with new_files(cluster.folder, [""]) as (path, (file,)):
-        parcel = send(parts, file, path)
-        for failure in gather(cluster, OnRank("push"), parcel, ranks=ranks):
-            if failure is not None:
-                raise UserError(
-                    f"{names} cannot be read on rank {failure.rank}: {cause_of(failure)}"
-                )
+        try:
+            parcel = in_file(parts, file, path)
+        except MemoryError as error:
+            names = ", ".join(variables)
+            raise UserError(f"{names} cannot be sent to the ranks: {error}.") from error
+        send(cluster, parcel, variables, ranks)
+
+
+def send(cluster: Cluster, parcel: Parcel, names: Iterable[str], ranks: Sequence[int]) -> None:
+    """Have ranks take a parcel; raises a UserError where one cannot."""
+    for failure in gather(cluster, OnRank("push"), parcel, ranks=ranks):
+        if failure is not None:
+            cause = cause_of(failure)
+            raise UserError(f"{', '.join(names)} cannot be read on rank {failure.rank}: {cause}")
 
 
 def pull(cluster: Cluster, expression: str, ranks: Sequence[int]) -> list[Any]:
