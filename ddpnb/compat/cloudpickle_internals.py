@@ -36,11 +36,17 @@ def use_namespace(
 def shares_globals() -> bool:
     """Whether functions can be given other globals when they are unpickled."""
     file, variables = BytesIO(), {"__name__": "__main__"}
-    function = eval("lambda: __name__", variables)
     pickler = cloudpickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
-    pickler.globals_ref[id(variables)] = Namespace(globals)
-    pickler.dump(function)
-    return bool(pickle.loads(file.getvalue()).__globals__ is globals())
+    pickler.globals_ref[id(variables)] = Namespace(_tried)
+    pickler.dump(eval("lambda: 0", variables))
+    return bool(pickle.loads(file.getvalue()).__globals__ is TRIED)
+
+
+TRIED: dict[str, Any] = {}
+
+
+def _tried() -> dict[str, Any]:
+    return TRIED
 
 
 def missing_features() -> tuple[str, ...]:

@@ -98,6 +98,10 @@ BREAKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "follows_calls": ("ipyparallel.client.client", without_message_hook),
     "replaces_heartbeats": ("ipyparallel.controller.heartmonitor", with_another_start),
     "leaves_loops": ("asyncio", delete("_set_running_loop")),
+    "shares_globals": (
+        "cloudpickle.cloudpickle",
+        lambda module: hide(module.Pickler, "globals_ref"),
+    ),
     "lists_options": ("argparse", lambda module: hide(module.ArgumentParser, "_actions")),
 }
 """For each probe, by its name: a module, and what to break in it once it has been imported."""
