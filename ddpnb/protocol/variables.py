@@ -5,10 +5,12 @@ their code.  The memory of large arrays and tensors stays out of the pickle: the
 once, and the receiver maps it, so that a page is copied only when it is changed.
 """
 
+import contextlib
 import errno
 import importlib
 import inspect
 import io
+import itertools
 import math
 import mmap
 import os
@@ -31,6 +33,8 @@ MAPPED_BYTES = 2**24
 """Arrays of as many bytes are mapped; each mapping holds a file descriptor.  Others are copied."""
 SEARCH_DEPTH = 4
 """How deep in a value the part is looked for that cannot be pickled."""
+SEARCH_WIDTH = 10_000
+"""How many parts are tried at each depth."""
 
 Part = memoryview
 """The pickle, or the memory of one array."""
@@ -253,7 +257,7 @@ def read(file: int, sizes: Sequence[int]) -> Iterator[Any]:
 def culprit(name: str, value: object, error: Exception, **options: Any) -> tuple[str, Exception]:
     """Return the innermost part that cannot be pickled, such as ``config['lock']``, and why."""
     for _ in range(SEARCH_DEPTH):
-        for inner_name, inner in parts_of(name, value):
+        for inner_name, inner in itertools.islice(parts_of(name, value), SEARCH_WIDTH):
             if (inner_error := error_of(inner, **options)) is not None:
                 name, value, error = inner_name, inner, inner_error
                 break
@@ -279,8 +283,9 @@ def parts_of(name: str, value: object) -> Iterator[tuple[str, object]]:
         case list() | tuple():
             yield from ((f"{name}[{index}]", item) for index, item in enumerate(value))
         case FunctionType():
-            found = inspect.getclosurevars(value)
-            yield from [*found.globals.items(), *found.nonlocals.items()]
+            with contextlib.suppress(ValueError):  # a variable that has no value yet
+                found = inspect.getclosurevars(value)
+                yield from [*found.globals.items(), *found.nonlocals.items()]
         case _ if not isinstance(value, type):
             yield from (
                 (f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items()

@@ -24,10 +24,11 @@ MISSING = object()
 
 
 class Received:
-    """The variables of this rank that came from the notebook."""
+    """Takes variables from the notebook, and knows which of them it may replace."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
+        """Functions, classes and constants that came, with their names on this rank."""
 
     def take(self, parcel: Parcel, namespace: dict[str, Any]) -> None:
         """Put a parcel's variables into the namespace; all of them, or none where it raises.
@@ -48,10 +49,14 @@ class Received:
                 namespace[name] = value
         namespace.update(named)
         came = {name: value for name, value in namespace.items() if own.get(name) is not value}
-        self._values.update(came | named)
+        self._values = {  # no others: a large array that the user deletes is to be freed
+            name: value
+            for name, value in (self._values | came | named).items()
+            if namespace.get(name, MISSING) is value and isinstance(value, IMMUTABLE)
+        }
 
     def _may_replace(self, name: str, value: object) -> bool:
-        return self._values.get(name, MISSING) is value and isinstance(value, IMMUTABLE)
+        return self._values.get(name, MISSING) is value
 
 
 def give(

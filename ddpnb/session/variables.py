@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Failure, OnRank
@@ -23,6 +24,8 @@ from ddpnb.protocol.variables import (
     size_of,
 )
 
+SLOWEST_BYTES_PER_SECOND = 1e8
+"""Of a push: what is large may take so much longer than other calls."""
 PREFIX = "variables-"
 """Of the files in the run folder; each is removed as soon as its call has ended."""
 
@@ -42,12 +45,19 @@ def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]
         except MemoryError as error:
             names = ", ".join(variables)
             raise UserError(f"{names} cannot be sent to the ranks: {error}.") from error
-        send(cluster, parcel, variables, ranks)
+        timeout = CALL_TIMEOUT_SECONDS + size_of(parts) / SLOWEST_BYTES_PER_SECOND
+        send(cluster, parcel, variables, ranks, timeout)
 
 
-def send(cluster: Cluster, parcel: Parcel, names: Iterable[str], ranks: Sequence[int]) -> None:
+def send(
+    cluster: Cluster,
+    parcel: Parcel,
+    names: Iterable[str],
+    ranks: Sequence[int],
+    timeout: float = CALL_TIMEOUT_SECONDS,
+) -> None:
     """Have ranks take a parcel; raises a UserError where one cannot."""
-    for failure in gather(cluster, OnRank("push"), parcel, ranks=ranks):
+    for failure in gather(cluster, OnRank("push"), parcel, ranks=ranks, timeout=timeout):
         if failure is not None:
             cause = cause_of(failure)
             raise UserError(f"{', '.join(names)} cannot be read on rank {failure.rank}: {cause}")
@@ -65,13 +75,20 @@ def pull(cluster: Cluster, expression: str, ranks: Sequence[int]) -> list[Any]:
         try:
             return [receive(value) for value in found]
         except Exception as error:
-            raise UserError(f"{expression} cannot be read in the notebook: {error}.") from error
+            cause = ended(str(error))
+            raise UserError(f"{expression} cannot be read in the notebook: {cause}") from error
 
 
-def gather(cluster: Cluster, function: OnRank, *arguments: object, ranks: Sequence[int]) -> Any:
+def gather(
+    cluster: Cluster,
+    function: OnRank,
+    *arguments: object,
+    ranks: Sequence[int],
+    timeout: float = CALL_TIMEOUT_SECONDS,
+) -> Any:
     """Call a function on some ranks; raises a UserError when one does not answer."""
     try:
-        return cluster.gather(function, *arguments, ranks=ranks)
+        return cluster.gather(function, *arguments, ranks=ranks, timeout=timeout)
     except TimeoutError as error:
         raise UserError(
             f"There was {error}: a cell may still run there; %ddp_why shows where it is, "
@@ -84,8 +101,12 @@ def gather(cluster: Cluster, function: OnRank, *arguments: object, ranks: Sequen
 
 def cause_of(failure: Failure) -> str:
     """Return a rank's error as the end of a sentence."""
-    cause = f"{failure.name}: {failure.text}"
-    return cause if cause.endswith((".", "?")) else f"{cause}."
+    return ended(f"{failure.name}: {failure.text}")
+
+
+def ended(text: str) -> str:
+    """Return a text with the full stop that it may lack."""
+    return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 @contextlib.contextmanager
@@ -132,4 +153,4 @@ def explain(variables: Mapping[str, object], error: Exception) -> str:
         part = name
     because = "" if part == name else f" because of {part}"
     nothing = " Nothing was sent." if len(variables) > 1 else ""
-    return f"{name} cannot be sent to the ranks{because}: {error}.{nothing}"
+    return f"{name} cannot be sent to the ranks{because}: {ended(str(error))}{nothing}"

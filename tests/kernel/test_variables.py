@@ -142,7 +142,8 @@ def test_what_the_other_side_cannot_read_is_a_sentence_and_changes_nothing(
 
 def test_large_arrays_are_each_ranks_own_and_no_file_stays(kernel: Kernel):
     kernel.run(
-        "import ddpnb, numpy as np\nbig = np.arange(3_000_000.)\nboth = {'all': big, 'half': big[::2]}\n%ddp_push both"
+        "import ddpnb, numpy as np\nbig = np.arange(3_000_000.)\n"
+        "both = {'all': big, 'half': big[::2]}\n%ddp_push both"
     )
     cell = kernel.run(
         "%%ddp\nboth['all'][0] = rank + 1\nprint(both['half'][0], both['half'].sum())"
