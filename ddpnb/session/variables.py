@@ -4,11 +4,11 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS
+from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Failure, OnRank
@@ -57,7 +57,8 @@ def send(
     timeout: float = CALL_TIMEOUT_SECONDS,
 ) -> None:
     """Have ranks take a parcel; raises a UserError where one cannot."""
-    for failure in gather(cluster, OnRank("push"), parcel, ranks=ranks, timeout=timeout):
+    call = cluster.submit(OnRank("push"), parcel, ranks=ranks)
+    for failure in answers(cluster, call, timeout):
         if failure is not None:
             cause = cause_of(failure)
             raise UserError(f"{', '.join(names)} cannot be read on rank {failure.rank}: {cause}")
@@ -65,10 +66,11 @@ def send(
 
 def pull(cluster: Cluster, expression: str, ranks: Sequence[int]) -> list[Any]:
     """Return the value of an expression on each rank; raises a UserError where one has none."""
-    with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as (path, _):
-        found = gather(
-            cluster, OnRank("pull"), expression, path, own_classes(), len(ranks), ranks=ranks
+    with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as (path, files):
+        call = cluster.submit(
+            OnRank("pull"), expression, path, own_classes(), len(ranks), ranks=ranks
         )
+        found = answers(cluster, call, has_advanced=growing(files))
         for value in found:
             if isinstance(value, Failure):
                 raise UserError(f"Rank {value.rank} cannot give {expression}: {cause_of(value)}")
@@ -79,23 +81,22 @@ def pull(cluster: Cluster, expression: str, ranks: Sequence[int]) -> list[Any]:
             raise UserError(f"{expression} cannot be read in the notebook: {cause}") from error
 
 
-def gather(
+def answers(
     cluster: Cluster,
-    function: OnRank,
-    *arguments: object,
-    ranks: Sequence[int],
+    call: Call,
     timeout: float = CALL_TIMEOUT_SECONDS,
-) -> Any:
-    """Call a function on some ranks; raises a UserError when one does not answer."""
+    has_advanced: Callable[[], bool] = lambda: False,
+) -> list[Any]:
+    """Return what each rank answers; raises a UserError when one does not."""
     try:
-        return cluster.gather(function, *arguments, ranks=ranks, timeout=timeout)
+        return call.results(timeout, has_advanced)
     except TimeoutError as error:
         raise UserError(
             f"There was {error}: a cell may still run there; %ddp_why shows where it is, "
             "%ddp_interrupt stops it."
         ) from error
     except RuntimeError as error:
-        cluster.require(ranks)  # if one has died, this raises the sentence about it
+        cluster.require(call.ranks)  # if one has died, this raises the sentence about it
         raise UserError(f"There was no answer from {error}.") from error
 
 
@@ -124,6 +125,17 @@ def new_files(folder: Path, suffixes: Sequence[str]) -> Iterator[tuple[str, list
             stack.callback(Path(f"{path}{suffix}").unlink, missing_ok=True)
             files.append(file)
         yield path, files
+
+
+def growing(files: Sequence[int]) -> Callable[[], bool]:
+    """Return a function: has one of the files grown since the last call?"""
+    sizes = [0] * len(files)
+
+    def have_grown() -> bool:
+        before, sizes[:] = sizes[:], [os.fstat(file).st_size for file in files]
+        return sizes != before
+
+    return have_grown
 
 
 def remove_leftovers(folder: Path) -> None:
