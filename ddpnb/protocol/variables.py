@@ -25,7 +25,12 @@ import cloudpickle
 import numpy as np
 import psutil
 
-from ddpnb.compat.cloudpickle_internals import Namespace, use_namespace
+from ddpnb.compat.cloudpickle_internals import (
+    Namespace,
+    Unpickler,
+    note_sent,
+    use_namespace,
+)
 
 LARGE_BYTES = 2**16
 """Arrays of as many bytes stay out of the pickle, and variables of as many travel in a file."""
@@ -95,8 +100,10 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
             return reduce_tensor(obj, torch, stays=self._for_ranks)
         if kind is io.TextIOWrapper and obj not in (sys.__stdout__, sys.__stderr__):
             raise TypeError("cannot pickle an open file")  # cloudpickle would copy its text
-        if isinstance(obj, type) and obj.__qualname__ in self._classes and is_main(obj):
-            return obj.__qualname__
+        if isinstance(obj, type) and obj.__module__ == "__main__":
+            if obj.__qualname__ in self._classes and is_main(obj):
+                return obj.__qualname__
+            note_sent(obj)
         return super().reducer_override(obj)
 
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
@@ -114,7 +121,7 @@ def main_namespace() -> dict[str, Any]:
 
 def is_main(kind: type) -> bool:
     """Return whether a class is the one that ``__main__`` has under its name."""
-    return kind.__module__ == "__main__" and main_namespace().get(kind.__qualname__) is kind
+    return main_namespace().get(kind.__qualname__) is kind
 
 
 def reduce_array(array: "np.ndarray[Any, Any]") -> Any:
@@ -227,13 +234,13 @@ def receive(parcel: Parcel) -> Any:
     """Unpickle a parcel; raises what unpickling raises.  Its arrays are writable and its own."""
     if not parcel.path:
         stream, *buffers = parcel.parts
-        return pickle.loads(stream, buffers=map(bytearray, buffers))
+        return Unpickler(io.BytesIO(stream), buffers=map(bytearray, buffers)).load()
     file = os.open(parcel.path, os.O_RDONLY)
     try:
         stream, *buffers = read(file, parcel.sizes)
     finally:
         os.close(file)
-    return pickle.loads(stream, buffers=buffers)
+    return Unpickler(io.BytesIO(stream), buffers=buffers).load()
 
 
 def read(file: int, sizes: Sequence[int]) -> Iterator[Any]:

@@ -58,6 +58,8 @@ add, held, on_rank = counter(), Held(3), lambda x: doubled(x) + rank + later
     kernel.run("%%ddp\nheld.value += rank\nclass Theirs:\n    def get(self): return later")
     kernel.run("got, theirs = ddpnb.pull('held', ranks='1'), ddpnb.pull('Theirs()', ranks='0')")
     assert kernel.run("print(isinstance(got, Held), got.get())").stdout == "True 8\n"
+    kernel.run("def doubled(x): return 100 * x")  # the class still sees the notebook's functions
+    assert kernel.run("print(got.get(), Held(1).get())").stdout == "400 100\n"
     assert kernel.run("print(theirs.get(), 'later' in globals())").stdout == "100 False\n"
 
 

@@ -23,6 +23,7 @@ SENTENCES = [
         python_internals.leaves_loops,
         python_internals.lists_options,
         cloudpickle_internals.shares_globals,
+        cloudpickle_internals.knows_classes,
     )
 ]
 
