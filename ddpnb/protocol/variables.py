@@ -96,7 +96,7 @@ class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type
         if kind is np.ndarray:
             return reduce_array(obj)
         torch = sys.modules.get("torch")  # the kernel need not have it
-        if torch is not None and kind is torch.Tensor:
+        if torch is not None and isinstance(obj, torch.Tensor):
             return reduce_tensor(obj, torch, stays=self._for_ranks)
         if kind is io.TextIOWrapper and obj not in (sys.__stdout__, sys.__stderr__):
             raise TypeError("cannot pickle an open file")  # cloudpickle would copy its text
@@ -134,11 +134,17 @@ def reduce_array(array: "np.ndarray[Any, Any]") -> Any:
 
 
 def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
-    """Reduce a tensor to its memory; one that covers only parts of its memory is copied."""
-    device = tensor.device.type
-    is_plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
-    if not is_plain or device not in ("cpu", "cuda") or vars(tensor):
-        return NotImplemented
+    """Reduce a tensor to its memory; one that covers only parts of its memory is copied.
+
+    Of those that torch reduces itself, the ones on a GPU are copied from it unless they stay.
+    """
+    kind, device = type(tensor), tensor.device.type
+    if kind is torch.nn.Parameter:
+        return NotImplemented  # torch reduces it to the tensor that it holds
+    is_plain = kind is torch.Tensor and tensor.layout is torch.strided and not vars(tensor)
+    if not is_plain or tensor.is_quantized or tensor.is_nested or device not in ("cpu", "cuda"):
+        leaves = device == "cuda" and not stays
+        return tensor.cpu().__reduce_ex__(5) if leaves else NotImplemented
     values = tensor.detach().resolve_conj().resolve_neg().cpu()
     extent = extent_of(values)
     if extent > values.numel():
