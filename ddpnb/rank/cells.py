@@ -111,6 +111,8 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
             error = interruptible(lambda: execute(spec, shell))
         wait_for_children_output(children_page_faults() > faults)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
+        for error in shown:
+            release_frames(error)
         return interrupt
     if isinstance(error, KeyboardInterrupt):  # at an ``await``, IPython first shows what it cancels
         return error
