@@ -99,6 +99,21 @@ def test_what_a_script_sees_is_what_torchrun_gives_it(kernel: Kernel, folder: Pa
     assert "name='src.look'" in module.lines[1]
 
 
+def test_its_seed_and_torchs_settings_are_its_own(kernel: Kernel, folder: Path):
+    (folder / "src" / "seeds.py").write_text(
+        "import torch\nprint(torch.rand(1).item())\n"
+        "torch.manual_seed(0)\ntorch.set_default_dtype(torch.float64)\ntorch.set_num_threads(2)\n"
+    )
+    runs = [kernel.run("%ddp_run src/seeds.py").by_rank for _ in range(2)]
+    assert len({drawn for run in runs for lines in run.values() for drawn in lines}) == 4
+    cell = kernel.run(
+        "%%ddp\nprint(torch.get_default_dtype(), torch.get_num_threads())\nprint(torch.rand(1))"
+    )
+    first, second = cell.by_rank[0], cell.by_rank[1]
+    assert first[0] == second[0] == "torch.float32 1"
+    assert first[1] != second[1]
+
+
 MAKES = """
 import builtins, weakref
 import helper
