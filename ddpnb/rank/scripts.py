@@ -4,12 +4,13 @@ import contextlib
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -121,11 +122,23 @@ def _is_in(folder: Path, module: ModuleType) -> bool:
 
 @contextlib.contextmanager
 def _restored_process() -> Iterator[None]:
-    """Restore what a script may change of its process for itself alone."""
+    """Restore what a script may change of its process for itself alone.
+
+    ``os._exit`` ends it as ``sys.exit`` does: this process has the notebook's variables too.
+    """
     main, argv, path, folder = sys.modules["__main__"], sys.argv[:], sys.path[:], Path.cwd()
+    pid, end_process = os.getpid(), os._exit
+
+    def end_script(status: int) -> NoReturn:
+        if os.getpid() != pid or threading.current_thread() is not threading.main_thread():
+            end_process(status)
+        raise SystemExit(status)
+
+    vars(os).update(_exit=end_script)
     try:
         yield
     finally:
+        vars(os).update(_exit=end_process)
         sys.modules["__main__"] = main
         sys.argv[:], sys.path[:] = argv, path
         with contextlib.suppress(OSError):  # it has removed the folder

@@ -32,10 +32,7 @@ def main():
     dist.all_reduce(total if args.do != "mismatch" else torch.ones(1 + rank))
     if args.do == "raise" and rank == 1:
         raise ValueError("on purpose")
-    if args.do == "end":
-        os._exit(4)
-    if args.do.startswith("exit"):
-        sys.exit(eval(args.do.removeprefix("exit")))
+    eval(args.do if "exit" in args.do else "0")
     print(args.epochs, total.item(), helper.VALUE)
     pickle.loads(pickle.dumps(Net(1, 1)))
     os.chdir("/")
@@ -160,9 +157,16 @@ def test_a_hang_and_a_mismatch_name_the_scripts_lines(kernel: Kernel, folder: Pa
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
-        ("exit(3)", "RankError: ranks 0-1 failed: SystemExit: src/train.py ended with exit code 3"),
         (
-            "exit('no')",
+            "sys.exit(3)",
+            "RankError: ranks 0-1 failed: SystemExit: src/train.py ended with exit code 3",
+        ),
+        (
+            "os._exit(4)",
+            "RankError: ranks 0-1 failed: SystemExit: src/train.py ended with exit code 4",
+        ),
+        (
+            "sys.exit('no')",
             "RankError: ranks 0-1 failed: SystemExit: src/train.py ended with exit code 1: no",
         ),
     ],
@@ -173,9 +177,13 @@ def test_an_exit_code_fails_it_in_one_sentence(
     assert kernel.run(f'%ddp_run src/train.py --do "{end}"').error_text == expected
 
 
-@pytest.mark.parametrize("end", ["exit(0)", "exit(None)"])
+@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit()", "exit()", "os._exit(0)"])
 def test_exit_code_0_is_success(kernel: Kernel, folder: Path, end: str):
-    assert kernel.run(f'%ddp_run src/train.py --do "{end}"').status == "ok"
+    kernel.run("%%ddp\nkept = 1")
+    cell = kernel.run(f'%ddp_run src/train.py --do "{end}"')
+    assert cell.status == "ok"
+    assert cell.text == f"[0-1] {SHARED}\n"
+    check_ranks(kernel)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +240,9 @@ def test_the_path_is_completed_and_help_has_an_example(kernel: Kernel, folder: P
     assert "%ddp_run train.py --epochs 3" in str(kernel.run("%ddp_run?").payload)
 
 
-def test_a_script_that_ends_its_process_is_named(kernel: Kernel, folder: Path):
-    cell = kernel.run("%ddp_run src/train.py --do end")
-    assert "ended with exit code 4; %ddp_restart --ranks" in cell.error_text
+def test_a_process_of_a_script_that_is_killed_is_named(kernel: Kernel, folder: Path):
+    (folder / "src" / "dies.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    cell = kernel.run("%ddp_run src/dies.py")
+    assert "killed by SIGKILL; %ddp_restart --ranks" in cell.error_text
