@@ -108,9 +108,11 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     faults = children_page_faults()
     try:
         with errors_shown_by(shell) as shown:
-            error = interruptible(lambda: execute(spec, shell))
+            error = interruptible(lambda: execute(spec, engine))
         wait_for_children_output(children_page_faults() > faults)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
+        for error in shown:
+            release_frames(error)
         return interrupt
     if isinstance(error, KeyboardInterrupt):  # at an ``await``, IPython first shows what it cancels
         return error
@@ -119,15 +121,17 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     return next(iter(shown), error) or aborted(engine)
 
 
-def execute(spec: CellSpec, shell: Any) -> BaseException | None:
+def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     """Run a cell or a script; return the error that ended it, if one did."""
+    shell = engine.shell
     if spec.script is None:
         result = shell.run_cell(spec.source, store_history=True)
         error: BaseException | None = result.error_before_exec or result.error_in_exec
         return error
     shell.events.trigger("pre_execute")
     try:
-        run_script(spec.script, spec.source, shell.user_ns)
+        device = engine.group.device
+        run_script(spec.script, spec.source, namespace=shell.user_ns, device=device)
     except (Exception, SystemExit) as failure:  # noqa: BLE001  the edge of the user's code
         shell.showtraceback()
         return failure

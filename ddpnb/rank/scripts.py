@@ -4,15 +4,20 @@ import contextlib
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Script
 from ddpnb.rank.collective_checks import lines_of
+from ddpnb.rank.random_state import preserve_globals, seed_everything
 
 INSTALLED = f"{os.sep}site-packages{os.sep}"
 
@@ -20,20 +25,27 @@ _kept_modules: set[str] = set()
 """What the last script has imported from its folder, if its variables were kept."""
 
 
-def run_script(script: Script, source: str, namespace: dict[str, Any]) -> None:
+def run_script(
+    script: Script, source: str, *, namespace: dict[str, Any], device: torch.device
+) -> None:
     """Run a script in a ``__main__`` of its own, and restore this process's afterwards.
+
+    Unless its variables are kept, its random numbers and torch's settings are its own, too.
 
     Args:
         script: what to run, and its arguments.
         source: its text; that of a module is looked up here.
         namespace: takes its variables in the end, if they are to be kept.
+        device: this rank's.
 
     Raises:
         SystemExit: it ended with an exit code other than 0.
         UserError: there is no such module.
     """
     main = ModuleType("__main__")
-    with _restored_process(), _as_main(main, script):
+    restored = nullcontext() if script.keeps_variables else preserve_globals(device)
+    with restored, _restored_process(), _as_main(main, script):
+        seed_everything(None)
         code = _code_of(script, source, main)
         sys.argv[0] = code.co_filename if script.is_module else script.name
         try:
@@ -110,11 +122,23 @@ def _is_in(folder: Path, module: ModuleType) -> bool:
 
 @contextlib.contextmanager
 def _restored_process() -> Iterator[None]:
-    """Restore what a script may change of its process for itself alone."""
+    """Restore what a script may change of its process for itself alone.
+
+    ``os._exit`` ends it as ``sys.exit`` does: this process has the notebook's variables too.
+    """
     main, argv, path, folder = sys.modules["__main__"], sys.argv[:], sys.path[:], Path.cwd()
+    pid, end_process = os.getpid(), os._exit
+
+    def end_script(status: int) -> NoReturn:
+        if os.getpid() != pid or threading.current_thread() is not threading.main_thread():
+            end_process(status)
+        raise SystemExit(status)
+
+    vars(os).update(_exit=end_script)
     try:
         yield
     finally:
+        vars(os).update(_exit=end_process)
         sys.modules["__main__"] = main
         sys.argv[:], sys.path[:] = argv, path
         with contextlib.suppress(OSError):  # it has removed the folder
