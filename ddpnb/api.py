@@ -220,6 +220,7 @@ def compare(
     name: str = "",
     baseline: bool = True,
     wait: bool = True,
+    y: str = "",
     log: bool = False,
     target: float | None = None,
     **choices: Any,
@@ -230,11 +231,12 @@ def compare(
         *strategies: ``"ddp"``, with options ``"ddp:hook=fp16"``, or the name of a class in
             ``source``.
         source: a cell that defines ``model()`` and ``data(split)``, optionally
-            ``loss(outputs, targets)``, ``optimizer(params)`` and a strategy of your own.
+            what docs/your-code.md lists, and a strategy of your own.
         repeats: how often each strategy is trained; the strategies take turns.
         name: the name of the stored comparison; by default made from the task.
         baseline: whether to train ``single`` too, as the reference of the speed-up.
         wait: whether to wait until everything is trained.
+        y: draw this further number of ``training_step`` in place of the loss.
         log: whether losses are drawn on a logarithmic axis.
         target: a training loss; the moment when each strategy reaches it is marked.
         **choices: as listed.
@@ -254,7 +256,7 @@ def compare(
         num_repeats=repeats,
         name=name,
         baseline=baseline,
-        options=PlotOptions(log=log, target=target),
+        options=PlotOptions(y=y, log=log, target=target),
     )
     return this_session().compare(spec, wait=wait)
 
@@ -296,17 +298,18 @@ def delete(name: str) -> tuple[str, ...]:
 
 @typed
 def plot(
-    *names: str, x: str = "", log: bool = False, target: float | None = None
+    *names: str, x: str = "", y: str = "", log: bool = False, target: float | None = None
 ) -> ComparisonResult:
     """Return stored runs as one comparison that a notebook draws; the twin of ``%ddp_plot``.
 
     Args:
         *names: as ``runs`` lists them; ``"ddp"`` is the latest run of that strategy.
         x: draw losses against only ``"samples"``, ``"seconds"`` or ``"updates"``.
+        y: draw this further number, which steps or ``ddpnb.log`` measured, in place of the loss.
         log: whether losses are drawn on a logarithmic axis.
         target: a training loss; the moment when each run reaches it is marked.
     """
-    return this_session().load(names, PlotOptions(x=x, log=log, target=target))
+    return this_session().load(names, PlotOptions(x=x, y=y, log=log, target=target))
 
 
 @typed

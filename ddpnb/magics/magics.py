@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 RANKS = "the ranks, such as 0,2-3; by default all"
 RUNS = "as %%ddp_runs lists them"
+Y = "draw this further number that the steps measured, in place of the loss"
 TARGET = "mark when each run reaches this training loss"
 
 NOTEBOOK_MAGICS = re.compile(r"^%(%ddp|%rank|ddp_|load_ext|reload_ext|unload_ext)", re.MULTILINE)
@@ -253,6 +254,7 @@ class DdpMagics(Magics):
     @argument("--name", default="", help="the name of the stored comparison")
     @argument("--no-baseline", action="store_true", help="do not train `single` too")
     @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
+    @argument("--y", metavar="NAME", default="", help=Y)
     @argument("--target", metavar="LOSS", type=float, help=TARGET)
     @argument("--no-wait", action="store_true", help="return at once and train in the background")
     @training_arguments()
@@ -262,7 +264,8 @@ class DdpMagics(Magics):
         """Train strategies on the same task and compare them, drawn live.
 
         The cell defines ``model()`` and ``data(split)``, where split is "train" or "test".
-        It may also define ``loss(outputs, targets)`` and ``optimizer(params)``.  Without a
+        It may also define ``loss(outputs, targets)``, ``training_step(model, batch)``,
+        ``metric(outputs, targets)``, ``optimizer(params)``: docs/your-code.md.  Without a
         cell, ``--task`` names a built-in task.  A strategy may have options, as in
         ``ddp:hook=fp16``, and may be a class in the cell, as in ``Averaging:every=2``.
         """
@@ -294,12 +297,13 @@ class DdpMagics(Magics):
     @argument("names", metavar="name", nargs="*", help=f"a run or a comparison, {RUNS}")
     @argument("--x", metavar="AXIS", default="", help=f"only this one: {' | '.join(ACROSS)}")
     @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
+    @argument("--y", metavar="NAME", default="", help=Y)
     @argument("--target", metavar="LOSS", type=float, help=TARGET)
     @line_magic
     def ddp_plot(self, line: str) -> Any:
         """Draw stored runs in one figure: ``%ddp_plot mine ddp --log --target 0.3``."""
         args = arguments(self.ddp_plot, line)
-        result = api.plot(*args.names, x=args.x, log=args.log, target=args.target)
+        result = api.plot(*args.names, x=args.x, y=args.y, log=args.log, target=args.target)
         show_result(result)
         return result
 
@@ -396,7 +400,7 @@ def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
         num_repeats=args.repeats,
         name=args.name,
         baseline=not args.no_baseline,
-        options=PlotOptions(log=args.log, target=args.target),
+        options=PlotOptions(y=args.y, log=args.log, target=args.target),
     )
 
 

@@ -15,7 +15,7 @@ from ddpnb.cluster.run_folder import find
 from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
-from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
 from ddpnb.reports.listing import ranks_table
@@ -229,7 +229,16 @@ class Session:
         """Return stored runs as one comparison."""
         if not names:
             raise UserError("Name the runs to draw, as %ddp_runs lists them.")
-        return ComparisonResult(self.store.load(*names), options)
+        found = self.store.load(*names)
+        measured = dict.fromkeys(name for run in found.runs for name in run.metric_curves)
+        if options.y and options.y not in measured:
+            if not measured:
+                raise UserError(
+                    f"These runs measured nothing but the loss, so no {options.y}: return it from "
+                    "training_step, in a dict beside the loss."
+                )
+            raise one_of("number", options.y, measured)
+        return ComparisonResult(found, options)
 
     def names(self) -> tuple[str, ...]:
         """Return every name that ``load`` takes."""

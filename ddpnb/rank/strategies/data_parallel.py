@@ -120,11 +120,10 @@ class DataParallel(SynchronousStrategy):
             results = self._run(step, [chunk.tree for chunk in chunks])
         shares = [chunk.num_samples / part.num_samples for chunk in chunks]
         losses = [
-            self._replica.loss_in(result, share * own).reshape(1)
+            own * self._replica.loss_in(result, share * own).reshape(1)
             for result, own in zip(results, shares, strict=True)
         ]
-        each = self._gather(losses)
-        return (each * torch.tensor(shares, device=each.device)).sum()
+        return self._gather(losses).sum()
 
     def _run(self, call: StepFunction, parts: list[Any]) -> list[Any]:
         """Return the results of a call on each replica, with the newest parameters."""
