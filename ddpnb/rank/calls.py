@@ -68,6 +68,7 @@ def run_cell(spec: CellSpec) -> CellReport:
 def validate(spec: RunSpec) -> Checked:
     """Check one training before anything trains."""
     engine = this_engine()
+    cells.warn_again()
     return cells.interruptible(
         lambda: loop.validate(
             spec,
@@ -83,6 +84,7 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
     """Train one run, or join it if the others train it already; report how it went."""
     engine = this_engine()
     group = engine.group
+    cells.warn_again()
     engine.stop_wanted.clear()  # a late request was for the run before
     first_batch = rejoin_info.first_batch if rejoin_info else 0
     publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)

@@ -11,6 +11,7 @@ import sys
 import termios
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -102,6 +103,7 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     shell = engine.shell
     shell.execution_count = spec.execution_count
     faults = children_page_faults()
+    warn_again()
     try:
         with errors_shown_by(shell) as shown:
             result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
@@ -112,6 +114,12 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     if isinstance(error, KeyboardInterrupt):  # at an ``await``, IPython first shows what it cancels
         return error
     return next(iter(shown), error) or aborted(engine)
+
+
+def warn_again() -> None:
+    """Have each warning shown once a cell or training, not once a process."""
+    with warnings.catch_warnings():  # leaving it marks what the modules remember as out of date
+        pass
 
 
 @contextlib.contextmanager

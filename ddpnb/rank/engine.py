@@ -23,6 +23,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.process_group import Group
 from ddpnb.rank.random_state import seed_everything
+from ddpnb.rank.shell import prepare
 from ddpnb.rank.status import rank_status, users_stack
 
 Handler = Callable[[], object]
@@ -62,6 +63,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         self.kernel.pre_handler_hook = self.kernel.post_handler_hook = keep_signals
         shell = self.kernel.shell
         shell.loop_runner = CellLoop()
+        prepare(shell)
         shell.user_ns.update(
             rank=self.group.rank,
             local_rank=self.group.local_rank,

@@ -1,0 +1,94 @@
+"""What differs between a rank's IPython and one with a frontend of its own (ranks).
+
+A rank reaches the notebook through its output alone.  So what would go to a pager, to a widget
+or to the screen of a forked child is output here too, and what would ask says why it cannot.
+"""
+
+import builtins
+import linecache
+import os
+import sys
+import types
+import warnings
+from typing import Any, NoReturn
+
+from ipykernel.iostream import OutStream
+from IPython.core import page
+
+from ddpnb.protocol.errors import UserError
+
+CANNOT_ASK = "A rank has no prompt: input(), pdb and breakpoint() work in the notebook's own cells."
+
+TQDM_IN_NOTEBOOKS = ("tqdm.autonotebook", "tqdm.notebook")
+"""Modules whose bars are widgets: on a rank they would stand still."""
+
+
+def prepare(shell: Any) -> None:
+    """Adapt a rank's IPython, once it has one."""
+    name_of_code = shell.compile.get_code_name
+    own, common = f"ipykernel_{os.getpid()}", f"ipykernel_{os.getppid()}"
+    shell.compile.get_code_name = lambda *code: name_of_code(*code).replace(own, common)
+    shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
+    os.register_at_fork(after_in_child=write_to_descriptors)
+    warnings.formatwarning = WarningFormat(shell)
+    for name in TQDM_IN_NOTEBOOKS:
+        sys.modules[name] = TextBars(name)
+    builtins.input = sys.breakpointhook = refuse
+
+
+def refuse(*args: object, **options: object) -> NoReturn:
+    """Say that nobody would answer, in place of ``input`` and ``breakpoint``."""
+    raise UserError(CANNOT_ASK)
+
+
+def write_to_descriptors() -> None:
+    """Have a forked child print to its file descriptors, which the rank reads.
+
+    A thread that only the parent has would send what the child prints.
+    """
+    sys.stdout = _to_descriptor(1, sys.stdout)
+    sys.stderr = _to_descriptor(2, sys.stderr)
+
+
+def _to_descriptor(number: int, stream: Any) -> Any:
+    if not isinstance(stream, OutStream):  # the user has redirected it
+        return stream
+    return open(number, "w", buffering=1, errors="backslashreplace", closefd=False)
+
+
+class WarningFormat:
+    """Names the cell that warns: ``Cell In[3], line 2: UserWarning: ...``, alike on all ranks."""
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self._usual = warnings.formatwarning
+
+    def __call__(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
+    ) -> str:
+        """Return the text of a warning, as ``warnings.formatwarning`` does."""
+        label = self._shell.compile.format_code_name(filename)
+        if label is None:
+            return self._usual(message, category, filename, lineno, line)
+        source = (linecache.getline(filename, lineno) if line is None else line).strip()
+        shown = f"  {source}\n" if source else ""
+        return f"{label[0]} {label[1]}, line {lineno}: {category.__name__}: {message}\n{shown}"
+
+
+class TextBars(types.ModuleType):
+    """A module of tqdm for notebooks, whose bars are text; imports tqdm when one is used."""
+
+    NAMES = ("tqdm", "trange", "tqdm_notebook", "tnrange")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the text bar in place of the widget."""
+        if name not in self.NAMES:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        from tqdm import std  # noqa: PLC0415  the user's choice
+
+        return std.trange if name in ("trange", "tnrange") else std.tqdm
