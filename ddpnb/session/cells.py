@@ -15,7 +15,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, EventBatch, Failure, OnRank, StaleVariable
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.reports.cell_output import CellOutput
-from ddpnb.reports.live import Live, live
+from ddpnb.reports.live import Live, LiveFigureAndTable, live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.session.errors import (
     CellInterrupt,
@@ -91,7 +91,7 @@ class RunningCell(SupervisedCall):
         self._cluster = cluster
         self._recorder = recorder
         self._live: Live | None = None
-        self._output = CellOutput(ranks)
+        self._output = CellOutput(ranks, self._appear)
         self._started = time.strftime("%H:%M:%S")
         warn_stale(cluster.ensure_group(is_checked=is_checked))
         self._watch = Watch(
@@ -154,6 +154,10 @@ class RunningCell(SupervisedCall):
         self._output.show()
         if self._live is not None and self._recorder is not None and self._live.is_due():
             self._live.update(self._recorder.comparison)
+
+    def _appear(self) -> None:
+        if isinstance(self._live, LiveFigureAndTable):
+            self._live.appear("")
 
     def _end_run(self) -> None:
         if self._recorder is None:

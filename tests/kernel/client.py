@@ -14,6 +14,7 @@ from jupyter_client.manager import KernelManager
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 Output = dict[str, Any]
+SHOWN = ("stream", "error", "display_data", "execute_result")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class Cell:
     status: str = ""
     payload: list[Output] = field(default_factory=list)
     """What the kernel asks the client to show in a pager: the text of ``name?``."""
+    clears_next: bool = False
+    """Whether the next output takes the place of all that stands there."""
     num_updates: int = 0
     """How often something shown was replaced."""
     seconds: float = 0.0
@@ -185,6 +188,11 @@ class Kernel:
         cell = self.cells.get(parent)
         if cell is None:
             return
+        if kind == "clear_output":
+            cell.clears_next = True
+        if (kind == "clear_output" and not content["wait"]) or (cell.clears_next and kind in SHOWN):
+            cell.outputs.clear()
+            cell.clears_next = False
         match kind:
             case "stream" if cell.outputs and cell.outputs[-1].get("name") == content["name"]:
                 cell.outputs[-1]["text"] += content["text"]  # as clients do

@@ -76,7 +76,7 @@ def test_a_display_can_be_replaced_by_its_rank(kernel: Kernel):
         "%%rank 0\nfrom IPython.display import display\n"
         "shown = display('old', display_id=True)\nshown.update('new')"
     )
-    assert cell.bundles("text/plain") == ["'new'"]
+    assert cell.bundles("text/plain") == ["[0]", "'new'"]
 
 
 def test_the_last_value_is_shown(kernel: Kernel):
