@@ -129,3 +129,43 @@ def test_a_library_warns_again_in_the_next_cell(kernel: Kernel):
 def test_a_rank_has_no_prompt_and_says_so(kernel: Kernel, source: str):
     cell = kernel.run(f"%%ddp\n{source}\nx = 1")
     assert "A rank has no prompt" in cell.error_text.splitlines()[0]
+
+
+COMPARED = """%%ddp_compare single ddp --epochs 1 --batch-size 8 --no-baseline
+import torch
+from torch import nn
+
+def model():
+    print("model here")
+    return nn.Linear(4, 1)
+
+def data(split):
+    return torch.ones(64, 4), torch.ones(64)
+
+def loss(outputs, targets):
+    LOSS
+"""
+
+
+def test_what_a_comparison_prints_is_shown_below_it(kernel: Kernel):
+    mean = "return nn.functional.mse_loss(outputs, targets)"
+    for _ in range(2):  # warnings appear each time
+        cell = kernel.run(COMPARED.replace("LOSS", mean), timeout=120)
+        assert [output["type"] for output in cell.outputs] == ["display_data"] * 2 + ["stream"]
+        assert cell.lines[0] == "Printed by the cell:"
+        assert cell.by_rank[0].count("model here") == cell.by_rank[1].count("model here")
+        first = f"Cell In[{cell.number}], line 13: UserWarning: Using a target size"
+        assert first in cell.stdout
+
+
+def test_many_lines_of_a_comparison_are_counted(kernel: Kernel):
+    loud = "print(torch.rand(1))\n    return outputs.mean()"
+    cell = kernel.run(COMPARED.replace("LOSS", loud), timeout=120)
+    assert len(cell.lines) == 52
+    assert cell.lines[-1].startswith("... and ")
+
+
+def test_a_comparison_that_is_refused_shows_what_it_printed(kernel: Kernel):
+    cell = kernel.run(COMPARED.replace("LOSS", "return 3"))
+    assert cell.error == "UserError"
+    assert cell.by_rank == both("model here")
