@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from operator import itemgetter
-from typing import Any, final
+from typing import Any, TextIO, final
 
 from IPython.display import clear_output, display
 
@@ -17,6 +17,9 @@ from ddpnb.reports.merging import HOLD_SECONDS, Item, OutputMerger, Run
 
 BAR_SECONDS = 0.2
 """The shortest time between two redraws of progress bars (tqdm), or of what ranks clear."""
+
+MUCH_TEXT = 100_000
+"""How many letters are not waited for until they are sent."""
 
 Message = dict[str, Any]
 
@@ -41,6 +44,7 @@ class CellOutput:
         self._on_clear = on_clear
         self._merger = OutputMerger(self._ranks)
         self._bars = Bars()
+        self._streams = Streams()
         self._displays = _displays()
         self._displays.begin_cell()
         self._shown: list[Run] = []
@@ -133,53 +137,59 @@ class CellOutput:
 
     def _current(self, rank: int, item: Item) -> Item:
         """Return an item as it looks now, if it is a display that was updated."""
-        if item.kind != "display":
+        kind, text = item
+        if kind != "display":
             return item
-        return self._updates.get((rank, json.loads(item.text).get("name", "")), item)
+        return self._updates.get((rank, json.loads(text).get("name", "")), item)
 
     def _emit(self, runs: Sequence[Run]) -> None:
         chunk: list[str] = []
         stream = "stdout"
         for ranks, items in runs:
             label = label_of(ranks)
-            for kind, lines in grouped(items):
+            for kind, group in grouped(items):
+                texts = list(map(itemgetter(1), group))
                 if chunk and kind not in (stream, "bar"):
-                    write(stream, chunk)
+                    self._streams.write(stream, chunk)
                 if kind == "bar":
-                    self._bars.finished += [(ranks, line) for line in lines]
+                    self._bars.finished += [(ranks, line) for line in texts]
                 elif kind in ("stdout", "stderr"):
                     stream = kind
                     separator = f"\n{label} "
-                    chunk.append(f"{label} {separator.join(lines)}\n")
+                    chunk.append(f"{label} {separator.join(texts)}\n")
                 else:
-                    for text in lines:
+                    for text in texts:
                         self._show_bundle(ranks, kind, json.loads(text))
-            kept = [item for item in items if item.kind not in ("bar", "update")]
-            if kept:
-                self._shown.append((ranks, kept))
-        write(stream, chunk)
+                if kind not in ("bar", "update"):
+                    self._shown.append((ranks, group))
+        self._streams.write(stream, chunk)
 
     def _show_bundle(self, ranks: Sequence[int], kind: str, bundle: Mapping[str, Any]) -> None:
         """Show a display or a cell's value under the label of its ranks."""
         name, label, data = bundle.get("name"), label_of(ranks), bundle["data"]
         if kind == "update" and name is not None:
             self._displays.update(ranks, bundle)
-            item = Item("display", json.dumps(bundle, sort_keys=True))
+            item = "display", json.dumps(bundle, sort_keys=True)
             self._updates |= {(rank, name): item for rank in ranks}
         elif kind == "value" and set(data) == {"text/plain"}:
             text = data["text/plain"]
-            write("stdout", [f"{label} {text}\n" if "\n" not in text else f"{label}\n{text}\n"])
+            self._streams.write(
+                "stdout", [f"{label} {text}\n" if "\n" not in text else f"{label}\n{text}\n"]
+            )
         elif name is not None:
             self._displays.show(ranks, bundle)
         else:
-            write("stdout", [f"{label}\n"])
+            self._streams.write("stdout", [f"{label}\n"])
             display(data, raw=True, metadata=bundle["metadata"] or {})
 
 
-def grouped(items: Sequence[Item]) -> Iterable[tuple[str, list[str]]]:
-    """Yield successive texts of one kind, with the kind."""
+def grouped(items: list[Item]) -> Iterable[tuple[str, list[Item]]]:
+    """Yield successive items of one kind, with the kind."""
+    if all(map(items[0][0].__eq__, map(itemgetter(0), items))):
+        yield items[0][0], items  # by far the quickest way for many
+        return
     for kind, group in itertools.groupby(items, itemgetter(0)):
-        yield kind, [text for _, text in group]
+        yield kind, list(group)
 
 
 @final
@@ -216,10 +226,23 @@ def labelled(ranks: Sequence[int], text: str) -> str:
     return f"{label_of(ranks)} {text}"
 
 
-def write(stream: str, chunks: list[str]) -> None:
-    """Write text to this process's stdout or stderr in one call, and empty the list."""
-    if chunks:
-        file = sys.stderr if stream == "stderr" else sys.stdout
-        file.write("".join(chunks))
-        file.flush()
+class Streams:
+    """This process's stdout and stderr, in the order in which they are written to."""
+
+    def __init__(self) -> None:
+        self._last = "stdout"
+
+    def write(self, stream: str, chunks: list[str]) -> None:
+        """Write text in one call, and empty the list; another thread sends much text meanwhile."""
+        if not chunks:
+            return
+        if stream != self._last:
+            _file(self._last).flush()
+            self._last = stream
+        if _file(stream).write("".join(chunks)) < MUCH_TEXT:
+            _file(stream).flush()
         chunks.clear()
+
+
+def _file(stream: str) -> TextIO:
+    return sys.stderr if stream == "stderr" else sys.stdout

@@ -65,7 +65,7 @@ class Displays:
         bundle = {"data": without_widget(content["data"]), "metadata": content.get("metadata")}
         if given := content.get("transient", {}).get("display_id"):
             bundle["name"] = self._name(rank, str(given))
-        return Item(kind, json.dumps(bundle, sort_keys=True, default=str))
+        return kind, json.dumps(bundle, sort_keys=True, default=str)
 
     def show(self, ranks: Sequence[int], bundle: Content) -> None:
         """Show a display for the first time."""

@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import repeat
 
 HOLD_SECONDS = 0.25
 """How long an item waits for the same item from ranks that are still running.
@@ -29,18 +29,16 @@ ERASES = re.compile(r"\x1b\[\d*[JK]")
 """An escape sequence that erases the rest of a line, which a bar's next text replaces anyway."""
 INCOMPLETE = re.compile(r"\x1b(\[\d*)?\Z")
 """The beginning of an escape sequence, whose end is still to come."""
-REDRAWS = re.compile(r"\r|\x1b\[\d*[ABJK]")
-"""What text of a bar has, and plain or coloured text has not."""
+REDRAWS = re.compile(r"\x1b\[\d*[ABJK]")
+"""What moves or erases; colours do not."""
 
 
-class Item(NamedTuple):
-    """A piece of output that is shown as a whole."""
+Item = tuple[str, str]
+"""A piece of output that is shown as a whole: its kind, and its text.
 
-    kind: str
-    """``"stdout"``, ``"stderr"``, ``"bar"``, ``"display"``, ``"update"`` or ``"value"``."""
-    text: str
-    """A line without its line end, or a display's bundle as JSON, so that two can be compared."""
-
+The kind is ``"stdout"``, ``"stderr"``, ``"bar"``, ``"display"``, ``"update"`` or ``"value"``.  The
+text is a line without its line end, or a display's bundle as JSON, so that two can be compared.
+"""
 
 Run = tuple[list[int], list[Item]]
 """Ranks, and successive items of all of them."""
@@ -112,12 +110,12 @@ class OutputMerger:
             ranks = [rank for rank, head in heads.items() if head == item]
             others = [ahead[rank] for rank in ready if rank not in ranks]
             count = max(1, num_common([ready[rank].items for rank in ranks], others))
-            taken: list[Item] = []
-            for rank in ranks:
-                pop = ready[rank].items.popleft
-                taken = [pop() for _ in range(count)]
-                if ahead:
+            *_, taken = [ready[rank].take(count) for rank in ranks]
+            for rank in ranks if ahead else ():
+                if ready[rank].items:
                     ahead[rank].subtract(taken)
+                else:
+                    ahead[rank].clear()
             runs.append((ranks, taken))
         return runs
 
@@ -143,8 +141,11 @@ def choose(heads: Mapping[int, Item], ahead: Mapping[int, Counter[Item]]) -> Ite
     return next(iter(heads.values()))
 
 
-def num_common(sequences: Sequence[Iterable[Item]], others: Sequence[Counter[Item]]) -> int:
+def num_common(sequences: Sequence[deque[Item]], others: Sequence[Counter[Item]]) -> int:
     """Return how many items several ranks have in common, up to one that another has ahead."""
+    first, *rest = sequences
+    if all(items == first for items in rest) and all(o.keys().isdisjoint(first) for o in others):
+        return len(first)  # by far the quickest way to compare many
     count = 0
     for items in zip(*sequences, strict=False):
         item = items[0]
@@ -171,6 +172,13 @@ class RankOutput:
             self.since = time.monotonic()
         self.items.extend(items)
 
+    def take(self, count: int) -> list[Item]:
+        """Remove and return the first items."""
+        if count == len(self.items):
+            taken, self.items = list(self.items), deque()
+            return taken
+        return [self.items.popleft() for _ in range(count)]
+
 
 class Screen:
     """The last lines of a stream as a terminal shows them: progress bars return to theirs.
@@ -192,9 +200,9 @@ class Screen:
         text, self._incomplete = self._incomplete + text, ""
         if found := INCOMPLETE.search(text, max(0, len(text) - MAX_ESCAPE)):
             text, self._incomplete = text[: found.start()], found[0]
-        if len(self._rows) == 1 and not REDRAWS.search(self._rows[0] + text):
+        if len(self._rows) == 1 and not redraws(text) and "\r" not in self._rows[0]:
             *lines, self._rows[0] = (self._rows[0] + text).split("\n")
-            return [Item(self._stream, line) for line in lines]
+            return list(zip(repeat(self._stream), lines, strict=False))
         for part in MOVES.split(ERASES.sub("", text)):
             if part == "\n":
                 self._go_to(self._row + 1)
@@ -231,8 +239,13 @@ class Screen:
         return self._items(finished)
 
     def _items(self, rows: Sequence[str]) -> list[Item]:
-        items = [Item("bar" if is_bar(row) else self._stream, visible(row)) for row in rows]
-        return [item for item in items if item.kind != "bar" or item.text.strip()]
+        items = [("bar" if is_bar(row) else self._stream, visible(row)) for row in rows]
+        return [(kind, text) for kind, text in items if kind != "bar" or text.strip()]
+
+
+def redraws(text: str) -> bool:
+    """Return whether text is that of a bar; plain or coloured text is not."""
+    return "\r" in text or ("\x1b" in text and REDRAWS.search(text) is not None)
 
 
 def is_bar(row: str) -> bool:

@@ -131,6 +131,16 @@ def test_a_rank_has_no_prompt_and_says_so(kernel: Kernel, source: str):
     assert "A rank has no prompt" in cell.error_text.splitlines()[0]
 
 
+def test_much_output_keeps_its_order(kernel: Kernel):
+    cell = kernel.run(
+        "%%rank 0\nimport sys\nprint('x' * 300_000, flush=True)\nprint('y', file=sys.stderr)"
+    )
+    assert [(output["name"], len(output["text"])) for output in cell.outputs] == [
+        ("stdout", 300_005),
+        ("stderr", 6),
+    ]
+
+
 COMPARED = """%%ddp_compare single ddp --epochs 1 --batch-size 8 --no-baseline
 import torch
 from torch import nn

@@ -24,11 +24,11 @@ def taken(merger: OutputMerger) -> Shown:
 
 
 def lines(shown: Shown) -> list[tuple[list[int], str]]:
-    return [(ranks, item.text) for ranks, item in shown]
+    return [(ranks, item[1]) for ranks, item in shown]
 
 
 def of_rank(shown: Shown, rank: int) -> list[str]:
-    return [item.text for ranks, item in shown if rank in ranks]
+    return [item[1] for ranks, item in shown if rank in ranks]
 
 
 def test_equal_lines_are_shown_once():
@@ -85,7 +85,7 @@ def test_stdout_and_stderr_are_different_lines():
     merger.write(1, "stderr", "x\n")
     merger.finish(0)
     merger.finish(1)
-    assert [(ranks, item.kind) for ranks, item in taken(merger)] == [
+    assert [(ranks, item[0]) for ranks, item in taken(merger)] == [
         ([0], "stdout"),
         ([1], "stderr"),
     ]
@@ -116,7 +116,7 @@ def test_a_bar_is_its_last_state():
     for rank in (0, 1):
         merger.write(rank, "stderr", "\r100%|===|\n")
         merger.finish(rank)
-    assert taken(merger) == [([0, 1], Item("bar", "100%|===|"))]
+    assert taken(merger) == [([0, 1], ("bar", "100%|===|"))]
     assert merger.unfinished() == {}
 
 
@@ -133,14 +133,14 @@ def test_bars_below_each_other_are_drawn_where_they_stand(size: int):
         shown.append(screen.lines())
     assert shown[-1] == ["outer 1/2"]
     assert screen.write("\router 2/2\n") == []
-    assert screen.rest() == [Item("bar", "outer 2/2")]
+    assert screen.rest() == [("bar", "outer 2/2")]
 
 
 def test_a_plain_line_below_bars_finishes_them():
     screen = Screen("stderr")
-    assert screen.write("\r1/1\nplain\n\r2/2") == [Item("bar", "1/1"), Item("stderr", "plain")]
+    assert screen.write("\r1/1\nplain\n\r2/2") == [("bar", "1/1"), ("stderr", "plain")]
     assert screen.lines() == ["2/2"]
-    assert Screen("stdout").write("\x1b[31mred\x1b[0m\n") == [Item("stdout", "\x1b[31mred\x1b[0m")]
+    assert Screen("stdout").write("\x1b[31mred\x1b[0m\n") == [("stdout", "\x1b[31mred\x1b[0m")]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_what_is_left_to_see_of_a_line(line: str, seen: str):
 
 
 def test_windows_line_ends_are_no_bars():
-    assert merged("a\r\nb\r\n") == [([0], Item("stdout", "a")), ([0], Item("stdout", "b"))]
+    assert merged("a\r\nb\r\n") == [([0], ("stdout", "a")), ([0], ("stdout", "b"))]
 
 
 def test_equal_displays_are_shown_once_and_different_ones_apart():
@@ -163,12 +163,12 @@ def test_equal_displays_are_shown_once_and_different_ones_apart():
         merger.add(rank, [displays.item(rank, "value", {"data": own})])
         merger.finish(rank)
     shown = taken(merger)
-    assert [(ranks, item.kind) for ranks, item in shown] == [
+    assert [(ranks, item[0]) for ranks, item in shown] == [
         ([0, 1], "display"),
         ([0], "value"),
         ([1], "value"),
     ]
-    assert json.loads(shown[0][1].text)["data"] == {"text/html": "<b>same</b>"}
+    assert json.loads(shown[0][1][1])["data"] == {"text/html": "<b>same</b>"}
 
 
 @pytest.mark.parametrize("same", [True, False])
