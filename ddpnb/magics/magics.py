@@ -27,6 +27,7 @@ from ddpnb.magics.arguments import (
     no_arguments,
     training_arguments,
 )
+from ddpnb.magics.rank_names import RankNames
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.training_options import make_training_spec
@@ -58,6 +59,7 @@ class DdpMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self.auto = AutoCells(shell)
+        self.names = RankNames(shell, self.auto.redirects)
         self.panel: Panel | None = None
         self._own_cell = ""
 
@@ -340,10 +342,15 @@ class AutoCells:
         source = "".join(lines)
         if lines and LOCAL.match(lines[0].rstrip("\n")):
             return ["\n", *lines[1:]]  # so that line numbers stay those of the notebook
-        if not self._is_on or not source.strip() or NOTEBOOK_MAGICS.search(source):
+        if not self.redirects(source):
             return lines
         self._redirected = source.rstrip("\n")
         return ["%%ddp\n", *lines]
+
+    def redirects(self, source: str) -> bool:
+        """Return whether a cell runs on the ranks although it does not say so."""
+        is_local = LOCAL.match(source.partition("\n")[0]) or NOTEBOOK_MAGICS.search(source)
+        return self._is_on and bool(source.strip()) and not is_local
 
     def has_redirected(self, cell: str) -> bool:
         """Return whether ``redirect`` added the ``%%ddp`` line above this cell."""
@@ -374,6 +381,7 @@ def load(shell: InteractiveShell) -> None:
     magics.auto.install()
     shell.register_magics(magics)
     complete_magics(shell, magics)
+    magics.names.install()
     if removed := remove_leftovers():
         print(f"Removed files of {counted(len(removed), 'crashed cluster')}: {removed[0].name} ...")
     if waits(Path.cwd()):
@@ -384,6 +392,7 @@ def unload(shell: InteractiveShell) -> None:
     """Stop the cluster and switch ``%ddp_auto`` off."""
     magics = shell.magics_manager.registry["DdpMagics"]
     magics.auto.remove()
+    magics.names.remove()
     if magics.panel is not None:
         magics.panel.close()
     this_session().stop()

@@ -27,6 +27,7 @@ from ddpnb.rank import cells
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
+from ddpnb.rank.shell import completions, description
 from ddpnb.rank.training import loop
 
 
@@ -62,6 +63,18 @@ def form_group(generation: int, is_checked: bool) -> list[StaleVariable]:
 def run_cell(spec: CellSpec) -> CellReport:
     """Run a notebook cell."""
     return cells.run_cell(spec, this_engine())
+
+
+@or_failure
+def complete(source: str, offset: int) -> tuple[str, list[tuple[str, str]]]:
+    """Complete a cell's source; see ``shell.completions``."""
+    return completions(this_engine().shell, source, offset)
+
+
+@or_failure
+def describe(source: str, offset: int, detail_level: int) -> dict[str, str]:
+    """Describe the name at an offset of a cell's source; see ``shell.description``."""
+    return description(this_engine().shell, source, offset, detail_level)
 
 
 @or_failure

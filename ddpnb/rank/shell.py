@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 from ipykernel.iostream import OutStream
 from IPython.core import page
+from IPython.core.completer import provisionalcompleter, rectify_completions
+from IPython.utils.tokenutil import token_at_cursor
 
 from ddpnb.protocol.errors import UserError
 
@@ -33,12 +35,30 @@ def prepare(shell: Any) -> None:
     warnings.formatwarning = WarningFormat(shell)
     for name in TQDM_IN_NOTEBOOKS:
         sys.modules[name] = TextBars(name)
+    shell.Completer.use_jedi = False  # its first answer takes a second
     builtins.input = sys.breakpointhook = refuse
 
 
 def refuse(*args: object, **options: object) -> NoReturn:
     """Say that nobody would answer, in place of ``input`` and ``breakpoint``."""
     raise UserError(CANNOT_ASK)
+
+
+def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[str, str]]]:
+    """Complete a cell's source; return what is replaced, and texts with their kinds."""
+    with provisionalcompleter():
+        found = list(rectify_completions(source, shell.Completer.completions(source, offset)))
+    start = found[0].start if found else offset
+    return source[start:offset], [(each.text, each.type or "") for each in found]
+
+
+def description(shell: Any, source: str, offset: int, detail_level: int) -> dict[str, str]:
+    """Return what ``name?`` shows about the name at an offset, as a MIME bundle; empty: unknown."""
+    try:
+        bundle = shell.object_inspect_mime(token_at_cursor(source, offset), detail_level)
+    except KeyError:
+        return {}
+    return {"text/plain": bundle["text/plain"]}
 
 
 def write_to_descriptors() -> None:

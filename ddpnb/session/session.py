@@ -10,6 +10,7 @@ from typing import Any
 
 from IPython.core.getipython import get_ipython
 
+from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.run_folder import find
@@ -32,6 +33,9 @@ from ddpnb.session.status import describe_ranks, describe_running, status_table,
 OnProgress = Callable[[str], None]
 """Is called with a line of text at each stage of a start."""
 
+ANSWER_SECONDS = 0.3
+"""How long Tab may wait for a rank."""
+
 NOT_STARTED = "No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
 
 
@@ -42,6 +46,8 @@ class Session:
         self._cluster: Cluster | None = None
         self._jobs = Jobs()
         self._store: Store | None = None
+        self._asked: Call | None = None
+        """The latest call of ``ask``."""
 
     # -- the cluster -----------------------------------------------------------------
 
@@ -161,6 +167,21 @@ class Session:
         self._jobs.add(cell)
         cell.run_in_background()
         return cell
+
+    def ask(self, function: OnRank, *arguments: object, rank: int) -> Any:
+        """Return what a rank answers at once; None where it is busy, dead or slow."""
+        cluster, asked = self._cluster, self._asked
+        if asked is not None:
+            list(asked.events(0.0))  # it may have answered late
+        is_waiting = asked is not None and bool(asked.running)
+        if cluster is None or rank in self._jobs.busy_ranks or is_waiting:
+            return None
+        try:
+            self._asked = cluster.submit(function, *arguments, ranks=[rank])
+            (answer,) = self._asked.results(ANSWER_SECONDS)
+        except (UserError, TimeoutError, RuntimeError, KeyError):
+            return None
+        return None if isinstance(answer, Failure) else answer
 
     def push(self, variables: Mapping[str, object], ranks: str | None = None) -> None:
         """Copy variables to ranks; see ``ddpnb.push``."""

@@ -153,6 +153,11 @@ class Kernel:
         """Press Tab at the end of ``code``."""
         return list(self._completions(code)["matches"])
 
+    def inspect(self, code: str) -> str:
+        """Press Shift+Tab at the end of ``code``."""
+        reply = self._reply(self.client.inspect(code, len(code)), 20.0)
+        return ANSI.sub("", reply["data"].get("text/plain", ""))
+
     def kinds(self, code: str) -> dict[str, str]:
         """Press Tab; return what each completion is said to be, in the order of the list."""
         typed = self._completions(code)["metadata"]["_jupyter_types_experimental"]
