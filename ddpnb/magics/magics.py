@@ -143,6 +143,7 @@ class DdpMagics(Magics):
     @argument("--name", default="", help="the run that ddpnb.log in the cell adds to")
     @argument("--timeout", metavar="SECONDS", type=float, help="stop the cell after this time")
     @argument("--check", action="store_true", help="compare collectives' exact shapes too; slow")
+    @argument("--debug", metavar="RANK", type=int, help="stop this rank at breakpoint()")
     @cell_magic
     def ddp(self, line: str, cell: str) -> Any:
         """Run the cell on the ranks.
@@ -158,6 +159,7 @@ class DdpMagics(Magics):
             name=args.name,
             timeout=args.timeout,
             check=args.check,
+            debug=args.debug,
         )
 
     @cell_magic
@@ -166,6 +168,16 @@ class DdpMagics(Magics):
         if not line.strip():
             raise UserError("Name the ranks: %%rank 0, or %%rank 0,2-3.")
         api.run_cell(with_magic_line(f"%%rank {line}", cell), ranks=line.strip())
+
+    @magic_arguments()
+    @argument("rank", type=int, help="one rank; the others keep their variables")
+    @line_magic
+    def ddp_debug(self, line: str) -> None:
+        """Look into a rank's last error with IPython's debugger: ``%ddp_debug 1``.
+
+        To stop at a line, write ``breakpoint()`` there and run the cell with ``%%ddp --debug 1``.
+        """
+        api.debug(arguments(self.ddp_debug, line).rank)
 
     @line_magic
     def ddp_auto(self, line: str) -> None:

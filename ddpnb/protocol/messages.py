@@ -263,6 +263,17 @@ class CellSpec:
     """The ``n`` of the notebook's ``In [n]``, so that tracebacks on the ranks name it."""
     run_id: str = ""
     """The run that ``ddpnb.log`` in this cell adds to; empty: none."""
+    debug_rank: int | None = None
+    """The rank that may ask questions, with ``breakpoint()`` or ``input()``."""
+    debug_socket: str = ""
+    """Where it receives the answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a rank asks with ``input()``; its debugger does so too."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import termios
 import time
 import traceback
 import warnings
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,6 +29,7 @@ from ddpnb.rank.collective_log import CollectiveMismatchError
 from ddpnb.rank.comm.rendezvous import RankLostError, RunCancelledError
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.publisher import Publisher
+from ddpnb.rank.shell import questions
 from ddpnb.rank.status import is_users, num_collectives
 
 DRAIN_SECONDS = 0.2
@@ -105,7 +107,7 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     faults = children_page_faults()
     warn_again()
     try:
-        with errors_shown_by(shell) as shown:
+        with errors_shown_by(shell) as shown, questions(spec, engine.group.rank):
             result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
         wait_for_children_output(children_page_faults() > faults)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
@@ -208,6 +210,8 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
 
 def text_of(error: BaseException) -> str:
     """Return an exception's message; one short sentence if calls of ranks do not match."""
+    if isinstance(error, BdbQuit):
+        return "the debugger was left with quit, which ends the cell; continue goes on with it"
     text = str(error.msg if isinstance(error, SyntaxError) else error)
     ranks = FINGERPRINT.findall(text)
     if len(ranks) < 2:
@@ -226,7 +230,7 @@ def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     shell, frames = engine.shell, users_part(error.__traceback__)
     if isinstance(error, CollectiveMismatchError):
         end_at_users(frames, shell)
-    if isinstance(error, UserError) and frames is None:
+    if isinstance(error, BdbQuit) or (isinstance(error, UserError) and frames is None):
         return []  # its message is enough
     if isinstance(error, SyntaxError) and frames is None:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])

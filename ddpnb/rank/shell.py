@@ -5,21 +5,31 @@ or to the screen of a forked child is output here too, and what would ask says w
 """
 
 import builtins
+import contextlib
+import json
 import linecache
 import os
 import sys
 import types
 import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import Client
 from typing import Any, NoReturn
 
 from ipykernel.iostream import OutStream
+from ipyparallel.datapub import publish_data
 from IPython.core import page
 from IPython.core.completer import provisionalcompleter, rectify_completions
+from IPython.core.debugger import Pdb
 from IPython.utils.tokenutil import token_at_cursor
 
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import CellSpec, Question
 
-CANNOT_ASK = "A rank has no prompt: input(), pdb and breakpoint() work in the notebook's own cells."
+CANNOT_ASK = (
+    "A rank has no prompt here: %%ddp --debug 1 gives rank 1 one at breakpoint() and input(), "
+    "%ddp_debug 1 after an error."
+)
 
 TQDM_IN_NOTEBOOKS = ("tqdm.autonotebook", "tqdm.notebook")
 """Modules whose bars are widgets: on a rank they would stand still."""
@@ -59,6 +69,48 @@ def description(shell: Any, source: str, offset: int, detail_level: int) -> dict
     except KeyError:
         return {}
     return {"text/plain": bundle["text/plain"]}
+
+
+@contextlib.contextmanager
+def questions(spec: CellSpec, rank: int) -> Iterator[None]:
+    """Have one rank's ``input`` and ``breakpoint`` ask the notebook during a cell.
+
+    The other ranks do not stop at ``breakpoint()``.
+    """
+    if spec.debug_rank is None:
+        yield
+        return
+    if spec.debug_rank != rank:
+        sys.breakpointhook = lambda *args, **options: None
+    else:
+        builtins.input = Asking(spec.debug_socket)
+        sys.breakpointhook = lambda *args, **options: Pdb().set_trace(sys._getframe(1))
+    try:
+        yield
+    finally:
+        builtins.input = sys.breakpointhook = refuse
+
+
+class Asking:
+    """Stands for ``input``: publishes the question, and waits for the answer on a socket.
+
+    The end of the kernel, or its interrupt, is the end of the input.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._pipe = Client(address, "AF_UNIX")
+        self._num_asked = 0
+
+    def __call__(self, prompt: object = "") -> str:
+        """Return the user's line, as ``input`` does."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        publish_data({f"question {self._num_asked}": Question(str(prompt))})
+        self._num_asked += 1
+        answer: str | None = json.loads(self._pipe.recv_bytes())
+        if answer is None:
+            raise EOFError("the notebook was interrupted, or has no prompt")
+        return answer
 
 
 def write_to_descriptors() -> None:

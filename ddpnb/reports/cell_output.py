@@ -76,16 +76,16 @@ class CellOutput:
         """Note that a rank has ended the cell and all of its output has arrived."""
         self._merger.finish(rank)
 
-    def show(self) -> None:
-        """Show all that can be shown now."""
-        if self._cleared and not self._is_redraw_due():
+    def show(self, *, at_once: bool = False) -> None:
+        """Show all that can be shown now; ``at_once``: all that has come."""
+        if self._cleared and not at_once and not self._is_redraw_due():
             return
         if self._cleared:
             self._redraw()
         else:
-            self._emit(self._merger.take())
+            self._emit(self._merger.take(at_once=at_once))
         running = [labelled(on, text) for text, on in self._merger.unfinished().items()]
-        self._bars.show(running)
+        self._bars.show(running, at_once=at_once)
 
     def close(self) -> None:
         """Show the rest; may be called twice."""

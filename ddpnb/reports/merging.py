@@ -97,11 +97,14 @@ class OutputMerger:
                         lines[line].append(rank)
         return lines
 
-    def take(self) -> list[Run]:
-        """Remove and return the items that can be shown now, each run with its ranks."""
+    def take(self, *, at_once: bool = False) -> list[Run]:
+        """Remove and return the items that can be shown now, each run with its ranks.
+
+        ``at_once``: all of them, although other ranks may still write the same.
+        """
         runs: list[Run] = []
         ahead: dict[int, Counter[Item]] = {}
-        while ready := self._ready():
+        while ready := self._ready(at_once=at_once):
             heads = {rank: output.items[0] for rank, output in ready.items()}
             item = next(iter(heads.values()))
             if any(head != item for head in heads.values()):
@@ -119,10 +122,10 @@ class OutputMerger:
             runs.append((ranks, taken))
         return runs
 
-    def _ready(self) -> "dict[int, RankOutput]":
+    def _ready(self, *, at_once: bool) -> "dict[int, RankOutput]":
         """Return the ranks with items to show; none while waiting for the others may help."""
         ready = {rank: output for rank, output in self._outputs.items() if output.items}
-        if len(ready) == len(self._outputs) or not ready:
+        if len(ready) == len(self._outputs) or not ready or at_once:
             return ready
         others_run = any(o.is_running and not o.items for o in self._outputs.values())
         oldest = min(output.since for output in ready.values())

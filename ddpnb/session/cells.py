@@ -1,16 +1,21 @@
 """A cell that runs on ranks, from its source to its last output (kernel)."""
 
+import contextlib
 import contextvars
+import json
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
 
-from ddpnb.cluster.call import CallEvent, Events, Output, Silent
+from ddpnb.cluster.call import Asked, CallEvent, Events, Output, Silent
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.history.model import Status
-from ddpnb.history.recorder import Recorder
+from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, EventBatch, Failure, OnRank, StaleVariable
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
@@ -74,6 +79,7 @@ class RunningCell(SupervisedCall):
         recorder: records what ``ddpnb.log`` publishes; None if the cell names no run.
         timeout: seconds after which the ranks are interrupted.
         is_checked: whether torch compares every collective across the ranks.
+        prompt: answers the questions of the rank that is debugged.
     """
 
     def __init__(
@@ -85,11 +91,13 @@ class RunningCell(SupervisedCall):
         recorder: Recorder | None = None,
         timeout: float | None = None,
         is_checked: bool = False,
+        prompt: "Prompt | None" = None,
     ) -> None:
         super().__init__(ranks)
         self._spec = spec
         self._cluster = cluster
         self._recorder = recorder
+        self._prompt = prompt
         self._live: Live | None = None
         self._output = CellOutput(ranks, self._appear)
         self._started = time.strftime("%H:%M:%S")
@@ -115,6 +123,8 @@ class RunningCell(SupervisedCall):
         except KeyboardInterrupt:
             raise CellInterrupt from None
         finally:
+            if self._prompt is not None:
+                self._prompt.close()
             self._output.close()
             self._end_run()
         self._raise()
@@ -137,6 +147,10 @@ class RunningCell(SupervisedCall):
     def _handle(self, event: CallEvent) -> None:
         if isinstance(event, Output):
             self._output.take(event.rank, event.kind, event.content)
+        elif isinstance(event, Asked):
+            self._output.show(at_once=True)
+            if self._prompt is not None:
+                self._prompt.answer(f"[{event.rank}] {event.text}")
         elif isinstance(event, Events):
             self._record(event.batch)
         elif isinstance(event, Silent):
@@ -177,6 +191,47 @@ class RunningCell(SupervisedCall):
             raise CellInterrupt
         if (error := error_of(self._watch)) is not None:
             raise error
+
+
+class Prompt:
+    """Asks the user what a rank asks, with the notebook's own ``input``.
+
+    Args:
+        folder: a private folder, for the socket.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.address = str(folder / f"answers-{new_id()}.sock")
+        self._listener = Listener(self.address, "AF_UNIX")
+        self._pipe: Connection | None = None
+        self._is_over = False
+
+    def answer(self, question: str) -> None:
+        """Ask the user; send the answer, or that there will be none any more."""
+        if self._pipe is None:
+            self._pipe = self._listener.accept()  # the rank connects before it asks
+        answer = None if self._is_over else self._ask(question)
+        with contextlib.suppress(OSError):  # the rank has ended meanwhile, which is reported
+            self._pipe.send_bytes(json.dumps(answer).encode())
+
+    def _ask(self, question: str) -> str | None:
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return input(question)
+        except (KeyboardInterrupt, EOFError):
+            self._is_over = True
+        except NotImplementedError:  # ipykernel's StdinNotImplementedError
+            self._is_over = True
+            print("This frontend has no prompt: the rank gets no answer.", file=sys.stderr)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        return None
+
+    def close(self) -> None:
+        """End the rank's wait for an answer, if there is one; may be called twice."""
+        if self._pipe is not None:
+            self._pipe.close()
+        self._listener.close()
 
 
 def cell_thread(function: Callable[[], None]) -> threading.Thread:

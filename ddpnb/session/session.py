@@ -26,7 +26,7 @@ from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
-from ddpnb.session.cells import RunningCell, warn_stale
+from ddpnb.session.cells import Prompt, RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
 
@@ -145,21 +145,35 @@ class Session:
         name: str = "",
         timeout: float | None = None,
         check: bool = False,
+        debug: int | None = None,
     ) -> RunningCell | None:
         """Run a cell on ranks; see ``ddpnb.run_cell``."""
         cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
         if timeout is not None and timeout <= 0:
             raise UserError(f"--timeout must be greater than 0 seconds, not {timeout:g}.")
+        if debug is not None and debug not in chosen:
+            raise UserError(f"--debug {debug}: the cell does not run on rank {debug}.")
+        if debug is not None and not wait:
+            raise UserError("--debug needs the notebook's prompt: leave out --no-wait.")
         cluster.require(chosen)
+        prompt = None if debug is None else Prompt(cluster.folder)
         spec = CellSpec(
             source=source,
             execution_count=this_cell_number(),
             run_id=new_id() if name else "",
+            debug_rank=debug,
+            debug_socket=prompt.address if prompt else "",
         )
         recorder = self._record_cell(name, spec, len(chosen)) if name else None
         cell = RunningCell(
-            cluster, spec, chosen, recorder=recorder, timeout=timeout, is_checked=check
+            cluster,
+            spec,
+            chosen,
+            recorder=recorder,
+            timeout=timeout,
+            is_checked=check,
+            prompt=prompt,
         )
         if wait:
             cell.run()

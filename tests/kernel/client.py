@@ -110,9 +110,17 @@ class Kernel:
         """Run a cell to its end."""
         return self.wait(self.begin(source), timeout=timeout)
 
-    def begin(self, source: str) -> str:
+    def answer(self, source: str, *lines: str, timeout: float = 60.0) -> tuple[Cell, list[str]]:
+        """Run a cell and answer what it asks; return it, and the prompts."""
+        request, prompts = self.begin(source, allow_stdin=True), []
+        for line in lines:
+            prompts.append(self.client.get_stdin_msg(timeout=timeout)["content"]["prompt"])
+            self.client.input(line)
+        return self.wait(request, timeout=timeout), prompts
+
+    def begin(self, source: str, *, allow_stdin: bool = False) -> str:
         """Send a cell and return its request's id."""
-        request = self.client.execute(source, allow_stdin=False)
+        request = self.client.execute(source, allow_stdin=allow_stdin)
         self.cells[request] = Cell()
         return request
 
