@@ -113,6 +113,8 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
         return interrupt
     error: BaseException | None = result.error_before_exec or result.error_in_exec
+    if is_success(error):
+        error = None
     if isinstance(error, KeyboardInterrupt):  # at an ``await``, IPython first shows what it cancels
         return error
     return next(iter(shown), error) or aborted(engine)
@@ -132,6 +134,8 @@ def errors_shown_by(shell: InteractiveShell) -> Iterator[list[BaseException]]:
 
     def record(exc_tuple: Any = None, *args: Any, **options: Any) -> None:
         error = (exc_tuple or sys.exc_info())[1]
+        if is_success(error):
+            return
         if error is not None:  # else %tb shows an earlier error again
             shown.append(error)
         show(exc_tuple, *args, **options)
@@ -142,6 +146,11 @@ def errors_shown_by(shell: InteractiveShell) -> Iterator[list[BaseException]]:
     finally:
         if shell.showtraceback is record:  # else the cell has replaced it
             shell.showtraceback = show  # type: ignore[method-assign]
+
+
+def is_success(error: BaseException | None) -> bool:
+    """Return whether an exception ends a cell as a script that succeeds: ``sys.exit(0)``."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def wait_for_children_output(had_children: bool) -> None:

@@ -43,10 +43,17 @@ def prepare(shell: Any) -> None:
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
     os.register_at_fork(after_in_child=write_to_descriptors)
     warnings.formatwarning = WarningFormat(shell)
+    warnings.filterwarnings("ignore", "To exit: use")
+    shell.ask_exit = end_cell
     for name in TQDM_IN_NOTEBOOKS:
         sys.modules[name] = TextBars(name)
     shell.Completer.use_jedi = False  # its first answer takes a second
     builtins.input = sys.breakpointhook = refuse
+
+
+def end_cell() -> NoReturn:
+    """End the cell, and not the rank, in place of ``quit`` and ``exit``."""
+    raise SystemExit(0)
 
 
 def refuse(*args: object, **options: object) -> NoReturn:

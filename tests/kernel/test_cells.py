@@ -153,6 +153,15 @@ def test_exit_in_a_cell_is_an_error_and_ends_no_rank(kernel: Kernel):
     assert kernel.run("%%ddp\nworld_size").by_rank == both("2")
 
 
+@pytest.mark.parametrize("leave", ["import sys; sys.exit(0)", "exit()", "quit()"])
+def test_a_cell_may_end_early_and_no_rank_ends(kernel: Kernel, leave: str):
+    cell = kernel.run(f"%%ddp\nkept = rank\nif True:\n    print('before')\n{leave}\nprint('after')")
+    assert cell.status == "ok"
+    assert cell.by_rank == both("before")
+    assert cell.stderr == ""
+    assert kernel.run("%%ddp\nimport time; time.sleep(0.3); kept").by_rank == {0: ["0"], 1: ["1"]}
+
+
 FAILING = (
     "import os, torch, torch.distributed as dist\ndef broken():\n    1 / 0\n"
     "if os.environ['RANK'] == '1': broken()\ndist.all_reduce(torch.ones(1))\n"
