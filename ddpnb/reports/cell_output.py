@@ -4,6 +4,7 @@ import itertools
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from operator import itemgetter
@@ -20,6 +21,9 @@ BAR_SECONDS = 0.2
 
 MUCH_TEXT = 100_000
 """How many letters are not waited for until they are sent."""
+
+MAX_KEPT = 100_000
+"""How many lines and displays come back after another rank has cleared its own."""
 
 Message = dict[str, Any]
 
@@ -47,8 +51,9 @@ class CellOutput:
         self._streams = Streams()
         self._displays = _displays()
         self._displays.begin_cell()
-        self._shown: list[Run] = []
+        self._shown: deque[Run] = deque()
         """What stands under the cell, except bars; needed where a rank clears its part of it."""
+        self._num_shown = 0
         self._updates: dict[tuple[int, str], Item] = {}
         """What a rank shows now in place of a display's first content."""
         self._clearing: set[int] = set()
@@ -108,8 +113,9 @@ class CellOutput:
         self._clearing.discard(rank)
         self._merger.clear(rank)
         self._bars.clear(rank)
-        self._shown = [([r for r in ranks if r != rank], items) for ranks, items in self._shown]
-        self._shown = [(ranks, items) for ranks, items in self._shown if ranks]
+        rest = [([r for r in ranks if r != rank], items) for ranks, items in self._shown]
+        self._shown = deque((ranks, items) for ranks, items in rest if ranks)
+        self._num_shown = sum(len(items) for _, items in self._shown)
         if not self._cleared:
             self._cleared_at = time.monotonic()
         self._cleared.add(rank)
@@ -127,7 +133,9 @@ class CellOutput:
         for rank in self._ranks:
             items = [item for ranks, items in self._shown if rank in ranks for item in items]
             self._merger.put_back(rank, [self._current(rank, item) for item in items])
-        runs, self._shown = self._merger.take(), []
+        runs = self._merger.take(at_once=True)
+        self._shown.clear()
+        self._num_shown = 0
         self._cleared.clear()
         self._drawn_at = time.monotonic()
         clear_output(wait=bool(runs))
@@ -162,6 +170,9 @@ class CellOutput:
                         self._show_bundle(ranks, kind, json.loads(text))
                 if kind not in ("bar", "update"):
                     self._shown.append((ranks, group))
+                    self._num_shown += len(group)
+        while self._num_shown > MAX_KEPT and len(self._shown) > 1:
+            self._num_shown -= len(self._shown.popleft()[1])
         self._streams.write(stream, chunk)
 
     def _show_bundle(self, ranks: Sequence[int], kind: str, bundle: Mapping[str, Any]) -> None:
@@ -185,7 +196,7 @@ class CellOutput:
 
 def grouped(items: list[Item]) -> Iterable[tuple[str, list[Item]]]:
     """Yield successive items of one kind, with the kind."""
-    if all(map(items[0][0].__eq__, map(itemgetter(0), items))):
+    if len(items) == 1 or all(map(items[0][0].__eq__, map(itemgetter(0), items))):
         yield items[0][0], items  # by far the quickest way for many
         return
     for kind, group in itertools.groupby(items, itemgetter(0)):

@@ -105,22 +105,37 @@ class OutputMerger:
         runs: list[Run] = []
         ahead: dict[int, Counter[Item]] = {}
         while ready := self._ready(at_once=at_once):
-            heads = {rank: output.items[0] for rank, output in ready.items()}
-            item = next(iter(heads.values()))
-            if any(head != item for head in heads.values()):
-                ahead = ahead or {r: Counter(o.items) for r, o in self._outputs.items()}
-                item = choose(heads, ahead)
-            ranks = [rank for rank, head in heads.items() if head == item]
-            others = [ahead[rank] for rank in ready if rank not in ranks]
-            count = max(1, num_common([ready[rank].items for rank in ranks], others))
-            *_, taken = [ready[rank].take(count) for rank in ranks]
-            for rank in ranks if ahead else ():
-                if ready[rank].items:
-                    ahead[rank].subtract(taken)
-                else:
-                    ahead[rank].clear()
-            runs.append((ranks, taken))
+            outputs = ready.items()
+            while all([output.items for _, output in outputs]):
+                heads = {rank: output.items[0] for rank, output in outputs}
+                item, *others = heads.values()
+                if others.count(item) < len(others):
+                    ahead = ahead or {r: Counter(o.items) for r, o in self._outputs.items()}
+                    item = choose(heads, ahead)
+                ranks = [rank for rank, head in heads.items() if head == item]
+                if runs and runs[-1][0] == ranks:  # it may be one of many
+                    runs[-1][1].extend(self._take_many(ranks, heads, ahead))
+                    continue
+                for rank in ranks:
+                    ready[rank].items.popleft()
+                    if ahead:
+                        ahead[rank][item] -= 1
+                runs.append((ranks, [item]))
         return runs
+
+    def _take_many(
+        self, ranks: list[int], heads: Iterable[int], ahead: Mapping[int, Counter[Item]]
+    ) -> list[Item]:
+        """Remove and return what ``ranks`` have next in common, of those with ``heads``."""
+        others = [ahead[rank] for rank in heads if rank not in ranks]
+        count = max(1, num_common([self._outputs[rank].items for rank in ranks], others))
+        *_, taken = [self._outputs[rank].take(count) for rank in ranks]
+        for rank in ranks if ahead else ():
+            if self._outputs[rank].items:
+                ahead[rank].subtract(taken)
+            else:
+                ahead[rank].clear()
+        return taken
 
     def _ready(self, *, at_once: bool) -> "dict[int, RankOutput]":
         """Return the ranks with items to show; none while waiting for the others may help."""
