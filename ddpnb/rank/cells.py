@@ -122,6 +122,7 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
 
 def warn_again() -> None:
     """Have each warning shown once a cell or training, not once a process."""
+    warnings.filterwarnings("ignore", "To exit: use")  # IPython's, where sys.exit ends a cell
     with warnings.catch_warnings():  # leaving it marks what the modules remember as out of date
         pass
 

@@ -43,7 +43,6 @@ def prepare(shell: Any) -> None:
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
     os.register_at_fork(after_in_child=write_to_descriptors)
     warnings.formatwarning = WarningFormat(shell)
-    warnings.filterwarnings("ignore", "To exit: use")
     shell.ask_exit = end_cell
     for name in TQDM_IN_NOTEBOOKS:
         sys.modules[name] = TextBars(name)

@@ -106,7 +106,7 @@ class OutputMerger:
         ahead: dict[int, Counter[Item]] = {}
         while ready := self._ready(at_once=at_once):
             outputs = ready.items()
-            while all([output.items for _, output in outputs]):
+            while all(output.items for _, output in outputs):
                 heads = {rank: output.items[0] for rank, output in outputs}
                 item, *others = heads.values()
                 if others.count(item) < len(others):
