@@ -87,9 +87,10 @@ class RankNames:
         magic = CELL.match(source)
         if magic is None and not self._redirects(source):
             return None
-        rank, begin = 0, 0
+        rank, begin = None, 0
         if magic is not None:
-            rank = int(magic[1] or magic[2] or 0)
+            named = magic[1] or magic[2]
+            rank = int(named) if named else None
             begin = magic.end() + len(source[magic.end() :].partition("\n")[0])
         if blank := BLANK_LINES.match(source, begin):  # after them IPython completes nothing
             begin = blank.end()

@@ -44,10 +44,15 @@ def prepare(shell: Any) -> None:
     os.register_at_fork(after_in_child=write_to_descriptors)
     warnings.formatwarning = WarningFormat(shell)
     shell.ask_exit = end_cell
-    for name in TQDM_IN_NOTEBOOKS:
-        sys.modules[name] = TextBars(name)
+    use_text_bars()
     shell.Completer.use_jedi = False  # its first answer takes a second
     builtins.input = sys.breakpointhook = refuse
+
+
+def use_text_bars() -> None:
+    """Have tqdm draw its bars for notebooks as text; call it before tqdm is imported."""
+    for name in TQDM_IN_NOTEBOOKS:
+        sys.modules[name] = TextBars(name)
 
 
 def end_cell() -> NoReturn:

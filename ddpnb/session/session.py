@@ -182,13 +182,19 @@ class Session:
         cell.run_in_background()
         return cell
 
-    def ask(self, function: OnRank, *arguments: object, rank: int) -> Any:
-        """Return what a rank answers at once; None where it is busy, dead or slow."""
+    def ask(self, function: OnRank, *arguments: object, rank: int | None = None) -> Any:
+        """Return what a rank answers at once; None where it is busy, dead or slow.
+
+        Without ``rank`` the first that is alive and idle is asked.
+        """
         cluster, asked = self._cluster, self._asked
+        busy = set(self._jobs.busy_ranks)
         if asked is not None:
             list(asked.events(0.0))  # it may have answered late
-        is_waiting = asked is not None and bool(asked.running)
-        if cluster is None or rank in self._jobs.busy_ranks or is_waiting:
+            busy |= asked.running
+        idle = [each for each in cluster.living if each not in busy] if cluster else []
+        rank = next(iter(idle), None) if rank is None else rank
+        if cluster is None or rank not in idle:
             return None
         try:
             self._asked = cluster.submit(function, *arguments, ranks=[rank])

@@ -72,6 +72,16 @@ def test_nobody_waits_for_busy_ranks(names: Kernel, tmp_path: Path):
     assert names.complete("%%ddp\nheld_") == ["held_there"]
 
 
+def test_an_idle_rank_answers_for_a_busy_one(names: Kernel, tmp_path: Path):
+    sign = tmp_path / "sign"
+    names.run(f"%%ddp --no-wait --ranks 0\n{waits_for(sign)}")
+    names.run("handle = _")
+    assert names.complete("%%ddp\nonly_on_") == ["only_on_one"]
+    assert names.complete("%%rank 0\nheld_") == ["held_here"]
+    sign.touch()
+    names.run("handle.wait(30)")
+
+
 def test_a_rank_that_does_not_answer_is_not_waited_for(names: Kernel):
     slow = "class Slow:\n    def __dir__(self):\n        time.sleep(2)\n        return []"
     names.run(f"%%ddp\nimport time\n{slow}\nslow = Slow()")
