@@ -238,9 +238,10 @@ def _call(name: str, shape: str, dtype: str) -> str:
 def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     """Return the formatted traceback, from the user's first line on."""
     shell, frames = engine.shell, users_part(error.__traceback__)
-    if isinstance(error, CollectiveMismatchError):
+    if isinstance(error, CollectiveMismatchError | UserError):
         end_at_users(frames, shell)
-    if isinstance(error, BdbQuit) or (isinstance(error, UserError) and frames is None):
+    in_cell = any(is_users(frame, shell) for frame, _ in traceback.walk_tb(frames))
+    if isinstance(error, BdbQuit) or (isinstance(error, UserError) and not in_cell):
         return []  # its message is enough
     if isinstance(error, SyntaxError) and frames is None:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])
