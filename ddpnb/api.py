@@ -118,6 +118,7 @@ def run_cell(
     name: str = "",
     timeout: float | None = None,
     check: bool = False,
+    debug: int | None = None,
 ) -> RunningCell | None:
     """Run a cell on ranks; the twin of ``%%ddp``.
 
@@ -129,6 +130,7 @@ def run_cell(
         timeout: seconds after which the ranks are interrupted.
         check: whether torch compares the exact shapes of collectives across the ranks, which
             is slow.  The first checked cell has a new process group.
+        debug: the rank that stops at ``breakpoint()``, with the notebook's prompt.
 
     Returns:
         The running cell if ``wait`` is false.
@@ -137,8 +139,15 @@ def run_cell(
         RankError: it failed on a rank.
         TimeoutError: it took longer than ``timeout``.
     """
-    session = this_session()
-    return session.run_cell(source, ranks=ranks, wait=wait, name=name, timeout=timeout, check=check)
+    return this_session().run_cell(
+        source, ranks=ranks, wait=wait, name=name, timeout=timeout, check=check, debug=debug
+    )
+
+
+@typed
+def debug(rank: int) -> None:
+    """Look into a rank's last error with IPython's debugger; the twin of ``%ddp_debug``."""
+    this_session().run_cell("%debug", ranks=str(rank), debug=rank)
 
 
 @typed

@@ -38,6 +38,14 @@ class Events:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A rank waits for an answer."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
     """A rank has finished the call."""
 
@@ -67,7 +75,7 @@ class OutputEnded:
     rank: int
 
 
-CallEvent = Output | Events | Returned | Lost | Silent
+CallEvent = Output | Events | Asked | Returned | Lost | Silent
 
 
 @dataclass(kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from ipyparallel.error import RemoteError
 
 from ddpnb.cluster.call import (
     START_TIMEOUT_SECONDS,
+    Asked,
     Call,
     Events,
     Output,
@@ -23,7 +24,7 @@ from ddpnb.cluster.call import (
 )
 from ddpnb.cluster.processes import wait_for_file
 from ddpnb.compat import cloudpickle_internals, ipyparallel_internals, python_internals
-from ddpnb.protocol.messages import OnRank
+from ddpnb.protocol.messages import OnRank, Question
 
 SUBSCRIBE_ATTEMPTS = 6
 SUBSCRIBE_ATTEMPT_SECONDS = 0.5
@@ -139,6 +140,8 @@ class EngineClient:
                     call.lose(rank, str(content))
                 case "result":
                     call.inbox.put(Returned(rank=rank, value=content))
+                case "events" if isinstance(content, Question):
+                    call.inbox.put(Asked(rank=rank, text=content.text))
                 case "events":
                     call.inbox.put(Events(rank=rank, batch=content))
                 case "idle":

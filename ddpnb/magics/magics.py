@@ -27,6 +27,7 @@ from ddpnb.magics.arguments import (
     no_arguments,
     training_arguments,
 )
+from ddpnb.magics.rank_names import RankNames
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.training_options import make_training_spec
@@ -59,6 +60,7 @@ class DdpMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self.auto = AutoCells(shell)
+        self.names = RankNames(shell, self.auto.redirects)
         self.panel: Panel | None = None
         self._own_cell = ""
 
@@ -142,6 +144,7 @@ class DdpMagics(Magics):
     @argument("--name", default="", help="the run that ddpnb.log in the cell adds to")
     @argument("--timeout", metavar="SECONDS", type=float, help="stop the cell after this time")
     @argument("--check", action="store_true", help="compare collectives' exact shapes too; slow")
+    @argument("--debug", metavar="RANK", type=int, help="stop this rank at breakpoint()")
     @cell_magic
     def ddp(self, line: str, cell: str) -> Any:
         """Run the cell on the ranks.
@@ -157,6 +160,7 @@ class DdpMagics(Magics):
             name=args.name,
             timeout=args.timeout,
             check=args.check,
+            debug=args.debug,
         )
 
     @magic_arguments()
@@ -197,6 +201,16 @@ class DdpMagics(Magics):
         if not line.strip():
             raise UserError("Name the ranks: %%rank 0, or %%rank 0,2-3.")
         api.run_cell(with_magic_line(f"%%rank {line}", cell), ranks=line.strip())
+
+    @magic_arguments()
+    @argument("rank", type=int, help="one rank; the others keep their variables")
+    @line_magic
+    def ddp_debug(self, line: str) -> None:
+        """Look into a rank's last error with IPython's debugger: ``%ddp_debug 1``.
+
+        To stop at a line, write ``breakpoint()`` there and run the cell with ``%%ddp --debug 1``.
+        """
+        api.debug(arguments(self.ddp_debug, line).rank)
 
     @line_magic
     def ddp_auto(self, line: str) -> None:
@@ -376,10 +390,15 @@ class AutoCells:
         source = "".join(lines)
         if lines and LOCAL.match(lines[0].rstrip("\n")):
             return ["\n", *lines[1:]]  # so that line numbers stay those of the notebook
-        if not self._is_on or not source.strip() or NOTEBOOK_MAGICS.search(source):
+        if not self.redirects(source):
             return lines
         self._redirected = source.rstrip("\n")
         return ["%%ddp\n", *lines]
+
+    def redirects(self, source: str) -> bool:
+        """Return whether a cell runs on the ranks although it does not say so."""
+        is_local = LOCAL.match(source.partition("\n")[0]) or NOTEBOOK_MAGICS.search(source)
+        return self._is_on and bool(source.strip()) and not is_local
 
     def has_redirected(self, cell: str) -> bool:
         """Return whether ``redirect`` added the ``%%ddp`` line above this cell."""
@@ -410,6 +429,7 @@ def load(shell: InteractiveShell) -> None:
     magics.auto.install()
     shell.register_magics(magics)
     complete_magics(shell, magics)
+    magics.names.install()
     if removed := remove_leftovers():
         print(f"Removed files of {counted(len(removed), 'crashed cluster')}: {removed[0].name} ...")
     if waits(Path.cwd()):
@@ -420,6 +440,7 @@ def unload(shell: InteractiveShell) -> None:
     """Stop the cluster and switch ``%ddp_auto`` off."""
     magics = shell.magics_manager.registry["DdpMagics"]
     magics.auto.remove()
+    magics.names.remove()
     if magics.panel is not None:
         magics.panel.close()
     this_session().stop()

@@ -23,6 +23,7 @@ from ddpnb.rank import cells, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
+from ddpnb.rank.shell import completions, description
 from ddpnb.rank.training import loop
 
 received = variables.Received()
@@ -63,9 +64,22 @@ def run_cell(spec: CellSpec) -> CellReport:
 
 
 @or_failure
+def complete(source: str, offset: int) -> tuple[str, list[tuple[str, str]]]:
+    """Complete a cell's source; see ``shell.completions``."""
+    return completions(this_engine().shell, source, offset)
+
+
+@or_failure
+def describe(source: str, offset: int, detail_level: int) -> dict[str, str]:
+    """Describe the name at an offset of a cell's source; see ``shell.description``."""
+    return description(this_engine().shell, source, offset, detail_level)
+
+
+@or_failure
 def validate(spec: RunSpec) -> Checked:
     """Check one training before anything trains."""
     engine = this_engine()
+    cells.warn_again()
     with engine.adopted_group.during():
         return cells.interruptible(
             lambda: loop.validate(
@@ -83,6 +97,7 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
     """Train one run, or join it if the others train it already; report how it went."""
     engine = this_engine()
     group = engine.group
+    cells.warn_again()
     engine.stop_wanted.clear()  # a late request was for the run before
     first_batch = rejoin_info.first_batch if rejoin_info else 0
     publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)

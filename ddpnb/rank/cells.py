@@ -12,6 +12,8 @@ import sys
 import termios
 import time
 import traceback
+import warnings
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -29,6 +31,7 @@ from ddpnb.rank.comm.rendezvous import RankLostError, RunCancelledError
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.scripts import run_script
+from ddpnb.rank.shell import questions
 from ddpnb.rank.status import is_users, num_collectives
 
 DRAIN_SECONDS = 0.2
@@ -106,8 +109,9 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     shell = engine.shell
     shell.execution_count = spec.execution_count
     faults = children_page_faults()
+    warn_again()
     try:
-        with errors_shown_by(shell) as shown:
+        with errors_shown_by(shell) as shown, questions(spec, engine.group.rank):
             error = interruptible(lambda: execute(spec, engine))
         wait_for_children_output(children_page_faults() > faults)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
@@ -139,6 +143,12 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
         shell.events.trigger("post_execute")  # as matplotlib's figures need it
         gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
     return None
+
+
+def warn_again() -> None:
+    """Have each warning shown once a cell or training, not once a process."""
+    with warnings.catch_warnings():  # leaving it marks what the modules remember as out of date
+        pass
 
 
 @contextlib.contextmanager
@@ -234,6 +244,8 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
 
 def text_of(error: BaseException) -> str:
     """Return an exception's message; one short sentence if calls of ranks do not match."""
+    if isinstance(error, BdbQuit):
+        return "the debugger was left with quit, which ends the cell; continue goes on with it"
     text = str(error.msg if isinstance(error, SyntaxError) else error)
     ranks = FINGERPRINT.findall(text)
     if len(ranks) < 2:
@@ -252,7 +264,10 @@ def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     shell, frames = engine.shell, users_part(error.__traceback__)
     if isinstance(error, CollectiveMismatchError | UserError):
         end_at_users(frames, shell)
-    if isinstance(error, UserError | SystemExit) and frames is None:
+    in_cell = any(is_users(frame, shell) for frame, _ in traceback.walk_tb(frames))
+    if isinstance(error, BdbQuit) or (isinstance(error, UserError) and not in_cell):
+        return []  # its message is enough
+    if isinstance(error, SystemExit) and frames is None:
         return []  # its message is enough
     if isinstance(error, SyntaxError) and frames is None:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])

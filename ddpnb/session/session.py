@@ -9,6 +9,7 @@ from typing import Any
 
 from IPython.core.getipython import get_ipython
 
+from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.run_folder import find
@@ -16,7 +17,7 @@ from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.messages import CellSpec, Script
+from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
@@ -24,13 +25,16 @@ from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
-from ddpnb.session.cells import RunningCell, warn_stale
+from ddpnb.session.cells import Prompt, RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
 from ddpnb.session.variables import pull, push, remove_leftovers
 
 OnProgress = Callable[[str], None]
 """Is called with a line of text at each stage of a start."""
+
+ANSWER_SECONDS = 0.3
+"""How long Tab may wait for a rank."""
 
 NOT_STARTED = "No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
 
@@ -42,6 +46,8 @@ class Session:
         self._cluster: Cluster | None = None
         self._jobs = Jobs()
         self._store: Store | None = None
+        self._asked: Call | None = None
+        """The latest call of ``ask``."""
 
     # -- the cluster -----------------------------------------------------------------
 
@@ -141,22 +147,36 @@ class Session:
         timeout: float | None = None,
         check: bool = False,
         script: Script | None = None,
+        debug: int | None = None,
     ) -> RunningCell | None:
         """Run a cell, or a script, on ranks; see ``ddpnb.run_cell`` and ``ddpnb.run_script``."""
         cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
         if timeout is not None and timeout <= 0:
             raise UserError(f"--timeout must be greater than 0 seconds, not {timeout:g}.")
+        if debug is not None and debug not in chosen:
+            raise UserError(f"--debug {debug}: the cell does not run on rank {debug}.")
+        if debug is not None and not wait:
+            raise UserError("--debug needs the notebook's prompt: leave out --no-wait.")
         cluster.require(chosen)
+        prompt = None if debug is None else Prompt(cluster.folder)
         spec = CellSpec(
             source=source,
             execution_count=this_cell_number(),
             run_id=new_id() if name else "",
             script=script,
+            debug_rank=debug,
+            debug_socket=prompt.address if prompt else "",
         )
         recorder = self._record_cell(name, spec, len(chosen)) if name else None
         cell = RunningCell(
-            cluster, spec, chosen, recorder=recorder, timeout=timeout, is_checked=check
+            cluster,
+            spec,
+            chosen,
+            recorder=recorder,
+            timeout=timeout,
+            is_checked=check,
+            prompt=prompt,
         )
         if wait:
             cell.run()
@@ -164,6 +184,27 @@ class Session:
         self._jobs.add(cell)
         cell.run_in_background()
         return cell
+
+    def ask(self, function: OnRank, *arguments: object, rank: int | None = None) -> Any:
+        """Return what a rank answers at once; None where it is busy, dead or slow.
+
+        Without ``rank`` the first that is alive and idle is asked.
+        """
+        cluster, asked = self._cluster, self._asked
+        busy = set(self._jobs.busy_ranks)
+        if asked is not None:
+            list(asked.events(0.0))  # it may have answered late
+            busy |= asked.running
+        idle = [each for each in cluster.living if each not in busy] if cluster else []
+        rank = next(iter(idle), None) if rank is None else rank
+        if cluster is None or rank not in idle:
+            return None
+        try:
+            self._asked = cluster.submit(function, *arguments, ranks=[rank])
+            (answer,) = self._asked.results(ANSWER_SECONDS)
+        except (UserError, TimeoutError, RuntimeError, KeyError):
+            return None
+        return None if isinstance(answer, Failure) else answer
 
     def push(self, variables: Mapping[str, object], ranks: str | None = None) -> None:
         """Copy variables to ranks; see ``ddpnb.push``."""

@@ -76,7 +76,7 @@ def test_a_display_can_be_replaced_by_its_rank(kernel: Kernel):
         "%%rank 0\nfrom IPython.display import display\n"
         "shown = display('old', display_id=True)\nshown.update('new')"
     )
-    assert cell.bundles("text/plain") == ["'new'"]
+    assert cell.bundles("text/plain") == ["[0]", "'new'"]
 
 
 def test_the_last_value_is_shown(kernel: Kernel):
@@ -162,6 +162,15 @@ def test_exit_with_another_status_fails_the_cell_and_ends_no_rank(kernel: Kernel
     assert cell.error_text.startswith("RankError: ranks 0-1 failed: SystemExit: 3")
     assert not cell.stderr
     assert kernel.run("%%ddp\nworld_size").by_rank == both("2")
+
+
+@pytest.mark.parametrize("leave", ["import sys; sys.exit(0)", "exit()", "quit()"])
+def test_a_cell_may_end_early_and_no_rank_ends(kernel: Kernel, leave: str):
+    cell = kernel.run(f"%%ddp\nkept = rank\nif True:\n    print('before')\n{leave}\nprint('after')")
+    assert cell.status == "ok"
+    assert cell.by_rank == both("before")
+    assert cell.stderr == ""
+    assert kernel.run("%%ddp\nimport time; time.sleep(0.3); kept").by_rank == {0: ["0"], 1: ["1"]}
 
 
 FAILING = (
