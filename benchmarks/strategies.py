@@ -23,8 +23,8 @@ from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.replica import Batch, NullTimer, Replica
 from ddpnb.rank.tasks import digits
 from ddpnb.rank.tasks.base import CLASSIFY
+from ddpnb.rank.tasks.batches import moved
 from ddpnb.rank.tasks.samples import TensorSamples
-from ddpnb.rank.tasks.trees import moved
 from ddpnb.rank.training.timing import CpuClock
 
 NUM_RANKS = 2

@@ -30,9 +30,9 @@ from ddpnb.rank.collective_log import CollectiveMismatchError
 from ddpnb.rank.comm.rendezvous import RankLostError, RunCancelledError
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.publisher import Publisher
-from ddpnb.rank.scripts import run_script
 from ddpnb.rank.shell import questions
 from ddpnb.rank.status import is_users, num_collectives
+from ddpnb.rank.torchrun import run_script
 
 DRAIN_SECONDS = 0.2
 """How long a cell may wait at its end for the output of its child processes."""

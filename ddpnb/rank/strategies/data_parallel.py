@@ -36,8 +36,7 @@ from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.strategies.base import Plan, SynchronousStrategy
 from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 from ddpnb.rank.tasks.base import StepFunction, Supervised
-from ddpnb.rank.tasks.batches import Shard
-from ddpnb.rank.tasks.trees import moved
+from ddpnb.rank.tasks.batches import Shard, moved
 
 Autocast = Callable[[], AbstractContextManager[object]]
 """Makes the context to compute in; torch's autocast belongs to one thread."""
