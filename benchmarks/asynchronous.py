@@ -21,8 +21,9 @@ from ddpnb.rank.comm.parameter_server import ParameterServer
 from ddpnb.rank.comm.parameter_store import ParameterStore
 from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Replica
+from ddpnb.rank.strategies.replica import Batch, Replica
 from ddpnb.rank.tasks import load_task
+from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
 
 _numbers = itertools.count()
@@ -88,7 +89,7 @@ def in_place_ms(state: RankState, folder: Path, num_floats: int, rounds: int) ->
     model = nn.Linear(num_floats, 1, bias=False)
     replica = Ready(
         model=model,
-        loss=nn.functional.mse_loss,
+        training_step=Supervised(nn.functional.mse_loss),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         device=torch.device("cpu"),
         rank=state.rank,
@@ -98,7 +99,7 @@ def in_place_ms(state: RankState, folder: Path, num_floats: int, rounds: int) ->
         name=f"bench-{next(_numbers)}",
     )
     nothing = torch.zeros(1)
-    batch, taken = Batch(inputs=nothing, targets=nothing, num_samples=1, num_global=2), []
+    batch, taken = Batch(content=(nothing, nothing), num_samples=1, num_global=2), []
     with closing(make_strategy("hogwild", {})) as strategy:
         strategy.setup(replica)
         shards = strategy.shards()
@@ -131,7 +132,7 @@ def rate(state: RankState, folder: Path, strategy: str, sleeps: float) -> tuple[
     )
     replica = Replica(
         model=task.model(),
-        loss=task.loss,
+        training_step=task.step,
         optimizer=task.optimizer,
         device=torch.device("cpu"),
         rank=state.rank,
@@ -179,10 +180,8 @@ def timed(
     num_samples, began = 0, time.perf_counter()
     for shard in shards:
         pair = task.train.fetch(order.indices(shard))
-        size = len(pair.targets)
-        batch = Batch(
-            inputs=pair.inputs, targets=pair.targets, num_samples=size, num_global=2 * size
-        )
+        size = len(pair[1])
+        batch = Batch(content=pair, num_samples=size, num_global=2 * size)
         step_began = time.perf_counter()
         step(batch)
         if late:

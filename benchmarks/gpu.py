@@ -26,8 +26,10 @@ from benchmarks.ranks import rank_calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, NullTimer, Replica, Strategy
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.replica import Batch, NullTimer, Replica
 from ddpnb.rank.tasks import digits
+from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.training.timing import Clock, clock_of
 from ddpnb.session.session import this_session
 
@@ -209,8 +211,7 @@ def _rates(
         store = dist.FileStore(str(folder / "nccl"), 1)
         dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     batch = Batch(
-        inputs=torch.randn(256, 1, 8, 8, device=on),
-        targets=torch.randint(0, 10, (256,), device=on),
+        content=(torch.randn(256, 1, 8, 8, device=on), torch.randint(0, 10, (256,), device=on)),
         num_samples=256,
         num_global=256,
     )
@@ -233,7 +234,7 @@ def _strategy(device: torch.device, folder: Path, timer: Clock | NullTimer) -> S
     strategy.setup(
         Replica(
             model=digits.make_model().to(device),
-            loss=nn.functional.cross_entropy,
+            training_step=Supervised(nn.functional.cross_entropy),
             optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
             device=device,
             rank=0,

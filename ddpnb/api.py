@@ -1,11 +1,13 @@
 """The magics' twins in plain Python (kernel)."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.query import Search
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import Script
 from ddpnb.protocol.options import typed
 from ddpnb.protocol.training_options import make_training_spec, takes_training_options
 from ddpnb.reports.listing import Details, runs_table
@@ -14,7 +16,7 @@ from ddpnb.reports.result import export as write_export
 from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import RunningComparison
-from ddpnb.session.cells import RunningCell
+from ddpnb.session.cells import RunningCell, read_script
 from ddpnb.session.comparison import ComparisonSpec
 from ddpnb.session.session import this_session
 
@@ -149,6 +151,60 @@ def debug(rank: int) -> None:
 
 
 @typed
+def run_script(
+    script: Path | str,
+    arguments: Sequence[object] = (),
+    *,
+    module: bool = False,
+    keep: bool = False,
+    ranks: str | None = None,
+    wait: bool = True,
+    name: str = "",
+    timeout: float | None = None,
+    check: bool = False,
+) -> RunningCell | None:
+    """Run a script that was written for ``torchrun`` on the ranks; the twin of ``%ddp_run``.
+
+    It runs in a ``__main__`` of its own.  Where it forms a process group, it has the cluster's.
+
+    Args:
+        script: its path, from the notebook's folder; the name of a module if ``module`` is true.
+        arguments: its ``sys.argv[1:]``, such as ``["--epochs", "3"]``.
+        module: whether it is a module, as ``torchrun -m`` takes one.
+        keep: whether its variables are those of later cells.
+        ranks: and the rest: as ``run_cell`` takes them.
+        wait: whether to wait until every rank has ended it.
+        name: the run that ``ddpnb.log`` in the script adds to.
+        timeout: seconds after which the ranks are interrupted.
+        check: whether torch compares the exact shapes of collectives across the ranks.
+
+    Returns:
+        The running script if ``wait`` is false.
+
+    Raises:
+        RankError: it failed on a rank, or ended with an exit code other than 0.
+        TimeoutError: it took longer than ``timeout``.
+    """
+    if isinstance(arguments, str) or not isinstance(arguments, Sequence):
+        raise UserError("arguments takes a list of texts, such as ['--epochs', '3'].")
+    path, source = ("", "") if module else read_script(str(script))
+    return this_session().run_cell(
+        source,
+        ranks=ranks,
+        wait=wait,
+        name=name,
+        timeout=timeout,
+        check=check,
+        script=Script(
+            name=str(script),
+            path=path,
+            arguments=tuple(map(str, arguments)),
+            keeps_variables=keep,
+        ),
+    )
+
+
+@typed
 def push(ranks: str | None = None, **variables: object) -> None:
     """Copy variables to the ranks: ``push(a=1, b=2)``; the twin of ``%ddp_push``."""
     this_session().push(variables, ranks)
@@ -173,6 +229,7 @@ def compare(
     name: str = "",
     baseline: bool = True,
     wait: bool = True,
+    y: str = "",
     log: bool = False,
     target: float | None = None,
     **choices: Any,
@@ -183,11 +240,12 @@ def compare(
         *strategies: ``"ddp"``, with options ``"ddp:hook=fp16"``, or the name of a class in
             ``source``.
         source: a cell that defines ``model()`` and ``data(split)``, optionally
-            ``loss(outputs, targets)``, ``optimizer(params)`` and a strategy of your own.
+            what docs/your-code.md lists, and a strategy of your own.
         repeats: how often each strategy is trained; the strategies take turns.
         name: the name of the stored comparison; by default made from the task.
         baseline: whether to train ``single`` too, as the reference of the speed-up.
         wait: whether to wait until everything is trained.
+        y: draw this further number of ``training_step`` in place of the loss.
         log: whether losses are drawn on a logarithmic axis.
         target: a training loss; the moment when each strategy reaches it is marked.
         **choices: as listed.
@@ -207,7 +265,7 @@ def compare(
         num_repeats=repeats,
         name=name,
         baseline=baseline,
-        options=PlotOptions(log=log, target=target),
+        options=PlotOptions(y=y, log=log, target=target),
     )
     return this_session().compare(spec, wait=wait)
 
@@ -249,17 +307,18 @@ def delete(name: str) -> tuple[str, ...]:
 
 @typed
 def plot(
-    *names: str, x: str = "", log: bool = False, target: float | None = None
+    *names: str, x: str = "", y: str = "", log: bool = False, target: float | None = None
 ) -> ComparisonResult:
     """Return stored runs as one comparison that a notebook draws; the twin of ``%ddp_plot``.
 
     Args:
         *names: as ``runs`` lists them; ``"ddp"`` is the latest run of that strategy.
         x: draw losses against only ``"samples"``, ``"seconds"`` or ``"updates"``.
+        y: draw this further number, which steps or ``ddpnb.log`` measured, in place of the loss.
         log: whether losses are drawn on a logarithmic axis.
         target: a training loss; the moment when each run reaches it is marked.
     """
-    return this_session().load(names, PlotOptions(x=x, log=log, target=target))
+    return this_session().load(names, PlotOptions(x=x, y=y, log=log, target=target))
 
 
 @typed

@@ -38,7 +38,7 @@ MUTANTS = [
     ),
     Mutant(
         "accumulated parts of unequal size count alike",
-        "rank/strategies/base.py",
+        "rank/strategies/replica.py",
         "part.num_samples / batch.num_samples",
         "1 / len(parts)",
         "tests/rank/test_conformance.py -k 'several and central'",

@@ -6,7 +6,7 @@ Everything that comes back goes into one queue per call, in order.
 import math
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,8 +111,16 @@ class Call:
             timeout = 0.0
             yield from self._handle(event)
 
-    def results(self, timeout: float = CALL_TIMEOUT_SECONDS) -> list[Any]:
+    def results(
+        self,
+        timeout: float = CALL_TIMEOUT_SECONDS,
+        has_advanced: Callable[[], bool] = lambda: False,
+    ) -> list[Any]:
         """Wait for the call and return what each rank returned, in order of ranks.
+
+        Args:
+            timeout: in seconds.
+            has_advanced: called when they are over; where it returns True, they begin anew.
 
         Raises:
             TimeoutError: a rank did not answer within ``timeout`` seconds.
@@ -122,6 +130,9 @@ class Call:
         values: dict[int, Any] = {}
         while self.running:
             if (left := deadline - time.monotonic()) <= 0:
+                if has_advanced():
+                    deadline = time.monotonic() + timeout
+                    continue
                 waiting = ", ".join(map(str, sorted(self.running)))
                 raise TimeoutError(f"no answer within {timeout:.0f} s from rank {waiting}")
             for event in self.events(left):
@@ -168,7 +179,7 @@ class Timeouts:
     """The same for the check before a training, where freeing costs more: the process group."""
     report_failure_after_seconds: float = 0.8
     """When a failure is shown while other ranks still run: they compute, or the machine is busy."""
-    abort_after_seconds: float = 0.3
+    abort_after_interrupt_seconds: float = 0.3
     """How long an interrupted rank may take before it is freed from its collective."""
     interrupt_again_after_seconds: float = 1.2
     """How long a freed rank may take until the next interrupt; it may have caught the first."""

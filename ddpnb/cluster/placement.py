@@ -116,14 +116,26 @@ def choose_backend(spec: ClusterSpec, num_ranks: int, num_gpus: int) -> str:
 
 
 def torchrun_environment(placement: Placement, rank: int, master_port: int) -> dict[str, str]:
-    """Return the variables that torchrun sets, so that code moves to scripts unchanged."""
+    """Return the variables that torchrun sets, so that code moves to scripts unchanged.
+
+    Code finds from them that its processes were started for it.  Torchrun's agent, with a store of
+    its own, is not there.
+    """
     size = str(placement.num_ranks)
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
+        "ROLE_RANK": str(rank),
         "GROUP_RANK": "0",
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": size,
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RUN_ID": f"ddpnb-{master_port}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(master_port),
         "OMP_NUM_THREADS": str(placement.num_threads),

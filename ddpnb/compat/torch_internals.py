@@ -4,9 +4,12 @@ Names without an underscore that torch's documentation does not list, such as th
 ``ProcessGroup`` and the operations in the dispatcher, count as private too.
 """
 
+import functools
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -55,6 +58,16 @@ def replace_method(name: str, make: Callable[[Callable[..., Any]], Callable[...,
         setattr(ProcessGroup, name, make(original))
 
 
+def replace_function(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a function of ``torch.distributed``, also where torch itself has imported it."""
+    original = getattr(dist, name)
+    replacement = functools.wraps(original)(make(original))
+    for module_name, module in tuple(sys.modules.items()):
+        names = vars(module) if module_name.startswith("torch.") else {}
+        if names.get(name) is original:
+            names[name] = replacement
+
+
 def below_autograd() -> AbstractContextManager[None]:
     """Return a context in which calls bypass ``CollectiveKernels``."""
     guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
@@ -76,6 +89,30 @@ class CollectiveKernels:
     def remove(self) -> None:
         """Restore the backends' own kernels."""
         self._library._destroy()
+
+
+@probe("torch", "torch.compile traces into the comparison of collectives, and warns")
+def skips_frames() -> bool:
+    """Whether torch.compile can be kept from a function, without importing its half of torch."""
+    _skip_frames((lambda: None).__code__)
+    return True
+
+
+def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile from a function and all that it calls, as ``torch.compiler.disable``.
+
+    That one takes a second, to import what most ranks never need.
+    """
+    if skips_frames.works:
+        _skip_frames(function.__code__)  # where compiled code calls it
+        vars(function)["_torchdynamo_disable"] = True  # where code that calls it is compiled
+    return function
+
+
+def _skip_frames(code: CodeType) -> None:
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
 def next_kernel(operation: str) -> Callable[..., Any]:
@@ -166,6 +203,26 @@ def process_groups() -> list[Any]:
     if lists_groups.works:
         return list(dist.distributed_c10d._world.pg_names)
     return [dist.group.WORLD]
+
+
+@probe(
+    "torch",
+    "after dist.destroy_process_group() in a cell, dist.is_initialized() is still True there",
+)
+def hides_group() -> bool:
+    """Whether the default group can be hidden from ``torch.distributed``."""
+    group: Any = dist.group
+    group.WORLD = group.WORLD
+    return True
+
+
+def set_default_group(group: Any) -> Any:
+    """Have a group, or None, be the default one; return the earlier one, None if it cannot be."""
+    if not hides_group.works:
+        return None
+    world: Any = dist.group
+    earlier, world.WORLD = world.WORLD, group
+    return earlier
 
 
 def group_store() -> Any:
@@ -289,8 +346,10 @@ def forget_rpc_agents() -> None:
 
 PROBES = (
     intercepts_collectives,
+    skips_frames,
     records_collectives,
     counts_collectives,
+    hides_group,
     times_ddp,
     ends_data_workers,
     lists_step_hooks,

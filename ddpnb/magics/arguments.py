@@ -4,6 +4,7 @@ import argparse
 import contextlib
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from IPython.core import magic_arguments as ipython
@@ -51,12 +52,15 @@ def options(magic: object) -> list[str]:
     return options_of(parser)
 
 
-def arguments(magic: Callable[..., object], line: str) -> Namespace:
-    """Parse a magic's line; a UserError names the word that is wrong, and the problem."""
+def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False) -> Namespace:
+    """Parse a magic's line; a UserError names the word that is wrong, and the problem.
+
+    ``unquote``: remove quotation marks as a shell does; by default they are part of the words.
+    """
     parser: argparse.ArgumentParser = magic.parser  # type: ignore[attr-defined]
     name = magic.__name__
     try:
-        parsed, unknown = parser.parse_known_args(arg_split(line))
+        parsed, unknown = parser.parse_known_args(arg_split(line, posix=unquote))
     except UsageError as error:
         raise UserError(f"{error}; %{name}? explains it.") from None
     except ValueError as error:  # an unclosed quotation
@@ -161,6 +165,8 @@ def following(
             yield from of_kind("task", choices(TASKS, prefix))
         case "--resume":
             yield from names("ddp_plot", namespace, prefix)
+        case _ if name == "ddp_run" and any(word.endswith(".py") for word in words):
+            return  # the script's own arguments
         case option if option in VALUES:
             yield from of_kind("value", VALUES[option])
         case _:
@@ -187,6 +193,15 @@ def choices(entries: Mapping[str, Entry], prefix: str) -> Iterable[str]:
     return [f"{stem}{key}={value}" for value in table[key].values] if key in table else ()
 
 
+def scripts(prefix: str) -> Iterator[str]:
+    """Yield the scripts that a path may lead to, and the folders, as they are written."""
+    head = prefix[: prefix.rfind("/") + 1]
+    with contextlib.suppress(OSError):
+        for path in sorted(Path(head or ".").expanduser().iterdir()):
+            if path.suffix == ".py" or (path.is_dir() and not path.name.startswith((".", "__"))):
+                yield f"{head}{path.name}{'/' if path.is_dir() else ''}"
+
+
 def names(magic: str, namespace: dict[str, object], prefix: str) -> Iterator[SimpleCompletion]:
     """Yield the names that a magic takes: strategies, runs, variables."""
     match magic:
@@ -197,6 +212,8 @@ def names(magic: str, namespace: dict[str, object], prefix: str) -> Iterator[Sim
         case "ddp_push":
             here = [name for name in namespace if not name.startswith("_")]
             yield from of_kind("variable", sorted(here))
+        case "ddp_run":
+            yield from of_kind("path", scripts(prefix))
         case "ddp_plot" | "ddp_runs" | "ddp_export":
             with contextlib.suppress(UserError):  # the store cannot be read
                 yield from of_kind("run", this_session().names())

@@ -1,7 +1,7 @@
 """The magics: each parses its line, and calls its twin in ``ddpnb.api`` or the session (kernel)."""
 
 import re
-from argparse import Namespace
+from argparse import REMAINDER, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 RANKS = "the ranks, such as 0,2-3; by default all"
 RUNS = "as %%ddp_runs lists them"
+Y = "draw this further number that the steps measured, in place of the loss"
 TARGET = "mark when each run reaches this training loss"
 
 NOTEBOOK_MAGICS = re.compile(r"^%(%ddp|%rank|ddp_|load_ext|reload_ext|unload_ext)", re.MULTILINE)
@@ -162,6 +163,38 @@ class DdpMagics(Magics):
             debug=args.debug,
         )
 
+    @magic_arguments()
+    @argument("script", help="its path, from the notebook's folder; with -m a module's name")
+    @argument("arguments", nargs=REMAINDER, help="its own arguments")
+    @argument("-m", dest="module", action="store_true", help="run a module, as torchrun -m does")
+    @argument("-i", dest="keep", action="store_true", help="keep its variables for later cells")
+    @argument("--ranks", help=RANKS)
+    @argument("--no-wait", action="store_true", help="return at once; output follows as it arrives")
+    @argument("--name", default="", help="the run that ddpnb.log in the script adds to")
+    @argument("--timeout", metavar="SECONDS", type=float, help="stop the script after this time")
+    @argument("--check", action="store_true", help="compare collectives' exact shapes too; slow")
+    @line_magic
+    def ddp_run(self, line: str) -> Any:
+        """Run a script for torchrun on the ranks: ``%ddp_run train.py --epochs 3``.
+
+        It runs unchanged, in a ``__main__`` of its own; where it forms a process group, it has the
+        cluster's.  Options of ``%ddp_run`` stand before it: ``%ddp_run --timeout 60 train.py``.
+        """
+        if not line.strip():
+            raise UserError("Name the script: %ddp_run train.py --epochs 3.")
+        args = arguments(self.ddp_run, line, unquote=True)
+        return api.run_script(
+            args.script,
+            args.arguments,
+            module=args.module,
+            keep=args.keep,
+            ranks=args.ranks,
+            wait=not args.no_wait,
+            name=args.name,
+            timeout=args.timeout,
+            check=args.check,
+        )
+
     @cell_magic
     def rank(self, line: str, cell: str) -> None:
         """Run the cell on some ranks: ``%%rank 0`` or ``%%rank 0,2-3``."""
@@ -235,6 +268,7 @@ class DdpMagics(Magics):
     @argument("--name", default="", help="the name of the stored comparison")
     @argument("--no-baseline", action="store_true", help="do not train `single` too")
     @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
+    @argument("--y", metavar="NAME", default="", help=Y)
     @argument("--target", metavar="LOSS", type=float, help=TARGET)
     @argument("--no-wait", action="store_true", help="return at once and train in the background")
     @training_arguments()
@@ -244,7 +278,8 @@ class DdpMagics(Magics):
         """Train strategies on the same task and compare them, drawn live.
 
         The cell defines ``model()`` and ``data(split)``, where split is "train" or "test".
-        It may also define ``loss(outputs, targets)`` and ``optimizer(params)``.  Without a
+        It may also define ``loss(outputs, targets)``, ``training_step(model, batch)``,
+        ``metric(outputs, targets)``, ``optimizer(params)``: docs/your-code.md.  Without a
         cell, ``--task`` names a built-in task.  A strategy may have options, as in
         ``ddp:hook=fp16``, and may be a class in the cell, as in ``Averaging:every=2``.
         """
@@ -276,12 +311,13 @@ class DdpMagics(Magics):
     @argument("names", metavar="name", nargs="*", help=f"a run or a comparison, {RUNS}")
     @argument("--x", metavar="AXIS", default="", help=f"only this one: {' | '.join(ACROSS)}")
     @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
+    @argument("--y", metavar="NAME", default="", help=Y)
     @argument("--target", metavar="LOSS", type=float, help=TARGET)
     @line_magic
     def ddp_plot(self, line: str) -> Any:
         """Draw stored runs in one figure: ``%ddp_plot mine ddp --log --target 0.3``."""
         args = arguments(self.ddp_plot, line)
-        result = api.plot(*args.names, x=args.x, log=args.log, target=args.target)
+        result = api.plot(*args.names, x=args.x, y=args.y, log=args.log, target=args.target)
         show_result(result)
         return result
 
@@ -383,7 +419,7 @@ def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
         num_repeats=args.repeats,
         name=args.name,
         baseline=not args.no_baseline,
-        options=PlotOptions(log=args.log, target=args.target),
+        options=PlotOptions(y=args.y, log=args.log, target=args.target),
     )
 
 

@@ -1,13 +1,15 @@
 """The messages between the kernel and the ranks, through ipyparallel.  (Every process.)
 
 Frozen, checked, picklable values: calls and specs go to the ranks, events and reports come back.
-The commands that reach a rank while it is busy are ``processes.RankCommand``.
+What reaches a rank that is busy goes through the fork server (``processes.RankCommand`` and
+``KernelRequest.SIGNAL``); of these, ``RankStatus`` is the answer to the one that asks for it.
 """
 
 import importlib
 import math
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -61,6 +63,8 @@ class RunSpec(TrainingSpec):
     strategy: str
     """As the user wrote it, with its options: ``"ddp"``, ``"ddp:hook=fp16"``."""
     repeat: int = 0
+    comparison: str = ""
+    """The id that the runs of one comparison share: their cell's data are loaded once; or empty."""
     checkpoints: str = ""
     """The folder that holds a folder of checkpoints per run; empty: none are kept."""
     resumed: str = ""
@@ -119,7 +123,8 @@ class MarkKind(StrEnum):
     """What happened to a rank; ``OTHER`` is in the text alone."""
 
     KILLED = "killed"
-    """By a signal, on purpose or not."""
+    """By a signal.  From the rank itself: a fault injected at the end of a step, which the kernel
+    carries out once all the rank's steps have arrived."""
     DIED = "died"
     CAME_BACK = "came back"
     OTHER = ""
@@ -157,6 +162,8 @@ class StepEvent:
     parts: Parts = NO_PARTS
     num_bytes_sent: int = 0
     """What this worker sent to others in this step."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the step; these are not in its row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +212,7 @@ class EventBatch:
     rows: bytes = b""
     """Each step, or call of ``ddpnb.log``, as ``pack_step`` packs it."""
     metrics: tuple[tuple[int, str, float], ...] = ()
-    """Further numbers that the user logged: index of the row, name, value."""
+    """Further numbers of a step, or that the user logged: index of the row, name, value."""
     marks: tuple[Mark, ...] = ()
 
     @property
@@ -242,6 +249,8 @@ class RunReport:
     held_out_loss: float = math.nan
     held_out_accuracy: float = math.nan
     """Share of held-out samples classified correctly; NaN if targets are not class labels."""
+    held_out_metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the cell's ``validation_step`` and ``metric`` measured, by name."""
     num_batches_sent: int = 0
     """Event batches sent, so that the kernel knows when it has them all."""
     num_lost_samples: int = 0
@@ -255,14 +264,34 @@ class RunReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A script to run on a rank as if ``torchrun`` had started it."""
+
+    name: str
+    """As the user wrote it: a path, or the name of a module."""
+    path: str = ""
+    """Absolute; empty for a module."""
+    arguments: tuple[str, ...] = ()
+    keeps_variables: bool = False
+    """Whether its variables are to be those of later cells."""
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it is a module, to be found as ``import`` does."""
+        return not self.path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CellSpec:
-    """A cell to run on a rank."""
+    """A cell, or a script, to run on a rank."""
 
     source: str
     execution_count: int
     """The ``n`` of the notebook's ``In [n]``, so that tracebacks on the ranks name it."""
     run_id: str = ""
     """The run that ``ddpnb.log`` in this cell adds to; empty: none."""
+    script: Script | None = None
+    """The script whose text ``source`` is; None: a cell."""
     debug_rank: int | None = None
     """The rank that may ask questions, with ``breakpoint()`` or ``input()``."""
     debug_socket: str = ""
@@ -329,7 +358,9 @@ class RankStatus:
     cell: int = 0
     """The ``n`` of the cell ``In [n]`` that it runs; 0 if not known."""
     line: int = 0
-    """The line of that cell; 0 if not known."""
+    """The line of that cell, or of a script; 0 if not known."""
+    file: str = ""
+    """The name of that script; empty in a cell."""
     call: str = ""
     """The call of ``torch.distributed`` that it waits in, e.g. ``"all_reduce"``; empty if none."""
     in_backward: bool = False

@@ -1,15 +1,10 @@
 """The functions that the kernel calls on a rank by their names, through ``OnRank`` (ranks)."""
 
-import copy
 import functools
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
-
-from ipyparallel.serialize import deserialize_object, serialize_object
-from torch import Tensor
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import (
@@ -23,12 +18,15 @@ from ddpnb.protocol.messages import (
     StaleVariable,
 )
 from ddpnb.protocol.notation import parse_strategy
-from ddpnb.rank import cells
+from ddpnb.protocol.variables import Parcel
+from ddpnb.rank import cells, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import completions, description
 from ddpnb.rank.training import loop
+
+received = variables.Received()
 
 
 def or_failure(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,14 +80,16 @@ def validate(spec: RunSpec) -> Checked:
     """Check one training before anything trains."""
     engine = this_engine()
     cells.warn_again()
-    return cells.interruptible(
-        lambda: loop.validate(
-            spec,
-            state=engine.group.state(),
-            namespace=engine.shell.user_ns,
-            filename=filename_of(spec, engine),
+    with engine.adopted_group.during():
+        return cells.interruptible(
+            lambda: loop.validate(
+                spec,
+                state=engine.group.state(),
+                namespace=engine.shell.user_ns,
+                filename=filename_of(spec, engine),
+                cache=engine.data_cache,
+            )
         )
-    )
 
 
 @or_failure
@@ -101,9 +101,9 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
     engine.stop_wanted.clear()  # a late request was for the run before
     first_batch = rejoin_info.first_batch if rejoin_info else 0
     publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)
-    is_own = parse_strategy(spec.strategy).name in STRATEGIES  # and need not be watched closely
-    trusting = group.collective_checks.trusting_torch() if is_own else nullcontext()
-    with closing(publisher), trusting:
+    is_built_in = parse_strategy(spec.strategy).name in STRATEGIES  # then torch calls as it should
+    trusting = group.collective_checks.trusting_torch() if is_built_in else nullcontext()
+    with closing(publisher), trusting, engine.adopted_group.during():
         report = cells.interruptible(
             lambda: loop.run(
                 spec,
@@ -115,48 +115,36 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
                 filename=filename_of(spec, engine),
                 rejoin_info=rejoin_info,
                 cancellation=group.cancellation,
+                cache=engine.data_cache,
             )
         )
     return replace(report, num_batches_sent=publisher.num_batches)
 
 
-@or_failure
-def push(variables: bytes) -> None:
-    """Put packed variables into this rank's namespace."""
-    shell = this_engine().shell
-    unpacked, _ = deserialize_object(pickle.loads(variables), shell.user_ns)
-    shell.push(unpacked)
+def free_data() -> None:
+    """Free the data of the comparison that has ended."""
+    this_engine().data_cache.clear()
 
 
 @or_failure
-def pull(expression: str) -> bytes:
-    """Return the packed value of an expression in this rank's namespace.
+def push(parcel: Parcel) -> None:
+    """Put the notebook's variables into this rank's namespace."""
+    received.take(parcel, this_engine().shell.user_ns)
 
-    Tensors, also those in lists, tuples and dicts, are copied from the GPU: the kernel would have
-    to start CUDA to unpack them.
-    """
+
+@or_failure
+def pull(expression: str, path: str, classes: Collection[str], num_copies: int) -> Parcel:
+    """Return the value of an expression in this rank's namespace; see ``variables.give``."""
     engine = this_engine()
-    value = eval(expression, engine.shell.user_ns)
-    if engine.group.device.type == "cuda":
-        value = on_cpu(value)
-    buffers = serialize_object([value], buffer_threshold=0)
-    return pickle.dumps([bytearray(buffer) for buffer in buffers])  # writable on arrival
-
-
-def on_cpu(value: object) -> object:
-    """Return a value with its tensors, also those in lists, tuples and dicts, on the CPU."""
-    match value:
-        case Tensor():
-            return value.cpu()
-        case dict():
-            copied = copy.copy(value)  # keeps its class, as of a state_dict
-            copied.update((key, on_cpu(item)) for key, item in value.items())
-            return copied
-        case tuple() if hasattr(value, "_make"):  # a named tuple
-            return value._make(map(on_cpu, value))
-        case list() | tuple() if type(value) in (list, tuple):
-            return type(value)(map(on_cpu, value))
-    return value
+    return cells.interruptible(
+        lambda: variables.give(
+            expression,
+            engine.shell.user_ns,
+            path=f"{path}-{engine.group.rank}",
+            classes=classes,
+            num_copies=num_copies,
+        )
+    )
 
 
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import os
 import re
 import resource
@@ -29,7 +30,8 @@ from ddpnb.rank.collective_log import CollectiveMismatchError
 from ddpnb.rank.comm.rendezvous import RankLostError, RunCancelledError
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.publisher import Publisher
-from ddpnb.rank.shell import questions
+from ddpnb.rank.scripts import run_script
+from ddpnb.rank.shell import NoPromptError, questions
 from ddpnb.rank.status import is_users, num_collectives
 
 DRAIN_SECONDS = 0.2
@@ -65,7 +67,9 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     Output, figures and the value of the last expression go through the engine's own output channel
     while the cell runs.
     """
-    with closing(Publisher(rank=engine.group.rank, run_id=spec.run_id)) as publisher:
+    publishing = closing(Publisher(rank=engine.group.rank, run_id=spec.run_id))
+    adopted = engine.adopted_group.during(is_script=spec.script is not None)
+    with publishing as publisher, adopted:
         engine.publisher = publisher
         error = run_source(spec, engine)
     failure = None if error is None else failure_of(error, engine)
@@ -108,15 +112,16 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     warn_again()
     try:
         with errors_shown_by(shell) as shown, questions(spec, engine.group.rank):
-            result = interruptible(lambda: shell.run_cell(spec.source, store_history=True))
+            error = interruptible(lambda: execute(spec, engine))
         wait_for_children_output(children_page_faults() > faults)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
+        for error in shown:
+            release_frames(error)
         return interrupt
-    error: BaseException | None = result.error_before_exec or result.error_in_exec
-    if is_success(error):
-        error = None
     if isinstance(error, KeyboardInterrupt):  # at an ``await``, IPython first shows what it cancels
         return error
+    if is_success(error):
+        error = None
     return next(iter(shown), error) or aborted(engine)
 
 
@@ -125,6 +130,26 @@ def warn_again() -> None:
     warnings.filterwarnings("ignore", "To exit: use")  # IPython's, where sys.exit ends a cell
     with warnings.catch_warnings():  # leaving it marks what the modules remember as out of date
         pass
+
+
+def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
+    """Run a cell or a script; return the error that ended it, if one did."""
+    shell = engine.shell
+    if spec.script is None:
+        result = shell.run_cell(spec.source, store_history=True)
+        error: BaseException | None = result.error_before_exec or result.error_in_exec
+        return error
+    shell.events.trigger("pre_execute")
+    try:
+        device = engine.group.device
+        run_script(spec.script, spec.source, namespace=shell.user_ns, device=device)
+    except (Exception, SystemExit) as failure:  # noqa: BLE001  the edge of the user's code
+        shell.showtraceback()
+        return failure
+    finally:
+        shell.events.trigger("post_execute")  # as matplotlib's figures need it
+        gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
+    return None
 
 
 @contextlib.contextmanager
@@ -150,7 +175,7 @@ def errors_shown_by(shell: InteractiveShell) -> Iterator[list[BaseException]]:
 
 
 def is_success(error: BaseException | None) -> bool:
-    """Return whether an exception ends a cell as a script that succeeds: ``sys.exit(0)``."""
+    """Return whether an exception is the end of code that has succeeded: ``sys.exit(0)``."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
@@ -240,8 +265,9 @@ def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     shell, frames = engine.shell, users_part(error.__traceback__)
     if isinstance(error, CollectiveMismatchError | UserError):
         end_at_users(frames, shell)
-    in_cell = any(is_users(frame, shell) for frame, _ in traceback.walk_tb(frames))
-    if isinstance(error, BdbQuit) or (isinstance(error, UserError) and not in_cell):
+    in_code = any(is_users(frame, shell) for frame, _ in traceback.walk_tb(frames))
+    is_enough = isinstance(error, BdbQuit) or (isinstance(error, NoPromptError) and not in_code)
+    if is_enough or (isinstance(error, UserError | SystemExit) and frames is None):
         return []  # its message is enough
     if isinstance(error, SyntaxError) and frames is None:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])

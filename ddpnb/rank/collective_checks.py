@@ -34,6 +34,8 @@ from ddpnb.rank.collective_log import METHODS, NO_ROOT, Collective, CollectiveLo
 FILES = "calls-{generation}-"
 CELLS = f"{os.sep}ipykernel_"
 """A part of the file name of every cell's code."""
+_users_file = CELLS
+"""A part of the file name of the code with the user's lines."""
 USUAL_DEPTH = 5
 """How far up the stack the user's line is if a cell calls a function of ``torch.distributed``."""
 BACKWARD = torch.autograd.backward.__code__.co_filename
@@ -107,6 +109,7 @@ class CollectiveChecker:
     def _method(self, collective: Collective, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the replacement of a method of ``ProcessGroup``."""
 
+        @torch_internals.not_compiled
         @functools.wraps(original)
         def method(group: ProcessGroup, *arguments: Any, **options: Any) -> Any:
             root = _root_of(collective, arguments)
@@ -123,6 +126,7 @@ class CollectiveChecker:
         backends_own = torch_internals.next_kernel(collective.operation)
         num = collective.num_tensors
 
+        @torch_internals.not_compiled
         def kernel(keys: Any, *arguments: Any) -> Any:
             group, rest = ProcessGroup.unbox(arguments[num]), arguments[num + 1 :]
             root = NO_ROOT if collective.root is None else rest[collective.root]
@@ -182,6 +186,17 @@ class CollectiveChecker:
         return log
 
 
+@contextlib.contextmanager
+def lines_of(path: str) -> Iterator[None]:
+    """Return a context in which the user's lines are those of a script."""
+    global _users_file
+    _users_file = path
+    try:
+        yield
+    finally:
+        _users_file = CELLS
+
+
 def is_known(collective: Collective) -> bool:
     """Return whether torch's dispatcher has a collective as it stands in ``METHODS``."""
     return torch_internals.has_operation(
@@ -205,14 +220,14 @@ def _users_place() -> tuple[int, bool]:
         frame = sys._getframe(USUAL_DEPTH)
     except ValueError:  # called from C++, in a thread of its own
         return 0, False
-    if CELLS in frame.f_code.co_filename:
+    if _users_file in frame.f_code.co_filename:
         return frame.f_lineno, False
     nearest: FrameType | None = sys._getframe(3)
     in_backward = False
     for _ in range(MAX_FRAMES):
         if nearest is None:
             break
-        if CELLS in nearest.f_code.co_filename:
+        if _users_file in nearest.f_code.co_filename:
             return nearest.f_lineno, in_backward
         in_backward = in_backward or nearest.f_code.co_filename == BACKWARD
         nearest = nearest.f_back

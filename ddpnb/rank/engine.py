@@ -6,6 +6,7 @@ import faulthandler
 import json
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
@@ -25,6 +26,8 @@ from ddpnb.rank.process_group import Group
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.shell import prepare
 from ddpnb.rank.status import rank_status, users_stack
+from ddpnb.rank.tasks.samples import DataCache
+from ddpnb.rank.torchrun import AdoptedGroup, end_cells_with_exit, refuse_launchers
 
 Handler = Callable[[], object]
 
@@ -52,8 +55,11 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     """The engine application of one rank; ``RankEngine.instance()`` returns it."""
 
     group = Instance(Group)
+    adopted_group = Instance(AdoptedGroup)
     publisher: Any = None
     """The publisher of the cell or run in progress."""
+    data_cache = Instance(DataCache, ())
+    """What the cell of the comparison in progress has loaded."""
     stop_wanted = Instance(threading.Event, ())
     """Set when the run in progress is to end early."""
 
@@ -64,6 +70,9 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         shell = self.kernel.shell
         shell.loop_runner = CellLoop()
         prepare(shell)
+        end_cells_with_exit(shell)
+        for name in ("ps1", "ps2", "ps3"):  # IPython's; by them libraries know a prompt
+            vars(sys).pop(name, None)
         shell.user_ns.update(
             rank=self.group.rank,
             local_rank=self.group.local_rank,
@@ -135,7 +144,10 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         shares_device=settings["shares_device"],
         folder=folder,
     )
-    engine = RankEngine.instance(group=group)
+    adopted_group = AdoptedGroup(group)
+    adopted_group.install()
+    refuse_launchers(group)
+    engine = RankEngine.instance(group=group, adopted_group=adopted_group)
     handlers = {
         RankCommand.ABORT: group.abort,
         RankCommand.STATUS: lambda: asdict(rank_status(group, engine.shell)),

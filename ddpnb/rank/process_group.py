@@ -15,6 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import destroy_process_group, init_process_group  # not the user's: torchrun
 
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.messages import RankState, StaleVariable
@@ -97,9 +98,7 @@ class Group:
         level = dist.DebugLevel.DETAIL if is_checked else dist.DebugLevel.OFF
         dist.set_debug_level(level)
         self.collective_checks.begin(self.folder, generation)
-        dist.init_process_group(
-            self.backend, store=store, rank=self.rank, world_size=self.world_size
-        )
+        init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size)
         self.generation = generation
         self.cancellation = CancellationToken()
         self.joined_ns = time.time_ns()
@@ -122,7 +121,7 @@ class Group:
             if not abort_groups(ABORT_SECONDS):
                 raise RuntimeError(f"{self.backend} did not abort: restart this rank.")
         with contextlib.suppress(RuntimeError):  # the connections of an aborted group are closed
-            dist.destroy_process_group()
+            destroy_process_group()
 
     @property
     def can_abort(self) -> bool:

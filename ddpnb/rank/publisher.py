@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ipyparallel.datapub import publish_data
 
@@ -40,6 +40,10 @@ class Publisher:
         self.num_batches = first_batch
         self._header: RunHeader | None = None
         self._rows: deque[bytes] = deque()
+        self._step_metrics: deque[tuple[int, Mapping[str, float]]] = deque()
+        """Each with the number of its row, counted over all batches."""
+        self._num_rows = 0
+        self._num_rows_sent = 0
         self._marks: deque[Mark] = deque()
         self._logged: deque[Logged] = deque()
         self._num_logged = 0
@@ -58,7 +62,10 @@ class Publisher:
             if event.kind is MarkKind.KILLED:
                 self._flush()  # this process is about to end
         else:
+            if event.metrics:  # before its row, so that no row is sent without them
+                self._step_metrics.append((self._num_rows, event.metrics))
             self._rows.append(pack_step(self.rank, event))
+            self._num_rows += 1
         if self._thread is None:
             self._start()
 
@@ -100,6 +107,7 @@ class Publisher:
         if header is None and not rows and not logged and not marks:
             return
         num_rows = len(rows)
+        found = list(self._take_step_metrics(num_rows))
         for seconds, loss, samples, _ in logged:
             event = StepEvent(
                 step=self._num_logged, seconds=seconds, num_samples=samples, loss=loss
@@ -114,13 +122,23 @@ class Publisher:
             rows=b"".join(rows),
             metrics=tuple(
                 (index, name, value)
-                for index, (*_, metrics) in enumerate(logged, start=num_rows)
+                for index, metrics in [
+                    *found,
+                    *((n, metrics) for n, (*_, metrics) in enumerate(logged, start=num_rows)),
+                ]
                 for name, value in metrics.items()
             ),
             marks=tuple(marks),
         )
         publish_data({f"{self.run_id}/{self.num_batches}": batch})
         self.num_batches += 1
+
+    def _take_step_metrics(self, num_rows: int) -> Iterator[tuple[int, Mapping[str, float]]]:
+        """Yield the metrics of the next rows, each with the index of its row in this batch."""
+        first, self._num_rows_sent = self._num_rows_sent, self._num_rows_sent + num_rows
+        while self._step_metrics and self._step_metrics[0][0] < self._num_rows_sent:
+            number, metrics = self._step_metrics.popleft()
+            yield number - first, metrics
 
 
 def log(*, loss: float = math.nan, samples: int = 0, **metrics: float) -> None:

@@ -35,6 +35,10 @@ TQDM_IN_NOTEBOOKS = ("tqdm.autonotebook", "tqdm.notebook")
 """Modules whose bars are widgets: on a rank they would stand still."""
 
 
+class NoPromptError(UserError):
+    """A rank has asked where nobody would answer."""
+
+
 def prepare(shell: Any) -> None:
     """Adapt a rank's IPython, once it has one."""
     name_of_code = shell.compile.get_code_name
@@ -43,7 +47,6 @@ def prepare(shell: Any) -> None:
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
     os.register_at_fork(after_in_child=write_to_descriptors)
     warnings.formatwarning = WarningFormat(shell)
-    shell.ask_exit = end_cell
     use_text_bars()
     shell.Completer.use_jedi = False  # its first answer takes a second
     builtins.input = sys.breakpointhook = refuse
@@ -55,14 +58,9 @@ def use_text_bars() -> None:
         sys.modules[name] = TextBars(name)
 
 
-def end_cell() -> NoReturn:
-    """End the cell, and not the rank, in place of ``quit`` and ``exit``."""
-    raise SystemExit(0)
-
-
 def refuse(*args: object, **options: object) -> NoReturn:
     """Say that nobody would answer, in place of ``input`` and ``breakpoint``."""
-    raise UserError(CANNOT_ASK)
+    raise NoPromptError(CANNOT_ASK)
 
 
 def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[str, str]]]:

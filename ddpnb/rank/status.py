@@ -35,6 +35,8 @@ DISTRIBUTED = inspect.unwrap(dist.all_reduce).__code__.co_filename
 SHARED_ALL_REDUCE = os.path.join("ddpnb", "rank", "comm", "shared_all_reduce.py")
 TRAINING = os.path.join("ddpnb", "rank", "training", "loop.py")
 
+OWN_FOLDER = str(Path(__file__).parents[1])
+
 POINT_TO_POINT = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
 """Calls between two ranks, each with the argument that names the other."""
 
@@ -47,12 +49,13 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
     pending = torch_internals.pending_collective(group.joined_ns) if may_wait else None
     if not call and pending is not None:
         call = pending.name
-    cell, line = (0, 0) if shell is None else users_line(frames, shell)
+    cell, line, file = (0, 0, "") if shell is None else users_line(frames, shell)
     return RankStatus(
         rank=group.rank,
         is_busy=line > 0 or any(map(is_training, frames)),
         cell=cell,
         line=line,
+        file=file,
         call=call,
         in_backward=bool(call) and any(each.f_code.co_filename == BACKWARD for each in frames),
         tensor=pending.tensor if call and pending else "",
@@ -62,12 +65,14 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
     )
 
 
-def users_line(frames: list[FrameType], shell: Any) -> tuple[int, int]:
-    """Return the cell and the line that the main thread has reached; zeros outside a cell."""
+def users_line(frames: list[FrameType], shell: Any) -> tuple[int, int, str]:
+    """Return the cell, the line and the script that the main thread has reached, if any."""
     for frame in frames:
         if is_users(frame, shell):
-            return cell_number(shell, frame.f_code.co_filename), frame.f_lineno
-    return 0, 0
+            path = frame.f_code.co_filename
+            cell = cell_number(shell, path)
+            return cell, frame.f_lineno, "" if cell else Path(path).name
+    return 0, 0, ""
 
 
 def cell_number(shell: Any, filename: str) -> int:
@@ -97,8 +102,14 @@ def main_thread_frames() -> Iterator[FrameType]:
 
 
 def is_users(frame: FrameType, shell: Any) -> bool:
-    """Return whether a frame runs a cell; ipyparallel's own call runs in that namespace too."""
-    return frame.f_globals is shell.user_ns and frame.f_code.co_filename != "<string>"
+    """Return whether a frame runs a cell or a script.
+
+    ipyparallel's own call runs in the cells' namespace too, and Python runs a process's first
+    module, the fork server's, as it runs a script.
+    """
+    path, names = frame.f_code.co_filename, frame.f_globals
+    is_script = names.get("__name__") == "__main__" and not path.startswith(OWN_FOLDER)
+    return (names is shell.user_ns or is_script) and path != "<string>"
 
 
 def is_training(frame: FrameType) -> bool:

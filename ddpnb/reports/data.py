@@ -21,7 +21,7 @@ counts updates.  NaN, infinite values and missing staleness are ``null``.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from ddpnb.history.metrics import step_split
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.summary import (
     reported,
+    reported_metrics,
     samples_per_second,
     staleness_counts,
     staleness_median,
@@ -130,6 +131,7 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         "final_loss": reported(run, lambda report: report.final_loss),
         "held_out_loss": reported(run, lambda report: report.held_out_loss),
         "held_out_accuracy": reported(run, lambda report: report.held_out_accuracy),
+        **{f"held_out_{name}": value for name, value in reported_metrics(run).items()},
         "staleness_median": staleness_median(stale),
         "staleness_max": float(len(stale) - 1) if len(stale) else np.nan,
         **{f"{name}_seconds": getattr(split.parts, name) for name in Parts._fields},
@@ -178,6 +180,8 @@ def _fields(value: Any) -> dict[str, Any] | None:
 
 
 def _number(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _number(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -232,3 +236,5 @@ def _results(run: RunSnapshot) -> Iterator[Point]:
     yield "held-out loss", samples, seconds, reported(run, lambda report: report.held_out_loss)
     accuracy = reported(run, lambda report: report.held_out_accuracy)
     yield "held-out accuracy", samples, seconds, accuracy
+    for name, value in reported_metrics(run).items():
+        yield f"held-out {name}", samples, seconds, value

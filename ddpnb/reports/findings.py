@@ -4,7 +4,8 @@ Where the ranges of two speeds overlap, the sentence says nothing about which is
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import combinations
 
 from ddpnb.history.comparison import Comparison
@@ -49,7 +50,7 @@ def results_table(comparison: Comparison, target: float | None = None) -> Table:
     )
     columns = [(Column(title="strategy"), heads)]
     is_classified = any(math.isfinite(s.held_out_accuracy.middle) for s in summaries)
-    for name, cell_of in COLUMNS.items():
+    for name, cell_of in _columns_of(summaries).items():
         cells = tuple(map(cell_of, summaries))
         is_redundant = is_classified and name == "held-out loss"  # still in to_frame()
         is_redundant |= name == "workers" and not _workers_differ(summaries)
@@ -82,7 +83,7 @@ def sentence(comparison: Comparison, target: float | None = None) -> str:
     parts = [
         _speeds([s for s in done if not s.is_emulated], called),
         "" if target is None else _reached(done, called, target),
-        _accuracies(done, called),
+        *_scores(done, called),
         *(_failures(summary, called[id(summary)]) for summary in summaries),
         *(
             f"{called[id(s)]} says nothing about the speed of the real one"
@@ -193,6 +194,28 @@ COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
 }
 """The columns after the first, each with the function that fills its cells."""
 
+
+def _columns_of(
+    summaries: Sequence[StrategySummary],
+) -> dict[str, Callable[[StrategySummary], Cell]]:
+    """Return all columns; those of the cell's own metrics follow the other held-out scores."""
+    names = dict.fromkeys(name for summary in summaries for name in summary.held_out_metrics)
+    at = list(COLUMNS).index("held-out accuracy") + 1
+    columns = list(COLUMNS.items())
+    own = [(f"held-out {name}", partial(_held_out, name)) for name in names]
+    logged = dict.fromkeys(name for summary in summaries for name in summary.last_metrics)
+    own += [(f"last {name}", partial(_last, name)) for name in logged]
+    return dict([*columns[:at], *own, *columns[at:]])
+
+
+def _held_out(name: str, summary: StrategySummary) -> Cell:
+    return _of(summary.held_out_metrics.get(name, Spread()))
+
+
+def _last(name: str, summary: StrategySummary) -> Cell:
+    return _of(summary.last_metrics.get(name, Spread()))
+
+
 ONLY_DIFFERENCES = ("memory per rank",)
 """Columns that are left out where all rows are the same."""
 
@@ -271,18 +294,18 @@ def _reached(done: Sequence[StrategySummary], called: dict[int, str], target: fl
     return "; ".join(parts)
 
 
-def _accuracies(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
-    """Return the held-out scores side by side, without a claim about which is better."""
-    known = [s for s in done if math.isfinite(s.held_out_accuracy.middle)]
-    if not known:
-        return ""
-    by_share: dict[str, list[str]] = {}
-    for each in known:
-        share = percent(each.held_out_accuracy.middle, 1)
-        by_share.setdefault(share, []).append(called[id(each)])
-    shares = [f"{share} for {listed(names)}" for share, names in by_share.items()]
-    text = ", and ".join([", ".join(shares[:-1]), shares[-1]] if len(shares) > 1 else shares)
-    return f"held-out accuracy is {text}"
+def _scores(done: Sequence[StrategySummary], called: dict[int, str]) -> Iterator[str]:
+    """Yield each held-out score side by side, without a claim about which is better."""
+    for name, cell_of in _columns_of(done).items():
+        if name.startswith("held-out ") and name != "held-out loss":
+            by_score: dict[str, list[str]] = {}
+            for each in done:
+                by_score.setdefault(cell_of(each).text, []).append(called[id(each)])
+            by_score.pop(NOTHING, None)
+            scores = [f"{score} for {listed(names)}" for score, names in by_score.items()]
+            if scores:
+                *most, last = scores
+                yield f"{name} is {', '.join(most)}{', and ' if most else ''}{last}"
 
 
 def _failures(summary: StrategySummary, name: str) -> str:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import decode_source
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder, new_id
-from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.messages import CellSpec, EventBatch, Failure, OnRank, StaleVariable
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.reports.cell_output import CellOutput
@@ -49,7 +50,7 @@ class SupervisedCall:
 
     def run_in_background(self) -> None:
         """Supervise it in a thread, so that the notebook can run other cells."""
-        self._thread = cell_thread(self._run_quietly)
+        self._thread = cell_thread(self._run_in_thread)
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -68,7 +69,7 @@ class SupervisedCall:
         """Stop it on all its ranks."""
         self._watch.stop_requested = True
 
-    def _run_quietly(self) -> None:
+    def _run_in_thread(self) -> None:
         raise NotImplementedError
 
 
@@ -137,7 +138,7 @@ class RunningCell(SupervisedCall):
         is_stopped = isinstance(self.error, CellInterrupt)
         return f"<{cell}: {'stopped' if is_stopped else 'failed' if self.error else 'finished'}>"
 
-    def _run_quietly(self) -> None:
+    def _run_in_thread(self) -> None:
         try:
             self.run()
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  wait() raises it
@@ -232,6 +233,24 @@ class Prompt:
         if self._pipe is not None:
             self._pipe.close()
         self._listener.close()
+
+
+def read_script(path: str) -> tuple[str, str]:
+    """Return a script's absolute path and its text.
+
+    Raises:
+        UserError: there is none, or it is not a text.
+    """
+    script = Path(path).expanduser().absolute()
+    try:
+        return str(script), decode_source(script.read_bytes())
+    except FileNotFoundError:
+        others = [each.name for each in script.parent.glob("*.py")]
+        near = closest(script.name, others)
+        advice = f"; did you mean {near}?" if near else "."
+        raise UserError(f"There is no script {script.name} in {script.parent}{advice}") from None
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a script: {error}.") from None
 
 
 def cell_thread(function: Callable[[], None]) -> threading.Thread:

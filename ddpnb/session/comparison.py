@@ -1,5 +1,6 @@
 """A comparison: strategies trained one after the other on the same task (kernel)."""
 
+import contextlib
 import math
 import sys
 import time
@@ -29,6 +30,8 @@ from ddpnb.session.errors import CellInterrupt, HangError, RankError
 
 STOP_INTERVAL_SECONDS = 0.3
 """Between two requests to stop; the ranks get them until they have stopped."""
+FREE_SECONDS = 2.0
+"""How long the ranks may take to free a comparison's data; the next comparison does it too."""
 GRACE_SECONDS = 1.2
 """How long the ranks may take to stop and to evaluate the model before they are interrupted."""
 
@@ -102,8 +105,8 @@ class Training:
     """What the cell has printed on the ranks."""
     _watch: Watch | None = None
     _is_stopped: bool = False
-    _next_stop_seconds: float = 0.0
-    _interrupt_seconds: float = math.inf
+    _next_stop_at: float = 0.0
+    _interrupt_at: float = math.inf
 
     def stop(self) -> None:
         """End the current run early and start no other; from any thread, also twice.
@@ -116,11 +119,10 @@ class Training:
     def run(self) -> ComparisonResult:
         """Train everything; show and store what was trained, however it ends.
 
-        A strategy that fails is left out from then on, and the others are trained.  If the very
-        first training fails, the others would fail too, and none is trained.
+        A strategy that fails is left out from then on, and the others are trained.
 
         Raises:
-            RankError: a strategy failed; raised at the end.
+            RankError: a strategy failed; raised at the end, the first of several.
             KeyboardInterrupt: it was interrupted; the ranks have stopped.
         """
         errors: dict[str, Exception] = {}
@@ -133,22 +135,26 @@ class Training:
                 except (UserError, RankError, HangError) as error:
                     errors[spec.strategy] = error
                     rest = [s.strategy for s in self.specs[number:] if s.strategy not in errors]
-                    if not self._continue_without(spec.strategy, rest, is_first=number == 0):
+                    if not self._continue_without(spec.strategy, rest):
                         break
         finally:
+            free_data(self.cluster)
             result = ComparisonResult(self.recorder.comparison, self.options)
             self.live.finish(result)
             self.printed.show()
         if errors:
-            raise next(iter(errors.values()))
+            (_, first), *others = errors.items()
+            for name, other in others:
+                print(f"{name} failed too: {_cause_of(other)}", file=sys.stderr)
+            raise first
         return result
 
-    def _continue_without(self, failed: str, rest: Sequence[str], *, is_first: bool) -> bool:
+    def _continue_without(self, failed: str, rest: Sequence[str]) -> bool:
         """Return whether the rest is trained after a strategy has failed, and print it."""
         if not rest or self._is_stopped:
             return False
         names = ", ".join(dict.fromkeys(rest))
-        if is_first or self.cluster.lost is not None:
+        if self.cluster.lost is not None:
             print(f"Not trained: {names}.", file=sys.stderr)
             return False
         print(f"{failed} failed and is left out; still to be trained: {names}.", file=sys.stderr)
@@ -172,7 +178,7 @@ class Training:
             tick=lambda: self._tick(recovery),
             survives=recovery.survives,
         )
-        self._interrupt_seconds = math.inf
+        self._interrupt_at = math.inf
         try:
             watch.run()
             if watch.stop_requested:
@@ -184,8 +190,7 @@ class Training:
             recovery.end()
         watch.lost = {r: cause for r, cause in watch.lost.items() if not recovery.survives(r)}
         if (error := error_of(watch)) is not None:
-            cause = error.cause if isinstance(error, RankError) else str(error)
-            self.recorder.end(spec.run_id, Status.FAILED, watch.hang or cause)
+            self.recorder.end(spec.run_id, Status.FAILED, watch.hang or _cause_of(error))
             if spec.kill and self._replace_dead("was killed by --kill, which ended the training"):
                 return
             raise error
@@ -216,18 +221,18 @@ class Training:
         now = time.monotonic()
         if not self._is_stopped:
             return
-        self._interrupt_seconds = min(self._interrupt_seconds, now + GRACE_SECONDS)
-        if self._watch is not None and now >= self._interrupt_seconds:
+        self._interrupt_at = min(self._interrupt_at, now + GRACE_SECONDS)
+        if self._watch is not None and now >= self._interrupt_at:
             self._watch.stop_requested = True
-        if now >= self._next_stop_seconds:  # a request before the first step was ignored
-            self._next_stop_seconds = now + STOP_INTERVAL_SECONDS
+        if now >= self._next_stop_at:  # a request before the first step was ignored
+            self._next_stop_at = now + STOP_INTERVAL_SECONDS
             for rank in self.cluster.living:
                 self.cluster.processes.command(rank, RankCommand.STOP)
 
     def _print_lost_samples(self, recovery: RankRecovery, report: object) -> None:
-        if recovery.came_back and isinstance(report, RunReport):
+        if recovery.restarted and isinstance(report, RunReport):
             print(
-                f"{recovery.spec.strategy}: rank {format_ranks(sorted(recovery.came_back))} died, "
+                f"{recovery.spec.strategy}: rank {format_ranks(sorted(recovery.restarted))} died, "
                 f"which lost {report.num_lost_samples} samples, and is a new process now, without "
                 "its variables.",
                 file=sys.stderr,
@@ -252,7 +257,9 @@ def prepare(
     Raises:
         UserError: the task or a strategy cannot be trained.  Nothing has been trained then.
     """
-    specs = with_checkpoints(spec.run_specs(), spec.strategies, store)
+    placed = with_checkpoints(spec.run_specs(), spec.strategies, store)
+    own_id = new_id()
+    specs = tuple(replace(each, comparison=own_id) for each in placed)
     warn_stale(cluster.ensure_group())
     by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
     printed = PrintedLines()
@@ -263,6 +270,7 @@ def prepare(
         }
     except BaseException:
         printed.show()
+        free_data(cluster)
         raise
     recorder = Recorder(
         store,
@@ -283,6 +291,16 @@ def prepare(
         options=spec.options,
         printed=printed,
     )
+
+
+def free_data(cluster: Cluster) -> None:
+    """Free what the cell's ``data(split)`` returned, on the ranks that still answer."""
+    with contextlib.suppress(UserError, RuntimeError, TimeoutError):
+        cluster.gather(OnRank("free_data"), ranks=cluster.living, timeout=FREE_SECONDS)
+
+
+def _cause_of(error: Exception) -> str:
+    return error.cause if isinstance(error, RankError) else str(error)
 
 
 def with_checkpoints(

@@ -78,12 +78,15 @@ def render_error(error: BaseException) -> str:
 def summarize(failures: Sequence[Failure]) -> str:
     """Say in one sentence which rank failed first, and how."""
     first = failures[0]
-    if first.is_death:
-        return (
-            f"rank {first.rank} {first.text}; %ddp_restart --ranks {first.rank} brings it back, "
-            "the other ranks keep their variables"
-        )
     same = _identical_to(first, failures)
+    if first.is_death:
+        ranks, text, it = [failure.rank for failure in same], first.text, "it"
+        if len(ranks) > 1:
+            text, it = text.replace("was ", "were ").replace("has ", "have "), "them"
+        return (
+            f"{spoken_ranks(ranks)} {text}; %ddp_restart --ranks {format_ranks(ranks)} "
+            f"brings {it} back, the other ranks keep their variables"
+        )
     if len(same) > 1:
         return f"ranks {format_ranks(f.rank for f in same)} failed: {first.name}: {first.text}"
     others = "" if len(failures) == 1 else " first"

@@ -1,7 +1,6 @@
 """All that ddpnb can do in one notebook; magics and their Python twins call it (kernel)."""
 
 import atexit
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -17,8 +16,8 @@ from ddpnb.cluster.run_folder import find
 from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
-from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import CellSpec, Failure, OnRank
+from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
@@ -29,6 +28,7 @@ from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
 from ddpnb.session.cells import Prompt, RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
+from ddpnb.session.variables import pull, push, remove_leftovers
 
 OnProgress = Callable[[str], None]
 """Is called with a line of text at each stage of a start."""
@@ -87,6 +87,7 @@ class Session:
             )
         self.stop()
         self._cluster = cluster = Cluster.attach(find(name, Path.cwd()))
+        remove_leftovers(cluster.folder)
         atexit.register(self._at_exit)
         if spec.detach_seconds:
             cluster.allow_detach(spec.detach_seconds)
@@ -146,8 +147,9 @@ class Session:
         timeout: float | None = None,
         check: bool = False,
         debug: int | None = None,
+        script: Script | None = None,
     ) -> RunningCell | None:
-        """Run a cell on ranks; see ``ddpnb.run_cell``."""
+        """Run a cell, or a script, on ranks; see ``ddpnb.run_cell`` and ``ddpnb.run_script``."""
         cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
         if timeout is not None and timeout <= 0:
@@ -162,6 +164,7 @@ class Session:
             source=source,
             execution_count=this_cell_number(),
             run_id=new_id() if name else "",
+            script=script,
             debug_rank=debug,
             debug_socket=prompt.address if prompt else "",
         )
@@ -206,30 +209,18 @@ class Session:
     def push(self, variables: Mapping[str, object], ranks: str | None = None) -> None:
         """Copy variables to ranks; see ``ddpnb.push``."""
         cluster = self._require_free()
-        chosen = parse_ranks(ranks, len(cluster.ranks))
-        names = ", ".join(variables)
-        try:
-            packed = pack(variables)
-        except Exception as error:
-            raise UserError(f"{names} cannot be sent to the ranks: {error}.") from error
-        for failure in _gather(cluster, OnRank("push"), packed, ranks=chosen):
-            if failure is not None:
-                cause = f"{failure.name}: {failure.text}"
-                raise UserError(f"{names} cannot be read on rank {failure.rank}: {cause}.")
+        push(cluster, variables, parse_ranks(ranks, len(cluster.ranks)))
 
     def pull(self, expression: str, ranks: str | None = None) -> Any:
         """Return the value of an expression on ranks; see ``ddpnb.pull``."""
         cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
-        found = _gather(cluster, OnRank("pull"), expression, ranks=chosen)
-        for value in found:
-            if isinstance(value, Failure):
-                cause = f"{value.name}: {value.text}"
-                raise UserError(f"Rank {value.rank} cannot give {expression}: {cause}.")
         try:
-            values = [unpack(value) for value in found]
-        except Exception as error:
-            raise UserError(f"{expression} cannot be read in the notebook: {error}.") from error
+            values = pull(cluster, expression, chosen)
+        except KeyboardInterrupt:
+            idle = [rank for rank in chosen if rank not in self._jobs.busy_ranks]
+            cluster.interrupt(idle)  # else they compute on
+            raise
         if ranks is not None and len(chosen) == 1:
             return values[0]
         return dict(zip(chosen, values, strict=True))
@@ -279,7 +270,16 @@ class Session:
         """Return stored runs as one comparison."""
         if not names:
             raise UserError("Name the runs to draw, as %ddp_runs lists them.")
-        return ComparisonResult(self.store.load(*names), options)
+        found = self.store.load(*names)
+        measured = dict.fromkeys(name for run in found.runs for name in run.metric_curves)
+        if options.y and options.y not in measured:
+            if not measured:
+                raise UserError(
+                    f"These runs measured nothing but the loss, so no {options.y}: return it from "
+                    "training_step, in a dict beside the loss."
+                )
+            raise one_of("number", options.y, measured)
+        return ComparisonResult(found, options)
 
     def names(self) -> tuple[str, ...]:
         """Return every name that ``load`` takes."""
@@ -370,39 +370,3 @@ def this_cell_number() -> int:
     """Return the ``n`` of the notebook cell ``In [n]`` that is running."""
     shell = get_ipython()
     return 0 if shell is None else shell.execution_count - 1  # counted up before it runs
-
-
-# -- variables between the notebook and the ranks --------------------------------------------
-
-
-def _gather(
-    cluster: Cluster, function: OnRank, *arguments: object, ranks: Sequence[int]
-) -> list[Any]:
-    """Call a function on some ranks; advise the user when one does not answer."""
-    try:
-        return cluster.gather(function, *arguments, ranks=ranks)
-    except TimeoutError as error:
-        raise UserError(
-            f"There was {error}: a cell may still run there; %ddp_why shows where it is, "
-            "%ddp_interrupt stops it."
-        ) from error
-
-
-def pack(variables: Mapping[str, object]) -> bytes:
-    """Serialize variables for the ranks as ipyparallel does it; raises what pickle raises.
-
-    That handles functions defined in a cell and large arrays.  But they travel as plain bytes: an
-    unreadable value is then an error of this call, and does not stop ipyparallel's client.
-    """
-    from ipyparallel.serialize import serialize_object  # noqa: PLC0415  0.3 s: once ranks run
-
-    buffers = serialize_object(dict(variables), buffer_threshold=0)
-    return pickle.dumps([bytearray(buffer) for buffer in buffers])  # writable where they arrive
-
-
-def unpack(value: bytes) -> Any:
-    """Deserialize a value from a rank; raises what pickle raises."""
-    from ipyparallel.serialize import deserialize_object  # noqa: PLC0415  0.3 s: once ranks run
-
-    (found,), _ = deserialize_object(pickle.loads(value))
-    return found

@@ -9,7 +9,7 @@ import torch
 import ddpnb
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.strategies.base import StepReport
+from ddpnb.rank.strategies.replica import StepReport
 from ddpnb.rank.training.timing import MAX_PENDING, CudaClock
 from ddpnb.session.errors import RankError
 from ddpnb.session.session import this_session
@@ -87,7 +87,7 @@ def test_a_gpus_clock_stands_still_while_it_is_paused():
     """Written without a GPU at hand."""
     import torch
 
-    from ddpnb.rank.strategies.base import StepReport
+    from ddpnb.rank.strategies.replica import StepReport
     from ddpnb.rank.training.timing import clock_of
 
     clock = clock_of(torch.device("cuda", 0))

@@ -81,8 +81,7 @@ def test_an_error_in_it_is_the_users_own(kernel: Kernel):
     line = OWN.replace("compare ddp Averaging", "compare Averaging ddp")
     source = line + AVERAGING.replace("parameter.grad *=", "parameter.gradient *=")
     cell = kernel.run(source)
-    assert "Averaging failed and is left out; still to be trained: ddp." in cell.text
-    assert re.search(r"^ddp ", cell.text, re.MULTILINE)
+    assert not cell.bundles("image/png")  # nothing has been trained
     assert "AttributeError: 'Parameter' object has no attribute 'gradient'" in cell.error_text
     line = source.splitlines().index(
         "            parameter.gradient *= self.share / self.replica.world_size"
@@ -112,7 +111,7 @@ class Fragile(nn.Linear):
 
     def forward(self, inputs):
         self.num_batches += 1
-        if self.num_batches > 4:
+        if self.num_batches > 8:
             raise RuntimeError("boom")
         return super().forward(inputs)
 """
@@ -120,7 +119,10 @@ class Fragile(nn.Linear):
         "nn.Linear(4, 2)", "Fragile(4, 2)"
     )
     line = source.replace("--epochs 1", "--epochs 4")
-    assert "Not trained: ddp." in kernel.run(line).text  # the baseline failed: so would it
+    both = kernel.run(line)
+    assert "single failed and is left out; still to be trained: ddp." in both.text
+    assert "ddp failed too: RuntimeError on ranks 0-1 (boom)" in both.text
+    assert both.error_text.count("RuntimeError: boom") == 1
     cell = kernel.run(line.replace("compare ddp", "compare ddp --no-baseline"))
     assert "RuntimeError: boom" in cell.error_text.splitlines()[0]
     assert cell.error_text.count("RuntimeError: boom") == 1
@@ -237,3 +239,50 @@ def test_a_rank_killed_on_purpose_ends_its_run_and_the_comparison_goes_on(kernel
     assert kernel.value(f"[m.seconds >= 1 for m in ({killed})]") == "[True, True]"
     assert kernel.run("%%ddp --ranks 0\nkept").by_rank == {0: ["10"]}
     assert kernel.run("%%ddp\nworld_size").by_rank == both("2")
+
+
+GENERAL = """%%ddp_compare ddp async --epochs 2 --batch-size 16 --repeats 2 --name general
+import torch
+from torch import nn
+def model(): return nn.Linear(4, 2)
+def data(split):
+    with open("loaded.txt", "a") as file:
+        file.write(f"{rank} {split}\\n")
+    return [{"x": torch.randn(4), "y": n % 2, "text": "a" * n} for n in range(50)]
+def training_step(model, batch):
+    scores = model(batch["x"])
+    return {"loss": nn.functional.cross_entropy(scores, batch["y"]), "entropy": -scores.mean()}
+def validation_step(model, batch):
+    return {"right": (model(batch["x"]).argmax(1) == batch["y"]).float().mean()}
+"""
+
+
+def test_data_are_loaded_once_per_rank_and_comparison(kernel: Kernel):
+    drawn(kernel.run(GENERAL))
+    loaded = kernel.folder / "loaded.txt"
+    once = ["0 test", "0 train", "1 test", "1 train"]
+    assert sorted(loaded.read_text().split("\n")[:-1]) == once
+    drawn(kernel.run(GENERAL))
+    assert sorted(loaded.read_text().split("\n")[:-1]) == sorted(2 * once)
+
+
+def test_what_a_cell_measures_is_tabled_and_stored(kernel: Kernel):
+    cell = kernel.run(GENERAL.replace("--name general", "--name measured"))
+    assert "held-out right" in cell.text
+    assert "held-out accuracy" not in cell.text
+    assert "last entropy" in cell.text
+    assert kernel.value("'entropy' in _.steps().columns") == "True"
+    again = kernel.run("%ddp_plot measured --y entropy")
+    drawn(again)
+    assert "held-out right" in again.text
+    assert "the cell defines training_step" in kernel.run("%ddp_export measured m.py").error_text
+    other = kernel.run("%ddp_plot measured --y entrpy").error_text
+    assert other == "UserError: There is no number 'entrpy'; choose one of: entropy."
+
+
+def test_an_error_in_a_step_names_its_cell_and_line(kernel: Kernel):
+    source = GENERAL.replace('model(batch["x"])\n    return', 'model(batch["X"])\n    return', 1)
+    cell = kernel.run(source)
+    assert "training_step(model, batch) failed on a batch of" in cell.error_text
+    assert "KeyError: 'X'" in cell.error_text
+    assert f"(In [{cell.number}], line" in cell.error_text

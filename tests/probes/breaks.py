@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 COMPAT = os.path.join("ddpnb", "compat", "")
@@ -61,6 +61,44 @@ def with_another_registration(module: Any) -> None:
     module.Optimizer.register_step_pre_hook = lambda self, hook: original(self, hook)
 
 
+def with_other_strategies(module: Any) -> None:
+    original = module._C._dynamo.eval_frame.set_code_exec_strategy
+
+    def set_code_exec_strategy(*args: Any) -> None:
+        if COMPAT in sys._getframe(1).f_code.co_filename:
+            raise AttributeError("set_code_exec_strategy")
+        original(*args)
+
+    module._C._dynamo.eval_frame.set_code_exec_strategy = set_code_exec_strategy
+
+
+def with_fixed_world(module: Any) -> None:
+    original = module._WorldMeta.WORLD
+
+    def set_world(owner: Any, group: Any) -> None:
+        if COMPAT in sys._getframe(1).f_code.co_filename:
+            raise AttributeError("WORLD")
+        original.fset(owner, group)
+
+    module._WorldMeta.WORLD = original.setter(set_world)
+
+
+def with_another_name(name: str) -> Callable[[Any], None]:
+    """Rename a function of a module, and wherever the module's functions use it."""
+
+    def apply(module: Any) -> None:
+        function, other = getattr(module, name), f"{name}_2"
+        delattr(module, name)
+        setattr(module, other, function)
+        function.__name__ = function.__qualname__ = other
+        for each in list(vars(module).values()):
+            if isinstance(each, FunctionType) and name in each.__code__.co_names:
+                names = (other if used == name else used for used in each.__code__.co_names)
+                each.__code__ = each.__code__.replace(co_names=tuple(names))
+
+    return apply
+
+
 def delete(*path: str) -> Callable[[Any], None]:
     def apply(module: Any) -> None:
         *owners, name = path
@@ -73,6 +111,7 @@ def delete(*path: str) -> Callable[[Any], None]:
 
 BREAKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "intercepts_collectives": ("torch", delete("library", "Library", "_destroy")),
+    "skips_frames": ("torch", with_other_strategies),
     "records_collectives": ("torch", delete("_C", "_distributed_c10d", "_dump_fr_trace_json")),
     "counts_collectives": (
         "torch.distributed",
@@ -82,6 +121,7 @@ BREAKS: dict[str, tuple[str, Callable[[Any], None]]] = {
         "torch.distributed.distributed_c10d",
         lambda module: hide(module._World, "pg_names"),
     ),
+    "hides_group": ("torch.distributed.distributed_c10d", with_fixed_world),
     "times_ddp": (
         "torch.nn.parallel.distributed",
         delete("DistributedDataParallel", "_set_ddp_runtime_logging_sample_rate"),
@@ -98,6 +138,11 @@ BREAKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "follows_calls": ("ipyparallel.client.client", without_message_hook),
     "replaces_heartbeats": ("ipyparallel.controller.heartmonitor", with_another_start),
     "leaves_loops": ("asyncio", delete("_set_running_loop")),
+    "shares_globals": (
+        "cloudpickle.cloudpickle",
+        lambda module: hide(module.Pickler, "globals_ref"),
+    ),
+    "knows_classes": ("cloudpickle.cloudpickle", with_another_name("_class_setstate")),
     "lists_options": ("argparse", lambda module: hide(module.ArgumentParser, "_actions")),
 }
 """For each probe, by its name: a module, and what to break in it once it has been imported."""

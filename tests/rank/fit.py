@@ -15,8 +15,9 @@ from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.parameter_store import ParameterAccess
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.async_ps import AsyncParameterServer
-from ddpnb.rank.strategies.base import Batch, Memory, Replica, StepReport, Strategy
-from ddpnb.rank.tasks.base import OptimizerFactory
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
+from ddpnb.rank.tasks.base import OptimizerFactory, Supervised
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
 
 BeforeStep = Callable[[int, int], None]
@@ -33,13 +34,19 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(6, 3),
     "batchnorm": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
     "frozen": lambda: frozen(),
-    "mixed": lambda: nn.Sequential(nn.Linear(6, 8), Cast(), nn.Linear(8, 3).double()),
+    "mixed": lambda: nn.Sequential(
+        nn.Linear(6, 8), Cast(torch.double), nn.Linear(8, 3).double(), Cast(torch.float)
+    ),
 }
 
 
 class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
     def forward(self, inputs: Tensor) -> Tensor:
-        return inputs.double()
+        return inputs.to(self.dtype)
 
 
 def frozen() -> nn.Module:
@@ -159,7 +166,7 @@ def drive(
     strategy.setup(
         Replica(
             model=problem.build(),
-            loss=nn.functional.mse_loss,
+            training_step=Supervised(nn.functional.mse_loss),
             optimizer=problem.factory(),
             device=torch.device("cpu"),
             rank=state.rank,
@@ -197,8 +204,7 @@ def taken_in_advance(shards: Iterator[Shard], num_prefetched: int) -> Iterator[S
 def batch_of(order: BatchSchedule, shard: Shard, inputs: Tensor, targets: Tensor) -> Batch:
     indices = order.indices(shard)
     return Batch(
-        inputs=inputs[indices],
-        targets=targets[indices],
+        content=(inputs[indices], targets[indices]),
         num_samples=len(indices),
         num_global=order.size(shard.step),
     )

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ddpnb.rank.random_state import preserve_globals
-from ddpnb.rank.strategies.base import NullTimer
+from ddpnb.rank.strategies.replica import NullTimer
 from ddpnb.rank.training.checkpoint import resumed, set_up
 from ddpnb.rank.training.context import build_context
 from tests.rank.ranks import make_state

@@ -10,8 +10,9 @@ from torch import nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Replica
 from ddpnb.rank.strategies.ddp import NUM_PLAIN_STEPS
+from ddpnb.rank.strategies.replica import Batch, Replica
+from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.training.timing import CpuClock
 from tests.rank.fit import Problem, batch_of, by_hand, by_strategy, distance
 
@@ -66,7 +67,7 @@ def large_job(state, folder, word):
     strategy.setup(
         Replica(
             model=model,
-            loss=nn.functional.mse_loss,
+            training_step=Supervised(nn.functional.mse_loss),
             optimizer=partial(torch.optim.SGD, lr=0.01),
             device=torch.device("cpu"),
             rank=state.rank,
@@ -76,9 +77,7 @@ def large_job(state, folder, word):
             name="large",
         )
     )
-    batch = Batch(
-        inputs=torch.randn(4, 600), targets=torch.randn(4, 2), num_samples=4, num_global=8
-    )
+    batch = Batch(content=(torch.randn(4, 600), torch.randn(4, 2)), num_samples=4, num_global=8)
     for _ in range(20):
         strategy.step(batch)
     buckets = strategy._ddp._get_ddp_logging_data()["num_buckets_reduced"]
@@ -111,7 +110,7 @@ def timed_job(state, folder, word, num_steps):
         strategy.setup(
             Replica(
                 model=torch.nn.Sequential(*layers),
-                loss=torch.nn.functional.mse_loss,
+                training_step=Supervised(torch.nn.functional.mse_loss),
                 optimizer=problem.factory(),
                 device=torch.device("cpu"),
                 rank=state.rank,

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ddpnb.protocol.messages import RunHeader, RunSpec, StepEvent
-from ddpnb.rank.strategies.base import NullTimer
+from ddpnb.rank.strategies.replica import NullTimer
 from ddpnb.rank.training import loop
 from ddpnb.rank.training.context import build_context
 
@@ -111,8 +111,8 @@ def augmented_job(state, folder, seed, first_step):
     with closing(context.strategy()) as strategy:
         strategy.setup(context.replica("t", num_steps=1, timer=NullTimer()))
         with context.source(strategy) as source:
-            ((_, pair),) = source
-    return pair.inputs.tolist()
+            ((_, (inputs, _)),) = source
+    return inputs.tolist()
 
 
 def test_processes_draw_other_random_numbers_on_each_rank_and_for_each_seed(ranks):

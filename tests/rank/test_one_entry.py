@@ -22,7 +22,8 @@ catalogue.STRATEGIES["added"] = catalogue.StrategyEntry(
 """
 
 FILE = """
-from ddpnb.rank.strategies.base import StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.base import SynchronousStrategy
+from ddpnb.rank.strategies.replica import StepReport
 
 class Added(SynchronousStrategy):
     def __init__(self, *, every=2):

@@ -11,12 +11,14 @@ from torch import nn
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RunHeader, RunSpec, StepEvent
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Plan
+from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.strategies.data_parallel import Cast, ThreadReplicas
-from ddpnb.rank.tasks.base import default_optimizer
+from ddpnb.rank.strategies.replica import Batch
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard
+from ddpnb.rank.tasks.optimizers import default_optimizer
 from ddpnb.rank.training import loop
-from ddpnb.rank.training.context import build_context, warm_up_notes, with_hooks
+from ddpnb.rank.training.context import build_context
+from ddpnb.rank.training.optimizer_hooks import warm_up_notes, with_hooks
 from tests.rank.ranks import make_state
 
 CELL = """
@@ -106,12 +108,12 @@ def test_replicas_of_a_model_compute_in_the_type_that_was_asked_for(amp):
 
     with_threads, with_torch = [], []
     with closing(ThreadReplicas(TypeOf(with_threads), 2, autocast)) as replicas:
-        replicas.forward(torch.ones(4, 4))
+        replicas.run(lambda model, part: model(part), [torch.ones(2, 4)] * 2)
     cast = Cast(TypeOf(with_torch), autocast)
 
     def in_a_thread():
         with torch.autocast("cpu"):
-            cast(torch.ones(4, 4))
+            cast(lambda model, part: model(part), torch.ones(4, 4))
 
     thread = threading.Thread(target=in_a_thread)
     thread.start()
@@ -165,7 +167,8 @@ def rates(num_updates: int, optimizer: torch.optim.Optimizer) -> list[float]:
 
 def optimizer_of(plan: Plan = PLAN, **choices) -> torch.optim.Optimizer:
     spec = spec_of("ddp", **choices)
-    return with_hooks(default_optimizer(0.1), spec, plan, ORDER)([nn.Parameter(torch.ones(1))])
+    parameters = [nn.Parameter(torch.ones(1))]
+    return with_hooks(default_optimizer(0.1), spec, plan, ORDER)(parameters, nn.Module())
 
 
 @pytest.mark.parametrize(("scaling", "full"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
@@ -262,8 +265,7 @@ def test_shards_that_synchronise_in_each_part_have_equally_many():
     def num_parts(num_samples: int, most_parts: int | None) -> int:
         rows = torch.ones(num_samples, 1)
         batch = Batch(
-            inputs=rows,
-            targets=rows,
+            content=(rows, rows),
             num_samples=num_samples,
             num_global=7,
             most_parts=most_parts,

@@ -10,17 +10,24 @@ from torch import nn
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks import cifar10, load_task, synthetic, text
-from ddpnb.rank.tasks.base import DatasetSamples, TensorSamples
+from ddpnb.rank.tasks.base import Supervised, Task
 from ddpnb.rank.tasks.batches import every_step
+from ddpnb.rank.tasks.samples import DatasetSamples, Samples, TensorSamples
 from ddpnb.rank.training import loop
 from ddpnb.rank.training.context import prefetching
-from ddpnb.rank.training.run_metrics import score
+from ddpnb.rank.training.evaluation import score
 from tests.rank.ranks import make_state
 from tests.rank.test_options import train_job
 
 
 def spec_of(task: str, **changes) -> RunSpec:
     return RunSpec(run_id="r", strategy="ddp", task=task, **{"batch_size": 8} | changes)
+
+
+def scored(samples: Samples, **changes):
+    """Score outputs against their targets."""
+    task = Task(model=nn.Identity, train=samples, held_out=samples, optimizer=None, **changes)
+    return score(nn.Identity(), task, samples, torch.device("cpu"))
 
 
 def size_of(model: nn.Module) -> int:
@@ -63,7 +70,7 @@ def test_every_character_counts_as_its_fraction_of_the_sample():
     scores[0, 1], scores[1, 2] = 1, 1
     targets = torch.tensor([[1, 1, 1, 0], [2, 2, 0, 0]])
     samples = TensorSamples(scores, targets)
-    found = score(nn.Identity(), nn.functional.cross_entropy, samples, torch.device("cpu"))
+    found = scored(samples)
     assert found.accuracy == pytest.approx((0.75 + 0.5) / 2)
 
 
@@ -81,12 +88,8 @@ NO_CLASSES = {
 
 @pytest.mark.parametrize(("outputs", "targets"), NO_CLASSES.values(), ids=NO_CLASSES)
 def test_what_is_no_classification_has_a_loss_and_no_accuracy(outputs, targets):
-    found = score(
-        nn.Identity(),
-        lambda outputs, targets: (outputs.sum() - targets.sum()).abs(),
-        TensorSamples(outputs, targets),
-        torch.device("cpu"),
-    )
+    step = Supervised(lambda outputs, targets: (outputs.sum() - targets.sum()).abs())
+    found = scored(TensorSamples(outputs, targets), step=step)
     assert found.loss == pytest.approx((outputs.sum() - targets.sum()).abs().item())
     assert math.isnan(found.accuracy)
 
@@ -122,14 +125,14 @@ def test_the_users_own_cifar_files_can_be_prefetched_by_processes(images):
     assert isinstance(train, DatasetSamples)
     shards = list(every_step(3, part=0, num_parts=1))
     wanted = [torch.tensor(numbers) for numbers in ([20, 0, 12, 11], [5], [11, 13, 2])]
-    with prefetching(train.dataset, shards, lambda shard: wanted[shard.step], 2, seed=0) as source:
+    with prefetching(train, shards, lambda shard: wanted[shard.step], 2, seed=0) as source:
         pairs = list(source)
     assert [shard for shard, _ in pairs] == shards
     for (_, (inputs, targets)), numbers in zip(pairs, wanted, strict=True):
         expected = train.fetch(numbers)
-        assert torch.equal(inputs, expected.inputs)
-        assert torch.equal(targets, expected.targets)
-    assert torch.equal(train.dataset[5][0], train.fetch(wanted[1]).inputs[0])
+        assert torch.equal(inputs, expected[0])
+        assert torch.equal(targets, expected[1])
+    assert torch.equal(train.dataset[5][0], train.fetch(wanted[1])[0][0])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_without_its_files_cifar_is_synthetic_and_says_so(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     task = load_task(spec_of("cifar10"), {}, "")
     assert task.notes == ("Synthetic data: there is no data/cifar-10-batches-bin.",)
-    assert task.train.fetch(torch.arange(3)).inputs.shape == (3, 3, 32, 32)
+    assert task.train.fetch(torch.arange(3))[0].shape == (3, 3, 32, 32)
 
 
 def test_the_residual_network_is_resnet_18():
@@ -165,7 +168,7 @@ def test_synthetic_models_have_as_many_parameters_as_asked_for(parameters):
     model = task.model()
     assert size_of(model) == parameters
     assert len(task.train) == 64
-    task.loss(model(torch.randn(4, 3, 32, 32)), torch.arange(4)).backward()
+    task.step(model, (torch.randn(4, 3, 32, 32), torch.arange(4))).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 

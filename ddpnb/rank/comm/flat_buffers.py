@@ -87,10 +87,13 @@ class FlatBuffer:
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients; the backward pass must have made all of them."""
-    found = [parameter.grad for parameter in parameters]
-    assert all(gradient is not None for gradient in found), "a parameter has no gradient"
-    return [gradient for gradient in found if gradient is not None]
+    """Return the gradients; a parameter that had no part in the loss gets one of zeros."""
+    found = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        found.append(parameter.grad)
+    return found
 
 
 def all_reduce_bytes(size: int, world_size: int) -> int:

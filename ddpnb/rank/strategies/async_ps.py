@@ -46,7 +46,8 @@ from ddpnb.rank.comm.flat_buffers import PackedTensors, num_bytes
 from ddpnb.rank.comm.parameter_server import NO_BOUND, ParameterServer
 from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, AccessLog, ParameterStore, ignore_access
 from ddpnb.rank.comm.transport import Drain
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, StepReport, Strategy
+from ddpnb.rank.strategies.base import Plan, State, Strategy
+from ddpnb.rank.strategies.replica import Batch, Replica, StepReport
 from ddpnb.rank.tasks.batches import Shard
 
 _WEIGHT_NOTE = (

@@ -1,4 +1,4 @@
-"""What a data-parallel strategy is: its base classes, and what it is given and returns (ranks).
+"""What a data-parallel strategy is: its base classes (ranks).
 
 A strategy is asked for its ``plan``, gets a ``Replica`` in ``setup``, trains on one ``Batch`` in
 each ``step``, and returns the trained model from ``finish``.  It returns numbers; it never
@@ -8,29 +8,19 @@ prints, logs or publishes.  A new one usually extends ``SynchronousStrategy`` an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, final
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.flat_buffers import num_bytes
-from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
-from ddpnb.rank.tasks.base import LossFunction, OptimizerFactory
-from ddpnb.rank.tasks.batches import Shard, every_step
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
+from ddpnb.rank.tasks.batches import Shard
 
 State = dict[str, Any]
 """What a checkpoint keeps: tensors, numbers and texts, in dicts and lists."""
-
-Part = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
-"""What a step's time can be spent on; the fields of ``messages.Parts`` that exclude each other."""
-
-Moment = Any
-"""A point in time on the device's own clock, from ``Timer.moment``."""
 
 
 class Strategy(ABC):
@@ -38,6 +28,11 @@ class Strategy(ABC):
 
     The constructor takes the options that ``catalogue.STRATEGIES`` lists, by name.
     """
+
+    wraps_model: ClassVar[bool] = False
+    """Whether the task's step gets a wrapper with a ``forward`` alone, and not the model."""
+    needs_all_gradients: bool = False
+    """Whether each parameter must have a part in each loss."""
 
     def on(self, device: str) -> Strategy:
         """Return the strategy for such a device: this one, unless it has a variant for it."""
@@ -159,10 +154,6 @@ class SynchronousStrategy(Strategy):
         return self._replica.model
 
 
-def no_delay() -> None:
-    """Take no time."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Which ranks take part and how, known before anything is set up."""
@@ -182,227 +173,3 @@ class Plan:
     is_emulated: bool = False
     """Whether the strategy cannot run here and is emulated; a note says how."""
     notes: tuple[str, ...] = ()
-
-
-class Timer(ABC):
-    """Divides the time of a step into parts, on the device's own clock."""
-
-    @abstractmethod
-    def begin(self, part: Part, at: Moment = None) -> Part:
-        """Count the time from now on, or from a recent moment, as ``part``.
-
-        Returns:
-            The part that time was counted as before.
-        """
-
-    @abstractmethod
-    def moment(self, seconds_ago: float = 0.0) -> Moment:
-        """Return this point in time, or on a CPU an earlier one, without waiting for the device."""
-
-    @abstractmethod
-    def hide(self, begun: Moment, ended: Moment) -> None:
-        """Count communication between two moments as hidden behind other work."""
-
-
-@final
-class NullTimer(Timer):
-    """A timer that counts nothing."""
-
-    def begin(self, part: Part, at: Moment = None) -> Part:
-        """Count nothing."""
-        return part
-
-    def moment(self, seconds_ago: float = 0.0) -> Moment:
-        """Return nothing."""
-
-    def hide(self, begun: Moment, ended: Moment) -> None:
-        """Count nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
-    """What one rank brings to a strategy: its copy of the model and its place in the group."""
-
-    model: nn.Module
-    """Plain, on ``device``, in training mode; the same weights on every rank."""
-    loss: LossFunction
-    optimizer: OptimizerFactory
-    """Makes an optimizer with its scaled learning rate, warm-up and clipping."""
-    device: torch.device
-    rank: int
-    world_size: int
-    num_steps: int
-    """Global batches to train on."""
-    first_step: int = 0
-    """Global batches that a resumed run was trained on before."""
-    folder: Path
-    """A directory that only the ranks of this host can reach."""
-    name: str
-    """Prefix of file names in ``folder``; no two trainings share it."""
-    timer: Timer = field(default_factory=NullTimer)
-    accumulate: int = 1
-    """Parts that each batch is split into, for gradient accumulation."""
-    amp: torch.dtype | None = None
-    """Type of the forward pass where it is safe; None: the model's own."""
-    transport: str = "auto"
-    """One of ``training_options.TRANSPORTS``."""
-    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    """Those that ``optimizer`` has made, in order."""
-    num_prefetched: int = 0
-    """Shards that are taken in advance, so that their samples can be fetched."""
-    delay: Callable[[], None] = no_delay
-    """Called in each step, between the forward and the backward pass: where a fault is injected
-    that makes this worker slow."""
-    joins: bool = False
-    """Whether the others train already, and this rank is in no group with them."""
-    cancellation: CancellationToken = field(default_factory=CancellationToken)
-    """Frees this rank from waiting for others."""
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that are trained, in the model's order."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    def worker_config(self, timeout_seconds: float) -> WorkerConfig:
-        """Return what reaches the other ranks outside the group; wait so long for a live one."""
-        return WorkerConfig(
-            rank=self.rank,
-            world_size=self.world_size,
-            folder=self.folder,
-            name=self.name,
-            timeout_seconds=timeout_seconds,
-            cancellation=self.cancellation,
-            transport=self.transport,
-            parameters=self.parameters,
-        )
-
-    def shards(self) -> Iterator[Shard]:
-        """Yield this rank's part of every global batch."""
-        return every_step(self.num_steps, part=self.rank, num_parts=self.world_size)
-
-    def shard(self, number: int) -> Shard:
-        """Return the shard of a number, where one queue hands out all parts in order."""
-        step, part = divmod(number, self.world_size)
-        return Shard(step=step, part=part, num_parts=self.world_size)
-
-    def whole_batches(self) -> Iterator[Shard]:
-        """Yield every global batch whole, for a rank that trains alone."""
-        return every_step(self.num_steps, part=0, num_parts=1)
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context in which the model and the loss are computed."""
-        if self.amp is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, self.amp)
-
-    def compute_gradients(
-        self,
-        batch: Batch,
-        *,
-        weight: float = 1.0,
-        model: nn.Module | None = None,
-        unsynced: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> Tensor:
-        """Run forward and backward on a batch, part by part if gradients are accumulated.
-
-        Afterwards each parameter's ``grad`` is ``weight`` times the gradient of the mean loss.
-
-        Args:
-            batch: on this rank's device.
-            weight: e.g. this worker's share of the global batch.
-            model: a wrapper to call in place of the plain model.
-            unsynced: makes the context for all parts but the last, e.g. DDP's ``no_sync``.
-
-        Returns:
-            The mean loss over the batch, before any update; shape (), detached.
-        """
-        called = self.model if model is None else model
-        called.zero_grad()
-        parts = batch.split(self.accumulate)
-        total = torch.zeros((), device=self.device)
-        for number, part in enumerate(parts, start=1):
-            share = part.num_samples / batch.num_samples
-            with unsynced() if number < len(parts) else nullcontext():
-                self.timer.begin("forward")
-                with self.autocast():
-                    loss = self.loss(called(part.inputs), part.targets)
-                self.delay()
-                self.timer.begin("backward")
-                (loss * (weight * share)).backward()
-            total += share * loss.detach()
-        return total
-
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the optimizer's step, timed as such."""
-        self.timer.begin("optimizer")
-        optimizer.step()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """One worker's part of a global batch, on its device."""
-
-    inputs: Tensor
-    targets: Tensor
-    num_samples: int
-    num_global: int
-    """Samples in the whole global batch, over all workers."""
-    most_parts: int | None = None
-    """The largest number of parts to split it into, where ranks communicate in each part and so
-    must all make as many; None: one for each sample."""
-
-    @property
-    def weight(self) -> float:
-        """This worker's share of the global batch."""
-        return self.num_samples / self.num_global
-
-    def report(
-        self, loss: Tensor, *, num_bytes_sent: int = 0, staleness: int | None = None
-    ) -> StepReport:
-        """Return the report of a step on this batch, with the mean loss before the update."""
-        return StepReport(
-            loss=loss,
-            num_samples=self.num_samples,
-            staleness=staleness,
-            num_bytes_sent=num_bytes_sent,
-        )
-
-    def split(self, num_parts: int) -> list[Batch]:
-        """Return as many parts, or ``most_parts`` where these are fewer."""
-        if num_parts == 1:
-            return [self]
-        num = min(num_parts, self.most_parts or self.num_samples)
-        pairs = zip(self.inputs.tensor_split(num), self.targets.tensor_split(num), strict=True)
-        return [
-            Batch(inputs=i, targets=t, num_samples=len(i), num_global=self.num_global)
-            for i, t in pairs
-        ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """The numbers of one step of one worker."""
-
-    loss: Tensor
-    """Mean loss over the worker's samples before the update; shape (), on the device, detached."""
-    num_samples: int
-    staleness: int | None = None
-    """Updates by others between the pull of the parameters and the use of the gradient."""
-    num_bytes_sent: int = 0
-    """What this worker sent to others, by the formula in the strategy's docstring."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """What one rank holds, in bytes; 0: not known."""
-
-    parameters: int = 0
-    optimizer: int = 0
-    """The optimizer's state: momentum and the like."""
-
-    @classmethod
-    def of(cls, parameters: Iterable[Tensor], *optimizers: torch.optim.Optimizer) -> Memory:
-        """Return the size of parameters and of optimizers' states on this rank."""
-        states = [state for optimizer in optimizers for state in optimizer.state.values()]
-        held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        return cls(parameters=num_bytes(parameters), optimizer=num_bytes(held))

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpnb.rank.comm.flat_buffers import FlatBuffer, gradients
-from ddpnb.rank.strategies.base import Batch, Memory, Replica, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.base import SynchronousStrategy
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 
 
 @final

@@ -9,6 +9,10 @@ Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Par
 Training", PVLDB 13(12), 2020, section 2.2; code: ``torch.nn.parallel.DataParallel``,
 which torch discourages in favour of DistributedDataParallel.
 
+Where the cell defines ``training_step``, each replica computes the loss of its own part, and the
+step's loss is their mean, weighted by their samples; so on threads where the model returns no
+tensor.
+
 Messages per step, with N replicas, for each part that the batch is split into: the parameters
 and buffers to N - 1 of them, the samples, the outputs to the first, their gradients back, and
 N - 1 replicas' gradients to the first.
@@ -17,19 +21,23 @@ those of all buffers; samples and outputs are not counted.
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import num_bytes
-from ddpnb.rank.strategies.base import Batch, Memory, Plan, Replica, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.base import Plan, SynchronousStrategy
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
+from ddpnb.rank.tasks.base import StepFunction, Supervised
 from ddpnb.rank.tasks.batches import Shard
+from ddpnb.rank.tasks.trees import moved
 
 Autocast = Callable[[], AbstractContextManager[object]]
 """Makes the context to compute in; torch's autocast belongs to one thread."""
@@ -66,14 +74,13 @@ class DataParallel(SynchronousStrategy):
         """Make the replicas, and one optimizer for the first."""
         super().setup(replica)
         gpus = _gpus(replica.device, replica.world_size)
+        self._torch: nn.DataParallel[Cast] | None = None
         if len(gpus) >= 2:
             self._num_replicas = len(gpus)
-            cast = Cast(replica.model, replica.autocast)
-            self._module: nn.Module = nn.DataParallel(cast, device_ids=gpus)
+            self._torch = nn.DataParallel(Cast(replica.model, replica.autocast), device_ids=gpus)
         else:
             self._num_replicas = replica.world_size
             self._threads = ThreadReplicas(replica.model, self._num_replicas, replica.autocast)
-            self._module = self._threads
         gradients = replica.parameters  # as large as these
         self._num_bytes = num_bytes([*_state(replica.model), *gradients])
 
@@ -85,13 +92,59 @@ class DataParallel(SynchronousStrategy):
         """Train on one global batch."""
         replica = self._replica
         # forward: each replica on its part, the loss on all outputs together; backward
-        loss = replica.compute_gradients(batch, model=self._module, unsynced=self._summed)
+        loss = replica.compute_gradients(batch, loss_of=self._loss_of, unsynced=self._summed)
         # agree
         self._sum_gradients()
         # update: the first replica only; the others are overwritten in the next step
         replica.update(self._optimizer)
         num_times = len(batch.split(replica.accumulate)) * (self._num_replicas - 1)
         return batch.report(loss, num_bytes_sent=num_times * self._num_bytes)
+
+    def _loss_of(self, part: Batch, share: float) -> Tensor:
+        """Scatter, replicate, run; gather the outputs, or the losses where there are only these."""
+        step = self._replica.training_step
+        if isinstance(step, Supervised) and self._torch is not None:
+            return step.loss(self._torch(_call, part.inputs), part.targets)
+        # As torch does: a small batch makes fewer parts than replicas, and the last may be smaller.
+        most = -(-part.num_samples // self._num_replicas)
+        starts = range(0, part.num_samples, most)
+        chunks = part.cut(min(most, part.num_samples - start) for start in starts)
+        results: list[Any]
+        if isinstance(step, Supervised):
+            outputs = self._run(_call, [chunk.inputs for chunk in chunks])
+            if all(map(_has_rows, outputs, chunks)):
+                return step.loss(self._gather(outputs), part.targets)
+            pairs = zip(outputs, chunks, strict=True)
+            results = [step.loss(output, chunk.targets) for output, chunk in pairs]
+        else:
+            results = self._run(step, [chunk.tree for chunk in chunks])
+        shares = [chunk.num_samples / part.num_samples for chunk in chunks]
+        losses = [
+            own * self._replica.loss_in(result, share * own).reshape(1)
+            for result, own in zip(results, shares, strict=True)
+        ]
+        return self._gather(losses).sum()
+
+    def _run(self, call: StepFunction, parts: list[Any]) -> list[Any]:
+        """Return the results of a call on each replica, with the newest parameters."""
+        if self._threads is not None:
+            return self._threads.run(call, parts)
+        assert self._torch is not None, "set up"
+        gpus = self._torch.device_ids[: len(parts)]
+        copies = self._torch.replicate(self._torch.module, gpus)
+        given = [
+            (call, moved(part, torch.device("cuda", gpu)))
+            for part, gpu in zip(parts, gpus, strict=True)
+        ]
+        return self._torch.parallel_apply(copies, given, [{} for _ in given])
+
+    def _gather(self, tensors: list[Tensor]) -> Tensor:
+        """Return the rows of all replicas on the first."""
+        if self._threads is not None:
+            return self._threads.gather(tensors)
+        assert self._torch is not None, "set up"
+        gathered: Tensor = self._torch.gather(tensors, self._torch.output_device)
+        return gathered
 
     @contextmanager
     def _summed(self) -> Iterator[None]:
@@ -130,11 +183,10 @@ class Cast(nn.Module):
         self.model = model
         self.autocast = autocast
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Call the model in the context."""
+    def forward(self, call: StepFunction, part: Any) -> Any:
+        """Call something with the model and a part of the batch, in the context."""
         with self.autocast():
-            outputs: Tensor = self.model(inputs)
-        return outputs
+            return call(self.model, part)
 
 
 @final
@@ -149,13 +201,15 @@ class ThreadReplicas(nn.Module):
         self._outputs: list[Tensor] = []
         self._gathered = torch.empty(0)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Replicate, scatter, run, gather."""
+    def run(self, call: StepFunction, parts: list[Any]) -> list[Any]:
+        """Replicate; call something with each replica and its part, on its thread."""
         self._replicate()
-        # As torch does: a small batch makes fewer parts than replicas, and the last may be smaller.
-        parts = inputs.chunk(len(self._models))
-        self._outputs = list(self._pool.map(Cast.__call__, self._models, parts))
-        self._gathered = torch.cat([output.detach() for output in self._outputs])
+        return list(self._pool.map(Cast.__call__, self._models, itertools.repeat(call), parts))
+
+    def gather(self, outputs: list[Tensor]) -> Tensor:
+        """Return the rows of all outputs; ``backward`` scatters their gradient."""
+        self._outputs = outputs
+        self._gathered = torch.cat([output.detach() for output in outputs])
         return self._gathered.requires_grad_()
 
     def backward(self) -> None:
@@ -188,6 +242,14 @@ class ThreadReplicas(nn.Module):
         for other in others:
             for mine, theirs in zip(_state(first), _state(other), strict=True):
                 theirs.copy_(mine)
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    return model(inputs)
+
+
+def _has_rows(output: object, chunk: Batch) -> bool:
+    return isinstance(output, Tensor) and output.shape[:1] == (chunk.num_samples,)
 
 
 def _gpus(device: torch.device, world_size: int) -> list[int]:

@@ -43,16 +43,8 @@ from torch.utils.hooks import RemovableHandle
 from ddpnb.compat.torch_internals import DdpTimers, times_ddp
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
-from ddpnb.rank.strategies.base import (
-    Batch,
-    Moment,
-    NullTimer,
-    Replica,
-    State,
-    StepReport,
-    SynchronousStrategy,
-    Timer,
-)
+from ddpnb.rank.strategies.base import State, SynchronousStrategy
+from ddpnb.rank.strategies.replica import Batch, Moment, NullTimer, Replica, StepReport, Timer
 
 NUM_PLAIN_STEPS: Final = 2
 """Steps before PowerSGD compresses; DDP forms its final buckets after the first."""
@@ -76,6 +68,9 @@ class DdpStrategy(SynchronousStrategy):
 
     In its ``setup`` a subclass calls ``wrap``, and sets ``report_overlap``.
     """
+
+    wraps_model = True
+    needs_all_gradients = True
 
     report_overlap: Callable[[], None]
     """Reports the communication in the backward pass that has just ended."""
@@ -115,6 +110,7 @@ class Ddp(DdpStrategy):
         static_graph: whether torch may assume that every step uses the same parameters.
         hook: how gradients are compressed.
         powersgd_rank: of the matrices that ``powersgd`` sends.
+        find_unused_parameters: whether a step need not use all parameters.
     """
 
     def __init__(
@@ -124,6 +120,7 @@ class Ddp(DdpStrategy):
         static_graph: bool = False,
         hook: str = "none",
         powersgd_rank: int = 1,
+        find_unused_parameters: bool = False,
     ) -> None:
         if powersgd_rank != 1 and hook != "powersgd":
             raise UserError("ddp:powersgd_rank goes with ddp:hook=powersgd; give both, or neither.")
@@ -131,6 +128,8 @@ class Ddp(DdpStrategy):
         self._static_graph = static_graph
         self._hook = hook
         self._powersgd_rank = powersgd_rank
+        self._finds_unused = find_unused_parameters
+        self.needs_all_gradients = not (find_unused_parameters or static_graph)
         self._power_state: PowerSGDState | None = None
         self._num_sent_before = 0
         self._is_resumed = False
@@ -149,7 +148,12 @@ class Ddp(DdpStrategy):
         """Wrap the model, which broadcasts rank 0's weights; takes part: every rank."""
         super().setup(replica)
         self._needs_one_bucket = self._hook == "powersgd" and replica.device.type == "cpu"
-        self.wrap(replica, bucket_cap_mb=self._cap_mb(), static_graph=self._static_graph)
+        self.wrap(
+            replica,
+            bucket_cap_mb=self._cap_mb(),
+            static_graph=self._static_graph,
+            find_unused_parameters=self._finds_unused,
+        )
         hook = self._comm_hook()
         self.report_overlap = observe(self._ddp, replica.timer, hook, self._power_state)
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpnb.rank.comm.flat_buffers import FlatBuffer, all_reduce_bytes, gradients, num_bytes
-from ddpnb.rank.strategies.base import Batch, Replica, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.base import SynchronousStrategy
+from ddpnb.rank.strategies.replica import Batch, Replica, StepReport
 
 
 class DdpByHand(SynchronousStrategy):

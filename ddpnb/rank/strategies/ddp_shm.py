@@ -29,8 +29,9 @@ from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
 from ddpnb.rank.comm.rendezvous import host_id
 from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce
-from ddpnb.rank.strategies.base import Plan, Replica, Timer
+from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.strategies.ddp import DdpStrategy, observe, observe_buffers
+from ddpnb.rank.strategies.replica import Replica, Timer
 
 _NO_SHARING_NOTE = "ddp-shm: the ranks cannot share memory here; gradients went through gloo."
 _GPU_NOTE = "ddp-shm is for CPU ranks; on GPUs gradients went through the group's own backend."

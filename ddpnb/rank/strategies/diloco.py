@@ -26,15 +26,8 @@ from torch import nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import FlatBuffer
-from ddpnb.rank.strategies.base import (
-    Batch,
-    Memory,
-    Plan,
-    Replica,
-    State,
-    StepReport,
-    SynchronousStrategy,
-)
+from ddpnb.rank.strategies.base import Plan, State, SynchronousStrategy
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 
 
 @final

@@ -52,17 +52,9 @@ from ddpnb.rank.comm.flat_buffers import FlatBuffer, num_bytes
 from ddpnb.rank.comm.parameter_store import AccessLog, ignore_access
 from ddpnb.rank.comm.rendezvous import RunOverError
 from ddpnb.rank.comm.work_queue import SharedWeights
-from ddpnb.rank.strategies.base import (
-    Batch,
-    Memory,
-    Plan,
-    Replica,
-    State,
-    StepReport,
-    Strategy,
-    SynchronousStrategy,
-)
+from ddpnb.rank.strategies.base import Plan, State, Strategy, SynchronousStrategy
 from ddpnb.rank.strategies.hogwild import SharedMemoryStrategy
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 
 _PAIRS_NOTE = "On GPUs gossip meets in pairs, step by step: they share no memory (together=on)."
 

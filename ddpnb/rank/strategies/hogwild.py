@@ -36,7 +36,8 @@ from ddpnb.rank.comm.flat_buffers import (
 from ddpnb.rank.comm.parameter_store import AccessLog, ParameterAccess, ScaledStep, ignore_access
 from ddpnb.rank.comm.rendezvous import Rendezvous, RunOverError, WorkerConfig, host_id
 from ddpnb.rank.comm.work_queue import WorkQueue
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, Strategy
+from ddpnb.rank.strategies.base import Plan, Strategy
+from ddpnb.rank.strategies.replica import Batch, Replica, StepReport
 from ddpnb.rank.tasks.batches import Shard
 
 _MEMORY = "memory"

@@ -23,7 +23,8 @@ from torch import nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import FlatBuffer, gradients
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.base import Plan, SynchronousStrategy
+from ddpnb.rank.strategies.replica import Batch, Replica, StepReport
 
 
 @final

@@ -23,7 +23,8 @@ from torch import nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import FlatBuffer
-from ddpnb.rank.strategies.base import Batch, Plan, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.base import Plan, SynchronousStrategy
+from ddpnb.rank.strategies.replica import Batch, StepReport
 
 _NOTE = "no-comm sends nothing: its model has learnt from rank 0's share of the samples alone."
 

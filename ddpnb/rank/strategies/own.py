@@ -8,10 +8,9 @@ Any class with ``setup(replica)``, ``step(batch)`` and ``finish()`` will do:
             self.optimizer = replica.optimizer(replica.parameters)
 
         def step(self, batch):
-            loss = self.replica.compute_gradients(batch)
+            loss = self.replica.compute_gradients(batch, weight=batch.weight)
             for parameter in self.replica.parameters:
                 torch.distributed.all_reduce(parameter.grad)
-                parameter.grad /= self.replica.world_size
             self.replica.update(self.optimizer)
             return loss
 
@@ -33,15 +32,8 @@ from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.notation import Choice
-from ddpnb.rank.strategies.base import (
-    Batch,
-    Memory,
-    Plan,
-    Replica,
-    State,
-    StepReport,
-    SynchronousStrategy,
-)
+from ddpnb.rank.strategies.base import Plan, State, SynchronousStrategy
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 
 _METHODS = ("setup", "step", "finish")
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import final
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.strategies.base import Batch, Plan, StepReport, SynchronousStrategy
+from ddpnb.rank.strategies.base import Plan, SynchronousStrategy
+from ddpnb.rank.strategies.replica import Batch, StepReport
 from ddpnb.rank.tasks.batches import Shard
 
 

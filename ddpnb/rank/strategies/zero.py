@@ -26,8 +26,9 @@ from torch.optim import Optimizer
 from ddpnb.compat.torch_internals import lists_step_hooks, step_hooks
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
-from ddpnb.rank.strategies.base import Memory, Replica, State
+from ddpnb.rank.strategies.base import State
 from ddpnb.rank.strategies.ddp import DdpStrategy, observe
+from ddpnb.rank.strategies.replica import Memory, Replica
 
 
 @final

@@ -19,7 +19,9 @@ from torch.utils.data import Dataset
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.tasks.base import DatasetSamples, Samples, Task, default_optimizer
+from ddpnb.rank.tasks.base import Task
+from ddpnb.rank.tasks.optimizers import default_optimizer
+from ddpnb.rank.tasks.samples import DatasetSamples, Samples
 from ddpnb.rank.tasks.synthetic import make_images
 
 FOLDER = Path("data") / "cifar-10-batches-bin"

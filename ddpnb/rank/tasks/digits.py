@@ -10,7 +10,9 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.tasks.base import Task, TensorSamples, default_optimizer
+from ddpnb.rank.tasks.base import Task
+from ddpnb.rank.tasks.optimizers import default_optimizer
+from ddpnb.rank.tasks.samples import TensorSamples
 
 _INITIAL_SCALE = 0.8
 _SPLIT_SEED = 0

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.tasks.base import Task, TensorSamples, default_optimizer
+from ddpnb.rank.tasks.base import Task
+from ddpnb.rank.tasks.optimizers import default_optimizer
+from ddpnb.rank.tasks.samples import TensorSamples
 
 NUM_CLASSES = 10
 IMAGE_SHAPE = (3, 32, 32)

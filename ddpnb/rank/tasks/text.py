@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
-from ddpnb.rank.tasks.base import Task, TensorSamples, default_optimizer
+from ddpnb.rank.tasks.base import Task
+from ddpnb.rank.tasks.optimizers import default_optimizer
+from ddpnb.rank.tasks.samples import TensorSamples
 
 TRAIN_FILES = (
     "ast.py",

@@ -25,7 +25,8 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import MODEL_FILE, RunSpec
 from ddpnb.protocol.processes import atomic_write
 from ddpnb.rank.random_state import random_state, set_random_state
-from ddpnb.rank.strategies.base import Replica, State, Strategy
+from ddpnb.rank.strategies.base import State, Strategy
+from ddpnb.rank.strategies.replica import Replica
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.timing import Clock
@@ -365,9 +366,10 @@ def check_replica(replica: Replica, checkpoint: State) -> None:
         raise UserError(
             "The checkpoint to resume from is of another model: let model() return the same one."
         )
-    kind = _kind(replica.optimizers[0])
-    for old in checkpoint["spec"].get("optimizers", [])[:1]:
-        if old != kind:
+    # A class of the user's own may make none here.
+    kinds = zip(checkpoint["spec"].get("optimizers", [])[:1], replica.optimizers, strict=False)
+    for old, mine in kinds:
+        if old != (kind := _kind(mine)):
             raise UserError(
                 f"The run to resume was trained with {_spelled(old)}, not {_spelled(kind)}: "
                 "let optimizer(params) return the same."

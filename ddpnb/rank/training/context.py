@@ -1,39 +1,45 @@
 """What all phases of one run share: its replicas, their optimizers and its samples (ranks)."""
 
 import contextlib
-import math
 import sys
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ddpnb.compat.torch_internals import end_data_workers
+from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
-from ddpnb.protocol.notation import check_fault_ranks
+from ddpnb.protocol.notation import check_fault_ranks, parse_strategy
 from ddpnb.protocol.processes import die_with_parent
 from ddpnb.rank.comm.rendezvous import CancellationToken
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, State, Strategy, Timer, no_delay
+from ddpnb.rank.strategies.base import Plan, State, Strategy
+from ddpnb.rank.strategies.replica import Batch, Replica, Timer, no_delay
 from ddpnb.rank.tasks import load_task
-from ddpnb.rank.tasks.base import DatasetSamples, OptimizerFactory, Pair, Task
+from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard
+from ddpnb.rank.tasks.samples import DataCache, DatasetSamples, Items
+from ddpnb.rank.tasks.trees import Tree, moved
+from ddpnb.rank.training.optimizer_hooks import with_hooks
 
 NUM_PREFETCHED = 2
 """Shards that each process fetches or has ready while this worker trains on one."""
 
-_COUNT = "num_updates"
-"""The key in a parameter group that counts updates during warm-up: a part of the saved state."""
+CHECK = "check"
+"""The phase in which a training is checked, before anything trains."""
 
-Source = AbstractContextManager[Iterator[tuple[Shard, Pair]]]
+Content = Tree | Items
+"""Samples of a shard: one batch, or items where its parts are collated one by one."""
+
+Source = AbstractContextManager[Iterator[tuple[Shard, Content]]]
 """Yields the shards to train on, in order, each with its samples."""
 
 
@@ -109,15 +115,16 @@ class RunContext:
         model = model.to(self.device).train()
         seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
         optimizers: list[Optimizer] = []
-        make_optimizer = with_hooks(self.task.optimizer, self.spec, self.plan, self.schedule)
+        is_tried = phase == CHECK
+        make = with_hooks(self.task.optimizer, self.spec, self.plan, self.schedule, is_tried)
 
         def recorded_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
-            optimizers.append(make_optimizer(parameters))
+            optimizers.append(make(parameters, model))
             return optimizers[-1]
 
         return Replica(
             model=model,
-            loss=self.task.loss,
+            training_step=self.task.step,
             optimizer=recorded_optimizer,
             device=self.device,
             rank=self.state.rank,
@@ -133,28 +140,29 @@ class RunContext:
             optimizers=optimizers,
             delay=delay,
             joins=self.rejoin_info is not None,
-            num_prefetched=NUM_PREFETCHED * self.spec.num_data_workers if self.prefetches else 0,
+            num_prefetched=NUM_PREFETCHED * self.num_data_workers if self.prefetches else 0,
             cancellation=self.cancellation,
         )
 
     def source(self, strategy: Strategy) -> Source:
         """Return the source of the samples for a strategy that has been set up."""
         if not self.prefetches:
-            return nullcontext(self.pairs(strategy))
+            return nullcontext(self.fetched(strategy))
         assert isinstance(self.task.train, DatasetSamples)
         offset = self.first_step * self.state.world_size + self.state.rank  # differs between ranks
         return prefetching(
-            self.task.train.dataset,
+            self.task.train,
             strategy.shards(),
             self.indices,
-            self.spec.num_data_workers,
+            self.num_data_workers,
+            keeps_items=self.keeps_items,
             seed=(self.spec.seed * 1_000_003 + offset) % 2**63,
         )
 
-    def pairs(self, strategy: Strategy) -> Iterator[tuple[Shard, Pair]]:
+    def fetched(self, strategy: Strategy) -> Iterator[tuple[Shard, Content]]:
         """Fetch the samples of each of a strategy's shards when it is its turn."""
         for shard in strategy.shards():
-            yield shard, self.task.train.fetch(self.indices(shard))
+            yield shard, self._fetch(self.indices(shard))
 
     def indices(self, shard: Shard) -> Tensor:
         """Return which samples a shard holds; steps count from where this run was resumed."""
@@ -162,16 +170,14 @@ class RunContext:
         whole = Shard(step=step, part=shard.part, num_parts=shard.num_parts)
         return self.schedule.indices(whole)
 
-    def batch(self, shard: Shard, pair: Pair) -> Batch:
+    def batch(self, shard: Shard, content: Content) -> Batch:
         """Copy the samples of a shard to the device."""
-        on_gpu = self.device.type == "cuda"
-        # A copy to a GPU makes this thread wait unless it comes from pinned memory.
-        inputs, targets = (part.pin_memory() if on_gpu else part for part in pair)
         num_global = self.schedule.size(self.first_step + shard.step)
+        least, num_larger = divmod(num_global, shard.num_parts)
         return Batch(
-            inputs=inputs.to(self.device, non_blocking=True),
-            targets=targets.to(self.device, non_blocking=True),
-            num_samples=len(inputs),
+            content=content if isinstance(content, Items) else moved(content, self.device),
+            device=self.device,
+            num_samples=least + (shard.part < num_larger),
             num_global=num_global,
             most_parts=num_global // shard.num_parts if self.syncs_batchnorm else None,
         )
@@ -193,7 +199,34 @@ class RunContext:
     @property
     def prefetches(self) -> bool:
         """Whether other processes fetch the samples."""
-        return self.spec.num_data_workers > 0 and isinstance(self.task.train, DatasetSamples)
+        return self.num_data_workers > 0 and isinstance(self.task.train, DatasetSamples)
+
+    @property
+    def num_data_workers(self) -> int:
+        """How many processes fetch: as many as asked for, or as the user's DataLoader has."""
+        return self.spec.num_data_workers or getattr(self.task.train, "num_workers", 0)
+
+    @property
+    def keeps_items(self) -> bool:
+        """Whether a batch is split before it is collated: what the cell collates has no rows."""
+        train = self.task.train
+        is_split = self.spec.accumulate > 1 or self.plan.num_workers > self.plan.num_ranks
+        return is_split and isinstance(train, DatasetSamples) and train.has_own_collate
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the strategy is a class of the user's own: it need not use the cell's loss."""
+        return parse_strategy(self.spec.strategy).name not in STRATEGIES
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the model must have a score in the end; a class of one's own may have no loss."""
+        return self.task.has_loss or self.task.has_measures or not self.is_own
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the trained model is scored by the loss too."""
+        return self.task.has_loss or not (self.is_own and self.task.has_measures)
 
     @property
     def syncs_batchnorm(self) -> bool:
@@ -205,9 +238,15 @@ class RunContext:
         return self.spec.sync_batchnorm and is_shared and is_in_step and on_gpu
 
     def _alone(self, indices: Tensor) -> Batch:
-        inputs, targets = (part.to(self.device) for part in self.task.train.fetch(indices))
-        num = len(inputs)
-        return Batch(inputs=inputs, targets=targets, num_samples=num, num_global=num)
+        num, content = len(indices), self._fetch(indices)
+        content = content if isinstance(content, Items) else moved(content, self.device)
+        return Batch(content=content, device=self.device, num_samples=num, num_global=num)
+
+    def _fetch(self, indices: Tensor) -> Content:
+        train = self.task.train
+        if self.keeps_items and isinstance(train, DatasetSamples):
+            return train.fetch_items(indices)
+        return train.fetch(indices)
 
 
 def build_context(
@@ -219,6 +258,7 @@ def build_context(
     cancellation: CancellationToken | None = None,
     filename: str,
     rejoin_info: RejoinInfo | None = None,
+    cache: DataCache | None = None,
 ) -> RunContext:
     """Load the task and find out which ranks take part.
 
@@ -228,7 +268,7 @@ def build_context(
     """
     check_fault_ranks(spec.slow, spec.kill, state.world_size)
     seed_everything(spec.seed)  # so that the data are the same on every rank
-    task = load_task(spec, namespace, filename)
+    task = load_task(spec, namespace, filename, cache)
     schedule = BatchSchedule(
         len(task.train),
         batch_size=spec.batch_size,
@@ -251,92 +291,28 @@ def build_context(
     )
 
 
-def warm_up_notes(spec: RunSpec, plan: Plan, schedule: BatchSchedule) -> tuple[str, ...]:
-    """Return the notes that stand beside the results if the warm-up is too short or too long."""
-    if spec.num_lr_warmup_epochs == 0:
-        return ()
-    option = f"--lr-warmup {spec.num_lr_warmup_epochs:g}"
-    num_updates = _num_warmup_updates(spec, plan, schedule)
-    if num_updates <= 1:
-        return (f"{option} has no effect: that is the time of one update, or less.",)
-    if num_updates > schedule.num_steps * plan.updates_per_batch:
-        return (f"The full learning rate is never reached: {option} is longer than the run.",)
-    return ()
-
-
-def with_hooks(
-    optimizer: OptimizerFactory, spec: RunSpec, plan: Plan, schedule: BatchSchedule
-) -> OptimizerFactory:
-    """Return a factory of optimizers that warm up, scale and clip, whatever the strategy.
-
-        lr at update t  =  lr * s(N) * min(1, (t + 1) / T)     s: N or sqrt(N), with N workers
-        g               <-  g * min(1, clip / |g|)             |g|: norm of all gradients together
-
-    They do so in their own hooks, and so in a worker and in a server alike.  Loading a state
-    restores momenta and the number of updates, but keeps this run's learning rate.
-
-    References: Goyal et al., "Accurate, Large Minibatch SGD", 2017 (linear scaling, warm-up);
-    Krizhevsky, "One weird trick", 2014 (square root); Pascanu et al., ICML 2013 (clipping).
-    """
-    scale = {"none": 1.0, "linear": plan.num_workers, "sqrt": math.sqrt(plan.num_workers)}
-    num_updates = _num_warmup_updates(spec, plan, schedule)
-    max_norm = math.inf if spec.clip is None else spec.clip
-
-    def make(parameters: list[nn.Parameter]) -> Optimizer:
-        made = optimizer(parameters)
-        for group in made.param_groups:
-            group["lr"] *= scale[spec.lr_scaling]
-        full = [group["lr"] for group in made.param_groups]
-
-        def restore(loaded: Optimizer) -> None:
-            """Forget a rate from mid-warm-up, or of another number of workers."""
-            for group, rate in zip(loaded.param_groups, full, strict=True):
-                group["lr"] = rate
-
-        def warm_up(stepping: Optimizer, *_: object) -> None:
-            for group, rate in zip(stepping.param_groups, full, strict=True):
-                group[_COUNT] = group.get(_COUNT, 0) + 1
-                group["lr"] = rate * min(1.0, group[_COUNT] / num_updates)
-
-        def clip(stepping: Optimizer, *_: object) -> None:
-            every = [each for group in stepping.param_groups for each in group["params"]]
-            nn.utils.clip_grad_norm_(every, max_norm)
-
-        made.register_load_state_dict_post_hook(restore)
-        if num_updates > 0:
-            made.register_step_pre_hook(warm_up)
-        if spec.clip is not None:
-            made.register_step_pre_hook(clip)
-        return made
-
-    return make
-
-
-def _num_warmup_updates(spec: RunSpec, plan: Plan, schedule: BatchSchedule) -> int:
-    """Return how many updates the warm-up takes; the last of them is made at the full rate."""
-    updates_per_epoch = schedule.steps_per_epoch * plan.updates_per_batch
-    return round(spec.num_lr_warmup_epochs * updates_per_epoch)
-
-
 @contextlib.contextmanager
 def prefetching(
-    dataset: Dataset[Any],
+    samples: DatasetSamples,
     shards: Iterable[Shard],
     indices: Callable[[Shard], Tensor],
     num_processes: int,
+    *,
     seed: int,
-) -> Iterator[Iterator[tuple[Shard, Pair]]]:
+    keeps_items: bool = False,
+) -> Iterator[Iterator[tuple[Shard, Content]]]:
     """Fetch shards in other processes before they are needed, by torch's ``DataLoader``.
 
     The processes live as long as the context.
 
     Args:
-        dataset: a map-style data set of (input, target) items.
+        samples: those to fetch.
         shards: all that will be trained on, in order; taken early, ``NUM_PREFETCHED`` for each
             process, also from a queue that others take from.
         indices: returns the sample numbers of a shard.
         num_processes: how many processes fetch.
         seed: of the random numbers in these processes.
+        keeps_items: whether items come as they are, to be collated later.
     """
     taken: deque[Shard] = deque()
 
@@ -347,8 +323,9 @@ def prefetching(
 
     batches = iter(
         DataLoader(
-            dataset,
+            samples.dataset,
             batch_sampler=numbers(),
+            collate_fn=list if keeps_items else samples.collate,
             num_workers=num_processes,
             prefetch_factor=NUM_PREFETCHED,
             worker_init_fn=_end_with_rank,
@@ -358,7 +335,10 @@ def prefetching(
         )
     )
     try:
-        yield ((taken.popleft(), Pair(inputs, targets)) for inputs, targets in batches)
+        if keeps_items:
+            yield ((taken.popleft(), Items(items, samples.collate)) for items in batches)
+        else:
+            yield ((taken.popleft(), batch) for batch in batches)
     finally:  # at once, for an exception's traceback may keep the iterator alive
         end_data_workers(batches)
 

@@ -27,7 +27,8 @@ import torch
 
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
 from ddpnb.protocol.notation import Kill, Slow, parse_kill, parse_slow
-from ddpnb.rank.strategies.base import Batch, Plan, Replica, Timer
+from ddpnb.rank.strategies.base import Plan
+from ddpnb.rank.strategies.replica import Batch, Replica, Timer
 
 KILL_TIMEOUT_SECONDS = 1.0
 """How long the kernel may take to kill a rank on purpose."""

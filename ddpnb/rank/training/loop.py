@@ -23,27 +23,43 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, RunSpec
 from ddpnb.rank.comm.rendezvous import CancellationToken, RunOverError, announce_failure
 from ddpnb.rank.random_state import preserve_globals
-from ddpnb.rank.strategies.base import NullTimer, Strategy
-from ddpnb.rank.tasks.base import Pair
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.replica import NullTimer
 from ddpnb.rank.tasks.batches import Shard
+from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, resumed, set_up
-from ddpnb.rank.training.context import RunContext, build_context
+from ddpnb.rank.training.context import CHECK, Content, RunContext, build_context
 from ddpnb.rank.training.fault_injection import FaultInjector, measure_compute_seconds
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.timing import Clock, clock_of
-from ddpnb.rank.training.validation import check_dense, check_evaluation, check_training
+from ddpnb.rank.training.validation import (
+    check_dense,
+    check_evaluation,
+    check_own,
+    check_training,
+    with_place,
+)
 
 UNNAMED = "<comparison>"
 """What tracebacks call a comparison's cell that has no number."""
 
 
 def validate(
-    spec: RunSpec, *, state: RankState, namespace: Mapping[str, object], filename: str = UNNAMED
+    spec: RunSpec,
+    *,
+    state: RankState,
+    namespace: Mapping[str, object],
+    filename: str = UNNAMED,
+    cache: DataCache | None = None,
 ) -> Checked:
-    """Check a training before anything trains; each rank may call it alone, as it sends nothing.
+    """Check a training before anything trains.
+
+    Each rank may call it alone, as it sends nothing; only a class of the user's own may, and takes
+    part with every rank of the group.
 
     The arguments are those of ``run``.
 
@@ -52,20 +68,30 @@ def validate(
         Exception: whatever the cell itself raises, with its own traceback.
     """
     with preserve_globals(torch.device(state.device)):
-        context = resumed(build_context(spec, state, namespace, filename=filename))
-        replica = context.replica("check", num_steps=1, timer=NullTimer(), is_grouped=False)
-        strategy = context.strategy()
-        batch = context.smallest_batch(strategy)
-        check_training(replica, batch)
-        check_dense(replica, spec.strategy)
+        try:
+            context = build_context(spec, state, namespace, filename=filename, cache=cache)
+            return _checked(resumed(context))
+        except UserError as error:
+            raise with_place(error, spec.cell, filename) from error.__cause__
+
+
+def _checked(context: RunContext) -> Checked:
+    replica = context.replica(CHECK, num_steps=1, timer=NullTimer(), is_grouped=False)
+    strategy = context.strategy()
+    batch = context.smallest_batch(strategy)
+    if context.is_own:
+        check_own(replica, batch, strategy)
+    else:
+        check_training(replica, batch, strategy)
+        check_dense(replica, context.spec.strategy)
         strategy.check(replica)
-        if state.rank == 0:
-            check_evaluation(replica, context.task, batch.num_samples)
-        if context.checkpoint is not None:
-            check_replica(replica, context.checkpoint)
-        return Checked(
-            num_samples=len(context.task.train), survives_deaths=context.plan.survives_deaths
-        )
+    if context.state.rank == 0 and context.is_evaluated:
+        check_evaluation(replica, context.task, batch.num_samples, has_loss=context.has_loss)
+    if context.checkpoint is not None:
+        check_replica(replica, context.checkpoint)
+    return Checked(
+        num_samples=len(context.task.train), survives_deaths=context.plan.survives_deaths
+    )
 
 
 def run(
@@ -79,6 +105,7 @@ def run(
     filename: str = UNNAMED,
     rejoin_info: RejoinInfo | None = None,
     cancellation: CancellationToken | None = None,
+    cache: DataCache | None = None,
 ) -> RunReport:
     """Train and evaluate one run.  Takes part: every rank of the default process group.
 
@@ -95,9 +122,10 @@ def run(
         filename: what tracebacks call the comparison's cell.
         rejoin_info: where this rank joins if the others train already; it is in no group then.
         cancellation: ends waits that are not the group's.
+        cache: keeps the data between the runs of a comparison.
 
     Raises:
-        UserError: what ``check`` would have refused.
+        UserError: what ``validate`` would have refused.
         RuntimeError: another rank left in the middle of the run.
     """
     with preserve_globals(torch.device(state.device)):
@@ -111,6 +139,7 @@ def run(
                 filename=filename,
                 cancellation=cancellation,
                 rejoin_info=rejoin_info,
+                cache=cache,
             )
         )
         no_part = RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
@@ -145,8 +174,8 @@ def _rehearse(context: RunContext) -> None:
     with closing(context.strategy()) as strategy:
         strategy.setup(context.replica("r", num_steps=num_steps, timer=clock))
         clock.start()
-        for shard, pair in context.pairs(strategy):
-            clock.timing(strategy.step(context.batch(shard, pair)))
+        for shard, content in context.fetched(strategy):
+            clock.timing(strategy.step(context.batch(shard, content)))
         clock.stop()
         strategy.finish()
 
@@ -192,13 +221,14 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
     if context.state.rank != 0:
         return metrics.report()
     callback.finish(model)
-    train = metrics.score(model, "training", context.task.train)
-    held_out = metrics.score(model, "held-out", context.task.held_out)
+    train = metrics.score(model, is_held_out=False)
+    held_out = metrics.score(model, is_held_out=True)
     return replace(
         metrics.report(),
         final_loss=train.loss,
         held_out_loss=held_out.loss,
         held_out_accuracy=held_out.accuracy,
+        held_out_metrics=held_out.metrics,
         num_lost_samples=num_lost,
     )
 
@@ -230,7 +260,7 @@ def _barrier(context: RunContext) -> None:
 def _train(
     metrics: RunMetrics,
     strategy: Strategy,
-    source: Iterator[tuple[Shard, Pair]],
+    source: Iterator[tuple[Shard, Content]],
     stop: Stop,
     fault_injector: FaultInjector,
     callback: CheckpointCallback,
@@ -239,17 +269,19 @@ def _train(
     context, clock = metrics.context, metrics.clock
     metrics.start()
     fault_injector.begin()
-    for step, (shard, pair) in enumerate(source):
+    for step, (shard, content) in enumerate(source):
         if stop.before(step):
             metrics.was_stopped = True
             break
         context.cancellation.check(is_waiting=False)  # a strategy may never wait for the others
-        batch = context.batch(shard, pair)
+        batch = context.batch(shard, content)
         if fault_injector.is_kill_due:
             metrics.add(clock.stop())  # steps that a GPU has yet to finish
             fault_injector.kill()
         fault_injector.begin_step()
         report = strategy.step(batch)
+        if callback.replica.metrics:
+            report = replace(report, metrics=callback.replica.take_metrics())
         fault_injector.delay()  # if the strategy itself has not called it
         metrics.add(clock.timing(report))
         callback.after(shard)

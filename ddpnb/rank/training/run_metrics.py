@@ -1,19 +1,18 @@
-"""What a rank measures in a run and reports about it, and how good its model is (ranks)."""
+"""What a rank measures in a run and reports about it (ranks)."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
-from ddpnb.rank.strategies.base import Memory
-from ddpnb.rank.tasks.base import LossFunction, Samples
+from ddpnb.rank.strategies.replica import Memory
 from ddpnb.rank.training import fault_injection
-from ddpnb.rank.training.context import RunContext, warm_up_notes
+from ddpnb.rank.training.context import RunContext
+from ddpnb.rank.training.evaluation import Score, score
+from ddpnb.rank.training.optimizer_hooks import warm_up_notes
 from ddpnb.rank.training.timing import Clock, StepTiming
 
 _CHECKPOINT_NOTES = {
@@ -21,22 +20,7 @@ _CHECKPOINT_NOTES = {
     False: "Rank 0 trains on nothing while it writes checkpoints; the others go on.",
 }
 
-MAX_SAMPLES = 10_000
-"""How many samples of a larger split are evaluated, spread evenly over it."""
-_EVAL_BATCH_SIZE = 512
-_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
 Publish = Callable[[RunHeader | StepEvent | Mark], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """The result on one split; NaN if it could not be evaluated."""
-
-    loss: float = math.nan
-    """Mean over the samples."""
-    accuracy: float = math.nan
-    """Fraction classified correctly; NaN if the model is no classifier, see ``_num_correct``."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +56,7 @@ class RunMetrics:
                     staleness=timing.report.staleness,
                     parts=timing.parts,
                     num_bytes_sent=timing.report.num_bytes_sent,
+                    metrics=timing.metrics,
                 )
             )
             self.num_steps += 1
@@ -96,12 +81,23 @@ class RunMetrics:
             num_optimizer_bytes=self.memory.optimizer,
         )
 
-    def score(self, model: nn.Module, split: str, samples: Samples) -> Score:
+    def score(self, model: nn.Module, *, is_held_out: bool) -> Score:
         """Evaluate the trained model on a split; where that fails, the run is kept all the same."""
+        context, split = self.context, "held-out" if is_held_out else "training"
         try:
-            return score(model.eval(), self.context.task.loss, samples, self.context.device)
+            return score(
+                model.eval(),
+                context.task,
+                context.task.held_out if is_held_out else context.task.train,
+                context.device,
+                batch_size=context.spec.batch_size,
+                is_held_out=is_held_out,
+                has_loss=context.has_loss,
+            )
         except Exception as error:  # noqa: BLE001  the user's model, loss or data may raise anything
-            self.mark(f"could not evaluate the model on {split} samples ({summary_of(error)})")
+            if context.is_evaluated:
+                reason = summary_of(error)
+                self.mark(f"could not evaluate the model on {split} samples ({reason})")
             return Score()
 
 
@@ -128,45 +124,6 @@ def header_of(context: RunContext, num_parameters: int, notes: tuple[str, ...]) 
         is_emulated=context.plan.is_emulated,
         notes=context.plan.notes + notes + context.task.notes + tuple(_notes(context)),
     )
-
-
-@torch.no_grad()
-def score(
-    model: nn.Module,
-    loss: LossFunction,
-    samples: Samples,
-    device: torch.device,
-    max_samples: int = MAX_SAMPLES,
-) -> Score:
-    """Evaluate a model on up to ``max_samples`` of a split."""
-    total_loss, num_correct, num_samples = 0.0, 0.0, 0
-    num_chosen = min(len(samples), max_samples)
-    chosen = torch.arange(num_chosen) * len(samples) // num_chosen
-    for indices in chosen.split(_EVAL_BATCH_SIZE):
-        inputs, targets = (part.to(device) for part in samples.fetch(indices))
-        outputs = model(inputs)
-        total_loss += loss(outputs, targets).item() * len(indices)
-        num_correct += _num_correct(outputs, targets)
-        num_samples += len(indices)
-    return Score(loss=total_loss / num_samples, accuracy=num_correct / num_samples)
-
-
-def _num_correct(outputs: Tensor, targets: Tensor) -> float:
-    """Return how many samples are classified correctly; NaN if the outputs are not class scores.
-
-    Outputs (N, C, ...) are class scores if there are at least two classes and the targets (N, ...)
-    are integers from 0 to C - 1.  A sample with several targets, such as a line of text, counts by
-    the fraction that is correct.
-    """
-    if targets.dtype not in _LABELS or outputs.ndim != targets.ndim + 1:
-        return math.nan
-    num_classes = outputs.shape[1]
-    if num_classes < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
-        return math.nan
-    if targets.min() < 0 or targets.max() >= num_classes:
-        return math.nan
-    correct = (outputs.argmax(dim=1) == targets).double()
-    return correct.reshape(len(correct), -1).mean(dim=1).sum().item()
 
 
 def _notes(context: RunContext) -> list[str]:

@@ -8,14 +8,14 @@ read a few steps later, when the GPU has reached them.
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from ddpnb.protocol.messages import Parts
-from ddpnb.rank.strategies.base import Moment, Part, StepReport, Timer
+from ddpnb.rank.strategies.replica import Moment, Part, StepReport, Timer
 
 MAX_PENDING = 8
 """Steps that the Python thread may be ahead of a GPU."""
@@ -29,6 +29,8 @@ class StepTiming(NamedTuple):
     """Since the clock was started."""
     loss: float
     parts: Parts
+    metrics: Mapping[str, float]
+    """Further numbers of the step."""
 
 
 @final
@@ -69,7 +71,8 @@ class CpuClock(Timer):
         self.begin("data")
         self._end = self._since
         parts, self._spent = Parts(**self._spent), {}
-        return [StepTiming(report, self._end - self._start, loss, parts)]
+        metrics = {name: value.item() for name, value in report.metrics.items()}
+        return [StepTiming(report, self._end - self._start, loss, parts, metrics)]
 
     def stop(self) -> list[StepTiming]:
         """Return the steps not yet returned: none."""
@@ -99,6 +102,8 @@ class _Pending(NamedTuple):
     """The parts of the step and when each began; the last is the end of the step."""
     hidden: list[tuple[torch.cuda.Event, torch.cuda.Event]]
     loss: Tensor
+    metrics: Tensor
+    """Their values, in the report's order."""
     paused_seconds: float
     """How long the clock was paused before this step."""
 
@@ -146,9 +151,12 @@ class CudaClock(Timer):
         """Record an event behind this step; return the steps that the GPU has finished."""
         loss = torch.empty((), dtype=report.loss.dtype, pin_memory=True)
         loss.copy_(report.loss, non_blocking=True)
+        metrics = torch.empty(len(report.metrics), pin_memory=bool(report.metrics))
+        for held, value in zip(metrics, report.metrics.values(), strict=True):
+            held.copy_(value, non_blocking=True)
         self.begin("data")
         self._pending.append(
-            _Pending(report, self._marks, self._hidden, loss, self._paused_seconds)
+            _Pending(report, self._marks, self._hidden, loss, metrics, self._paused_seconds)
         )
         self._marks, self._hidden = [self._marks[-1]], []
         if len(self._pending) > MAX_PENDING:
@@ -184,8 +192,9 @@ class CudaClock(Timer):
             done = self._pending.popleft()
             passed = self._start.elapsed_time(done.marks[-1][1]) / 1000
             self._seconds = passed - done.paused_seconds
+            metrics = dict(zip(done.report.metrics, done.metrics.tolist(), strict=True))
             timings.append(
-                StepTiming(done.report, self._seconds, done.loss.item(), _parts_of(done))
+                StepTiming(done.report, self._seconds, done.loss.item(), _parts_of(done), metrics)
             )
         return timings
 

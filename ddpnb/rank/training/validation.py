@@ -3,11 +3,15 @@
 Each mistake is one sentence that says what to do about it.
 """
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
@@ -15,14 +19,20 @@ from torch.nn.parameter import UninitializedParameter
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, summary_of
 from ddpnb.protocol.notation import parse_strategy
-from ddpnb.rank.strategies.base import Batch, Replica
-from ddpnb.rank.tasks.base import Task
-from ddpnb.rank.training.run_metrics import score
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.replica import Batch, Replica
+from ddpnb.rank.tasks.base import StepFunction, Supervised, Task, split_step
+from ddpnb.rank.tasks.samples import Items
+from ddpnb.rank.tasks.trees import Tree, shape_of, twice
+from ddpnb.rank.training.evaluation import number_of, pair_of, score
+
+_STEP = "training_step(model, batch)"
+_LOSS = "loss(outputs, targets)"
 
 Result = TypeVar("Result")
 
 
-def check_training(replica: Replica, batch: Batch) -> None:
+def check_training(replica: Replica, batch: Batch, strategy: Strategy) -> None:
     """Make one whole step with a throwaway replica.
 
     Raises:
@@ -31,27 +41,54 @@ def check_training(replica: Replica, batch: Batch) -> None:
     check_model(replica.model)
     optimizer = replica.optimizer(replica.parameters)
     with replica.autocast():
-        loss = _forward(replica, batch)
+        loss = _forward(replica, batch, strategy)
     attempt("The backward pass failed", loss.backward)
-    _check_gradients(replica.model)
+    if strategy.needs_all_gradients:
+        _check_gradients(replica.model)
     attempt("optimizer.step() failed", optimizer.step)
 
 
-def _forward(replica: Replica, batch: Batch) -> Tensor:
-    """Return the loss of a batch; check it and the outputs."""
-    where = f"on a batch of {batch.num_samples} samples, inputs of shape {_shape(batch.inputs)}"
-    outputs = attempt(f"model(inputs) failed {where}", partial(replica.model, batch.inputs))
-    _check_outputs(outputs, batch)
-    _check_classes(outputs, replica.loss)
-    where = f"for outputs of shape {_shape(outputs)} and targets of shape {_shape(batch.targets)}"
-    compute_loss = partial(replica.loss, outputs, batch.targets)
-    loss = attempt(f"loss(outputs, targets) failed {where}", compute_loss)
-    _check_loss(loss)
-    _check_mean(loss, replica, outputs, batch)
+def _forward(replica: Replica, batch: Batch, strategy: Strategy) -> Tensor:
+    """Return the loss of a batch; check it and, if there are any, the outputs."""
+    tree, step, num = batch.tree, replica.training_step, batch.num_samples
+    if isinstance(step, Supervised):
+        return _supervised(replica.model, step, tree, num)
+    model = Wrapped(replica.model) if strategy.wraps_model else replica.model
+    where = f"on a batch of {num} samples, {shape_of(tree)}"
+    result = attempt(f"{_STEP} failed {where}", partial(step, model, tree))
+    loss = _checked_loss(_loss_in(result), _STEP)
+    _check_own_mean(step, replica.model, batch)
     return loss
 
 
-def check_evaluation(replica: Replica, task: Task, num_samples: int) -> None:
+def _supervised(model: nn.Module, step: Supervised, tree: Tree, num_samples: int) -> Tensor:
+    inputs, targets = pair_of(tree)
+    where = f"on a batch of {num_samples} samples, inputs of shape {shape_of(inputs)}"
+    outputs = attempt(f"model(inputs) failed {where}", partial(model, inputs))
+    if step.loss is nn.functional.cross_entropy:
+        _check_outputs(outputs, num_samples)
+    where = f"for outputs of shape {shape_of(outputs)} and targets of shape {shape_of(targets)}"
+    made = attempt(f"{_LOSS} failed {where}", partial(step.loss, outputs, targets))
+    loss = _checked_loss(made, _LOSS)
+    with torch.no_grad():
+        _check_mean(loss, step.loss(twice(outputs), twice(targets)), _LOSS)
+    return loss
+
+
+@final
+class Wrapped(nn.Module):
+    """A model as ``DistributedDataParallel`` wraps it: it has the model's ``forward`` alone."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.module(*args, **kwargs)
+
+
+def check_evaluation(replica: Replica, task: Task, num_samples: int, *, has_loss: bool) -> None:
     """Evaluate the model on a few samples of each split, so that no run fails only at its end.
 
     The replica is in evaluation mode afterwards.
@@ -63,8 +100,35 @@ def check_evaluation(replica: Replica, task: Task, num_samples: int) -> None:
     for split, samples in (("train", task.train), ("test", task.held_out)):
         attempt(
             f"The model cannot be evaluated on data({split!r})",
-            partial(score, replica.model, task.loss, samples, replica.device, num_samples),
+            partial(
+                score,
+                replica.model,
+                task,
+                samples,
+                replica.device,
+                max_samples=2 * num_samples,  # two batches, whose outputs a metric needs joined
+                batch_size=num_samples,
+                is_held_out=split == "test",
+                has_loss=has_loss,
+            ),
         )
+
+
+def check_own(replica: Replica, batch: Batch, strategy: Strategy) -> None:
+    """Have a class of the user's own set up and make one step; takes part: every rank.
+
+    What it does not use of the cell, such as its loss, need not be right.
+
+    Raises:
+        UserError: the model cannot be trained, or the step returned no loss.
+        Exception: what the class raises.
+    """
+    check_model(replica.model)
+    if not dist.is_initialized():
+        return
+    with closing(strategy):
+        strategy.setup(replica)
+        strategy.step(batch)
 
 
 def check_dense(replica: Replica, strategy: str) -> None:
@@ -104,6 +168,21 @@ def check_model(model: nn.Module) -> None:
         )
 
 
+def with_place(error: UserError, cell: int, filename: str) -> UserError:
+    """Return an error that names the line of the comparison's cell where it began, if one is known.
+
+    Args:
+        error: its cause is what the cell raised.
+        cell: the ``n`` of ``In [n]``; 0 if not known.
+        filename: what tracebacks call the cell.
+    """
+    frames = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
+    lines = [frame.lineno for frame in frames if frame.filename == filename]
+    if not cell or not lines:
+        return error
+    return UserError(f"{error} (In [{cell}], line {lines[-1]})")
+
+
 def attempt(failed: str, call: Callable[[], Result]) -> Result:
     """Call the user's code.
 
@@ -112,55 +191,85 @@ def attempt(failed: str, call: Callable[[], Result]) -> Result:
     """
     try:
         return call()
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"{failed}: {summary_of(error)}") from error
 
 
-def _shape(value: object) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-
-
-def _check_outputs(outputs: object, batch: Batch) -> None:
-    if isinstance(outputs, Tensor) and outputs.shape[:1] == (batch.num_samples,):
-        return
-    raise UserError(
-        f"model(inputs) returned {_shape(outputs)} for {batch.num_samples} samples; "
-        "return one tensor with a row for each sample."
-    )
-
-
-def _check_classes(outputs: Tensor, loss: object) -> None:
-    """Refuse cross-entropy over one class, which is 0 whatever the model returns."""
-    if loss is nn.functional.cross_entropy and (outputs.ndim == 1 or outputs.shape[1] == 1):
+def _check_outputs(outputs: object, num_samples: int) -> None:
+    """Refuse outputs that the default loss, cross-entropy, cannot take."""
+    if not isinstance(outputs, Tensor) or outputs.shape[:1] != (num_samples,):
         raise UserError(
-            f"model(inputs) returned one column, {_shape(outputs)}, and the default loss, "
+            f"model(inputs) returned {shape_of(outputs)} for {num_samples} samples; return one "
+            "tensor with a row for each sample, or define loss(outputs, targets)."
+        )
+    if outputs.ndim == 1 or outputs.shape[1] == 1:  # it would be 0, whatever the model returns
+        raise UserError(
+            f"model(inputs) returned one column, {shape_of(outputs)}, and the default loss, "
             "cross-entropy, needs one for each of two or more classes: "
             "define loss(outputs, targets)."
         )
 
 
-def _check_loss(loss: object) -> None:
+def _loss_in(result: object) -> object:
+    """Return the loss that a step of the user's own has returned; check what is beside it."""
+    if not isinstance(result, Mapping):
+        return result
+    if "loss" not in result:
+        names = ", ".join(map(repr, result)) or "nothing"
+        raise UserError(f"{_STEP} returned a dict of {names}; give it the mean loss as 'loss'.")
+    if type(result) is dict:
+        for name, value in result.items():
+            if name != "loss":
+                number_of(value, f"{_STEP}'s {name!r}")
+    return result["loss"]
+
+
+def _checked_loss(loss: object, call: str) -> Tensor:
     if not isinstance(loss, Tensor) or loss.ndim > 0:
         raise UserError(
-            f"loss(outputs, targets) returned {_shape(loss)}; "
+            f"{call} returned {shape_of(loss)}; "
             "return the mean over the samples, a tensor of shape ()."
         )
     if not loss.requires_grad:
         raise UserError(
-            "loss(outputs, targets) does not depend on the model's parameters; "
+            f"{call} does not depend on the model's parameters; "
             "compute it from the outputs, without detach() or no_grad()."
         )
+    return loss
 
 
-@torch.no_grad()
-def _check_mean(loss: Tensor, replica: Replica, outputs: Tensor, batch: Batch) -> None:
-    """Refuse a sum: split over several workers, it would train at another rate than on one."""
-    twice = replica.loss(torch.cat([outputs, outputs]), torch.cat([batch.targets, batch.targets]))
-    if loss.item() != 0 and loss.isfinite() and torch.isclose(twice, 2 * loss):
+def _check_mean(once: Tensor, of_twice: Tensor, call: str) -> None:
+    """Refuse a sum: split over several workers, it would train at another rate than on one.
+
+    Args:
+        once: the loss of a batch.
+        of_twice: that of the same batch with each sample twice.
+        call: what the user wrote.
+    """
+    if once.item() != 0 and once.isfinite() and torch.isclose(of_twice, 2 * once):
         raise UserError(
-            "loss(outputs, targets) is a sum over the samples; return their mean, "
+            f"{call} is a sum over the samples; return their mean, "
             "so that it does not depend on the size of a worker's shard."
         )
+
+
+def _check_own_mean(step: StepFunction, model: nn.Module, batch: Batch) -> None:
+    """The same for a step of the user's own, in evaluation mode, which draws no random numbers."""
+    content = batch.content
+    if isinstance(content, Items):
+        doubled = replace(batch, content=content._replace(items=2 * content.items)).tree
+    else:
+        doubled = twice(content)
+    model.eval()
+    try:
+        once, of_twice = (split_step(step(model, tree))[0] for tree in (batch.tree, doubled))
+    except Exception:  # noqa: BLE001  a step that fits one size of batch alone cannot be checked so
+        return
+    finally:
+        model.train()
+    _check_mean(once.detach(), of_twice.detach(), _STEP)
 
 
 def _check_gradients(model: nn.Module) -> None:
@@ -168,5 +277,6 @@ def _check_gradients(model: nn.Module) -> None:
         if parameter.requires_grad and parameter.grad is None:
             raise UserError(
                 f"The parameter {name} has no part in the loss, and DistributedDataParallel would "
-                "wait for its gradient; use it, or set its requires_grad=False."
+                "wait for its gradient; use it, set its requires_grad=False, or compare "
+                "ddp:find_unused_parameters=on."
             )

@@ -92,6 +92,14 @@ def test_a_wrong_choice_is_refused_at_once(choices: dict[str, object], expected:
     assert expected in str(caught.value)
 
 
+SET_BY_TORCHRUN = {
+    *("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "ROLE_NAME", "OMP_NUM_THREADS"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+}
+
+
 def test_the_environment_is_torchruns():
     plan = Placement(devices=("cpu",) * 3, backend="gloo", num_threads=2)
     environment = torchrun_environment(plan, 2, 4242)
@@ -108,6 +116,8 @@ def test_the_environment_is_torchruns():
         }
         == environment
     )
+    assert set(environment) >= SET_BY_TORCHRUN
+    assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "False"
 
 
 def test_a_free_port_can_be_listened_on():

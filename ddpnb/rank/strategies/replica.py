@@ -1,0 +1,320 @@
+"""What a strategy is given and returns: replica, batch, timer, report (ranks)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from ddpnb.rank.comm.flat_buffers import num_bytes
+from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
+from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
+from ddpnb.rank.tasks.batches import Shard, every_step
+from ddpnb.rank.tasks.samples import Items
+from ddpnb.rank.tasks.trees import Tree, moved, rows
+
+Part = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
+"""What a step's time can be spent on; the fields of ``messages.Parts`` that exclude each other."""
+
+Moment = Any
+"""A point in time on the device's own clock, from ``Timer.moment``."""
+
+
+def no_delay() -> None:
+    """Take no time."""
+
+
+class Timer(ABC):
+    """Divides the time of a step into parts, on the device's own clock."""
+
+    @abstractmethod
+    def begin(self, part: Part, at: Moment = None) -> Part:
+        """Count the time from now on, or from a recent moment, as ``part``.
+
+        Returns:
+            The part that time was counted as before.
+        """
+
+    @abstractmethod
+    def moment(self, seconds_ago: float = 0.0) -> Moment:
+        """Return this point in time, or on a CPU an earlier one, without waiting for the device."""
+
+    @abstractmethod
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Count communication between two moments as hidden behind other work."""
+
+
+@final
+class NullTimer(Timer):
+    """A timer that counts nothing."""
+
+    def begin(self, part: Part, at: Moment = None) -> Part:
+        """Count nothing."""
+        return part
+
+    def moment(self, seconds_ago: float = 0.0) -> Moment:
+        """Return nothing."""
+
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Count nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """What one rank brings to a strategy: its copy of the model and its place in the group."""
+
+    model: nn.Module
+    """Plain, on ``device``, in training mode; the same weights on every rank."""
+    training_step: StepFunction = CLASSIFY
+    optimizer: OptimizerFactory
+    """Makes an optimizer with its scaled learning rate, warm-up and clipping."""
+    device: torch.device
+    rank: int
+    world_size: int
+    num_steps: int
+    """Global batches to train on."""
+    first_step: int = 0
+    """Global batches that a resumed run was trained on before."""
+    folder: Path
+    """A directory that only the ranks of this host can reach."""
+    name: str
+    """Prefix of file names in ``folder``; no two trainings share it."""
+    timer: Timer = field(default_factory=NullTimer)
+    accumulate: int = 1
+    """Parts that each batch is split into, for gradient accumulation."""
+    amp: torch.dtype | None = None
+    """Type of the forward pass where it is safe; None: the model's own."""
+    transport: str = "auto"
+    """One of ``training_options.TRANSPORTS``."""
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    """Those that ``optimizer`` has made, in order."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """What the task's step has returned besides the loss, since ``take_metrics``."""
+    num_prefetched: int = 0
+    """Shards that are taken in advance, so that their samples can be fetched."""
+    delay: Callable[[], None] = no_delay
+    """Called in each step, between the forward and the backward pass: where a fault is injected
+    that makes this worker slow."""
+    joins: bool = False
+    """Whether the others train already, and this rank is in no group with them."""
+    cancellation: CancellationToken = field(default_factory=CancellationToken)
+    """Frees this rank from waiting for others."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that are trained, in the model's order."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def worker_config(self, timeout_seconds: float) -> WorkerConfig:
+        """Return what reaches the other ranks outside the group; wait so long for a live one."""
+        return WorkerConfig(
+            rank=self.rank,
+            world_size=self.world_size,
+            folder=self.folder,
+            name=self.name,
+            timeout_seconds=timeout_seconds,
+            cancellation=self.cancellation,
+            transport=self.transport,
+            parameters=self.parameters,
+        )
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield this rank's part of every global batch."""
+        return every_step(self.num_steps, part=self.rank, num_parts=self.world_size)
+
+    def shard(self, number: int) -> Shard:
+        """Return the shard of a number, where one queue hands out all parts in order."""
+        step, part = divmod(number, self.world_size)
+        return Shard(step=step, part=part, num_parts=self.world_size)
+
+    def whole_batches(self) -> Iterator[Shard]:
+        """Yield every global batch whole, for a rank that trains alone."""
+        return every_step(self.num_steps, part=0, num_parts=1)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context in which the model and the loss are computed."""
+        if self.amp is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.amp)
+
+    def compute_gradients(
+        self,
+        batch: Batch,
+        *,
+        weight: float = 1.0,
+        model: nn.Module | None = None,
+        loss_of: Callable[[Batch, float], Tensor] | None = None,
+        unsynced: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> Tensor:
+        """Run forward and backward on a batch, part by part if gradients are accumulated.
+
+        Afterwards each parameter's ``grad`` is ``weight`` times the gradient of the mean loss.
+
+        Args:
+            batch: on this rank's device.
+            weight: e.g. this worker's share of the global batch.
+            model: a wrapper to call in place of the plain model.
+            loss_of: computes the loss of one part, whose share of the batch it gets, in place of
+                the task's step.
+            unsynced: makes the context for all parts but the last, e.g. DDP's ``no_sync``.
+
+        Returns:
+            The mean loss over the batch, before any update; shape (), detached.
+        """
+        called = self.model if model is None else model
+        called.zero_grad()
+        parts = batch.split(self.accumulate)
+        total = torch.zeros((), device=self.device)
+        for number, part in enumerate(parts, start=1):
+            share = part.num_samples / batch.num_samples
+            with unsynced() if number < len(parts) else nullcontext():
+                self.timer.begin("forward")
+                with self.autocast():
+                    if loss_of is not None:
+                        loss = loss_of(part, share)
+                    else:
+                        loss = self.loss_in(self.training_step(called, part.tree), share)
+                self.delay()
+                self.timer.begin("backward")
+                (loss * (weight * share)).backward()
+            total += share * loss.detach()
+        return total
+
+    def loss_in(self, result: Tensor | Mapping[str, Any], share: float = 1.0) -> Tensor:
+        """Return the loss in what the task's step has returned; note its further numbers.
+
+        Args:
+            result: what it has returned.
+            share: of the samples that this worker trains on in this step.
+        """
+        if isinstance(result, Tensor):
+            return result
+        loss, metrics = split_step(result)
+        for name, value in metrics.items():
+            held = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+            self.metrics[name] = self.metrics.get(name, 0.0) + share * held
+        return loss
+
+    def take_metrics(self) -> dict[str, Tensor]:
+        """Return the further numbers of the step since the last call."""
+        taken = self.metrics.copy()
+        self.metrics.clear()
+        return taken
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the optimizer's step, timed as such."""
+        self.timer.begin("optimizer")
+        optimizer.step()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One worker's part of a global batch, on its device."""
+
+    content: Tree | Items
+    """Tensors in a tree, usually inputs and targets; or items, from which each part is collated."""
+    num_samples: int
+    num_global: int
+    """Samples in the whole global batch, over all workers."""
+    most_parts: int | None = None
+    """The largest number of parts to split it into, where ranks communicate in each part and so
+    must all make as many; None: one for each sample."""
+
+    device: torch.device | None = None
+    """Where items go once they are collated."""
+
+    @property
+    def tree(self) -> Tree:
+        """The batch as the task's step takes it."""
+        if not isinstance(self.content, Items):
+            return self.content
+        batch = self.content.batch()
+        return batch if self.device is None else moved(batch, self.device)
+
+    @property
+    def inputs(self) -> Any:
+        """The first part of a batch of (inputs, targets)."""
+        return self.tree[0]
+
+    @property
+    def targets(self) -> Any:
+        """The second part of a batch of (inputs, targets)."""
+        return self.tree[1]
+
+    @property
+    def weight(self) -> float:
+        """This worker's share of the global batch."""
+        return self.num_samples / self.num_global
+
+    def report(
+        self, loss: Tensor, *, num_bytes_sent: int = 0, staleness: int | None = None
+    ) -> StepReport:
+        """Return the report of a step on this batch, with the mean loss before the update."""
+        return StepReport(
+            loss=loss,
+            num_samples=self.num_samples,
+            staleness=staleness,
+            num_bytes_sent=num_bytes_sent,
+        )
+
+    def split(self, num_parts: int) -> list[Batch]:
+        """Return as many parts, or ``most_parts`` where these are fewer."""
+        if num_parts == 1:
+            return [self]
+        num = min(num_parts, self.most_parts or self.num_samples)
+        least, num_larger = divmod(self.num_samples, num)  # as torch's tensor_split does
+        return self.cut([least + 1] * num_larger + [least] * (num - num_larger))
+
+    def cut(self, sizes: Iterable[int]) -> list[Batch]:
+        """Return parts with so many samples each.
+
+        Raises:
+            UserError: a tensor does not have a row for each sample.
+        """
+        parts, begin = [], 0
+        for size in sizes:
+            parts.append(replace(self, content=self._rows(begin, begin + size), num_samples=size))
+            begin += size
+        return parts
+
+    def _rows(self, begin: int, end: int) -> Tree | Items:
+        if isinstance(self.content, Items):
+            return self.content._replace(items=self.content.items[begin:end])
+        return rows(self.content, begin, end, self.num_samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """The numbers of one step of one worker."""
+
+    loss: Tensor
+    """Mean loss over the worker's samples before the update; shape (), on the device, detached."""
+    num_samples: int
+    staleness: int | None = None
+    """Updates by others between the pull of the parameters and the use of the gradient."""
+    num_bytes_sent: int = 0
+    """What this worker sent to others, by the formula in the strategy's docstring."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further numbers of the task's step, each the mean over the worker's samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What one rank holds, in bytes; 0: not known."""
+
+    parameters: int = 0
+    optimizer: int = 0
+    """The optimizer's state: momentum and the like."""
+
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor], *optimizers: torch.optim.Optimizer) -> Memory:
+        """Return the size of parameters and of optimizers' states on this rank."""
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return cls(parameters=num_bytes(parameters), optimizer=num_bytes(held))

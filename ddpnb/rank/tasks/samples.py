@@ -1,0 +1,259 @@
+"""The samples of a split, whatever ``data(split)`` returns (ranks)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+
+from ddpnb.protocol.errors import UserError, kind_of, summary_of
+from ddpnb.rank.tasks.trees import Tree, leaves, mapped
+
+Collate = Callable[[list[Any]], Tree]
+"""Makes one batch of some items of a data set."""
+
+_LOADER_NOTE = (
+    "Of the DataLoader, its dataset, collate_fn and workers are used; batches and their order are "
+    "those of --batch-size and --seed."
+)
+_WAYS = (
+    "return tensors or arrays, a dict or tuple of them, a map-style Dataset, a list of items, "
+    "or a DataLoader."
+)
+
+
+class Items(NamedTuple):
+    """Items of a data set, collated only once it is known which go into one batch."""
+
+    items: list[Any]
+    collate: Collate
+
+    def batch(self) -> Tree:
+        """Return the items as one batch."""
+        return self.collate(self.items)
+
+
+class Samples(ABC):
+    """A split of a data set, fetched by sample numbers."""
+
+    notes: tuple[str, ...] = ()
+    """Shown beside every result."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @abstractmethod
+    def fetch(self, indices: Tensor) -> Tree:
+        """Return the samples with these numbers (int64), as one batch."""
+
+
+@final
+class TensorSamples(Samples):
+    """Samples held in tensors, one row for each sample.
+
+    Args:
+        *tensors: the parts of each batch, e.g. inputs and targets.
+        tree: a tree of tensors, in place of a tuple.
+    """
+
+    def __init__(self, *tensors: Tensor, tree: Tree = None) -> None:
+        self._tree = tensors if tree is None else tree
+        self._num_samples = len(next(leaves(self._tree))[1])
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def fetch(self, indices: Tensor) -> Tree:
+        """Index all tensors at once."""
+        return mapped(lambda leaf: leaf[indices], self._tree)
+
+
+@final
+class DatasetSamples(Samples):
+    """Samples of a map-style data set with items of any kind.
+
+    Args:
+        dataset: has ``__len__`` and ``__getitem__``.
+        collate: makes a batch of some items; None: torch's ``default_collate``.
+        num_workers: processes that fetch, if no other number is asked for.
+        notes: shown beside every result.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Collate | None = None,
+        *,
+        num_workers: int = 0,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.dataset = dataset
+        self.has_own_collate = collate is not None
+        """Whether parts of a batch must be collated one by one: it need not have rows."""
+        self.collate = collate or stack
+        self.num_workers = num_workers
+        self.notes = notes
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def fetch(self, indices: Tensor) -> Tree:
+        """Fetch the items as torch's ``DataLoader`` does, and collate them."""
+        return self.collate(self._items(indices))
+
+    def fetch_items(self, indices: Tensor) -> Items:
+        """Fetch the items, to be collated later."""
+        return Items(self._items(indices), self.collate)
+
+    def _items(self, indices: Tensor) -> list[Any]:
+        numbers, dataset = indices.tolist(), self.dataset
+        if callable(fetch_all := getattr(dataset, "__getitems__", None)):
+            return list(fetch_all(numbers))
+        return [dataset[number] for number in numbers]
+
+
+def stack(items: list[Any]) -> Tree:
+    """Collate items as torch's ``DataLoader`` does by default.
+
+    Raises:
+        UserError: they do not fit together.
+    """
+    try:
+        return default_collate(items)
+    except (TypeError, RuntimeError, KeyError) as error:
+        raise UserError(
+            f"The items of data(split) cannot be stacked into a batch ({summary_of(error)}): let "
+            "all have the same shape and type, or define collate_fn(items)."
+        ) from error
+
+
+def as_samples(data: object, split: str, collate: Collate | None = None) -> Samples:
+    """Return the result of ``data(split)`` as ``Samples``.
+
+    Args:
+        data: tensors or arrays in a tree, a map-style data set, a list of items, or a
+            ``DataLoader`` of one.
+        split: ``"train"`` or ``"test"``, for the error message.
+        collate: the cell's own ``collate_fn``.
+
+    Raises:
+        UserError: it is none of these, or it is empty.
+    """
+    if isinstance(data, TensorDataset) and collate is None:
+        data = data.tensors
+    if isinstance(data, Tensor | np.ndarray | Mapping | tuple):
+        if collate is not None:
+            raise UserError(
+                f"data({split!r}) returned {kind_of(data)}, whose rows are stacked already: leave "
+                "collate_fn out, or return a list of items or a Dataset."
+            )
+        samples: Samples = TensorSamples(tree=_as_tensors(data, split))
+    elif isinstance(data, DataLoader):
+        samples = _from_loader(data, split, collate)
+    else:
+        samples = _from_dataset(data, split, collate)
+    if len(samples) == 0:
+        raise UserError(f"data({split!r}) returned no samples; return at least one.")
+    return samples
+
+
+def _as_tensors(tree: object, split: str) -> Tree:
+    found = mapped(lambda leaf: _as_tensor(leaf, tree, split), tree)
+    if not (sizes := [(path, len(leaf)) for path, leaf in leaves(found)]):
+        raise _wrong(split, f"an empty {type(tree).__name__}")
+    (first, num), *others = sizes
+    for path, other in others:
+        if other != num:
+            is_pair = isinstance(tree, tuple) and len(sizes) == 2
+            one, two = ("inputs", "targets") if is_pair else (f"rows in {first}", f"in {path}")
+            raise UserError(
+                f"data({split!r}) returned {num} {one} but {other} {two}; "
+                "return one row for each sample in each."
+            )
+    return found
+
+
+def _as_tensor(leaf: Any, tree: object, split: str) -> Tensor:
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub":
+        # Torch warns about arrays that cannot be written to, so these are copied.
+        leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+    kind = kind_of(tree)
+    if not isinstance(leaf, Tensor):
+        raise _wrong(split, kind if leaf is tree else f"{kind} with {kind_of(leaf)} in it")
+    if leaf.ndim == 0:
+        raise _wrong(split, "a single number" if leaf is tree else f"{kind} with a number in it")
+    return leaf.detach().cpu()
+
+
+def _from_loader(loader: DataLoader[Any], split: str, collate: Collate | None) -> Samples:
+    if loader.batch_sampler is None:
+        raise UserError(
+            f"data({split!r}) returned a DataLoader that does not make its batches one by one; "
+            "return its dataset, whose items are single samples."
+        )
+    own = None if loader.collate_fn is default_collate else loader.collate_fn
+    return _from_dataset(
+        loader.dataset, split, collate or own, num_workers=loader.num_workers, notes=(_LOADER_NOTE,)
+    )
+
+
+def _from_dataset(dataset: Any, split: str, collate: Collate | None, **options: Any) -> Samples:
+    if isinstance(dataset, IterableDataset) or (
+        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    ):
+        raise UserError(
+            f"data({split!r}) returned {kind_of(dataset)}, whose samples have no numbers, so no "
+            "order of them can be the same for all strategies; return a map-style Dataset, or a "
+            "list of as many items as you need, e.g.  list(itertools.islice(stream, 10_000))."
+        )
+    if isinstance(dataset, str | bytes) or not hasattr(dataset, "__getitem__"):
+        raise _wrong(split, kind_of(dataset))
+    try:
+        num = len(dataset)
+    except (TypeError, NotImplementedError):
+        raise UserError(
+            f"data({split!r}) returned {kind_of(dataset)} without a length; give it a __len__()."
+        ) from None
+    samples = DatasetSamples(dataset, collate, **options)
+    if num > 0:
+        batch = samples.fetch(torch.tensor([0]))
+        if collate is None and not any(isinstance(leaf, Tensor) for _, leaf in leaves(batch)):
+            raise UserError(
+                f"data({split!r}) gives items without a number or tensor in them: let "
+                "each have some, or define collate_fn(items), which makes tensors of them."
+            )
+    return samples
+
+
+def _wrong(split: str, what: str) -> UserError:
+    return UserError(f"data({split!r}) returned {what}; {_WAYS}")
+
+
+@final
+class DataCache:
+    """Keeps what ``data(split)`` returned for all runs of one comparison.
+
+    The cell itself runs anew for each run: a strategy must not see what another one changed.
+    """
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._kept: dict[str, Any] = {}
+
+    def get(self, key: object, split: str, make: Callable[[], Samples]) -> Samples:
+        """Return the samples of a split; those of another key are forgotten."""
+        if key != self._key:
+            self.clear()
+            self._key = key
+        if split not in self._kept:
+            self._kept[split] = make()
+        samples: Samples = self._kept[split]
+        return samples
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._key, self._kept = None, {}

@@ -1,0 +1,195 @@
+"""What makes a rank look like torchrun's to code that was written for it (ranks).
+
+Such code forms the default process group itself, and destroys it at its end.  Here the cluster has
+formed one.  ``init_process_group`` returns that one, and ``destroy_process_group`` only hides it
+until the group is formed again, or until the next cell.  So neither depends on the other ranks, and
+the default group remains the one that the cluster can abort and form anew.
+"""
+
+import builtins
+import contextlib
+import functools
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any, final
+
+import torch.distributed as dist
+import torch.multiprocessing
+
+from ddpnb.compat import torch_internals
+from ddpnb.protocol.errors import UserError
+from ddpnb.rank.process_group import Group
+
+LAUNCHER = "torch.distributed.launcher.api"
+"""What torchrun and accelerate's ``notebook_launcher`` start processes with."""
+LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
+UNNAMED = (None, "", "undefined")
+"""Backends of a call that leaves the choice to torch."""
+
+
+def end_cells_with_exit(shell: Any) -> None:
+    """Have ``exit()`` and ``quit()`` end the cell: IPython's would end the rank.
+
+    Python's own would also close stdin, whose number the next file that is opened would get.
+    """
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
+    shell.user_ns.update(exit=sys.exit, quit=sys.exit)
+    shell.ask_exit = sys.exit  # after %reset
+    warnings.filterwarnings("ignore", "To exit: use 'exit'")  # IPython's, at each SystemExit
+
+
+def refuse_launchers(group: Group) -> None:
+    """Refuse the launchers of Lightning and accelerate, which would start ranks within a rank.
+
+    Their processes would wait for each other without end.  Other child processes are not concerned.
+    """
+    processes: Any = torch.multiprocessing
+    start = processes.start_processes
+    place = f"inside a rank, which is one of {group.world_size} already"
+
+    @functools.wraps(start)
+    def start_processes(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **more: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        if caller in LIGHTNING and nprocs > 1:
+            raise UserError(
+                f"Lightning cannot start {nprocs} processes {place}: "
+                f'use strategy="ddp", devices={group.world_size}.'
+            )
+        return start(fn, args, nprocs, *rest, **more)
+
+    def launch(*_: Any) -> Any:
+        raise UserError(
+            f"A launcher cannot start processes {place}: call the training function itself, "
+            "on all ranks."
+        )
+
+    def replace_launch(module: Any) -> None:
+        module.elastic_launch.__call__ = launch
+
+    processes.start_processes = start_processes
+    if (module := sys.modules.get(LAUNCHER)) is not None:
+        replace_launch(module)
+    else:
+        sys.meta_path.insert(0, AfterImport(LAUNCHER, replace_launch))
+
+
+@final
+class AfterImport(MetaPathFinder):
+    """Calls a function with a module as soon as it is imported, which few ranks ever do."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Find the module as Python does, and have it followed by the call."""
+        spec = PathFinder.find_spec(name, path) if name == self._name else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._then(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+@final
+class AdoptedGroup:
+    """The cluster's default group in the place of one that the user's code forms and destroys.
+
+    Args:
+        group: this rank's membership in it.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._pid = os.getpid()
+        self._hidden: Any = None
+        """The default group, while the user's code has destroyed it."""
+        self._others_groups: tuple[Any, ...] = ()
+        self._is_announced = False
+
+    def install(self) -> None:
+        """Replace torch's functions, wherever torch itself has imported them."""
+        torch_internals.replace_function("init_process_group", self._init)
+        torch_internals.replace_function("destroy_process_group", self._destroy)
+
+    @contextlib.contextmanager
+    def during(self, *, is_script: bool = False) -> Iterator[None]:
+        """Return a context for a cell, or a script, at the end of which there is a group again.
+
+        A script destroys only what it has formed itself, and no group that a cell holds.
+        """
+        self._is_announced = False
+        self._others_groups = tuple(torch_internals.process_groups()) if is_script else ()
+        try:
+            yield
+        finally:
+            self._show()
+
+    def _show(self) -> None:
+        if self._hidden is not None:
+            torch_internals.set_default_group(self._hidden)
+            self._hidden = None
+
+    def _init(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def init_process_group(*args: Any, **options: Any) -> Any:
+            is_formed = dist.is_initialized() or self._hidden is not None
+            if not is_formed or os.getpid() != self._pid:  # a forked process is not in the group
+                return original(*args, **options)
+            self._check(signature.bind(*args, **options).arguments)
+            self._show()
+            if not self._is_announced:
+                self._is_announced = True
+                about = f"{self._group.backend}, world size {self._group.world_size}"
+                print(f"init_process_group: the cluster's group is used ({about}).")
+            return None
+
+        return init_process_group
+
+    def _check(self, asked: dict[str, Any]) -> None:
+        """Refuse what the cluster's group is not."""
+        group, advice = self._group, "or leave it out"
+        backend = asked.get("backend")
+        if backend not in UNNAMED and backend_on(group.device.type, str(backend)) != group.backend:
+            raise UserError(
+                f"init_process_group asks for the backend {backend}, but the cluster's group uses "
+                f"{group.backend}: write that, {advice}."
+            )
+        for name, own in (("world_size", group.world_size), ("rank", group.rank)):
+            if (given := asked.get(name, -1)) not in (-1, None, own):
+                raise UserError(
+                    f"init_process_group asks for {name} {given}, but here it is {own}: write "
+                    f'int(os.environ["{name.upper()}"]), {advice}.'
+                )
+
+    def _destroy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def destroy_process_group(group: Any = None) -> None:
+            default = dist.group.WORLD
+            is_default = default is not None and (group is None or group is default)
+            if not is_default or os.getpid() != self._pid:
+                original(group)
+                return
+            for each in torch_internals.process_groups():
+                if each is not default and each not in self._others_groups:
+                    original(each)
+            self._hidden = torch_internals.set_default_group(None)
+
+        return destroy_process_group
+
+
+def backend_on(device: str, backend: str) -> str:
+    """Return the backend for a kind of device: ``"cpu:gloo,cuda:nccl"`` names one for each."""
+    pairs = [part.partition(":") for part in backend.lower().split(",")]
+    return {kind: name or kind for kind, _, name in pairs}.get(device, pairs[0][0])

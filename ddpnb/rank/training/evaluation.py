@@ -1,0 +1,199 @@
+"""How good a model is on a split: its loss, its accuracy and the task's own numbers (ranks)."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpnb.protocol.errors import UserError, kind_of
+from ddpnb.rank.tasks.base import Supervised, Task, split_step
+from ddpnb.rank.tasks.samples import Samples
+from ddpnb.rank.tasks.trees import moved, shape_of
+
+MAX_SAMPLES = 10_000
+"""How many samples of a larger split are evaluated, spread evenly over it."""
+_BATCH_SIZE = 512
+_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The result on one split; NaN if it could not be evaluated."""
+
+    loss: float = math.nan
+    """Mean over the samples."""
+    accuracy: float = math.nan
+    """Fraction classified correctly; NaN if the model is no classifier, see ``_num_correct``, or
+    if the task measures something else."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the task's ``validation_step`` and ``metric`` measure."""
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module,
+    task: Task,
+    samples: Samples,
+    device: torch.device,
+    *,
+    max_samples: int = MAX_SAMPLES,
+    batch_size: int = _BATCH_SIZE,
+    is_held_out: bool = True,
+    has_loss: bool = True,
+) -> Score:
+    """Evaluate a model on up to ``max_samples`` of a split; of one to train on only the loss.
+
+    Without ``has_loss`` only what the task's ``validation_step`` and ``metric`` measure.
+
+    Raises:
+        UserError: a measure is not a number.
+    """
+    means: dict[str, _Mean] = {}
+    outputs: list[Any] = []
+    targets: list[Any] = []
+    measured = partial(_measured, model, task, is_held_out, has_loss, outputs, targets)
+    num_chosen = min(len(samples), max_samples)
+    chosen = torch.arange(num_chosen) * len(samples) // num_chosen
+    for indices in chosen.split(min(batch_size, _BATCH_SIZE)):
+        batch = moved(samples.fetch(indices), device)
+        for name, value in measured(batch).items():
+            means.setdefault(name, _Mean()).add(value, len(indices))
+    found = {name: mean.value for name, mean in means.items()}
+    if is_held_out and task.metric is not None:
+        found |= _metrics_of(
+            task.metric(_joined(outputs), _joined(targets)), task.metric, "metric(outputs, targets)"
+        )
+    return Score(
+        loss=found.pop("loss", math.nan), accuracy=found.pop("accuracy", math.nan), metrics=found
+    )
+
+
+@dataclass(slots=True)
+class _Mean:
+    """The mean over samples of a number that comes batch by batch."""
+
+    total: float = 0.0
+    num_samples: int = 0
+
+    def add(self, value: float, num_samples: int) -> None:
+        self.total += value * num_samples
+        self.num_samples += num_samples
+
+    @property
+    def value(self) -> float:
+        return self.total / self.num_samples
+
+
+def _measured(
+    model: nn.Module,
+    task: Task,
+    is_held_out: bool,
+    has_loss: bool,
+    all_outputs: list[Any],
+    all_targets: list[Any],
+    batch: Any,
+) -> dict[str, float]:
+    """Return the numbers of one batch; keep outputs and targets if the task's metric takes all."""
+    found: dict[str, float] = {}
+    if is_held_out and task.validation_step is not None:
+        result = task.validation_step(model, batch)
+        found |= _metrics_of(result, task.validation_step, "validation_step(model, batch)")
+    wants_loss = has_loss and "loss" not in found
+    wants_outputs = is_held_out and task.metric is not None
+    if wants_outputs or (wants_loss and isinstance(task.step, Supervised)):
+        inputs, targets = pair_of(batch)
+        outputs = model(inputs)
+        if wants_outputs:
+            all_outputs.append(outputs)
+            all_targets.append(targets)
+    if not wants_loss:
+        return found
+    if isinstance(task.step, Supervised):
+        found["loss"] = task.step.loss(outputs, targets).item()
+        if is_held_out and not task.has_measures:
+            found["accuracy"] = _accuracy(outputs, targets)
+        return found
+    with torch.enable_grad():  # a loss may be made of gradients, such as a penalty
+        loss, _ = split_step(task.step(model, batch))
+    return found | {"loss": loss.item()}
+
+
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """Return inputs and targets.
+
+    Raises:
+        UserError: the batch is something else.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+        raise UserError(
+            f"data(split) gives batches that are {kind_of(batch)}{size}, not (inputs, targets): "
+            "define training_step(model, batch), and validation_step(model, batch) to measure more."
+        )
+    inputs, targets = batch
+    return inputs, targets
+
+
+def _metrics_of(result: Any, function: Callable[..., Any], call: str) -> dict[str, float]:
+    """Return what a function measured; a single number gets the function's own name."""
+    if isinstance(result, Mapping):
+        return {str(name): number_of(each, f"{call}'s {name!r}") for name, each in result.items()}
+    name = getattr(function, "__name__", type(function).__name__)
+    return {name: number_of(result, call)}
+
+
+def number_of(value: Any, call: str) -> float:
+    """Return a number, or a tensor or array with a single one, as a float.
+
+    Raises:
+        UserError: it is something else.
+    """
+    try:
+        is_text = isinstance(value, str | bytes)
+        return float("not a number" if is_text else value)
+    except (TypeError, ValueError, RuntimeError):
+        what = shape_of(value) if isinstance(value, Tensor) else kind_of(value)
+        raise UserError(
+            f"{call} returned {what}; return a number, or a dict of numbers with their names."
+        ) from None
+
+
+def _joined(batches: list[Any]) -> Any:
+    """Return the outputs of all batches as those of one."""
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(batches) if first.ndim else torch.stack(batches)
+    if isinstance(first, Mapping):
+        return {name: _joined([each[name] for each in batches]) for name in first}
+    if isinstance(first, tuple | list):
+        return [_joined(list(each)) for each in zip(*batches, strict=True)]
+    raise UserError(
+        f"metric(outputs, targets) is computed on all outputs together, and {kind_of(first)} "
+        "cannot be joined to the next: define validation_step(model, batch), which is averaged."
+    )
+
+
+def _accuracy(outputs: Any, targets: Any) -> float:
+    """Return the fraction classified correctly; NaN if the outputs are not class scores.
+
+    Outputs (N, C, ...) are class scores if there are at least two classes and the targets (N, ...)
+    are integers from 0 to C - 1.  A sample with several targets, such as a line of text, counts by
+    the fraction that is correct.
+    """
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return math.nan
+    if targets.dtype not in _LABELS or outputs.ndim != targets.ndim + 1:
+        return math.nan
+    num_classes = outputs.shape[1]
+    if num_classes < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
+        return math.nan
+    if targets.min() < 0 or targets.max() >= num_classes:
+        return math.nan
+    correct = (outputs.argmax(dim=1) == targets).double()
+    return correct.reshape(len(correct), -1).mean(dim=1).mean().item()

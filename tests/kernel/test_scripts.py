@@ -1,0 +1,248 @@
+"""``%ddp_run``: a script for torchrun, unchanged, on the live ranks."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.rig import ALL_REDUCE
+from tests.kernel.client import Kernel, both
+
+TRAIN = '''"""A script as torchrun takes it."""
+import argparse, os, pickle, sys
+import torch
+import torch.distributed as dist
+import helper
+
+class Net(torch.nn.Linear):
+    pass
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--do", default="")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    total = torch.ones(1)
+    if args.do == "leave" and rank == 1:
+        return
+    if args.do == "loop":
+        print("looping", flush=True)
+        while True: pass
+    dist.all_reduce(total if args.do != "mismatch" else torch.ones(1 + rank))
+    if args.do == "raise" and rank == 1:
+        raise ValueError("on purpose")
+    eval(args.do if "exit" in args.do else "0")
+    print(args.epochs, total.item(), helper.VALUE)
+    pickle.loads(pickle.dumps(Net(1, 1)))
+    os.chdir("/")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+'''
+SHARED = "init_process_group: the cluster's group is used (gloo, world size 2)."
+
+
+@pytest.fixture(scope="module")
+def folder(project: Path) -> Path:
+    """The notebook's folder, with ``src/train.py``, which imports a file beside it."""
+    (project / "src").mkdir()
+    (project / "src" / "train.py").write_text(TRAIN)
+    (project / "src" / "helper.py").write_text("VALUE = 'first'\n")
+    return project
+
+
+def line_of(text: str) -> int:
+    return 1 + next(n for n, line in enumerate(TRAIN.splitlines()) if text in line)
+
+
+def check_ranks(kernel: Kernel) -> None:
+    """The ranks are as before the script: group, variables, ``__main__``, arguments, folder."""
+    cell = kernel.run(
+        f"%%ddp\n{ALL_REDUCE}\nimport os, sys\nprint(total.item(), kept, sys.argv, __name__, "
+        "vars(sys.modules['__main__']) is globals(), os.getcwd(), 'helper' in sys.modules, "
+        "any('src' in path for path in sys.path))"
+    )
+    assert cell.by_rank == both(f"2.0 1 [''] __main__ True {kernel.folder} False False")
+
+
+def test_a_script_runs_unchanged_and_leaves_the_ranks_as_they_were(kernel: Kernel, folder: Path):
+    kernel.run("%%ddp\nkept = 1")
+    cell = kernel.run("%ddp_run src/train.py --epochs 3")
+    assert cell.by_rank == both(SHARED, "3 2.0 first"), cell.text
+    check_ranks(kernel)
+    (folder / "src" / "helper.py").write_text("VALUE = 'edited'\n")
+    twin = kernel.run("import ddpnb\nddpnb.run_script('src/train.py', ['--epochs', 4])")
+    assert twin.by_rank == both(SHARED, "4 2.0 edited")
+
+
+def test_what_a_script_sees_is_what_torchrun_gives_it(kernel: Kernel, folder: Path):
+    (folder / "src" / "look.py").write_text(
+        "import sys, os\nfrom pathlib import Path\n"
+        "print(__name__, __file__, sys.argv, sys.path[0], Path.cwd() == Path(os.environ['HERE']))\n"
+        "print(sys.modules['__main__'].__file__ == __file__, 'kept' in globals(), __spec__)\n"
+    )
+    kernel.run(f"%%ddp\nimport os\nkept, os.environ['HERE'] = 1, {str(folder)!r}")
+    src = folder / "src"
+    cell = kernel.run("%ddp_run src/look.py a 'b c' --timeout 3 -i")
+    given = "['src/look.py', 'a', 'b c', '--timeout', '3', '-i']"
+    expected = f"__main__ {src / 'look.py'} {given} {src} True"
+    assert cell.by_rank == both(expected, "True False None")
+    module = kernel.run("%ddp_run -m src.look x")
+    assert module.lines[0].startswith(
+        f"[0-1] __main__ {src / 'look.py'} ['{src / 'look.py'}', 'x'] {folder} True"
+    )
+    assert "name='src.look'" in module.lines[1]
+
+
+def test_its_seed_and_torchs_settings_are_its_own(kernel: Kernel, folder: Path):
+    (folder / "src" / "seeds.py").write_text(
+        "import torch\nprint(torch.rand(1).item())\n"
+        "torch.manual_seed(0)\ntorch.set_default_dtype(torch.float64)\ntorch.set_num_threads(2)\n"
+    )
+    runs = [kernel.run("%ddp_run src/seeds.py").by_rank for _ in range(2)]
+    assert len({drawn for run in runs for lines in run.values() for drawn in lines}) == 4
+    cell = kernel.run(
+        "%%ddp\nprint(torch.get_default_dtype(), torch.get_num_threads())\nprint(torch.rand(1))"
+    )
+    first, second = cell.by_rank[0], cell.by_rank[1]
+    assert first[0] == second[0] == "torch.float32 1"
+    assert first[1] != second[1]
+
+
+MAKES = """
+import builtins, weakref
+import helper
+
+class Model:
+    pass
+
+model, made = Model(), helper.VALUE
+builtins.kept_by = weakref.ref(model)
+def show(): print(model)
+"""
+
+
+def test_its_variables_are_freed_or_kept(kernel: Kernel, folder: Path):
+    (folder / "src" / "makes.py").write_text(MAKES)
+    kernel.run("%ddp_run src/makes.py")
+    assert kernel.run("%%ddp\nkept_by()").text == ""
+    assert "NameError" in kernel.run("%%ddp\nmade").error_text
+    kernel.run("%ddp_run -i --ranks 1 src/makes.py")
+    cell = kernel.run("%%rank 1\nmade, helper.__name__, kept_by() is model, show()")
+    assert "('edited', 'helper', True, None)" in cell.stdout
+
+
+def test_a_failure_shows_the_scripts_lines(kernel: Kernel, folder: Path):
+    kernel.run("%%ddp\nkept = 1")
+    cell = kernel.run("%ddp_run src/train.py --do raise")
+    assert cell.error_text.startswith("RankError: rank 1 failed: ValueError: on purpose")
+    raising = line_of("raise ValueError")
+    assert f"File {folder / 'src' / 'train.py'}:{raising}, in main()" in cell.error_text
+    assert "ddpnb/" not in cell.error_text
+    check_ranks(kernel)
+
+
+def test_a_hang_and_a_mismatch_name_the_scripts_lines(kernel: Kernel, folder: Path):
+    waits = line_of("dist.all_reduce")
+    cell = kernel.run("%ddp_run src/train.py --do leave")
+    where = f"rank 0 waits in all_reduce (line {waits} of train.py, Float [1])"
+    assert f"HangError: {where}; rank 1 finished" in cell.error_text
+    cell = kernel.run("%ddp_run src/train.py --do mismatch")
+    assert f"rank 0 calls all_reduce with Float [1] (line {waits})" in cell.error_text
+    check_ranks(kernel)
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (
+            "sys.exit(3)",
+            "RankError: ranks 0-1 failed: SystemExit: src/train.py ended with exit code 3",
+        ),
+        (
+            "os._exit(4)",
+            "RankError: ranks 0-1 failed: SystemExit: src/train.py ended with exit code 4",
+        ),
+        (
+            "sys.exit('no')",
+            "RankError: ranks 0-1 failed: SystemExit: src/train.py ended with exit code 1: no",
+        ),
+    ],
+)
+def test_an_exit_code_fails_it_in_one_sentence(
+    kernel: Kernel, folder: Path, end: str, expected: str
+):
+    assert kernel.run(f'%ddp_run src/train.py --do "{end}"').error_text == expected
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit()", "exit()", "os._exit(0)"])
+def test_exit_code_0_is_success(kernel: Kernel, folder: Path, end: str):
+    kernel.run("%%ddp\nkept = 1")
+    cell = kernel.run(f'%ddp_run src/train.py --do "{end}"')
+    assert cell.status == "ok"
+    assert cell.text == f"[0-1] {SHARED}\n"
+    check_ranks(kernel)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", "UserError: Name the script: %ddp_run train.py --epochs 3."),
+        ("src/trian.py", "UserError: There is no script trian.py in {}/src; did you mean train.py"),
+        ("nothing.py", "UserError: There is no script nothing.py in {}."),
+        ("src", "UserError: src cannot be read as a script: [Errno 21] Is a directory"),
+        ("src/data.bin", "UserError: src/data.bin cannot be read as a script:"),
+        ("--tiemout 3 src/train.py", "ddp_run has no option --tiemout; did you mean --timeout?"),
+        ("-m src.nothing", "UserError: There is no module src.nothing to run on this rank."),
+        ("-m src", "UserError: There is no module src to run on this rank."),
+    ],
+)
+def test_what_is_no_script_is_refused_in_one_sentence(
+    kernel: Kernel, folder: Path, line: str, expected: str
+):
+    (folder / "src" / "data.bin").write_bytes(b"\xff\xfe\x00")
+    cell = kernel.run(f"%ddp_run {line}")
+    assert expected.format(folder) in cell.error_text
+    assert len(cell.error_text.splitlines()) == 1
+
+
+def test_a_syntax_error_names_file_and_line(kernel: Kernel, folder: Path):
+    (folder / "src" / "wrong.py").write_text("x = 1\nfor i in range(3: pass\n")
+    cell = kernel.run("%ddp_run src/wrong.py")
+    assert cell.error_text.startswith("RankError: ranks 0-1 failed: SyntaxError:")
+    assert f"File {folder / 'src' / 'wrong.py'}:2" in cell.error_text
+
+
+def test_it_can_be_stopped_and_looked_at(kernel: Kernel, folder: Path):
+    kernel.run("%%ddp\nkept = 1")
+    request = kernel.begin("%ddp_run src/train.py --do loop")
+    kernel.wait_for_text(request, "looping")
+    kernel.interrupt()
+    assert kernel.wait(request).error == "KeyboardInterrupt"
+    timed = kernel.run("%ddp_run --timeout 1 src/train.py --do loop")
+    assert "took longer than 1 s and was stopped" in timed.error_text
+    request = kernel.begin("%ddp_run --no-wait src/train.py --do loop")
+    kernel.wait(request)
+    kernel.wait_for_text(request, "looping")
+    assert f"is at line {line_of('while True')} of train.py" in kernel.run("%ddp_why").text
+    kernel.run("handle = _")
+    kernel.run("%ddp_interrupt")
+    assert kernel.run("handle.wait(30)").error == "KeyboardInterrupt"
+    check_ranks(kernel)
+
+
+def test_the_path_is_completed_and_help_has_an_example(kernel: Kernel, folder: Path):
+    assert kernel.kinds("%ddp_run sr")["src/"] == "path"
+    assert "src/train.py" in kernel.complete("%ddp_run -i src/tr")
+    assert "--timeout" in kernel.complete("%ddp_run --tim")
+    assert "%ddp_run train.py --epochs 3" in str(kernel.run("%ddp_run?").payload)
+
+
+def test_a_process_of_a_script_that_is_killed_is_named(kernel: Kernel, folder: Path):
+    (folder / "src" / "dies.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    cell = kernel.run("%ddp_run src/dies.py")
+    assert "killed by SIGKILL; %ddp_restart --ranks" in cell.error_text
