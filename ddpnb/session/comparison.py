@@ -21,8 +21,8 @@ from ddpnb.protocol.messages import Checked, OnRank, RunReport, RunSpec
 from ddpnb.protocol.notation import check_transport, format_ranks, has_transport, spoken_ranks
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.live import Live, live
-from ddpnb.reports.printed import PrintedLines
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.session.cells import error_of, failures_of, warn_stale

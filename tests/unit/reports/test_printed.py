@@ -1,6 +1,6 @@
 import pytest
 
-from ddpnb.reports.printed import MAX_LINES, PrintedLines
+from ddpnb.reports.cell_output import MAX_LINES, PrintedLines
 
 
 def say(printed: PrintedLines, *texts: str) -> None:
