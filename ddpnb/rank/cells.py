@@ -125,13 +125,6 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     return next(iter(shown), error) or aborted(engine)
 
 
-def warn_again() -> None:
-    """Have each warning shown once a cell or training, not once a process."""
-    warnings.filterwarnings("ignore", "To exit: use")  # IPython's, where sys.exit ends a cell
-    with warnings.catch_warnings():  # leaving it marks what the modules remember as out of date
-        pass
-
-
 def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     """Run a cell or a script; return the error that ended it, if one did."""
     shell = engine.shell
@@ -150,6 +143,13 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
         shell.events.trigger("post_execute")  # as matplotlib's figures need it
         gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
     return None
+
+
+def warn_again() -> None:
+    """Have each warning shown once a cell or training, not once a process."""
+    warnings.filterwarnings("ignore", "To exit: use")  # IPython's, where sys.exit ends a cell
+    with warnings.catch_warnings():  # leaving it marks what the modules remember as out of date
+        pass
 
 
 @contextlib.contextmanager

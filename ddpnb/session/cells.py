@@ -194,6 +194,24 @@ class RunningCell(SupervisedCall):
             raise error
 
 
+def read_script(path: str) -> tuple[str, str]:
+    """Return a script's absolute path and its text.
+
+    Raises:
+        UserError: there is none, or it is not a text.
+    """
+    script = Path(path).expanduser().absolute()
+    try:
+        return str(script), decode_source(script.read_bytes())
+    except FileNotFoundError:
+        others = [each.name for each in script.parent.glob("*.py")]
+        near = closest(script.name, others)
+        advice = f"; did you mean {near}?" if near else "."
+        raise UserError(f"There is no script {script.name} in {script.parent}{advice}") from None
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a script: {error}.") from None
+
+
 class Prompt:
     """Asks the user what a rank asks, with the notebook's own ``input``.
 
@@ -233,24 +251,6 @@ class Prompt:
         if self._pipe is not None:
             self._pipe.close()
         self._listener.close()
-
-
-def read_script(path: str) -> tuple[str, str]:
-    """Return a script's absolute path and its text.
-
-    Raises:
-        UserError: there is none, or it is not a text.
-    """
-    script = Path(path).expanduser().absolute()
-    try:
-        return str(script), decode_source(script.read_bytes())
-    except FileNotFoundError:
-        others = [each.name for each in script.parent.glob("*.py")]
-        near = closest(script.name, others)
-        advice = f"; did you mean {near}?" if near else "."
-        raise UserError(f"There is no script {script.name} in {script.parent}{advice}") from None
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a script: {error}.") from None
 
 
 def cell_thread(function: Callable[[], None]) -> threading.Thread:

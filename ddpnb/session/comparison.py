@@ -269,8 +269,8 @@ def prepare(
             for name, run_spec in by_strategy.items()
         }
     except BaseException:
-        printed.show()
         free_data(cluster)
+        printed.show()
         raise
     recorder = Recorder(
         store,

@@ -146,8 +146,8 @@ class Session:
         name: str = "",
         timeout: float | None = None,
         check: bool = False,
-        debug: int | None = None,
         script: Script | None = None,
+        debug: int | None = None,
     ) -> RunningCell | None:
         """Run a cell, or a script, on ranks; see ``ddpnb.run_cell`` and ``ddpnb.run_script``."""
         cluster = self._require_free()
