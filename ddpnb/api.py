@@ -162,6 +162,7 @@ def run_script(
     name: str = "",
     timeout: float | None = None,
     check: bool = False,
+    debug: int | None = None,
 ) -> RunningCell | None:
     """Run a script that was written for ``torchrun`` on the ranks; the twin of ``%ddp_run``.
 
@@ -177,6 +178,7 @@ def run_script(
         name: the run that ``ddpnb.log`` in the script adds to.
         timeout: seconds after which the ranks are interrupted.
         check: whether torch compares the exact shapes of collectives across the ranks.
+        debug: the rank that stops at ``breakpoint()``, with the notebook's prompt.
 
     Returns:
         The running script if ``wait`` is false.
@@ -195,6 +197,7 @@ def run_script(
         name=name,
         timeout=timeout,
         check=check,
+        debug=debug,
         script=Script(
             name=str(script),
             path=path,

@@ -1,6 +1,5 @@
 """The magics: each parses its line, and calls its twin in ``ddpnb.api`` or the session (kernel)."""
 
-import re
 from argparse import REMAINDER, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from ddpnb.magics.arguments import (
     no_arguments,
     training_arguments,
 )
-from ddpnb.magics.rank_names import RankNames
+from ddpnb.magics.rank_cells import AutoCells, RankNames
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.training_options import make_training_spec
@@ -44,11 +43,6 @@ RANKS = "the ranks, such as 0,2-3; by default all"
 RUNS = "as %%ddp_runs lists them"
 Y = "draw this further number that the steps measured, in place of the loss"
 TARGET = "mark when each run reaches this training loss"
-
-NOTEBOOK_MAGICS = re.compile(r"^%(%ddp|%rank|ddp_|load_ext|reload_ext|unload_ext)", re.MULTILINE)
-"""A cell with one of these runs in the notebook."""
-
-LOCAL = re.compile(r"^%%local[ \t]*$")
 
 
 @magics_class
@@ -173,6 +167,7 @@ class DdpMagics(Magics):
     @argument("--name", default="", help="the run that ddpnb.log in the script adds to")
     @argument("--timeout", metavar="SECONDS", type=float, help="stop the script after this time")
     @argument("--check", action="store_true", help="compare collectives' exact shapes too; slow")
+    @argument("--debug", metavar="RANK", type=int, help="stop this rank at breakpoint()")
     @line_magic
     def ddp_run(self, line: str) -> Any:
         """Run a script for torchrun on the ranks: ``%ddp_run train.py --epochs 3``.
@@ -193,6 +188,7 @@ class DdpMagics(Magics):
             name=args.name,
             timeout=args.timeout,
             check=args.check,
+            debug=args.debug,
         )
 
     @cell_magic
@@ -361,48 +357,6 @@ class DdpMagics(Magics):
         else:
             text, only = " ".join(args.text), {"task": args.task, "strategy": args.strategy}
             display(api.runs(text, **only, since=args.since, last=args.last))
-
-
-class AutoCells:
-    """Puts ``%%ddp`` before every cell while it is on, and always removes ``%%local``."""
-
-    def __init__(self, shell: InteractiveShell) -> None:
-        self._shell = shell
-        self._is_on = False
-        self._redirected = ""
-
-    def switch(self, on: bool) -> None:
-        """Switch it on or off; may be called twice."""
-        self._is_on = on
-        self._redirected = ""
-
-    def install(self) -> None:
-        """Pass every cell through ``redirect``."""
-        self._shell.input_transformers_cleanup.append(self.redirect)
-
-    def remove(self) -> None:
-        """Leave cells as they are; may be called twice."""
-        if self.redirect in self._shell.input_transformers_cleanup:
-            self._shell.input_transformers_cleanup.remove(self.redirect)
-
-    def redirect(self, lines: list[str]) -> list[str]:
-        """Return the lines of a cell, with ``%%ddp`` before them if it should run on the ranks."""
-        source = "".join(lines)
-        if lines and LOCAL.match(lines[0].rstrip("\n")):
-            return ["\n", *lines[1:]]  # so that line numbers stay those of the notebook
-        if not self.redirects(source):
-            return lines
-        self._redirected = source.rstrip("\n")
-        return ["%%ddp\n", *lines]
-
-    def redirects(self, source: str) -> bool:
-        """Return whether a cell runs on the ranks although it does not say so."""
-        is_local = LOCAL.match(source.partition("\n")[0]) or NOTEBOOK_MAGICS.search(source)
-        return self._is_on and bool(source.strip()) and not is_local
-
-    def has_redirected(self, cell: str) -> bool:
-        """Return whether ``redirect`` added the ``%%ddp`` line above this cell."""
-        return bool(self._redirected) and cell.rstrip("\n") == self._redirected
 
 
 def with_magic_line(magic: str, cell: str) -> str:

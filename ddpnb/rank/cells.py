@@ -30,7 +30,7 @@ from ddpnb.rank.collective_log import CollectiveMismatchError
 from ddpnb.rank.comm.rendezvous import RankLostError, RunCancelledError
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.publisher import Publisher
-from ddpnb.rank.shell import questions
+from ddpnb.rank.shell import NoPromptError, questions
 from ddpnb.rank.status import is_users, num_collectives
 from ddpnb.rank.torchrun import run_script
 
@@ -147,6 +147,7 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
 
 def warn_again() -> None:
     """Have each warning shown once a cell or training, not once a process."""
+    warnings.filterwarnings("ignore", "To exit: use")  # IPython's, where sys.exit ends a cell
     with warnings.catch_warnings():  # leaving it marks what the modules remember as out of date
         pass
 
@@ -264,10 +265,9 @@ def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     shell, frames = engine.shell, users_part(error.__traceback__)
     if isinstance(error, CollectiveMismatchError | UserError):
         end_at_users(frames, shell)
-    in_cell = any(is_users(frame, shell) for frame, _ in traceback.walk_tb(frames))
-    if isinstance(error, BdbQuit) or (isinstance(error, UserError) and not in_cell):
-        return []  # its message is enough
-    if isinstance(error, SystemExit) and frames is None:
+    in_code = any(is_users(frame, shell) for frame, _ in traceback.walk_tb(frames))
+    is_enough = isinstance(error, BdbQuit) or (isinstance(error, NoPromptError) and not in_code)
+    if is_enough or (isinstance(error, UserError | SystemExit) and frames is None):
         return []  # its message is enough
     if isinstance(error, SyntaxError) and frames is None:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])

@@ -35,6 +35,10 @@ TQDM_IN_NOTEBOOKS = ("tqdm.autonotebook", "tqdm.notebook")
 """Modules whose bars are widgets: on a rank they would stand still."""
 
 
+class NoPromptError(UserError):
+    """A rank has asked where nobody would answer."""
+
+
 def prepare(shell: Any) -> None:
     """Adapt a rank's IPython, once it has one."""
     name_of_code = shell.compile.get_code_name
@@ -56,7 +60,7 @@ def use_text_bars() -> None:
 
 def refuse(*args: object, **options: object) -> NoReturn:
     """Say that nobody would answer, in place of ``input`` and ``breakpoint``."""
-    raise UserError(CANNOT_ASK)
+    raise NoPromptError(CANNOT_ASK)
 
 
 def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[str, str]]]:

@@ -106,3 +106,13 @@ def test_bad_input(kernel: Kernel, source: str, sentence: str):
     cell = kernel.run(source)
     assert cell.error == "UserError"
     assert sentence in cell.error_text
+
+
+def test_a_script_stops_too(kernel: Kernel):
+    script = "import os\nrank = int(os.environ['RANK'])\nbreakpoint()\nprint('after', rank)\n"
+    (kernel.folder / "stops.py").write_text(script)
+    cell, prompts = kernel.answer("%ddp_run --debug 1 stops.py", "p rank * 1000", "c")
+    assert prompts == ["[1] ipdb> "] * 2
+    assert "1000" in cell.by_rank[1]
+    assert cell.by_rank[0] == ["after 0"]
+    assert cell.by_rank[1][-1] == "after 1"
