@@ -18,7 +18,13 @@ from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, OnRank, RunReport, RunSpec
-from ddpnb.protocol.notation import check_transport, format_ranks, has_transport, spoken_ranks
+from ddpnb.protocol.notation import (
+    check_transport,
+    format_ranks,
+    has_transport,
+    parse_strategy,
+    spoken_ranks,
+)
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.live import Live, live
@@ -255,11 +261,19 @@ def prepare(
     specs = tuple(replace(each, comparison=own_id) for each in placed)
     warn_stale(cluster.ensure_group())
     by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
+    checked: dict[str, Checked] = {}
     try:
-        checked = {name: check_on_ranks(cluster, each) for name, each in by_strategy.items()}
+        for name, each in by_strategy.items():
+            try:
+                checked[name] = check_on_ranks(cluster, each)
+            except UserError as error:
+                if not _is_dispensable(name, spec):
+                    raise
+                print(f"Not trained: {name}, the baseline. {error}", file=sys.stderr)
     except BaseException:
         free_data(cluster)
         raise
+    specs = tuple(each for each in specs if each.strategy in checked)
     recorder = Recorder(
         store,
         name=spec.name,
@@ -278,6 +292,15 @@ def prepare(
         live=shown,
         options=spec.options,
     )
+
+
+def _is_dispensable(name: str, spec: ComparisonSpec) -> bool:
+    """Return whether a strategy is a baseline that was added to the user's own classes alone.
+
+    These may train what no other strategy can, such as a model with two losses.
+    """
+    is_added = name == BASELINE and BASELINE not in spec.strategies
+    return is_added and all(parse_strategy(s).name not in STRATEGIES for s in spec.strategies)
 
 
 def free_data(cluster: Cluster) -> None:
