@@ -160,7 +160,7 @@ class Timeouts:
     """The same for the check before a training, where freeing costs more: the process group."""
     report_failure_after_seconds: float = 0.8
     """When a failure is shown while other ranks still run: they compute, or the machine is busy."""
-    abort_after_seconds: float = 0.3
+    abort_after_interrupt_seconds: float = 0.3
     """How long an interrupted rank may take before it is freed from its collective."""
     interrupt_again_after_seconds: float = 1.2
     """How long a freed rank may take until the next interrupt; it may have caught the first."""

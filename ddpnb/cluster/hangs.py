@@ -15,7 +15,7 @@ from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.protocol.processes import RankCommand
 
 IDLE_SHARE = 0.2
-"""Processor time per second below which a waiting rank sends and receives nothing either."""
+"""Processor time per second below which a waiting rank counts as idle: it moves no data."""
 NUM_STOPPED_POLLS = 3
 """How often in a row a process must be found stopped: a profiler stops it for a moment only."""
 
@@ -73,7 +73,7 @@ class HangDetector:
         self._waited += passed
         if len(now) != len(self.call.running) or not all(status.call for status in now):
             self._first = ()
-        elif not self._first or not is_hang(self._first, now, self._waited):
+        elif not self._first or not still_wait(self._first, now, self._waited):
             self._first, self._waited = now, 0.0
         elif self._waited >= self.cluster.timeouts.hang_after_seconds:
             idle = set(self.cluster.ranks) - set(self.call.ranks)
@@ -81,12 +81,12 @@ class HangDetector:
         return ""
 
 
-def is_hang(before: Sequence[RankStatus], now: Sequence[RankStatus], seconds: float) -> bool:
-    """Return whether ranks wait for each other without end.
+def still_wait(before: Sequence[RankStatus], now: Sequence[RankStatus], seconds: float) -> bool:
+    """Return whether all ranks wait, each where it did before.
 
-    Each of them waits in the same collective as ``seconds`` before, and has used hardly any
-    processor time since.  A rank that computes, loads data or sleeps is not in a collective:
-    the ranks that wait for it do not hang.
+    Each of them is in the same collective as ``seconds`` before, whatever the others are in, and
+    has used hardly any processor time since.  A rank that computes, loads data or sleeps is in no
+    collective: the ranks that wait for it do not hang.
     """
     earlier = {status.rank: status for status in before}
     return bool(now) and all(
@@ -144,7 +144,7 @@ def _ranks_wait(ranks: Sequence[int]) -> str:
 
 
 def _place(status: RankStatus) -> str:
-    call = f"{status.call} of DDP's backward" if status.in_backward else status.call
+    call = f"{status.call} of the backward pass" if status.in_backward else status.call
     direction = "to" if "send" in status.call else "from"
     towards = "" if status.peer is None else f" {direction} rank {status.peer}"
     line = f"line {status.line}" if status.line else ""

@@ -151,7 +151,7 @@ class Processes:
     def start_rank(
         self, rank: int, environment: Mapping[str, str], settings: Mapping[str, object]
     ) -> None:
-        """Start one rank; it joins the process group by itself."""
+        """Start one rank, which joins the process group of ``settings["generation"]``, if any."""
         self._send(
             op=KernelRequest.START_RANK, rank=rank, environment=environment, settings=settings
         )

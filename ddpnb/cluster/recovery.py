@@ -34,8 +34,8 @@ class RankRecovery:
     spec: RunSpec
     handle: Callable[[CallEvent], None]
     survives_deaths: bool
-    """Whether the run goes on without any rank but rank 0."""
-    came_back: set[int] = field(default_factory=set)
+    """Whether the run goes on when a rank other than 0 dies."""
+    restarted: set[int] = field(default_factory=set)
     """Ranks whose process was replaced during the run."""
     _began_at: float = float("inf")
     _num_batches: dict[int, int] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class RankRecovery:
         self._num_starts[rank] = self._num_starts.get(rank, 0) + 1
         if self._num_starts[rank] <= MAX_STARTS:
             self.cluster.restart_alone(rank)
-            self.came_back.add(rank)
+            self.restarted.add(rank)
             self._starting.add(rank)
 
     def _join(self, rank: int) -> None:

@@ -19,14 +19,14 @@ from ddpnb.cluster.call import Call, CallEvent, Lost, Returned, Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import HangDetector, StopDetector
 from ddpnb.protocol.messages import CellReport, Failure
-from ddpnb.protocol.notation import format_ranks, spoken_ranks
+from ddpnb.protocol.notation import spoken_ranks
 
 MAX_ABORTS = 5
 """How often hanging ranks are freed before they are killed: a busy machine may need several."""
 END_TIMEOUT_SECONDS = 10.0
 """How long a call with killed ranks may take to end."""
 OBEYED_SECONDS = 30.0
-"""When an interrupt that was only noted is raised at the next one, as nothing has obeyed it."""
+"""If a noted interrupt has had no effect for so long, the next one is raised at once."""
 IMPATIENCE_SECONDS = 1.0
 """How long further interrupts are ignored once an interrupted call has ended."""
 
@@ -95,7 +95,7 @@ class Watch:
             self._attend(self._timeouts.tick_seconds)
             if is_interrupted():
                 raise KeyboardInterrupt
-            self._abort_waiting()
+            self._abort_after_failure()
             self._abort_hanging()
             self._report_failed()
             if sentence := stopped.check(self.call.running):
@@ -121,7 +121,7 @@ class Watch:
         if self._failed_at is None and failed:
             self._failed_at = time.monotonic()
 
-    def _abort_waiting(self) -> None:
+    def _abort_after_failure(self) -> None:
         """Free ranks that still run a while after one has failed: they may wait for it."""
         if self._failed_at is None or self._num_aborts or not self.call.running:
             return
@@ -174,8 +174,8 @@ class Watch:
         self._detector.reset()
 
     def _kill(self) -> None:
-        ranks = format_ranks(self.call.running)
-        self.notify(f"rank {ranks} could not be freed and is killed: its variables are lost")
+        ranks = spoken_ranks(self.call.running)
+        self.notify(f"{ranks} could not be freed: killed, and their variables are lost")
         self.cluster.processes.signal(sorted(self.call.running), signal.SIGKILL)
 
     def _stop_ranks(self) -> None:
@@ -194,7 +194,7 @@ class Watch:
         """
         self.cluster.processes.signal(sorted(self.call.running), signal.SIGCONT)
         self.cluster.interrupt(tuple(self.call.running))
-        self._attend_until_done(self._timeouts.abort_after_seconds)
+        self._attend_until_done(self._timeouts.abort_after_interrupt_seconds)
         if self.call.running:
             self.cluster.abort(tuple(self.call.running))
         self._attend_until_done(self._timeouts.interrupt_again_after_seconds)
@@ -215,9 +215,9 @@ def failure_in(value: object) -> Failure | None:
 class _SigintHandler:
     """Notes an interrupt for the call that is supervised; raises it where none is, or none obeys.
 
-    Raised wherever the kernel happens to be, it could end a message halfway.  Another one, sent in
-    impatience, could hit IPython while it shows the error, or ipykernel while it replies.  The
-    client would then wait without end.
+    An interrupt that is raised wherever the kernel happens to be could end a message halfway.  A
+    second one, sent in impatience, could hit IPython while it shows the error, or ipykernel while
+    it replies.  The client would then wait without end.
     """
 
     is_supervising = False

@@ -38,8 +38,8 @@ MAX_PENDING_BATCHES = 20_000
 """Batches kept in memory while the disk refuses them; later ones are lost, and counted so."""
 
 INSERT_BATCH = """
-INSERT OR IGNORE INTO batches SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7
-WHERE EXISTS (SELECT 1 FROM runs WHERE id = ?1)
+INSERT OR IGNORE INTO batches SELECT * FROM (VALUES (?, ?, ?, ?, ?, ?, ?))
+WHERE column1 IN (SELECT id FROM runs)
 """
 """Inserts nothing for a run that another notebook has deleted meanwhile."""
 

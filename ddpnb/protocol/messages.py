@@ -1,7 +1,8 @@
 """The messages between the kernel and the ranks, through ipyparallel.  (Every process.)
 
 Frozen, checked, picklable values: calls and specs go to the ranks, events and reports come back.
-The commands that reach a rank while it is busy are ``processes.RankCommand``.
+What reaches a rank that is busy goes through the fork server (``processes.RankCommand`` and
+``KernelRequest.SIGNAL``); of these, ``RankStatus`` is the answer to the one that asks for it.
 """
 
 import importlib
@@ -122,7 +123,8 @@ class MarkKind(StrEnum):
     """What happened to a rank; ``OTHER`` is in the text alone."""
 
     KILLED = "killed"
-    """By a signal, on purpose or not."""
+    """By a signal.  From the rank itself: a fault injected at the end of a step, which the kernel
+    carries out once all the rank's steps have arrived."""
     DIED = "died"
     CAME_BACK = "came back"
     OTHER = ""

@@ -24,6 +24,7 @@ class KernelRequest(StrEnum):
     FORWARD = "forward"
     """A ``RankCommand``."""
     SIGNAL = "signal"
+    """To a rank's process: an interrupt, a kill, or SIGCONT."""
     ALLOW_DETACH = "allow_detach"
     DETACH = "detach"
     STOP = "stop"
@@ -44,9 +45,13 @@ class RankCommand(StrEnum):
     """A command of the kernel to a rank's control thread, which is never busy for long."""
 
     ABORT = "abort"
+    """Answered with how many waits were ended."""
     STATUS = "status"
+    """Answered with the fields of a ``messages.RankStatus``."""
     STACK = "stack"
+    """Answered with the lines of the user's stack."""
     STOP = "stop"
+    """End the run in progress after its current step; not answered with anything."""
 
 
 _SAME_SECONDS = 1.5

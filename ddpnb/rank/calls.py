@@ -87,8 +87,8 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
     engine.stop_wanted.clear()  # a late request was for the run before
     first_batch = rejoin_info.first_batch if rejoin_info else 0
     publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)
-    is_own = parse_strategy(spec.strategy).name in STRATEGIES  # and need not be watched closely
-    trusting = group.collective_checks.trusting_torch() if is_own else nullcontext()
+    is_built_in = parse_strategy(spec.strategy).name in STRATEGIES  # then torch calls as it should
+    trusting = group.collective_checks.trusting_torch() if is_built_in else nullcontext()
     with closing(publisher), trusting:
         report = cells.interruptible(
             lambda: loop.run(

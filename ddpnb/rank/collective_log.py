@@ -154,7 +154,7 @@ def spelled(text: bytes, ranks: Sequence[int], *, in_backward: bool = False) -> 
         in_backward: whether DDP's backward pass calls it.
     """
     name, kind, root, _, shape = text.decode().split("\t")
-    words = [f"{name} of DDP's backward" if in_backward else name]
+    words = [f"{name} of the backward pass" if in_backward else name]
     if int(root) != NO_ROOT:
         words.append(f"{ROOT_WORDS[name]} rank {ranks[int(root)]}")
     if kind:

@@ -130,7 +130,7 @@ def _print_error(running: RunningComparison) -> None:
         print(render_error(running.error))
 
 
-IDLE_SECONDS = 2.0
+ANSWER_SECONDS = 2.0
 """A rank that does not answer within this time is busy."""
 
 
@@ -147,7 +147,7 @@ class OrphanedCall(SupervisedCall):
         )
         self.run_in_background()
 
-    def _run_quietly(self) -> None:
+    def _run_in_thread(self) -> None:
         self._watch.run()
         if self._watch.hang:
             print(f"The call of the earlier kernel hung: {self._watch.hang}")
@@ -156,7 +156,7 @@ class OrphanedCall(SupervisedCall):
 def orphaned_call(cluster: Cluster) -> OrphanedCall | None:
     """Return the call that keeps ranks busy, and print which; None if all are idle."""
     call = cluster.submit(OnRank("state"), ranks=cluster.living)
-    deadline = time.monotonic() + IDLE_SECONDS
+    deadline = time.monotonic() + ANSWER_SECONDS
     while call.running and (remaining := deadline - time.monotonic()) > 0:
         for _ in call.events(remaining):
             pass

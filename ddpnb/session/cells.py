@@ -44,7 +44,7 @@ class SupervisedCall:
 
     def run_in_background(self) -> None:
         """Supervise it in a thread, so that the notebook can run other cells."""
-        self._thread = cell_thread(self._run_quietly)
+        self._thread = cell_thread(self._run_in_thread)
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -63,7 +63,7 @@ class SupervisedCall:
         """Stop it on all its ranks."""
         self._watch.stop_requested = True
 
-    def _run_quietly(self) -> None:
+    def _run_in_thread(self) -> None:
         raise NotImplementedError
 
 
@@ -127,7 +127,7 @@ class RunningCell(SupervisedCall):
         is_stopped = isinstance(self.error, CellInterrupt)
         return f"<{cell}: {'stopped' if is_stopped else 'failed' if self.error else 'finished'}>"
 
-    def _run_quietly(self) -> None:
+    def _run_in_thread(self) -> None:
         try:
             self.run()
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  wait() raises it

@@ -108,8 +108,8 @@ class Training:
     options: PlotOptions = EVERYTHING
     _watch: Watch | None = None
     _is_stopped: bool = False
-    _next_stop_seconds: float = 0.0
-    _interrupt_seconds: float = math.inf
+    _next_stop_at: float = 0.0
+    _interrupt_at: float = math.inf
 
     def stop(self) -> None:
         """End the current run early and start no other; from any thread, also twice.
@@ -179,7 +179,7 @@ class Training:
             tick=lambda: self._tick(recovery),
             survives=recovery.survives,
         )
-        self._interrupt_seconds = math.inf
+        self._interrupt_at = math.inf
         try:
             watch.run()
             if watch.stop_requested:
@@ -222,18 +222,18 @@ class Training:
         now = time.monotonic()
         if not self._is_stopped:
             return
-        self._interrupt_seconds = min(self._interrupt_seconds, now + GRACE_SECONDS)
-        if self._watch is not None and now >= self._interrupt_seconds:
+        self._interrupt_at = min(self._interrupt_at, now + GRACE_SECONDS)
+        if self._watch is not None and now >= self._interrupt_at:
             self._watch.stop_requested = True
-        if now >= self._next_stop_seconds:  # a request before the first step was ignored
-            self._next_stop_seconds = now + STOP_INTERVAL_SECONDS
+        if now >= self._next_stop_at:  # a request before the first step was ignored
+            self._next_stop_at = now + STOP_INTERVAL_SECONDS
             for rank in self.cluster.living:
                 self.cluster.processes.command(rank, RankCommand.STOP)
 
     def _print_lost_samples(self, recovery: RankRecovery, report: object) -> None:
-        if recovery.came_back and isinstance(report, RunReport):
+        if recovery.restarted and isinstance(report, RunReport):
             print(
-                f"{recovery.spec.strategy}: rank {format_ranks(sorted(recovery.came_back))} died, "
+                f"{recovery.spec.strategy}: rank {format_ranks(sorted(recovery.restarted))} died, "
                 f"which lost {report.num_lost_samples} samples, and is a new process now, without "
                 "its variables.",
                 file=sys.stderr,

@@ -117,7 +117,7 @@ WRONG = {
         "for batch in range(4 if rank else 3):\n    net(torch.ones(1, 3)).sum().backward()\n"
         "dist.all_reduce(torch.ones(1))",
         r"rank 0 calls all_reduce with Float \[1\] \(line 4\), "
-        r"but ranks? [12,]+ calls? all_reduce of DDP's backward with Float \[8\] \(line 3\)",
+        r"but ranks? [12,]+ calls? all_reduce of the backward pass with Float \[8\] \(line 3\)",
     ),
     "models that differ": (
         "net = nn.Linear(3, 2 + rank)\nfor p in net.parameters(): dist.broadcast(p.data, 0)",

@@ -56,11 +56,11 @@ HANGS = {
     "one batch fewer": (
         "net = DDP(torch.nn.Linear(3, 2))\n"
         "for batch in range(4 if rank else 3):\n    net(torch.ones(1, 3)).sum().backward()",
-        r"<but 0 wait> in all_reduce of DDP's backward \(line 3.*rank 0 .* fewer batches",
+        r"<but 0 wait> in all_reduce of the backward pass \(line 3.*rank 0 .* fewer batches",
     ),
     "backward under if rank == 0": (
         "net = DDP(torch.nn.Linear(3, 2))\nif rank == 0: net(torch.ones(1, 3)).sum().backward()",
-        r"rank 0 waits in all_reduce of DDP's backward.*<but 0> finished .* fewer batches",
+        r"rank 0 waits in all_reduce of the backward pass.*<but 0> finished .* fewer batches",
     ),
     "one batch fewer, summed in shared memory": (
         "from ddpnb.rank.calls import this_engine\n"
@@ -74,7 +74,7 @@ HANGS = {
         "net = DDP(torch.nn.Linear(3, 2))\n"
         "net.register_comm_hook((shared, NullTimer()), ddp_shm._all_reduce_bucket)\n"
         "for batch in range(4 if rank else 3):\n    net(torch.ones(1, 3)).sum().backward()",
-        r"<but 0 wait> in all_reduce of DDP's backward \(line 11\).*rank 0 .* fewer batches",
+        r"<but 0 wait> in all_reduce of the backward pass \(line 11\).*rank 0 .* fewer batches",
     ),
     "a sum in shared memory that rank 0 does not call": (
         "from ddpnb.rank.calls import this_engine\n"

@@ -34,13 +34,19 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(6, 3),
     "batchnorm": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
     "frozen": lambda: frozen(),
-    "mixed": lambda: nn.Sequential(nn.Linear(6, 8), Cast(), nn.Linear(8, 3).double()),
+    "mixed": lambda: nn.Sequential(
+        nn.Linear(6, 8), Cast(torch.double), nn.Linear(8, 3).double(), Cast(torch.float)
+    ),
 }
 
 
 class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
     def forward(self, inputs: Tensor) -> Tensor:
-        return inputs.double()
+        return inputs.to(self.dtype)
 
 
 def frozen() -> nn.Module:

@@ -8,10 +8,9 @@ Any class with ``setup(replica)``, ``step(batch)`` and ``finish()`` will do:
             self.optimizer = replica.optimizer(replica.parameters)
 
         def step(self, batch):
-            loss = self.replica.compute_gradients(batch)
+            loss = self.replica.compute_gradients(batch, weight=batch.weight)
             for parameter in self.replica.parameters:
                 torch.distributed.all_reduce(parameter.grad)
-                parameter.grad /= self.replica.world_size
             self.replica.update(self.optimizer)
             return loss
 

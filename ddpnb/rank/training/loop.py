@@ -125,7 +125,7 @@ def run(
         cache: keeps the data between the runs of a comparison.
 
     Raises:
-        UserError: what ``check`` would have refused.
+        UserError: what ``validate`` would have refused.
         RuntimeError: another rank left in the middle of the run.
     """
     with preserve_globals(torch.device(state.device)):

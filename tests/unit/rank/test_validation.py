@@ -10,6 +10,7 @@ from torch import nn
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
+from ddpnb.rank.strategies import fsdp
 from ddpnb.rank.training import loop
 from tests.rank.ranks import make_state
 
@@ -157,7 +158,7 @@ BAD_CELLS = {
     ),
     "model fails": (
         GOOD + "def model(): return nn.Linear(5, 3)",
-        r"model\(inputs\) failed on a batch of 5 samples, .*\(5, 4\): RuntimeError: mat1 and mat2",
+        r"failed on a batch of 5 samples, .*\(5, 4\): RuntimeError: .*mat1 and mat2",
     ),
     "model returns a tuple": (
         GOOD + "def model(): return nn.LSTM(4, 3)",
@@ -176,7 +177,7 @@ BAD_CELLS = {
     "test samples of another size": (
         GOOD + "def data(split):\n"
         "    return torch.randn(20, 4 if split == 'train' else 5), torch.randint(3, (20,))",
-        r"cannot be evaluated on data\('test'\): RuntimeError: mat1 and mat2",
+        r"cannot be evaluated on data\('test'\): RuntimeError: .*mat1 and mat2",
     ),
     "fails in evaluation mode": (
         GOOD + "class M(nn.Linear):\n"
@@ -335,17 +336,13 @@ TWO_TYPES = GOOD + (
         ("ddp:bucket_cap_mb=0", GOOD, "bucket_cap_mb must be greater than 0"),
         ("ddp:hook=powersgd", TEMPERATURE, r"temperature, of shape \(\), has no rows"),
         ("ddp:hook=powersgd", TWO_TYPES, "one bucket on CPUs.*one type"),
-        ("fsdp", TWO_TYPES.replace("nn.Sequential", "Whole"), "in what it gathers at once"),
         ("zero", TWO_TYPES, "zero wants all parameters in one floating-point type"),
-        ("fsdp", TEMPERATURE, r"rows, and temperature, of shape \(\), has none: give it"),
-        ("fsdp", TEMPERATURE.replace("ones(())", "ones(0)"), r"of shape \(0,\), has none"),
     ],
 )
 def test_what_one_strategy_cannot_train_is_refused_before_anything_trains(
     strategy, source, sentence
 ):
     check_choices(source, "ddp", accumulate=2)
-    check_choices(TWO_TYPES, "fsdp")  # each of its layers is of one type
     with pytest.raises(UserError, match=sentence):
         check_choices(source, strategy, accumulate=2)
 
@@ -515,3 +512,19 @@ def test_a_scheduler_and_a_warm_up_exclude_each_other():
     for changes in ({"num_lr_warmup_epochs": 1}, {"lr_scaling": "sqrt"}):
         with pytest.raises(UserError, match=r"sets the learning rate: leave --lr-[a-z]+ out"):
             check_choices(source, "ddp", **changes)
+
+
+@pytest.mark.skipif(not fsdp.is_supported(), reason="this torch is too old for fsdp")
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (TWO_TYPES.replace("nn.Sequential", "Whole"), "in what it gathers at once"),
+        (TEMPERATURE, r"rows, and temperature, of shape \(\), has none: give it"),
+        (TEMPERATURE.replace("ones(())", "ones(0)"), r"of shape \(0,\), has none"),
+    ],
+)
+def test_what_fsdp_cannot_shard_is_refused_before_anything_trains(source, sentence):
+    check_choices(source, "ddp", accumulate=2)
+    check_choices(TWO_TYPES, "fsdp")  # each of its layers is of one type
+    with pytest.raises(UserError, match=sentence):
+        check_choices(source, "fsdp", accumulate=2)
