@@ -18,7 +18,13 @@ from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, OnRank, RunReport, RunSpec
-from ddpnb.protocol.notation import check_transport, format_ranks, has_transport, spoken_ranks
+from ddpnb.protocol.notation import (
+    check_transport,
+    format_ranks,
+    has_transport,
+    parse_strategy,
+    spoken_ranks,
+)
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.cell_output import PrintedLines
@@ -263,15 +269,20 @@ def prepare(
     warn_stale(cluster.ensure_group())
     by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
     printed = PrintedLines()
+    checked: dict[str, Checked] = {}
     try:
-        checked = {
-            name: check_on_ranks(cluster, run_spec, printed)
-            for name, run_spec in by_strategy.items()
-        }
+        for name, each in by_strategy.items():
+            try:
+                checked[name] = check_on_ranks(cluster, each, printed)
+            except UserError as error:
+                if not _is_dispensable(name, spec):
+                    raise
+                print(f"Not trained: {name}, the baseline. {error}", file=sys.stderr)
     except BaseException:
         free_data(cluster)
         printed.show()
         raise
+    specs = tuple(each for each in specs if each.strategy in checked)
     recorder = Recorder(
         store,
         name=spec.name,
@@ -291,6 +302,15 @@ def prepare(
         options=spec.options,
         printed=printed,
     )
+
+
+def _is_dispensable(name: str, spec: ComparisonSpec) -> bool:
+    """Return whether a strategy is a baseline that was added to the user's own classes alone.
+
+    These may train what no other strategy can, such as a model with two losses.
+    """
+    is_added = name == BASELINE and BASELINE not in spec.strategies
+    return is_added and all(parse_strategy(s).name not in STRATEGIES for s in spec.strategies)
 
 
 def free_data(cluster: Cluster) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.kernel.client import Cell, Kernel, both
 from tests.kernel.test_compare import CELL
+from tests.rank.test_your_code import GAN
 
 AVERAGING = """
 class Averaging:
@@ -241,7 +242,7 @@ def test_a_rank_killed_on_purpose_ends_its_run_and_the_comparison_goes_on(kernel
     assert kernel.run("%%ddp\nworld_size").by_rank == both("2")
 
 
-GENERAL = """%%ddp_compare ddp async --epochs 2 --batch-size 16 --repeats 2 --y entropy --name general
+GENERAL = """%%ddp_compare ddp async --batch-size 16 --repeats 2 --y entropy --name general
 import torch
 from torch import nn
 def model(): return nn.Linear(4, 2)
@@ -255,6 +256,17 @@ def training_step(model, batch):
 def validation_step(model, batch):
     return {"right": (model(batch["x"]).argmax(1) == batch["y"]).float().mean()}
 """
+
+
+def test_classes_of_ones_own_need_no_baseline(kernel: Kernel):
+    source = "%%ddp_compare Gan --batch-size 20 --name gan\n" + GAN
+    cell = kernel.run(source)
+    drawn(cell)
+    assert "Not trained: single, the baseline. data(split) gives batches that are" in cell.text
+    assert "not (inputs, targets)" in cell.text
+    assert (
+        "gives batches that are a Tensor" in kernel.run(source.replace("Gan -", "ddp Gan -")).text
+    )
 
 
 def test_data_are_loaded_once_per_rank_and_comparison(kernel: Kernel):

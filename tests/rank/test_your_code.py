@@ -366,3 +366,12 @@ def test_what_is_wrong_in_it_is_found_before_anything_trains(ranks):
     ):
         with pytest.raises(RankFailedError, match=error):
             ranks(2).call(check_job, spec_of("Gan", GAN.replace(old, new)))
+
+
+def test_a_step_that_returns_nothing_later_on_is_one_sentence(ranks):
+    step = '    return {"loss"'
+    source = GENERAL.replace(step, f"    if len(scores) == 20: return\n{step}")
+    with pytest.raises(
+        RankFailedError, match=r"training_step\(model, batch\) returned None; return"
+    ):
+        ranks(1).call(train_job, spec_of("single", source))

@@ -7,6 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.rank.tasks.batches import Tree
 from ddpnb.rank.tasks.optimizers import TaskOptimizer
 from ddpnb.rank.tasks.samples import Samples
@@ -79,9 +80,17 @@ def split_step(result: Tensor | Mapping[str, Any]) -> tuple[Tensor, Mapping[str,
 
     Of other mappings than a plain dict, such as the outputs of transformers' models, the loss
     alone is taken.
+
+    Raises:
+        UserError: it is neither a tensor nor a mapping.
     """
     if isinstance(result, Tensor):
         return result, {}
+    if not isinstance(result, Mapping):
+        raise UserError(
+            f"training_step(model, batch) returned {kind_of(result)}; "
+            "return the mean over the samples, a tensor of shape ()."
+        )
     loss: Tensor = result["loss"]
     if type(result) is not dict:
         return loss, {}

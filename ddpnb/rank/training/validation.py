@@ -87,6 +87,18 @@ class Wrapped(nn.Module):
         """Call the model."""
         return self.module(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the wrapper; say where one of the model is found."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not hasattr(self.module, name):
+                raise
+            raise AttributeError(
+                f"DistributedDataParallel hides {name!r} of the model that it wraps; "
+                "take it from getattr(model, 'module', model)"
+            ) from None
+
 
 def check_evaluation(replica: Replica, task: Task, num_samples: int, *, has_loss: bool) -> None:
     """Evaluate the model on a few samples of each split, so that no run fails only at its end.

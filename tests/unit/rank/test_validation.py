@@ -435,8 +435,8 @@ BAD_STEPS = {
         r"training_step\(model, batch\) failed on a batch of 5 samples, .*\(5, 4\).*: TypeError",
     ),
     "a method that DDP hides": (
-        STEP.replace("model(inputs)", "model.get_submodule('').extra(inputs)"),
-        r"training_step\(model, batch\) failed .*AttributeError",
+        STEP.replace("model(inputs)", "model(inputs[:, :model.in_features])"),
+        r"AttributeError: DistributedDataParallel hides 'in_features' .* getattr\(model, 'module'",
     ),
     "leaves of other lengths": (
         STEP + "def data(split): return {'a': torch.ones(20, 4), 'b': (torch.ones(19),)}",
