@@ -85,53 +85,60 @@ def test_trainer_fits_and_validates_on_the_ranks(run: Run, kernel: Kernel):
 
 def test_a_second_fit_goes_on_where_the_ranks_are(run: Run):
     run(TRAINER)
-    cell = run("%%ddp\ntrainer.fit_loop.max_epochs = 5\ntrainer.fit(line, loader)\nprint(trainer.global_step)")
+    cell = run(
+        "%%ddp\ntrainer.fit_loop.max_epochs = 5\ntrainer.fit(line, loader)\nprint(trainer.global_step)"
+    )
     assert "20" in cell.by_rank[0]
 
 
-MODULE = """
+COMPARED = """%%ddp_compare ddp async fsdp --epochs 2 --batch-size 16
 import torch
-from torch import nn
 import lightning
+from torch import nn
 
 class Line(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.line = nn.Linear(4, 1)
-    def forward(self, x):
-        return self.line(x)
+
     def training_step(self, batch, batch_idx):
-        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        x, y = batch
+        loss = nn.functional.mse_loss(self.line(x), y)
         self.log("train_loss", loss)
         return loss
+
     def configure_optimizers(self):
         made = torch.optim.SGD(self.parameters(), lr=0.1)
         return {"optimizer": made, "lr_scheduler": torch.optim.lr_scheduler.StepLR(made, 1)}
-"""
-COMPARED = (
-    "%%ddp_compare single ddp async fsdp --epochs 2 --batch-size 16"
-    + MODULE
-    + """
+
+class Called(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch):
+        return self.module.training_step(batch, 0)
+
 def model():
-    return Line()
+    return Called(Line())
+
+def training_step(model, batch):
+    return model(batch)
+
+def optimizer(model):
+    return model.module.configure_optimizers()
 
 def data(split):
     x = torch.randn(64, 4)
     return x, x.sum(1, keepdim=True)
-
-def loss(outputs, targets):
-    return nn.functional.mse_loss(outputs, targets)
-
-def optimizer(model):
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
-    return {"optimizer": made, "lr_scheduler": torch.optim.lr_scheduler.StepLR(made, 1)}
 """
-)
 
 
-def test_a_lightning_module_is_compared(run: Run):
+def test_an_unchanged_lightning_module_is_compared(run: Run):
     cell = run(COMPARED)
     assert "held-out loss" in cell.text
+    assert "left out" not in cell.text
+    assert run("print(_.to_frame().final_loss.max() < 1)").stdout == "True\n"
 
 
 @pytest.mark.parametrize("name", ["ddp_notebook", "ddp_fork"])
