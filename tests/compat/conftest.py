@@ -47,6 +47,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 
 Run = Callable[[str], Cell]
+"""Runs a cell."""
 
 
 @pytest.fixture
@@ -59,6 +60,22 @@ def run(kernel: Kernel) -> Run:
         return cell
 
     return run
+
+
+@pytest.fixture
+def compare(run: Run, kernel: Kernel) -> Run:
+    """Run a comparison, in which every strategy must be trained to a loss that is a number."""
+
+    def compare(source: str) -> Cell:
+        cell = run(source)
+        asked = [word for word in source.splitlines()[0].split()[1:] if not word.startswith("-")]
+        assert "left out" not in cell.text, cell.text
+        assert kernel.value("set(_.to_frame().status)") == "{'finished'}", cell.text
+        trained = kernel.value("set(_.to_frame().query('final_loss < 100').strategy)")
+        assert all(repr(word) in trained for word in asked if not word.isdigit()), cell.text
+        return cell
+
+    return compare
 
 
 @pytest.fixture

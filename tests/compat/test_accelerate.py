@@ -1,5 +1,6 @@
 """accelerate takes the ranks for processes of ``accelerate launch``."""
 
+from tests.cluster.rig import ALL_REDUCE
 from tests.compat.conftest import Run, require
 from tests.kernel.client import both
 
@@ -47,10 +48,7 @@ def test_a_loop_of_accelerate_trains_on_the_ranks(run: Run):
 
 def test_its_end_leaves_the_group_for_later_cells(run: Run):
     run("%%ddp\nfrom accelerate import Accelerator\nAccelerator().end_training()")
-    cell = run(
-        "%%ddp\nimport torch, torch.distributed as dist\ntotal = torch.ones(1)\n"
-        "dist.all_reduce(total)\ntotal.item()"
-    )
+    cell = run(f"%%ddp\n{ALL_REDUCE}\ntotal.item()")
     assert cell.by_rank == both("2.0")
 
 
