@@ -252,16 +252,17 @@ def test_one_cycle_of_the_learning_rate(compare: Run):
     assert "held-out accuracy" in compare(CYCLE).text
 
 
-RESNET = """%%ddp_compare ddp async --epochs 1 --batch-size 8
+RESNET = """%%ddp_compare ddp async --epochs 1 --batch-size 8 --lr 0.001
 import torch
-import torchvision
+from torchvision.models import resnet18
+from torchvision.transforms import v2
 
 def model():
-    return torchvision.models.resnet18(num_classes=10)
+    return resnet18(num_classes=10)
 
 def data(split):
     pixels = torch.randint(256, (16, 3, 32, 32), dtype=torch.uint8)
-    scale = torchvision.transforms.v2.ToDtype(torch.float32, scale=True)
+    scale = v2.ToDtype(torch.float32, scale=True)
     return scale(pixels), torch.randint(10, (16,))
 """
 
