@@ -20,6 +20,7 @@ ALL = (
     "memory",
     "sharded",
     "cells",
+    "variables",
     "loop",
     "comparison",
     "log",

@@ -32,12 +32,15 @@ EMPTY = textwrap.dedent(
 
 PRINTED = textwrap.dedent(
     """
-    source = "for i in range(20000): print(f'{i:06d} ' + 'x' * 73)"
-    pairs = [(timed("ddp", source), timed("px", source)) for _ in range(8)][1:]
+    source = {source!r}
+    pairs = [(timed("ddp", source), timed("px", source)) for _ in range(12)][1:]
     print()
     print(json.dumps([[a for a, b in pairs], [b for a, b in pairs]]))
     """
 )
+
+EQUAL = "for i in range(20000): print(f'{i:06d} ' + 'x' * 73)"
+DIFFERENT = "import os\nfor i in range(20000): print(f'{i:06d} {os.getpid()} '.ljust(80, 'x'))"
 
 STOP = """
 get_ipython().run_line_magic("ddp_stop", "")
@@ -50,7 +53,8 @@ def measure() -> list[Figure]:
     with kernel() as running:
         running.run(SETUP)
         empty = running.value(EMPTY)
-        printed = running.value(PRINTED)
+        equal = running.value(PRINTED.format(source=EQUAL))
+        different = running.value(PRINTED.format(source=DIFFERENT))
         running.run(STOP)
     return [
         Figure(
@@ -63,8 +67,15 @@ def measure() -> list[Figure]:
         Figure(
             name="1.6 MB printed by each of 2 ranks against %%px",
             unit="s",
-            ours=printed[0],
-            theirs=printed[1],
-            limit="<= 2.0",
+            ours=equal[0],
+            theirs=equal[1],
+            limit="<= 1.2",
+        ),
+        Figure(
+            name="the same, all lines of the two ranks different",
+            unit="s",
+            ours=different[0],
+            theirs=different[1],
+            limit="<= 1.2",
         ),
     ]

@@ -7,21 +7,24 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.measure import Figure
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.replica import Batch, NullTimer, Replica
 from ddpnb.rank.tasks import digits
-from ddpnb.rank.tasks.base import Supervised
+from ddpnb.rank.tasks.base import CLASSIFY
+from ddpnb.rank.tasks.batches import moved
+from ddpnb.rank.tasks.samples import TensorSamples
 from ddpnb.rank.training.timing import CpuClock
 
 NUM_RANKS = 2
@@ -40,6 +43,8 @@ class Case:
     theirs: str
     is_timed: bool = True
     """Whether theirs is timed, too."""
+    is_general: bool = False
+    """Whether ours makes a ``training_step`` on a dict, theirs the shorthand; both fetch."""
     num_turns: int = 25
     """Rates that are reported of each."""
     num_blocks: int = 1
@@ -90,28 +95,55 @@ CASES = (
         )
         for num_global, limit in ((256, ">= 0.99"), (64, ">= 0.97"))
     ),
+    *(
+        SMALL(
+            name=f"ddp with a training_step on a dict against model, loss and a pair, digits CNN, "
+            f"global batch {num_global}",
+            num_global=num_global,
+            ours="ddp",
+            theirs="ddp",
+            is_general=True,
+            num_launches=4,
+            num_turns=12,
+            num_blocks=50,
+            num_steps=1,
+            limit=">= 0.99",
+        )
+        for num_global in (256, 64)
+    ),
 )
+
+
+def training_step(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["image"]), batch["label"])
 
 
 class Trainer:
     """One strategy on one rank, which trains on one batch again and again."""
 
-    def __init__(self, case: Case, word: str, rank: int, folder: Path, is_timed: bool) -> None:
+    def __init__(
+        self, case: Case, word: str, rank: int, folder: Path, is_timed: bool, is_ours: bool
+    ) -> None:
         self.clock = CpuClock() if is_timed else None
         self.strategy: Strategy = make_strategy(word, {})
         torch.manual_seed(0)
         model = case.model()
         num_samples = case.num_global // NUM_RANKS
         inputs = torch.randn(num_samples, *case.input_shape)
+        targets = torch.randint(0, 10, (num_samples,))
         self.batch = Batch(
-            content=(inputs, torch.randint(0, 10, (num_samples,))),
-            num_samples=num_samples,
-            num_global=case.num_global,
+            content=(inputs, targets), num_samples=num_samples, num_global=case.num_global
         )
+        self.samples: TensorSamples | None = None
+        is_general = case.is_general and is_ours
+        if case.is_general:
+            tree = {"image": inputs, "label": targets} if is_general else (inputs, targets)
+            self.samples = TensorSamples(tree=tree)
+        self.chosen = torch.randperm(num_samples)
         self.strategy.setup(
             Replica(
                 model=model,
-                training_step=Supervised(nn.functional.cross_entropy),
+                training_step=training_step if is_general else CLASSIFY,
                 optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
                 device=torch.device("cpu"),
                 rank=rank,
@@ -130,13 +162,20 @@ class Trainer:
         if self.clock is not None:
             self.clock.start()
         for _ in range(num_steps):
-            report = self.strategy.step(self.batch)
+            report = self.strategy.step(self.fetched())
             if self.clock is not None:
                 self.clock.timing(report)
             else:
                 report.loss.item()
         dist.barrier()
         return time.perf_counter() - began
+
+    def fetched(self) -> Batch:
+        """Return the batch; fetched as in a training, where that is a part of what is compared."""
+        if self.samples is None:
+            return self.batch
+        content = moved(self.samples.fetch(self.chosen), torch.device("cpu"))
+        return replace(self.batch, content=content)
 
 
 def serve(rank: int, folder: Path, case: Case, pipe: Connection) -> None:
@@ -146,8 +185,8 @@ def serve(rank: int, folder: Path, case: Case, pipe: Connection) -> None:
     torch.set_flush_denormal(True)
     store = dist.FileStore(str(folder / "store"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    ours = Trainer(case, case.ours, rank, folder, is_timed=True)
-    theirs = Trainer(case, case.theirs, rank, folder, is_timed=case.is_timed)
+    ours = Trainer(case, case.ours, rank, folder, is_timed=True, is_ours=True)
+    theirs = Trainer(case, case.theirs, rank, folder, is_timed=case.is_timed, is_ours=False)
     with contextlib.closing(ours.strategy), contextlib.closing(theirs.strategy):
         rates: list[tuple[float, float]] = []
         for turn in range(case.num_turns + 2):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from ddpnb.api import (
         compare,
+        debug,
         delete,
         details,
         export,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "UserError",
     "compare",
+    "debug",
     "delete",
     "details",
     "export",

@@ -118,6 +118,7 @@ def run_cell(
     name: str = "",
     timeout: float | None = None,
     check: bool = False,
+    debug: int | None = None,
 ) -> RunningCell | None:
     """Run a cell on ranks; the twin of ``%%ddp``.
 
@@ -129,6 +130,7 @@ def run_cell(
         timeout: seconds after which the ranks are interrupted.
         check: whether torch compares the exact shapes of collectives across the ranks, which
             is slow.  The first checked cell has a new process group.
+        debug: the rank that stops at ``breakpoint()``, with the notebook's prompt.
 
     Returns:
         The running cell if ``wait`` is false.
@@ -137,8 +139,15 @@ def run_cell(
         RankError: it failed on a rank.
         TimeoutError: it took longer than ``timeout``.
     """
-    session = this_session()
-    return session.run_cell(source, ranks=ranks, wait=wait, name=name, timeout=timeout, check=check)
+    return this_session().run_cell(
+        source, ranks=ranks, wait=wait, name=name, timeout=timeout, check=check, debug=debug
+    )
+
+
+@typed
+def debug(rank: int) -> None:
+    """Look into a rank's last error with IPython's debugger; the twin of ``%ddp_debug``."""
+    this_session().run_cell("%debug", ranks=str(rank), debug=rank)
 
 
 @typed
@@ -153,6 +162,7 @@ def run_script(
     name: str = "",
     timeout: float | None = None,
     check: bool = False,
+    debug: int | None = None,
 ) -> RunningCell | None:
     """Run a script that was written for ``torchrun`` on the ranks; the twin of ``%ddp_run``.
 
@@ -168,6 +178,7 @@ def run_script(
         name: the run that ``ddpnb.log`` in the script adds to.
         timeout: seconds after which the ranks are interrupted.
         check: whether torch compares the exact shapes of collectives across the ranks.
+        debug: the rank that stops at ``breakpoint()``, with the notebook's prompt.
 
     Returns:
         The running script if ``wait`` is false.
@@ -186,6 +197,7 @@ def run_script(
         name=name,
         timeout=timeout,
         check=check,
+        debug=debug,
         script=Script(
             name=str(script),
             path=path,
@@ -220,6 +232,7 @@ def compare(
     name: str = "",
     baseline: bool = True,
     wait: bool = True,
+    y: str = "",
     log: bool = False,
     target: float | None = None,
     **choices: Any,
@@ -230,11 +243,12 @@ def compare(
         *strategies: ``"ddp"``, with options ``"ddp:hook=fp16"``, or the name of a class in
             ``source``.
         source: a cell that defines ``model()`` and ``data(split)``, optionally
-            ``loss(outputs, targets)``, ``optimizer(params)`` and a strategy of your own.
+            what docs/your-code.md lists, and a strategy of your own.
         repeats: how often each strategy is trained; the strategies take turns.
         name: the name of the stored comparison; by default made from the task.
         baseline: whether to train ``single`` too, as the reference of the speed-up.
         wait: whether to wait until everything is trained.
+        y: draw this further number of ``training_step`` in place of the loss.
         log: whether losses are drawn on a logarithmic axis.
         target: a training loss; the moment when each strategy reaches it is marked.
         **choices: as listed.
@@ -254,7 +268,7 @@ def compare(
         num_repeats=repeats,
         name=name,
         baseline=baseline,
-        options=PlotOptions(log=log, target=target),
+        options=PlotOptions(y=y, log=log, target=target),
     )
     return this_session().compare(spec, wait=wait)
 
@@ -296,17 +310,18 @@ def delete(name: str) -> tuple[str, ...]:
 
 @typed
 def plot(
-    *names: str, x: str = "", log: bool = False, target: float | None = None
+    *names: str, x: str = "", y: str = "", log: bool = False, target: float | None = None
 ) -> ComparisonResult:
     """Return stored runs as one comparison that a notebook draws; the twin of ``%ddp_plot``.
 
     Args:
         *names: as ``runs`` lists them; ``"ddp"`` is the latest run of that strategy.
         x: draw losses against only ``"samples"``, ``"seconds"`` or ``"updates"``.
+        y: draw this further number, which steps or ``ddpnb.log`` measured, in place of the loss.
         log: whether losses are drawn on a logarithmic axis.
         target: a training loss; the moment when each run reaches it is marked.
     """
-    return this_session().load(names, PlotOptions(x=x, log=log, target=target))
+    return this_session().load(names, PlotOptions(x=x, y=y, log=log, target=target))
 
 
 @typed

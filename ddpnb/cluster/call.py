@@ -6,7 +6,7 @@ Everything that comes back goes into one queue per call, in order.
 import math
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,14 @@ class Events:
 
     rank: int
     batch: EventBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A rank waits for an answer."""
+
+    rank: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +75,7 @@ class OutputEnded:
     rank: int
 
 
-CallEvent = Output | Events | Returned | Lost | Silent
+CallEvent = Output | Events | Asked | Returned | Lost | Silent
 
 
 @dataclass(kw_only=True, slots=True)
@@ -103,8 +111,16 @@ class Call:
             timeout = 0.0
             yield from self._handle(event)
 
-    def results(self, timeout: float = CALL_TIMEOUT_SECONDS) -> list[Any]:
+    def results(
+        self,
+        timeout: float = CALL_TIMEOUT_SECONDS,
+        has_advanced: Callable[[], bool] = lambda: False,
+    ) -> list[Any]:
         """Wait for the call and return what each rank returned, in order of ranks.
+
+        Args:
+            timeout: in seconds.
+            has_advanced: called when they are over; where it returns True, they begin anew.
 
         Raises:
             TimeoutError: a rank did not answer within ``timeout`` seconds.
@@ -114,6 +130,9 @@ class Call:
         values: dict[int, Any] = {}
         while self.running:
             if (left := deadline - time.monotonic()) <= 0:
+                if has_advanced():
+                    deadline = time.monotonic() + timeout
+                    continue
                 waiting = ", ".join(map(str, sorted(self.running)))
                 raise TimeoutError(f"no answer within {timeout:.0f} s from rank {waiting}")
             for event in self.events(left):

@@ -15,6 +15,7 @@ from ipyparallel.error import RemoteError
 
 from ddpnb.cluster.call import (
     START_TIMEOUT_SECONDS,
+    Asked,
     Call,
     Events,
     Output,
@@ -22,8 +23,8 @@ from ddpnb.cluster.call import (
     Returned,
 )
 from ddpnb.cluster.processes import wait_for_file
-from ddpnb.compat import ipyparallel_internals, python_internals
-from ddpnb.protocol.messages import OnRank
+from ddpnb.compat import cloudpickle_internals, ipyparallel_internals, python_internals
+from ddpnb.protocol.messages import OnRank, Question
 
 SUBSCRIBE_ATTEMPTS = 6
 SUBSCRIBE_ATTEMPT_SECONDS = 0.5
@@ -49,7 +50,8 @@ class EngineClient:
     @property
     def missing(self) -> tuple[str, ...]:
         """Features that are off in the kernel because a library is of another version."""
-        return (*ipyparallel_internals.missing_features(), *python_internals.missing_features())
+        libraries = (ipyparallel_internals, cloudpickle_internals, python_internals)
+        return tuple(feature for library in libraries for feature in library.missing_features())
 
     def submit(self, function: OnRank, *arguments: object, ranks: Sequence[int]) -> Call:
         """Start ``function(*arguments)`` on some ranks and return at once."""
@@ -138,6 +140,8 @@ class EngineClient:
                     call.lose(rank, str(content))
                 case "result":
                     call.inbox.put(Returned(rank=rank, value=content))
+                case "events" if isinstance(content, Question):
+                    call.inbox.put(Asked(rank=rank, text=content.text))
                 case "events":
                     call.inbox.put(Events(rank=rank, batch=content))
                 case "idle":

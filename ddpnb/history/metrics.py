@@ -23,7 +23,11 @@ def smoothed_loss(run: RunSnapshot) -> Floats:
     Early, where the loss falls fast, the span is short, and the line does not lag behind its
     points: where the loss falls like ``1 / samples``, it is soon only a twentieth above them.
     """
-    curve = run.aggregate.curve
+    return smoothed(run.aggregate.curve)
+
+
+def smoothed(curve: Curve) -> Floats:
+    """Return the moving average of a curve, as of the loss."""
     if len(curve) == 0:
         return curve.loss
     if curve.samples[-1] == 0:  # a hand-written loop that logs no samples

@@ -8,8 +8,9 @@ from enum import StrEnum
 from typing import final
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from ddpnb.history.aggregate import RunAggregate, RunAggregator
+from ddpnb.history.aggregate import Curve, RunAggregate, RunAggregator
 from ddpnb.history.database import EVENT, METRIC, Records, rows_of
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, Mark, RunHeader, RunReport, RunSpec
@@ -57,6 +58,8 @@ class RunSnapshot:
     """Its events as they arrived; None where there are too many for memory."""
     metric_parts: Mapping[str, tuple[Records, ...]] = field(default_factory=dict)
     """The numbers that the user logged, likewise."""
+    metric_curves: Mapping[str, Curve] = field(default_factory=dict)
+    """The curve of each of them, made as that of the loss."""
     load: "Callable[[], RunSnapshot] | None" = None
     """Reads this run with its events from the store."""
     reports: tuple[RunReport, ...] = ()
@@ -93,6 +96,14 @@ class RunSnapshot:
 
     def _whole(self) -> "RunSnapshot":
         return self if self.row_parts is not None or self.load is None else self.load()._whole()
+
+
+def _with_metric(rows: Records, indices: ArrayLike, values: ArrayLike) -> Records:
+    """Return rows with the values of a metric, at these indices, in place of the loss."""
+    shown = rows.copy()
+    shown["loss"] = np.nan
+    shown["loss"][np.asarray(indices, dtype=np.intp)] = values
+    return shown
 
 
 @final
@@ -132,7 +143,9 @@ class Run:
         )
         self._header: RunHeader | None = None
         self._ending = (Status.RUNNING, "")
+        self._num_ranks = num_ranks
         self._aggregate = RunAggregator(spec, num_ranks)
+        self._metric_aggregates: dict[str, RunAggregator] = {}
         self._events: list[Records] | None = []
         self._num_events = 0
         self._metrics: dict[str, list[Records]] = {}
@@ -155,6 +168,7 @@ class Run:
             self._header = batch.header
         rows = rows_of(batch)
         self._aggregate.add(rows, batch.header)
+        self._aggregate_metrics(rows, batch)
         self._store_in_memory(rows, batch.metrics)
         self._marks.extend(batch.marks)
         return True
@@ -172,6 +186,8 @@ class Run:
         the stored one have the same aggregate.
         """
         self._aggregate.end()
+        for aggregator in list(self._metric_aggregates.values()):
+            aggregator.end()
         self._ending = (Status(status), detail)
         if not self._aggregate.is_in_order:
             self._aggregate_again()
@@ -188,6 +204,10 @@ class Run:
             aggregate=self._aggregate.snapshot(),
             row_parts=None if events is None else tuple(events),
             metric_parts={name: tuple(parts) for name, parts in list(self._metrics.items())},
+            metric_curves={
+                name: aggregator.snapshot().curve
+                for name, aggregator in list(self._metric_aggregates.items())
+            },
             reports=tuple(report for _, report in sorted(self._reports.items())),
             marks=tuple(self._marks),
             num_lost_batches=len(self._missing),
@@ -200,6 +220,27 @@ class Run:
             rows = now.events
             if len(rows) == now.aggregate.num_events:
                 self._aggregate = RunAggregator.from_all(rows, now.spec, now.header)
+                for name, found in now.metrics.items():
+                    values = _with_metric(rows, found["event"], found["value"])
+                    again = RunAggregator.from_all(values, now.spec, now.header)
+                    self._metric_aggregates[name] = again
+
+    def _aggregate_metrics(self, rows: Records, batch: EventBatch) -> None:
+        """Add the metrics of some rows to their curves, each in the place of the loss."""
+        if not batch.metrics and not self._metric_aggregates:
+            return
+        found: dict[str, list[tuple[int, float]]] = {name: [] for name in self._metric_aggregates}
+        for index, name, value in batch.metrics:
+            found.setdefault(name, []).append((index, value))
+        for name, values in found.items():
+            if name not in self._metric_aggregates:
+                made = RunAggregator(self._start.spec, self._num_ranks)
+                early = _with_metric(np.concatenate([rows[:0], *(self._events or ())]), [], [])
+                made.add(early, self._header)  # the samples before its first value
+                self._metric_aggregates[name] = made
+            indices, numbers = zip(*values, strict=True) if values else ((), ())
+            shown = _with_metric(rows, list(indices), list(numbers))
+            self._metric_aggregates[name].add(shown, batch.header)
 
     def _store_in_memory(self, rows: Records, metrics: tuple[tuple[int, str, float], ...]) -> None:
         """Keep the events until there are too many for memory."""

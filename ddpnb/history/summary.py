@@ -13,6 +13,7 @@ from ddpnb.history.metrics import (
     StepSplit,
     first_reached,
     num_diverged,
+    smoothed,
     smoothed_loss,
     step_split,
     tenths,
@@ -71,6 +72,8 @@ class StrategySummary:
     held_out_accuracy: Spread = field(default_factory=Spread)
     held_out_metrics: Mapping[str, Spread] = field(default_factory=dict)
     """What the cell's own functions measured, by name."""
+    last_metrics: Mapping[str, Spread] = field(default_factory=dict)
+    """Where the curve of each further number ends that the steps measured."""
     staleness_median: float = math.nan
     staleness_max: float = math.nan
     num_lost_samples: float = math.nan
@@ -159,8 +162,14 @@ def reported_metrics(run: RunSnapshot) -> Mapping[str, float]:
     return {name: value for each in run.reports for name, value in each.held_out_metrics.items()}
 
 
-def _metrics_of(runs: Sequence[RunSnapshot]) -> Mapping[str, Spread]:
-    found = [reported_metrics(run) for run in runs]
+def last_metrics(run: RunSnapshot) -> Mapping[str, float]:
+    """Return where the drawn line of each further number ends."""
+    ends = {name: smoothed(curve) for name, curve in run.metric_curves.items()}
+    known = {name: line[np.isfinite(line)] for name, line in ends.items()}
+    return {name: float(line[-1]) for name, line in known.items() if len(line)}
+
+
+def _spreads(found: Sequence[Mapping[str, float]]) -> Mapping[str, Spread]:
     names = dict.fromkeys(name for each in found for name in each)
     return {name: spread([each.get(name, math.nan) for each in found]) for name in names}
 
@@ -213,7 +222,8 @@ def _summary(
         final_loss=spread([reported(run, lambda r: r.final_loss) for run in counted]),
         held_out_loss=spread([reported(run, lambda r: r.held_out_loss) for run in counted]),
         held_out_accuracy=spread([reported(run, lambda r: r.held_out_accuracy) for run in counted]),
-        held_out_metrics=_metrics_of(counted),
+        held_out_metrics=_spreads([reported_metrics(run) for run in counted]),
+        last_metrics=_spreads([last_metrics(run) for run in counted]),
         staleness_median=staleness_median(stale),
         staleness_max=float(len(stale) - 1) if len(stale) else math.nan,
         num_lost_samples=_greatest(counted, lambda report: report.num_lost_samples),

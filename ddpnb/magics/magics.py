@@ -1,6 +1,5 @@
 """The magics: each parses its line, and calls its twin in ``ddpnb.api`` or the session (kernel)."""
 
-import re
 from argparse import REMAINDER, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from ddpnb.magics.arguments import (
     no_arguments,
     training_arguments,
 )
+from ddpnb.magics.rank_cells import AutoCells, RankNames
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.training_options import make_training_spec
@@ -41,12 +41,8 @@ if TYPE_CHECKING:
 
 RANKS = "the ranks, such as 0,2-3; by default all"
 RUNS = "as %%ddp_runs lists them"
+Y = "draw this further number that the steps measured, in place of the loss"
 TARGET = "mark when each run reaches this training loss"
-
-NOTEBOOK_MAGICS = re.compile(r"^%(%ddp|%rank|ddp_|load_ext|reload_ext|unload_ext)", re.MULTILINE)
-"""A cell with one of these runs in the notebook."""
-
-LOCAL = re.compile(r"^%%local[ \t]*$")
 
 
 @magics_class
@@ -58,6 +54,7 @@ class DdpMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self.auto = AutoCells(shell)
+        self.names = RankNames(shell, self.auto.redirects)
         self.panel: Panel | None = None
         self._own_cell = ""
 
@@ -141,6 +138,7 @@ class DdpMagics(Magics):
     @argument("--name", default="", help="the run that ddpnb.log in the cell adds to")
     @argument("--timeout", metavar="SECONDS", type=float, help="stop the cell after this time")
     @argument("--check", action="store_true", help="compare collectives' exact shapes too; slow")
+    @argument("--debug", metavar="RANK", type=int, help="stop this rank at breakpoint()")
     @cell_magic
     def ddp(self, line: str, cell: str) -> Any:
         """Run the cell on the ranks.
@@ -156,6 +154,7 @@ class DdpMagics(Magics):
             name=args.name,
             timeout=args.timeout,
             check=args.check,
+            debug=args.debug,
         )
 
     @magic_arguments()
@@ -168,6 +167,7 @@ class DdpMagics(Magics):
     @argument("--name", default="", help="the run that ddpnb.log in the script adds to")
     @argument("--timeout", metavar="SECONDS", type=float, help="stop the script after this time")
     @argument("--check", action="store_true", help="compare collectives' exact shapes too; slow")
+    @argument("--debug", metavar="RANK", type=int, help="stop this rank at breakpoint()")
     @line_magic
     def ddp_run(self, line: str) -> Any:
         """Run a script for torchrun on the ranks: ``%ddp_run train.py --epochs 3``.
@@ -188,6 +188,7 @@ class DdpMagics(Magics):
             name=args.name,
             timeout=args.timeout,
             check=args.check,
+            debug=args.debug,
         )
 
     @cell_magic
@@ -196,6 +197,16 @@ class DdpMagics(Magics):
         if not line.strip():
             raise UserError("Name the ranks: %%rank 0, or %%rank 0,2-3.")
         api.run_cell(with_magic_line(f"%%rank {line}", cell), ranks=line.strip())
+
+    @magic_arguments()
+    @argument("rank", type=int, help="one rank; the others keep their variables")
+    @line_magic
+    def ddp_debug(self, line: str) -> None:
+        """Look into a rank's last error with IPython's debugger: ``%ddp_debug 1``.
+
+        To stop at a line, write ``breakpoint()`` there and run the cell with ``%%ddp --debug 1``.
+        """
+        api.debug(arguments(self.ddp_debug, line).rank)
 
     @line_magic
     def ddp_auto(self, line: str) -> None:
@@ -253,6 +264,7 @@ class DdpMagics(Magics):
     @argument("--name", default="", help="the name of the stored comparison")
     @argument("--no-baseline", action="store_true", help="do not train `single` too")
     @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
+    @argument("--y", metavar="NAME", default="", help=Y)
     @argument("--target", metavar="LOSS", type=float, help=TARGET)
     @argument("--no-wait", action="store_true", help="return at once and train in the background")
     @training_arguments()
@@ -262,7 +274,8 @@ class DdpMagics(Magics):
         """Train strategies on the same task and compare them, drawn live.
 
         The cell defines ``model()`` and ``data(split)``, where split is "train" or "test".
-        It may also define ``loss(outputs, targets)`` and ``optimizer(params)``.  Without a
+        It may also define ``loss(outputs, targets)``, ``training_step(model, batch)``,
+        ``metric(outputs, targets)``, ``optimizer(params)``: docs/your-code.md.  Without a
         cell, ``--task`` names a built-in task.  A strategy may have options, as in
         ``ddp:hook=fp16``, and may be a class in the cell, as in ``Averaging:every=2``.
         """
@@ -294,12 +307,13 @@ class DdpMagics(Magics):
     @argument("names", metavar="name", nargs="*", help=f"a run or a comparison, {RUNS}")
     @argument("--x", metavar="AXIS", default="", help=f"only this one: {' | '.join(ACROSS)}")
     @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
+    @argument("--y", metavar="NAME", default="", help=Y)
     @argument("--target", metavar="LOSS", type=float, help=TARGET)
     @line_magic
     def ddp_plot(self, line: str) -> Any:
         """Draw stored runs in one figure: ``%ddp_plot mine ddp --log --target 0.3``."""
         args = arguments(self.ddp_plot, line)
-        result = api.plot(*args.names, x=args.x, log=args.log, target=args.target)
+        result = api.plot(*args.names, x=args.x, y=args.y, log=args.log, target=args.target)
         show_result(result)
         return result
 
@@ -345,43 +359,6 @@ class DdpMagics(Magics):
             display(api.runs(text, **only, since=args.since, last=args.last))
 
 
-class AutoCells:
-    """Puts ``%%ddp`` before every cell while it is on, and always removes ``%%local``."""
-
-    def __init__(self, shell: InteractiveShell) -> None:
-        self._shell = shell
-        self._is_on = False
-        self._redirected = ""
-
-    def switch(self, on: bool) -> None:
-        """Switch it on or off; may be called twice."""
-        self._is_on = on
-        self._redirected = ""
-
-    def install(self) -> None:
-        """Pass every cell through ``redirect``."""
-        self._shell.input_transformers_cleanup.append(self.redirect)
-
-    def remove(self) -> None:
-        """Leave cells as they are; may be called twice."""
-        if self.redirect in self._shell.input_transformers_cleanup:
-            self._shell.input_transformers_cleanup.remove(self.redirect)
-
-    def redirect(self, lines: list[str]) -> list[str]:
-        """Return the lines of a cell, with ``%%ddp`` before them if it should run on the ranks."""
-        source = "".join(lines)
-        if lines and LOCAL.match(lines[0].rstrip("\n")):
-            return ["\n", *lines[1:]]  # so that line numbers stay those of the notebook
-        if not self._is_on or not source.strip() or NOTEBOOK_MAGICS.search(source):
-            return lines
-        self._redirected = source.rstrip("\n")
-        return ["%%ddp\n", *lines]
-
-    def has_redirected(self, cell: str) -> bool:
-        """Return whether ``redirect`` added the ``%%ddp`` line above this cell."""
-        return bool(self._redirected) and cell.rstrip("\n") == self._redirected
-
-
 def with_magic_line(magic: str, cell: str) -> str:
     """Return a cell with its magic as a comment above it, so that line numbers stay right."""
     return cell if cell.startswith("%%") else f"# {magic}\n{cell}"
@@ -396,7 +373,7 @@ def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
         num_repeats=args.repeats,
         name=args.name,
         baseline=not args.no_baseline,
-        options=PlotOptions(log=args.log, target=args.target),
+        options=PlotOptions(y=args.y, log=args.log, target=args.target),
     )
 
 
@@ -406,6 +383,7 @@ def load(shell: InteractiveShell) -> None:
     magics.auto.install()
     shell.register_magics(magics)
     complete_magics(shell, magics)
+    magics.names.install()
     if removed := remove_leftovers():
         print(f"Removed files of {counted(len(removed), 'crashed cluster')}: {removed[0].name} ...")
     if waits(Path.cwd()):
@@ -416,6 +394,7 @@ def unload(shell: InteractiveShell) -> None:
     """Stop the cluster and switch ``%ddp_auto`` off."""
     magics = shell.magics_manager.registry["DdpMagics"]
     magics.auto.remove()
+    magics.names.remove()
     if magics.panel is not None:
         magics.panel.close()
     this_session().stop()

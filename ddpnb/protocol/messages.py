@@ -292,6 +292,17 @@ class CellSpec:
     """The run that ``ddpnb.log`` in this cell adds to; empty: none."""
     script: Script | None = None
     """The script whose text ``source`` is; None: a cell."""
+    debug_rank: int | None = None
+    """The rank that may ask questions, with ``breakpoint()`` or ``input()``."""
+    debug_socket: str = ""
+    """Where it receives the answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a rank asks with ``input()``; its debugger does so too."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

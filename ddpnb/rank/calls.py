@@ -1,15 +1,10 @@
 """The functions that the kernel calls on a rank by their names, through ``OnRank`` (ranks)."""
 
-import copy
 import functools
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
-
-from ipyparallel.serialize import deserialize_object, serialize_object
-from torch import Tensor
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import (
@@ -23,11 +18,15 @@ from ddpnb.protocol.messages import (
     StaleVariable,
 )
 from ddpnb.protocol.notation import parse_strategy
-from ddpnb.rank import cells
+from ddpnb.protocol.variables import Parcel
+from ddpnb.rank import cells, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
+from ddpnb.rank.shell import completions, description
 from ddpnb.rank.training import loop
+
+received = variables.Received()
 
 
 def or_failure(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,9 +64,22 @@ def run_cell(spec: CellSpec) -> CellReport:
 
 
 @or_failure
+def complete(source: str, offset: int) -> tuple[str, list[tuple[str, str]]]:
+    """Complete a cell's source; see ``shell.completions``."""
+    return completions(this_engine().shell, source, offset)
+
+
+@or_failure
+def describe(source: str, offset: int, detail_level: int) -> dict[str, str]:
+    """Describe the name at an offset of a cell's source; see ``shell.description``."""
+    return description(this_engine().shell, source, offset, detail_level)
+
+
+@or_failure
 def validate(spec: RunSpec) -> Checked:
     """Check one training before anything trains."""
     engine = this_engine()
+    cells.warn_again()
     with engine.adopted_group.during():
         return cells.interruptible(
             lambda: loop.validate(
@@ -85,6 +97,7 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
     """Train one run, or join it if the others train it already; report how it went."""
     engine = this_engine()
     group = engine.group
+    cells.warn_again()
     engine.stop_wanted.clear()  # a late request was for the run before
     first_batch = rejoin_info.first_batch if rejoin_info else 0
     publisher = Publisher(rank=group.rank, run_id=spec.run_id, first_batch=first_batch)
@@ -114,42 +127,24 @@ def free_data() -> None:
 
 
 @or_failure
-def push(variables: bytes) -> None:
-    """Put packed variables into this rank's namespace."""
-    shell = this_engine().shell
-    unpacked, _ = deserialize_object(pickle.loads(variables), shell.user_ns)
-    shell.push(unpacked)
+def push(parcel: Parcel) -> None:
+    """Put the notebook's variables into this rank's namespace."""
+    received.take(parcel, this_engine().shell.user_ns)
 
 
 @or_failure
-def pull(expression: str) -> bytes:
-    """Return the packed value of an expression in this rank's namespace.
-
-    Tensors, also those in lists, tuples and dicts, are copied from the GPU: the kernel would have
-    to start CUDA to unpack them.
-    """
+def pull(expression: str, path: str, classes: Collection[str], num_copies: int) -> Parcel:
+    """Return the value of an expression in this rank's namespace; see ``variables.give``."""
     engine = this_engine()
-    value = eval(expression, engine.shell.user_ns)
-    if engine.group.device.type == "cuda":
-        value = on_cpu(value)
-    buffers = serialize_object([value], buffer_threshold=0)
-    return pickle.dumps([bytearray(buffer) for buffer in buffers])  # writable on arrival
-
-
-def on_cpu(value: object) -> object:
-    """Return a value with its tensors, also those in lists, tuples and dicts, on the CPU."""
-    match value:
-        case Tensor():
-            return value.cpu()
-        case dict():
-            copied = copy.copy(value)  # keeps its class, as of a state_dict
-            copied.update((key, on_cpu(item)) for key, item in value.items())
-            return copied
-        case tuple() if hasattr(value, "_make"):  # a named tuple
-            return value._make(map(on_cpu, value))
-        case list() | tuple() if type(value) in (list, tuple):
-            return type(value)(map(on_cpu, value))
-    return value
+    return cells.interruptible(
+        lambda: variables.give(
+            expression,
+            engine.shell.user_ns,
+            path=f"{path}-{engine.group.rank}",
+            classes=classes,
+            num_copies=num_copies,
+        )
+    )
 
 
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:

@@ -12,6 +12,8 @@ import sys
 import termios
 import time
 import traceback
+import warnings
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,8 +30,9 @@ from ddpnb.rank.collective_log import CollectiveMismatchError
 from ddpnb.rank.comm.rendezvous import RankLostError, RunCancelledError
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.publisher import Publisher
-from ddpnb.rank.scripts import run_script
+from ddpnb.rank.shell import NoPromptError, questions
 from ddpnb.rank.status import is_users, num_collectives
+from ddpnb.rank.torchrun import run_script
 
 DRAIN_SECONDS = 0.2
 """How long a cell may wait at its end for the output of its child processes."""
@@ -106,11 +109,14 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     shell = engine.shell
     shell.execution_count = spec.execution_count
     faults = children_page_faults()
+    warn_again()
     try:
-        with errors_shown_by(shell) as shown:
-            error = interruptible(lambda: execute(spec, shell))
+        with errors_shown_by(shell) as shown, questions(spec, engine.group.rank):
+            error = interruptible(lambda: execute(spec, engine))
         wait_for_children_output(children_page_faults() > faults)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
+        for error in shown:
+            release_frames(error)
         return interrupt
     if isinstance(error, KeyboardInterrupt):  # at an ``await``, IPython first shows what it cancels
         return error
@@ -119,15 +125,17 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     return next(iter(shown), error) or aborted(engine)
 
 
-def execute(spec: CellSpec, shell: Any) -> BaseException | None:
+def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     """Run a cell or a script; return the error that ended it, if one did."""
+    shell = engine.shell
     if spec.script is None:
         result = shell.run_cell(spec.source, store_history=True)
         error: BaseException | None = result.error_before_exec or result.error_in_exec
         return error
     shell.events.trigger("pre_execute")
     try:
-        run_script(spec.script, spec.source, shell.user_ns)
+        device = engine.group.device
+        run_script(spec.script, spec.source, namespace=shell.user_ns, device=device)
     except (Exception, SystemExit) as failure:  # noqa: BLE001  the edge of the user's code
         shell.showtraceback()
         return failure
@@ -135,6 +143,13 @@ def execute(spec: CellSpec, shell: Any) -> BaseException | None:
         shell.events.trigger("post_execute")  # as matplotlib's figures need it
         gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
     return None
+
+
+def warn_again() -> None:
+    """Have each warning shown once a cell or training, not once a process."""
+    warnings.filterwarnings("ignore", "To exit: use")  # IPython's, where sys.exit ends a cell
+    with warnings.catch_warnings():  # leaving it marks what the modules remember as out of date
+        pass
 
 
 @contextlib.contextmanager
@@ -230,6 +245,8 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
 
 def text_of(error: BaseException) -> str:
     """Return an exception's message; one short sentence if calls of ranks do not match."""
+    if isinstance(error, BdbQuit):
+        return "the debugger was left with quit, which ends the cell; continue goes on with it"
     text = str(error.msg if isinstance(error, SyntaxError) else error)
     ranks = FINGERPRINT.findall(text)
     if len(ranks) < 2:
@@ -248,7 +265,9 @@ def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     shell, frames = engine.shell, users_part(error.__traceback__)
     if isinstance(error, CollectiveMismatchError | UserError):
         end_at_users(frames, shell)
-    if isinstance(error, UserError | SystemExit) and frames is None:
+    in_code = any(is_users(frame, shell) for frame, _ in traceback.walk_tb(frames))
+    is_enough = isinstance(error, BdbQuit) or (isinstance(error, NoPromptError) and not in_code)
+    if is_enough or (isinstance(error, UserError | SystemExit) and frames is None):
         return []  # its message is enough
     if isinstance(error, SyntaxError) and frames is None:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])

@@ -24,6 +24,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.process_group import Group
 from ddpnb.rank.random_state import seed_everything
+from ddpnb.rank.shell import prepare
 from ddpnb.rank.status import rank_status, users_stack
 from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.torchrun import AdoptedGroup, end_cells_with_exit, refuse_launchers
@@ -68,6 +69,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         self.kernel.pre_handler_hook = self.kernel.post_handler_hook = keep_signals
         shell = self.kernel.shell
         shell.loop_runner = CellLoop()
+        prepare(shell)
         end_cells_with_exit(shell)
         for name in ("ps1", "ps2", "ps3"):  # IPython's; by them libraries know a prompt
             vars(sys).pop(name, None)

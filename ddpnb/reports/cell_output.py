@@ -1,204 +1,100 @@
-"""The output of all ranks under one cell, equal pieces shown once (kernel).
+"""What all ranks show under one cell, or print during a comparison, with labels (kernel)."""
 
-Each rank's output is a sequence of items: lines, displayed figures, values.  The items of all
-ranks are merged into one sequence.  It keeps the order of every rank.  An item that is next
-on several ranks is shown once, labelled with all of them.
-"""
-
+import itertools
 import json
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, TextIO, final
 
-from IPython.display import display
+from IPython.display import clear_output, display
 
-from ddpnb.protocol.notation import format_ranks
+from ddpnb.reports.displays import Displays, label_of
+from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import LiveDisplay
-
-HOLD_SECONDS = 0.25
-"""How long an item waits for the same item from ranks that are still running.
-
-On the ranks, ipykernel sends printed text every 0.2 s.
-"""
-
-
-class Item(NamedTuple):
-    """A piece of output that is shown as a whole."""
-
-    kind: str
-    """``"stdout"``, ``"stderr"``, ``"bar"``, ``"display"`` or ``"value"``."""
-    text: str
-    """A line without its line end, or a display's bundle as JSON, so that two can be compared."""
-
-    @property
-    def bundle(self) -> dict[str, Any]:
-        """The MIME bundle of a display or value: ``data``, ``metadata``, ``transient``."""
-        content: dict[str, Any] = json.loads(self.text)
-        return content
-
-
-@dataclass(slots=True)
-class RankOutput:
-    """One rank's output that is not shown yet."""
-
-    items: deque[Item] = field(default_factory=deque)
-    partial: dict[str, str] = field(default_factory=dict)
-    """The unfinished last line of each stream."""
-    since: float = 0.0
-    """When the oldest of ``items`` arrived, on the monotonic clock."""
-    is_running: bool = True
-
-    def add(self, items: Iterable[Item]) -> None:
-        """Append items."""
-        if not self.items:
-            self.since = time.monotonic()
-        self.items.extend(items)
-
-
-class OutputMerger:
-    """Merges the output of several ranks.
-
-    Args:
-        ranks: the ranks that run the cell.
-    """
-
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self._outputs = {rank: RankOutput() for rank in ranks}
-
-    def write(self, rank: int, stream: str, text: str) -> None:
-        """Add text that a rank wrote to ``"stdout"`` or ``"stderr"``."""
-        output = self._outputs[rank]
-        joined = output.partial.get(stream, "") + text
-        *lines, output.partial[stream] = joined.split("\n")
-        if "\r" in joined:
-            output.add(line_item(stream, line) for line in lines)
-        else:
-            output.add(Item(stream, line) for line in lines)
-
-    def display(self, rank: int, kind: str, content: Mapping[str, Any]) -> None:
-        """Add a MIME bundle that a rank displayed, or returned as the cell's value."""
-        self._outputs[rank].add([Item(kind, json.dumps(content, sort_keys=True, default=str))])
-
-    def finish(self, rank: int) -> None:
-        """Note that a rank writes no more; its unfinished lines are complete now."""
-        output = self._outputs[rank]
-        output.is_running = False
-        output.add(line_item(stream, text) for stream, text in output.partial.items() if text)
-        output.partial.clear()
-
-    def unfinished(self) -> dict[str, list[int]]:
-        """Return the unfinished lines (progress bars) as they look now, each with its ranks."""
-        lines: dict[str, list[int]] = {}
-        for rank, output in self._outputs.items():
-            for text in output.partial.values():
-                if (line := visible(text)).strip():
-                    lines.setdefault(line, []).append(rank)
-        return lines
-
-    def take(self) -> list[tuple[list[int], Item]]:
-        """Remove and return the items that can be shown now, each with its ranks."""
-        taken: list[tuple[list[int], Item]] = []
-        ahead: dict[int, Counter[Item]] = {}
-        while ready := self._ready():
-            heads = {rank: output.items[0] for rank, output in ready.items()}
-            item = next(iter(heads.values()))
-            if any(head != item for head in heads.values()):
-                ahead = ahead or {r: Counter(o.items) for r, o in self._outputs.items()}
-                item = choose(heads, ahead)
-            ranks = [rank for rank, head in heads.items() if head == item]
-            for rank in ranks:
-                self._outputs[rank].items.popleft()
-                if ahead:
-                    ahead[rank][item] -= 1
-            taken.append((ranks, item))
-        return taken
-
-    def _ready(self) -> dict[int, RankOutput]:
-        """Return the ranks with items to show; none while waiting for the others may help."""
-        ready = {rank: output for rank, output in self._outputs.items() if output.items}
-        if len(ready) == len(self._outputs) or not ready:
-            return ready
-        others_run = any(o.is_running and not o.items for o in self._outputs.values())
-        oldest = min(output.since for output in ready.values())
-        is_fresh = time.monotonic() - oldest < HOLD_SECONDS
-        return {} if others_run and is_fresh else ready
-
-
-def choose(heads: Mapping[int, Item], ahead: Mapping[int, Counter[Item]]) -> Item:
-    """Return which of the ranks' next items to show: one that no other rank has further down.
-
-    Showing such an item never splits equal items of several ranks.
-    """
-    for item in heads.values():
-        if all(head == item or not ahead[rank][item] for rank, head in heads.items()):
-            return item
-    return next(iter(heads.values()))
-
-
-def line_item(stream: str, line: str) -> Item:
-    """Return a finished line as an item; a line with carriage returns was a progress bar."""
-    line = line.rstrip("\r")
-    return Item("bar" if "\r" in line else stream, visible(line))
-
-
-def visible(line: str) -> str:
-    """Return the part of a line that its carriage returns leave visible."""
-    return line.rstrip("\r").rsplit("\r", 1)[-1]
-
+from ddpnb.reports.merging import HOLD_SECONDS, Item, OutputMerger, Run
 
 BAR_SECONDS = 0.2
-"""The shortest time between two redraws of progress bars (tqdm)."""
+"""The shortest time between two redraws of progress bars (tqdm), or of what ranks clear."""
+
+MUCH_TEXT = 100_000
+"""How many letters are not waited for until they are sent."""
+
+MAX_KEPT = 100_000
+"""How many lines and displays come back after another rank has cleared its own."""
+
+MAX_LINES = 50
+"""How many printed lines of a comparison are shown; the others are counted."""
 
 Message = dict[str, Any]
 
 
+@cache
+def _displays() -> Displays:
+    """Return the displays of this kernel: a cell may update one of an earlier cell."""
+    return Displays()
+
+
+@final
 class CellOutput:
     """Shows what the ranks print and display, with labels, while their cell runs.
 
     Args:
         ranks: the ranks that run the cell.
+        on_clear: shows again what else stands under the cell, after ranks have cleared it.
     """
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self._ranks = ranks
-        self._merger = OutputMerger(ranks)
+    def __init__(self, ranks: Iterable[int], on_clear: Callable[[], None] = lambda: None) -> None:
+        self._ranks = tuple(ranks)
+        self._on_clear = on_clear
+        self._merger = OutputMerger(self._ranks)
         self._bars = Bars()
+        self._streams = Streams()
+        self._displays = _displays()
+        self._displays.begin_cell()
+        self._shown: deque[Run] = deque()
+        """What stands under the cell, except bars; needed where a rank clears its part of it."""
+        self._num_shown = 0
+        self._updates: dict[tuple[int, str], Item] = {}
+        """What a rank shows now in place of a display's first content."""
+        self._clearing: set[int] = set()
+        """Ranks that clear their output as soon as they write more."""
+        self._cleared: set[int] = set()
+        """Ranks that have cleared their output since it was last drawn."""
+        self._cleared_at = 0.0
+        self._drawn_at = 0.0
 
     def take(self, rank: int, kind: str, content: Message) -> None:
         """Add a message from a rank's output channel."""
         match kind:
-            case "stream":
-                self._merger.write(rank, content["name"], content["text"])
-            case "display_data" | "update_display_data":
-                update = {"update": kind == "update_display_data"}
-                self._merger.display(rank, "display", content | update)
-            case "execute_result":
-                self._merger.display(rank, "value", {"data": content["data"]})
+            case "clear_output" if content.get("wait"):
+                self._clearing.add(rank)
+            case "clear_output":
+                self._clear(rank)
+            case "update_display_data":
+                self._merger.add(rank, [self._displays.item(rank, "update", content)])
+            case "stream" | "display_data" | "execute_result":
+                if rank in self._clearing:
+                    self._clear(rank)
+                self._add(rank, kind, content)
 
     def finish(self, rank: int) -> None:
         """Note that a rank has ended the cell and all of its output has arrived."""
         self._merger.finish(rank)
 
-    def show(self) -> None:
-        """Show all that can be shown now."""
-        chunk: list[str] = []
-        stream = "stdout"
-        for ranks, item in self._merger.take():
-            if chunk and item.kind not in (stream, "bar"):
-                write(stream, chunk)
-            if item.kind == "bar":
-                self._bars.finished.append(labelled(ranks, item.text))
-            elif item.kind in ("stdout", "stderr"):
-                stream = item.kind
-                chunk.append(labelled(ranks, item.text) + "\n")
-            else:
-                show_bundle(ranks, item)
-        write(stream, chunk)
-        self._bars.show([labelled(on, text) for text, on in self._merger.unfinished().items()])
+    def show(self, *, at_once: bool = False) -> None:
+        """Show all that can be shown now; ``at_once``: all that has come."""
+        if self._cleared and not at_once and not self._is_redraw_due():
+            return
+        if self._cleared:
+            self._redraw()
+        else:
+            self._emit(self._merger.take(at_once=at_once))
+        running = [labelled(on, text) for text, on in self._merger.unfinished().items()]
+        self._bars.show(running, at_once=at_once)
 
     def close(self) -> None:
         """Show the rest; may be called twice."""
@@ -207,56 +103,217 @@ class CellOutput:
         self.show()
         self._bars.show([], at_once=True)
 
+    def _add(self, rank: int, kind: str, content: Message) -> None:
+        match kind:
+            case "stream":
+                self._merger.write(rank, content["name"], content["text"])
+            case "display_data":
+                self._merger.add(rank, [self._displays.item(rank, "display", content)])
+            case "execute_result":
+                self._merger.add(rank, [self._displays.item(rank, "value", content)])
 
+    def _clear(self, rank: int) -> None:
+        """Drop all that a rank has written; the others' part is drawn again."""
+        self._clearing.discard(rank)
+        self._merger.clear(rank)
+        self._bars.clear(rank)
+        rest = [([r for r in ranks if r != rank], items) for ranks, items in self._shown]
+        self._shown = deque((ranks, items) for ranks, items in rest if ranks)
+        self._num_shown = sum(len(items) for _, items in self._shown)
+        if not self._cleared:
+            self._cleared_at = time.monotonic()
+        self._cleared.add(rank)
+
+    def _is_redraw_due(self) -> bool:
+        """Return whether all ranks have cleared their output, or one has a while ago."""
+        now = time.monotonic()
+        running = self._merger.running
+        if not running or now - self._cleared_at > HOLD_SECONDS:
+            return True
+        return self._cleared >= running and now - self._drawn_at > BAR_SECONDS
+
+    def _redraw(self) -> None:
+        """Show anew what the ranks have written since each cleared its output."""
+        for rank in self._ranks:
+            items = [item for ranks, items in self._shown if rank in ranks for item in items]
+            self._merger.put_back(rank, [self._current(rank, item) for item in items])
+        runs = self._merger.take(at_once=True)
+        self._shown.clear()
+        self._num_shown = 0
+        self._cleared.clear()
+        self._drawn_at = time.monotonic()
+        clear_output(wait=bool(runs))
+        self._on_clear()
+        self._bars.appear()
+        self._emit(runs)
+
+    def _current(self, rank: int, item: Item) -> Item:
+        """Return an item as it looks now, if it is a display that was updated."""
+        kind, text = item
+        if kind != "display":
+            return item
+        return self._updates.get((rank, json.loads(text).get("name", "")), item)
+
+    def _emit(self, runs: Sequence[Run]) -> None:
+        chunk: list[str] = []
+        stream = "stdout"
+        for ranks, items in runs:
+            label = label_of(ranks)
+            for kind, group in grouped(items):
+                texts = list(map(itemgetter(1), group))
+                if chunk and kind not in (stream, "bar"):
+                    self._streams.write(stream, chunk)
+                if kind == "bar":
+                    self._bars.finished += [(ranks, line) for line in texts]
+                elif kind in ("stdout", "stderr"):
+                    stream = kind
+                    separator = f"\n{label} "
+                    chunk.append(f"{label} {separator.join(texts)}\n")
+                else:
+                    for text in texts:
+                        self._show_bundle(ranks, kind, json.loads(text))
+                if kind not in ("bar", "update"):
+                    self._shown.append((ranks, group))
+                    self._num_shown += len(group)
+        while self._num_shown > MAX_KEPT and len(self._shown) > 1:
+            self._num_shown -= len(self._shown.popleft()[1])
+        self._streams.write(stream, chunk)
+
+    def _show_bundle(self, ranks: Sequence[int], kind: str, bundle: Mapping[str, Any]) -> None:
+        """Show a display or a cell's value under the label of its ranks."""
+        name, label, data = bundle.get("name"), label_of(ranks), bundle["data"]
+        if kind == "update" and name is not None:
+            self._displays.update(ranks, bundle)
+            item = "display", json.dumps(bundle, sort_keys=True)
+            self._updates |= {(rank, name): item for rank in ranks}
+        elif kind == "value" and set(data) == {"text/plain"}:
+            text = data["text/plain"]
+            self._streams.write(
+                "stdout", [f"{label} {text}\n" if "\n" not in text else f"{label}\n{text}\n"]
+            )
+        elif name is not None:
+            self._displays.show(ranks, bundle)
+        else:
+            self._streams.write("stdout", [f"{label}\n"])
+            display(data, raw=True, metadata=bundle["metadata"] or {})
+
+
+@final
+class PrintedLines:
+    """The lines that ranks print in the calls of a comparison: equal lines of several once.
+
+    A line is equal to that of an earlier call if both calls print it for the first time, or both
+    for the second time, and so on.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[str, int], set[int]] = {}
+        """A line and how often its call had printed it before, with the ranks that did."""
+        self._num_more = 0
+        self._merger = OutputMerger(())
+        self._seen: Counter[str] = Counter()
+        """How often the current call has printed a line that is shown."""
+
+    def begin(self, ranks: Iterable[int]) -> None:
+        """Begin a call on some ranks, and end the one before."""
+        self.end()
+        self._merger = OutputMerger(ranks)
+        self._seen.clear()
+
+    def take(self, rank: int, kind: str, content: Mapping[str, Any]) -> None:
+        """Add a message from a rank's output channel."""
+        if kind == "stream":
+            self._merger.write(rank, content["name"], content["text"])
+        elif text := content.get("data", {}).get("text/plain"):
+            self._merger.write(rank, "stdout", f"{text}\n")
+        self._collect()
+
+    def end(self) -> None:
+        """End the current call; may be called twice."""
+        for rank in self._merger.running:
+            self._merger.finish(rank)
+        self._collect()
+
+    def show(self) -> None:
+        """Print the lines, if there are any."""
+        self.end()
+        if not self._lines:
+            return
+        lines = [f"{label_of(ranks)} {line}" for (line, _), ranks in self._lines.items()]
+        more = [f"... and {counted(self._num_more, 'more line')}"] if self._num_more else []
+        print("Printed by the cell:", *lines, *more, sep="\n")
+
+    def _collect(self) -> None:
+        for ranks, items in self._merger.take():
+            for _, line in items:
+                key = line, self._seen[line]
+                if key in self._lines or len(self._lines) < MAX_LINES:
+                    self._lines.setdefault(key, set()).update(ranks)
+                    self._seen[line] += 1
+                else:
+                    self._num_more += 1
+
+
+def grouped(items: list[Item]) -> Iterable[tuple[str, list[Item]]]:
+    """Yield successive items of one kind, with the kind."""
+    if len(items) == 1 or all(map(items[0][0].__eq__, map(itemgetter(0), items))):
+        yield items[0][0], items  # by far the quickest way for many
+        return
+    for kind, group in itertools.groupby(items, itemgetter(0)):
+        yield kind, list(group)
+
+
+@final
 class Bars:
     """Progress bars (tqdm) in a display of their own; their last state stays."""
 
     def __init__(self) -> None:
-        self.finished: list[str] = []
+        self.finished: list[tuple[Sequence[int], str]] = []
         self._display = LiveDisplay()
         self._shown = ""
         self._shown_at = 0.0
 
     def show(self, running: list[str], *, at_once: bool = False) -> None:
         """Show the finished and the running bars, at most every ``BAR_SECONDS``."""
-        text = "\n".join(self.finished + running)
+        finished = [labelled(ranks, text) for ranks, text in self.finished]
+        text = "\n".join(finished + running)
         now = time.monotonic()
         if text != self._shown and (at_once or now - self._shown_at > BAR_SECONDS):
             self._display.show_text(text)
             self._shown, self._shown_at = text, now
 
+    def clear(self, rank: int) -> None:
+        """Drop the finished bars of a rank."""
+        rest = [([r for r in ranks if r != rank], text) for ranks, text in self.finished]
+        self.finished = [(ranks, text) for ranks, text in rest if ranks]
+
+    def appear(self) -> None:
+        """Appear anew, below what stands under the cell now, once there is a bar."""
+        self._display, self._shown = LiveDisplay(), ""
+
 
 def labelled(ranks: Sequence[int], text: str) -> str:
     """Return a line after the label of its ranks: ``"[0-3] hello"``."""
-    return f"{label_of(tuple(ranks))} {text}"
+    return f"{label_of(ranks)} {text}"
 
 
-@cache
-def label_of(ranks: tuple[int, ...]) -> str:
-    """Return e.g. ``"[0-3]"``; cached, because most lines of a cell have the same ranks."""
-    return f"[{format_ranks(ranks)}]"
+class Streams:
+    """This process's stdout and stderr, in the order in which they are written to."""
+
+    def __init__(self) -> None:
+        self._last = "stdout"
+
+    def write(self, stream: str, chunks: list[str]) -> None:
+        """Write text in one call, and empty the list; another thread sends much text meanwhile."""
+        if not chunks:
+            return
+        if stream != self._last:
+            _file(self._last).flush()
+            self._last = stream
+        if _file(stream).write("".join(chunks)) < MUCH_TEXT:
+            _file(stream).flush()
+        chunks.clear()
 
 
-def write(stream: str, lines: list[str]) -> None:
-    """Write lines to this process's stdout or stderr in one call, and empty the list."""
-    if lines:
-        file = sys.stderr if stream == "stderr" else sys.stdout
-        file.write("".join(lines))
-        file.flush()
-        lines.clear()
-
-
-def show_bundle(ranks: list[int], item: Item) -> None:
-    """Show a display or a cell's value under the label of its ranks."""
-    label, bundle = label_of(tuple(ranks)), item.bundle
-    data = bundle["data"]
-    if item.kind == "value" and set(data) == {"text/plain"}:
-        text = data["text/plain"]
-        write("stdout", [f"{label} {text}\n" if "\n" not in text else f"{label}\n{text}\n"])
-        return
-    update = bundle.get("update", False)
-    if not update:
-        write("stdout", [f"{label}\n"])
-    display_id = bundle.get("transient", {}).get("display_id")
-    options = {"display_id": f"{label}{display_id}", "update": update} if display_id else {}
-    display(data, raw=True, metadata=bundle.get("metadata") or {}, **options)
+def _file(stream: str) -> TextIO:
+    return sys.stderr if stream == "stderr" else sys.stdout

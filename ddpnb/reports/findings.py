@@ -202,12 +202,18 @@ def _columns_of(
     names = dict.fromkeys(name for summary in summaries for name in summary.held_out_metrics)
     at = list(COLUMNS).index("held-out accuracy") + 1
     columns = list(COLUMNS.items())
-    own = [(f"held-out {name}", partial(_metric, name)) for name in names]
+    own = [(f"held-out {name}", partial(_held_out, name)) for name in names]
+    logged = dict.fromkeys(name for summary in summaries for name in summary.last_metrics)
+    own += [(f"last {name}", partial(_last, name)) for name in logged]
     return dict([*columns[:at], *own, *columns[at:]])
 
 
-def _metric(name: str, summary: StrategySummary) -> Cell:
+def _held_out(name: str, summary: StrategySummary) -> Cell:
     return _of(summary.held_out_metrics.get(name, Spread()))
+
+
+def _last(name: str, summary: StrategySummary) -> Cell:
+    return _of(summary.last_metrics.get(name, Spread()))
 
 
 ONLY_DIFFERENCES = ("memory per rank",)

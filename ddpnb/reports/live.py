@@ -4,9 +4,9 @@ import base64
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import psutil
 from IPython.core.getipython import get_ipython
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ddpnb.reports.figures.figure import LiveFigure
 
-Bundle = dict[str, str]
+Bundle = Mapping[str, Any]
 
 REDRAW_SECONDS = 0.5
 """The shortest time between two redraws."""
@@ -213,15 +213,16 @@ class LiveDisplay:
         else:
             self._handle.display(self._content, raw=True)
 
-    def show(self, bundle: Bundle) -> None:
+    def show(self, bundle: Bundle, metadata: Mapping[str, Any] | None = None) -> None:
         """Show a MIME bundle in place of the last one; outside IPython, do nothing."""
         if get_ipython() is None:
             return
         self._content = bundle
+        options = {"raw": True, "metadata": metadata or {}}
         if self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)
+            self._handle = display(bundle, display_id=True, **options)
         else:
-            self._handle.update(bundle, raw=True)
+            self._handle.update(bundle, **options)
 
     def show_text(self, text: str) -> None:
         """Show a text in place of the last content."""

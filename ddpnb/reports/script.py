@@ -140,7 +140,7 @@ def script(comparison: Comparison, file: str) -> str:
     """Return the text of the script; ``file`` is its name.
 
     Raises:
-        UserError: the comparison has no cell, or several, or one with magics.
+        UserError: the comparison has no cell, or several, or one with magics or a training_step.
     """
     specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
     sources = dict.fromkeys(spec.source for spec in specs if spec.task == CELL_TASK)
@@ -152,7 +152,7 @@ def script(comparison: Comparison, file: str) -> str:
     spec = next(spec for spec in specs if spec.task == CELL_TASK)
     cell = body_of(spec.source).strip()
     try:
-        ast.parse(cell)
+        _refuse_general(ast.parse(cell))
     except SyntaxError as error:
         raise UserError(
             f"Line {error.lineno} of the cell is not plain Python: only a notebook can run it."
@@ -168,6 +168,25 @@ def script(comparison: Comparison, file: str) -> str:
         seed=repr(spec.seed),
         cell=cell,
     )
+
+
+def _refuse_general(cell: ast.Module) -> None:
+    """Refuse a cell that defines more than the script calls."""
+    for statement in cell.body:
+        names = [getattr(statement, "name", "")]
+        names += [
+            each.id for each in getattr(statement, "targets", []) if isinstance(each, ast.Name)
+        ]
+        found = [name for name in names if name in ("training_step", "collate_fn")]
+        if isinstance(statement, ast.FunctionDef) and statement.name == "optimizer":
+            given = [argument.arg for argument in statement.args.args]
+            if given[:1] == ["model"] or "num_steps" in given:
+                found.append(f"optimizer({', '.join(given)})")
+        if found:
+            raise UserError(
+                f"A script is made of model(), data(split), loss and optimizer(params) alone, and "
+                f"the cell defines {found[0]}: its own training loop is for you to write."
+            )
 
 
 def num_ranks_of(comparison: Comparison) -> int:

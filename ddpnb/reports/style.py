@@ -22,6 +22,8 @@ class PlotOptions:
 
     x: str = ""
     """One of ``ACROSS``, or empty for samples and seconds side by side."""
+    y: str = ""
+    """The further number that is drawn in place of the loss; empty: the loss."""
     log: bool = False
     """Whether the axis of losses is logarithmic."""
     target: float | None = None

@@ -1,23 +1,27 @@
 """A cell that runs on ranks, from its source to its last output (kernel)."""
 
+import contextlib
 import contextvars
+import json
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import decode_source
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
-from ddpnb.cluster.call import CallEvent, Events, Output, Silent
+from ddpnb.cluster.call import Asked, CallEvent, Events, Output, Silent
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.history.model import Status
-from ddpnb.history.recorder import Recorder
+from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.messages import CellSpec, EventBatch, Failure, OnRank, StaleVariable
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.reports.cell_output import CellOutput
-from ddpnb.reports.live import Live, live
+from ddpnb.reports.live import Live, LiveFigureAndTable, live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.session.errors import (
     CellInterrupt,
@@ -76,6 +80,7 @@ class RunningCell(SupervisedCall):
         recorder: records what ``ddpnb.log`` publishes; None if the cell names no run.
         timeout: seconds after which the ranks are interrupted.
         is_checked: whether torch compares every collective across the ranks.
+        prompt: answers the questions of the rank that is debugged.
     """
 
     def __init__(
@@ -87,13 +92,15 @@ class RunningCell(SupervisedCall):
         recorder: Recorder | None = None,
         timeout: float | None = None,
         is_checked: bool = False,
+        prompt: "Prompt | None" = None,
     ) -> None:
         super().__init__(ranks)
         self._spec = spec
         self._cluster = cluster
         self._recorder = recorder
+        self._prompt = prompt
         self._live: Live | None = None
-        self._output = CellOutput(ranks)
+        self._output = CellOutput(ranks, self._appear)
         self._started = time.strftime("%H:%M:%S")
         warn_stale(cluster.ensure_group(is_checked=is_checked))
         self._watch = Watch(
@@ -117,6 +124,8 @@ class RunningCell(SupervisedCall):
         except KeyboardInterrupt:
             raise CellInterrupt from None
         finally:
+            if self._prompt is not None:
+                self._prompt.close()
             self._output.close()
             self._end_run()
         self._raise()
@@ -139,6 +148,10 @@ class RunningCell(SupervisedCall):
     def _handle(self, event: CallEvent) -> None:
         if isinstance(event, Output):
             self._output.take(event.rank, event.kind, event.content)
+        elif isinstance(event, Asked):
+            self._output.show(at_once=True)
+            if self._prompt is not None:
+                self._prompt.answer(f"[{event.rank}] {event.text}")
         elif isinstance(event, Events):
             self._record(event.batch)
         elif isinstance(event, Silent):
@@ -156,6 +169,10 @@ class RunningCell(SupervisedCall):
         self._output.show()
         if self._live is not None and self._recorder is not None and self._live.is_due():
             self._live.update(self._recorder.comparison)
+
+    def _appear(self) -> None:
+        if isinstance(self._live, LiveFigureAndTable):
+            self._live.appear("")
 
     def _end_run(self) -> None:
         if self._recorder is None:
@@ -193,6 +210,47 @@ def read_script(path: str) -> tuple[str, str]:
         raise UserError(f"There is no script {script.name} in {script.parent}{advice}") from None
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as a script: {error}.") from None
+
+
+class Prompt:
+    """Asks the user what a rank asks, with the notebook's own ``input``.
+
+    Args:
+        folder: a private folder, for the socket.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.address = str(folder / f"answers-{new_id()}.sock")
+        self._listener = Listener(self.address, "AF_UNIX")
+        self._pipe: Connection | None = None
+        self._is_over = False
+
+    def answer(self, question: str) -> None:
+        """Ask the user; send the answer, or that there will be none any more."""
+        if self._pipe is None:
+            self._pipe = self._listener.accept()  # the rank connects before it asks
+        answer = None if self._is_over else self._ask(question)
+        with contextlib.suppress(OSError):  # the rank has ended meanwhile, which is reported
+            self._pipe.send_bytes(json.dumps(answer).encode())
+
+    def _ask(self, question: str) -> str | None:
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return input(question)
+        except (KeyboardInterrupt, EOFError):
+            self._is_over = True
+        except NotImplementedError:  # ipykernel's StdinNotImplementedError
+            self._is_over = True
+            print("This frontend has no prompt: the rank gets no answer.", file=sys.stderr)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        return None
+
+    def close(self) -> None:
+        """End the rank's wait for an answer, if there is one; may be called twice."""
+        if self._pipe is not None:
+            self._pipe.close()
+        self._listener.close()
 
 
 def cell_thread(function: Callable[[], None]) -> threading.Thread:

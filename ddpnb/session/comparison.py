@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from ddpnb.cluster.call import CallEvent, Events, Returned
+from ddpnb.cluster.call import CallEvent, Events, Output, Returned
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.recovery import RankRecovery
 from ddpnb.cluster.supervision import Watch
@@ -21,6 +21,7 @@ from ddpnb.protocol.messages import Checked, OnRank, RunReport, RunSpec
 from ddpnb.protocol.notation import check_transport, format_ranks, has_transport, spoken_ranks
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.live import Live, live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
@@ -100,6 +101,8 @@ class Training:
     """The strategies that continue when a rank other than 0 dies."""
     live: Live = field(default_factory=live)
     options: PlotOptions = EVERYTHING
+    printed: PrintedLines = field(default_factory=PrintedLines)
+    """What the cell has printed on the ranks."""
     _watch: Watch | None = None
     _is_stopped: bool = False
     _next_stop_at: float = 0.0
@@ -138,6 +141,7 @@ class Training:
             free_data(self.cluster)
             result = ComparisonResult(self.recorder.comparison, self.options)
             self.live.finish(result)
+            self.printed.show()
         if errors:
             (_, first), *others = errors.items()
             for name, other in others:
@@ -166,6 +170,7 @@ class Training:
             handle=self._handle,
             survives_deaths=spec.strategy in self.survivors,
         )
+        self.printed.begin(self.cluster.ranks)
         self._watch = watch = Watch(
             cluster=self.cluster,
             call=self.cluster.submit(OnRank("train"), spec, ranks=self.cluster.ranks),
@@ -234,7 +239,9 @@ class Training:
             )
 
     def _handle(self, event: CallEvent) -> None:
-        if isinstance(event, Events):
+        if isinstance(event, Output):
+            self.printed.take(event.rank, event.kind, event.content)
+        elif isinstance(event, Events):
             self.recorder.add(event.batch)
         elif isinstance(event, Returned) and isinstance(event.value, RunReport):
             self.recorder.add_report(event.value)
@@ -255,10 +262,15 @@ def prepare(
     specs = tuple(replace(each, comparison=own_id) for each in placed)
     warn_stale(cluster.ensure_group())
     by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
+    printed = PrintedLines()
     try:
-        checked = {name: check_on_ranks(cluster, each) for name, each in by_strategy.items()}
+        checked = {
+            name: check_on_ranks(cluster, run_spec, printed)
+            for name, run_spec in by_strategy.items()
+        }
     except BaseException:
         free_data(cluster)
+        printed.show()
         raise
     recorder = Recorder(
         store,
@@ -277,6 +289,7 @@ def prepare(
         survivors=frozenset(name for name, each in checked.items() if each.survives_deaths),
         live=shown,
         options=spec.options,
+        printed=printed,
     )
 
 
@@ -323,18 +336,24 @@ def _resumed_by(spec: RunSpec, runs: Sequence[StoredRun]) -> StoredRun:
     return next((run for run in same if run.repeat == spec.repeat), same[-1])
 
 
-def check_on_ranks(cluster: Cluster, spec: RunSpec) -> Checked:
-    """Check a training on every rank; return what rank 0 found.
+def check_on_ranks(cluster: Cluster, spec: RunSpec, printed: PrintedLines) -> Checked:
+    """Check a training on every rank; return what rank 0 found, and add what was ``printed``.
 
     Raises:
         UserError: a choice does not fit the training.
         RankError: the cell itself failed.
         KeyboardInterrupt: the check was interrupted; the ranks have stopped.
     """
+
+    def handle(event: CallEvent) -> None:
+        if isinstance(event, Output):
+            printed.take(event.rank, event.kind, event.content)
+
+    printed.begin(cluster.ranks)
     watch = Watch(
         cluster=cluster,
         call=cluster.submit(OnRank("validate"), spec, ranks=cluster.ranks),
-        handle=lambda _: None,
+        handle=handle,
         tick=lambda: None,
         abort_after_failure_seconds=cluster.timeouts.abort_validation_after_seconds,
     )

@@ -80,9 +80,11 @@ def summarize(failures: Sequence[Failure]) -> str:
     first = failures[0]
     same = _identical_to(first, failures)
     if first.is_death:
-        ranks, it = [failure.rank for failure in same], "it" if len(same) == 1 else "them"
+        ranks, text, it = [failure.rank for failure in same], first.text, "it"
+        if len(ranks) > 1:
+            text, it = text.replace("was ", "were ").replace("has ", "have "), "them"
         return (
-            f"{spoken_ranks(ranks)} {first.text}; %ddp_restart --ranks {format_ranks(ranks)} "
+            f"{spoken_ranks(ranks)} {text}; %ddp_restart --ranks {format_ranks(ranks)} "
             f"brings {it} back, the other ranks keep their variables"
         )
     if len(same) > 1:

@@ -1,7 +1,6 @@
 """All that ddpnb can do in one notebook; magics and their Python twins call it (kernel)."""
 
 import atexit
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -10,13 +9,14 @@ from typing import Any
 
 from IPython.core.getipython import get_ipython
 
+from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.run_folder import find
 from ddpnb.history.query import all_names
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
-from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
 from ddpnb.reports.listing import ranks_table
@@ -25,12 +25,16 @@ from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
-from ddpnb.session.cells import RunningCell, warn_stale
+from ddpnb.session.cells import Prompt, RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
+from ddpnb.session.variables import pull, push, remove_leftovers
 
 OnProgress = Callable[[str], None]
 """Is called with a line of text at each stage of a start."""
+
+ANSWER_SECONDS = 0.3
+"""How long Tab may wait for a rank."""
 
 NOT_STARTED = "No cluster is running: start one with %ddp_start (in Python: ddpnb.start())."
 
@@ -42,6 +46,8 @@ class Session:
         self._cluster: Cluster | None = None
         self._jobs = Jobs()
         self._store: Store | None = None
+        self._asked: Call | None = None
+        """The latest call of ``ask``."""
 
     # -- the cluster -----------------------------------------------------------------
 
@@ -81,6 +87,7 @@ class Session:
             )
         self.stop()
         self._cluster = cluster = Cluster.attach(find(name, Path.cwd()))
+        remove_leftovers(cluster.folder)
         atexit.register(self._at_exit)
         if spec.detach_seconds:
             cluster.allow_detach(spec.detach_seconds)
@@ -140,22 +147,36 @@ class Session:
         timeout: float | None = None,
         check: bool = False,
         script: Script | None = None,
+        debug: int | None = None,
     ) -> RunningCell | None:
         """Run a cell, or a script, on ranks; see ``ddpnb.run_cell`` and ``ddpnb.run_script``."""
         cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
         if timeout is not None and timeout <= 0:
             raise UserError(f"--timeout must be greater than 0 seconds, not {timeout:g}.")
+        if debug is not None and debug not in chosen:
+            raise UserError(f"--debug {debug}: the cell does not run on rank {debug}.")
+        if debug is not None and not wait:
+            raise UserError("--debug needs the notebook's prompt: leave out --no-wait.")
         cluster.require(chosen)
+        prompt = None if debug is None else Prompt(cluster.folder)
         spec = CellSpec(
             source=source,
             execution_count=this_cell_number(),
             run_id=new_id() if name else "",
             script=script,
+            debug_rank=debug,
+            debug_socket=prompt.address if prompt else "",
         )
         recorder = self._record_cell(name, spec, len(chosen)) if name else None
         cell = RunningCell(
-            cluster, spec, chosen, recorder=recorder, timeout=timeout, is_checked=check
+            cluster,
+            spec,
+            chosen,
+            recorder=recorder,
+            timeout=timeout,
+            is_checked=check,
+            prompt=prompt,
         )
         if wait:
             cell.run()
@@ -164,33 +185,42 @@ class Session:
         cell.run_in_background()
         return cell
 
+    def ask(self, function: OnRank, *arguments: object, rank: int | None = None) -> Any:
+        """Return what a rank answers at once; None where it is busy, dead or slow.
+
+        Without ``rank`` the first that is alive and idle is asked.
+        """
+        cluster, asked = self._cluster, self._asked
+        busy = set(self._jobs.busy_ranks)
+        if asked is not None:
+            list(asked.events(0.0))  # it may have answered late
+            busy |= asked.running
+        idle = [each for each in cluster.living if each not in busy] if cluster else []
+        rank = next(iter(idle), None) if rank is None else rank
+        if cluster is None or rank not in idle:
+            return None
+        try:
+            self._asked = cluster.submit(function, *arguments, ranks=[rank])
+            (answer,) = self._asked.results(ANSWER_SECONDS)
+        except (UserError, TimeoutError, RuntimeError, KeyError):
+            return None
+        return None if isinstance(answer, Failure) else answer
+
     def push(self, variables: Mapping[str, object], ranks: str | None = None) -> None:
         """Copy variables to ranks; see ``ddpnb.push``."""
         cluster = self._require_free()
-        chosen = parse_ranks(ranks, len(cluster.ranks))
-        names = ", ".join(variables)
-        try:
-            packed = pack(variables)
-        except Exception as error:
-            raise UserError(f"{names} cannot be sent to the ranks: {error}.") from error
-        for failure in _gather(cluster, OnRank("push"), packed, ranks=chosen):
-            if failure is not None:
-                cause = f"{failure.name}: {failure.text}"
-                raise UserError(f"{names} cannot be read on rank {failure.rank}: {cause}.")
+        push(cluster, variables, parse_ranks(ranks, len(cluster.ranks)))
 
     def pull(self, expression: str, ranks: str | None = None) -> Any:
         """Return the value of an expression on ranks; see ``ddpnb.pull``."""
         cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
-        found = _gather(cluster, OnRank("pull"), expression, ranks=chosen)
-        for value in found:
-            if isinstance(value, Failure):
-                cause = f"{value.name}: {value.text}"
-                raise UserError(f"Rank {value.rank} cannot give {expression}: {cause}.")
         try:
-            values = [unpack(value) for value in found]
-        except Exception as error:
-            raise UserError(f"{expression} cannot be read in the notebook: {error}.") from error
+            values = pull(cluster, expression, chosen)
+        except KeyboardInterrupt:
+            idle = [rank for rank in chosen if rank not in self._jobs.busy_ranks]
+            cluster.interrupt(idle)  # else they compute on
+            raise
         if ranks is not None and len(chosen) == 1:
             return values[0]
         return dict(zip(chosen, values, strict=True))
@@ -240,7 +270,16 @@ class Session:
         """Return stored runs as one comparison."""
         if not names:
             raise UserError("Name the runs to draw, as %ddp_runs lists them.")
-        return ComparisonResult(self.store.load(*names), options)
+        found = self.store.load(*names)
+        measured = dict.fromkeys(name for run in found.runs for name in run.metric_curves)
+        if options.y and options.y not in measured:
+            if not measured:
+                raise UserError(
+                    f"These runs measured nothing but the loss, so no {options.y}: return it from "
+                    "training_step, in a dict beside the loss."
+                )
+            raise one_of("number", options.y, measured)
+        return ComparisonResult(found, options)
 
     def names(self) -> tuple[str, ...]:
         """Return every name that ``load`` takes."""
@@ -331,39 +370,3 @@ def this_cell_number() -> int:
     """Return the ``n`` of the notebook cell ``In [n]`` that is running."""
     shell = get_ipython()
     return 0 if shell is None else shell.execution_count - 1  # counted up before it runs
-
-
-# -- variables between the notebook and the ranks --------------------------------------------
-
-
-def _gather(
-    cluster: Cluster, function: OnRank, *arguments: object, ranks: Sequence[int]
-) -> list[Any]:
-    """Call a function on some ranks; advise the user when one does not answer."""
-    try:
-        return cluster.gather(function, *arguments, ranks=ranks)
-    except TimeoutError as error:
-        raise UserError(
-            f"There was {error}: a cell may still run there; %ddp_why shows where it is, "
-            "%ddp_interrupt stops it."
-        ) from error
-
-
-def pack(variables: Mapping[str, object]) -> bytes:
-    """Serialize variables for the ranks as ipyparallel does it; raises what pickle raises.
-
-    That handles functions defined in a cell and large arrays.  But they travel as plain bytes: an
-    unreadable value is then an error of this call, and does not stop ipyparallel's client.
-    """
-    from ipyparallel.serialize import serialize_object  # noqa: PLC0415  0.3 s: once ranks run
-
-    buffers = serialize_object(dict(variables), buffer_threshold=0)
-    return pickle.dumps([bytearray(buffer) for buffer in buffers])  # writable where they arrive
-
-
-def unpack(value: bytes) -> Any:
-    """Deserialize a value from a rank; raises what pickle raises."""
-    from ipyparallel.serialize import deserialize_object  # noqa: PLC0415  0.3 s: once ranks run
-
-    (found,), _ = deserialize_object(pickle.loads(value))
-    return found

@@ -17,7 +17,7 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank
-from ddpnb.session.session import unpack
+from ddpnb.session.variables import pull as pull_variable
 
 ALL_REDUCE = """
 import torch, torch.distributed as dist
@@ -142,10 +142,7 @@ def run_on_each(clusters: Sequence[Cluster], source: str) -> list[Ended]:
 
 
 def pull(cluster: Cluster, expression: str, ranks: Sequence[int] | None = None) -> list[Any]:
-    found = cluster.gather(OnRank("pull"), expression, ranks=ranks)
-    for value in found:
-        assert not isinstance(value, Failure), f"{value.name}: {value.text}"
-    return [unpack(value) for value in found]
+    return pull_variable(cluster, expression, cluster.ranks if ranks is None else ranks)
 
 
 def processes_of(cluster: Cluster) -> list[psutil.Process]:

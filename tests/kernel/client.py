@@ -14,6 +14,7 @@ from jupyter_client.manager import KernelManager
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 Output = dict[str, Any]
+SHOWN = ("stream", "error", "display_data", "execute_result")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class Cell:
     status: str = ""
     payload: list[Output] = field(default_factory=list)
     """What the kernel asks the client to show in a pager: the text of ``name?``."""
+    clears_next: bool = False
+    """Whether the next output takes the place of all that stands there."""
     num_updates: int = 0
     """How often something shown was replaced."""
     seconds: float = 0.0
@@ -107,9 +110,17 @@ class Kernel:
         """Run a cell to its end."""
         return self.wait(self.begin(source), timeout=timeout)
 
-    def begin(self, source: str) -> str:
+    def answer(self, source: str, *lines: str, timeout: float = 60.0) -> tuple[Cell, list[str]]:
+        """Run a cell and answer what it asks; return it, and the prompts."""
+        request, prompts = self.begin(source, allow_stdin=True), []
+        for line in lines:
+            prompts.append(self.client.get_stdin_msg(timeout=timeout)["content"]["prompt"])
+            self.client.input(line)
+        return self.wait(request, timeout=timeout), prompts
+
+    def begin(self, source: str, *, allow_stdin: bool = False) -> str:
         """Send a cell and return its request's id."""
-        request = self.client.execute(source, allow_stdin=False)
+        request = self.client.execute(source, allow_stdin=allow_stdin)
         self.cells[request] = Cell()
         return request
 
@@ -150,6 +161,11 @@ class Kernel:
         """Press Tab at the end of ``code``."""
         return list(self._completions(code)["matches"])
 
+    def inspect(self, code: str) -> str:
+        """Press Shift+Tab at the end of ``code``."""
+        reply = self._reply(self.client.inspect(code, len(code)), 20.0)
+        return ANSI.sub("", reply["data"].get("text/plain", ""))
+
     def kinds(self, code: str) -> dict[str, str]:
         """Press Tab; return what each completion is said to be, in the order of the list."""
         typed = self._completions(code)["metadata"]["_jupyter_types_experimental"]
@@ -185,6 +201,11 @@ class Kernel:
         cell = self.cells.get(parent)
         if cell is None:
             return
+        if kind == "clear_output":
+            cell.clears_next = True
+        if (kind == "clear_output" and not content["wait"]) or (cell.clears_next and kind in SHOWN):
+            cell.outputs.clear()
+            cell.clears_next = False
         match kind:
             case "stream" if cell.outputs and cell.outputs[-1].get("name") == content["name"]:
                 cell.outputs[-1]["text"] += content["text"]  # as clients do

@@ -106,7 +106,11 @@ WRONG = {
     "not a model": ("nn.Linear(4, 2)", "5", "model() returned an int"),
     "wrapped": ("nn.Linear(4, 2)", "nn.DataParallel(nn.Linear(4, 2))", "wrapped in DataParallel"),
     "wrong shape": ("Linear(4, 2)", "Linear(5, 2)", "model(inputs) failed on a batch"),
-    "wrong data": ("return inputs,", "return inputs, 0,", "data('train') returned a tuple of 3"),
+    "wrong data": (
+        "return inputs,",
+        "return inputs, 0,",
+        "data('train') returned a tuple with an int in it",
+    ),
     "small batch": ("--batch-size 32", "--batch-size 1", "cannot be shared by 2 ranks"),
     "large batch": ("--batch-size 32", "--batch-size 999", "larger than the training split"),
     "loss is no function": ("import torch\n", "import torch\nloss = 3\n", "not a function"),

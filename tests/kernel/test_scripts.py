@@ -32,10 +32,7 @@ def main():
     dist.all_reduce(total if args.do != "mismatch" else torch.ones(1 + rank))
     if args.do == "raise" and rank == 1:
         raise ValueError("on purpose")
-    if args.do == "end":
-        os._exit(4)
-    if args.do.startswith("exit"):
-        sys.exit(eval(args.do.removeprefix("exit")))
+    eval(args.do if "exit" in args.do else "0")
     print(args.epochs, total.item(), helper.VALUE)
     pickle.loads(pickle.dumps(Net(1, 1)))
     os.chdir("/")
@@ -99,6 +96,21 @@ def test_what_a_script_sees_is_what_torchrun_gives_it(kernel: Kernel, folder: Pa
     assert "name='src.look'" in module.lines[1]
 
 
+def test_its_seed_and_torchs_settings_are_its_own(kernel: Kernel, folder: Path):
+    (folder / "src" / "seeds.py").write_text(
+        "import torch\nprint(torch.rand(1).item())\n"
+        "torch.manual_seed(0)\ntorch.set_default_dtype(torch.float64)\ntorch.set_num_threads(2)\n"
+    )
+    runs = [kernel.run("%ddp_run src/seeds.py").by_rank for _ in range(2)]
+    assert len({drawn for run in runs for lines in run.values() for drawn in lines}) == 4
+    cell = kernel.run(
+        "%%ddp\nprint(torch.get_default_dtype(), torch.get_num_threads())\nprint(torch.rand(1))"
+    )
+    first, second = cell.by_rank[0], cell.by_rank[1]
+    assert first[0] == second[0] == "torch.float32 1"
+    assert first[1] != second[1]
+
+
 MAKES = """
 import builtins, weakref
 import helper
@@ -145,9 +157,16 @@ def test_a_hang_and_a_mismatch_name_the_scripts_lines(kernel: Kernel, folder: Pa
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
-        ("exit(3)", "RankError: ranks 0-1 failed: SystemExit: src/train.py ended with exit code 3"),
         (
-            "exit('no')",
+            "sys.exit(3)",
+            "RankError: ranks 0-1 failed: SystemExit: src/train.py ended with exit code 3",
+        ),
+        (
+            "os._exit(4)",
+            "RankError: ranks 0-1 failed: SystemExit: src/train.py ended with exit code 4",
+        ),
+        (
+            "sys.exit('no')",
             "RankError: ranks 0-1 failed: SystemExit: src/train.py ended with exit code 1: no",
         ),
     ],
@@ -158,9 +177,13 @@ def test_an_exit_code_fails_it_in_one_sentence(
     assert kernel.run(f'%ddp_run src/train.py --do "{end}"').error_text == expected
 
 
-@pytest.mark.parametrize("end", ["exit(0)", "exit(None)"])
+@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit()", "exit()", "os._exit(0)"])
 def test_exit_code_0_is_success(kernel: Kernel, folder: Path, end: str):
-    assert kernel.run(f'%ddp_run src/train.py --do "{end}"').status == "ok"
+    kernel.run("%%ddp\nkept = 1")
+    cell = kernel.run(f'%ddp_run src/train.py --do "{end}"')
+    assert cell.status == "ok"
+    assert cell.text == f"[0-1] {SHARED}\n"
+    check_ranks(kernel)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +240,9 @@ def test_the_path_is_completed_and_help_has_an_example(kernel: Kernel, folder: P
     assert "%ddp_run train.py --epochs 3" in str(kernel.run("%ddp_run?").payload)
 
 
-def test_a_script_that_ends_its_process_is_named(kernel: Kernel, folder: Path):
-    cell = kernel.run("%ddp_run src/train.py --do end")
-    assert "ended with exit code 4; %ddp_restart --ranks" in cell.error_text
+def test_a_process_of_a_script_that_is_killed_is_named(kernel: Kernel, folder: Path):
+    (folder / "src" / "dies.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    cell = kernel.run("%ddp_run src/dies.py")
+    assert "killed by SIGKILL; %ddp_restart --ranks" in cell.error_text

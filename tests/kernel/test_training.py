@@ -241,7 +241,7 @@ def test_a_rank_killed_on_purpose_ends_its_run_and_the_comparison_goes_on(kernel
     assert kernel.run("%%ddp\nworld_size").by_rank == both("2")
 
 
-GENERAL = """%%ddp_compare ddp async --epochs 2 --batch-size 16 --repeats 2 --name general
+GENERAL = """%%ddp_compare ddp async --epochs 2 --batch-size 16 --repeats 2 --y entropy --name general
 import torch
 from torch import nn
 def model(): return nn.Linear(4, 2)
@@ -270,8 +270,14 @@ def test_what_a_cell_measures_is_tabled_and_stored(kernel: Kernel):
     cell = kernel.run(GENERAL.replace("--name general", "--name measured"))
     assert "held-out right" in cell.text
     assert "held-out accuracy" not in cell.text
+    assert "last entropy" in cell.text
     assert kernel.value("'entropy' in _.steps().columns") == "True"
-    assert "held-out right" in kernel.run("%ddp_plot measured").text
+    again = kernel.run("%ddp_plot measured --y entropy")
+    drawn(again)
+    assert "held-out right" in again.text
+    assert "the cell defines training_step" in kernel.run("%ddp_export measured m.py").error_text
+    other = kernel.run("%ddp_plot measured --y entrpy").error_text
+    assert other == "UserError: There is no number 'entrpy'; choose one of: entropy."
 
 
 def test_an_error_in_a_step_names_its_cell_and_line(kernel: Kernel):

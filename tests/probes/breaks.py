@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 COMPAT = os.path.join("ddpnb", "compat", "")
@@ -83,6 +83,22 @@ def with_fixed_world(module: Any) -> None:
     module._WorldMeta.WORLD = original.setter(set_world)
 
 
+def with_another_name(name: str) -> Callable[[Any], None]:
+    """Rename a function of a module, and wherever the module's functions use it."""
+
+    def apply(module: Any) -> None:
+        function, other = getattr(module, name), f"{name}_2"
+        delattr(module, name)
+        setattr(module, other, function)
+        function.__name__ = function.__qualname__ = other
+        for each in list(vars(module).values()):
+            if isinstance(each, FunctionType) and name in each.__code__.co_names:
+                names = (other if used == name else used for used in each.__code__.co_names)
+                each.__code__ = each.__code__.replace(co_names=tuple(names))
+
+    return apply
+
+
 def delete(*path: str) -> Callable[[Any], None]:
     def apply(module: Any) -> None:
         *owners, name = path
@@ -122,6 +138,11 @@ BREAKS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "follows_calls": ("ipyparallel.client.client", without_message_hook),
     "replaces_heartbeats": ("ipyparallel.controller.heartmonitor", with_another_start),
     "leaves_loops": ("asyncio", delete("_set_running_loop")),
+    "shares_globals": (
+        "cloudpickle.cloudpickle",
+        lambda module: hide(module.Pickler, "globals_ref"),
+    ),
+    "knows_classes": ("cloudpickle.cloudpickle", with_another_name("_class_setstate")),
     "lists_options": ("argparse", lambda module: hide(module.ArgumentParser, "_actions")),
 }
 """For each probe, by its name: a module, and what to break in it once it has been imported."""

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.compat import ipyparallel_internals, python_internals, torch_internals
+from ddpnb.compat import (
+    cloudpickle_internals,
+    ipyparallel_internals,
+    python_internals,
+    torch_internals,
+)
 from tests.kernel.client import Kernel, both
 
 SENTENCES = [
@@ -17,6 +22,8 @@ SENTENCES = [
         ipyparallel_internals.replaces_heartbeats,
         python_internals.leaves_loops,
         python_internals.lists_options,
+        cloudpickle_internals.shares_globals,
+        cloudpickle_internals.knows_classes,
     )
 ]
 

@@ -4,13 +4,18 @@ from typing import Any
 
 import pytest
 
-from ddpnb.compat import ipyparallel_internals, python_internals, torch_internals
+from ddpnb.compat import (
+    cloudpickle_internals,
+    ipyparallel_internals,
+    python_internals,
+    torch_internals,
+)
 from ddpnb.compat.probe import Probe
 from tests.probes.breaks import BREAKS, missing_features, missing_features_without
 from tests.probes.collectives import missing_features_without_gather
 from tests.rank.ranks import CONTEXT, TIMEOUT_SECONDS
 
-MODULES = (torch_internals, ipyparallel_internals, python_internals)
+MODULES = (torch_internals, ipyparallel_internals, python_internals, cloudpickle_internals)
 PROBES = {
     name: (module, value)
     for module in MODULES

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, RunHeader, RunSpec, StepEvent
 from ddpnb.rank.strategies.replica import NullTimer
 from ddpnb.rank.training import loop
@@ -202,9 +203,19 @@ def data(split):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_mixture_of_experts_trains_where_unused_parameters_are_allowed(ranks, strategy):
-    if strategy in ("ddp-shm", "zero"):
+    refusals = {
+        "ddp": "no part in the loss.*, or compare ddp:find_unused_parameters=on",
+        "ddp-shm": "or compare ddp:find_unused_parameters=on",
+        "zero": "or compare ddp:find_unused_parameters=on",
+        "fsdp": r"experts\.\d\.weight had no part in a step: use every layer, or leave fsdp out",
+    }
+    if strategy in refusals:
+        with pytest.raises(UserError, match=refusals[strategy]):
+            loop.validate(spec_of(strategy, MIXTURE), state=make_state(0, 2), namespace={})
+    if strategy in ("ddp-shm", "zero", "fsdp"):
         return
     word = "ddp:find_unused_parameters=on" if strategy == "ddp" else strategy
+    loop.validate(spec_of(word, MIXTURE), state=make_state(0, 2), namespace={})
     report, _ = ranks(2).call(train_job, spec_of(word, MIXTURE))[0]
     assert math.isfinite(report.final_loss)
 

@@ -36,8 +36,7 @@ from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.strategies.base import Plan, SynchronousStrategy
 from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 from ddpnb.rank.tasks.base import StepFunction, Supervised
-from ddpnb.rank.tasks.batches import Shard
-from ddpnb.rank.tasks.trees import moved
+from ddpnb.rank.tasks.batches import Shard, moved
 
 Autocast = Callable[[], AbstractContextManager[object]]
 """Makes the context to compute in; torch's autocast belongs to one thread."""
@@ -120,11 +119,10 @@ class DataParallel(SynchronousStrategy):
             results = self._run(step, [chunk.tree for chunk in chunks])
         shares = [chunk.num_samples / part.num_samples for chunk in chunks]
         losses = [
-            self._replica.loss_in(result, share * own).reshape(1)
+            own * self._replica.loss_in(result, share * own).reshape(1)
             for result, own in zip(results, shares, strict=True)
         ]
-        each = self._gather(losses)
-        return (each * torch.tensor(shares, device=each.device)).sum()
+        return self._gather(losses).sum()
 
     def _run(self, call: StepFunction, parts: list[Any]) -> list[Any]:
         """Return the results of a call on each replica, with the newest parameters."""

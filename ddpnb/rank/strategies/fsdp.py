@@ -69,7 +69,7 @@ class Fsdp(SynchronousStrategy):
         self._reshard = reshard
 
     def check(self, replica: Replica) -> None:
-        """Refuse parameters without rows to shard, and layers of several types."""
+        """Refuse parameters without rows to shard, layers of several types, and unused layers."""
         if not is_supported():
             advice = "fsdp needs a newer version; leave fsdp out of the comparison."
             raise UserError(sentence("torch", advice))
@@ -80,6 +80,7 @@ class Fsdp(SynchronousStrategy):
                     f"{tuple(parameter.shape)}, has none: give it one, e.g. the shape (1,), "
                     "or leave fsdp out of the comparison."
                 )
+        _check_used(replica.model)
         if any(len(types) > 1 for types in _types_of_layers(replica.model)):
             raise UserError(
                 "fsdp wants one floating-point type in what it gathers at once: give the model "
@@ -159,6 +160,20 @@ class Fsdp(SynchronousStrategy):
             yield
         finally:
             model.set_requires_gradient_sync(True)
+
+
+def _check_used(model: nn.Module) -> None:
+    """Refuse a layer without a gradient after a step: another rank might call another one.
+
+    Both would then gather at once, each the other's part.
+    """
+    held = {id(parameter) for layer in layers_of(model) for parameter in layer.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.grad is None and id(parameter) in held:
+            raise UserError(
+                "fsdp gathers a layer when it is called, so all ranks must call the same ones, and "
+                f"{name} had no part in a step: use every layer, or leave fsdp out."
+            )
 
 
 def layers_of(model: nn.Module) -> list[Any]:

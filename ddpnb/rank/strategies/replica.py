@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
 from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
-from ddpnb.rank.tasks.batches import Shard, every_step
+from ddpnb.rank.tasks.batches import Shard, Tree, every_step, moved, rows
 from ddpnb.rank.tasks.samples import Items
-from ddpnb.rank.tasks.trees import Tree, moved, rows
 
 Part = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
 """What a step's time can be spent on; the fields of ``messages.Parts`` that exclude each other."""

@@ -7,9 +7,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from ddpnb.rank.tasks.batches import Tree
 from ddpnb.rank.tasks.optimizers import TaskOptimizer
 from ddpnb.rank.tasks.samples import Samples
-from ddpnb.rank.tasks.trees import Tree
 
 ModelFactory = Callable[[], nn.Module]
 """Makes the plain model, with weights from torch's global random numbers."""

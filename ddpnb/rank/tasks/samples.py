@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from ddpnb.protocol.errors import UserError, kind_of, summary_of
-from ddpnb.rank.tasks.trees import Tree, leaves, mapped
+from ddpnb.rank.tasks.batches import Tree, leaves, mapped
 
 Collate = Callable[[list[Any]], Tree]
 """Makes one batch of some items of a data set."""

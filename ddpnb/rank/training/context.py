@@ -25,9 +25,8 @@ from ddpnb.rank.strategies.base import Plan, State, Strategy
 from ddpnb.rank.strategies.replica import Batch, Replica, Timer, no_delay
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
-from ddpnb.rank.tasks.batches import BatchSchedule, Shard
+from ddpnb.rank.tasks.batches import BatchSchedule, Shard, Tree, moved
 from ddpnb.rank.tasks.samples import DataCache, DatasetSamples, Items
-from ddpnb.rank.tasks.trees import Tree, moved
 from ddpnb.rank.training.optimizer_hooks import with_hooks
 
 NUM_PREFETCHED = 2

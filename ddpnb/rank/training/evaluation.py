@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.rank.tasks.base import Supervised, Task, split_step
+from ddpnb.rank.tasks.batches import moved, shape_of
 from ddpnb.rank.tasks.samples import Samples
-from ddpnb.rank.tasks.trees import moved, shape_of
 
 MAX_SAMPLES = 10_000
 """How many samples of a larger split are evaluated, spread evenly over it."""

@@ -22,8 +22,8 @@ from ddpnb.protocol.notation import parse_strategy
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.replica import Batch, Replica
 from ddpnb.rank.tasks.base import StepFunction, Supervised, Task, split_step
+from ddpnb.rank.tasks.batches import Tree, shape_of, twice
 from ddpnb.rank.tasks.samples import Items
-from ddpnb.rank.tasks.trees import Tree, shape_of, twice
 from ddpnb.rank.training.evaluation import number_of, pair_of, score
 
 _STEP = "training_step(model, batch)"

@@ -70,7 +70,7 @@ class LiveFigure:
     """
 
     def __init__(self, comparison: Comparison, options: PlotOptions = EVERYTHING) -> None:
-        self._preparer = Preparer()
+        self._preparer = Preparer(options.y)
         planned = {(comparison.name, spec.strategy) for spec in comparison.specs}
         begun = {(run.comparison, run.name) for run in comparison.runs}
         self._layout = Layout(num_strategies=len(planned | begun), has_rows=has_detail(comparison))
@@ -84,10 +84,10 @@ class LiveFigure:
         self._losses = {
             x: CurvePanel(
                 self._figure.add_axes((0, 0, 1, 1)),
-                title=f"Training loss by {'time' if x == 'seconds' else x}",
+                title=f"{options.y or 'Training loss'} by {'time' if x == 'seconds' else x}",
                 x_label=X_LABELS[x],
                 log=options.log,
-                target=options.target,
+                target=None if options.y else options.target,
             )
             for x in across
         }

@@ -17,7 +17,7 @@ from ddpnb.history.metrics import (
     Absences,
     absences,
     samples_at,
-    smoothed_loss,
+    smoothed,
     throughput,
     window_for,
 )
@@ -87,9 +87,14 @@ class PreparedRun(NamedTuple):
 
 @final
 class Preparer:
-    """Prepares runs for drawing; a series in which nothing has changed is prepared once."""
+    """Prepares runs for drawing; a series in which nothing has changed is prepared once.
 
-    def __init__(self) -> None:
+    Args:
+        y: the further number whose curve is drawn; empty: the loss.
+    """
+
+    def __init__(self, y: str = "") -> None:
+        self._y = y
         self._series: dict[StrategyKey, tuple[Hashable, Series]] = {}
 
     def series_of(self, comparison: Comparison) -> tuple[Series, ...]:
@@ -106,15 +111,15 @@ class Preparer:
                 style,
             )
             if key not in self._series or self._series[key][0] != state:
-                self._series[key] = (state, _series(names[key], style, runs, summary))
+                self._series[key] = (state, _series(names[key], style, runs, summary, self._y))
             made.append(self._series[key][1])
         return tuple(made)
 
 
-def _prepared(run: RunSnapshot) -> PreparedRun:
-    curve = run.aggregate.curve
-    rate = _throughput(curve, run.header.num_samples if run.header else 0)
-    return PreparedRun(curve, curve.samples + run.num_samples_before, smoothed_loss(run), rate)
+def _prepared(run: RunSnapshot, y: str) -> PreparedRun:
+    rate = _throughput(run.aggregate.curve, run.header.num_samples if run.header else 0)
+    curve = run.metric_curves.get(y, Curve()) if y else run.aggregate.curve
+    return PreparedRun(curve, curve.samples + run.num_samples_before, smoothed(curve), rate)
 
 
 def _throughput(curve: Curve, planned: float) -> tuple[Floats, Floats]:
@@ -130,9 +135,9 @@ def _throughput(curve: Curve, planned: float) -> tuple[Floats, Floats]:
 
 
 def _series(
-    label: str, style: Style, runs: Sequence[RunSnapshot], summary: StrategySummary
+    label: str, style: Style, runs: Sequence[RunSnapshot], summary: StrategySummary, y: str
 ) -> Series:
-    drawn = [_prepared(run) for run in runs]
+    drawn = [_prepared(run, y) for run in runs]
     timed = [run for run in drawn if len(run.curve)]
     sampled = [run for run in timed if run.curve.samples[-1] > 0]
     rates = [run.rate for run in drawn if len(run.rate[1])]

@@ -116,3 +116,18 @@ def test_staleness_is_counted():
     run.add(batch(run.run_id, events))
     counts = run.snapshot().aggregate.staleness
     assert (counts[0], counts[2], counts[-1], counts.sum()) == (1, 2, 1, 4)
+
+
+def test_a_metric_has_a_curve_as_the_loss_has():
+    run = run_of(spec("ddp"))
+    name = run.run_id
+    run.add(batch(name, [step(0, 0.5)], header=header(spec("ddp"), 2)))
+    run.add(batch(name, [step(0, 0.6)], rank=1))
+    for rank, value in enumerate((1.0, 4.0)):  # the second worker has twice as many samples
+        steps = [step(1, 1.0, samples=10 * (rank + 1))]
+        metrics = [(0, "f1", value)]
+        run.add(batch(name, steps, rank=rank, sequence=1, metrics=metrics))
+    run.end(Status.FINISHED)
+    curve, loss = run.snapshot().metric_curves["f1"], run.snapshot().aggregate.curve
+    assert curve.samples.tolist() == loss.samples.tolist() == [20, 50]
+    np.testing.assert_allclose(curve.loss, [np.nan, 3.0])

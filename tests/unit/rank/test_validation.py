@@ -392,6 +392,13 @@ ANYTHING = {
         "    slope, = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)\n"
         "    return slope.square().mean() + ",
     ),
+    "outputs with attributes": STEP.replace(
+        "    return nn.functional.cross_entropy(model(inputs), targets)",
+        "    from collections import OrderedDict\n"
+        "    class Outputs(OrderedDict): pass  # as those of transformers\n"
+        "    logits = model(inputs)\n"
+        "    return Outputs(loss=nn.functional.cross_entropy(logits, targets), logits=logits)",
+    ),
     "a metric": GOOD + "def metric(outputs, targets): return (outputs.argmax(1) == targets).sum()",
     "a validation step": STEP + "def validation_step(model, batch): return {'f1': 0.5}",
 }

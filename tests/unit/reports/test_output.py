@@ -1,9 +1,11 @@
+import json
 import random
 import time
 
 import pytest
 
-from ddpnb.reports.cell_output import HOLD_SECONDS, Item, OutputMerger, visible
+from ddpnb.reports.displays import Displays
+from ddpnb.reports.merging import HOLD_SECONDS, Item, OutputMerger, Screen, visible
 
 Shown = list[tuple[list[int], Item]]
 
@@ -14,15 +16,19 @@ def merged(*outputs: str) -> Shown:
     for rank, text in enumerate(outputs):
         merger.write(rank, "stdout", text)
         merger.finish(rank)
-    return merger.take()
+    return taken(merger)
+
+
+def taken(merger: OutputMerger) -> Shown:
+    return [(ranks, item) for ranks, items in merger.take() for item in items]
 
 
 def lines(shown: Shown) -> list[tuple[list[int], str]]:
-    return [(ranks, item.text) for ranks, item in shown]
+    return [(ranks, item[1]) for ranks, item in shown]
 
 
 def of_rank(shown: Shown, rank: int) -> list[str]:
-    return [item.text for ranks, item in shown if rank in ranks]
+    return [item[1] for ranks, item in shown if rank in ranks]
 
 
 def test_equal_lines_are_shown_once():
@@ -54,12 +60,12 @@ def test_every_rank_keeps_its_own_order_whatever_it_writes():
 def test_a_line_waits_for_the_same_line_of_a_running_rank_but_not_for_long():
     merger = OutputMerger((0, 1))
     merger.write(0, "stdout", "loss 0.5\n")
-    assert merger.take() == []
+    assert taken(merger) == []
     merger.write(1, "stdout", "loss 0.5\n")
-    assert lines(merger.take()) == [([0, 1], "loss 0.5")]
+    assert lines(taken(merger)) == [([0, 1], "loss 0.5")]
     merger.write(0, "stdout", "alone\n")
     began = time.monotonic()
-    while not (shown := merger.take()):
+    while not (shown := taken(merger)):
         assert time.monotonic() - began < 10 * HOLD_SECONDS
         time.sleep(0.01)
     assert lines(shown) == [([0], "alone")]
@@ -70,7 +76,7 @@ def test_nobody_waits_for_a_rank_that_has_ended():
     merger = OutputMerger((0, 1))
     merger.finish(1)
     merger.write(0, "stdout", "x\n")
-    assert lines(merger.take()) == [([0], "x")]
+    assert lines(taken(merger)) == [([0], "x")]
 
 
 def test_stdout_and_stderr_are_different_lines():
@@ -79,7 +85,7 @@ def test_stdout_and_stderr_are_different_lines():
     merger.write(1, "stderr", "x\n")
     merger.finish(0)
     merger.finish(1)
-    assert [(ranks, item.kind) for ranks, item in merger.take()] == [
+    assert [(ranks, item[0]) for ranks, item in taken(merger)] == [
         ([0], "stdout"),
         ([1], "stderr"),
     ]
@@ -88,12 +94,12 @@ def test_stdout_and_stderr_are_different_lines():
 def test_a_line_may_come_in_pieces():
     merger = OutputMerger((0,))
     merger.write(0, "stdout", "on")
-    assert merger.take() == []
+    assert taken(merger) == []
     merger.write(0, "stdout", "e\ntwo\nthr")
-    assert lines(merger.take()) == [([0], "one"), ([0], "two")]
+    assert lines(taken(merger)) == [([0], "one"), ([0], "two")]
     assert merger.unfinished() == {"thr": [0]}
     merger.finish(0)
-    assert lines(merger.take()) == [([0], "thr")]
+    assert lines(taken(merger)) == [([0], "thr")]
     assert merger.unfinished() == {}
 
 
@@ -106,12 +112,35 @@ def test_a_bar_is_its_last_state():
     merger.write(0, "stderr", "\r 0%|   |\r50%|== |")
     merger.write(1, "stderr", "\r 0%|   |\r50%|== |")
     assert merger.unfinished() == {"50%|== |": [0, 1]}
-    assert merger.take() == []
+    assert taken(merger) == []
     for rank in (0, 1):
         merger.write(rank, "stderr", "\r100%|===|\n")
         merger.finish(rank)
-    assert merger.take() == [([0, 1], Item("bar", "100%|===|"))]
+    assert taken(merger) == [([0, 1], ("bar", "100%|===|"))]
     assert merger.unfinished() == {}
+
+
+OUTER, INNER, UP = "\router 1/2", "\rinner 3/4", "\x1b[A"
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_bars_below_each_other_are_drawn_where_they_stand(size: int):
+    screen = Screen("stderr")
+    text = f"\router 0/2\n\rinner 0/4{UP}\n{INNER}{UP}{OUTER}\n\r         \r{UP}"
+    shown: list[list[str]] = []
+    for begin in range(0, len(text), size):
+        assert screen.write(text[begin : begin + size]) == []
+        shown.append(screen.lines())
+    assert shown[-1] == ["outer 1/2"]
+    assert screen.write("\router 2/2\n") == []
+    assert screen.rest() == [("bar", "outer 2/2")]
+
+
+def test_a_plain_line_below_bars_finishes_them():
+    screen = Screen("stderr")
+    assert screen.write("\r1/1\nplain\n\r2/2") == [("bar", "1/1"), ("stderr", "plain")]
+    assert screen.lines() == ["2/2"]
+    assert Screen("stdout").write("\x1b[31mred\x1b[0m\n") == [("stdout", "\x1b[31mred\x1b[0m")]
 
 
 @pytest.mark.parametrize(
@@ -123,22 +152,23 @@ def test_what_is_left_to_see_of_a_line(line: str, seen: str):
 
 
 def test_windows_line_ends_are_no_bars():
-    assert merged("a\r\nb\r\n") == [([0], Item("stdout", "a")), ([0], Item("stdout", "b"))]
+    assert merged("a\r\nb\r\n") == [([0], ("stdout", "a")), ([0], ("stdout", "b"))]
 
 
 def test_equal_displays_are_shown_once_and_different_ones_apart():
-    merger = OutputMerger((0, 1))
+    merger, displays = OutputMerger((0, 1)), Displays()
     for rank in (0, 1):
-        merger.display(rank, "display", {"data": {"text/html": "<b>same</b>"}, "metadata": {}})
-        merger.display(rank, "value", {"data": {"text/plain": str(rank)}})
+        same, own = {"text/html": "<b>same</b>"}, {"text/plain": str(rank)}
+        merger.add(rank, [displays.item(rank, "display", {"data": same, "metadata": {}})])
+        merger.add(rank, [displays.item(rank, "value", {"data": own})])
         merger.finish(rank)
-    shown = merger.take()
-    assert [(ranks, item.kind) for ranks, item in shown] == [
+    shown = taken(merger)
+    assert [(ranks, item[0]) for ranks, item in shown] == [
         ([0, 1], "display"),
         ([0], "value"),
         ([1], "value"),
     ]
-    assert shown[0][1].bundle["data"] == {"text/html": "<b>same</b>"}
+    assert json.loads(shown[0][1][1])["data"] == {"text/html": "<b>same</b>"}
 
 
 @pytest.mark.parametrize("same", [True, False])

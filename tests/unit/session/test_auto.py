@@ -1,7 +1,7 @@
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from ddpnb.magics.magics import AutoCells
+from ddpnb.magics.rank_cells import AutoCells
 
 
 @pytest.fixture

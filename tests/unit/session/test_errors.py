@@ -116,6 +116,8 @@ def test_what_is_kept_of_a_failure_gives_no_advice():
     lost = failure(1, "RankLost", "was killed by SIGKILL", is_death=True)
     assert RankError([lost, closed(0, 2)]).cause == "rank 1 was killed by SIGKILL"
     assert "%ddp_restart --ranks 1" in str(RankError([lost]))
+    both = RankError([lost, failure(0, "RankLost", "was killed by SIGKILL", is_death=True)])
+    assert str(both).startswith("ranks 0-1 were killed by SIGKILL; %ddp_restart --ranks 0-1 brings")
     assert RankError([failure(0), failure(1)]).cause == "ValueError on ranks 0-1 (bad)"
     assert RankError([failure(0, text="")]).cause == "ValueError on rank 0"
 

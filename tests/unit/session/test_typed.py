@@ -34,6 +34,9 @@ WRONG = {
     "n takes a whole number, not True.": lambda: api.start(True),
     "attach takes a text, not 3.": lambda: api.start(attach=3),
     "source takes a text, not None.": lambda: api.run_cell(None),
+    "arguments takes a list of texts, such as ['--epochs', '3'].": (
+        lambda: api.run_script("train.py", "--epochs 3")
+    ),
     "ranks takes a text, not 3.": lambda: api.push(3, a=1),
     "path takes a text, not 3.": lambda: api.export("race", 3),
     "epochs is too large a number.": lambda: api.compare("ddp", epochs=10**400),

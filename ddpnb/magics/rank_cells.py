@@ -1,0 +1,149 @@
+"""Cells that run on the ranks: which of them do, and Tab and Shift+Tab in them (kernel).
+
+A rank completes names.  Where it is busy, or does not answer at once, the notebook answers from
+its own variables.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from IPython.core.completer import (
+    CompletionContext,
+    SimpleCompletion,
+    SimpleMatcherResult,
+    context_matcher,
+)
+from IPython.core.interactiveshell import InteractiveShell
+
+from ddpnb.protocol.messages import OnRank
+from ddpnb.session.session import this_session
+
+PRIORITY = 100
+"""Before IPython's own matchers, which then need not look."""
+
+CELL = re.compile(r"\s*%%(?:rank[ \t]+(\d*)|ddp(?=[ \t]|$)(?:.*--ranks[ =](\d+))?)", re.MULTILINE)
+"""The magic of a cell that runs on ranks, and the first rank that it names."""
+
+BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
+
+NOTEBOOK_MAGICS = re.compile(r"^%(%ddp|%rank|ddp_|load_ext|reload_ext|unload_ext)", re.MULTILINE)
+"""A cell with one of these runs in the notebook."""
+
+LOCAL = re.compile(r"^%%local[ \t]*$")
+
+
+class AutoCells:
+    """Puts ``%%ddp`` before every cell while it is on, and always removes ``%%local``."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._is_on = False
+        self._redirected = ""
+
+    def switch(self, on: bool) -> None:
+        """Switch it on or off; may be called twice."""
+        self._is_on = on
+        self._redirected = ""
+
+    def install(self) -> None:
+        """Pass every cell through ``redirect``."""
+        self._shell.input_transformers_cleanup.append(self.redirect)
+
+    def remove(self) -> None:
+        """Leave cells as they are; may be called twice."""
+        if self.redirect in self._shell.input_transformers_cleanup:
+            self._shell.input_transformers_cleanup.remove(self.redirect)
+
+    def redirect(self, lines: list[str]) -> list[str]:
+        """Return the lines of a cell, with ``%%ddp`` before them if it should run on the ranks."""
+        source = "".join(lines)
+        if lines and LOCAL.match(lines[0].rstrip("\n")):
+            return ["\n", *lines[1:]]  # so that line numbers stay those of the notebook
+        if not self.redirects(source):
+            return lines
+        self._redirected = source.rstrip("\n")
+        return ["%%ddp\n", *lines]
+
+    def redirects(self, source: str) -> bool:
+        """Return whether a cell runs on the ranks although it does not say so."""
+        is_local = LOCAL.match(source.partition("\n")[0]) or NOTEBOOK_MAGICS.search(source)
+        return self._is_on and bool(source.strip()) and not is_local
+
+    def has_redirected(self, cell: str) -> bool:
+        """Return whether ``redirect`` added the ``%%ddp`` line above this cell."""
+        return bool(self._redirected) and cell.rstrip("\n") == self._redirected
+
+
+@final
+class RankNames:
+    """Asks a rank for completions and descriptions in cells that run there.
+
+    Args:
+        shell: the notebook's IPython.
+        redirects: returns whether a cell without a magic runs on the ranks.
+    """
+
+    def __init__(self, shell: InteractiveShell, redirects: Callable[[str], bool]) -> None:
+        self._shell = shell
+        self._redirects = redirects
+        self._kernel: Any = getattr(shell, "kernel", None)
+
+    def install(self) -> None:
+        """Take part in completion, and in the kernel's answers to Shift+Tab."""
+        self.remove()
+
+        @context_matcher(priority=PRIORITY)  # type: ignore[untyped-decorator]
+        def rank_matcher(context: CompletionContext) -> SimpleMatcherResult:
+            return self.complete(context)
+
+        self._shell.Completer.custom_matchers.append(rank_matcher)
+        if self._kernel is not None:
+            self._kernel.do_inspect = self.inspect
+
+    def remove(self) -> None:
+        """Leave both to IPython; may be called twice."""
+        matchers = self._shell.Completer.custom_matchers
+        matchers[:] = [each for each in matchers if each.__name__ != "rank_matcher"]
+        if self._kernel is not None:
+            vars(self._kernel).pop("do_inspect", None)
+
+    def complete(self, context: CompletionContext) -> SimpleMatcherResult:
+        """Return what a rank completes; nothing in cells of the notebook."""
+        lines = context.full_text.split("\n")[: context.cursor_line]
+        offset = sum(len(line) + 1 for line in lines) + context.cursor_position
+        answer = self._ask("complete", context.full_text, offset)
+        fragment, found = answer or ("", [])
+        return {
+            "completions": [SimpleCompletion(text, type=kind) for text, kind in found],
+            "suppress": bool(found),
+            "matched_fragment": fragment,
+            "ordered": True,
+        }
+
+    def inspect(
+        self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Sequence[str] = ()
+    ) -> Any:
+        """Answer an ``inspect_request``, as ``IPythonKernel.do_inspect`` does."""
+        if bundle := self._ask("describe", code, cursor_pos, detail_level):
+            return {"status": "ok", "found": True, "data": bundle, "metadata": {}}
+        usual = type(self._kernel).do_inspect
+        return usual(self._kernel, code, cursor_pos, detail_level, omit_sections)
+
+    def _ask(self, function: str, source: str, offset: int, *more: object) -> Any:
+        """Return the answer of a rank that the cell runs on; None if there is none."""
+        magic = CELL.match(source)
+        if magic is None and not self._redirects(source):
+            return None
+        rank, begin = None, 0
+        if magic is not None:
+            named = magic[1] or magic[2]
+            rank = int(named) if named else None
+            begin = magic.end() + len(source[magic.end() :].partition("\n")[0])
+        if blank := BLANK_LINES.match(source, begin):  # after them IPython completes nothing
+            begin = blank.end()
+        if offset <= begin and magic is not None:  # in the magic's own line
+            return None
+        return this_session().ask(
+            OnRank(function), source[begin:], max(0, offset - begin), *more, rank=rank
+        )

@@ -1,0 +1,305 @@
+"""Pickled variables, and how they cross: in a message, or in a file in shared memory.
+
+(Kernel, ranks.)  Cloudpickle takes what notebooks hold: classes and functions of cells travel with
+their code.  The memory of large arrays and tensors stays out of the pickle: the sender writes it
+once, and the receiver maps it, so that a page is copied only when it is changed.
+"""
+
+import contextlib
+import errno
+import importlib
+import inspect
+import io
+import itertools
+import math
+import mmap
+import os
+import pickle
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import psutil
+
+from ddpnb.compat.cloudpickle_internals import (
+    Namespace,
+    Unpickler,
+    note_sent,
+    use_namespace,
+)
+
+LARGE_BYTES = 2**16
+"""Arrays of as many bytes stay out of the pickle, and variables of as many travel in a file."""
+MAPPED_BYTES = 2**24
+"""Arrays of as many bytes are mapped; each mapping holds a file descriptor.  Others are copied."""
+SEARCH_DEPTH = 4
+"""How deep in a value the part is looked for that cannot be pickled."""
+SEARCH_WIDTH = 10_000
+"""How many parts are tried at each depth."""
+
+Part = memoryview
+"""The pickle, or the memory of one array."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """Pickled variables on their way."""
+
+    parts: tuple[bytes, ...] = ()
+    """The pickle, then the arrays that are not in it; empty if they are in a file."""
+    path: str = ""
+    """The file; each part begins at a multiple of the page size."""
+    sizes: tuple[int, ...] = ()
+    """The bytes of each part in the file."""
+
+
+# -- pickling ------------------------------------------------------------------------------
+
+
+def dump(value: object, *, for_ranks: bool, classes: Collection[str] = ()) -> list[Part]:
+    """Pickle a value; raises what pickling raises.
+
+    Args:
+        value: what the user names.
+        for_ranks: the notebook's functions will see the rank's variables as their globals, and
+            tensors stay on the kind of device that they are on.  Otherwise functions have globals
+            of their own, and tensors arrive on the CPU.
+        classes: names of classes of ``__main__`` that the receiver has: they are looked up there.
+
+    Returns:
+        The pickle, and the memory of large arrays.
+    """
+    file = io.BytesIO()
+    pickler = VariablePickler(file, for_ranks=for_ranks, classes=classes)
+    pickler.dump(value)
+    return [file.getbuffer(), *pickler.buffers]
+
+
+class VariablePickler(cloudpickle.Pickler):  # type: ignore[misc]  # has no type hints
+    """Pickles what a notebook holds; ``buffers`` are the arrays that are not in the pickle."""
+
+    def __init__(self, file: io.BytesIO, *, for_ranks: bool, classes: Collection[str]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._take)
+        self.buffers: list[Part] = []
+        self._for_ranks = for_ranks
+        self._classes = classes
+        if for_ranks:
+            use_namespace(self, vars(sys.modules["__main__"]), Namespace(main_namespace))
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Take the memory of arrays and tensors as it lies, and refuse open files."""
+        kind = type(obj)
+        if kind is np.ndarray:
+            return reduce_array(obj)
+        torch = sys.modules.get("torch")  # the kernel need not have it
+        if torch is not None and isinstance(obj, torch.Tensor):
+            return reduce_tensor(obj, torch, stays=self._for_ranks)
+        if kind is io.TextIOWrapper and obj not in (sys.__stdout__, sys.__stderr__):
+            raise TypeError("cannot pickle an open file")  # cloudpickle would copy its text
+        if isinstance(obj, type) and obj.__module__ == "__main__":
+            if obj.__qualname__ in self._classes and is_main(obj):
+                return obj.__qualname__
+            note_sent(obj)
+        return super().reducer_override(obj)
+
+    def _take(self, buffer: pickle.PickleBuffer) -> bool:
+        memory = buffer.raw()
+        if memory.nbytes < LARGE_BYTES:
+            return True  # into the pickle
+        self.buffers.append(memory)
+        return False
+
+
+def main_namespace() -> dict[str, Any]:
+    """Return the variables of the notebook, or, on a rank, those of its cells."""
+    return vars(sys.modules["__main__"])
+
+
+def is_main(kind: type) -> bool:
+    """Return whether a class is the one that ``__main__`` has under its name."""
+    return main_namespace().get(kind.__qualname__) is kind
+
+
+def reduce_array(array: "np.ndarray[Any, Any]") -> Any:
+    """Reduce an array as numpy does, after copying one that would not arrive whole or writable."""
+    flags = array.flags
+    if array.dtype.hasobject or (flags.writeable and flags.forc):
+        return NotImplemented
+    whole = array.copy("F") if flags.fnc else array.copy("C")
+    return whole.__reduce_ex__(5)
+
+
+def reduce_tensor(tensor: Any, torch: Any, *, stays: bool) -> Any:
+    """Reduce a tensor to its memory; one that covers only parts of its memory is copied.
+
+    Of those that torch reduces itself, the ones on a GPU are copied from it unless they stay.
+    """
+    kind, device = type(tensor), tensor.device.type
+    if kind is torch.nn.Parameter:
+        return NotImplemented  # torch reduces it to the tensor that it holds
+    is_plain = kind is torch.Tensor and tensor.layout is torch.strided and not vars(tensor)
+    if not is_plain or tensor.is_quantized or tensor.is_nested or device not in ("cpu", "cuda"):
+        leaves = device == "cuda" and not stays
+        return tensor.cpu().__reduce_ex__(5) if leaves else NotImplemented
+    values = tensor.detach().resolve_conj().resolve_neg().cpu()
+    extent = extent_of(values)
+    if extent > values.numel():
+        values = values.contiguous()
+        extent = values.numel()
+    memory = values.as_strided((extent,), (1,)).view(torch.uint8).numpy()
+    shape, strides = tuple(values.shape), values.stride()
+    device = device if stays else "cpu"
+    arguments = (values.dtype, shape, strides, tensor.requires_grad, device)
+    return rebuild_tensor, (pickle.PickleBuffer(memory), *arguments)
+
+
+def extent_of(tensor: Any) -> int:
+    """Return how many elements lie between a tensor's first one and its last, both included."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + int(sum((size - 1) * stride for size, stride in steps))
+
+
+def rebuild_tensor(
+    memory: Any,
+    dtype: Any,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    requires_grad: bool,
+    device: str,
+) -> Any:
+    """Return a tensor over ``memory``; on a GPU, a copy of it on the process's own device."""
+    torch = importlib.import_module("torch")  # in the kernel, only for a tensor that it asked for
+    if memoryview(memory).nbytes:
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        tensor = torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+    else:
+        tensor = torch.empty_strided(shape, strides, dtype=dtype)
+    return tensor.to(device).requires_grad_(requires_grad)
+
+
+# -- sending and receiving -----------------------------------------------------------------
+
+
+def size_of(parts: Sequence[Part]) -> int:
+    """Return the bytes of a pickle and its arrays."""
+    return sum(part.nbytes for part in parts)
+
+
+def in_message(parts: Sequence[Part]) -> Parcel:
+    """Return a parcel that holds its parts."""
+    return Parcel(parts=tuple(map(bytes, parts)))
+
+
+def in_file(parts: Sequence[Part], file: int, path: str, *, num_copies: int = 1) -> Parcel:
+    """Write the parts into an open file, and return the parcel that names it.
+
+    Where the file's folder has no room but memory has, the parcel holds its parts.
+
+    Raises:
+        MemoryError: memory has no room for as many such files as there will be.
+    """
+    free = psutil.virtual_memory().available
+    if (size := size_of(parts)) * num_copies > free:
+        times = f" from each of {num_copies} ranks" if num_copies > 1 else ""
+        raise MemoryError(f"{size / 1e9:.1f} GB{times}, and {free / 1e9:.1f} GB of memory are free")
+    try:
+        write(file, parts)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.ftruncate(file, 0)
+        return in_message(parts)
+    return Parcel(path=path, sizes=tuple(part.nbytes for part in parts))
+
+
+def write(file: int, parts: Sequence[Part]) -> None:
+    """Write each part at the next multiple of the page size."""
+    room = os.fstatvfs(file)
+    if sum(map(padded, (part.nbytes for part in parts))) > room.f_bavail * room.f_frsize:
+        raise OSError(errno.ENOSPC, "no room")
+    begin = 0
+    for part in parts:
+        done = 0
+        while done < part.nbytes:
+            done += os.pwrite(file, part[done:], begin + done)
+        begin += padded(part.nbytes)
+
+
+def padded(size: int) -> int:
+    """Return the next multiple of the page size."""
+    return math.ceil(size / mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+
+def receive(parcel: Parcel) -> Any:
+    """Unpickle a parcel; raises what unpickling raises.  Its arrays are writable and its own."""
+    if not parcel.path:
+        stream, *buffers = parcel.parts
+        return Unpickler(io.BytesIO(stream), buffers=map(bytearray, buffers)).load()
+    file = os.open(parcel.path, os.O_RDONLY)
+    try:
+        stream, *buffers = read(file, parcel.sizes)
+    finally:
+        os.close(file)
+    return Unpickler(io.BytesIO(stream), buffers=buffers).load()
+
+
+def read(file: int, sizes: Sequence[int]) -> Iterator[Any]:
+    """Yield the parts of a file: large ones are mapped while the folder is at most half full."""
+    room, begin = os.fstatvfs(file), 0
+    for size in sizes:
+        if size >= MAPPED_BYTES and 2 * room.f_bavail >= room.f_blocks:
+            yield mmap.mmap(file, size, mmap.MAP_PRIVATE, offset=begin)
+        else:
+            part = bytearray(size)
+            done = 0
+            while done < size:
+                done += os.preadv(file, [memoryview(part)[done:]], begin + done)
+            yield part
+        begin += padded(size)
+
+
+# -- what cannot be pickled ----------------------------------------------------------------
+
+
+def culprit(name: str, value: object, error: Exception, **options: Any) -> tuple[str, Exception]:
+    """Return the innermost part that cannot be pickled, such as ``config['lock']``, and why."""
+    for _ in range(SEARCH_DEPTH):
+        for inner_name, inner in itertools.islice(parts_of(name, value), SEARCH_WIDTH):
+            if (inner_error := error_of(inner, **options)) is not None:
+                name, value, error = inner_name, inner, inner_error
+                break
+        else:
+            break
+    return name, error
+
+
+def error_of(value: object, **options: Any) -> Exception | None:
+    """Return what pickling a value raises, if it does."""
+    try:
+        dump(value, **options)
+    except Exception as error:  # noqa: BLE001  whatever a user's class raises
+        return error
+    return None
+
+
+def parts_of(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield what a value holds, each with an expression for it."""
+    match value:
+        case dict():
+            yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
+        case list() | tuple():
+            yield from ((f"{name}[{index}]", item) for index, item in enumerate(value))
+        case FunctionType():
+            with contextlib.suppress(ValueError):  # a variable that has no value yet
+                found = inspect.getclosurevars(value)
+                yield from [*found.globals.items(), *found.nonlocals.items()]
+        case _ if not isinstance(value, type):
+            yield from (
+                (f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items()
+            )

@@ -1,0 +1,175 @@
+"""What differs between a rank's IPython and one with a frontend of its own (ranks).
+
+A rank reaches the notebook through its output alone.  So what would go to a pager, to a widget
+or to the screen of a forked child is output here too, and what would ask says why it cannot.
+"""
+
+import builtins
+import contextlib
+import json
+import linecache
+import os
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import Client
+from typing import Any, NoReturn
+
+from ipykernel.iostream import OutStream
+from ipyparallel.datapub import publish_data
+from IPython.core import page
+from IPython.core.completer import provisionalcompleter, rectify_completions
+from IPython.core.debugger import Pdb
+from IPython.utils.tokenutil import token_at_cursor
+
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import CellSpec, Question
+
+CANNOT_ASK = (
+    "A rank has no prompt here: %%ddp --debug 1 gives rank 1 one at breakpoint() and input(), "
+    "%ddp_debug 1 after an error."
+)
+
+TQDM_IN_NOTEBOOKS = ("tqdm.autonotebook", "tqdm.notebook")
+"""Modules whose bars are widgets: on a rank they would stand still."""
+
+
+class NoPromptError(UserError):
+    """A rank has asked where nobody would answer."""
+
+
+def prepare(shell: Any) -> None:
+    """Adapt a rank's IPython, once it has one."""
+    name_of_code = shell.compile.get_code_name
+    own, common = f"ipykernel_{os.getpid()}", f"ipykernel_{os.getppid()}"
+    shell.compile.get_code_name = lambda *code: name_of_code(*code).replace(own, common)
+    shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
+    os.register_at_fork(after_in_child=write_to_descriptors)
+    warnings.formatwarning = WarningFormat(shell)
+    use_text_bars()
+    shell.Completer.use_jedi = False  # its first answer takes a second
+    builtins.input = sys.breakpointhook = refuse
+
+
+def use_text_bars() -> None:
+    """Have tqdm draw its bars for notebooks as text; call it before tqdm is imported."""
+    for name in TQDM_IN_NOTEBOOKS:
+        sys.modules[name] = TextBars(name)
+
+
+def refuse(*args: object, **options: object) -> NoReturn:
+    """Say that nobody would answer, in place of ``input`` and ``breakpoint``."""
+    raise NoPromptError(CANNOT_ASK)
+
+
+def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[str, str]]]:
+    """Complete a cell's source; return what is replaced, and texts with their kinds."""
+    with provisionalcompleter():
+        found = list(rectify_completions(source, shell.Completer.completions(source, offset)))
+    start = found[0].start if found else offset
+    return source[start:offset], [(each.text, each.type or "") for each in found]
+
+
+def description(shell: Any, source: str, offset: int, detail_level: int) -> dict[str, str]:
+    """Return what ``name?`` shows about the name at an offset, as a MIME bundle; empty: unknown."""
+    try:
+        bundle = shell.object_inspect_mime(token_at_cursor(source, offset), detail_level)
+    except KeyError:
+        return {}
+    return {"text/plain": bundle["text/plain"]}
+
+
+@contextlib.contextmanager
+def questions(spec: CellSpec, rank: int) -> Iterator[None]:
+    """Have one rank's ``input`` and ``breakpoint`` ask the notebook during a cell.
+
+    The other ranks do not stop at ``breakpoint()``.
+    """
+    if spec.debug_rank is None:
+        yield
+        return
+    if spec.debug_rank != rank:
+        sys.breakpointhook = lambda *args, **options: None
+    else:
+        builtins.input = Asking(spec.debug_socket)
+        sys.breakpointhook = lambda *args, **options: Pdb().set_trace(sys._getframe(1))
+    try:
+        yield
+    finally:
+        builtins.input = sys.breakpointhook = refuse
+
+
+class Asking:
+    """Stands for ``input``: publishes the question, and waits for the answer on a socket.
+
+    The end of the kernel, or its interrupt, is the end of the input.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._pipe = Client(address, "AF_UNIX")
+        self._num_asked = 0
+
+    def __call__(self, prompt: object = "") -> str:
+        """Return the user's line, as ``input`` does."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        publish_data({f"question {self._num_asked}": Question(str(prompt))})
+        self._num_asked += 1
+        answer: str | None = json.loads(self._pipe.recv_bytes())
+        if answer is None:
+            raise EOFError("the notebook was interrupted, or has no prompt")
+        return answer
+
+
+def write_to_descriptors() -> None:
+    """Have a forked child print to its file descriptors, which the rank reads.
+
+    A thread that only the parent has would send what the child prints.
+    """
+    sys.stdout = _to_descriptor(1, sys.stdout)
+    sys.stderr = _to_descriptor(2, sys.stderr)
+
+
+def _to_descriptor(number: int, stream: Any) -> Any:
+    if not isinstance(stream, OutStream):  # the user has redirected it
+        return stream
+    return open(number, "w", buffering=1, errors="backslashreplace", closefd=False)
+
+
+class WarningFormat:
+    """Names the cell that warns: ``Cell In[3], line 2: UserWarning: ...``, alike on all ranks."""
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self._usual = warnings.formatwarning
+
+    def __call__(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
+    ) -> str:
+        """Return the text of a warning, as ``warnings.formatwarning`` does."""
+        label = self._shell.compile.format_code_name(filename)
+        if label is None:
+            return self._usual(message, category, filename, lineno, line)
+        source = (linecache.getline(filename, lineno) if line is None else line).strip()
+        shown = f"  {source}\n" if source else ""
+        return f"{label[0]} {label[1]}, line {lineno}: {category.__name__}: {message}\n{shown}"
+
+
+class TextBars(types.ModuleType):
+    """A module of tqdm for notebooks, whose bars are text; imports tqdm when one is used."""
+
+    NAMES = ("tqdm", "trange", "tqdm_notebook", "tnrange")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the text bar in place of the widget."""
+        if name not in self.NAMES:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        from tqdm import std  # noqa: PLC0415  the user's choice
+
+        return std.trange if name in ("trange", "tnrange") else std.tqdm

@@ -1,0 +1,122 @@
+"""Displays of ranks that have an id, which later output may replace (kernel).
+
+Ranks that show the same share a place.  Where one of them shows something else, it gets a place
+of its own below; where they show the same again, they share the first place.
+"""
+
+import json
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import zip_longest
+from typing import Any, final
+
+from ddpnb.protocol.notation import format_ranks
+from ddpnb.reports.live import WIDGET_VIEW, LiveDisplay
+from ddpnb.reports.merging import Item
+
+MAX_DISPLAYS = 1000
+"""How many displays can still be replaced; older ones stay as they are."""
+
+GENERATED = re.compile(r"[0-9a-f]{32}")
+"""An id that IPython made up, which differs between ranks."""
+
+Content = Mapping[str, Any]
+
+NOTHING: tuple[set[int], Content] = (set(), {"data": {"text/plain": ""}})
+
+
+@dataclass(slots=True)
+class Place:
+    """Where the same content of one or several ranks stands, under a label."""
+
+    ranks: set[int] = field(default_factory=set)
+    bundle: Content = field(default_factory=dict)
+    label: LiveDisplay = field(default_factory=LiveDisplay)
+    content: LiveDisplay = field(default_factory=LiveDisplay)
+
+    def show(self, ranks: set[int], bundle: Content) -> None:
+        """Show a bundle of some ranks; none: show nothing."""
+        if ranks != self.ranks:
+            self.ranks = ranks
+            self.label.show_text(label_of(ranks) if ranks else "")
+        self.bundle = bundle
+        self.content.show(bundle["data"], bundle.get("metadata"))
+
+
+@final
+class Displays:
+    """The places of all displays with an id, of this cell and of earlier ones."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[tuple[int, str], str] = OrderedDict()
+        self._places: OrderedDict[str, list[Place]] = OrderedDict()
+        self._num_cells = 0
+        self._num_generated: Counter[int] = Counter()
+
+    def begin_cell(self) -> None:
+        """Number the ids that IPython makes up from 1 again."""
+        self._num_cells += 1
+        self._num_generated.clear()
+
+    def item(self, rank: int, kind: str, content: Content) -> Item:
+        """Return a display as an item that is equal where several ranks show the same."""
+        bundle = {"data": without_widget(content["data"]), "metadata": content.get("metadata")}
+        if given := content.get("transient", {}).get("display_id"):
+            bundle["name"] = self._name(rank, str(given))
+        return kind, json.dumps(bundle, sort_keys=True, default=str)
+
+    def show(self, ranks: Sequence[int], bundle: Content) -> None:
+        """Show a display for the first time."""
+        places = self._places.setdefault(bundle["name"], [])
+        for place in places:
+            place.ranks -= set(ranks)  # what an earlier display shows stays
+        places[:] = [place for place in places if place.ranks]
+        places.append(place := Place())
+        place.show(set(ranks), bundle)
+        self._places.move_to_end(bundle["name"])
+        while len(self._places) > MAX_DISPLAYS:
+            self._places.popitem(last=False)
+
+    def update(self, ranks: Sequence[int], bundle: Content) -> None:
+        """Replace a display; where there is none, do nothing, as Jupyter does."""
+        places = self._places.get(bundle["name"], [])
+        affected = [place for place in places if place.ranks & set(ranks)]
+        chosen = {rank for place in affected for rank in place.ranks if rank in ranks}
+        rest = [(place.ranks - chosen, place.bundle) for place in affected]
+        groups = [group for group in [(chosen, bundle), *rest] if group[0]]
+        groups.sort(key=lambda group: min(group[0]))
+        for place, group in zip_longest(affected, groups):
+            if place is None:
+                places.append(place := Place())
+            if group != (place.ranks, place.bundle):
+                place.show(*(group or NOTHING))
+
+    def _name(self, rank: int, given: str) -> str:
+        """Return one name for the ids of all ranks that belong together."""
+        if not GENERATED.fullmatch(given):
+            return given
+        if (rank, given) not in self._names:
+            self._num_generated[rank] += 1
+            self._names[rank, given] = f"{self._num_cells}-{self._num_generated[rank]}"
+            while len(self._names) > MAX_DISPLAYS:
+                self._names.popitem(last=False)
+        return self._names[rank, given]
+
+
+def without_widget(data: Content) -> Content:
+    """Return a bundle without the view of a widget, which is on the rank, if there is a text."""
+    kept = {mime: value for mime, value in data.items() if mime != WIDGET_VIEW}
+    return kept or data
+
+
+def label_of(ranks: Iterable[int]) -> str:
+    """Return e.g. ``"[0-3]"``."""
+    return _label(tuple(ranks))
+
+
+@cache
+def _label(ranks: tuple[int, ...]) -> str:
+    return f"[{format_ranks(ranks)}]"  # most lines of a cell have the same ranks

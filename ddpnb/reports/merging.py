@@ -1,0 +1,283 @@
+"""The output of several ranks as one sequence, equal pieces once (kernel).
+
+Each rank's output is a sequence of items: lines, displayed figures, values.  The items of all
+ranks are merged into one sequence.  It keeps the order of every rank.  An item that is next
+on several ranks is shown once, labelled with all of them.
+"""
+
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+
+HOLD_SECONDS = 0.25
+"""How long an item waits for the same item from ranks that are still running.
+
+On the ranks, ipykernel sends printed text every 0.2 s.
+"""
+
+MAX_ROWS = 64
+"""How many of a stream's last lines a progress bar can still return to."""
+
+MAX_ESCAPE = 8
+"""The most letters of an escape sequence."""
+MOVES = re.compile(r"(\n|\x1b\[\d*[AB])")
+"""A line end, or an escape sequence that moves up (tqdm's ``position=1``) or down."""
+ERASES = re.compile(r"\x1b\[\d*[JK]")
+"""An escape sequence that erases the rest of a line, which a bar's next text replaces anyway."""
+INCOMPLETE = re.compile(r"\x1b(\[\d*)?\Z")
+"""The beginning of an escape sequence, whose end is still to come."""
+REDRAWS = re.compile(r"\x1b\[\d*[ABJK]")
+"""What moves or erases; colours do not."""
+
+
+Item = tuple[str, str]
+"""A piece of output that is shown as a whole: its kind, and its text.
+
+The kind is ``"stdout"``, ``"stderr"``, ``"bar"``, ``"display"``, ``"update"`` or ``"value"``.  The
+text is a line without its line end, or a display's bundle as JSON, so that two can be compared.
+"""
+
+Run = tuple[list[int], list[Item]]
+"""Ranks, and successive items of all of them."""
+
+
+class OutputMerger:
+    """Merges the output of several ranks.
+
+    Args:
+        ranks: the ranks that run the cell.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._outputs = {rank: RankOutput() for rank in ranks}
+
+    @property
+    def running(self) -> set[int]:
+        """The ranks that may still write."""
+        return {rank for rank, output in self._outputs.items() if output.is_running}
+
+    def write(self, rank: int, stream: str, text: str) -> None:
+        """Add text that a rank wrote to ``"stdout"`` or ``"stderr"``."""
+        output = self._outputs[rank]
+        if stream not in output.screens:
+            output.screens[stream] = Screen(stream)
+        output.add(output.screens[stream].write(text))
+
+    def add(self, rank: int, items: Iterable[Item]) -> None:
+        """Add what a rank displayed, or returned as the cell's value."""
+        self._outputs[rank].add(items)
+
+    def put_back(self, rank: int, items: Sequence[Item]) -> None:
+        """Add items that came before all others of a rank; they wait for no other rank."""
+        self._outputs[rank].items.extendleft(reversed(items))
+        self._outputs[rank].since = 0.0
+
+    def clear(self, rank: int) -> None:
+        """Drop what a rank has written and what has not been taken yet."""
+        self._outputs[rank] = RankOutput(is_running=self._outputs[rank].is_running)
+
+    def finish(self, rank: int) -> None:
+        """Note that a rank writes no more; its unfinished lines are complete now."""
+        output = self._outputs[rank]
+        output.is_running = False
+        for screen in output.screens.values():
+            output.add(screen.rest())
+        output.screens.clear()
+
+    def unfinished(self) -> dict[str, list[int]]:
+        """Return the unfinished lines (progress bars) as they look now, each with its ranks."""
+        lines: dict[str, list[int]] = {}
+        for rank, output in self._outputs.items():
+            for screen in output.screens.values():
+                for line in screen.lines():
+                    if rank not in lines.setdefault(line, []):
+                        lines[line].append(rank)
+        return lines
+
+    def take(self, *, at_once: bool = False) -> list[Run]:
+        """Remove and return the items that can be shown now, each run with its ranks.
+
+        ``at_once``: all of them, although other ranks may still write the same.
+        """
+        runs: list[Run] = []
+        ahead: dict[int, Counter[Item]] = {}
+        while ready := self._ready(at_once=at_once):
+            outputs = ready.items()
+            while all(output.items for _, output in outputs):
+                heads = {rank: output.items[0] for rank, output in outputs}
+                item, *others = heads.values()
+                if others.count(item) < len(others):
+                    ahead = ahead or {r: Counter(o.items) for r, o in self._outputs.items()}
+                    item = choose(heads, ahead)
+                ranks = [rank for rank, head in heads.items() if head == item]
+                if runs and runs[-1][0] == ranks:  # it may be one of many
+                    runs[-1][1].extend(self._take_many(ranks, heads, ahead))
+                    continue
+                for rank in ranks:
+                    ready[rank].items.popleft()
+                    if ahead:
+                        ahead[rank][item] -= 1
+                runs.append((ranks, [item]))
+        return runs
+
+    def _take_many(
+        self, ranks: list[int], heads: Iterable[int], ahead: Mapping[int, Counter[Item]]
+    ) -> list[Item]:
+        """Remove and return what ``ranks`` have next in common, of those with ``heads``."""
+        others = [ahead[rank] for rank in heads if rank not in ranks]
+        count = max(1, num_common([self._outputs[rank].items for rank in ranks], others))
+        *_, taken = [self._outputs[rank].take(count) for rank in ranks]
+        for rank in ranks if ahead else ():
+            if self._outputs[rank].items:
+                ahead[rank].subtract(taken)
+            else:
+                ahead[rank].clear()
+        return taken
+
+    def _ready(self, *, at_once: bool) -> "dict[int, RankOutput]":
+        """Return the ranks with items to show; none while waiting for the others may help."""
+        ready = {rank: output for rank, output in self._outputs.items() if output.items}
+        if len(ready) == len(self._outputs) or not ready or at_once:
+            return ready
+        others_run = any(o.is_running and not o.items for o in self._outputs.values())
+        oldest = min(output.since for output in ready.values())
+        is_fresh = time.monotonic() - oldest < HOLD_SECONDS
+        return {} if others_run and is_fresh else ready
+
+
+def choose(heads: Mapping[int, Item], ahead: Mapping[int, Counter[Item]]) -> Item:
+    """Return which of the ranks' next items to show: one that no other rank has further down.
+
+    Showing such an item never splits equal items of several ranks.
+    """
+    for item in heads.values():
+        if all(head == item or not ahead[rank][item] for rank, head in heads.items()):
+            return item
+    return next(iter(heads.values()))
+
+
+def num_common(sequences: Sequence[deque[Item]], others: Sequence[Counter[Item]]) -> int:
+    """Return how many items several ranks have in common, up to one that another has ahead."""
+    first, *rest = sequences
+    if all(items == first for items in rest) and all(o.keys().isdisjoint(first) for o in others):
+        return len(first)  # by far the quickest way to compare many
+    count = 0
+    for items in zip(*sequences, strict=False):
+        item = items[0]
+        if items.count(item) < len(items) or any(other[item] for other in others):
+            break
+        count += 1
+    return count
+
+
+@dataclass(slots=True)
+class RankOutput:
+    """One rank's output that is not shown yet."""
+
+    items: deque[Item] = field(default_factory=deque)
+    screens: "dict[str, Screen]" = field(default_factory=dict)
+    """The last lines of each stream."""
+    since: float = 0.0
+    """When the oldest of ``items`` arrived, on the monotonic clock."""
+    is_running: bool = True
+
+    def add(self, items: Iterable[Item]) -> None:
+        """Append items."""
+        if not self.items:
+            self.since = time.monotonic()
+        self.items.extend(items)
+
+    def take(self, count: int) -> list[Item]:
+        """Remove and return the first items."""
+        if count == len(self.items):
+            taken, self.items = list(self.items), deque()
+            return taken
+        return [self.items.popleft() for _ in range(count)]
+
+
+class Screen:
+    """The last lines of a stream as a terminal shows them: progress bars return to theirs.
+
+    Args:
+        stream: ``"stdout"`` or ``"stderr"``.
+    """
+
+    def __init__(self, stream: str) -> None:
+        self._stream = stream
+        self._rows = [""]
+        self._row = 0
+        """Where the next text goes."""
+        self._has_moved = False
+        self._incomplete = ""
+
+    def write(self, text: str) -> list[Item]:
+        """Add text; return the lines that are finished."""
+        text, self._incomplete = self._incomplete + text, ""
+        if found := INCOMPLETE.search(text, max(0, len(text) - MAX_ESCAPE)):
+            text, self._incomplete = text[: found.start()], found[0]
+        if len(self._rows) == 1 and not redraws(text) and "\r" not in self._rows[0]:
+            *lines, self._rows[0] = (self._rows[0] + text).split("\n")
+            return list(zip(repeat(self._stream), lines, strict=False))
+        for part in MOVES.split(ERASES.sub("", text)):
+            if part == "\n":
+                self._go_to(self._row + 1)
+            elif MOVES.fullmatch(part):
+                self._has_moved = True
+                distance = int(part[2:-1] or 1)
+                self._go_to(self._row + (-distance if part.endswith("A") else distance))
+            else:
+                self._rows[self._row] = shortened(self._rows[self._row] + part)
+        return self._finished()
+
+    def rest(self) -> list[Item]:
+        """Return the remaining lines, at the end of the stream."""
+        rows = self._rows if self._rows[-1] else self._rows[:-1]
+        return self._items(rows)
+
+    def lines(self) -> list[str]:
+        """Return the remaining lines as they look now."""
+        return [line for row in self._rows if (line := visible(row)).strip()]
+
+    def _go_to(self, row: int) -> None:
+        self._row = max(0, row)
+        if self._row < len(self._rows):
+            self._rows[self._row] = f"\r{visible(self._rows[self._row])}\r"  # till replaced
+        self._rows += [""] * (self._row + 1 - len(self._rows))
+
+    def _finished(self) -> list[Item]:
+        """Remove and return the lines that nothing returns to: no bars, or above such a line."""
+        above = enumerate(self._rows[: self._row], start=1)
+        plain = [n for n, row in above if not is_bar(row) and (row or not self._has_moved)]
+        count = max(plain[-1] if plain else 0, min(len(self._rows) - MAX_ROWS, self._row))
+        finished, self._rows = self._rows[:count], self._rows[count:]
+        self._row -= count
+        return self._items(finished)
+
+    def _items(self, rows: Sequence[str]) -> list[Item]:
+        items = [("bar" if is_bar(row) else self._stream, visible(row)) for row in rows]
+        return [(kind, text) for kind, text in items if kind != "bar" or text.strip()]
+
+
+def redraws(text: str) -> bool:
+    """Return whether text is that of a bar; plain or coloured text is not."""
+    return "\r" in text or ("\x1b" in text and REDRAWS.search(text) is not None)
+
+
+def is_bar(row: str) -> bool:
+    """Return whether carriage returns have replaced a line's text."""
+    return "\r" in row.rstrip("\r")
+
+
+def visible(line: str) -> str:
+    """Return the part of a line that its carriage returns leave visible."""
+    return line.rstrip("\r").rsplit("\r", 1)[-1]
+
+
+def shortened(row: str) -> str:
+    """Return a line of a bar without the texts that were replaced."""
+    if not is_bar(row):
+        return row
+    return f"\r{visible(row)}" + "\r" * row.endswith("\r")

@@ -1,0 +1,118 @@
+"""One rank is debugged through the notebook's own prompt."""
+
+import time
+from queue import Empty
+
+import pytest
+
+from tests.cluster.rig import ALL_REDUCE
+from tests.kernel.client import Kernel, both
+
+FAILING = """%%ddp
+import torch.distributed as dist
+kept = rank + 10
+def broken(depth):
+    local = depth + rank
+    if rank == 1: raise ValueError(local)
+broken(41)
+dist.barrier()
+"""
+
+STOPPING = f"""{ALL_REDUCE}
+def stops():
+    here = rank + 5
+    breakpoint()
+    there = here + 1
+    dist.all_reduce(total)
+    return there
+print(stops(), total.item())
+"""
+
+
+def check_usable(kernel: Kernel) -> None:
+    after = kernel.run(f"%%ddp\n{ALL_REDUCE}\ntotal.item()")
+    assert after.by_rank == both("2.0")
+
+
+def test_after_an_error_the_failed_frame_is_looked_into(kernel: Kernel):
+    assert kernel.run(FAILING).error == "RankError"
+    cell, prompts = kernel.answer("%ddp_debug 1", "p local + 1000", "up", "p kept", "q")
+    assert not cell.error, cell.error_text
+    assert prompts == ["[1] ipdb> "] * 4
+    assert {"1042", "11"} <= set(cell.by_rank[1])
+    assert 0 not in cell.by_rank
+    assert kernel.run("%%ddp\nkept").by_rank == {0: ["10"], 1: ["11"]}
+    check_usable(kernel)
+
+
+def test_a_rank_stops_at_a_breakpoint_while_the_others_wait(kernel: Kernel):
+    lines = "p here * 100", "n", "n", "p there", "c"
+    cell, _ = kernel.answer(f"%%ddp --debug 1\n{STOPPING}", *lines)
+    assert not cell.error, cell.error_text
+    assert "600" in cell.by_rank[1]
+    assert cell.by_rank[0] == ["6 4.0"]
+    assert cell.by_rank[1][-1] == "7 4.0"
+    assert "hang" not in cell.text
+    check_usable(kernel)
+
+
+def test_quitting_at_a_breakpoint_ends_the_cell(kernel: Kernel):
+    cell, _ = kernel.answer(f"%%ddp --debug 1\n{STOPPING}", "q")
+    assert "rank 1 failed: BdbQuit: the debugger was left with quit" in cell.error_text
+    assert "Traceback" not in cell.error_text
+    check_usable(kernel)
+
+
+def test_input_asks_in_such_a_cell_only(kernel: Kernel):
+    source = "name = input('Who? ') if rank == 0 else 'nobody'\nprint(name)"
+    cell, prompts = kernel.answer(f"%%ddp --debug 0\n{source}", "me")
+    assert prompts == ["[0] Who? "]
+    assert cell.by_rank == {0: ["me"], 1: ["nobody"]}
+    refused = kernel.run(f"%%ddp\n{source}")
+    assert "A rank has no prompt here: %%ddp --debug 1" in refused.error_text.splitlines()[0]
+
+
+def test_an_interrupt_at_the_prompt_ends_the_debugger(kernel: Kernel):
+    kernel.run(FAILING)
+    request = kernel.begin("%ddp_debug 1", allow_stdin=True)
+    assert kernel.client.get_stdin_msg(timeout=30)["content"]["prompt"] == "[1] ipdb> "
+    kernel.interrupt()
+    assert kernel.wait(request, timeout=30).status == "ok"
+    with pytest.raises(Empty):
+        kernel.client.get_stdin_msg(timeout=0.1)
+    check_usable(kernel)
+
+
+def test_without_a_prompt_the_debugger_ends(kernel: Kernel):
+    kernel.run(FAILING)
+    began = time.monotonic()
+    assert "This frontend has no prompt" in kernel.run("%ddp_debug 1").stderr
+    cell = kernel.run(f"%%ddp --debug 1\n{STOPPING}")
+    assert "This frontend has no prompt" in cell.stderr
+    assert cell.error == "RankError"
+    assert time.monotonic() - began < 30
+    check_usable(kernel)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("%ddp_debug 5", "There is no rank 5: the ranks are 0-1."),
+        ("%%ddp --debug 1 --no-wait\n1", "--debug needs the notebook's prompt"),
+        ("%%ddp --debug 1 --ranks 0\n1", "--debug 1: the cell does not run on rank 1."),
+    ],
+)
+def test_bad_input(kernel: Kernel, source: str, sentence: str):
+    cell = kernel.run(source)
+    assert cell.error == "UserError"
+    assert sentence in cell.error_text
+
+
+def test_a_script_stops_too(kernel: Kernel):
+    script = "import os\nrank = int(os.environ['RANK'])\nbreakpoint()\nprint('after', rank)\n"
+    (kernel.folder / "stops.py").write_text(script)
+    cell, prompts = kernel.answer("%ddp_run --debug 1 stops.py", "p rank * 1000", "c")
+    assert prompts == ["[1] ipdb> "] * 2
+    assert "1000" in cell.by_rank[1]
+    assert cell.by_rank[0] == ["after 0"]
+    assert cell.by_rank[1][-1] == "after 1"

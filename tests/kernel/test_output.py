@@ -1,0 +1,183 @@
+"""All that a cell on the ranks can show arrives, as it would from a cell of the notebook."""
+
+import pytest
+
+from tests.kernel.client import Cell, Kernel, both
+
+MEET = "import torch.distributed as dist\ndist.barrier()\n"
+"""Ranks at the same place, so that they show the same at the same time."""
+
+
+def displayed(cell: Cell) -> list[str]:
+    assert not cell.error, cell.error_text
+    return [text for text in cell.bundles("text/plain") if text]
+
+
+def test_ranks_clear_their_own_output(kernel: Kernel):
+    clear = "from IPython.display import clear_output\n"
+    cell = kernel.run(
+        f"%%ddp\n{clear}for step in range(3):\n    clear_output(wait=True)\n    print(step, rank)"
+    )
+    assert cell.by_rank == {0: ["2 0"], 1: ["2 1"]}
+    cell = kernel.run(f"%%ddp\n{clear}print('kept', rank)\nif rank == 1: clear_output()")
+    assert cell.by_rank == {0: ["kept 0"]}
+    cell = kernel.run(f"%%ddp\n{clear}print('old')\nclear_output(wait=True)")
+    assert cell.by_rank == both("old")  # nothing has taken its place
+
+
+def test_ranks_that_clear_and_show_the_same_are_one(kernel: Kernel):
+    cell = kernel.run(
+        f"%%ddp\nfrom IPython.display import HTML, clear_output, display\n{MEET}"
+        "for step in range(5):\n    clear_output(wait=True)\n    display(HTML(f'<b>{step}</b>'))"
+    )
+    assert set(cell.bundles("text/html")) == {"<b>4</b>"}
+
+
+def test_cleared_displays_come_back_as_they_are_now(kernel: Kernel):
+    cell = kernel.run(
+        f"%%ddp\nfrom IPython.display import clear_output, display\n{MEET}"
+        "if rank == 0:\n    display('old', display_id='it').update('new')\n"
+        f"{MEET}if rank == 1:\n    print('x')\n    clear_output()\n    print('y')"
+    )
+    assert displayed(cell) == ["[0]", "'new'"]
+    assert cell.by_rank[1] == ["y"]
+
+
+def test_bars_inside_bars(kernel: Kernel):
+    cell = kernel.run(
+        "%%ddp\nfrom tqdm import tqdm\nfor i in tqdm(range(3), desc='outer'):\n"
+        "    for j in tqdm(range(4), desc='inner', position=1, leave=False): pass"
+    )
+    (bars,) = cell.bundles("text/plain")
+    assert "\x1b" not in bars
+    assert bars.count("outer: 100%") == len(bars.splitlines()) in (1, 2)
+
+
+@pytest.mark.parametrize("module", ["auto", "notebook"])
+def test_bars_for_notebooks_are_text(kernel: Kernel, module: str):
+    cell = kernel.run(f"%%ddp\nfrom tqdm.{module} import trange\nfor i in trange(3): pass")
+    assert "100%" in displayed(cell)[0]
+    assert cell.stderr == ""
+
+
+def test_a_widget_is_its_text(kernel: Kernel):
+    cell = kernel.run("%%rank 0\nimport ipywidgets\nipywidgets.IntSlider(3)")
+    assert cell.text == "[0] IntSlider(value=3)\n"
+
+
+def test_a_display_may_change_on_one_rank_and_on_all(kernel: Kernel):
+    show = "from IPython.display import display, update_display\nshown = display('a', display_id="
+    for _ in range(20):  # on a busy machine the ranks may be too far apart to be merged
+        first = kernel.run(f"%%ddp\n{MEET}{show}True)")
+        if displayed(first) == ["[0-1]", "'a'"]:
+            break
+    assert displayed(first) == ["[0-1]", "'a'"]
+    second = kernel.run("%%ddp\nif rank == 0: shown.update('b')")
+    assert displayed(first) == ["[0]", "'b'"]
+    assert displayed(second) == ["[1]", "'a'"]
+    kernel.run("%%ddp\nshown.update(f'c{rank}')")
+    assert displayed(first) + displayed(second) == ["[0]", "'c0'", "[1]", "'c1'"]
+    for _ in range(20):
+        kernel.run(f"%%ddp\n{MEET}shown.update('d')")
+        if displayed(first) == ["[0-1]", "'d'"]:
+            break
+    assert displayed(first) + displayed(second) == ["[0-1]", "'d'"]
+    kernel.run("%%ddp\nif rank == 1: update_display('nowhere', display_id='unknown')")
+    assert displayed(first) + displayed(second) == ["[0-1]", "'d'"]
+
+
+def test_help_is_shown_below_the_cell(kernel: Kernel):
+    cell = kernel.run("%%ddp\ndef twice(x):\n    'Returns 2x.'\ntwice?")
+    assert "Returns 2x." in displayed(cell)[0]
+    assert cell.by_rank == both("")  # a label
+    assert "twice(x)" in kernel.run("%%ddp\n%pinfo twice").text
+    assert "'Returns 2x.'" in kernel.run("%%ddp\ntwice??").text
+
+
+def test_forked_children_print_and_warn(kernel: Kernel):
+    cell = kernel.run(
+        "%%ddp\nimport multiprocessing, warnings\ndef work():\n    print('below')\n"
+        "    warnings.warn('careful')\nchild = multiprocessing.get_context('fork').Process("
+        "target=work)\nchild.start()\nchild.join()"
+    )
+    assert cell.by_rank == both("below")
+    assert f"Cell In[{cell.number}], line 5: UserWarning: careful" in cell.stderr
+
+
+def test_workers_of_a_loader_print(kernel: Kernel):
+    cell = kernel.run(
+        "%%ddp\nfrom torch.utils.data import DataLoader, Dataset\nclass Own(Dataset):\n"
+        "    def __len__(self): return 2\n"
+        "    def __getitem__(self, index):\n        print('item', index)\n        return index\n"
+        "for _ in DataLoader(Own(), num_workers=1): pass"
+    )
+    assert cell.by_rank == both("item 0", "item 1")
+
+
+def test_a_library_warns_again_in_the_next_cell(kernel: Kernel):
+    loss = "import torch\ntorch.nn.MSELoss()(torch.ones(3, 1), torch.ones(3));"
+    for _ in range(2):
+        cell = kernel.run(f"%%ddp\nfor _ in range(2):\n    {loss.replace(chr(10), '; ')}")
+        by_rank = cell.stderr.count("Using a target size")
+        assert by_rank == (1 if "[0-1]" in cell.stderr else 2)
+    kernel.run("%%ddp\nimport warnings\nwarnings.simplefilter('ignore')")
+    assert kernel.run(f"%%ddp\n{loss}").stderr == ""  # a filter of the user's stays
+    kernel.run("%%ddp\nwarnings.resetwarnings()")
+
+
+@pytest.mark.parametrize("source", ["input()", "breakpoint()", "import pdb; pdb.set_trace()"])
+def test_a_rank_has_no_prompt_and_says_so(kernel: Kernel, source: str):
+    cell = kernel.run(f"%%ddp\n{source}\nx = 1")
+    assert "A rank has no prompt" in cell.error_text.splitlines()[0]
+    assert (f"Cell In[{cell.number}], line 2" in cell.error_text) == ("pdb" not in source)
+    assert ".py" not in cell.error_text  # no frame of a library's
+
+
+def test_much_output_keeps_its_order(kernel: Kernel):
+    cell = kernel.run(
+        "%%rank 0\nimport sys\nprint('x' * 300_000, flush=True)\nprint('y', file=sys.stderr)"
+    )
+    assert [(output["name"], len(output["text"])) for output in cell.outputs] == [
+        ("stdout", 300_005),
+        ("stderr", 6),
+    ]
+
+
+COMPARED = """%%ddp_compare single ddp --epochs 1 --batch-size 8 --no-baseline
+import torch
+from torch import nn
+
+def model():
+    print("model here")
+    return nn.Linear(4, 1)
+
+def data(split):
+    return torch.ones(64, 4), torch.ones(64)
+
+def loss(outputs, targets):
+    LOSS
+"""
+
+
+def test_what_a_comparison_prints_is_shown_below_it(kernel: Kernel):
+    mean = "return nn.functional.mse_loss(outputs, targets)"
+    for _ in range(2):  # warnings appear each time
+        cell = kernel.run(COMPARED.replace("LOSS", mean), timeout=120)
+        assert [output["type"] for output in cell.outputs] == ["display_data"] * 2 + ["stream"]
+        assert cell.lines[0] == "Printed by the cell:"
+        assert cell.by_rank[0].count("model here") == cell.by_rank[1].count("model here")
+        first = f"Cell In[{cell.number}], line 13: UserWarning: Using a target size"
+        assert first in cell.stdout
+
+
+def test_many_lines_of_a_comparison_are_counted(kernel: Kernel):
+    loud = "import time; print(time.time_ns())\n    return outputs.mean()"
+    cell = kernel.run(COMPARED.replace("LOSS", loud), timeout=120)
+    assert len(cell.lines) == 52
+    assert cell.lines[-1].startswith("... and ")
+
+
+def test_a_comparison_that_is_refused_shows_what_it_printed(kernel: Kernel):
+    cell = kernel.run(COMPARED.replace("LOSS", "return 3"))
+    assert cell.error == "UserError"
+    assert cell.by_rank == both("model here")

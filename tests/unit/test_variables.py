@@ -1,0 +1,99 @@
+"""What crosses in a message or a file is what was sent, writable and its receiver's own."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from ddpnb.protocol.variables import Parcel, dump, in_file, in_message, receive
+from tests.faults.test_disk import tiny_disk
+
+NUM = 3_000_000
+
+
+def read_only() -> "np.ndarray":
+    array = np.arange(NUM)
+    array.flags.writeable = False
+    return array
+
+
+ARRAYS = {
+    "structured": np.ones(NUM, dtype=[("a", "i4"), ("b", "f8")]),
+    "objects": np.array([1, "x", None, [2]], dtype=object),
+    "Fortran order": np.asfortranarray(np.arange(NUM).reshape(1000, -1)),
+    "read-only": read_only(),
+    "strided": np.arange(NUM)[::3],
+    "reversed": np.arange(NUM)[::-1],
+    "permuted": np.arange(NUM).reshape(30, 100, -1).transpose(1, 0, 2),
+    "dates": np.arange(NUM).astype("M8[s]"),
+    "zero-dimensional": np.array(3.5),
+    "empty": np.zeros((0, 3)),
+    "small": np.arange(3),
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[tuple[int, str]]:
+    path = str(tmp_path / "file")
+    file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    yield file, path
+    os.close(file)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_arrays_arrive_equal_and_writable(name: str, in_a_file: bool, file: tuple[int, str]):
+    array = ARRAYS[name]
+    parts = dump(array, for_ranks=False)
+    found = receive(in_file(parts, *file) if in_a_file else in_message(parts))
+    assert found.dtype == array.dtype
+    assert found.flags.writeable
+    assert found.flags.fnc == array.flags.fnc
+    np.testing.assert_array_equal(found, array)
+
+
+def test_a_large_array_is_written_once_and_each_receiver_has_its_own(file: tuple[int, str]):
+    array = np.zeros(NUM)
+    parcel = in_file(dump({"x": array, "same": array}, for_ranks=True), *file)
+    assert os.fstat(file[0]).st_size < 1.01 * array.nbytes
+    assert parcel.parts == ()
+    first, second = receive(parcel), receive(parcel)
+    os.unlink(file[1])
+    first["x"] += 1
+    assert first["same"] is first["x"]
+    assert second["x"].sum() == array.sum() == 0
+
+
+def test_a_data_frame_arrives_equal(file: tuple[int, str]):
+    frame = pd.DataFrame({"a": np.arange(NUM), "b": "text", "c": pd.Timestamp(0)})
+    found = receive(in_file(dump(frame, for_ranks=False), *file))
+    pd.testing.assert_frame_equal(found, frame)
+    found.loc[0, "a"] = 7
+    assert frame.loc[0, "a"] == 0
+
+
+def test_a_full_folder_is_passed_by(tmp_path: Path):
+    with tiny_disk(tmp_path) as is_mounted:
+        if not is_mounted:
+            pytest.skip("may not mount a small disk")
+        path = tmp_path / "file"
+        file = os.open(path, os.O_CREAT | os.O_RDWR)
+        parcel = in_file(dump(np.arange(NUM), for_ranks=False), file, str(path))
+        os.close(file)
+        assert (parcel.path, path.stat().st_size) == ("", 0)
+    assert receive(parcel)[-1] == NUM - 1
+
+
+def test_more_than_memory_holds_is_refused_in_a_sentence(file: tuple[int, str]):
+    parts = dump(np.zeros(NUM), for_ranks=False)
+    with pytest.raises(MemoryError, match=r"^0\.0 GB from each of 10000000 ranks, and .* free$"):
+        in_file(parts, *file, num_copies=10_000_000)
+    assert os.fstat(file[0]).st_size == 0
+
+
+def test_who_comes_too_late_finds_no_file():
+    with pytest.raises(FileNotFoundError):
+        receive(Parcel(path="/dev/shm/ddpnb-gone/variables", sizes=(1,)))
