@@ -64,14 +64,14 @@ def run(kernel: Kernel) -> Run:
 
 @pytest.fixture
 def compare(run: Run, kernel: Kernel) -> Run:
-    """Run a comparison, in which every strategy must be trained to a loss that is a number."""
+    """Run a comparison, in which every strategy must be trained, with losses that are numbers."""
 
     def compare(source: str) -> Cell:
         cell = run(source)
         asked = source.partition("--")[0].split()[1:]
         assert "left out" not in cell.text, cell.text
         assert kernel.value("set(_.to_frame().status)") == "{'finished'}", cell.text
-        trained = kernel.value("set(_.to_frame().query('final_loss < 100').strategy)")
+        trained = kernel.value("set(_.steps().query('loss < 100').strategy)")
         assert all(repr(word) in trained for word in asked), cell.text
         return cell
 

@@ -10,7 +10,7 @@ from tests.compat.conftest import Run, require
 require("lightning", "transformers")
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-code.md"
-LINE = "%%ddp_compare dp ddp async --epochs 1 --batch-size 16 --name race\n"
+LINE = "%%ddp_compare dp ddp async --epochs 1 --batch-size 16 {}\n"
 TORCH = "import torch\nfrom torch import nn\n"
 SUPPOSED = {
     "Loss and measure": """
@@ -43,7 +43,7 @@ def maker_loss(judge, fake): return -judge(fake).mean()
 """,
 }
 """What an earlier cell has defined on the ranks."""
-CHANGED = {"class Gan:": "def data(split): return torch.randn(64, 8)\n\nclass Gan:"}
+CHANGED = {"class Gan:": "def data(split): return torch.randn(256, 8)\n\nclass Gan:"}
 
 
 def examples() -> list[tuple[str, str]]:
@@ -71,4 +71,5 @@ def test_an_example_runs(run: Run, compare: Run, title: str, example: str):
     elif example.startswith("%"):  # draws what the example before has trained
         assert run(example).bundles("image/png")
     else:
-        compare(LINE + TORCH + SUPPOSED[title] + example)
+        name = "--name race" if "perplexity" in example else ""
+        compare(LINE.format(name) + TORCH + SUPPOSED[title] + example)
