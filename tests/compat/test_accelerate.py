@@ -2,7 +2,7 @@
 
 from tests.cluster.rig import ALL_REDUCE
 from tests.compat.conftest import Run, require
-from tests.kernel.client import both
+from tests.kernel.client import Kernel, both
 
 require("accelerate")
 
@@ -46,13 +46,23 @@ def test_a_loop_of_accelerate_trains_on_the_ranks(run: Run):
     assert cell.by_rank == both("2 True DistributedDataParallel 4 True MULTI_CPU", "True")
 
 
+def test_after_a_failed_rank_it_prepares_anew(run: Run, kernel: Kernel):
+    run(LOOP)
+    failed = kernel.run(
+        "%%ddp\nif rank == 1: raise ValueError('boom')\naccelerator.wait_for_everyone()"
+    )
+    assert "rank 1 failed: ValueError: boom" in failed.error_text
+    run(LOOP)
+    assert run("%%ddp\nlosses[-1] < losses[0] / 10").by_rank == both("True")
+
+
 def test_its_end_leaves_the_group_for_later_cells(run: Run):
     run("%%ddp\nfrom accelerate import Accelerator\nAccelerator().end_training()")
     cell = run(f"%%ddp\n{ALL_REDUCE}\ntotal.item()")
     assert cell.by_rank == both("2.0")
 
 
-def test_its_launcher_is_refused_in_a_sentence(kernel):
+def test_its_launcher_is_refused_in_a_sentence(kernel: Kernel):
     cell = kernel.run(
         "%%ddp\nfrom accelerate import notebook_launcher\n"
         "from accelerate.state import AcceleratorState\n"

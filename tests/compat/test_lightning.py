@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2)
+fabric = Fabric(strategy="ddp", devices=world_size)
 fabric.launch()
 fabric.seed_everything(5, verbose=False)
 model = nn.Linear(4, 1)
@@ -62,7 +62,7 @@ lightning.seed_everything(7, verbose=False)
 inputs = torch.randn(64, 4)
 loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
 trainer = lightning.Trainer(
-    accelerator="cpu", strategy="ddp", devices=2, max_epochs=3, logger=False,
+    strategy="ddp", devices=world_size, max_epochs=3, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 )
 line = Line()
@@ -90,6 +90,14 @@ def test_a_second_fit_goes_on_where_the_ranks_are(run: Run):
         "print(trainer.global_step)"
     )
     assert cell.by_rank == both("20")
+
+
+def test_a_fit_that_fails_on_one_rank_costs_no_rank(run: Run, kernel: Kernel):
+    failing = "loss = 1 / (rank - batch_idx - 1) and "
+    cell = kernel.run(TRAINER.replace("loss = ", failing, 1))
+    assert "rank 1 failed: ZeroDivisionError" in cell.error_text
+    assert "in Line.training_step" in cell.error_text
+    run(TRAINER)
 
 
 COMPARED = """%%ddp_compare ddp async fsdp --epochs 2 --batch-size 16
