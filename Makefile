@@ -7,11 +7,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 ALLOW_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 STAMP := $(VENV)/.installed
+COMPAT := $(VENV)/.compat-installed
 # Most tests wait for other processes: three at once suit two cores.
 PYTEST := $(BIN)/pytest -n 3 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help lab demo quick test mutants check bench soak gpu clean
+.PHONY: help lab demo quick test compat mutants check bench soak gpu clean
 
 help:  ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -21,6 +22,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(COMPAT): $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,compat]'
 	touch $@
 
 lab: $(STAMP)  ## Open JupyterLab on the first lesson
@@ -34,6 +39,9 @@ quick: $(STAMP)  ## Run the unit tests: pure logic, no cluster, under a minute
 
 test: $(STAMP)  ## Run all tests: real processes, kernels and a browser
 	$(PYTEST) --junitxml=build/tests.xml
+
+compat: $(COMPAT)  ## Run the code of accelerate, Lightning, transformers and tutorials on the ranks
+	$(BIN)/pytest tests/compat --junitxml=build/compat.xml
 
 mutants: $(STAMP)  ## Put ten faults into a copy, one at a time: the tests must catch each
 	$(BIN)/python -m tests.mutants

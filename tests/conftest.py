@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+collect_ignore = ["compat"]  # needs the packages of an extra: make compat
+
 
 def pytest_configure() -> None:
     """Take interrupts also where they are ignored at the start, as under ``nohup make test &``.

@@ -119,7 +119,8 @@ def torchrun_environment(placement: Placement, rank: int, master_port: int) -> d
     """Return the variables that torchrun sets, so that code moves to scripts unchanged.
 
     Code finds from them that its processes were started for it.  Torchrun's agent, with a store of
-    its own, is not there.
+    its own, is not there.  ``ACCELERATE_USE_CPU`` is set by ``accelerate launch``: without it,
+    accelerate and transformers train a model of its own in each process that has no GPU.
     """
     size = str(placement.num_ranks)
     return {
@@ -142,6 +143,7 @@ def torchrun_environment(placement: Placement, rank: int, master_port: int) -> d
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "TP_SOCKET_IFNAME": "lo",
+        "ACCELERATE_USE_CPU": str(placement.devices[rank] == "cpu").lower(),
     }
 
 

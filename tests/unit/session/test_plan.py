@@ -113,6 +113,7 @@ def test_the_environment_is_torchruns():
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "4242",
             "OMP_NUM_THREADS": "2",
+            "ACCELERATE_USE_CPU": "true",
         }
         == environment
     )

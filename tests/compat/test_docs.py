@@ -1,0 +1,75 @@
+"""Every example of ``docs/your-code.md`` runs as it stands there, after what its text supposes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.compat.conftest import Run, require
+
+require("lightning", "transformers")
+
+PAGE = Path(__file__).parents[2] / "docs" / "your-code.md"
+LINE = "%%ddp_compare dp ddp async --epochs 1 --batch-size 16 {}\n"
+TORCH = "import torch\nfrom torch import nn\n"
+SUPPOSED = {
+    "Loss and measure": """
+def model(): return nn.Linear(8, 1)
+def data(split):
+    x = torch.randn(64, 8)
+    return x, (x.sum(1) > 0).long()
+""",
+    "A step of your own": """
+from transformers import GPT2Config, GPT2ForSequenceClassification
+def model():
+    shape = dict(n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    return GPT2ForSequenceClassification(GPT2Config(vocab_size=20, pad_token_id=0, **shape))
+def data(split):
+    return {"input_ids": torch.randint(1, 20, (64, 6)), "labels": torch.randint(2, (64,))}
+""",
+    "Optimizer and schedule": """
+def model(): return nn.Linear(8, 2)
+def data(split): return torch.randn(64, 8), torch.randint(2, (64,))
+""",
+}
+"""What stands before the examples of a section that are parts of a cell."""
+EARLIER = {
+    "Model and data": "inputs, targets = torch.randn(600, 64), torch.randint(10, (600,))",
+    "Several optimizers, GANs, averaged weights": """
+def Generator(): return nn.Linear(64, 8)
+def Critic(): return nn.Linear(8, 1)
+def critic_loss(judge, real, fake): return judge(fake).mean() - judge(real).mean()
+def maker_loss(judge, fake): return -judge(fake).mean()
+""",
+}
+"""What an earlier cell has defined on the ranks."""
+CHANGED = {"class Gan:": "def data(split): return torch.randn(256, 8)\n\nclass Gan:"}
+
+
+def examples() -> list[tuple[str, str]]:
+    """The sections and sources of all examples."""
+    found = []
+    for section in re.split(r"^##+ ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
+        title = section.splitlines()[0].strip()
+        found += [(title, each) for each in re.findall(r"```python\n(.*?)```", section, re.DOTALL)]
+    return found
+
+
+def test_all_are_found():
+    assert len(examples()) == 9
+    assert {*SUPPOSED, *EARLIER} < {title for title, _ in examples()}
+
+
+@pytest.mark.parametrize(("title", "example"), examples())
+def test_an_example_runs(run: Run, compare: Run, title: str, example: str):
+    for old, new in CHANGED.items():
+        example = example.replace(old, new)
+    if title in EARLIER:
+        run(f"%%ddp\n{TORCH}{EARLIER[title]}")
+    if example.startswith("%%"):
+        compare(example)
+    elif example.startswith("%"):  # draws what the example before has trained
+        assert run(example).bundles("image/png")
+    else:
+        name = "--name race" if "perplexity" in example else ""
+        compare(LINE.format(name) + TORCH + SUPPOSED[title] + example)
