@@ -204,9 +204,8 @@ def read_script(path: str) -> tuple[str, str]:
     try:
         return str(script), decode_source(script.read_bytes())
     except FileNotFoundError:
-        others = [each.name for each in script.parent.glob("*.py")]
-        near = closest(script.name, others)
-        advice = f"; did you mean {near}?" if near else "."
+        near = closest(script.stem, [each.stem for each in script.parent.glob("*.py")])
+        advice = f"; did you mean {near.replace(' or ', '.py or ')}.py?" if near else "."
         raise UserError(f"There is no script {script.name} in {script.parent}{advice}") from None
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as a script: {error}.") from None

@@ -67,7 +67,7 @@ HANGS = {
         "from ddpnb.rank.strategies import ddp_shm\n"
         "from ddpnb.rank.comm.rendezvous import WorkerConfig; "
         "from ddpnb.rank.comm.shared_all_reduce import SharedAllReduce\n"
-        "from ddpnb.rank.strategies.base import NullTimer\n"
+        "from ddpnb.rank.strategies.replica import NullTimer\n"
         "group = this_engine().group\n"
         "shared = SharedAllReduce(WorkerConfig(folder=group.folder, name='hang', rank=rank,\n"
         "  world_size=world_size, timeout_seconds=60, cancellation=group.cancellation))\n"
