@@ -34,7 +34,6 @@ def data(split): return torch.randn(64, 8), torch.randint(2, (64,))
 }
 """What stands before the examples of a section that are parts of a cell."""
 EARLIER = {
-    "Model and data": "inputs, targets = torch.randn(600, 64), torch.randint(10, (600,))",
     "Several optimizers, GANs, averaged weights": """
 def Generator(): return nn.Linear(64, 8)
 def Critic(): return nn.Linear(8, 1)

@@ -100,6 +100,21 @@ def test_a_fit_that_fails_on_one_rank_costs_no_rank(run: Run, kernel: Kernel):
     run(TRAINER)
 
 
+BUSY = "%%ddp\nprint('begun', flush=True)\nwhile True: pass"
+
+
+def test_an_interrupted_fit_leaves_ranks_that_can_be_interrupted(run: Run, kernel: Kernel):
+    """Lightning has the process ignore SIGINT from then on."""
+    run("%%ddp\nkept = rank")
+    endless = TRAINER.replace("max_epochs=3", "max_epochs=-1")
+    for source in (endless.replace("loss = ", "print('begun', flush=True); loss = ", 1), BUSY):
+        cell = kernel.begin(source)
+        kernel.wait_for_text(cell, "begun", timeout=60)
+        kernel.interrupt()
+        assert "their variables are kept" in kernel.wait(cell).error_text
+    assert run("%%ddp\nkept").by_rank == {0: ["0"], 1: ["1"]}
+
+
 COMPARED = """%%ddp_compare ddp async fsdp --epochs 2 --batch-size 16
 import torch
 import lightning
