@@ -133,7 +133,9 @@ def rate(state: RankState, folder: Path, strategy: str, sleeps: float) -> tuple[
     replica = Replica(
         model=task.model(),
         training_step=task.step,
-        optimizer=task.optimizer,
+        optimizer=lambda parameters: torch.optim.SGD(
+            parameters, lr=spec.learning_rate, momentum=0.9
+        ),
         device=torch.device("cpu"),
         rank=state.rank,
         world_size=2,
