@@ -83,7 +83,7 @@ def test_trainer_trains_in_a_script(run: Run, kernel: Kernel):
 
 
 COMPARED = (
-    "%%ddp_compare dp ddp async fsdp --epochs 2 --batch-size 16 --name gpt2"
+    "%%ddp_compare dp ddp async fsdp --epochs 2 --batch-size 16"
     + TINY
     + """
 def model():
@@ -99,45 +99,35 @@ def training_step(model, batch):
 def validation_step(model, batch):
     scores = model(**batch).logits[:, :-1]
     return {"right": (scores.argmax(-1) == batch["labels"][:, 1:]).float().mean()}
-
+"""
+)
+ADAM = """
 def optimizer(params):
     return torch.optim.AdamW(params, lr=1e-2)
 """
-)
 
 
-def test_it_is_compared_with_a_step_on_batches_that_are_dicts(run: Run):
-    cell = run(COMPARED)
-    assert "left out" not in cell.text, cell.text
-    assert "held-out right" in cell.text
-    assert run("print('perplexity' in _.steps().columns)").stdout == "True\n"
+def test_it_is_compared_with_a_step_on_batches_that_are_dicts(compare: Run, kernel: Kernel):
+    assert "held-out right" in compare(COMPARED + ADAM).text
+    assert kernel.value("'perplexity' in _.steps().columns") == "True"
 
 
-COLLATED = (
-    COMPARED.replace("--name gpt2", "--name padded")
-    .replace(
-        "def training_step",
-        """
+PADDED = """
+from torch.nn.utils.rnn import pad_sequence
 from transformers.optimization import get_cosine_schedule_with_warmup
 
 def collate_fn(items):
     ids = [item["input_ids"][: 4 + int(item["input_ids"][0]) % 4] for item in items]
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=0)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True)
-    return {"input_ids": padded, "attention_mask": mask,
-            "labels": padded.masked_fill(mask == 0, -100)}
+    padded = pad_sequence(ids, batch_first=True)
+    mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+    labels = padded.masked_fill(mask == 0, -100)
+    return {"input_ids": padded, "attention_mask": mask, "labels": labels}
 
-def training_step""",
-    )
-    .replace(
-        "def optimizer(params):\n    return torch.optim.AdamW(params, lr=1e-2)",
-        """def optimizer(params, num_steps):
+def optimizer(params, num_steps):
     made = torch.optim.AdamW(params, lr=1e-2)
-    return made, get_cosine_schedule_with_warmup(made, 2, num_steps)""",
-    )
-)
+    return made, get_cosine_schedule_with_warmup(made, 2, num_steps)
+"""
 
 
-def test_texts_of_different_length_and_a_schedule_of_transformers(run: Run):
-    cell = run(COLLATED)
-    assert "left out" not in cell.text, cell.text
+def test_texts_of_different_length_and_a_schedule_of_transformers(compare: Run):
+    compare(COMPARED + PADDED)
