@@ -1,7 +1,7 @@
 """What makes a rank look like torchrun's to code that was written for it (ranks).
 
 Such code forms the default process group itself, and destroys it at its end.  Here the cluster has
-formed one.  ``init_process_group`` returns that one, and ``destroy_process_group`` only hides it
+formed one.  ``init_process_group`` leads to that one, and ``destroy_process_group`` only hides it
 until the group is formed again, or until the next cell.  So neither depends on the other ranks, and
 the default group remains the one that the cluster can abort and form anew.  A script runs in a
 ``__main__`` of its own.
