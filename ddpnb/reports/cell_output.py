@@ -24,7 +24,7 @@ MUCH_TEXT = 100_000
 """How many letters are not waited for until they are sent."""
 
 MAX_KEPT = 20_000_000
-"""How many letters, those of pictures included, come back after another rank has cleared its own."""
+"""How many letters, also of pictures, come back after another rank has cleared its own."""
 
 MAX_LINES = 50
 """How many printed lines of a comparison are shown; the others are counted."""
