@@ -59,6 +59,8 @@ class Watch:
     hang: str = ""
     """Why the ranks waited for each other without end, if they did."""
     stop_requested: bool = False
+    is_stopping: bool = False
+    """Whether the ranks are being interrupted, and killed after a while."""
     returned: dict[int, Any] = field(default_factory=dict)
     """What each rank returned."""
     lost: dict[int, str] = field(default_factory=dict)
@@ -180,6 +182,7 @@ class Watch:
 
     def _stop_ranks(self) -> None:
         """Interrupt and free the ranks until they stop; kill those that do not."""
+        self.is_stopping = True
         kill_at = time.monotonic() + self._timeouts.kill_after_seconds
         while self.call.running and time.monotonic() < kill_at:
             self._interrupt_and_free()

@@ -104,7 +104,7 @@ class RankNames:
     def remove(self) -> None:
         """Leave both to IPython; may be called twice."""
         matchers = self._shell.Completer.custom_matchers
-        matchers[:] = [each for each in matchers if each.__name__ != "rank_matcher"]
+        matchers[:] = [each for each in matchers if getattr(each, "__name__", "") != "rank_matcher"]
         if self._kernel is not None:
             vars(self._kernel).pop("do_inspect", None)
 

@@ -55,7 +55,9 @@ def prepare(shell: Any) -> None:
 def use_text_bars() -> None:
     """Have tqdm draw its bars for notebooks as text; call it before tqdm is imported."""
     for name in TQDM_IN_NOTEBOOKS:
-        sys.modules[name] = TextBars(name)
+        sys.modules[name] = bars = TextBars(name)
+        if (package := sys.modules.get("tqdm")) is not None:  # as the import itself would
+            setattr(package, name.rpartition(".")[2], bars)
 
 
 def refuse(*args: object, **options: object) -> NoReturn:
@@ -97,6 +99,8 @@ def questions(spec: CellSpec, rank: int) -> Iterator[None]:
     try:
         yield
     finally:
+        if spec.debug_rank == rank:
+            sys.settrace(None)  # the debugger may have stepped past the end of the cell
         builtins.input = sys.breakpointhook = refuse
 
 

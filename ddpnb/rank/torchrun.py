@@ -198,7 +198,8 @@ class AdoptedGroup:
             for each in torch_internals.process_groups():
                 if each is not default and each not in self._others_groups:
                     original(each)
-            self._hidden = torch_internals.set_default_group(None)
+            self._hidden = default  # first: an interrupt may come in between
+            torch_internals.set_default_group(None)
 
         return destroy_process_group
 

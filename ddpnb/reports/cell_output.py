@@ -23,8 +23,8 @@ BAR_SECONDS = 0.2
 MUCH_TEXT = 100_000
 """How many letters are not waited for until they are sent."""
 
-MAX_KEPT = 100_000
-"""How many lines and displays come back after another rank has cleared its own."""
+MAX_KEPT = 20_000_000
+"""How many letters, also of pictures, come back after another rank has cleared its own."""
 
 MAX_LINES = 50
 """How many printed lines of a comparison are shown; the others are counted."""
@@ -119,7 +119,7 @@ class CellOutput:
         self._bars.clear(rank)
         rest = [([r for r in ranks if r != rank], items) for ranks, items in self._shown]
         self._shown = deque((ranks, items) for ranks, items in rest if ranks)
-        self._num_shown = sum(len(items) for _, items in self._shown)
+        self._num_shown = sum(num_letters(items) for _, items in self._shown)
         if not self._cleared:
             self._cleared_at = time.monotonic()
         self._cleared.add(rank)
@@ -174,9 +174,9 @@ class CellOutput:
                         self._show_bundle(ranks, kind, json.loads(text))
                 if kind not in ("bar", "update"):
                     self._shown.append((ranks, group))
-                    self._num_shown += len(group)
+                    self._num_shown += num_letters(group)
         while self._num_shown > MAX_KEPT and len(self._shown) > 1:
-            self._num_shown -= len(self._shown.popleft()[1])
+            self._num_shown -= num_letters(self._shown.popleft()[1])
         self._streams.write(stream, chunk)
 
     def _show_bundle(self, ranks: Sequence[int], kind: str, bundle: Mapping[str, Any]) -> None:
@@ -254,6 +254,11 @@ class PrintedLines:
                     self._num_more += 1
 
 
+def num_letters(items: Iterable[Item]) -> int:
+    """Return how much text some items are."""
+    return sum(len(text) for _, text in items)
+
+
 def grouped(items: list[Item]) -> Iterable[tuple[str, list[Item]]]:
     """Yield successive items of one kind, with the kind."""
     if len(items) == 1 or all(map(items[0][0].__eq__, map(itemgetter(0), items))):
@@ -310,7 +315,9 @@ class Streams:
         if stream != self._last:
             _file(self._last).flush()
             self._last = stream
-        if _file(stream).write("".join(chunks)) < MUCH_TEXT:
+        text = "".join(chunks)
+        _file(stream).write(text)
+        if len(text) < MUCH_TEXT:
             _file(stream).flush()
         chunks.clear()
 

@@ -83,6 +83,8 @@ class Displays:
     def update(self, ranks: Sequence[int], bundle: Content) -> None:
         """Replace a display; where there is none, do nothing, as Jupyter does."""
         places = self._places.get(bundle["name"], [])
+        if places:
+            self._places.move_to_end(bundle["name"])
         affected = [place for place in places if place.ranks & set(ranks)]
         chosen = {rank for place in affected for rank in place.ranks if rank in ranks}
         rest = [(place.ranks - chosen, place.bundle) for place in affected]
@@ -103,6 +105,7 @@ class Displays:
             self._names[rank, given] = f"{self._num_cells}-{self._num_generated[rank]}"
             while len(self._names) > MAX_DISPLAYS:
                 self._names.popitem(last=False)
+        self._names.move_to_end((rank, given))
         return self._names[rank, given]
 
 

@@ -151,7 +151,7 @@ class RunningCell(SupervisedCall):
         elif isinstance(event, Asked):
             self._output.show(at_once=True)
             if self._prompt is not None:
-                self._prompt.answer(f"[{event.rank}] {event.text}")
+                self._prompt.answer(f"[{event.rank}] {event.text}", is_over=self._watch.is_stopping)
         elif isinstance(event, Events):
             self._record(event.batch)
         elif isinstance(event, Silent):
@@ -224,8 +224,9 @@ class Prompt:
         self._pipe: Connection | None = None
         self._is_over = False
 
-    def answer(self, question: str) -> None:
+    def answer(self, question: str, *, is_over: bool = False) -> None:
         """Ask the user; send the answer, or that there will be none any more."""
+        self._is_over |= is_over
         if self._pipe is None:
             self._pipe = self._listener.accept()  # the rank connects before it asks
         answer = None if self._is_over else self._ask(question)

@@ -315,7 +315,9 @@ def _is_dispensable(name: str, spec: ComparisonSpec) -> bool:
 
 def free_data(cluster: Cluster) -> None:
     """Free what the cell's ``data(split)`` returned, on the ranks that still answer."""
-    with contextlib.suppress(UserError, RuntimeError, TimeoutError):
+    if cluster.is_over:
+        return
+    with contextlib.suppress(UserError, RuntimeError, TimeoutError, KeyError):
         cluster.gather(OnRank("free_data"), ranks=cluster.living, timeout=FREE_SECONDS)
 
 

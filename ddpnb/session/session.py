@@ -217,7 +217,7 @@ class Session:
         chosen = parse_ranks(ranks, len(cluster.ranks))
         try:
             values = pull(cluster, expression, chosen)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, UserError):
             idle = [rank for rank in chosen if rank not in self._jobs.busy_ranks]
             cluster.interrupt(idle)  # else they compute on
             raise

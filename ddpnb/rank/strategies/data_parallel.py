@@ -37,6 +37,7 @@ from ddpnb.rank.strategies.base import Plan, SynchronousStrategy
 from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 from ddpnb.rank.tasks.base import StepFunction, Supervised
 from ddpnb.rank.tasks.batches import Shard, moved
+from ddpnb.rank.tasks.samples import Items
 
 Autocast = Callable[[], AbstractContextManager[object]]
 """Makes the context to compute in; torch's autocast belongs to one thread."""
@@ -103,18 +104,21 @@ class DataParallel(SynchronousStrategy):
         """Scatter, replicate, run; gather the outputs, or the losses where there are only these."""
         step = self._replica.training_step
         if isinstance(step, Supervised) and self._torch is not None:
-            return step.loss(self._torch(_call, part.inputs), part.targets)
+            inputs, targets = part.tree
+            return step.loss(self._torch(_call, inputs), targets)
         # As torch does: a small batch makes fewer parts than replicas, and the last may be smaller.
         most = -(-part.num_samples // self._num_replicas)
         starts = range(0, part.num_samples, most)
         chunks = part.cut(min(most, part.num_samples - start) for start in starts)
         results: list[Any]
         if isinstance(step, Supervised):
-            outputs = self._run(_call, [chunk.inputs for chunk in chunks])
-            if all(map(_has_rows, outputs, chunks)):
+            trees = [chunk.tree for chunk in chunks]  # once: a collate_fn may draw random numbers
+            outputs = self._run(_call, [inputs for inputs, _ in trees])
+            is_whole = not isinstance(part.content, Items)
+            if is_whole and all(map(_has_rows, outputs, chunks)):
                 return step.loss(self._gather(outputs), part.targets)
-            pairs = zip(outputs, chunks, strict=True)
-            results = [step.loss(output, chunk.targets) for output, chunk in pairs]
+            pairs = zip(outputs, trees, strict=True)
+            results = [step.loss(output, targets) for output, (_, targets) in pairs]
         else:
             results = self._run(step, [chunk.tree for chunk in chunks])
         shares = [chunk.num_samples / part.num_samples for chunk in chunks]
@@ -223,7 +227,9 @@ class ThreadReplicas(nn.Module):
         first, *others = self._models
         for other in others:
             for mine, theirs in zip(first.parameters(), other.parameters(), strict=True):
-                if mine.grad is not None and theirs.grad is not None:
+                if mine.grad is None:  # as of an expert that only the other replica has used
+                    mine.grad = theirs.grad
+                elif theirs.grad is not None:
                     mine.grad.add_(theirs.grad)
             other.zero_grad()
 

@@ -196,7 +196,7 @@ class Replica:
             return result
         loss, metrics = split_step(result)
         for name, value in metrics.items():
-            held = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+            held = torch.as_tensor(value).detach().float().reshape(())
             self.metrics[name] = self.metrics.get(name, 0.0) + share * held
         return loss
 

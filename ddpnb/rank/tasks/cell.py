@@ -7,6 +7,7 @@ nothing.
 import copy
 import inspect
 import linecache
+import symtable
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,11 +41,15 @@ def cell_task(
         Exception: what the cell itself raises, with its own traceback.
     """
     scope = _run_cell(spec.source, namespace, filename)
+    table = symtable.symtable(spec.source, filename, "exec")
+    bound = {
+        each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()
+    }
     # What an earlier cell left, such as ``loss = 0.3`` or an ``optimizer``, is not meant.
     defined = {
         name: value
         for name, value in scope.items()
-        if name not in namespace or value is not namespace[name]
+        if name in bound or name not in namespace or value is not namespace[name]
     }
     make_model = _required(defined, "model()", "def model(): return nn.Sequential(...)")
     data = _required(defined, "data(split)", "def data(split): return inputs, targets")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.rank.tasks.base import Supervised, Task, split_step
-from ddpnb.rank.tasks.batches import moved, shape_of
+from ddpnb.rank.tasks.batches import mapped, moved, shape_of
 from ddpnb.rank.tasks.samples import Samples
 
 MAX_SAMPLES = 10_000
@@ -108,8 +108,8 @@ def _measured(
         inputs, targets = pair_of(batch)
         outputs = model(inputs)
         if wants_outputs:
-            all_outputs.append(outputs)
-            all_targets.append(targets)
+            all_outputs.append(mapped(_on_cpu, outputs))
+            all_targets.append(mapped(_on_cpu, targets))
     if not wants_loss:
         return found
     if isinstance(task.step, Supervised):
@@ -120,6 +120,11 @@ def _measured(
     with torch.enable_grad():  # a loss may be made of gradients, such as a penalty
         loss, _ = split_step(task.step(model, batch))
     return found | {"loss": loss.item()}
+
+
+def _on_cpu(leaf: Any) -> Any:
+    """Return a leaf where any library's metric can read it."""
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from tests.rank.ranks import make_state
 
 MODEL = "from torch import nn\nimport torch\ndef model(): return nn.Linear(4, 3)\n"
 DATA = "def data(split): return torch.randn(20, 4), torch.randint(3, (20,))\n"
+DATA_ALONE = "import torch\n" + DATA
 GOOD = MODEL + DATA
 
 
@@ -528,3 +529,12 @@ def test_a_scheduler_and_a_warm_up_exclude_each_other():
     for changes in ({"num_lr_warmup_epochs": 1}, {"lr_scaling": "sqrt"}):
         with pytest.raises(UserError, match=r"sets the learning rate: leave --lr-[a-z]+ out"):
             check_choices(source, "ddp", **changes)
+
+
+def test_what_an_earlier_cell_has_bound_too_counts_where_the_cell_binds_it():
+    def make() -> nn.Module:
+        return nn.Linear(4, 3)
+
+    check(DATA_ALONE + "model = make\n", make=make, model=make)
+    with pytest.raises(UserError, match="defines no model"):
+        check(DATA_ALONE, model=make)
