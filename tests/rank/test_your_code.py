@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
@@ -298,6 +299,17 @@ HALVING = (
 )
 def test_all_that_lightning_takes_sets_the_rate(returned, expected):
     assert rates_of(HALVING.replace("{}", returned)) == pytest.approx(expected)
+
+
+def test_a_scheduler_steps_once_where_the_optimizers_step_calls_its_parents():
+    torch.optim.SGD([torch.ones(1)])  # once its parent has been used, torch calls the hooks of both
+    own = (
+        "class Own(torch.optim.SGD):\n"
+        "    def step(self, closure=None): return super().step(closure)\n"
+    )
+    lines = own + HALVING.replace("torch.optim.SGD", "Own").replace("{}", "made, halving")
+    rates = rates_of(lines)  # its own hook, too, is called twice
+    assert rates[::2] == pytest.approx([0.8, 0.4, 0.2, 0.1, 0.05, 0.025])
 
 
 GAN = """

@@ -82,7 +82,7 @@ def with_hooks(
             for group, rate in zip(loaded.param_groups, full, strict=True):
                 group["lr"] = rate
 
-        def warm_up(stepping: Optimizer, *_: object) -> None:
+        def warm_up(stepping: Optimizer) -> None:
             for group, rate in zip(stepping.param_groups, full, strict=True):
                 group[_COUNT] = group.get(_COUNT, 0) + 1
                 group["lr"] = rate * min(1.0, group[_COUNT] / num_updates)
@@ -94,7 +94,7 @@ def with_hooks(
         if scheduled.scheduler is None:
             made.register_load_state_dict_post_hook(restore)
         if num_updates > 0:
-            made.register_step_pre_hook(warm_up)
+            _before_each_step(made, warm_up)
         if spec.clip is not None:
             made.register_step_pre_hook(clip)
         return made
@@ -113,7 +113,7 @@ def _schedule(scheduled: Scheduled, updates: Updates) -> None:
     first = [_settings(group) for group in made.param_groups]
     num_steps = 0
 
-    def advance(stepping: Optimizer, *_: object) -> None:
+    def advance(stepping: Optimizer) -> None:
         nonlocal num_steps
         count = stepping.param_groups[0].get(_COUNT, 0)
         num_due = min(count, updates.total) // scheduled.every
@@ -134,8 +134,26 @@ def _schedule(scheduled: Scheduled, updates: Updates) -> None:
         for group, settings in zip(loaded.param_groups, first, strict=True):
             group.update(settings)
 
-    made.register_step_pre_hook(advance)
+    _before_each_step(made, advance)
     made.register_load_state_dict_post_hook(restore)
+
+
+def _before_each_step(made: Optimizer, hook: Callable[[Optimizer], None]) -> None:
+    """Call a hook once before each step; torch calls it again where a step calls its parent's."""
+    is_stepping = False
+
+    def begin(stepping: Optimizer, *_: object) -> None:
+        nonlocal is_stepping
+        if not is_stepping:
+            is_stepping = True
+            hook(stepping)
+
+    def end(*_: object) -> None:
+        nonlocal is_stepping
+        is_stepping = False
+
+    made.register_step_pre_hook(begin)
+    made.register_step_post_hook(end)
 
 
 @contextlib.contextmanager
