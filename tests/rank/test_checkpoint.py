@@ -48,7 +48,7 @@ def notes(result) -> tuple[str, ...]:
     ],
 )
 def test_a_resumed_run_equals_one_that_never_stopped(ranks, tmp_path, strategy, source):
-    choices = {"source": source, "lr_scaling": "linear", "num_lr_warmup_epochs": 2, "seed": 3}
+    choices = {"source": source, "momentum": 0.9, "num_lr_warmup_epochs": 2, "seed": 3}
     whole = ranks(2).call(train_job, spec_of(strategy, tmp_path, run_id="whole", **choices))
     ranks(2).call(train_job, spec_of(strategy, tmp_path, num_epochs=8 / PER_EPOCH, **choices))
     resumed = ranks(2).call(

@@ -139,7 +139,7 @@ def clipped_by_hand(spec: RunSpec) -> float:
         inputs, targets = defined["data"]("train")
         torch.manual_seed(0)
         model = defined["model"]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     order = BatchSchedule(200, batch_size=32, num_epochs=2, num_ranks=2, seed=0)
     for step in range(order.num_steps):
         chosen = order.indices(Shard(step=step, part=0, num_parts=1))
@@ -166,7 +166,7 @@ def rates(num_updates: int, optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def optimizer_of(plan: Plan = PLAN, **choices) -> torch.optim.Optimizer:
-    spec = spec_of("ddp", **choices)
+    spec = spec_of("ddp", batch_per_worker=5, **choices)
     parameters = [nn.Parameter(torch.ones(1))]
     return with_hooks(default_optimizer(0.1), spec, plan, ORDER)(parameters, nn.Module())
 
@@ -283,6 +283,8 @@ def test_all_choices_together_train(ranks, strategy):
         accumulate=2,
         amp="bf16",
         clip=1.0,
+        momentum=0.5,
+        batch_per_worker=16,
         lr_scaling="sqrt",
         num_lr_warmup_epochs=0.5,
         sync_batchnorm=True,

@@ -86,14 +86,14 @@ def test_the_server_itself_leaves_the_minimum_beyond_the_limit(momentum, num_wor
             copies=[flat_buffers.pack([parameter]) for _ in range(num_workers)],
         )
         held = [store.copies[store.read(rank)].tensors[0].clone() for rank in range(num_workers)]
-        for step in range(1500):
+        for step in range(1000):
             rank = step % num_workers
             store.write(rank, [held[rank]], 1 / num_workers)
             held[rank] = store.copies[store.read(rank)].tensors[0].clone()
         return abs(store.tensors[0].item())
 
-    assert end(0.9) < 1e-3
-    assert end(1.1) > 1e3
+    assert end(0.8) < 1e-2
+    assert end(1.2) > 1e2
 
 
 def note_of(strategy: str, momentum: float, staleness: int, num_workers: int = 2, **changes):
