@@ -20,7 +20,7 @@ PER_EPOCH = 7  # steps: 200 samples in batches of 32
 
 def spec_of(strategy: str, folder, **changes) -> RunSpec:
     values = {"source": CELL, "num_epochs": 3, "batch_size": 32, "save_every": 1}
-    values |= {"run_id": "old", "checkpoints": str(folder)}
+    values |= {"run_id": "old", "checkpoints": str(folder), "momentum": 0.9}
     return RunSpec(strategy=strategy, **values | changes)
 
 
@@ -48,7 +48,7 @@ def notes(result) -> tuple[str, ...]:
     ],
 )
 def test_a_resumed_run_equals_one_that_never_stopped(ranks, tmp_path, strategy, source):
-    choices = {"source": source, "momentum": 0.9, "num_lr_warmup_epochs": 2, "seed": 3}
+    choices = {"source": source, "num_lr_warmup_epochs": 2, "seed": 3}
     whole = ranks(2).call(train_job, spec_of(strategy, tmp_path, run_id="whole", **choices))
     ranks(2).call(train_job, spec_of(strategy, tmp_path, num_epochs=8 / PER_EPOCH, **choices))
     resumed = ranks(2).call(
