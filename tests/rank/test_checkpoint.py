@@ -244,7 +244,9 @@ def keep_all_job(state, folder, spec):
 
 
 def test_an_asynchronous_server_is_copied_between_two_updates(ranks, tmp_path):
-    spec = spec_of("async", tmp_path, source=COUNTING, save_every=0.1, num_warmup_steps=0)
+    spec = spec_of(
+        "async", tmp_path, source=COUNTING, save_every=0.1, momentum=0.0, num_warmup_steps=0
+    )
     ranks(2).call(keep_all_job, spec)
     paths = sorted(tmp_path.glob("old/step-*/rank-0-of-*.pt"))
     assert len(paths) >= 1

@@ -168,7 +168,9 @@ def data(split):
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not STRATEGIES[name].is_dense])
 def test_sparse_gradients_train_as_dense_ones_do(ranks, strategy):
     sparse, dense = (
-        ranks(2).call(run_job, spec_of(strategy, source=SPARSE.format(sparse=sparse), momentum=0.9))[0][0]
+        ranks(2).call(
+            run_job, spec_of(strategy, source=SPARSE.format(sparse=sparse), momentum=0.9)
+        )[0][0]
         for sparse in (True, False)
     )
     assert math.isfinite(sparse.final_loss)
