@@ -18,6 +18,9 @@ from ddpnb.protocol.options import Option
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+BATCHES = ("batch_size", "batch_per_worker")
+"""Two options of which one may be given."""
+
 TRANSPORTS = ("auto", "shm", "gloo", "rpc")
 """How an asynchronous worker and its server may exchange tensors."""
 
@@ -244,10 +247,11 @@ def make_training_spec(
     Raises:
         UserError: a choice is not possible.
     """
-    if "batch_size" in choices and choices.get("batch_per_worker") is not None:
+    if all(choices.get(name) is not None for name in BATCHES):
+        fixed, grown = (name if in_python else f"--{name.replace('_', '-')}" for name in BATCHES)
         raise UserError(
-            "--batch-size fixes the global batch, and --batch-per-worker lets it grow with the "
-            "workers: leave one of them out."
+            f"{fixed} fixes the global batch, and {grown} lets it grow with the workers: "
+            "leave one of them out."
         )
     fields = {
         name: option.read(option.keyword if in_python else option.flag, choices[option.keyword])
