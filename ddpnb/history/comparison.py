@@ -19,7 +19,7 @@ from ddpnb.protocol.training_options import training_options
 LIBRARIES = ("ddpnb", "torch", "ipyparallel", "numpy")
 """Libraries in ``environment``, by their version."""
 
-ALWAYS = ("num_epochs", "batch_size", "learning_rate", "seed")
+ALWAYS = ("num_epochs", "batch_size", "learning_rate", "momentum", "seed")
 """Fields that are written out even where they have their default, which may change."""
 
 
@@ -186,6 +186,8 @@ def _words(spec: RunSpec) -> list[str]:
     for name, option in (always | dict(chosen(spec))).items():
         if name == "resume" and spec.resumed:  # the comparison: each strategy resumes its own run
             words += [option.flag, spec.resumed.partition("/")[0]]
+        elif name == "batch_size" and spec.batch_per_worker is not None:
+            continue
         elif name != "task":
             words += option.words(getattr(spec, name))
     return words

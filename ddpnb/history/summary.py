@@ -19,6 +19,7 @@ from ddpnb.history.metrics import (
     tenths,
 )
 from ddpnb.history.model import RunSnapshot, Status, ending
+from ddpnb.history.stability import stability_notes
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Mark, MarkKind, RunReport
@@ -234,7 +235,7 @@ def _summary(
         num_missed_target=sum(math.isnan(seconds) for seconds, _ in reached),
         num_diverged=sum(num_diverged(run) for run in runs),
         is_emulated=is_emulated(runs),
-        notes=_notes(runs),
+        notes=_notes(runs) + stability_notes(counted, staleness_median(stale)),
     )
 
 

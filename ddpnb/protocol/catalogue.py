@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import Option
 
 BASELINE = "single"
@@ -75,6 +76,26 @@ _TIMEOUT = Option(
     least=1,
     about="seconds without a step by any worker after which silent workers count as dead",
 )
+
+_MOMENTUM = Option(
+    default=None,
+    kind=float,
+    least=0,
+    below=1,
+    about="momentum of the default optimizer, in place of --momentum",
+)
+
+COMPENSATION = 0.04
+"""The lambda of DC-ASGD for ``compensate=on``: that of its paper for CIFAR-10."""
+
+
+def _compensation(name: str, text: str) -> float:
+    """Parse ``on``, ``off`` or a number."""
+    try:
+        return {"on": COMPENSATION, "off": 0.0}[text] if text in ("on", "off") else float(text)
+    except ValueError:
+        raise UserError(f"{name} takes on, off or a number, not {text!r}.") from None
+
 
 STRATEGIES: Mapping[str, StrategyEntry] = {
     "single": StrategyEntry(
@@ -153,8 +174,15 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
                 about="steps a worker may be ahead of the slowest; 0: synchronous, -1: unlimited",
             ),
             "damping": Option(
-                default=False, about="divide the learning rate by 1 + staleness (on, off)"
+                default=False, about="scale each gradient by 1 / (1 + its staleness) (on, off)"
             ),
+            "compensate": Option(
+                default=0.0,
+                least=0,
+                from_text=_compensation,
+                about=f"delay compensation (DC-ASGD): its lambda; on: {COMPENSATION:g}",
+            ),
+            "momentum": _MOMENTUM,
             "timeout": _TIMEOUT,
         },
     ),
@@ -164,7 +192,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#c58ae8", "dotted", "d"),
         is_asynchronous=True,
         transports=("auto", "shm"),
-        options={"timeout": _TIMEOUT},
+        options={"momentum": _MOMENTUM, "timeout": _TIMEOUT},
     ),
     "local-sgd": StrategyEntry(
         about="each rank trains alone; weights are averaged every few steps",

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from ddpnb.protocol.notation import check_transport
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.notation import check_transport, parse_strategy
 from ddpnb.protocol.training_options import TrainingSpec
 
 
@@ -74,6 +75,18 @@ class RunSpec(TrainingSpec):
         TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
         check_transport(self.strategy, self.transport)
 
+    @property
+    def own_momentum(self) -> float | None:
+        """What the strategy's own option says, ``async:momentum=0.5``; None: it says nothing."""
+        chosen = parse_strategy(self.strategy)
+        value = chosen.options.get("momentum") if chosen.name in STRATEGIES else None
+        return None if value is None else float(value)
+
+    @property
+    def used_momentum(self) -> float:
+        """Of the default optimizer: the strategy's own, else that of all strategies."""
+        return self.momentum if self.own_momentum is None else self.own_momentum
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
@@ -96,6 +109,8 @@ class RunHeader:
     """Samples that the resumed run had seen when its checkpoint was made."""
     is_emulated: bool = False
     """Whether the strategy is emulated; then its speed says nothing about the real one."""
+    momentum: float = 0.0
+    """Of the optimizer, where that is SGD and not Nesterov's."""
     notes: tuple[str, ...] = ()
     """What is emulated, synthetic or adjusted: one short sentence each, shown with every result."""
 

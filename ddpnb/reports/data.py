@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SETTINGS = ("task", "num_epochs", "batch_size", "learning_rate", "seed")
-CIRCUMSTANCES = ("num_workers", "num_threads", "device", "backend", "num_parameters")
+CIRCUMSTANCES = ("momentum", "num_workers", "num_threads", "device", "backend", "num_parameters")
 STEP = ("rank", "step", "seconds", "num_samples", "loss", "staleness", "num_bytes_sent")
 
 FORMAT = 1
@@ -122,6 +122,7 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         "repeat": run.repeat + 1,
         "status": run.status.value,
         **{name: getattr(run.spec, name, None) for name in SETTINGS},
+        **_global_batch(run),
         **{name: getattr(run.header, name, None) for name in CIRCUMSTANCES},
         "num_steps": run.aggregate.num_events,
         "num_samples": run.aggregate.num_samples,
@@ -138,6 +139,13 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         "bytes_sent_per_step": split.num_bytes_sent,
         "notes": "; ".join(run.header.notes) if run.header else "",
     }
+
+
+def _global_batch(run: RunSnapshot) -> dict[str, int]:
+    """Return the batch size, where it follows from the number of workers."""
+    if run.spec is None or run.header is None:
+        return {}
+    return {"batch_size": run.spec.global_batch(run.header.num_workers)}
 
 
 def _step_columns(run: RunSnapshot) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def title(comparison: Comparison) -> str:
     specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
     headers = [run.header for run in comparison.runs if run.header]
     tasks = dict.fromkeys("own cell" if s.task == "cell" else s.task for s in specs)
-    batches = dict.fromkeys(f"{s.batch_size:,}" for s in specs)
+    batches = dict.fromkeys(s.batch_words for s in specs)
     devices = dict.fromkeys(header.device.split(":")[0] for header in headers)
     parts = [" and ".join(tasks)]
     parts += [f"global batch {' and '.join(batches)}"] if batches else []

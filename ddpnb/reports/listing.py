@@ -88,7 +88,7 @@ def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
         Cell(text=f"{run.comparison}/{run.name}", dot=style.colour, is_hollow=style.is_hollow),
         len(repeats),
         "own cell" if run.task == "cell" else run.task or NOTHING,
-        f"{run.spec.batch_size:,}" if run.spec else NOTHING,
+        run.spec.batch_words if run.spec else NOTHING,
         run.num_workers or NOTHING,
         f"{sum(repeat.num_events for repeat in repeats):,}",
         started,

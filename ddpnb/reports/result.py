@@ -273,8 +273,9 @@ def _settings(comparison: Comparison) -> str:
     settings = {
         "task": spec.task,
         "passes over the data": f"{spec.num_epochs:g}",
-        "global batch": str(spec.batch_size),
+        "global batch": spec.batch_words,
         "learning rate": f"{spec.learning_rate:g}",
+        "momentum": f"{spec.momentum:g}",
         "seed": str(spec.seed),
         "warm-up steps, not timed": str(spec.num_warmup_steps),
     }

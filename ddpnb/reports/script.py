@@ -12,7 +12,7 @@ from ddpnb.protocol.catalogue import CELL_TASK
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 
-CARRIED = ("num_epochs", "batch_size", "learning_rate", "seed")
+CARRIED = ("num_epochs", "batch_size", "batch_per_worker", "learning_rate", "momentum", "seed")
 """Settings that the script has; its docstring names the others that were used."""
 
 SCRIPT = Template('''\
@@ -32,7 +32,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-NUM_EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED = $num_epochs, $batch_size, $learning_rate, $seed
+NUM_EPOCHS, BATCH_SIZE, SEED = $num_epochs, $batch_size, $seed
+LEARNING_RATE, MOMENTUM = $learning_rate, $momentum
 MAX_JUDGED = 10_000  # samples of the training split in the final loss
 
 
@@ -97,7 +98,7 @@ def main():
     if globals().get("optimizer"):
         optimize = optimizer(parameters)
     else:
-        optimize = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+        optimize = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
 
     batches = Batches(len(train))
     for step, (inputs, targets) in enumerate(DataLoader(train, batch_sampler=batches)):
@@ -163,8 +164,9 @@ def script(comparison: Comparison, file: str) -> str:
         num_ranks=num_ranks_of(comparison),
         missing=_missing(spec),
         num_epochs=repr(spec.num_epochs),
-        batch_size=repr(spec.batch_size),
+        batch_size=repr(spec.global_batch(num_ranks_of(comparison))),
         learning_rate=repr(spec.learning_rate),
+        momentum=repr(spec.momentum),
         seed=repr(spec.seed),
         cell=cell,
     )

@@ -25,7 +25,7 @@ def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel
     )
     assert not kernel.run(setting).error
     assert kernel.value("form._magic.value.splitlines()[0]") == (
-        "%%ddp_compare ddp --epochs 1 --batch-size 32 --lr 0.02 --name paneled"
+        "%%ddp_compare ddp --epochs 1 --batch-size 32 --lr 0.05 --momentum 0 --name paneled"
     )
     deadline = time.monotonic() + 60
     while "Finished" not in kernel.value("form._status.value"):

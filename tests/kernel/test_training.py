@@ -133,8 +133,9 @@ class Fragile(nn.Linear):
 
 def test_every_choice_works_from_the_line(kernel: Kernel):
     cell = kernel.run(
-        "%ddp_compare dp ddp async --task synthetic:samples=256 --epochs 2 --batch-size 32 "
-        "--lr 0.01 --accumulate 2 --amp bf16 --clip 1 --lr-scaling sqrt --lr-warmup 1 "
+        "%ddp_compare dp ddp async --task synthetic:samples=256 --epochs 2 "
+        "--batch-per-worker 16 --lr 0.01 --momentum 0.9 --lr-scaling sqrt --lr-warmup 1 "
+        "--accumulate 2 --amp bf16 --clip 1 "
         "--data-workers 1 --slow 1:5ms --jitter 10% --save-every 1 --name chosen"
     )
     drawn(cell)
@@ -148,6 +149,20 @@ def test_every_choice_works_from_the_line(kernel: Kernel):
     assert all(model in shown for model in models)
     assert kernel.run("%ddp_runs --delete chosen").lines
     assert not list(kept.iterdir())
+
+
+def test_what_momentum_leaves_of_the_learning_rate_stands_beside_the_run(kernel: Kernel):
+    cell = kernel.run(
+        "%ddp_compare async async:momentum=0 --task digits --epochs 2 --batch-size 64 "
+        "--momentum 0.9 --lr 0.005 --no-baseline"
+    )
+    drawn(cell)
+    median = kernel.value("list(_.to_frame().staleness_median)[0] > 0")
+    notes = [
+        line for line in cell.text.splitlines() if "synchronous learning rate is stable" in line
+    ]
+    assert len(notes) == (median == "True")
+    assert all(note.strip().startswith("async: with momentum 0.9 and a") for note in notes)
 
 
 def test_a_run_is_resumed(kernel: Kernel):

@@ -147,7 +147,7 @@ def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_rank):
 def test_a_report_says_what_each_rank_holds(ranks):
     size = 4 * (16 * 5 + 2 * 17)
     for word, parameters, state in (("ddp", size, size), ("fsdp", size // 2, size // 2)):
-        for report, _ in ranks(2).call(run_job, spec_of(word, num_epochs=1)):
+        for report, _ in ranks(2).call(run_job, spec_of(word, num_epochs=1, momentum=0.9)):
             assert (report.num_parameter_bytes, report.num_optimizer_bytes) == (parameters, state)
 
 
@@ -168,7 +168,9 @@ def data(split):
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not STRATEGIES[name].is_dense])
 def test_sparse_gradients_train_as_dense_ones_do(ranks, strategy):
     sparse, dense = (
-        ranks(2).call(run_job, spec_of(strategy, source=SPARSE.format(sparse=sparse)))[0][0]
+        ranks(2).call(
+            run_job, spec_of(strategy, source=SPARSE.format(sparse=sparse), momentum=0.9)
+        )[0][0]
         for sparse in (True, False)
     )
     assert math.isfinite(sparse.final_loss)
@@ -204,7 +206,8 @@ def loss(outputs, targets):
 
 @pytest.mark.parametrize("first", [0, 1], ids=["(N,)", "(N, 1)"])
 def test_a_model_of_one_column_is_judged_by_its_loss_alone(ranks, first):
-    report, _ = ranks(1).call(run_job, spec_of("ddp", source=ONE_COLUMN.format(first=first)))[0]
+    spec = spec_of("ddp", source=ONE_COLUMN.format(first=first), momentum=0.9)
+    report, _ = ranks(1).call(run_job, spec)[0]
     assert report.held_out_loss < 0.5
     assert math.isnan(report.held_out_accuracy)
 
@@ -252,17 +255,24 @@ def test_a_run_repeats_whatever_random_numbers_came_before(ranks):
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
-@pytest.mark.parametrize("batch_size", [64, 256])
-def test_digits_are_learnt(ranks, strategy, batch_size):
+@pytest.mark.parametrize(
+    ("batch_size", "momentum", "least"), [(64, 0.9, 0.95), (256, 0.9, 0.95), (64, 0.0, 0.93)]
+)
+def test_digits_are_learnt(ranks, strategy, batch_size, momentum, least):
     spec = RunSpec(
-        run_id="d", strategy=strategy, task="digits", num_epochs=6, batch_size=batch_size
+        run_id="d",
+        strategy=strategy,
+        task="digits",
+        num_epochs=6,
+        batch_size=batch_size,
+        momentum=momentum,
     )
     report, _ = ranks(2).call(run_job, spec)[0]
-    assert report.held_out_accuracy > 0.95
+    assert report.held_out_accuracy > least
 
 
 def test_synthetic_data_are_learnt_and_said_to_be_synthetic(ranks):
-    spec = RunSpec(run_id="s", strategy="ddp", task="synthetic", num_epochs=1)
+    spec = RunSpec(run_id="s", strategy="ddp", task="synthetic", num_epochs=2)
     report, events = ranks(2).call(run_job, spec)[0]
     assert report.held_out_accuracy > 0.9
     assert "ynthetic" in events[0].notes[0]

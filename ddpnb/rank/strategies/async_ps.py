@@ -6,7 +6,8 @@
 w_old is what the worker had pulled; the updates made since by others are the gradient's
 staleness.  The weight b_i / B is the worker's share of a global batch of B: with it, one pass
 over the data moves w as far as synchronous SGD does.  It scales the learning rate, not the
-gradient, and so also weight decay and Adam's updates.
+gradient, and so also weight decay and Adam's updates.  The optimizer is the server's: its momentum
+is that of all workers together.
 
 Options:
 
@@ -15,13 +16,19 @@ Options:
                 worker waits for it
     bound=s     stale synchronous parallel: a worker that is s steps ahead of the slowest waits.
                 s = 0 is synchronous: all wait for one update, made of a round's gradients
-    damping=on  lr / (1 + staleness) for each update
+    damping=on  g_i * (1 + s') / (1 + s)  in place of g_i, with s its staleness and
+                s' = (N - 1) / k that of equally fast workers.  By plain SGD with k = 1 a gradient
+                so moves w by lr * g_i / (1 + s)
+    compensate=l
+                g_i + l * g_i * g_i * (w - w_old)  in place of g_i, with w as it is now
+    momentum=m  of the default optimizer, in place of --momentum
 
 References: Dean et al., "Large Scale Distributed Deep Networks" (Downpour SGD),
 NeurIPS 2012; Li et al., "Scaling Distributed Machine Learning with the Parameter
 Server", OSDI 2014.  Period (n-softsync) and damping: Zhang et al., "Staleness-aware
 Async-SGD for Distributed Deep Learning", IJCAI 2016.  Bound: Ho et al., "More Effective
-Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.
+Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.  Compensation:
+Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017.
 
 Messages per step and worker: its gradients to the server, the parameters back; and two of
 some 30 bytes.  The reply also names the next shard: a faster worker takes more of them.
@@ -50,10 +57,7 @@ from ddpnb.rank.strategies.base import Plan, State, Strategy
 from ddpnb.rank.strategies.replica import Batch, Replica, StepReport
 from ddpnb.rank.tasks.batches import Shard
 
-_WEIGHT_NOTE = (
-    "Gradients are weighted by their share of the global batch; staleness adds to momentum, "
-    "so a smaller learning rate suits it."
-)
+_WEIGHT_NOTE = "Gradients are weighted by their share of the global batch."
 
 
 @final
@@ -63,13 +67,15 @@ class AsyncParameterServer(Strategy):
     Args:
         period: gradients that make one update.
         bound: steps that a worker may be ahead of the slowest; -1: any number.
-        damping: whether the learning rate is divided by 1 + staleness.
+        damping: whether gradients are scaled by their staleness.
+        compensate: the lambda of delay compensation; 0: none.
+        momentum: of the default optimizer, which has it already: ``RunSpec.used_momentum``.
         timeout: seconds that the server waits where no worker makes progress.
         log: called with every read and write that the server serves; rank 0's is used.
 
     Raises:
-        UserError: a period or damping together with a bound of 0, which implies a period and
-            no staleness.
+        UserError: a period, damping or compensation together with a bound of 0, which implies a
+            period and no staleness.
     """
 
     def __init__(
@@ -78,6 +84,8 @@ class AsyncParameterServer(Strategy):
         period: int = 1,
         bound: int = NO_BOUND,
         damping: bool = False,
+        compensate: float = 0.0,
+        momentum: float | None = None,
         timeout: float = 60.0,
         log: AccessLog = ignore_access,
     ) -> None:
@@ -85,9 +93,12 @@ class AsyncParameterServer(Strategy):
             raise UserError("With bound=0 an update is made of a whole round: leave period out.")
         if bound == 0 and damping:
             raise UserError("With bound=0 no gradient is stale: leave damping out.")
+        if bound == 0 and compensate:
+            raise UserError("With bound=0 no gradient is stale: leave compensate out.")
         self._period = WHOLE_ROUND if bound == 0 else period
         self._bound = bound
         self._is_damped = damping
+        self._compensation = compensate
         self._timeout = timeout
         self._log = log
         self._server: ParameterServer | None = None
@@ -188,6 +199,7 @@ class AsyncParameterServer(Strategy):
             copies=copies,
             period=self._period,
             is_damped=self._is_damped,
+            compensation=self._compensation,
         )
         return ParameterServer(
             store=store,

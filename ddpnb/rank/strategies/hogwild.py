@@ -7,6 +7,10 @@ w_old may be a mixture of states.  Each has its own optimizer: momentum is local
 comes from a shared counter of updates: those by others between the forward pass and the update.
 The weight b_i / B, a share of the global batch of B, is that of ``async``.
 
+Option:
+
+    momentum=m  of the default optimizer, in place of --momentum
+
 Reference: Niu, Recht, Re and Wright, "Hogwild!: A Lock-Free Approach to Parallelizing
 Stochastic Gradient Descent", NeurIPS 2011.
 
@@ -147,7 +151,22 @@ class SharedMemoryStrategy(Strategy):
 
 @final
 class Hogwild(SharedMemoryStrategy):
-    """Asynchronous SGD on shared memory."""
+    """Asynchronous SGD on shared memory.
+
+    Args:
+        momentum: of the default optimizer, which has it already: ``RunSpec.used_momentum``.
+        timeout: seconds in which some worker must make progress.
+        log: called with every read and update of this worker.
+    """
+
+    def __init__(
+        self,
+        *,
+        momentum: float | None = None,
+        timeout: float = 60.0,
+        log: AccessLog = ignore_access,
+    ) -> None:
+        super().__init__(timeout=timeout, log=log)
 
     def plan(self, state: RankState) -> Plan:
         """Every rank trains.

@@ -57,6 +57,8 @@ def cell_task(
     loss = _optional(defined, "loss(outputs, targets)")
     own_step = _optional(defined, "training_step(model, batch)")
     make_optimizer = _optional(defined, "optimizer(params)", is_checked=False)
+    if make_optimizer:
+        _refuse_momentum(spec)
     key = (spec.comparison, spec.seed) if spec.comparison else object()
 
     def samples(split: str) -> Samples:
@@ -77,7 +79,7 @@ def cell_task(
         has_loss=bool(own_step or loss),
         optimizer=own_optimizer(make_optimizer)
         if make_optimizer
-        else default_optimizer(spec.learning_rate),
+        else default_optimizer(spec.learning_rate, spec.used_momentum),
         notes=notes + tuple(dict.fromkeys(train.notes + held_out.notes)),
         defined=scope,
     )
@@ -89,6 +91,15 @@ def _run_cell(source: str, namespace: Mapping[str, object], filename: str) -> di
     scope = dict(namespace)
     exec(compile(source, filename, "exec"), scope)
     return scope
+
+
+def _refuse_momentum(spec: RunSpec) -> None:
+    own = "" if spec.own_momentum is None else f"{spec.strategy.partition(':')[0]}:momentum"
+    if option := own or ("--momentum" if spec.momentum else ""):
+        raise UserError(
+            f"{option} is for the default optimizer, and the cell defines optimizer(params): "
+            "leave one of them out."
+        )
 
 
 def _required(defined: Mapping[str, Any], call: str, example: str) -> Callable[..., Any]:

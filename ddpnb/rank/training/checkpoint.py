@@ -38,7 +38,9 @@ NUM_OWN_FOLDERS = 3
 SAME = {
     "batch_size": "--batch-size",
     "seed": "--seed",
+    "batch_per_worker": "--batch-per-worker",
     "learning_rate": "--lr",
+    "momentum": "--momentum",
     "lr_scaling": "--lr-scaling",
     "num_lr_warmup_epochs": "--lr-warmup",
 }

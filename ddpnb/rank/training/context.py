@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from ddpnb.compat.torch_internals import end_data_workers
 from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
 from ddpnb.protocol.notation import check_fault_ranks, parse_strategy
 from ddpnb.protocol.processes import die_with_parent
@@ -268,15 +269,15 @@ def build_context(
     check_fault_ranks(spec.slow, spec.kill, state.world_size)
     seed_everything(spec.seed)  # so that the data are the same on every rank
     task = load_task(spec, namespace, filename, cache)
-    schedule = BatchSchedule(
-        len(task.train),
-        batch_size=spec.batch_size,
-        num_epochs=spec.num_epochs,
-        num_ranks=state.world_size,
-        seed=spec.seed,
-    )
     known = ChainMap(dict(task.defined), dict(namespace))
     plan = make_strategy(spec.strategy, known, state.device).plan(state)
+    schedule = BatchSchedule(
+        len(task.train),
+        batch_size=_global_batch(spec, plan, len(task.train)),
+        num_epochs=spec.num_epochs,
+        num_ranks=state.world_size if spec.batch_per_worker is None else plan.num_workers,
+        seed=spec.seed,
+    )
     return RunContext(
         spec=spec,
         state=state,
@@ -288,6 +289,22 @@ def build_context(
         namespace=known,
         rejoin_info=rejoin_info,
     )
+
+
+def _global_batch(spec: RunSpec, plan: Plan, num_samples: int) -> int:
+    """Return the size of a global batch.
+
+    Raises:
+        UserError: ``--batch-per-worker`` makes it larger than the training split.
+    """
+    size = spec.global_batch(plan.num_workers)
+    if spec.batch_per_worker is not None and size > num_samples:
+        raise UserError(
+            f"--batch-per-worker {spec.batch_per_worker} makes a global batch of {size} with "
+            f"{plan.num_workers} workers, larger than the training split ({num_samples} samples); "
+            f"give {max(1, num_samples // plan.num_workers)} or less."
+        )
+    return size
 
 
 @contextlib.contextmanager

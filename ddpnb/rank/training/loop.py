@@ -197,7 +197,7 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
         num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
         set_up(context, strategy, replica)
         if context.state.rank == 0:
-            publish(header_of(context, num_parameters, strategy.notes()))
+            publish(header_of(context, num_parameters, strategy.notes(), replica.optimizers))
         callback = CheckpointCallback(
             context=context,
             strategy=strategy,

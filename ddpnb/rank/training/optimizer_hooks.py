@@ -49,6 +49,7 @@ def with_hooks(
         lr at update t  =  lr * s(N) * min(1, (t + 1) / T)     s: N or sqrt(N), with N workers
         g               <-  g * min(1, clip / |g|)             |g|: norm of all gradients together
 
+    The rate is scaled where the global batch grows with the workers (``--batch-per-worker``) alone.
     They do so in their own hooks, and so in a worker and in a server alike.  Loading a state
     restores momenta and the number of updates, but keeps this run's learning rate.  A scheduler of
     the cell's own replaces warm-up and scaling; its rate depends on the number of updates alone.

@@ -1,10 +1,11 @@
 """What a rank measures in a run and reports about it (ranks)."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.optim import SGD, Optimizer
 
 from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
@@ -101,13 +102,19 @@ class RunMetrics:
             return Score()
 
 
-def header_of(context: RunContext, num_parameters: int, notes: tuple[str, ...]) -> RunHeader:
+def header_of(
+    context: RunContext,
+    num_parameters: int,
+    notes: tuple[str, ...],
+    optimizers: Iterable[Optimizer] = (),
+) -> RunHeader:
     """Return the header of a run.
 
     Args:
         context: the run.
         num_parameters: of the model.
         notes: the strategy's own, after its set-up.
+        optimizers: those that the strategy has made.
     """
     num_before = context.schedule.num_samples_before(context.first_step)
     return RunHeader(
@@ -119,6 +126,7 @@ def header_of(context: RunContext, num_parameters: int, notes: tuple[str, ...]) 
         device=context.state.device,
         backend=context.state.backend,
         num_parameters=num_parameters,
+        momentum=max(map(_momentum, optimizers), default=0.0),
         num_samples=context.schedule.num_samples - num_before,
         num_samples_before=num_before,
         is_emulated=context.plan.is_emulated,
@@ -126,9 +134,20 @@ def header_of(context: RunContext, num_parameters: int, notes: tuple[str, ...]) 
     )
 
 
+def _momentum(optimizer: Optimizer) -> float:
+    """Return the momentum of SGD; 0 for any other optimizer, and for Nesterov's variant."""
+    groups = optimizer.param_groups if isinstance(optimizer, SGD) else []
+    return max((0.0 if group["nesterov"] else group["momentum"] for group in groups), default=0.0)
+
+
 def _notes(context: RunContext) -> list[str]:
     spec, plan, schedule = context.spec, context.plan, context.schedule
     found = [*fault_injection.notes(spec, plan), *warm_up_notes(spec, plan, schedule)]
+    if spec.batch_per_worker is not None and plan.num_workers > 1:
+        found.append(
+            f"Weak scaling: {spec.batch_per_worker} samples per step of each worker, so a global "
+            f"batch of {spec.global_batch(plan.num_workers)}; single has {spec.batch_per_worker}."
+        )
     if 0 < (num_samples := schedule.size(0) // plan.num_ranks) < spec.accumulate:
         found.append(
             f"--accumulate {spec.accumulate} makes only {num_samples} parts: "

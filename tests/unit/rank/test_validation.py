@@ -526,7 +526,7 @@ def test_a_scheduler_and_a_warm_up_exclude_each_other():
         "    return made, torch.optim.lr_scheduler.StepLR(made, 3)"
     )
     check(source)
-    for changes in ({"num_lr_warmup_epochs": 1}, {"lr_scaling": "sqrt"}):
+    for changes in ({"num_lr_warmup_epochs": 1}, {"lr_scaling": "sqrt", "batch_per_worker": 5}):
         with pytest.raises(UserError, match=r"sets the learning rate: leave --lr-[a-z]+ out"):
             check_choices(source, "ddp", **changes)
 

@@ -124,6 +124,26 @@ NAMED = {"strategies": ("ddp",)}
             {"strategies": ("diloco:outer_lr=0",)},
             "diloco:outer_lr must be greater than 0, not 0.",
         ),
+        (
+            {"task": "digits"},
+            {"strategies": ("async:momentum=1",)},
+            "async:momentum must be less than 1, not 1.",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("hogwild:momentum=-1",)},
+            "hogwild:momentum must be at least 0, not -1.",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("async:compensate=yes",)},
+            "async:compensate takes on, off or a number, not 'yes'.",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("async:compensate=-1",)},
+            "async:compensate must be at least 0, not -1.",
+        ),
         ({}, {}, "Nothing to train: define model() and data(split) in the cell"),
         ({"source": "  \n"}, {}, "Nothing to train"),
     ],
@@ -144,6 +164,16 @@ WRONG_LINES = {
     "--batch-size 0": "--batch-size must be at least 1, not 0.",
     "--lr=-1": "--lr must be greater than 0, not -1.",
     "--lr nan": "--lr must be greater than 0",
+    "--momentum 1": "--momentum must be less than 1, not 1.",
+    "--momentum 1.5": "--momentum must be less than 1, not 1.5.",
+    "--momentum inf": "--momentum must be less than 1, not inf.",
+    "--momentum nan": "--momentum must be at least 0, not nan.",
+    "--momentum=-0.1": "--momentum must be at least 0, not -0.1.",
+    "--momentum much": "--momentum takes a number, not 'much'.",
+    "--batch-per-worker 0": "--batch-per-worker must be at least 1, not 0.",
+    "--batch-per-worker 64 --batch-size 128": "--batch-size fixes the global batch, and",
+    "--lr-scaling linear": "--lr-scaling linear has nothing to scale: the global batch is 256 for",
+    "--batch-size 64 --lr-scaling sqrt": "Give --batch-per-worker, with which it grows, or leave",
     "--seed=-1": "--seed must be at least 0, not -1.",
     f"--seed {2**63}": f"--seed must be at most {2**63 - 1}, not {2**63}.",
     f"--seed {10**400}": f"--seed must be at most {2**63 - 1}, not 1000",
@@ -197,7 +227,7 @@ def test_the_help_begins_with_the_usage_and_names_every_default():
 def test_every_choice_has_its_option():
     line = (
         "ddp --task synthetic:samples=512 --epochs 3 --batch-size 64 --lr 0.1 --seed 5 "
-        "--accumulate 4 --amp bf16 --clip 1.5 --lr-scaling linear --lr-warmup 1 "
+        "--momentum 0.9 --accumulate 4 --amp bf16 --clip 1.5 --lr-warmup 1 "
         "--sync-batchnorm --transport shm --data-workers 2 --slow 1:3x,0:50ms --slow 2:2x "
         "--jitter 20% --kill 1@5s --save-every 0.5 --resume mine"
     )
@@ -210,7 +240,7 @@ def test_every_choice_has_its_option():
         accumulate=4,
         amp="bf16",
         clip=1.5,
-        lr_scaling="linear",
+        momentum=0.9,
         num_lr_warmup_epochs=1,
         sync_batchnorm=True,
         transport="shm",
@@ -221,6 +251,25 @@ def test_every_choice_has_its_option():
         save_every=0.5,
         resume="mine",
     )
+
+
+def test_a_batch_of_each_worker_grows_with_them():
+    training = parse("ddp --task digits --batch-per-worker 64 --lr-scaling linear")
+    assert training == TrainingSpec(task="digits", batch_per_worker=64, lr_scaling="linear")
+    assert [training.global_batch(num) for num in (1, 2, 4)] == [64, 128, 256]
+    assert [parse("ddp --task digits").global_batch(num) for num in (1, 4)] == [256, 256]
+
+
+def test_a_strategys_own_momentum_goes_before_that_of_all():
+    for strategy, momentum in (
+        ("ddp", 0.9),
+        ("async", 0.9),
+        ("async:momentum=0.5", 0.5),
+        ("hogwild:momentum=0", 0.0),
+        ("Own:momentum=0.5", 0.9),  # means something else there
+    ):
+        run = RunSpec(run_id="r", strategy=strategy, task="digits", momentum=0.9)
+        assert run.used_momentum == momentum
 
 
 @pytest.mark.parametrize("strategies", [("ddp", "async"), ("Own",)])
