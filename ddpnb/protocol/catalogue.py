@@ -76,6 +76,11 @@ _TIMEOUT = Option(
     about="seconds without a step by any worker after which silent workers count as dead",
 )
 
+_BUCKET_VIEW = Option(
+    default=False,
+    about="gradients are parts of what is sent, not copied into it (gradient_as_bucket_view)",
+)
+
 STRATEGIES: Mapping[str, StrategyEntry] = {
     "single": StrategyEntry(
         about="one device",
@@ -108,6 +113,10 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
                 choices=("none", "fp16", "bf16", "powersgd"),
             ),
             "powersgd_rank": Option(default=1, about="rank of PowerSGD's matrices", least=1),
+            "powersgd_start": Option(
+                default=2, about="steps without compression at first (start_powerSGD_iter)", least=2
+            ),
+            "bucket_view": _BUCKET_VIEW,
         },
     ),
     "ddp-shm": StrategyEntry(
@@ -115,6 +124,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         import_path="ddpnb.rank.strategies.ddp_shm:DdpShm",
         look=Look("#174f86", "dashed", "h"),
         is_dense=True,
+        options={"bucket_view": _BUCKET_VIEW},
     ),
     "ddp-by-hand": StrategyEntry(
         about="flatten the gradients, all-reduce, step",
@@ -122,8 +132,19 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#93c4f2", "dash-dot", "8"),
         is_dense=True,
     ),
+    "ddp-overlap-by-hand": StrategyEntry(
+        about="the same, each gradient sent while the backward pass goes on",
+        import_path="ddpnb.rank.strategies.ddp_overlap_by_hand:DdpOverlapByHand",
+        look=Look("#123456", "dotted", "x"),
+        is_dense=True,
+        options={
+            "bucket_mb": Option(
+                default=0.0, about="MB of gradients per message; 0: one for each parameter", least=0
+            )
+        },
+    ),
     "ring-by-hand": StrategyEntry(
-        about="the same, with a ring all-reduce from sends and receives",
+        about="ddp-by-hand with a ring all-reduce from sends and receives",
         import_path="ddpnb.rank.strategies.ring_by_hand:RingByHand",
         look=Look("#a96b59", "long", "X"),
         is_dense=True,
@@ -181,8 +202,22 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#f0857a", "dashed", "<"),
         options={
             "every": Option(default=8, about="inner steps per outer step", least=1),
-            "outer_lr": Option(default=0.7, about="the outer learning rate", above=0),
-            "outer_momentum": Option(default=0.9, about="the outer Nesterov momentum", least=0),
+            "outer_lr": Option(default=0.5, about="the outer learning rate", above=0),
+            "outer_momentum": Option(
+                default=0.5, about="the outer Nesterov momentum", least=0, most=0.99
+            ),
+        },
+    ),
+    "easgd": StrategyEntry(
+        about="each rank trains alone; now and then a centre and it draw each other",
+        import_path="ddpnb.rank.strategies.easgd:Easgd",
+        look=Look("#654321", "dotted", "+"),
+        options={
+            "every": Option(default=8, about="steps from one move to the next", least=1),
+            "beta": Option(
+                default=0.9, about="moving rate of all ranks together", above=0, most=1
+            ),
+            "timeout": _TIMEOUT,
         },
     ),
     "zero": StrategyEntry(
