@@ -135,7 +135,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "ddp-overlap-by-hand": StrategyEntry(
         about="the same, each gradient sent while the backward pass goes on",
         import_path="ddpnb.rank.strategies.ddp_overlap_by_hand:DdpOverlapByHand",
-        look=Look("#123456", "dotted", "x"),
+        look=Look("#2f4be0", "long-short", "$\\spadesuit$"),
         is_dense=True,
         options={
             "bucket_mb": Option(
@@ -211,12 +211,10 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "easgd": StrategyEntry(
         about="each rank trains alone; now and then a centre and it draw each other",
         import_path="ddpnb.rank.strategies.easgd:Easgd",
-        look=Look("#654321", "dotted", "+"),
+        look=Look("#06464f", "dash-dot-dot", "$\\clubsuit$"),
         options={
             "every": Option(default=8, about="steps from one move to the next", least=1),
-            "beta": Option(
-                default=0.9, about="moving rate of all ranks together", above=0, most=1
-            ),
+            "beta": Option(default=0.9, about="moving rate of all ranks together", above=0, most=1),
             "timeout": _TIMEOUT,
         },
     ),

@@ -121,9 +121,7 @@ def views_job(state, folder, word):
 
 @pytest.mark.parametrize("name", ["ddp", "ddp-shm"])
 def test_gradients_are_views_of_buckets_only_where_that_is_asked_for(ranks, name):
-    found = [
-        ranks(2).call(views_job, f"{name}{option}") for option in ("", ":bucket_view=on")
-    ]
+    found = [ranks(2).call(views_job, f"{name}{option}") for option in ("", ":bucket_view=on")]
     assert found == [[False, False], [True, True]]
 
 

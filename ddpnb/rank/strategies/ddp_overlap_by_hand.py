@@ -10,8 +10,8 @@ backward pass goes on to earlier layers meanwhile.  All are waited for before th
 Many small messages cost more than a few large ones.  With ``bucket_mb`` gradients are fused:
 parameters that follow each other share a bucket, which is sent when its last gradient is there.
 Buckets are in reverse order of the parameters, as gradients come, and are sent in that order on
-every rank, even where gradients come in another: else ranks would sum different buckets.  That is
-what ``ddp`` does; it also finds out in which order gradients really come, and does all of it in C++.
+every rank, even where gradients come in another: else ranks would sum different buckets.  ``ddp``
+does the same in C++, and finds out in which order gradients really come.
 
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 PVLDB 13(12), 2020, sections 3.2.2 (bucketing) and 3.2.3 (overlap).

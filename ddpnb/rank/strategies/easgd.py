@@ -1,4 +1,4 @@
-"""Elastic averaging: each worker is drawn to a centre, and draws it, whenever it likes (every rank).
+"""Elastic averaging: each worker and a centre draw each other now and then (every rank).
 
     worker i:  g    =   g_i(w_i)
                w_i, c  <-  w_i - a * (w_i - c),  c + a * (w_i - c)      in every T-th step

@@ -5,10 +5,10 @@
                w_i  <-  w_i - lr * g
 
 with g_i the gradient of the mean loss over one shard.  The run's seed, the worker and its step
-decide which j it is.  All weights lie in memory that the ranks share.  Worker i averages under the locks of both, whatever j is doing, and makes its step
-before it releases its own lock.  Workers wait for nothing but locks, and a faster worker takes
-more shards.  Others may have averaged with w_i since it was read as w_old: staleness counts the
-updates by others in between.
+decide which j it is.  All weights lie in memory that the ranks share.  Worker i averages under the
+locks of both, whatever j is doing, and makes its step before it releases its own lock.  Workers
+wait for nothing but locks, and a faster worker takes more shards.  Others may have averaged with
+w_i since it was read as w_old: staleness counts the updates by others in between.
 
 Reference: Lian, Zhang, Zhang and Liu, "Asynchronous Decentralized Parallel Stochastic Gradient
 Descent", ICML 2018 (AD-PSGD), algorithm 1; the graph is complete.  Each worker has its own
@@ -26,9 +26,9 @@ step, and each waits for its partner:
     w_i'  =   w_i - lr * g_i(w_i)          on each rank i
     w_i  <-   (w_i' + w_j') / 2            j: the partner of i in this step
 
-The ranks form a ring, the same for every seed; in step k ranks k, k + 2, ... each meet the next one, so that each rank
-meets its left and its right neighbour in turn.  Of an odd number one rests, another in each
-step.  Weights agree only nearly; their mean moves as in synchronous SGD.
+The ranks form a ring, the same for every seed; in step k ranks k, k + 2, ... each meet the next
+one, so that each rank meets its left and its right neighbour in turn.  Of an odd number one rests,
+another in each step.  Weights agree only nearly; their mean moves as in synchronous SGD.
 
 Reference: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?",
 NeurIPS 2017 (D-PSGD); here the pairs change from step to step.
