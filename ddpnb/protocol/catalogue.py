@@ -97,6 +97,11 @@ def _compensation(name: str, text: str) -> float:
         raise UserError(f"{name} takes on, off or a number, not {text!r}.") from None
 
 
+_BUCKET_VIEW = Option(
+    default=False,
+    about="gradients are parts of what is sent, not copied into it (gradient_as_bucket_view)",
+)
+
 STRATEGIES: Mapping[str, StrategyEntry] = {
     "single": StrategyEntry(
         about="one device",
@@ -129,6 +134,10 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
                 choices=("none", "fp16", "bf16", "powersgd"),
             ),
             "powersgd_rank": Option(default=1, about="rank of PowerSGD's matrices", least=1),
+            "powersgd_start": Option(
+                default=2, about="steps without compression at first (start_powerSGD_iter)", least=2
+            ),
+            "bucket_view": _BUCKET_VIEW,
         },
     ),
     "ddp-shm": StrategyEntry(
@@ -136,6 +145,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         import_path="ddpnb.rank.strategies.ddp_shm:DdpShm",
         look=Look("#174f86", "dashed", "h"),
         is_dense=True,
+        options={"bucket_view": _BUCKET_VIEW},
     ),
     "ddp-by-hand": StrategyEntry(
         about="flatten the gradients, all-reduce, step",
@@ -143,8 +153,19 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#93c4f2", "dash-dot", "8"),
         is_dense=True,
     ),
+    "ddp-overlap-by-hand": StrategyEntry(
+        about="the same, each gradient sent while the backward pass goes on",
+        import_path="ddpnb.rank.strategies.ddp_overlap_by_hand:DdpOverlapByHand",
+        look=Look("#2f4be0", "long-short", "$\\spadesuit$"),
+        is_dense=True,
+        options={
+            "bucket_mb": Option(
+                default=0.0, about="MB of gradients per message; 0: one for each parameter", least=0
+            )
+        },
+    ),
     "ring-by-hand": StrategyEntry(
-        about="the same, with a ring all-reduce from sends and receives",
+        about="ddp-by-hand with a ring all-reduce from sends and receives",
         import_path="ddpnb.rank.strategies.ring_by_hand:RingByHand",
         look=Look("#a96b59", "long", "X"),
         is_dense=True,
@@ -209,8 +230,20 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#f0857a", "dashed", "<"),
         options={
             "every": Option(default=8, about="inner steps per outer step", least=1),
-            "outer_lr": Option(default=0.7, about="the outer learning rate", above=0),
-            "outer_momentum": Option(default=0.9, about="the outer Nesterov momentum", least=0),
+            "outer_lr": Option(default=0.5, about="the outer learning rate", above=0),
+            "outer_momentum": Option(
+                default=0.5, about="the outer Nesterov momentum", least=0, most=0.99
+            ),
+        },
+    ),
+    "easgd": StrategyEntry(
+        about="each rank trains alone; now and then a centre and it draw each other",
+        import_path="ddpnb.rank.strategies.easgd:Easgd",
+        look=Look("#06464f", "dash-dot-dot", "$\\clubsuit$"),
+        options={
+            "every": Option(default=8, about="steps from one move to the next", least=1),
+            "beta": Option(default=0.9, about="moving rate of all ranks together", above=0, most=1),
+            "timeout": _TIMEOUT,
         },
     ),
     "zero": StrategyEntry(

@@ -172,6 +172,7 @@ def drive(
             rank=state.rank,
             world_size=state.world_size,
             num_steps=order.num_steps,
+            seed=problem.seed,
             folder=folder,
             accumulate=problem.accumulate,
             **({"name": "fit"} | fields),

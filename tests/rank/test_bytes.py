@@ -26,7 +26,7 @@ def sent(ranks, word: str, num_ranks: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("word", ["ddp", "ddp-by-hand"])
+@pytest.mark.parametrize("word", ["ddp", "ddp-by-hand", "ddp-overlap-by-hand"])
 def test_an_all_reduce_of_all_gradients(ranks, word, num_ranks):
     num_steps = PROBLEM.order(num_ranks).num_steps
     assert sent(ranks, word, num_ranks) == [[all_reduced(num_ranks)] * num_steps] * num_ranks
@@ -81,6 +81,13 @@ def test_gossip_in_pairs_sends_all_to_one(ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_elastic_averaging_writes_all_to_the_centre_every_few_steps(ranks, num_ranks):
+    size = S if num_ranks > 1 else 0
+    for mine in sent(ranks, "easgd:every=3", num_ranks):
+        assert mine == [size if (step + 1) % 3 == 0 else 0 for step in range(len(mine))]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_without_locks_each_update_is_written_to_the_memory_of_all(ranks, num_ranks):
     found = sent(ranks, "hogwild", num_ranks)
     assert {size for rank in found for size in rank} == {S}
@@ -93,7 +100,15 @@ def test_in_shared_memory_gradients_are_written_once(ranks, num_ranks):
     assert {size for rank in sent(ranks, "ddp-shm", num_ranks) for size in rank} == {expected}
 
 
-EXCHANGES = ["ddp", "ddp-by-hand", "central", "local-sgd:every=2", "local-sgd:after=9", "zero"]
+EXCHANGES = [
+    "ddp",
+    "ddp-by-hand",
+    "ddp-overlap-by-hand",
+    "central",
+    "local-sgd:every=2",
+    "local-sgd:after=9",
+    "zero",
+]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

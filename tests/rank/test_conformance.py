@@ -17,6 +17,8 @@ SYNCHRONOUS = [
     "ddp",
     "ddp-shm",
     "ddp-by-hand",
+    "ddp-overlap-by-hand",
+    "ddp-overlap-by-hand:bucket_mb=0.0002",
     "ring-by-hand",
     "central",
     "zero",
@@ -27,7 +29,7 @@ WITH_PAIRS = [*ALL, "gossip:together=on", "async:compensate=on", "async:damping=
 PLAIN_OUTER_STEP = "diloco:outer_lr=1,outer_momentum=0"
 """DiLoCo's outer optimizer moves the weights even on one rank; so set, it does not."""
 PLAIN_ALONE = [PLAIN_OUTER_STEP if name == "diloco" else name for name in WITH_PAIRS]
-APART = ("async", "hogwild", "gossip")
+APART = ("async", "hogwild", "gossip", "easgd")
 DETERMINISTIC = [name for name in WITH_PAIRS if name not in APART and "async:" not in name]
 
 

@@ -28,7 +28,7 @@ def be_a_straggler(rank: int, step: int) -> None:
     time.sleep(0.05 if rank == 1 else 0.005)
 
 
-@pytest.mark.parametrize("name", ["async", "async:damping=on", "hogwild", "gossip"])
+@pytest.mark.parametrize("name", ["async", "async:damping=on", "hogwild", "gossip", "easgd"])
 def test_with_a_straggler_the_same_samples_take_less_time_than_with_ddp(ranks, name):
     problem = Problem(num_epochs=8, learning_rate=0.02)
     ranks(2).call(seconds_of, name, Problem(num_epochs=1))  # nothing measured is cold

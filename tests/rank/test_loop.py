@@ -27,7 +27,8 @@ def data(split):
 """
 
 
-ASYNCHRONOUS = ("async", "hogwild", "gossip")
+STALE = ("async", "hogwild", "gossip")
+ASYNCHRONOUS = (*STALE, "easgd")
 
 
 def spec_of(strategy: str, **changes) -> RunSpec:
@@ -79,7 +80,7 @@ def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
         assert [e.step for e in mine] == list(range(report.num_steps))
         assert report.num_samples == sum(e.num_samples for e in mine)
         assert [e.seconds for e in mine] == sorted(e.seconds for e in mine)
-        assert all((e.staleness is None) == (strategy not in ASYNCHRONOUS) for e in mine)
+        assert all((e.staleness is None) == (strategy not in STALE) for e in mine)
         if mine:
             assert report.seconds == mine[-1].seconds
     assert_judged(*reports)
@@ -130,7 +131,7 @@ def test_every_strategy_starts_from_the_same_weights_and_batch(ranks):
 @pytest.mark.parametrize("stop_rank", [0, 1])
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", "ddp-shm", "async", "hogwild", "local-sgd", "gossip", "gossip:together=on"],
+    ["ddp", "ddp-shm", "async", "hogwild", "local-sgd", "gossip", "gossip:together=on", "easgd"],
 )
 def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_rank):
     spec = spec_of(strategy, num_epochs=300)

@@ -262,7 +262,7 @@ def test_asynchronous_workers_make_more_updates_in_an_epoch():
 
 @pytest.mark.parametrize(
     ("word", "num_updates"),
-    [("async:bound=0", 4), ("async:period=2", 8), ("hogwild", 4), ("gossip", 4)],
+    [("async:bound=0", 4), ("async:period=2", 8), ("hogwild", 4), ("gossip", 4), ("easgd", 4)],
 )
 def test_an_optimizer_with_fewer_updates_warms_up_in_as_many_epochs(word, num_updates):
     """Of 4 workers in an epoch of 4 steps: each gradient alone would make 16 updates."""
@@ -333,7 +333,7 @@ def test_an_optimizer_that_never_warmed_up_can_begin_to_when_loaded():
 def test_batchnorm_is_synchronised_only_where_each_step_is(strategy):
     spec = spec_of(strategy, sync_batchnorm=True)
     context = build_context(spec, replace(make_state(0, 2), device="cuda:0"), {}, filename="here")
-    apart = {"single", "dp", "async", "local-sgd", "diloco", "gossip", "no-comm"}
+    apart = {"single", "dp", "async", "local-sgd", "diloco", "gossip", "easgd", "no-comm"}
     assert context.syncs_batchnorm == (strategy not in apart)
 
 

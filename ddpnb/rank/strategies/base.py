@@ -33,6 +33,9 @@ class Strategy(ABC):
     """Whether the task's step gets a wrapper with a ``forward`` alone, and not the model."""
     needs_all_gradients: bool = False
     """Whether each parameter must have a part in each loss."""
+    averages_weights: bool = False
+    """Whether the trained model's weights are averages over workers: no forward pass of any
+    worker was made with them, so BatchNorm's statistics are estimated anew."""
 
     def on(self, device: str) -> Strategy:
         """Return the strategy for such a device: this one, unless it has a variant for it."""

@@ -42,11 +42,18 @@ class DdpShm(DdpStrategy):
     """Torch's ``DistributedDataParallel`` with an all-reduce in shared memory.
 
     Args:
+        bucket_view: as in ``ddp``.
         timeout_seconds: how long a rank waits for another that is alive, by default as long as
             torch does.  A rank that dies or leaves is noticed at once.
     """
 
-    def __init__(self, *, timeout_seconds: float = default_pg_timeout.total_seconds()) -> None:
+    def __init__(
+        self,
+        *,
+        bucket_view: bool = False,
+        timeout_seconds: float = default_pg_timeout.total_seconds(),
+    ) -> None:
+        self._bucket_view = bucket_view
         self._timeout = timeout_seconds
         self._shared: SharedAllReduce | None = None
         self._is_shared = True
@@ -59,7 +66,7 @@ class DdpShm(DdpStrategy):
         """Wrap the model, and open the shared memory; takes part: every rank."""
         super().setup(replica)
         on_cpu = replica.device.type == "cpu"
-        self.wrap(replica, gradient_as_bucket_view=True)  # saves copying into buckets and back
+        self.wrap(replica, gradient_as_bucket_view=self._bucket_view)
         self._num_bytes = num_bytes(replica.parameters)
         self._is_shared = not on_cpu or _share_memory(replica)
         if on_cpu and self._is_shared:

@@ -19,6 +19,7 @@ Any class with ``setup(replica)``, ``step(batch)`` and ``finish()`` will do:
 
 Three more methods are optional: ``close()`` is called in the end, ``save()`` returns what a
 checkpoint should hold besides the model and its optimizers, and ``load(state)`` restores it.
+With ``averages_weights = True`` BatchNorm's statistics are estimated anew in the end.
 """
 
 from collections.abc import Mapping
@@ -77,6 +78,7 @@ class OwnStrategy(SynchronousStrategy):
     def __init__(self, name: str, strategy: Any) -> None:
         self._name = name
         self._strategy = strategy
+        self.averages_weights = bool(getattr(strategy, "averages_weights", False))
 
     def plan(self, state: RankState) -> Plan:
         """Every rank."""

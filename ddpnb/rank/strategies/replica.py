@@ -80,6 +80,8 @@ class Replica:
     """Global batches to train on."""
     first_step: int = 0
     """Global batches that a resumed run was trained on before."""
+    seed: int = 0
+    """Of the run, for what a strategy chooses at random; the same on every rank."""
     folder: Path
     """A directory that only the ranks of this host can reach."""
     name: str

@@ -131,6 +131,7 @@ class RunContext:
             world_size=self.state.world_size,
             num_steps=num_steps,
             first_step=first_step,
+            seed=self.spec.seed,
             folder=self.folder,
             name=self.name(phase),
             timer=timer,

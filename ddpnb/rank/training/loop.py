@@ -33,6 +33,7 @@ from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, resumed, set_up
 from ddpnb.rank.training.context import CHECK, Content, RunContext, build_context
+from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, has_batchnorm
 from ddpnb.rank.training.fault_injection import FaultInjector, measure_compute_seconds
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.timing import Clock, clock_of
@@ -196,8 +197,11 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
         )
         num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
         set_up(context, strategy, replica)
+        is_averaged = strategy.averages_weights and context.plan.num_workers > 1
+        is_estimated = is_averaged and has_batchnorm(replica.model)
         if context.state.rank == 0:
-            publish(header_of(context, num_parameters, strategy.notes(), replica.optimizers))
+            notes = (*strategy.notes(), *((BATCHNORM_NOTE,) if is_estimated else ()))
+            publish(header_of(context, num_parameters, notes, replica.optimizers))
         callback = CheckpointCallback(
             context=context,
             strategy=strategy,
@@ -220,6 +224,8 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
     # -- evaluate -------------------------------------------------------------------------
     if context.state.rank != 0:
         return metrics.report()
+    if is_estimated:
+        metrics.estimate_batchnorm(model)
     callback.finish(model)
     train = metrics.score(model, is_held_out=False)
     held_out = metrics.score(model, is_held_out=True)

@@ -12,7 +12,7 @@ from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
 from ddpnb.rank.strategies.replica import Memory
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext
-from ddpnb.rank.training.evaluation import Score, score
+from ddpnb.rank.training.evaluation import Score, estimate_batchnorm, score
 from ddpnb.rank.training.optimizer_hooks import warm_up_notes
 from ddpnb.rank.training.timing import Clock, StepTiming
 
@@ -81,6 +81,20 @@ class RunMetrics:
             num_parameter_bytes=self.memory.parameters,
             num_optimizer_bytes=self.memory.optimizer,
         )
+
+    def estimate_batchnorm(self, model: nn.Module) -> None:
+        """Estimate BatchNorm's statistics anew; where that fails, the run is kept all the same."""
+        context = self.context
+        try:
+            estimate_batchnorm(
+                model,
+                context.task,
+                context.device,
+                batch_size=context.spec.batch_size,
+                seed=context.spec.seed,
+            )
+        except Exception as error:  # noqa: BLE001  the user's model or step may raise anything
+            self.mark(f"could not estimate BatchNorm's statistics anew ({summary_of(error)})")
 
     def score(self, model: nn.Module, *, is_held_out: bool) -> Score:
         """Evaluate the trained model on a split; where that fails, the run is kept all the same."""
