@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.rank.tasks.base import StepFunction, Supervised, Task, split_step
 from ddpnb.rank.tasks.batches import Tree, mapped, moved, shape_of
 from ddpnb.rank.tasks.samples import Samples
+
+BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 MAX_SAMPLES = 10_000
 """How many samples of a larger split are evaluated, spread evenly over it."""
@@ -89,7 +90,7 @@ def has_batchnorm(model: nn.Module) -> bool:
 
     ``SyncBatchNorm`` is left as it is: one rank alone cannot estimate its statistics.
     """
-    kept = [each for each in model.modules() if isinstance(each, _BatchNorm)]
+    kept = [each for each in model.modules() if isinstance(each, BATCHNORM)]
     return any(each.track_running_stats for each in kept) and not any(
         isinstance(each, nn.SyncBatchNorm) for each in kept
     )
@@ -118,7 +119,7 @@ def estimate_batchnorm(
         _Boxed(moved(task.train.fetch(indices), device))
         for indices in chosen.tensor_split(num_batches)  # no rest of a single sample
     )
-    layers = [each for each in model.modules() if isinstance(each, _BatchNorm)]
+    layers = [each for each in model.modules() if isinstance(each, BATCHNORM)]
     before = [copy.deepcopy(each.state_dict()) for each in layers]
     momenta = [each.momentum for each in layers]
     has_ended = False
