@@ -52,10 +52,21 @@ def has_operation(operation: str, num_tensors: int, root: int | None) -> bool:
         return False
 
 
-def replace_method(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of ``ProcessGroup``, if there is one, by what ``make`` returns for it."""
+def replace_method(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """Replace a method of ``ProcessGroup``, if there is one, by what ``make`` returns for it.
+
+    Returns:
+        The original, for ``restore_method``.
+    """
     if (original := getattr(ProcessGroup, name, None)) is not None:
         setattr(ProcessGroup, name, make(original))
+    return original
+
+
+def restore_method(name: str, original: Any) -> None:
+    """Undo ``replace_method``."""
+    if original is not None:
+        setattr(ProcessGroup, name, original)
 
 
 def replace_function(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -79,12 +90,19 @@ class CollectiveKernels:
     """Python functions that torch's dispatcher calls before the backend's own kernels.
 
     Each stands by its operation, and takes a key set and the arguments of the operation.
+
+    Args:
+        kernels: the functions, by operation.
+        is_lowest: whether they come after other such functions, and ``below_autograd`` too.
     """
 
-    def __init__(self, kernels: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(
+        self, kernels: Mapping[str, Callable[..., Any]], *, is_lowest: bool = False
+    ) -> None:
         self._library: Any = torch.library.Library("c10d", "IMPL")
+        key = "ADInplaceOrView" if is_lowest else "Autograd"
         for operation, kernel in kernels.items():
-            self._library.impl(operation, kernel, "Autograd", with_keyset=True)
+            self._library.impl(operation, kernel, key, with_keyset=True)
 
     def remove(self) -> None:
         """Restore the backends' own kernels."""
@@ -115,11 +133,33 @@ def _skip_frames(code: CodeType) -> None:
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
-def next_kernel(operation: str) -> Callable[..., Any]:
-    """Return the function by which a kernel of ``CollectiveKernels`` calls the backend's own."""
+def next_kernel(operation: str, *, is_lowest: bool = False) -> Callable[..., Any]:
+    """Return the function by which a kernel of ``CollectiveKernels`` calls what comes after it."""
     redispatch = getattr(torch.ops.c10d, operation).default.redispatch
-    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.ADInplaceOrView)
+    keys_of = torch._C.DispatchKey
+    after = keys_of.ADInplaceOrView if is_lowest else keys_of.AutogradOther
+    below = torch._C._dispatch_keyset_full_after(after)
     return lambda keys, *arguments: redispatch(keys & below, *arguments)
+
+
+@probe("torch", "`--link` cannot be used: the end of a collective cannot be delayed")
+def delays_collectives() -> bool:
+    """Whether a kernel can return other work than the backend's."""
+    done: Any = torch.futures.Future()
+    done.set_result(None)
+    return bool(unboxed_work(work_of(done)).wait())
+
+
+def work_of(future: Any) -> Any:
+    """Return the work that is done when a future is, as a kernel returns it."""
+    c10d: Any = torch._C._distributed_c10d
+    return c10d._create_work_from_future(future).boxed()
+
+
+def unboxed_work(boxed: Any) -> Any:
+    """Return the work that a backend's kernel has returned."""
+    work: Any = dist.Work
+    return work.unbox(boxed)
 
 
 # -- collectives in progress ---------------------------------------------------------------
@@ -346,6 +386,7 @@ def forget_rpc_agents() -> None:
 
 PROBES = (
     intercepts_collectives,
+    delays_collectives,
     skips_frames,
     records_collectives,
     counts_collectives,

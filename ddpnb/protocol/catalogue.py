@@ -68,6 +68,8 @@ class StrategyEntry(Entry):
     """Whether its ``plan`` emulates it on some machines."""
     transports: tuple[str, ...] = ()
     """The ``training_options.TRANSPORTS`` that it supports; empty: it has no choice of them."""
+    needs_shared_memory: bool = False
+    """Whether its ranks must share memory, so that no link can lie between them."""
 
 
 _TIMEOUT = Option(
@@ -115,6 +117,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         import_path="ddpnb.rank.strategies.ddp_shm:DdpShm",
         look=Look("#174f86", "dashed", "h"),
         is_dense=True,
+        needs_shared_memory=True,
     ),
     "ddp-by-hand": StrategyEntry(
         about="flatten the gradients, all-reduce, step",
@@ -164,6 +167,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#c58ae8", "dotted", "d"),
         is_asynchronous=True,
         transports=("auto", "shm"),
+        needs_shared_memory=True,
         options={"timeout": _TIMEOUT},
     ),
     "local-sgd": StrategyEntry(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from ddpnb.protocol.notation import check_transport
+from ddpnb.protocol.notation import check_link, check_transport
 from ddpnb.protocol.training_options import TrainingSpec
 
 
@@ -73,6 +73,7 @@ class RunSpec(TrainingSpec):
     def __post_init__(self) -> None:
         TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
         check_transport(self.strategy, self.transport)
+        check_link(self.strategy, self.link, self.transport)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
