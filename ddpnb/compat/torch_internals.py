@@ -7,6 +7,7 @@ Names without an underscore that torch's documentation does not list, such as th
 import functools
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import CodeType
@@ -160,6 +161,17 @@ def unboxed_work(boxed: Any) -> Any:
     """Return the work that a backend's kernel has returned."""
     work: Any = dist.Work
     return work.unbox(boxed)
+
+
+def future_of(work: Any) -> Any:
+    """Return the future of a backend's work; gloo's reduce-scatter has none, and is waited for."""
+    try:
+        return work.get_future()
+    except RuntimeError:
+        done: Any = torch.futures.Future()
+        waited = done.then(lambda _: work.wait())
+        threading.Thread(target=done.set_result, args=[None], daemon=True).start()
+        return waited
 
 
 # -- collectives in progress ---------------------------------------------------------------

@@ -15,6 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -31,6 +32,8 @@ from ddpnb.rank.comm.rendezvous import CancellationToken
 
 POLL_SECONDS = 0.001
 """How often to look whether the last rank has come: a root may be done before."""
+NUM_THREADS = 4
+"""Callbacks of completed exchanges that may wait at a time; gloo has two such threads."""
 
 
 def check(device: str) -> None:
@@ -200,10 +203,15 @@ class _Pending(NamedTuple):
 
 @final
 class _Clock:
-    """A thread that completes futures when their exchanges have ended."""
+    """A thread that has futures completed when their exchanges have ended.
+
+    Other threads complete them, as a backend has several: torch's PowerSGD waits for an exchange in
+    what the end of the one before calls.
+    """
 
     def __init__(self, link: EmulatedLink) -> None:
         self._link = link
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ddpnb-link-done")
         self._order = itertools.count()
         self._pending: list[_Pending] = []
         self._changed = threading.Condition()
@@ -213,7 +221,7 @@ class _Clock:
 
     def later(self, work: Any, channel: int, number: int) -> Any:
         """Return work that is done when a backend's is, and the link is done with an exchange."""
-        future = work.get_future()
+        future = torch_internals.future_of(work)
         done = torch.futures.Future()  # type: ignore[var-annotated]
 
         def complete(_: object) -> Any:
@@ -240,10 +248,11 @@ class _Clock:
             self._is_open = False
             self._changed.notify()
         self._thread.join()
+        self._pool.shutdown()
 
     def _run(self) -> None:
         while (due := self._next_due()) is not None:
-            due.done.set_result(None)
+            self._pool.submit(due.done.set_result, None)
 
     def _next_due(self) -> _Pending | None:
         """Wait for the next exchange that has ended; None: there is none any more."""
