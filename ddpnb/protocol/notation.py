@@ -229,7 +229,9 @@ def check_fault_ranks(slow: Sequence[str], kill: Sequence[str], world_size: int)
 
 # -- an emulated network -------------------------------------------------------------------
 
-_LINK = re.compile(r"(\d+(?:\.\d+)?)([kMG]?)bit(?:/s)?(?:,(\d+(?:\.\d+)?)(us|ms|s))?", re.IGNORECASE)
+_LINK = re.compile(
+    r"(\d+(?:\.\d+)?)([kMG]?)bit(?:/s)?(?:,(\d+(?:\.\d+)?)(us|ms|s))?", re.IGNORECASE
+)
 _UNIT_BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _UNIT_LATENCY = _UNIT_SECONDS | {"us": 1e-6}
 MAX_LATENCY_SECONDS = 10.0
@@ -260,6 +262,7 @@ LINKS: Mapping[str, LinkSpec] = {
 
 def parse_link(text: str) -> LinkSpec:
     """Parse ``1Gbit,0.5ms`` or a name in ``LINKS``."""
+    text = text.replace(" ", "")
     if text in LINKS:
         return LINKS[text]
     found = _LINK.fullmatch(text)
@@ -290,7 +293,9 @@ def check_link(strategy: str, link: str, transport: str) -> None:
             f"leave --link out, or {name} out of the comparison."
         )
     if transport == "rpc" and has_transport(strategy):
-        raise UserError("--link does not see the messages of --transport rpc: leave one of them out.")
+        raise UserError(
+            "--link does not see the messages of --transport rpc: leave one of them out."
+        )
 
 
 def _bits(rate: float) -> str:
