@@ -15,7 +15,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -32,8 +31,6 @@ from ddpnb.rank.comm.rendezvous import CancellationToken
 
 POLL_SECONDS = 0.001
 """How often to look whether the last rank has come: a root may be done before."""
-NUM_THREADS = 4
-"""Callbacks of completed exchanges that may wait at a time; gloo has two such threads."""
 
 
 def check(device: str) -> None:
@@ -145,7 +142,7 @@ def _receiving(groups: _Groups, original: Callable[..., Any]) -> Callable[..., A
 
 def _receiving_any(groups: _Groups, original: Callable[..., Any]) -> Callable[..., Any]:
     def recv_anysource(group: dist.ProcessGroup, tensors: list[Tensor], *rest: Any) -> Any:
-        raise RuntimeError("An emulated link needs the source of each message: recv(src=...).")
+        raise UserError("--link needs to know where a message comes from: recv(tensor, src=...).")
 
     return recv_anysource
 
@@ -201,23 +198,28 @@ class _Pending(NamedTuple):
     """The future that is completed when the exchange has ended."""
 
 
+def start_thread(target: Callable[..., None], *arguments: object) -> threading.Thread:
+    """Start a thread that does not keep the process alive."""
+    thread = threading.Thread(target=target, args=arguments, name="ddpnb-link", daemon=True)
+    thread.start()
+    return thread
+
+
 @final
 class _Clock:
     """A thread that has futures completed when their exchanges have ended.
 
-    Other threads complete them, as a backend has several: torch's PowerSGD waits for an exchange in
-    what the end of the one before calls.
+    Each is completed in a thread of its own: torch's PowerSGD waits for an exchange in what the end
+    of the one before calls.
     """
 
     def __init__(self, link: EmulatedLink) -> None:
         self._link = link
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ddpnb-link-done")
         self._order = itertools.count()
         self._pending: list[_Pending] = []
         self._changed = threading.Condition()
         self._is_open = True
-        self._thread = threading.Thread(target=self._run, name="ddpnb-link", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run)
 
     def later(self, work: Any, channel: int, number: int) -> Any:
         """Return work that is done when a backend's is, and the link is done with an exchange."""
@@ -230,7 +232,10 @@ class _Clock:
 
         def watch(_: object) -> None:
             with self._changed:
-                self._add(_Pending(0.0, next(self._order), channel, number, done))
+                if self._is_open:
+                    self._add(_Pending(0.0, next(self._order), channel, number, done))
+                    return
+            done.set_result(None)
 
         later = torch_internals.work_of(done.then(complete))
         future.add_done_callback(watch)
@@ -248,11 +253,10 @@ class _Clock:
             self._is_open = False
             self._changed.notify()
         self._thread.join()
-        self._pool.shutdown()
 
     def _run(self) -> None:
         while (due := self._next_due()) is not None:
-            self._pool.submit(due.done.set_result, None)
+            start_thread(due.done.set_result, None)
 
     def _next_due(self) -> _Pending | None:
         """Wait for the next exchange that has ended; None: there is none any more."""
