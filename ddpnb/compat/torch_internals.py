@@ -57,17 +57,19 @@ def replace_method(name: str, make: Callable[[Callable[..., Any]], Callable[...,
     """Replace a method of ``ProcessGroup``, if there is one, by what ``make`` returns for it.
 
     Returns:
-        The original, for ``restore_method``.
+        What ``restore_method`` needs to undo it.
     """
-    if (original := getattr(ProcessGroup, name, None)) is not None:
-        setattr(ProcessGroup, name, make(original))
-    return original
+    if (original := getattr(ProcessGroup, name, None)) is None:
+        return None
+    descriptor = vars(ProcessGroup)[name]  # unlike the original, it binds the group
+    setattr(ProcessGroup, name, make(original))
+    return descriptor
 
 
-def restore_method(name: str, original: Any) -> None:
+def restore_method(name: str, descriptor: Any) -> None:
     """Undo ``replace_method``."""
-    if original is not None:
-        setattr(ProcessGroup, name, original)
+    if descriptor is not None:
+        setattr(ProcessGroup, name, descriptor)
 
 
 def replace_function(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

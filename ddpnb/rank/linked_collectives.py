@@ -9,12 +9,14 @@ itself sleeps after its wait.
 """
 
 import contextlib
+import functools
 import heapq
 import itertools
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -66,6 +68,9 @@ def over(link: EmulatedLink, cancellation: CancellationToken) -> Iterator[None]:
         makers = {"send": _sending, "recv": _receiving, "recv_anysource": _receiving_any}
         for name, make in makers.items():
             original = torch_internals.replace_method(name, partial(make, groups))
+            opened.callback(torch_internals.restore_method, name, original)
+        for name in METHODS:
+            original = torch_internals.replace_method(name, _raising)
             opened.callback(torch_internals.restore_method, name, original)
         yield
 
@@ -157,12 +162,13 @@ def _come(link: EmulatedLink, source: int, target: int, tensors: list[Tensor]) -
 
 
 @final
-class _LinkedMessage:
+class _LinkedMessage(dist.Work):
     """A message's work, which ends when the link is done."""
 
     def __init__(
         self, work: Any, link: EmulatedLink, come: tuple[int, int], latency: float
     ) -> None:
+        super().__init__()
         self._work = work
         self._link = link
         self._come = come
@@ -181,11 +187,46 @@ class _LinkedMessage:
         end = self._link.timeline.end(*self._come)
         return bool(self._work.is_completed()) and end + self._latency <= time.monotonic()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
 
 # -- collectives ---------------------------------------------------------------------------
+
+
+def _raising(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of ``ProcessGroup`` with work that raises what went wrong."""
+
+    @functools.wraps(original)
+    def method(*arguments: Any, **options: Any) -> Any:
+        work = original(*arguments, **options)
+        return _LinkedWork(work) if isinstance(work, dist.Work) else work
+
+    return method
+
+
+@final
+class _LinkedWork(dist.Work):
+    """Work made from a future, for callers in Python: torch's own raises nothing in ``wait``."""
+
+    def __init__(self, work: Any) -> None:
+        super().__init__()
+        self._future = work.get_future()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end; raise what went wrong, or that it takes too long."""
+        ends_at = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+        while ends_at < math.inf and not self._future.done():
+            if time.monotonic() > ends_at:
+                raise RuntimeError("Timed out waiting for a collective over an emulated link.")
+            time.sleep(POLL_SECONDS)
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether a wait would return at once."""
+        return bool(self._future.done())
+
+    def get_future(self) -> Any:
+        """Return the future of the result."""
+        return self._future
 
 
 class _Pending(NamedTuple):

@@ -74,12 +74,15 @@ def has_netem(tc: str, namespace: str, delay: tuple[str, ...]) -> bool:
     return subprocess.run(words, check=False, capture_output=True).returncode == 0
 
 
+def in_namespace(name: str) -> list[str]:
+    return ["ip", "netns", "exec", name]
+
+
 def test_an_emulated_link_is_as_slow_as_a_shaped_one(ranks, shaped):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         processes = [
             subprocess.Popen(
-                [*("ip", "netns", "exec", name, sys.executable), "-m", "tests.rank.shaped"]
-                + [str(rank), folder],
+                [*in_namespace(name), sys.executable, "-m", "tests.rank.shaped", str(rank), folder],
                 cwd=ROOT,
                 env=os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": shaped.interface},
                 stdout=subprocess.PIPE,
