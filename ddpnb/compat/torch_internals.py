@@ -7,6 +7,7 @@ Names without an underscore that torch's documentation does not list, such as th
 import functools
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import CodeType
@@ -52,10 +53,23 @@ def has_operation(operation: str, num_tensors: int, root: int | None) -> bool:
         return False
 
 
-def replace_method(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of ``ProcessGroup``, if there is one, by what ``make`` returns for it."""
-    if (original := getattr(ProcessGroup, name, None)) is not None:
-        setattr(ProcessGroup, name, make(original))
+def replace_method(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """Replace a method of ``ProcessGroup``, if there is one, by what ``make`` returns for it.
+
+    Returns:
+        What ``restore_method`` needs to undo it.
+    """
+    if (original := getattr(ProcessGroup, name, None)) is None:
+        return None
+    descriptor = vars(ProcessGroup)[name]  # unlike the original, it binds the group
+    setattr(ProcessGroup, name, make(original))
+    return descriptor
+
+
+def restore_method(name: str, descriptor: Any) -> None:
+    """Undo ``replace_method``."""
+    if descriptor is not None:
+        setattr(ProcessGroup, name, descriptor)
 
 
 def replace_function(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -79,12 +93,19 @@ class CollectiveKernels:
     """Python functions that torch's dispatcher calls before the backend's own kernels.
 
     Each stands by its operation, and takes a key set and the arguments of the operation.
+
+    Args:
+        kernels: the functions, by operation.
+        is_lowest: whether they come after other such functions, and ``below_autograd`` too.
     """
 
-    def __init__(self, kernels: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(
+        self, kernels: Mapping[str, Callable[..., Any]], *, is_lowest: bool = False
+    ) -> None:
         self._library: Any = torch.library.Library("c10d", "IMPL")
+        key = "ADInplaceOrView" if is_lowest else "Autograd"
         for operation, kernel in kernels.items():
-            self._library.impl(operation, kernel, "Autograd", with_keyset=True)
+            self._library.impl(operation, kernel, key, with_keyset=True)
 
     def remove(self) -> None:
         """Restore the backends' own kernels."""
@@ -115,11 +136,44 @@ def _skip_frames(code: CodeType) -> None:
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
-def next_kernel(operation: str) -> Callable[..., Any]:
-    """Return the function by which a kernel of ``CollectiveKernels`` calls the backend's own."""
+def next_kernel(operation: str, *, is_lowest: bool = False) -> Callable[..., Any]:
+    """Return the function by which a kernel of ``CollectiveKernels`` calls what comes after it."""
     redispatch = getattr(torch.ops.c10d, operation).default.redispatch
-    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.ADInplaceOrView)
+    keys_of = torch._C.DispatchKey
+    after = keys_of.ADInplaceOrView if is_lowest else keys_of.AutogradOther
+    below = torch._C._dispatch_keyset_full_after(after)
     return lambda keys, *arguments: redispatch(keys & below, *arguments)
+
+
+@probe("torch", "`--link` cannot be used: the end of a collective cannot be delayed")
+def delays_collectives() -> bool:
+    """Whether a kernel can return other work than the backend's."""
+    done: Any = torch.futures.Future()
+    done.set_result(None)
+    return bool(unboxed_work(work_of(done)).wait())
+
+
+def work_of(future: Any) -> Any:
+    """Return the work that is done when a future is, as a kernel returns it."""
+    c10d: Any = torch._C._distributed_c10d
+    return c10d._create_work_from_future(future).boxed()
+
+
+def unboxed_work(boxed: Any) -> Any:
+    """Return the work that a backend's kernel has returned."""
+    work: Any = dist.Work
+    return work.unbox(boxed)
+
+
+def future_of(work: Any) -> Any:
+    """Return the future of a backend's work; gloo's reduce-scatter has none, and is waited for."""
+    try:
+        return work.get_future()
+    except RuntimeError:
+        done: Any = torch.futures.Future()
+        waited = done.then(lambda _: work.wait())
+        threading.Thread(target=done.set_result, args=[None], daemon=True).start()
+        return waited
 
 
 # -- collectives in progress ---------------------------------------------------------------
@@ -346,6 +400,7 @@ def forget_rpc_agents() -> None:
 
 PROBES = (
     intercepts_collectives,
+    delays_collectives,
     skips_frames,
     records_collectives,
     counts_collectives,

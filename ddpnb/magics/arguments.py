@@ -25,6 +25,7 @@ from ddpnb.cluster.run_folder import detached
 from ddpnb.compat.python_internals import options_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
 from ddpnb.protocol.errors import UserError, closest
+from ddpnb.protocol.notation import LINKS
 from ddpnb.protocol.options import Option
 from ddpnb.protocol.training_options import training_options
 from ddpnb.session.session import this_session
@@ -120,7 +121,7 @@ def _settings(option: Option) -> dict[str, Any]:
 
 # -- completion ----------------------------------------------------------------------------
 
-VALUES = {"--device": DEVICES, "--backend": BACKENDS} | {
+VALUES = {"--device": DEVICES, "--backend": BACKENDS, "--link": tuple(LINKS)} | {
     option.flag: option.choices for _, option in training_options() if option.choices
 }
 """The values that an option takes."""

@@ -69,6 +69,8 @@ class StrategyEntry(Entry):
     """Whether its ``plan`` emulates it on some machines."""
     transports: tuple[str, ...] = ()
     """The ``training_options.TRANSPORTS`` that it supports; empty: it has no choice of them."""
+    needs_shared_memory: bool = False
+    """Whether its ranks must share memory, so that no link can lie between them."""
 
 
 _TIMEOUT = Option(
@@ -145,6 +147,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         import_path="ddpnb.rank.strategies.ddp_shm:DdpShm",
         look=Look("#174f86", "dashed", "h"),
         is_dense=True,
+        needs_shared_memory=True,
         options={"bucket_view": _BUCKET_VIEW},
     ),
     "ddp-by-hand": StrategyEntry(
@@ -213,6 +216,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#c58ae8", "dotted", "d"),
         is_asynchronous=True,
         transports=("auto", "shm"),
+        needs_shared_memory=True,
         options={"momentum": _MOMENTUM, "timeout": _TIMEOUT},
     ),
     "local-sgd": StrategyEntry(

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.notation import check_transport, parse_strategy
+from ddpnb.protocol.notation import check_link, check_transport, parse_strategy
 from ddpnb.protocol.training_options import TrainingSpec
 
 
@@ -74,6 +74,7 @@ class RunSpec(TrainingSpec):
     def __post_init__(self) -> None:
         TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
         check_transport(self.strategy, self.transport)
+        check_link(self.strategy, self.link, self.transport)
 
     @property
     def own_momentum(self) -> float | None:

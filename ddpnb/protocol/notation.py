@@ -5,6 +5,7 @@ ddp:hook=fp16,bucket_cap_mb=5   a strategy or a task, with options
 1:3x                            rank 1 computes 3 times as long
 1:50ms                          each step of rank 1 takes 50 ms longer; also 1:0.05s
 1@5s                            rank 1 is killed after 5 seconds of training; also 1@500ms
+1Gbit,0.5ms                     a link of this rate and latency; or one of ``LINKS``
 """
 
 import re
@@ -224,3 +225,85 @@ def check_fault_ranks(slow: Sequence[str], kill: Sequence[str], world_size: int)
             last = world_size - 1
             there_are = "there is only rank 0" if last == 0 else f"the ranks are 0-{last}"
             raise UserError(f"{option} {text}: there is no rank {rank}; {there_are}.")
+
+
+# -- an emulated network -------------------------------------------------------------------
+
+_LINK = re.compile(
+    r"(\d+(?:\.\d+)?)([kMG]?)bit(?:/s)?(?:,(\d+(?:\.\d+)?)(us|ms|s))?", re.IGNORECASE
+)
+_UNIT_BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_UNIT_LATENCY = _UNIT_SECONDS | {"us": 1e-6}
+MAX_LATENCY_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpec:
+    """The link of each rank to all others; both directions at once, each at the full rate."""
+
+    bits_per_second: float
+    latency_seconds: float
+    """One way."""
+
+    @property
+    def text(self) -> str:
+        """For users: ``"1 Gbit/s and 0.5 ms"``."""
+        return f"{_bits(self.bits_per_second)} and {_milliseconds(self.latency_seconds)}"
+
+
+LINKS: Mapping[str, LinkSpec] = {
+    "10GbE": LinkSpec(bits_per_second=10e9, latency_seconds=20e-6),
+    "1GbE": LinkSpec(bits_per_second=1e9, latency_seconds=50e-6),
+    "wifi": LinkSpec(bits_per_second=200e6, latency_seconds=2e-3),
+    "pcie4": LinkSpec(bits_per_second=200e9, latency_seconds=10e-6),
+}
+"""Typical links by name: what a TCP stream, or over PCIe 4.0 x16 a copy, really reaches."""
+
+
+def parse_link(text: str) -> LinkSpec:
+    """Parse ``1Gbit,0.5ms`` or a name in ``LINKS``."""
+    text = text.replace(" ", "")
+    if text in LINKS:
+        return LINKS[text]
+    found = _LINK.fullmatch(text)
+    if found is None:
+        raise UserError(
+            f"There is no link {text!r}: write rate and latency, as in 1Gbit,0.5ms, "
+            f"or one of {', '.join(LINKS)}."
+        )
+    if found[3] is None:
+        raise UserError(f"--link {text} has no latency: write both, as in {text},0.5ms.")
+    rate = float(found[1]) * _UNIT_BITS[found[2].lower()]
+    latency = float(found[3]) * _UNIT_LATENCY[found[4].lower()]
+    if rate == 0:
+        raise UserError(f"--link {text}: nothing would ever arrive, give more than 0 bit/s.")
+    if latency > MAX_LATENCY_SECONDS:
+        raise UserError(f"--link {text}: give a latency of at most {MAX_LATENCY_SECONDS:g} s.")
+    return LinkSpec(bits_per_second=rate, latency_seconds=latency)
+
+
+def check_link(strategy: str, link: str, transport: str) -> None:
+    """Check that what a strategy exchanges can be timed as over a link; an empty one is none."""
+    if not link:
+        return
+    name = parse_strategy(strategy).name
+    if name in STRATEGIES and STRATEGIES[name].needs_shared_memory:
+        raise UserError(
+            f"{name} trains in memory that its ranks share, which no link offers: "
+            f"leave --link out, or {name} out of the comparison."
+        )
+    if transport == "rpc" and has_transport(strategy):
+        raise UserError(
+            "--link does not see the messages of --transport rpc: leave one of them out."
+        )
+
+
+def _bits(rate: float) -> str:
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if rate >= size:
+            return f"{rate / size:g} {unit}"
+    return f"{rate:g} bit/s"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:g} ms"

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ddpnb.protocol.catalogue import CELL_TASK, TASKS
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.notation import parse_kills, parse_slow, parse_task
+from ddpnb.protocol.notation import LINKS, parse_kills, parse_link, parse_slow, parse_task
 from ddpnb.protocol.options import Option
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -153,6 +153,14 @@ class TrainingSpec:
         example="WAY",
         about="how asynchronous workers and their server exchange tensors",
     )
+    link: str = _steps(
+        "",
+        "--link",
+        example="1Gbit,0.5ms",
+        label="emulated link",
+        about="exchanges last as over such a network, rate and one-way latency; "
+        f"or {', '.join(LINKS)}",
+    )
     num_data_workers: int = _data(
         0,
         "--data-workers",
@@ -212,6 +220,8 @@ class TrainingSpec:
         for text in self.slow:
             parse_slow(text)
         parse_kills(self.kill)
+        if self.link:
+            parse_link(self.link)
 
     def global_batch(self, num_workers: int) -> int:
         """Return the samples per step of so many workers together."""

@@ -46,7 +46,7 @@ from ddpnb.protocol.messages import NO_STALENESS, Parts
 if TYPE_CHECKING:
     import pandas as pd
 
-SETTINGS = ("task", "num_epochs", "batch_size", "learning_rate", "seed")
+SETTINGS = ("task", "num_epochs", "batch_size", "learning_rate", "seed", "link")
 CIRCUMSTANCES = ("momentum", "num_workers", "num_threads", "device", "backend", "num_parameters")
 STEP = ("rank", "step", "seconds", "num_samples", "loss", "staleness", "num_bytes_sent")
 

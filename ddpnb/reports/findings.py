@@ -14,6 +14,7 @@ from ddpnb.history.summary import Spread, StrategySummary, summarise
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.reports.formatting import (
     NOTHING,
+    emulated_link,
     labels,
     listed,
     notes,
@@ -94,6 +95,8 @@ def sentence(comparison: Comparison, target: float | None = None) -> str:
     text = "; ".join(part for part in parts if part) or _alone(done, called)
     if not text:
         return "Nothing has finished yet."
+    if link := emulated_link(comparison):
+        text += f"; all of it {link}"
     is_name = text.startswith(tuple(called.values()))  # names keep their lower case
     return f"{text if is_name else text[0].upper() + text[1:]}."
 

@@ -7,6 +7,7 @@ from ddpnb.history.comparison import Comparison, body_of
 from ddpnb.history.summary import StrategyKey, StrategySummary, group_runs, is_emulated
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES
 from ddpnb.protocol.messages import RunSpec
+from ddpnb.protocol.notation import parse_link
 from ddpnb.protocol.training_options import training_options
 from ddpnb.reports.style import Style, style_of
 
@@ -108,8 +109,16 @@ def title(comparison: Comparison) -> str:
     if headers:
         workers = counted(max(header.num_workers for header in headers), "worker")
         parts.append(f"{workers} on {' and '.join(devices)}")
+    parts += [emulated_link(comparison)]
     text = ", ".join(part for part in parts if part)
     return f"{comparison.name}: {text}" if text else comparison.name
+
+
+def emulated_link(comparison: Comparison) -> str:
+    """Return ``"over an emulated link of 1 Gbit/s and 0.5 ms"``; empty where there is none."""
+    specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
+    links = dict.fromkeys(parse_link(spec.link).text for spec in specs if spec.link)
+    return f"over an emulated link of {' or '.join(links)}" if links else ""
 
 
 def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from ddpnb.protocol.catalogue import BASELINE, CELL_TASK, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, OnRank, RunReport, RunSpec
 from ddpnb.protocol.notation import (
+    check_link,
     check_transport,
     format_ranks,
     has_transport,
@@ -79,6 +80,7 @@ class ComparisonSpec:
         """Return what is wrong with a strategy; empty if it can be trained."""
         try:
             check_transport(strategy, self.training.transport)
+            check_link(strategy, self.training.link, self.training.transport)
         except UserError as error:
             return str(error)
         return ""

@@ -23,6 +23,7 @@ from torch import nn
 
 from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.processes import ProcessId, is_alive, process_id
+from ddpnb.rank.comm.link import NO_LINK, Link
 
 NO_RANK = -1
 _POLL_SECONDS = 0.005
@@ -113,6 +114,8 @@ class WorkerConfig:
     """One of ``training_options.TRANSPORTS``; the same on every rank."""
     parameters: Sequence[nn.Parameter] = ()
     """The trained parameters, on this rank's device."""
+    link: Link = NO_LINK
+    """An emulated network between the ranks."""
 
     @property
     def other_ranks(self) -> range:

@@ -268,11 +268,12 @@ def _serve(
     server: ParameterServer, memory: SharedMemory, connected: socket.socket, config: WorkerConfig
 ) -> None:
     """Send the memory to one worker, and serve it."""
-    connection = _SocketConnection(connected)
+    connection = _SocketConnection(connected, config)
     with connected:
         set_timeout(connected, config.timeout_seconds)
         try:
             (rank,) = _HELLO.unpack(connection.receive(_HELLO.size))
+            connection.peer = rank
             memory.send(connected)
         except OSError:
             return
@@ -287,7 +288,7 @@ def connect_shm(config: WorkerConfig, opened: ExitStack) -> ConnectionTransport:
         RunOverError: the server has not started, or has ended.
     """
     connecting = opened.enter_context(socket.socket(socket.AF_UNIX))
-    connection = _SocketConnection(connecting)
+    connection = _SocketConnection(connecting, config)
     set_timeout(connecting, config.timeout_seconds)
     opened.enter_context(config.cancellation.held(lambda: _shut_down(connecting)))
     try:
@@ -316,10 +317,16 @@ def set_timeout(connected: socket.socket, seconds: float) -> None:
 
 @final
 class _SocketConnection(PeerConnection):
+    """A connection of the server, or the server's of a worker; tensors lie in shared memory."""
+
     gone = OSError
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, config: WorkerConfig) -> None:
+        self.peer = SERVER_RANK
+        """The rank at the other end."""
         self._socket = connected
+        self._rank = config.rank
+        self._link = config.link
 
     def send(self, data: bytes) -> None:
         self._socket.sendall(data)
@@ -329,6 +336,10 @@ class _SocketConnection(PeerConnection):
         if len(data) < num_bytes:
             raise ConnectionResetError
         return data
+
+    def receive_tensor(self, tensor: Tensor) -> None:
+        """Let it take its time, where the ranks are to be connected by a network."""
+        self._link.message(self.peer, self._rank, tensor.nbytes)
 
 
 def _shut_down(connected: socket.socket) -> None:

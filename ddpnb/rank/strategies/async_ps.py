@@ -50,6 +50,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.client import ParameterClient, connect, join, start_server
 from ddpnb.rank.comm.flat_buffers import PackedTensors, num_bytes
+from ddpnb.rank.comm.link import NO_LINK
 from ddpnb.rank.comm.parameter_server import NO_BOUND, ParameterServer
 from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, AccessLog, ParameterStore, ignore_access
 from ddpnb.rank.comm.transport import Drain
@@ -58,6 +59,11 @@ from ddpnb.rank.strategies.replica import Batch, Replica, StepReport
 from ddpnb.rank.tasks.batches import Shard
 
 _WEIGHT_NOTE = "Gradients are weighted by their share of the global batch."
+
+_OWN_WORKER_NOTE = (
+    "Rank 0 trains beside the server, which it reaches without a link: over a slow one it takes "
+    "most of the samples."
+)
 
 
 @final
@@ -128,6 +134,11 @@ class AsyncParameterServer(Strategy):
         self._client = self._connect(replica)
         self._reply = self._client.begin()
         self._shard_numbers = deque(self._reply.shards)
+
+    def notes(self) -> tuple[str, ...]:
+        """Report what a link does not slow down."""
+        has_link = self._replica.link is not NO_LINK and self._replica.world_size > 1
+        return (_OWN_WORKER_NOTE,) if has_link else ()
 
     def shards(self) -> Iterator[Shard]:
         """The shards that the server names, until all are handed out."""

@@ -22,7 +22,7 @@ those of all buffers; samples and outputs are not counted.
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import num_bytes
+from ddpnb.rank.comm.link import NO_LINK, Link, Messages
 from ddpnb.rank.strategies.base import Plan, SynchronousStrategy
 from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 from ddpnb.rank.tasks.base import StepFunction, Supervised
@@ -80,7 +81,9 @@ class DataParallel(SynchronousStrategy):
             self._torch = nn.DataParallel(Cast(replica.model, replica.autocast), device_ids=gpus)
         else:
             self._num_replicas = replica.world_size
-            self._threads = ThreadReplicas(replica.model, self._num_replicas, replica.autocast)
+            self._threads = ThreadReplicas(
+                replica.model, self._num_replicas, replica.autocast, replica.link
+            )
         gradients = replica.parameters  # as large as these
         self._num_bytes = num_bytes([*_state(replica.model), *gradients])
 
@@ -194,10 +197,17 @@ class Cast(nn.Module):
 
 @final
 class ThreadReplicas(nn.Module):
-    """The same steps as torch's ``DataParallel``, each replica on a thread of its own."""
+    """The same steps as torch's ``DataParallel``, each replica on a thread of its own.
 
-    def __init__(self, model: nn.Module, num_replicas: int, autocast: Autocast) -> None:
+    Over an emulated link what passes between the first replica and the others takes its time: one
+    message for each other replica, one after the other, through the first one's link.
+    """
+
+    def __init__(
+        self, model: nn.Module, num_replicas: int, autocast: Autocast, link: Link = NO_LINK
+    ) -> None:
         super().__init__()
+        self._link = link
         models = [model, *(copy.deepcopy(model) for _ in range(num_replicas - 1))]
         self._models = nn.ModuleList(Cast(each, autocast) for each in models)
         self._pool = ThreadPoolExecutor(num_replicas, thread_name_prefix="ddpnb-replica")
@@ -212,26 +222,33 @@ class ThreadReplicas(nn.Module):
     def gather(self, outputs: list[Tensor]) -> Tensor:
         """Return the rows of all outputs; ``backward`` scatters their gradient."""
         self._outputs = outputs
-        self._gathered = torch.cat([output.detach() for output in outputs])
+        with self._lasting(*([output] for output in outputs[1:])):
+            self._gathered = torch.cat([output.detach() for output in outputs])
         return self._gathered.requires_grad_()
 
     def backward(self) -> None:
         """Scatter the gradient of the outputs; run each replica's backward pass on its thread."""
         assert self._gathered.grad is not None, "backward has not reached the outputs"
         parts = self._gathered.grad.split([len(output) for output in self._outputs])
+        with self._lasting(
+            *([output] for output in self._outputs[1:])
+        ):  # their gradients go the other way
+            pass
         list(self._pool.map(Tensor.backward, self._outputs, parts))  # the list waits, and raises
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Sum the gradients in the first replica, which the optimizer updates."""
         first, *others = self._models
-        for other in others:
-            for mine, theirs in zip(first.parameters(), other.parameters(), strict=True):
-                if mine.grad is None:  # as of an expert that only the other replica has used
-                    mine.grad = theirs.grad
-                elif theirs.grad is not None:
-                    mine.grad.add_(theirs.grad)
-            other.zero_grad()
+        found = [[p.grad for p in other.parameters() if p.grad is not None] for other in others]
+        with self._lasting(*found):
+            for other in others:
+                for mine, theirs in zip(first.parameters(), other.parameters(), strict=True):
+                    if mine.grad is None:  # as of an expert that only the other replica has used
+                        mine.grad = theirs.grad
+                    elif theirs.grad is not None:
+                        mine.grad.add_(theirs.grad)
+                other.zero_grad()
 
     def close(self) -> None:
         """End the threads."""
@@ -244,9 +261,14 @@ class ThreadReplicas(nn.Module):
         As in torch, only the first replica's changes to buffers last.
         """
         first, *others = self._models
-        for other in others:
-            for mine, theirs in zip(_state(first), _state(other), strict=True):
-                theirs.copy_(mine)
+        with self._lasting(*(_state(other) for other in others)):
+            for other in others:
+                for mine, theirs in zip(_state(first), _state(other), strict=True):
+                    theirs.copy_(mine)
+
+    def _lasting(self, *messages: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Have the body last as long as so many messages over the link."""
+        return self._link.lasting(Messages(len(messages), sum(map(num_bytes, messages))))
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

@@ -49,6 +49,7 @@ from torch import nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import FlatBuffer, num_bytes
+from ddpnb.rank.comm.link import all_reduce
 from ddpnb.rank.comm.parameter_store import AccessLog, ignore_access
 from ddpnb.rank.comm.rendezvous import RunOverError
 from ddpnb.rank.comm.work_queue import SharedWeights
@@ -121,6 +122,8 @@ class Gossip(SharedMemoryStrategy):
         # agree: takes part: this worker alone, in its own memory and the peer's
         replica.timer.begin("communication")
         peer = choose_peer(replica.seed, replica.rank, self._num_steps, queue.living())
+        if peer is not None:
+            replica.link.swap(replica.rank, peer, num_bytes(replica.parameters))
         with self._weights.averaged(replica.rank, peer):
             for mine, parameter in zip(self._mine, replica.parameters, strict=True):
                 mine.grad = parameter.grad
@@ -143,6 +146,9 @@ class Gossip(SharedMemoryStrategy):
         """Wait until all are done, and take the mean; takes part: every living rank."""
         final_mean = self.copies[-1].tensors
         self.queue.leave(lambda: _copy(self._mean(), final_mean))
+        size, num_ranks = num_bytes(self._replica.parameters), self._replica.world_size
+        with self._replica.link.lasting(all_reduce(size, num_ranks)):  # what a mean of all takes
+            pass
         _copy(final_mean, self._replica.parameters)
         self._has_finished = True
         return self._replica.model

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpnb.rank.comm.flat_buffers import num_bytes
+from ddpnb.rank.comm.link import NO_LINK, Link
 from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
 from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
 from ddpnb.rank.tasks.batches import Shard, Tree, every_step, moved, rows
@@ -93,6 +94,8 @@ class Replica:
     """Type of the forward pass where it is safe; None: the model's own."""
     transport: str = "auto"
     """One of ``training_options.TRANSPORTS``."""
+    link: Link = NO_LINK
+    """An emulated network, for exchanges that are not calls of ``torch.distributed``."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     """Those that ``optimizer`` has made, in order."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
@@ -123,6 +126,7 @@ class Replica:
             cancellation=self.cancellation,
             transport=self.transport,
             parameters=self.parameters,
+            link=self.link,
         )
 
     def shards(self) -> Iterator[Shard]:

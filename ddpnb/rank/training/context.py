@@ -5,7 +5,7 @@ import sys
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,8 +17,10 @@ from ddpnb.compat.torch_internals import end_data_workers
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
-from ddpnb.protocol.notation import check_fault_ranks, parse_strategy
+from ddpnb.protocol.notation import check_fault_ranks, parse_link, parse_strategy
 from ddpnb.protocol.processes import die_with_parent
+from ddpnb.rank import linked_collectives
+from ddpnb.rank.comm.link import NO_LINK, EmulatedLink, Link
 from ddpnb.rank.comm.rendezvous import CancellationToken
 from ddpnb.rank.random_state import seed_everything
 from ddpnb.rank.strategies import make_strategy
@@ -63,6 +65,8 @@ class RunContext:
     """The state that this rank resumes from."""
     rejoin_info: RejoinInfo | None = None
     """Where this rank joins, if the others train already."""
+    link: Link = NO_LINK
+    """An emulated network between the ranks."""
 
     def strategy(self) -> Strategy:
         """Return a new instance of the strategy."""
@@ -138,6 +142,7 @@ class RunContext:
             accumulate=self.spec.accumulate,
             amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
             transport=self.spec.transport,
+            link=self.link,
             optimizers=optimizers,
             delay=delay,
             joins=self.rejoin_info is not None,
@@ -268,6 +273,8 @@ def build_context(
         Exception: whatever the cell itself raises, with its own traceback.
     """
     check_fault_ranks(spec.slow, spec.kill, state.world_size)
+    if spec.link:
+        linked_collectives.check(state.device)
     seed_everything(spec.seed)  # so that the data are the same on every rank
     task = load_task(spec, namespace, filename, cache)
     known = ChainMap(dict(task.defined), dict(namespace))
@@ -306,6 +313,18 @@ def _global_batch(spec: RunSpec, plan: Plan, num_samples: int) -> int:
             f"give {max(1, num_samples // plan.num_workers)} or less."
         )
     return size
+
+
+@contextlib.contextmanager
+def linked(context: RunContext) -> Iterator[RunContext]:
+    """Yield the context of a run in which exchanges last as over its link, if it has one."""
+    if not context.spec.link:
+        yield context
+        return
+    path = context.folder / f"{context.name('l')}.link"
+    link = EmulatedLink(parse_link(context.spec.link), path, context.state.world_size)
+    with linked_collectives.over(link, context.cancellation):
+        yield replace(context, link=link)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from ddpnb.rank.strategies.replica import NullTimer
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, resumed, set_up
-from ddpnb.rank.training.context import CHECK, Content, RunContext, build_context
+from ddpnb.rank.training.context import CHECK, Content, RunContext, build_context, linked
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, has_batchnorm
 from ddpnb.rank.training.fault_injection import FaultInjector, measure_compute_seconds
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
@@ -129,7 +129,7 @@ def run(
         UserError: what ``validate`` would have refused.
         RuntimeError: another rank left in the middle of the run.
     """
-    with preserve_globals(torch.device(state.device)):
+    with preserve_globals(torch.device(state.device)), contextlib.ExitStack() as opened:
         # -- build ------------------------------------------------------------------------
         context = resumed(
             build_context(
@@ -146,6 +146,7 @@ def run(
         no_part = RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
         if state.rank >= context.plan.num_ranks:
             return no_part
+        context = opened.enter_context(linked(context))
         if rejoin_info is not None:  # no rehearsal: the others, which train already, do not wait
             try:
                 return _perform(context, publish, should_stop)

@@ -9,6 +9,7 @@ from torch.optim import SGD, Optimizer
 
 from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
+from ddpnb.protocol.notation import parse_link
 from ddpnb.rank.strategies.replica import Memory
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext
@@ -175,6 +176,10 @@ def _notes(context: RunContext) -> list[str]:
         found.append("--sync-batchnorm has no effect: it needs several ranks, in step, on GPUs.")
     if spec.save_every:
         found.append(_CHECKPOINT_NOTES[plan.synchronous])
+    if spec.link:
+        found.append(
+            f"The network is emulated: exchanges last as over {parse_link(spec.link).text}."
+        )
     if context.checkpoint is not None:
         num_samples = schedule.num_samples_before(context.first_step)
         at = f"at {num_samples}" if plan.synchronous else f"at about {num_samples}"

@@ -8,6 +8,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run, Status
 from ddpnb.history.query import StoredRun
 from ddpnb.protocol.messages import RankState
+from ddpnb.reports.data import runs_frame
 from ddpnb.reports.findings import results_table, sentence
 from ddpnb.reports.formatting import duration, number, percent, short, size
 from ddpnb.reports.listing import ranks_table, runs_table
@@ -383,3 +384,14 @@ def test_bytes_in_words():
         "4.6 MB",
         "2.5 GB",
     ]
+
+
+def test_an_emulated_link_is_named_wherever_results_are():
+    runs = [fake_run("single").snapshot(), fake_run("ddp").snapshot()]
+    over = [replace(run, spec=replace(run.spec, link="1Gbit,0.5ms")) for run in runs]
+    link = "over an emulated link of 1 Gbit/s and 0.5 ms"
+    with_link, without = (Comparison(comparison_id="1", name="c", runs=r) for r in (over, runs))
+    assert link in results_table(with_link).text()
+    assert sentence(with_link).endswith(f"; all of it {link}.")
+    assert "link" not in results_table(without).text() + sentence(without)
+    assert list(runs_frame(with_link)["link"]) == ["1Gbit,0.5ms"] * 2

@@ -144,6 +144,21 @@ NAMED = {"strategies": ("ddp",)}
             {"strategies": ("async:compensate=-1",)},
             "async:compensate must be at least 0, not -1.",
         ),
+        (
+            {"task": "digits", "link": "1GbE"},
+            {"strategies": ("ddp", "ddp-shm")},
+            "ddp-shm trains in memory that its ranks share, which no link offers: leave --link",
+        ),
+        (
+            {"task": "digits", "link": "1GbE"},
+            {"strategies": ("hogwild",)},
+            "leave --link out, or hogwild out of the comparison.",
+        ),
+        (
+            {"task": "digits", "link": "1GbE", "transport": "rpc"},
+            {"strategies": ("async",)},
+            "--link does not see the messages of --transport rpc: leave one of them out.",
+        ),
         ({}, {}, "Nothing to train: define model() and data(split) in the cell"),
         ({"source": "  \n"}, {}, "Nothing to train"),
     ],
@@ -185,6 +200,11 @@ WRONG_LINES = {
     "--data-workers=-1": "--data-workers must be at least 0, not -1.",
     "--data-workers 100000": "--data-workers must be at most 256, not 100000.",
     "--transport usb": "There is no --transport 'usb'; choose one of: auto, shm, gloo, rpc.",
+    "--link dsl": "There is no link 'dsl': write rate and latency, as in 1Gbit,0.5ms, or one of",
+    "--link 1Gbit": "--link 1Gbit has no latency: write both, as in 1Gbit,0.5ms.",
+    "--link 0Gbit,1ms": "--link 0Gbit,1ms: nothing would ever arrive, give more than 0 bit/s.",
+    "--link 1Gbit,1m": "There is no link '1Gbit,1m'",
+    "--link 1kbit,99s": "--link 1kbit,99s: give a latency of at most 10 s.",
     "--slow 1": "Write --slow as 1:3x or 1:50ms, rank and how slow, not '1'.",
     "--slow 1:3x,2": "Write --slow as 1:3x or 1:50ms, rank and how slow, not '2'.",
     "--slow 1:0.5x": "--slow 1:0.5x: a rank can only be made slower, give more than 1x.",
@@ -229,7 +249,7 @@ def test_every_choice_has_its_option():
         "ddp --task synthetic:samples=512 --epochs 3 --batch-size 64 --lr 0.1 --seed 5 "
         "--momentum 0.9 --accumulate 4 --amp bf16 --clip 1.5 --lr-warmup 1 "
         "--sync-batchnorm --transport shm --data-workers 2 --slow 1:3x,0:50ms --slow 2:2x "
-        "--jitter 20% --kill 1@5s --save-every 0.5 --resume mine"
+        "--jitter 20% --kill 1@5s --save-every 0.5 --resume mine --link 10GbE"
     )
     assert parse(line) == TrainingSpec(
         task="synthetic:samples=512",
@@ -244,6 +264,7 @@ def test_every_choice_has_its_option():
         num_lr_warmup_epochs=1,
         sync_batchnorm=True,
         transport="shm",
+        link="10GbE",
         num_data_workers=2,
         slow=("1:3x", "0:50ms", "2:2x"),
         jitter=0.2,

@@ -54,8 +54,14 @@ def test_what_was_emulated_on_purpose_is_asked_for_again():
     training = TrainingSpec(task="digits")
     (spec,) = ComparisonSpec(strategies=("ddp",), training=training, baseline=False).run_specs()
     harder = replace(spec, slow=("1:3x", "0:50ms"), jitter=0.2, clip=1.0, sync_batchnorm=True)
-    magic = magic_of(comparison((harder,)))
-    for words in ("--slow 1:3x,0:50ms", "--jitter 0.2", "--clip 1", "--sync-batchnorm"):
+    magic = magic_of(comparison((replace(harder, link="1Gbit,0.5ms"),)))
+    for words in (
+        "--link 1Gbit,0.5ms",
+        "--slow 1:3x,0:50ms",
+        "--jitter 0.2",
+        "--clip 1",
+        "--sync-batchnorm",
+    ):
         assert words in magic
 
 

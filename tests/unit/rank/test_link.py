@@ -1,0 +1,106 @@
+"""How long exchanges last over a link, and when they end; no process, no torch.distributed."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.notation import LINKS, parse_link
+from ddpnb.rank import linked_collectives
+from ddpnb.rank.comm.link import COLLECTIVES, EmulatedLink, Timeline
+
+GIGABIT = parse_link("1Gbit,0.5ms")
+
+
+@pytest.mark.parametrize(
+    ("text", "rate", "latency"),
+    [
+        ("1Gbit,0.5ms", 1e9, 0.5e-3),
+        ("100mbit/s,2MS", 1e8, 2e-3),
+        ("56.6kbit, 1s", 56_600, 1),
+        ("2.5Gbit,50us", 2.5e9, 50e-6),
+        ("9bit,0s", 9, 0),
+    ],
+)
+def test_a_link_is_a_rate_and_a_latency(text, rate, latency):
+    found = parse_link(text)
+    assert (found.bits_per_second, found.latency_seconds) == pytest.approx((rate, latency))
+
+
+def test_what_is_shown_of_a_link():
+    assert GIGABIT.text == "1 Gbit/s and 0.5 ms"
+    assert parse_link("100Mbit,50us").text == "100 Mbit/s and 0.05 ms"
+    assert LINKS["wifi"].text == "200 Mbit/s and 2 ms"
+
+
+@pytest.mark.parametrize(
+    ("operation", "num_ranks", "expected"),
+    [
+        # 1 MB takes 8 ms at 1 Gbit/s, and each message 0.5 ms more
+        ("allreduce_", 2, 2 * 0.5 + 8),
+        ("allreduce_", 4, 6 * 0.5 + 1.5 * 8),
+        ("broadcast_", 2, 0.5 + 8),
+        ("reduce_", 4, 2 * (0.5 + 8)),
+        ("broadcast_", 5, 3 * (0.5 + 8)),
+        ("_allgather_base_", 4, 3 * (0.5 + 8)),
+        ("_reduce_scatter_base_", 4, 3 * (0.5 + 2)),
+        ("gather_", 4, 2 * 0.5 + 3 * 8),
+        ("alltoall_base_", 4, 3 * (0.5 + 2)),
+        ("barrier", 8, 3 * 0.5),
+    ],
+)
+def test_a_collective_lasts_as_long_as_its_messages(operation, num_ranks, expected):
+    size = 0 if operation == "barrier" else 10**6
+    messages = COLLECTIVES[operation](size, num_ranks)
+    assert 1000 * messages.seconds(GIGABIT) == pytest.approx(expected)
+
+
+@pytest.fixture
+def timelines(tmp_path: Path):
+    """One file, mapped by three ranks."""
+    made = [Timeline(tmp_path / "times", 3) for _ in range(3)]
+    yield made
+    for each in made:
+        each.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_messages_to_one_rank_follow_each_other(timelines):
+    began = time.monotonic()
+    ends = [timelines[rank].reserve([(rank, 0)], 10.0) for rank in (1, 2)]
+    assert ends[0] - began == pytest.approx(10, abs=1)
+    assert ends[1] - ends[0] == pytest.approx(10)
+    back = timelines[0].reserve([(0, 1)], 10.0)  # the other direction is free
+    assert back - began == pytest.approx(10, abs=1)
+
+
+def test_an_exchange_begins_when_the_last_rank_has_come(timelines):
+    pairs = [(rank, rank) for rank in range(3)]
+    numbers = [each.next_number(0) for each in timelines]
+    assert numbers == [1, 1, 1]
+    for each in timelines[:2]:
+        each.come(0, 1, 3, pairs, 5.0)
+        assert not each.end(0, 1) >= 0  # not known: NaN
+    came_at = time.monotonic()
+    timelines[2].come(0, 1, 3, pairs, 5.0)
+    ends = {each.end(0, 1) for each in timelines}
+    assert len(ends) == 1
+    assert ends.pop() - came_at == pytest.approx(5, abs=1)
+    busy = timelines[0].reserve([(1, 2)], 1.0)  # what comes next waits for the link
+    assert busy - came_at == pytest.approx(6, abs=1)
+
+
+def test_an_aborted_group_ends_the_sleep(tmp_path: Path):
+    link = EmulatedLink(GIGABIT, tmp_path / "times", 1)
+    with link.opened():
+        threading.Timer(0.05, link.cancel).start()
+        with pytest.raises(RuntimeError, match="freed from its wait"):
+            link.sleep_until(time.monotonic() + 60)
+
+
+def test_a_gpu_does_not_wait_for_an_emulated_link():
+    linked_collectives.check("cpu")
+    with pytest.raises(UserError, match="between ranks on CPUs: %ddp_start --device cpu"):
+        linked_collectives.check("cuda:0")
