@@ -251,6 +251,8 @@ class RunReport:
     """Share of held-out samples classified correctly; NaN if targets are not class labels."""
     held_out_metrics: Mapping[str, float] = field(default_factory=dict)
     """What the cell's ``validation_step`` and ``metric`` measured, by name."""
+    num_held_out: int = 0
+    """Held-out samples that the final model was evaluated on; 0 if not known."""
     num_batches_sent: int = 0
     """Event batches sent, so that the kernel knows when it has them all."""
     num_lost_samples: int = 0

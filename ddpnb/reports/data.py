@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddpnb.history.align import make_aligner
+from ddpnb.history.claims import Ratio, Ratios, ratios_of
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.database import Floats, Records
 from ddpnb.history.metrics import step_split
@@ -39,6 +40,7 @@ from ddpnb.history.summary import (
     samples_per_second,
     staleness_counts,
     staleness_median,
+    summarise,
 )
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import NO_STALENESS, Parts
@@ -61,7 +63,8 @@ def runs_frame(comparison: Comparison) -> "pd.DataFrame":
     """Return one row per run: its settings, where it ran, its results."""
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
-    return pd.DataFrame([_run_row(run) for run in comparison.runs])
+    ratios = ratios_of(summarise(comparison))
+    return pd.DataFrame([_run_row(run) | _speed_ratio(run, ratios) for run in comparison.runs])
 
 
 def steps_frame(comparison: Comparison) -> "pd.DataFrame":
@@ -137,6 +140,20 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         **{f"{name}_seconds": getattr(split.parts, name) for name in Parts._fields},
         "bytes_sent_per_step": split.num_bytes_sent,
         "notes": "; ".join(run.header.notes) if run.header else "",
+    }
+
+
+def _speed_ratio(run: RunSnapshot, ratios: Ratios | None) -> dict[str, object]:
+    """Return a run's speed over that of the reference in its repeat; the strategy's interval."""
+    found = Ratio() if ratios is None else ratios.speed.get((run.comparison, run.name), Ratio())
+    own = math.nan
+    if ratios is not None and found.num_repeats:
+        own = samples_per_second(run) / ratios.reference.rates.get(run.repeat, math.nan)
+    return {
+        "speed_ratio": own,
+        "speed_ratio_low": found.low,
+        "speed_ratio_high": found.high,
+        "speed_ratio_to": ratios.reference.name if ratios is not None else None,
     }
 
 

@@ -229,6 +229,7 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
         held_out_loss=held_out.loss,
         held_out_accuracy=held_out.accuracy,
         held_out_metrics=held_out.metrics,
+        num_held_out=held_out.num_samples,
         num_lost_samples=num_lost,
     )
 
