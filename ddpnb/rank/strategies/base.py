@@ -33,6 +33,8 @@ class Strategy(ABC):
     """Whether the task's step gets a wrapper with a ``forward`` alone, and not the model."""
     needs_all_gradients: bool = False
     """Whether each parameter must have a part in each loss."""
+    is_mean: ClassVar[bool] = False
+    """Whether the trained model is the mean of all ranks' ``snapshot``."""
 
     def on(self, device: str) -> Strategy:
         """Return the strategy for such a device: this one, unless it has a variant for it."""
@@ -104,6 +106,11 @@ class Strategy(ABC):
             "model": replica.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in replica.optimizers],
         }
+
+    def snapshot(self, replica: Replica) -> State:
+        """Return the state of the model as it is now, not copied; called as ``save`` is."""
+        model: State = self.save(replica)["model"]
+        return model
 
     def load(self, replica: Replica, state: State) -> None:
         """Continue from what ``save`` returned, after ``setup``.

@@ -40,6 +40,8 @@ class DiLoCo(SynchronousStrategy):
         outer_momentum: m, the outer Nesterov momentum.
     """
 
+    is_mean = True
+
     def __init__(
         self, *, every: int = 8, outer_lr: float = 0.7, outer_momentum: float = 0.9
     ) -> None:

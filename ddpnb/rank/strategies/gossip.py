@@ -182,6 +182,8 @@ class PairwiseGossip(SynchronousStrategy):
         notes: of its plan.
     """
 
+    is_mean = True
+
     def __init__(self, notes: tuple[str, ...]) -> None:
         self._notes = notes
 

@@ -8,7 +8,8 @@ prepare   set up the strategy, fault injection, checkpoints and the source of sa
 barrier   let all ranks that take part start together
 train     make the measured steps
 finish    have the strategy return the trained model
-evaluate  compute its loss and accuracy on rank 0, on training and held-out samples
+evaluate  compute its loss and accuracy on rank 0, on training and held-out samples; and those of
+          the copies that were made while it trained
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, re
 from ddpnb.rank.training.context import CHECK, Content, RunContext, build_context
 from ddpnb.rank.training.fault_injection import FaultInjector, measure_compute_seconds
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
+from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.training.timing import Clock, clock_of
 from ddpnb.rank.training.validation import (
     check_dense,
@@ -196,8 +198,6 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
         )
         num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
         set_up(context, strategy, replica)
-        if context.state.rank == 0:
-            publish(header_of(context, num_parameters, strategy.notes()))
         callback = CheckpointCallback(
             context=context,
             strategy=strategy,
@@ -206,16 +206,21 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
             barrier=lambda: _barrier(context),
             warn=metrics.mark,
         )
+        snapshots = Snapshots(metrics, strategy, replica, callback.untimed)
+        if context.state.rank == 0:
+            notes = (*strategy.notes(), *snapshots.notes)
+            publish(header_of(context, num_parameters, notes))
         source = opened.enter_context(context.source(strategy))
         # -- barrier ----------------------------------------------------------------------
         _barrier(context)
         # -- train ------------------------------------------------------------------------
-        _train(metrics, strategy, source, stop, fault_injector, callback)
+        _train(metrics, strategy, source, stop, fault_injector, callback, snapshots)
         metrics.memory = strategy.memory()
         # -- finish -----------------------------------------------------------------------
         model = strategy.finish()  # waits for all: only then may the stop file be removed
         if not metrics.was_stopped:
             callback.end()
+            snapshots.average()
         num_lost = sum(len(context.indices(shard)) for shard in strategy.lost_shards())
     # -- evaluate -------------------------------------------------------------------------
     if context.state.rank != 0:
@@ -223,6 +228,7 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
     callback.finish(model)
     train = metrics.score(model, is_held_out=False)
     held_out = metrics.score(model, is_held_out=True)
+    evaluations = () if metrics.was_stopped else snapshots.evaluations(model)
     return replace(
         metrics.report(),
         final_loss=train.loss,
@@ -230,6 +236,7 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
         held_out_accuracy=held_out.accuracy,
         held_out_metrics=held_out.metrics,
         num_held_out=held_out.num_samples,
+        evaluations=evaluations,
         num_lost_samples=num_lost,
     )
 
@@ -265,6 +272,7 @@ def _train(
     stop: Stop,
     fault_injector: FaultInjector,
     callback: CheckpointCallback,
+    snapshots: Snapshots,
 ) -> None:
     """Make the measured steps: all of them, or those before a stop."""
     context, clock = metrics.context, metrics.clock
@@ -286,6 +294,7 @@ def _train(
         fault_injector.delay()  # if the strategy itself has not called it
         metrics.add(clock.timing(report))
         callback.after(shard)
+        snapshots.after(shard)
     metrics.add(clock.stop())
 
 

@@ -11,7 +11,7 @@ from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
 from ddpnb.rank.strategies.replica import Memory
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext
-from ddpnb.rank.training.evaluation import Score, score
+from ddpnb.rank.training.evaluation import MAX_SAMPLES, Score, score
 from ddpnb.rank.training.optimizer_hooks import warm_up_notes
 from ddpnb.rank.training.timing import Clock, StepTiming
 
@@ -81,7 +81,9 @@ class RunMetrics:
             num_optimizer_bytes=self.memory.optimizer,
         )
 
-    def score(self, model: nn.Module, *, is_held_out: bool) -> Score:
+    def score(
+        self, model: nn.Module, *, is_held_out: bool, max_samples: int = MAX_SAMPLES
+    ) -> Score:
         """Evaluate the trained model on a split; where that fails, the run is kept all the same."""
         context, split = self.context, "held-out" if is_held_out else "training"
         try:
@@ -90,6 +92,7 @@ class RunMetrics:
                 context.task,
                 context.task.held_out if is_held_out else context.task.train,
                 context.device,
+                max_samples=max_samples,
                 batch_size=context.spec.batch_size,
                 is_held_out=is_held_out,
                 has_loss=context.has_loss,
