@@ -22,8 +22,8 @@ from ddpnb.history.metrics import (
 from ddpnb.history.model import RunSnapshot, Status, ending
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Mark, MarkKind, RunReport
-from ddpnb.protocol.notation import parse_kill
+from ddpnb.protocol.messages import Evaluation, Mark, MarkKind, RunReport
+from ddpnb.protocol.notation import Target, parse_kill
 
 StalenessCounts = NDArray[np.int64]
 """How many updates had staleness 0, 1, 2 ..."""
@@ -88,10 +88,11 @@ class StrategySummary:
     optimizer_bytes: float = math.nan
     """The most that a rank holds of the optimizer's state."""
     seconds_to_target: Spread = field(default_factory=Spread)
-    """Until the smoothed training loss was as low as the target."""
+    """Until the target was reached: by the smoothed training loss, or on held-out samples."""
     samples_to_target: Spread = field(default_factory=Spread)
     samples_by_repeat: Mapping[int, float] = field(default_factory=dict)
-    """The same by repeat, of those that reached it."""
+    """The same by repeat, of those that reached it; empty where the target is an accuracy, which
+    is known at a few moments alone."""
     num_missed_target: int = 0
     """Repeats that never reached it."""
     num_diverged: int = 0
@@ -101,12 +102,12 @@ class StrategySummary:
     notes: tuple[str, ...] = ()
 
 
-def summarise(comparison: Comparison, target: float | None = None) -> tuple[StrategySummary, ...]:
+def summarise(comparison: Comparison, target: Target | None = None) -> tuple[StrategySummary, ...]:
     """Return one summary for each strategy of each comparison among the runs.
 
     Args:
         comparison: the runs.
-        target: the training loss to reach, for ``seconds_to_target``; None: there is none.
+        target: to reach, for ``seconds_to_target``; None: there is none.
     """
     groups = group_runs(comparison.runs)
     speeds = {key: _speed_of(_counted(runs)) for key, runs in groups.items()}
@@ -220,14 +221,35 @@ def spread(values: Sequence[float], over: str = "repeats") -> Spread:
     return Spread(middle=middle, low=min(known), high=max(known), over=over)
 
 
-def time_to_target(run: RunSnapshot, target: float) -> tuple[float, float]:
-    """Return the second and the sample at which the smoothed loss first reached ``target``.
+def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
+    """Return the second and the sample at which a run first reached ``target``.
 
-    In a run that resumes another, the samples count on; the seconds are its own.
+    That is where the smoothed training loss was as low, or, between two evaluations by linear
+    interpolation, the held-out accuracy as high.  In a run that resumes another, the samples count
+    on; the seconds are its own.
     """
-    curve, loss = run.aggregate.curve, smoothed_loss(run)
-    samples = curve.samples + run.num_samples_before
-    return first_reached(loss, curve.seconds, target), first_reached(loss, samples, target)
+    if target.is_accuracy:
+        found = np.array(evaluations(run), dtype=np.float64).reshape(-1, len(Evaluation._fields))
+        samples, seconds, _, accuracy = found.T
+        falling, goal = -accuracy, -target.value
+    else:
+        curve, falling, goal = run.aggregate.curve, smoothed_loss(run), target.value
+        seconds, samples = curve.seconds, curve.samples + run.num_samples_before
+    return first_reached(falling, seconds, goal), first_reached(falling, samples, goal)
+
+
+def evaluations(run: RunSnapshot) -> tuple[Evaluation, ...]:
+    """Return the held-out curve of a run, which ends with the trained model; empty if none."""
+    found = next((report.evaluations for report in run.reports if report.evaluations), ())
+    if not found or run.status is not Status.FINISHED:
+        return found
+    last = Evaluation(
+        num_samples=run.num_samples_before + run.aggregate.num_samples,
+        seconds=run.aggregate.seconds,
+        loss=reported(run, lambda report: report.held_out_loss),
+        accuracy=reported(run, lambda report: report.held_out_accuracy),
+    )
+    return (*(each for each in found if each.num_samples < last.num_samples), last)
 
 
 def _summary(
@@ -236,7 +258,7 @@ def _summary(
     speed: Spread,
     rates: Mapping[StrategyKey, Mapping[int, float]],
     settled: Mapping[StrategyKey, float],
-    target: float | None,
+    target: Target | None,
 ) -> StrategySummary:
     comparison, name = key
     counted = _counted(runs)
@@ -244,8 +266,11 @@ def _summary(
     num_workers = max(map(_num_workers, counted), default=0)
     baseline = (comparison, BASELINE)
     speed_up = mean_ratio(rates[key], rates[baseline]) if baseline in settled else math.nan
-    reached = [] if target is None else [time_to_target(run, target) for run in counted]
-    samples = {} if target is None else by_repeat(counted, lambda r: time_to_target(r, target)[1])
+    aiming = [r for r in counted if target and (evaluations(r) or not target.is_accuracy)]
+    reached = [time_to_target(run, target) for run in aiming if target is not None]
+    samples: Mapping[int, float] = {}
+    if target is not None and not target.is_accuracy:
+        samples = by_repeat(counted, lambda run: time_to_target(run, target)[1])
     return StrategySummary(
         name=name,
         comparison=comparison,

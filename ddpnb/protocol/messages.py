@@ -174,6 +174,8 @@ class Checked:
     """Of the training split on this rank; should be the same on all."""
     survives_deaths: bool
     """Whether the others train on if a rank other than 0 dies."""
+    has_accuracy: bool = False
+    """Whether the model has an accuracy on held-out samples; only rank 0 finds out."""
 
 
 NO_STALENESS = -1

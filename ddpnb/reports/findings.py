@@ -21,6 +21,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.summary import Spread, StrategySummary, summarise
 from ddpnb.protocol.catalogue import BASELINE, CEILING
+from ddpnb.protocol.notation import Target
 from ddpnb.reports.formatting import (
     NOTHING,
     labels,
@@ -42,12 +43,12 @@ RANGES = {
 """The note that explains a range, by what the range is over."""
 
 
-def results_table(comparison: Comparison, target: float | None = None) -> Table:
+def results_table(comparison: Comparison, target: Target | None = None) -> Table:
     """Return one row per strategy, without the columns that hold no information.
 
     Args:
         comparison: the runs.
-        target: a training loss; a column shows when it was reached.  None: no such column.
+        target: a column shows when it was reached.  None: no such column.
     """
     summaries = summarise(comparison, target)
     names = labels(comparison)
@@ -68,7 +69,7 @@ def results_table(comparison: Comparison, target: float | None = None) -> Table:
             columns.append((Column(title=name, is_number=True), cells))
         if name == "samples/s" and target is not None:
             reached = tuple(_target_cell(summary) for summary in summaries)
-            columns.append((Column(title=f"to loss {target:g}", is_number=True), reached))
+            columns.append((Column(title=f"to {target.text}", is_number=True), reached))
     return Table(
         caption=title(comparison),
         columns=tuple(column for column, _ in columns),
@@ -78,12 +79,12 @@ def results_table(comparison: Comparison, target: float | None = None) -> Table:
     )
 
 
-def sentence(comparison: Comparison, target: float | None = None) -> str:
+def sentence(comparison: Comparison, target: Target | None = None) -> str:
     """Return one sentence on speed, scores and failures, as far as they are known.
 
     Args:
         comparison: the runs.
-        target: a training loss; the sentence says when it was reached.  None: no such loss.
+        target: the sentence says when it was reached.  None: there is none.
     """
     summaries = summarise(comparison, target)
     names = labels(comparison)
@@ -203,7 +204,8 @@ def _target_cell(summary: StrategySummary) -> Cell:
     """Return the seconds and samples after which the target was reached."""
     seconds, samples = summary.seconds_to_target.middle, summary.samples_to_target.middle
     if math.isnan(seconds):
-        return Cell(text="never" if summary.status is Status.FINISHED else NOTHING)
+        is_missed = summary.status is Status.FINISHED and summary.num_missed_target > 0
+        return Cell(text="never" if is_missed else NOTHING)
     missed = f", {summary.num_missed_target} never" if summary.num_missed_target else ""
     return Cell(text=f"{number(seconds)} s", quiet=f"{short(samples)} samples{missed}")
 
@@ -302,15 +304,15 @@ def _speeds(done: Sequence[StrategySummary], called: dict[int, str], ratios: Rat
 
 
 def _reached(
-    done: Sequence[StrategySummary], called: dict[int, str], target: float, ratios: Ratios | None
+    done: Sequence[StrategySummary], called: dict[int, str], target: Target, ratios: Ratios | None
 ) -> str:
     """Return when each reached the target, and which need clearly more or fewer samples."""
     reached = sorted(
-        (s for s in done if math.isfinite(s.seconds_to_target.middle)),
+        (s for s in done if math.isfinite(s.seconds_to_target.middle) and not s.is_emulated),
         key=lambda s: s.seconds_to_target.middle,
     )
-    never = [called[id(s)] for s in done if s not in reached]
-    goal = f"a training loss of {target:g}"
+    never = [called[id(s)] for s in done if s.num_missed_target == s.num_runs]
+    goal = target.text if target.is_accuracy else f"a training loss of {target.value:g}"
     if not reached:
         return f"{listed(never)} never reached {goal}" if never else ""
     times = [f"{number(s.seconds_to_target.middle)} s by {called[id(s)]}" for s in reached]

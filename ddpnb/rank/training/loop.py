@@ -15,6 +15,7 @@ evaluate  compute its loss and accuracy on rank 0, on training and held-out samp
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -34,6 +35,7 @@ from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, resumed, set_up
 from ddpnb.rank.training.context import CHECK, Content, RunContext, build_context
+from ddpnb.rank.training.evaluation import Score
 from ddpnb.rank.training.fault_injection import FaultInjector, measure_compute_seconds
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
@@ -87,12 +89,16 @@ def _checked(context: RunContext) -> Checked:
         check_training(replica, batch, strategy)
         check_dense(replica, context.spec.strategy)
         strategy.check(replica)
+    score = Score()
     if context.state.rank == 0 and context.is_evaluated:
-        check_evaluation(replica, context.task, batch.num_samples, has_loss=context.has_loss)
+        size, has_loss = batch.num_samples, context.has_loss
+        score = check_evaluation(replica, context.task, size, has_loss=has_loss)
     if context.checkpoint is not None:
         check_replica(replica, context.checkpoint)
     return Checked(
-        num_samples=len(context.task.train), survives_deaths=context.plan.survives_deaths
+        num_samples=len(context.task.train),
+        survives_deaths=context.plan.survives_deaths,
+        has_accuracy=not math.isnan(score.accuracy),
     )
 
 
@@ -228,7 +234,8 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
     callback.finish(model)
     train = metrics.score(model, is_held_out=False)
     held_out = metrics.score(model, is_held_out=True)
-    evaluations = () if metrics.was_stopped else snapshots.evaluations(model)
+    is_judged = not math.isnan(held_out.loss) or not math.isnan(held_out.accuracy)
+    has_curve = is_judged and not metrics.was_stopped
     return replace(
         metrics.report(),
         final_loss=train.loss,
@@ -236,7 +243,7 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
         held_out_accuracy=held_out.accuracy,
         held_out_metrics=held_out.metrics,
         num_held_out=held_out.num_samples,
-        evaluations=evaluations,
+        evaluations=snapshots.evaluations(model) if has_curve else (),
         num_lost_samples=num_lost,
     )
 

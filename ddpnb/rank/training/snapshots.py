@@ -97,7 +97,7 @@ class Snapshots:
     def evaluations(self, model: nn.Module) -> tuple[Evaluation, ...]:
         """Return the scores of all copies, which go; the model ends with the weights of the last.
 
-        Where one cannot be judged, the run is kept all the same.
+        Where one cannot be judged, the run is kept all the same, without the rest of its curve.
         """
         found = []
         while self._kept:

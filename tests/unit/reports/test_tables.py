@@ -8,6 +8,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run, Status
 from ddpnb.history.query import StoredRun
 from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.notation import Target
 from ddpnb.reports.findings import results_table, sentence
 from ddpnb.reports.formatting import duration, number, percent, short, size
 from ddpnb.reports.listing import ranks_table, runs_table
@@ -346,20 +347,19 @@ def test_lost_samples_and_unlike_memory_have_columns():
 
 def test_when_a_target_was_reached_is_in_table_and_sentence():
     comparison = fake_comparison(("single", "ddp"))
-    table = results_table(comparison, 0.5)
+    table = results_table(comparison, Target(value=0.5))
     assert [column.title for column in table.columns][1:3] == ["samples/s", "to loss 0.5"]
     assert re.search(r"ddp .* \d\.\d\d s \(\d\d\.\dk samples\)", table.text())
-    found = sentence(comparison, 0.5)
+    found = sentence(comparison, Target(value=0.5))
     assert re.search(r"a training loss of 0.5 was reached after \d.\d\d s by ddp and ", found)
     assert "more samples" not in found, "one repeat allows no claim"
-    assert "never" in results_table(comparison, 0.001).text()
-    assert "single and ddp never reached a training loss of 0.001" in sentence(
-        comparison, 0.001
-    ) or "Single and ddp never reached" in sentence(comparison, 0.001)
+    assert "never" in results_table(comparison, Target(value=0.001)).text()
+    never = sentence(comparison, Target(value=0.001))
+    assert "single and ddp never reached a training loss of 0.001" in never
 
 
 def test_more_samples_are_claimed_only_where_the_ranges_allow_it():
-    found = sentence(fake_comparison(("single", "async"), repeats=5), 0.5)
+    found = sentence(fake_comparison(("single", "async"), repeats=5), Target(value=0.5))
     claim = r"async needs \d+ % more samples than single to reach it \(\d+ to \d+ % at 95 %\)"
     assert re.search(claim, found)
 
