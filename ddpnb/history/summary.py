@@ -43,11 +43,6 @@ class Spread:
     over: str = ""
     """``"repeats"``, ``"tenths"`` of the only run, or ``""`` if there is no range."""
 
-    def overlaps(self, other: "Spread") -> bool:
-        """Whether the ranges touch or one is not known, so that nothing may be claimed."""
-        values = (self.low, self.high, other.low, other.high)
-        return any(map(math.isnan, values)) or (self.low <= other.high and other.low <= self.high)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategySummary:

@@ -243,7 +243,7 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
         held_out_accuracy=held_out.accuracy,
         held_out_metrics=held_out.metrics,
         num_held_out=held_out.num_samples,
-        evaluations=snapshots.evaluations(model) if has_curve else (),
+        evaluations=snapshots.evaluations(model, should_stop) if has_curve else (),
         num_lost_samples=num_lost,
     )
 

@@ -94,13 +94,16 @@ class Snapshots:
             for tensor, mean in zip(mine, there, strict=True):
                 tensor.copy_(mean)
 
-    def evaluations(self, model: nn.Module) -> tuple[Evaluation, ...]:
+    def evaluations(
+        self, model: nn.Module, should_stop: Callable[[], bool]
+    ) -> tuple[Evaluation, ...]:
         """Return the scores of all copies, which go; the model ends with the weights of the last.
 
-        Where one cannot be judged, the run is kept all the same, without the rest of its curve.
+        Where one cannot be judged, and where the user stops the run meanwhile, it is kept all the
+        same, without the rest of its curve.
         """
         found = []
-        while self._kept:
+        while self._kept and not should_stop():
             snapshot = self._kept.pop(0)
             try:
                 model.load_state_dict(snapshot.state)
