@@ -93,11 +93,11 @@ MUTANTS = [
         "tests/unit/session/test_ranks.py",
     ),
     Mutant(
-        "ranges that do not touch overlap",
-        "history/summary.py",
-        "self.low <= other.high and other.low <= self.high",
-        "self.low <= other.high",
-        "tests/unit/history/test_summary.py",
+        "an interval is not widened for the other claims of its sentence",
+        "history/claims.py",
+        "(1 - LEVEL) / 2 / num_claims",
+        "(1 - LEVEL) / 2",
+        "tests/unit/history/test_claims.py",
     ),
 ]
 

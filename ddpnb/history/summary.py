@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,8 @@ from ddpnb.history.model import RunSnapshot, Status, ending
 from ddpnb.history.stability import stability_notes
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Mark, MarkKind, RunReport
-from ddpnb.protocol.notation import parse_kill
+from ddpnb.protocol.messages import Evaluation, Mark, MarkKind, RunReport
+from ddpnb.protocol.notation import Target, parse_kill
 
 StalenessCounts = NDArray[np.int64]
 """How many updates had staleness 0, 1, 2 ..."""
@@ -43,11 +44,6 @@ class Spread:
     over: str = ""
     """``"repeats"``, ``"tenths"`` of the only run, or ``""`` if there is no range."""
 
-    def overlaps(self, other: "Spread") -> bool:
-        """Whether the ranges touch or one is not known, so that nothing may be claimed."""
-        values = (self.low, self.high, other.low, other.high)
-        return any(map(math.isnan, values)) or (self.low <= other.high and other.low <= self.high)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategySummary:
@@ -61,8 +57,10 @@ class StrategySummary:
     """0 if not known."""
     status: Status
     samples_per_second: Spread = field(default_factory=Spread)
+    rates: Mapping[int, float] = field(default_factory=dict)
+    """Samples/s by repeat, where it is known."""
     speed_up: float = math.nan
-    """Median samples/s over the median of ``single`` in the same comparison."""
+    """Geometric mean, over the repeats, of samples/s over those of ``single`` in the same one."""
     efficiency: float = math.nan
     """Speed-up over number of workers: 1 is ideal."""
     share_of_ceiling: float = math.nan
@@ -71,6 +69,8 @@ class StrategySummary:
     final_loss: Spread = field(default_factory=Spread)
     held_out_loss: Spread = field(default_factory=Spread)
     held_out_accuracy: Spread = field(default_factory=Spread)
+    num_held_out: int = 0
+    """Held-out samples that the model was evaluated on; 0 if not known."""
     held_out_metrics: Mapping[str, Spread] = field(default_factory=dict)
     """What the cell's own functions measured, by name."""
     last_metrics: Mapping[str, Spread] = field(default_factory=dict)
@@ -84,8 +84,11 @@ class StrategySummary:
     optimizer_bytes: float = math.nan
     """The most that a rank holds of the optimizer's state."""
     seconds_to_target: Spread = field(default_factory=Spread)
-    """Until the smoothed training loss was as low as the target."""
+    """Until the target was reached: by the smoothed training loss, or on held-out samples."""
     samples_to_target: Spread = field(default_factory=Spread)
+    samples_by_repeat: Mapping[int, float] = field(default_factory=dict)
+    """The same by repeat, of those that reached it; empty where the target is an accuracy, which
+    is known at a few moments alone."""
     num_missed_target: int = 0
     """Repeats that never reached it."""
     num_diverged: int = 0
@@ -95,21 +98,24 @@ class StrategySummary:
     notes: tuple[str, ...] = ()
 
 
-def summarise(comparison: Comparison, target: float | None = None) -> tuple[StrategySummary, ...]:
+def summarise(comparison: Comparison, target: Target | None = None) -> tuple[StrategySummary, ...]:
     """Return one summary for each strategy of each comparison among the runs.
 
     Args:
         comparison: the runs.
-        target: the training loss to reach, for ``seconds_to_target``; None: there is none.
+        target: to reach, for ``seconds_to_target``; None: there is none.
     """
     groups = group_runs(comparison.runs)
     speeds = {key: _speed_of(_counted(runs)) for key, runs in groups.items()}
+    rates = {key: by_repeat(_counted(runs), samples_per_second) for key, runs in groups.items()}
     settled = {  # nothing is measured against a run that still trains
         key: speeds[key].middle
         for key, runs in groups.items()
         if not any(run.is_running for run in _counted(runs))
     }
-    return tuple(_summary(key, runs, speeds[key], settled, target) for key, runs in groups.items())
+    return tuple(
+        _summary(key, runs, speeds[key], rates, settled, target) for key, runs in groups.items()
+    )
 
 
 def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapshot]]:
@@ -130,6 +136,31 @@ def samples_per_second(run: RunSnapshot) -> float:
         samples = float(run.aggregate.num_samples)
         seconds = run.aggregate.seconds
     return samples / seconds if seconds > 0 and samples > 0 else math.nan
+
+
+def by_repeat(
+    runs: Sequence[RunSnapshot], number_of: Callable[[RunSnapshot], float]
+) -> Mapping[int, float]:
+    """Return a number of each run by its repeat, where it is known and greater than 0.
+
+    Runs that do not say which repeat they are, such as hand-written loops, count in their order.
+    """
+    repeats: Sequence[int] = [run.repeat for run in runs]
+    if len(set(repeats)) < len(repeats):
+        repeats = range(len(runs))
+    numbers = {repeat: number_of(run) for repeat, run in zip(repeats, runs, strict=True)}
+    return {repeat: number for repeat, number in numbers.items() if number > 0}
+
+
+def log_ratios(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
+    """Return the logarithm of the ratio within each repeat in which both numbers are known."""
+    return [math.log(ours[repeat] / theirs[repeat]) for repeat in ours if repeat in theirs]
+
+
+def mean_ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float:
+    """Return the geometric mean of the ratios within each repeat; NaN if there are none."""
+    logs = log_ratios(ours, theirs)
+    return math.exp(fmean(logs)) if logs else math.nan
 
 
 def staleness_counts(runs: Sequence[RunSnapshot]) -> StalenessCounts:
@@ -186,29 +217,56 @@ def spread(values: Sequence[float], over: str = "repeats") -> Spread:
     return Spread(middle=middle, low=min(known), high=max(known), over=over)
 
 
-def time_to_target(run: RunSnapshot, target: float) -> tuple[float, float]:
-    """Return the second and the sample at which the smoothed loss first reached ``target``.
+def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
+    """Return the second and the sample at which a run first reached ``target``.
 
-    In a run that resumes another, the samples count on; the seconds are its own.
+    That is where the smoothed training loss was as low, or, between two evaluations by linear
+    interpolation, the held-out accuracy as high.  In a run that resumes another, the samples count
+    on; the seconds are its own.
     """
-    curve, loss = run.aggregate.curve, smoothed_loss(run)
-    samples = curve.samples + run.num_samples_before
-    return first_reached(loss, curve.seconds, target), first_reached(loss, samples, target)
+    if target.is_accuracy:
+        found = np.array(evaluations(run), dtype=np.float64).reshape(-1, len(Evaluation._fields))
+        samples, seconds, _, accuracy = found.T
+        falling, goal = -accuracy, -target.value
+    else:
+        curve, falling, goal = run.aggregate.curve, smoothed_loss(run), target.value
+        seconds, samples = curve.seconds, curve.samples + run.num_samples_before
+    return first_reached(falling, seconds, goal), first_reached(falling, samples, goal)
+
+
+def evaluations(run: RunSnapshot) -> tuple[Evaluation, ...]:
+    """Return the held-out curve of a run, which ends with the trained model; empty if none."""
+    found = next((report.evaluations for report in run.reports if report.evaluations), ())
+    if not found or run.status is not Status.FINISHED:
+        return found
+    last = Evaluation(
+        num_samples=run.num_samples_before + run.aggregate.num_samples,
+        seconds=run.aggregate.seconds,
+        loss=reported(run, lambda report: report.held_out_loss),
+        accuracy=reported(run, lambda report: report.held_out_accuracy),
+    )
+    return (*(each for each in found if each.num_samples < last.num_samples), last)
 
 
 def _summary(
     key: StrategyKey,
     runs: Sequence[RunSnapshot],
     speed: Spread,
+    rates: Mapping[StrategyKey, Mapping[int, float]],
     settled: Mapping[StrategyKey, float],
-    target: float | None,
+    target: Target | None,
 ) -> StrategySummary:
     comparison, name = key
     counted = _counted(runs)
     stale = staleness_counts(counted)
     num_workers = max(map(_num_workers, counted), default=0)
-    speed_up = speed.middle / settled.get((comparison, BASELINE), math.nan)
-    reached = [] if target is None else [time_to_target(run, target) for run in counted]
+    baseline = (comparison, BASELINE)
+    speed_up = mean_ratio(rates[key], rates[baseline]) if baseline in settled else math.nan
+    aiming = [r for r in counted if target and (evaluations(r) or not target.is_accuracy)]
+    reached = [time_to_target(run, target) for run in aiming if target is not None]
+    samples: Mapping[int, float] = {}
+    if target is not None and not target.is_accuracy:
+        samples = by_repeat(counted, lambda run: time_to_target(run, target)[1])
     return StrategySummary(
         name=name,
         comparison=comparison,
@@ -216,6 +274,7 @@ def _summary(
         num_workers=num_workers,
         status=counted[-1].status,
         samples_per_second=speed,
+        rates=rates[key],
         speed_up=speed_up,
         efficiency=speed_up / num_workers if num_workers else math.nan,
         share_of_ceiling=speed.middle / settled.get((comparison, CEILING), math.nan),
@@ -223,6 +282,7 @@ def _summary(
         final_loss=spread([reported(run, lambda r: r.final_loss) for run in counted]),
         held_out_loss=spread([reported(run, lambda r: r.held_out_loss) for run in counted]),
         held_out_accuracy=spread([reported(run, lambda r: r.held_out_accuracy) for run in counted]),
+        num_held_out=max((r.num_held_out for run in counted for r in run.reports), default=0),
         held_out_metrics=_spreads([reported_metrics(run) for run in counted]),
         last_metrics=_spreads([last_metrics(run) for run in counted]),
         staleness_median=staleness_median(stale),
@@ -232,6 +292,7 @@ def _summary(
         optimizer_bytes=_greatest(counted, lambda report: report.num_optimizer_bytes),
         seconds_to_target=spread([seconds for seconds, _ in reached]),
         samples_to_target=spread([samples for _, samples in reached]),
+        samples_by_repeat=samples,
         num_missed_target=sum(math.isnan(seconds) for seconds, _ in reached),
         num_diverged=sum(num_diverged(run) for run in runs),
         is_emulated=is_emulated(runs),

@@ -190,6 +190,8 @@ class Checked:
     """Of the training split on this rank; should be the same on all."""
     survives_deaths: bool
     """Whether the others train on if a rank other than 0 dies."""
+    has_accuracy: bool = False
+    """Whether the model has an accuracy on held-out samples; only rank 0 finds out."""
 
 
 NO_STALENESS = -1
@@ -249,6 +251,18 @@ class RejoinInfo:
     """``time.time()`` when the training began."""
 
 
+class Evaluation(NamedTuple):
+    """The model on held-out samples at one moment of a run."""
+
+    num_samples: int
+    """Seen by all workers until then; those of a resumed run included."""
+    seconds: float
+    """Training time since the run began, on rank 0."""
+    loss: float
+    accuracy: float
+    """NaN if targets are not class labels."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """What one rank returns when a run has ended."""
@@ -267,6 +281,10 @@ class RunReport:
     """Share of held-out samples classified correctly; NaN if targets are not class labels."""
     held_out_metrics: Mapping[str, float] = field(default_factory=dict)
     """What the cell's ``validation_step`` and ``metric`` measured, by name."""
+    num_held_out: int = 0
+    """Held-out samples that the final model was evaluated on; 0 if not known."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """The held-out curve up to the final model, which is not in it; on the evaluating rank only."""
     num_batches_sent: int = 0
     """Event batches sent, so that the kernel knows when it has them all."""
     num_lost_samples: int = 0
@@ -277,6 +295,10 @@ class RunReport:
     """What this rank holds of the optimizer's state."""
     was_stopped: bool = False
     """Whether it was stopped before its last step."""
+
+    def __post_init__(self) -> None:
+        made = tuple(Evaluation(*each) for each in self.evaluations)  # stored ones are lists
+        object.__setattr__(self, "evaluations", made)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,6 +99,14 @@ class TrainingSpec:
         most=2**63 - 1,
         about="seed of the initial weights and the order of samples",
     )
+    eval_every: float | None = _training(
+        None,
+        "--eval-every",
+        kind=float,
+        least=0,
+        about="epochs between evaluations on held-out samples, for the curve; by default a tenth "
+        "of the run; 0: at the end alone",
+    )
     num_warmup_steps: int = 3
     """Steps on a throwaway replica before the training, so that no clock sees a cold start."""
     accumulate: int = _steps(

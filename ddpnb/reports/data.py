@@ -29,19 +29,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddpnb.history.align import make_aligner
+from ddpnb.history.claims import Ratio, Ratios, ratios_of
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.database import Floats, Records
 from ddpnb.history.metrics import step_split
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.summary import (
+    evaluations,
     reported,
     reported_metrics,
     samples_per_second,
     staleness_counts,
     staleness_median,
+    summarise,
 )
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import NO_STALENESS, Parts
+from ddpnb.protocol.messages import NO_STALENESS, Evaluation, Parts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,7 +64,21 @@ def runs_frame(comparison: Comparison) -> "pd.DataFrame":
     """Return one row per run: its settings, where it ran, its results."""
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
-    return pd.DataFrame([_run_row(run) for run in comparison.runs])
+    ratios = ratios_of(summarise(comparison))
+    return pd.DataFrame([_run_row(run) | _speed_ratio(run, ratios) for run in comparison.runs])
+
+
+def evaluations_frame(comparison: Comparison) -> "pd.DataFrame":
+    """Return one row per evaluation on held-out samples: the copies', then the trained model's."""
+    import pandas as pd  # noqa: PLC0415 - takes 0.5 s
+
+    columns = ("comparison", "strategy", "repeat", *Evaluation._fields)
+    rows = [
+        (run.comparison, run.name, run.repeat + 1, *each)
+        for run in comparison.runs
+        for each in evaluations(run)
+    ]
+    return pd.DataFrame(rows, columns=list(columns))
 
 
 def steps_frame(comparison: Comparison) -> "pd.DataFrame":
@@ -148,6 +165,20 @@ def _global_batch(run: RunSnapshot) -> dict[str, int]:
     return {"batch_size": run.spec.global_batch(run.header.num_workers)}
 
 
+def _speed_ratio(run: RunSnapshot, ratios: Ratios | None) -> dict[str, object]:
+    """Return a run's speed over that of the reference in its repeat; the strategy's interval."""
+    found = Ratio() if ratios is None else ratios.speed.get((run.comparison, run.name), Ratio())
+    own = math.nan
+    if ratios is not None and found.num_repeats:
+        own = samples_per_second(run) / ratios.reference.rates.get(run.repeat, math.nan)
+    return {
+        "speed_ratio": own,
+        "speed_ratio_low": found.low,
+        "speed_ratio_high": found.high,
+        "speed_ratio_to": ratios.reference.name if ratios is not None else None,
+    }
+
+
 def _step_columns(run: RunSnapshot) -> dict[str, Any]:
     events = run.events
     columns = {"comparison": run.comparison, "strategy": run.name, "repeat": run.repeat + 1}
@@ -190,6 +221,8 @@ def _fields(value: Any) -> dict[str, Any] | None:
 def _number(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _number(each) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return [_number(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -237,6 +270,9 @@ def _points(run: RunSnapshot) -> Iterator[Point]:
 
 def _results(run: RunSnapshot) -> Iterator[Point]:
     events = run.events
+    for each in evaluations(run)[:-1]:
+        yield "held-out loss", each.num_samples, each.seconds, each.loss
+        yield "held-out accuracy", each.num_samples, each.seconds, each.accuracy
     samples = run.num_samples_before + int(events["num_samples"].sum())
     seconds = float(events["seconds"].max(initial=0.0))
     yield "samples per second", samples, seconds, samples_per_second(run)

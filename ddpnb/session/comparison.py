@@ -4,7 +4,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from ddpnb.cluster.call import CallEvent, Events, Output, Returned
@@ -280,6 +280,7 @@ def prepare(
                 if not _is_dispensable(name, spec):
                     raise
                 print(f"Not trained: {name}, the baseline. {error}", file=sys.stderr)
+        _check_target(spec, checked.values())
     except BaseException:
         free_data(cluster)
         printed.show()
@@ -304,6 +305,23 @@ def prepare(
         options=spec.options,
         printed=printed,
     )
+
+
+def _check_target(spec: ComparisonSpec, checked: Iterable[Checked]) -> None:
+    """Refuse a held-out accuracy as target where there will be none."""
+    target = spec.options.target
+    if target is None or not target.is_accuracy:
+        return
+    if spec.training.eval_every == 0:
+        raise UserError(
+            f"--target accuracy={target.value:g} needs evaluations while it trains: "
+            "leave --eval-every 0 out."
+        )
+    if not all(each.has_accuracy for each in checked):
+        raise UserError(
+            f"--target accuracy={target.value:g}: this task has no held-out accuracy, for its "
+            "targets are no class numbers, or it has measures of its own; give a training loss."
+        )
 
 
 def _is_dispensable(name: str, spec: ComparisonSpec) -> bool:

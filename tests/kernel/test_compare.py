@@ -1,3 +1,4 @@
+import base64
 import re
 from pathlib import Path
 
@@ -133,6 +134,18 @@ WRONG = {
     "nothing to resume": ("--epochs 1", "--epochs 1 --resume none", "There is no run 'none'"),
     "unknown class": ("compare ddp", "compare Averaging", "There is no strategy 'Averaging'"),
     "a strategy's name": ("--name lines", "--name dp", "'dp' is a strategy"),
+    "no accuracy": ("--epochs 1", "--target accuracy=1.2", "--target accuracy=1.2: an accuracy is"),
+    "no target": ("--epochs 1", "--target low", "--target is a training loss, e.g. 0.3, or"),
+    "no evaluation": (
+        "--epochs 1",
+        "--target accuracy=0.9 --eval-every 0",
+        "leave --eval-every 0 out",
+    ),
+    "no classes": (
+        "ddp --epochs 1 --batch-size 32 --name lines",
+        "ddp --target accuracy=0.9 --batch-size 32\ndef metric(outputs, targets): return 1.0",
+        "--target accuracy=0.9: this task has no held-out accuracy",
+    ),
 }
 
 
@@ -184,6 +197,35 @@ def test_an_error_in_the_cell_shows_the_users_lines_only(kernel: Kernel, new: st
     assert "ddpnb/" not in cell.error_text
     assert new in cell.error_text
     assert f"Cell In[{cell.number}], line 6" in cell.error_text
+
+
+def test_a_held_out_curve_is_drawn_stored_and_searched_for_a_target(compared: Cell, kernel: Kernel):
+    cell = kernel.run(
+        "%ddp_compare ddp async --task digits --epochs 2 --target accuracy=20% --name curves",
+        timeout=120,
+    )
+    assert not cell.error, cell.error_text
+    assert "to 20 % held-out accuracy" in cell.text
+    assert re.search(r"20 % held-out accuracy was reached after [\d.]+ s by ", cell.text)
+    kernel.run("curves = _")
+    found = "curves.evaluations().groupby('strategy')"
+    assert kernel.value(f"sorted({found}.groups)") == "['async', 'ddp', 'single']"
+    assert kernel.value(f"int({found}.size().min()) >= 3") == "True"
+    last = f"{found}.accuracy.last().to_dict()"
+    assert kernel.value(
+        f"{last} == curves.to_frame().set_index('strategy').held_out_accuracy.to_dict()"
+    ) == ("True")
+    stored = "__import__('ddpnb').plot('curves').evaluations()"
+    assert kernel.value(f"{stored}.equals(curves.evaluations())") == "True"
+    titles = "[axes.get_title('left') for axes in curves.plot().figure.axes]"
+    assert "Held-out accuracy by time" in kernel.value(titles)
+    (picture,) = cell.bundles("image/png")
+    (alone,) = kernel.run("%ddp_plot curves").bundles("image/png")
+    assert height_of(picture) == height_of(alone)
+
+
+def height_of(png: str) -> int:
+    return int.from_bytes(base64.b64decode(png)[20:24])
 
 
 def test_a_hand_written_loop_is_a_run_too(compared: Cell, kernel: Kernel):

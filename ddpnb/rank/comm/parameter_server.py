@@ -248,6 +248,11 @@ class ParameterServer:
         with self._lock:
             return self.store.snapshot()
 
+    def copied_parameters(self) -> list[Tensor]:
+        """Return copies of the parameters alone, between two updates."""
+        with self._lock:
+            return [tensor.clone() for tensor in self.store.tensors]
+
     def leave(self, rank: int) -> Reply:
         """Note that a worker has the final parameters; one that is not done has failed."""
         with self._lock:

@@ -165,11 +165,12 @@ class AsyncParameterServer(Strategy):
         """Return the server's state at one moment, while other workers train on."""
         assert self._server is not None, "only rank 0 saves"
         parameters, optimizer = self._server.snapshot()
-        model = replica.model.state_dict()
-        saved = {id(p): held for p, held in zip(replica.parameters, parameters, strict=True)}
-        for name, parameter in replica.model.named_parameters(remove_duplicate=False):
-            model[name] = saved.get(id(parameter), model[name])
-        return {"model": model, "optimizers": [optimizer]}
+        return {"model": replica.state_with(parameters), "optimizers": [optimizer]}
+
+    def snapshot(self, replica: Replica) -> State:
+        """Return the model with the server's parameters at one moment, copied."""
+        assert self._server is not None, "only rank 0 does"
+        return replica.state_with(self._server.copied_parameters())
 
     def lost_shards(self) -> Sequence[Shard]:
         """Return, on rank 0, the shards of workers that died."""

@@ -36,6 +36,8 @@ class Strategy(ABC):
     averages_weights: bool = False
     """Whether the trained model's weights are averages over workers: no forward pass of any
     worker was made with them, so BatchNorm's statistics are estimated anew."""
+    is_mean: ClassVar[bool] = False
+    """Whether the trained model is the mean of all ranks' ``snapshot``."""
 
     def on(self, device: str) -> Strategy:
         """Return the strategy for such a device: this one, unless it has a variant for it."""
@@ -107,6 +109,11 @@ class Strategy(ABC):
             "model": replica.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in replica.optimizers],
         }
+
+    def snapshot(self, replica: Replica) -> State:
+        """Return the state of the model as it is now, not copied; called as ``save`` is."""
+        model: State = self.save(replica)["model"]
+        return model
 
     def load(self, replica: Replica, state: State) -> None:
         """Continue from what ``save`` returned, after ``setup``.

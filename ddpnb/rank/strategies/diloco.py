@@ -50,6 +50,7 @@ class DiLoCo(SynchronousStrategy):
     """
 
     averages_weights = True
+    is_mean = True
 
     def __init__(
         self, *, every: int = 8, outer_lr: float = 0.5, outer_momentum: float = 0.5

@@ -191,6 +191,7 @@ class PairwiseGossip(SynchronousStrategy):
     """
 
     averages_weights = True
+    is_mean = True
 
     def __init__(self, notes: tuple[str, ...]) -> None:
         self._notes = notes

@@ -37,6 +37,7 @@ class LocalSgd(SynchronousStrategy):
     """
 
     averages_weights = True
+    is_mean = True
 
     def __init__(self, *, every: int = 8, after: int = 0) -> None:
         self._every = every

@@ -128,6 +128,10 @@ class OwnStrategy(SynchronousStrategy):
             state["own"] = save()
         return state
 
+    def snapshot(self, replica: Replica) -> State:
+        """Return the state of the replica's model; the user's object saves nothing for it."""
+        return replica.model.state_dict()
+
     def load(self, replica: Replica, state: State) -> None:
         """Give the user's object what it saved."""
         super().load(replica, state)

@@ -115,6 +115,14 @@ class Replica:
         """The parameters that are trained, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
+    def state_with(self, parameters: Iterable[Tensor]) -> dict[str, Any]:
+        """Return the model's state with other values of the parameters that are trained."""
+        state = self.model.state_dict()
+        held = {id(mine): value for mine, value in zip(self.parameters, parameters, strict=True)}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            state[name] = held.get(id(parameter), state[name])
+        return state
+
     def worker_config(self, timeout_seconds: float) -> WorkerConfig:
         """Return what reaches the other ranks outside the group; wait so long for a live one."""
         return WorkerConfig(

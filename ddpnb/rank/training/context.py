@@ -35,6 +35,9 @@ from ddpnb.rank.training.optimizer_hooks import with_hooks
 NUM_PREFETCHED = 2
 """Shards that each process fetches or has ready while this worker trains on one."""
 
+NUM_EVALUATIONS = 10
+"""Points of a held-out curve where the user asks for no other number."""
+
 CHECK = "check"
 """The phase in which a training is checked, before anything trains."""
 
@@ -81,6 +84,14 @@ class RunContext:
     def num_steps(self) -> int:
         """Global batches that are left to train on."""
         return self.schedule.num_steps - self.first_step
+
+    @property
+    def steps_between_evaluations(self) -> int:
+        """Global batches from one held-out evaluation to the next; 0: only the trained model's."""
+        every = self.spec.eval_every
+        if every is None:
+            return max(1, round(self.num_steps / NUM_EVALUATIONS))
+        return max(1, round(every * self.schedule.steps_per_epoch)) if every else 0
 
     @property
     def workers(self) -> range:

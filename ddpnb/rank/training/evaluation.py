@@ -44,6 +44,8 @@ class Score:
     if the task measures something else."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the task's ``validation_step`` and ``metric`` measure."""
+    num_samples: int = 0
+    """Samples that it was evaluated on."""
 
 
 @torch.no_grad()
@@ -81,7 +83,10 @@ def score(
             task.metric(_joined(outputs), _joined(targets)), task.metric, "metric(outputs, targets)"
         )
     return Score(
-        loss=found.pop("loss", math.nan), accuracy=found.pop("accuracy", math.nan), metrics=found
+        loss=found.pop("loss", math.nan),
+        accuracy=found.pop("accuracy", math.nan),
+        metrics=found,
+        num_samples=num_chosen,
     )
 
 

@@ -8,12 +8,14 @@ prepare   set up the strategy, fault injection, checkpoints and the source of sa
 barrier   let all ranks that take part start together
 train     make the measured steps
 finish    have the strategy return the trained model
-evaluate  compute its loss and accuracy on rank 0, on training and held-out samples
+evaluate  compute its loss and accuracy on rank 0, on training and held-out samples; and those of
+          the copies that were made while it trained
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -33,9 +35,10 @@ from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, resumed, set_up
 from ddpnb.rank.training.context import CHECK, Content, RunContext, build_context, linked
-from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, has_batchnorm
+from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, Score, has_batchnorm
 from ddpnb.rank.training.fault_injection import FaultInjector, measure_compute_seconds
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
+from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.training.timing import Clock, clock_of
 from ddpnb.rank.training.validation import (
     check_dense,
@@ -86,12 +89,16 @@ def _checked(context: RunContext) -> Checked:
         check_training(replica, batch, strategy)
         check_dense(replica, context.spec.strategy)
         strategy.check(replica)
+    score = Score()
     if context.state.rank == 0 and context.is_evaluated:
-        check_evaluation(replica, context.task, batch.num_samples, has_loss=context.has_loss)
+        size, has_loss = batch.num_samples, context.has_loss
+        score = check_evaluation(replica, context.task, size, has_loss=has_loss)
     if context.checkpoint is not None:
         check_replica(replica, context.checkpoint)
     return Checked(
-        num_samples=len(context.task.train), survives_deaths=context.plan.survives_deaths
+        num_samples=len(context.task.train),
+        survives_deaths=context.plan.survives_deaths,
+        has_accuracy=not math.isnan(score.accuracy),
     )
 
 
@@ -200,9 +207,6 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
         set_up(context, strategy, replica)
         is_averaged = strategy.averages_weights and context.plan.num_workers > 1
         is_estimated = is_averaged and has_batchnorm(replica.model)
-        if context.state.rank == 0:
-            notes = (*strategy.notes(), *((BATCHNORM_NOTE,) if is_estimated else ()))
-            publish(header_of(context, num_parameters, notes, replica.optimizers))
         callback = CheckpointCallback(
             context=context,
             strategy=strategy,
@@ -211,16 +215,22 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
             barrier=lambda: _barrier(context),
             warn=metrics.mark,
         )
+        snapshots = Snapshots(metrics, strategy, replica, callback.untimed)
+        if context.state.rank == 0:
+            notes = (*strategy.notes(), *snapshots.notes)
+            notes += (BATCHNORM_NOTE,) if is_estimated else ()
+            publish(header_of(context, num_parameters, notes, replica.optimizers))
         source = opened.enter_context(context.source(strategy))
         # -- barrier ----------------------------------------------------------------------
         _barrier(context)
         # -- train ------------------------------------------------------------------------
-        _train(metrics, strategy, source, stop, fault_injector, callback)
+        _train(metrics, strategy, source, stop, fault_injector, callback, snapshots)
         metrics.memory = strategy.memory()
         # -- finish -----------------------------------------------------------------------
         model = strategy.finish()  # waits for all: only then may the stop file be removed
         if not metrics.was_stopped:
             callback.end()
+            snapshots.average()
         num_lost = sum(len(context.indices(shard)) for shard in strategy.lost_shards())
     # -- evaluate -------------------------------------------------------------------------
     if context.state.rank != 0:
@@ -230,12 +240,16 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
     callback.finish(model)
     train = metrics.score(model, is_held_out=False)
     held_out = metrics.score(model, is_held_out=True)
+    is_judged = not math.isnan(held_out.loss) or not math.isnan(held_out.accuracy)
+    has_curve = is_judged and not metrics.was_stopped
     return replace(
         metrics.report(),
         final_loss=train.loss,
         held_out_loss=held_out.loss,
         held_out_accuracy=held_out.accuracy,
         held_out_metrics=held_out.metrics,
+        num_held_out=held_out.num_samples,
+        evaluations=snapshots.evaluations(model, should_stop, is_estimated) if has_curve else (),
         num_lost_samples=num_lost,
     )
 
@@ -271,6 +285,7 @@ def _train(
     stop: Stop,
     fault_injector: FaultInjector,
     callback: CheckpointCallback,
+    snapshots: Snapshots,
 ) -> None:
     """Make the measured steps: all of them, or those before a stop."""
     context, clock = metrics.context, metrics.clock
@@ -292,6 +307,7 @@ def _train(
         fault_injector.delay()  # if the strategy itself has not called it
         metrics.add(clock.timing(report))
         callback.after(shard)
+        snapshots.after(shard)
     metrics.add(clock.stop())
 
 

@@ -13,7 +13,7 @@ from ddpnb.protocol.notation import parse_link
 from ddpnb.rank.strategies.replica import Memory
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext
-from ddpnb.rank.training.evaluation import Score, estimate_batchnorm, score
+from ddpnb.rank.training.evaluation import MAX_SAMPLES, Score, estimate_batchnorm, score
 from ddpnb.rank.training.optimizer_hooks import warm_up_notes
 from ddpnb.rank.training.timing import Clock, StepTiming
 
@@ -97,7 +97,9 @@ class RunMetrics:
         except Exception as error:  # noqa: BLE001  the user's model or step may raise anything
             self.mark(f"could not estimate BatchNorm's statistics anew ({summary_of(error)})")
 
-    def score(self, model: nn.Module, *, is_held_out: bool) -> Score:
+    def score(
+        self, model: nn.Module, *, is_held_out: bool, max_samples: int = MAX_SAMPLES
+    ) -> Score:
         """Evaluate the trained model on a split; where that fails, the run is kept all the same."""
         context, split = self.context, "held-out" if is_held_out else "training"
         try:
@@ -106,6 +108,7 @@ class RunMetrics:
                 context.task,
                 context.task.held_out if is_held_out else context.task.train,
                 context.device,
+                max_samples=max_samples,
                 batch_size=context.spec.batch_size,
                 is_held_out=is_held_out,
                 has_loss=context.has_loss,

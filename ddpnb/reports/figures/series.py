@@ -26,11 +26,12 @@ from ddpnb.history.summary import (
     StalenessCounts,
     StrategyKey,
     StrategySummary,
+    evaluations,
     group_runs,
     staleness_counts,
     summarise,
 )
-from ddpnb.protocol.messages import Mark
+from ddpnb.protocol.messages import Evaluation, Mark
 from ddpnb.reports.formatting import labels, styles
 from ddpnb.reports.style import Style
 
@@ -64,6 +65,9 @@ class Series:
     losses: Mapping[str, Line]
     """By the quantity on the x axis, one of ``style.ACROSS``."""
     throughput: Line
+    held_out: Mapping[tuple[str, str], Line]
+    """By what is measured, ``"loss"`` or ``"accuracy"``, and the quantity on the x axis,
+    ``"samples"`` or ``"seconds"``."""
     summary: StrategySummary
     ranks: tuple[RankAggregate, ...] = ()
     """Of the latest run."""
@@ -151,6 +155,11 @@ def _series(
             "updates": _loss(timed, lambda run: run.curve.updates),
         },
         throughput=_line(rates, []),
+        held_out={
+            (y, x): _line(_held_out(runs, y, x), [])
+            for y in ("loss", "accuracy")
+            for x in ("samples", "seconds")
+        },
         summary=summary,
         ranks=runs[-1].aggregate.ranks,
         away=absences(runs[-1]),
@@ -162,6 +171,14 @@ def _series(
 def _samples_until(mark: Mark, run: RunSnapshot) -> float:
     seen = samples_at(run.aggregate.curve, np.array([mark.seconds]))
     return run.num_samples_before + float(seen[0])
+
+
+def _held_out(runs: Sequence[RunSnapshot], y: str, x: str) -> list[tuple[Floats, Floats]]:
+    """Return the held-out curve of each run that has one."""
+    at = Evaluation._fields.index({"samples": "num_samples", "seconds": "seconds"}[x])
+    of = Evaluation._fields.index(y)
+    found = [np.array(evaluations(run), dtype=np.float64) for run in runs if evaluations(run)]
+    return [(each[:, at], each[:, of]) for each in found if np.isfinite(each[:, of]).any()]
 
 
 def _loss(runs: Sequence[PreparedRun], across: Callable[[PreparedRun], Floats]) -> Line:

@@ -6,7 +6,7 @@ import pytest
 
 from ddpnb.history.comparison import Comparison, environment, overlay
 from ddpnb.history.model import Run, Status
-from ddpnb.history.summary import Spread, samples_per_second, spread, summarise
+from ddpnb.history.summary import Spread, samples_per_second, summarise
 from ddpnb.protocol.messages import Mark, MarkKind, RunReport
 from tests.unit.history.fake_runs import (
     batch,
@@ -155,13 +155,6 @@ def test_an_empty_run_is_summarised_without_numbers():
     (summary,) = summarise(compared(run_of(spec("ddp"), created=1.0)))
     assert math.isnan(summary.samples_per_second.middle)
     assert summary.status == "running"
-
-
-def test_ranges_that_touch_or_are_unknown_overlap():
-    low, high = spread([1, 2]), spread([3, 4])
-    assert not low.overlaps(high)
-    assert low.overlaps(spread([2, 3]))
-    assert low.overlaps(spread([9]))
 
 
 def test_overlaying_keeps_each_run_once_and_what_is_shared():

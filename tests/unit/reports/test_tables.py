@@ -8,6 +8,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run, Status
 from ddpnb.history.query import StoredRun
 from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.notation import Target
 from ddpnb.reports.data import runs_frame
 from ddpnb.reports.findings import results_table, sentence
 from ddpnb.reports.formatting import duration, number, percent, short, size
@@ -258,57 +259,44 @@ def test_progress_before_the_first_step_and_while_evaluating():
     assert "ddp: evaluating" in progress_of(fake_comparison(()).with_runs([done])).text
 
 
-def test_the_sentence_claims_what_the_ranges_allow():
-    runs = [
-        timed(name, (seconds * factor,), repeat)
-        for name, seconds in (("single", 2.0), ("ddp", 1.0), ("async", 2.02))
-        for repeat, factor in enumerate((1.0, 1.05))
-    ]
-    found = sentence(
-        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
-    )
-    assert found == "In samples/s, ddp is 2.00× single."
-
-
-def test_the_sentence_does_not_claim_ranges_that_there_are_not():
-    runs = [timed(name, (seconds,), 0) for name, seconds in (("single", 1.0), ("ddp", 2.0))]
-    found = sentence(
-        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
-    )
-    assert found.startswith("The runs are too short for ranges of samples/s")
-
-
-def test_the_sentence_is_silent_where_ranges_overlap():
+def of_rates(**rates: tuple[float, ...]) -> Comparison:
+    """Runs of 100 samples that take so many seconds, in each repeat."""
     runs = [
         timed(name, (seconds,), repeat)
-        for name in ("single", "ddp")
-        for repeat, seconds in enumerate((1.0, 2.0))
+        for name, each in rates.items()
+        for repeat, seconds in enumerate(each)
     ]
-    found = sentence(
-        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
-    )
-    assert found == "The ranges of samples/s overlap, so no strategy is shown to be faster."
+    return Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
 
 
-def test_the_sentence_names_the_clearest_pair_where_all_overlap_with_the_baseline():
-    ranges = {"single": (1.0, 3.0), "ddp": (2.4, 2.8), "async": (1.2, 1.6), "zero": (2.3, 2.6)}
-    runs = [
-        timed(name, (seconds,), repeat)
-        for name, rates in ranges.items()
-        for repeat, seconds in enumerate(rates)
-    ]
-    found = sentence(
-        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
+def test_the_sentence_claims_what_the_intervals_allow():
+    found = sentence(of_rates(single=(2.0, 2.1, 2.2), ddp=(1.0, 1.1, 1.1), hogwild=(2.2, 2, 2.2)))
+    assert re.fullmatch(
+        r"In samples/s, ddp is 1\.97× single \(1\.\d\d to 2\.\d\d at 95 %\); no difference of 2 % "
+        r"or more in samples/s from single is shown for hogwild \(0\.\d\d× to 1\.\d\d× at 95 %\)\.",
+        found,
+    ), found
+
+
+def test_the_sentence_claims_nothing_of_one_run():
+    found = sentence(of_rates(single=(1.0,), ddp=(2.0,)))
+    assert found == (
+        "In this one run, ddp ran at 0.50× the samples/s of single, which may be chance: "
+        "3 or more repeats would show."
     )
-    pair = re.fullmatch(r"In samples/s, async is (\d\.\d\d)× ddp; all ranges (.*)\.", found)
-    assert pair is not None, found
-    assert 1.7 < float(pair[1]) < 2.0
-    assert pair[2] == "overlap with that of single"
+
+
+def test_without_single_all_are_compared_with_the_first():
+    found = sentence(of_rates(zero=(2.0, 2.0, 2.0), ddp=(1.0, 1.0, 1.0), hogwild=(0.5, 0.5, 0.5)))
+    assert found == (
+        "In samples/s, hogwild is 4.00× zero (4.00 to 4.00 at 95 %) "
+        "and ddp 2.00× zero (2.00 to 2.00 at 95 %)."
+    )
 
 
 def test_the_sentence_tells_of_emulation_scores_and_trouble():
     found = sentence(fake_comparison())
-    assert "ddp is 1.6" in found
+    assert "in this one run, ddp ran at 1.6" in found.lower()
     assert "96.1 % for single, dp (emulated) and ddp, and 94.7 % for async" in found
     assert "dp (emulated) says nothing about the speed of the real one" in found
     bad = fake_run("async", num_steps=20, nan_from=5)
@@ -360,21 +348,21 @@ def test_lost_samples_and_unlike_memory_have_columns():
 
 def test_when_a_target_was_reached_is_in_table_and_sentence():
     comparison = fake_comparison(("single", "ddp"))
-    table = results_table(comparison, 0.5)
+    table = results_table(comparison, Target(value=0.5))
     assert [column.title for column in table.columns][1:3] == ["samples/s", "to loss 0.5"]
     assert re.search(r"ddp .* \d\.\d\d s \(\d\d\.\dk samples\)", table.text())
-    found = sentence(comparison, 0.5)
+    found = sentence(comparison, Target(value=0.5))
     assert re.search(r"a training loss of 0.5 was reached after \d.\d\d s by ddp and ", found)
     assert "more samples" not in found, "one repeat allows no claim"
-    assert "never" in results_table(comparison, 0.001).text()
-    assert "single and ddp never reached a training loss of 0.001" in sentence(
-        comparison, 0.001
-    ) or "Single and ddp never reached" in sentence(comparison, 0.001)
+    assert "never" in results_table(comparison, Target(value=0.001)).text()
+    never = sentence(comparison, Target(value=0.001))
+    assert "single and ddp never reached a training loss of 0.001" in never
 
 
 def test_more_samples_are_claimed_only_where_the_ranges_allow_it():
-    found = sentence(fake_comparison(("single", "async"), repeats=3), 0.5)
-    assert re.search(r"async needs \d+ % more samples than single to reach it", found)
+    found = sentence(fake_comparison(("single", "async"), repeats=5), Target(value=0.5))
+    claim = r"async needs \d+ % more samples than single to reach it \(\d+ to \d+ % at 95 %\)"
+    assert re.search(claim, found)
 
 
 def test_bytes_in_words():

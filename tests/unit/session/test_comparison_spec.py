@@ -8,6 +8,7 @@ from ddpnb.magics.arguments import arguments
 from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
+from ddpnb.protocol.notation import Target, parse_target
 from ddpnb.protocol.training_options import TrainingSpec, make_training_spec, training_options
 from ddpnb.session.comparison import ComparisonSpec
 
@@ -219,6 +220,7 @@ WRONG_LINES = {
     "--jitter 20": "--jitter 20 would be 2000 %; write 20% or 0.2.",
     "--jitter=-5%": "--jitter must be at least 0, not -5%.",
     "--jitter 99999999999%": "--jitter must be at most 100, not 99999999999%.",
+    "--eval-every=-1": "--eval-every must be at least 0, not -1.",
     "--save-every=-1": "--save-every must be at least 0, not -1.",
     "--epoxs 1": "ddp_compare has no option --epoxs; did you mean --epochs?",
     "--epochs": "argument --epochs: expected one argument; %ddp_compare? explains it.",
@@ -249,7 +251,7 @@ def test_every_choice_has_its_option():
         "ddp --task synthetic:samples=512 --epochs 3 --batch-size 64 --lr 0.1 --seed 5 "
         "--momentum 0.9 --accumulate 4 --amp bf16 --clip 1.5 --lr-warmup 1 "
         "--sync-batchnorm --transport shm --data-workers 2 --slow 1:3x,0:50ms --slow 2:2x "
-        "--jitter 20% --kill 1@5s --save-every 0.5 --resume mine --link 10GbE"
+        "--jitter 20% --kill 1@5s --save-every 0.5 --resume mine --eval-every 0.5 --link 10GbE"
     )
     assert parse(line) == TrainingSpec(
         task="synthetic:samples=512",
@@ -257,6 +259,7 @@ def test_every_choice_has_its_option():
         batch_size=64,
         learning_rate=0.1,
         seed=5,
+        eval_every=0.5,
         accumulate=4,
         amp="bf16",
         clip=1.5,
@@ -331,3 +334,30 @@ def test_a_run_is_a_training_with_a_strategy():
 
 def parse(line: str) -> TrainingSpec:
     return make_training_spec(vars(arguments(DdpMagics.ddp_compare, line)))
+
+
+def test_a_target_is_a_training_loss_or_a_held_out_accuracy():
+    assert parse_target(None) is None
+    assert parse_target(0.3) == parse_target("0.3") == Target(value=0.3)
+    expected = Target(value=0.95, is_accuracy=True)
+    assert parse_target("accuracy=0.95") == parse_target("accuracy=95%") == expected
+    assert (expected.text, Target(value=0.3).text) == ("95 % held-out accuracy", "loss 0.3")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("accuracy=1.2", "an accuracy is a share of the held-out samples"),
+        ("accuracy=0", "an accuracy is a share of the held-out samples"),
+        ("accuracy=", "e.g. accuracy=0.95, not accuracy=."),
+        ("f1=0.9", "--target is a training loss, e.g. 0.3, or an accuracy"),
+        ("95%", "--target is a training loss"),
+        ("nan", "--target is a training loss"),
+        (float("inf"), "--target is a training loss"),
+    ],
+)
+def test_a_wrong_target_is_one_sentence(given: str | float, message: str):
+    with pytest.raises(UserError) as caught:
+        parse_target(given)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
