@@ -53,8 +53,8 @@ MUTANTS = [
     Mutant(
         "a stale gradient is damped too much",
         "rank/comm/parameter_store.py",
-        "/ (1 + staleness)",
-        "/ (2 + staleness)",
+        "factor = (1 + usual) / (1 + staleness)",
+        "factor = (1 + usual) / (2 + staleness)",
         "tests/unit/rank/test_transport.py",
     ),
     Mutant(
