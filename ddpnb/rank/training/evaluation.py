@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
 from ddpnb.protocol.errors import UserError, kind_of
@@ -89,10 +88,14 @@ def has_batchnorm(model: nn.Module) -> bool:
 
     ``SyncBatchNorm`` is left as it is: one rank alone cannot estimate its statistics.
     """
-    kept = [each for each in model.modules() if isinstance(each, _BatchNorm)]
-    return any(each.track_running_stats for each in kept) and not any(
-        isinstance(each, nn.SyncBatchNorm) for each in kept
-    )
+    if any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
+        return False
+    return any(each.track_running_stats for each in _batchnorms(model))
+
+
+def _batchnorms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]:
+    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+    return [each for each in model.modules() if isinstance(each, kinds)]
 
 
 def estimate_batchnorm(
@@ -118,7 +121,7 @@ def estimate_batchnorm(
         _Boxed(moved(task.train.fetch(indices), device))
         for indices in chosen.tensor_split(num_batches)  # no rest of a single sample
     )
-    layers = [each for each in model.modules() if isinstance(each, _BatchNorm)]
+    layers = _batchnorms(model)
     before = [copy.deepcopy(each.state_dict()) for each in layers]
     momenta = [each.momentum for each in layers]
     has_ended = False
