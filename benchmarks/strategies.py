@@ -73,7 +73,7 @@ CASES = (
             theirs=f"ddp{flags}",
             num_turns=15,
             num_steps=3,
-            limit=">= 1.2",
+            limit=">= 1.0",
         )
         for flags in ("", ":bucket_view=on")
     ),

@@ -20,8 +20,6 @@ from ddpnb.rank.tasks.base import StepFunction, Supervised, Task, split_step
 from ddpnb.rank.tasks.batches import Tree, mapped, moved, shape_of
 from ddpnb.rank.tasks.samples import Samples
 
-BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
 MAX_SAMPLES = 10_000
 """How many samples of a larger split are evaluated, spread evenly over it."""
 _BATCH_SIZE = 512
@@ -95,10 +93,14 @@ def has_batchnorm(model: nn.Module) -> bool:
 
     ``SyncBatchNorm`` is left as it is: one rank alone cannot estimate its statistics.
     """
-    kept = [each for each in model.modules() if isinstance(each, BATCHNORM)]
-    return any(each.track_running_stats for each in kept) and not any(
-        isinstance(each, nn.SyncBatchNorm) for each in kept
-    )
+    if any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
+        return False
+    return any(each.track_running_stats for each in _batchnorms(model))
+
+
+def _batchnorms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]:
+    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+    return [each for each in model.modules() if isinstance(each, kinds)]
 
 
 def estimate_batchnorm(
@@ -124,7 +126,7 @@ def estimate_batchnorm(
         _Boxed(moved(task.train.fetch(indices), device))
         for indices in chosen.tensor_split(num_batches)  # no rest of a single sample
     )
-    layers = [each for each in model.modules() if isinstance(each, BATCHNORM)]
+    layers = _batchnorms(model)
     before = [copy.deepcopy(each.state_dict()) for each in layers]
     momenta = [each.momentum for each in layers]
     has_ended = False
