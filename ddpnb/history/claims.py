@@ -72,8 +72,9 @@ class Ratios:
 def ratios_of(summaries: Sequence[StrategySummary]) -> Ratios | None:
     """Return each strategy's ratios to ``single``, or else to the first one; None without two.
 
-    The speeds of emulated strategies say nothing, and the ceiling is no rival: these are compared
-    by samples alone.  Runs of several comparisons may have trained different models.
+    The ceiling is no rival where there are others.  Emulated strategies are compared by samples
+    alone, as their speeds say nothing.  Runs of several comparisons may have trained different
+    models.
     """
     done = [s for s in summaries if s.status is Status.FINISHED and s.rates]
     if len(done) < 2 or len({s.comparison for s in done}) > 1:
@@ -83,8 +84,8 @@ def ratios_of(summaries: Sequence[StrategySummary]) -> Ratios | None:
     if reference is None:
         return None
     others = [s for s in done if s is not reference]
+    others = [s for s in others if s.name != CEILING] or others
     rivals = [s for s in others if not s.is_emulated]
-    rivals = [s for s in rivals if s.name != CEILING] or rivals
     heading = [s for s in others if s.samples_by_repeat] if reference.samples_by_repeat else []
     num = max(len(rivals) + len(heading), 1)
     return Ratios(

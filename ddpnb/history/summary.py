@@ -241,7 +241,7 @@ def evaluations(run: RunSnapshot) -> tuple[Evaluation, ...]:
         return found
     last = Evaluation(
         num_samples=run.num_samples_before + run.aggregate.num_samples,
-        seconds=run.aggregate.seconds,
+        seconds=max((report.seconds for report in run.reports if report.took_part), default=0.0),
         loss=reported(run, lambda report: report.held_out_loss),
         accuracy=reported(run, lambda report: report.held_out_accuracy),
     )

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.messages import RunHeader
+from ddpnb.protocol.messages import RunHeader, StepEvent
 from ddpnb.rank.training import snapshots
 from tests.rank.test_loop import ASYNCHRONOUS, CELL, curve, run_job, spec_of
 
@@ -56,6 +56,18 @@ def test_a_curve_changes_nothing_that_is_trained(ranks, strategy):
     assert without[0].evaluations == ()
     assert curve(with_it) == curve(without)
     assert with_it[0].held_out_loss == without[0].held_out_loss
+
+
+@pytest.mark.parametrize("strategy", ["async", "hogwild", "gossip"])
+def test_a_slow_rank_0_knows_how_many_samples_the_others_have_seen(ranks, strategy):
+    slow = ("0:120ms", "1:6ms")
+    results = ranks(2).call(run_job, spec_of(strategy, num_epochs=10, slow=slow))
+    steps = [e for _, events in results for e in events if isinstance(e, StepEvent)]
+    (first, _), _ = results
+    assert first.evaluations
+    for each in first.evaluations:
+        seen = sum(step.num_samples for step in steps if step.seconds <= each.seconds)
+        assert each.num_samples == pytest.approx(seen, abs=7 * 16), "7 shards"
 
 
 def slow_job(state, folder, spec, seconds):

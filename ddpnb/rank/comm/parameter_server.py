@@ -127,6 +127,7 @@ class ParameterServer:
         self.lost_shards: list[int] = []
         """What lost workers held."""
         self._num_workers = num_workers
+        self._num_shards = num_shards
         self._shards = range(num_shards)
         """What has not been handed out."""
         self._num_prefetched = num_prefetched
@@ -252,6 +253,13 @@ class ParameterServer:
         """Return copies of the parameters alone, between two updates."""
         with self._lock:
             return [tensor.clone() for tensor in self.store.tensors]
+
+    @property
+    def num_shards_done(self) -> int:
+        """Shards with gradients that have come."""
+        with self._lock:
+            held = sum(len(worker.shards) for worker in self._workers.values())
+            return self._num_shards - len(self._shards) - held - len(self.lost_shards)
 
     def leave(self, rank: int) -> Reply:
         """Note that a worker has the final parameters; one that is not done has failed."""

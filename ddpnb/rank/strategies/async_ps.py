@@ -172,6 +172,10 @@ class AsyncParameterServer(Strategy):
         assert self._server is not None, "only rank 0 does"
         return replica.state_with(self._server.copied_parameters())
 
+    def num_shards_done(self) -> int | None:
+        """Return how many gradients the server has taken."""
+        return None if self._server is None else self._server.num_shards_done
+
     def lost_shards(self) -> Sequence[Shard]:
         """Return, on rank 0, the shards of workers that died."""
         lost = self._server.lost_shards if self._server else ()

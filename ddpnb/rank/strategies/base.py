@@ -115,6 +115,13 @@ class Strategy(ABC):
         model: State = self.save(replica)["model"]
         return model
 
+    def num_shards_done(self) -> int | None:
+        """Return how many shards all workers of an asynchronous run have trained on; None: unknown.
+
+        Rank 0 alone is asked.
+        """
+        return None
+
     def load(self, replica: Replica, state: State) -> None:
         """Continue from what ``save`` returned, after ``setup``.
 

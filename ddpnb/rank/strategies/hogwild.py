@@ -122,6 +122,10 @@ class SharedMemoryStrategy(Strategy):
         """Log a read or an update of this worker."""
         self._log(ParameterAccess(rank=self._replica.rank, is_write=is_write, version=version))
 
+    def num_shards_done(self) -> int | None:
+        """Return how many updates there have been: one for each shard."""
+        return self.queue.num_updates
+
     def lost_shards(self) -> Sequence[Shard]:
         """Return, on rank 0, the shards of workers that died."""
         if self._replica.rank != 0:

@@ -130,12 +130,23 @@ class Snapshots:
     def _copy(self, shard: Shard) -> None:
         state = self._strategy.snapshot(self._replica)
         if self._is_kept:
-            metrics, schedule = self._metrics, self._metrics.context.schedule
-            step = self._first_step + shard.step
-            is_whole = metrics.context.plan.synchronous
-            share = 1.0 if is_whole else (shard.part + 1) / shard.num_parts
-            num_samples = schedule.num_samples_before(step) + round(share * schedule.size(step))
-            self._kept.append(Snapshot(num_samples, metrics.clock.seconds, _copied(state)))
+            seconds = self._metrics.clock.seconds
+            self._kept.append(Snapshot(self._num_samples(shard), seconds, _copied(state)))
+
+    def _num_samples(self, shard: Shard) -> int:
+        """Return how many samples all workers have seen, after this one's step on a shard.
+
+        Of synchronous workers all have made the step, or are about to.  Where it is not known how
+        many shards others have trained on, it is all before this one.
+        """
+        context, world_size = self._metrics.context, self._replica.world_size
+        step, part = shard.step + 1, 0
+        if not context.plan.synchronous:
+            done = self._strategy.num_shards_done()
+            step, part = divmod(shard.step * world_size + 1 if done is None else done, world_size)
+        step += self._first_step
+        in_part = context.schedule.size(step) * part // world_size
+        return context.schedule.num_samples_before(step) + in_part
 
     def _due_after(self, num_steps: int) -> float:
         return (num_steps // self._every + 1) * self._every if self._every else math.inf

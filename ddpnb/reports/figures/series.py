@@ -156,7 +156,7 @@ def _series(
         },
         throughput=_line(rates, []),
         held_out={
-            (y, x): _line(_held_out(runs, y, x), [])
+            (y, x): _point_by_point(_held_out(runs, y, x))
             for y in ("loss", "accuracy")
             for x in ("samples", "seconds")
         },
@@ -179,6 +179,15 @@ def _held_out(runs: Sequence[RunSnapshot], y: str, x: str) -> list[tuple[Floats,
     of = Evaluation._fields.index(y)
     found = [np.array(evaluations(run), dtype=np.float64) for run in runs if evaluations(run)]
     return [(each[:, at], each[:, of]) for each in found if np.isfinite(each[:, of]).any()]
+
+
+def _point_by_point(lines: list[tuple[Floats, Floats]]) -> Line:
+    """Return curves of few points with their medians, the first point's with the first one's."""
+    line = _line(lines, [])
+    if len(lines) < 2 or len({len(x) for x, _ in lines}) > 1:
+        return line
+    x, y = (np.median(np.array(each), axis=0) for each in zip(*lines, strict=True))
+    return replace(line, x=x, y=y)
 
 
 def _loss(runs: Sequence[PreparedRun], across: Callable[[PreparedRun], Floats]) -> Line:

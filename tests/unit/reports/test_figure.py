@@ -602,3 +602,12 @@ def test_when_an_accuracy_was_reached():
     assert all(map(math.isnan, time_to_target(run, Target(value=0.99, is_accuracy=True))))
     (plain,) = fake_comparison(("ddp",)).runs
     assert all(map(math.isnan, time_to_target(plain, Target(value=0.5, is_accuracy=True))))
+
+
+def test_the_median_of_held_out_curves_is_made_point_by_point():
+    comparison = curved(fake_comparison(("ddp",), repeats=3))
+    (series,) = series_of(comparison)
+    seconds = [run.aggregate.seconds for run in comparison.runs]
+    line = series.held_out["accuracy", "seconds"]
+    assert line.x == pytest.approx(np.median(seconds) * np.array([0.2, 0.4, 0.6, 0.8, 1.0]))
+    assert line.y[:4] == pytest.approx([0.6, 0.7, 0.8, 0.9])
