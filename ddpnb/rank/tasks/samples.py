@@ -235,25 +235,20 @@ def _wrong(split: str, what: str) -> UserError:
 
 @final
 class DataCache:
-    """Keeps what ``data(split)`` returned for all runs of one comparison.
-
-    The cell itself runs anew for each run: a strategy must not see what another one changed.
-    """
+    """Keeps what the runs of one comparison load once: one value, under one key."""
 
     def __init__(self) -> None:
         self._key: object = None
-        self._kept: dict[str, Any] = {}
+        self._kept: Any = None
 
-    def get(self, key: object, split: str, make: Callable[[], Samples]) -> Samples:
-        """Return the samples of a split; those of another key are forgotten."""
-        if key != self._key:
-            self.clear()
-            self._key = key
-        if split not in self._kept:
-            self._kept[split] = make()
-        samples: Samples = self._kept[split]
-        return samples
+    def get(self, key: object) -> Any:
+        """Return what is kept under a key; None if there is nothing."""
+        return self._kept if key == self._key else None
+
+    def keep(self, key: object, value: object) -> None:
+        """Keep a value, and forget the one before."""
+        self._key, self._kept = key, value
 
     def clear(self) -> None:
         """Forget all."""
-        self._key, self._kept = None, {}
+        self._key = self._kept = None
