@@ -29,11 +29,10 @@ def loss(outputs, targets):
 
 
 @pytest.fixture(scope="module")
-def compared(shared_kernel: Kernel) -> Cell:
-    shared_kernel.run("%ddp_auto off\n%ddp_start -n 2 --device cpu")
-    cell = shared_kernel.run(CELL, timeout=120)
+def compared(kernel_of_module: Kernel) -> Cell:
+    cell = kernel_of_module.run(CELL, timeout=120)
     assert not cell.error, cell.error_text
-    shared_kernel.run("import ddpnb\nout = ddpnb.load('out')")
+    kernel_of_module.run("import ddpnb\nout = ddpnb.load('out')")
     return cell
 
 
