@@ -30,7 +30,7 @@ from ddpnb.rank.collective_log import CollectiveMismatchError
 from ddpnb.rank.comm.rendezvous import RankLostError, RunCancelledError
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.publisher import Publisher
-from ddpnb.rank.shell import NoPromptError, questions
+from ddpnb.rank.shell import NoPromptError, questions, variable_names
 from ddpnb.rank.status import is_users, num_collectives
 from ddpnb.rank.torchrun import process_of, run_script
 
@@ -80,6 +80,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         failure=failure,
         num_collectives=num_collectives(),
         num_batches_sent=publisher.num_batches,
+        names=variable_names(engine.shell),
     )
 
 
