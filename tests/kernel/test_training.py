@@ -287,7 +287,6 @@ def test_what_a_cell_measures_is_tabled_and_stored(kernel: Kernel):
     again = kernel.run("%ddp_plot measured --y entropy")
     drawn(again)
     assert "held-out right" in again.text
-    assert "the cell defines training_step" in kernel.run("%ddp_export measured m.py").error_text
     other = kernel.run("%ddp_plot measured --y entrpy").error_text
     assert other == "UserError: There is no number 'entrpy'; choose one of: entropy."
 
