@@ -140,6 +140,22 @@ def test_of_a_loader_the_data_set_is_taken_and_a_note_says_so(ranks, strategy):
     assert math.isfinite(report.held_out_loss)
 
 
+STREAM = LOADER.replace(
+    "class Own:\n    def __len__(self): return 40\n    def __getitem__(self, i): return ",
+    "class Own(torch.utils.data.IterableDataset):\n    def __len__(self): return 40\n"
+    "    def __iter__(self):\n        for i in range(10**9): yield ",
+).replace("DataLoader(Own(), batch_size=7, shuffle=True)", "Own()")
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_stream_with_a_length_is_read_once_and_a_note_says_so(ranks, strategy):
+    same, _ = ranks(2).call(train_job, spec_of(strategy, LOADER))[0]
+    report, events = ranks(2).call(train_job, spec_of(strategy, STREAM))[0]
+    (header,) = [event for event in events if isinstance(event, RunHeader)]
+    assert any("read whole into memory" in note for note in header.notes)
+    assert (header.num_samples, report.final_loss) == (40, same.final_loss)
+
+
 TUPLES = (
     SHORT.partition("def model")[0]
     + """
