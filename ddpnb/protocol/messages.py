@@ -375,6 +375,8 @@ class CellReport:
     """Event batches that ``ddpnb.log`` sent."""
     num_collectives: int = 0
     """Collectives of the default group that had begun here when the cell ended."""
+    names: tuple[str, ...] = ()
+    """The variables here, for Tab while the rank is busy; the latest where there are many."""
 
 
 class StaleVariable(NamedTuple):

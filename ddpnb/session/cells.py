@@ -18,7 +18,7 @@ from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.protocol.errors import UserError, closest
-from ddpnb.protocol.messages import CellSpec, EventBatch, Failure, OnRank, StaleVariable
+from ddpnb.protocol.messages import CellReport, CellSpec, EventBatch, Failure, OnRank, StaleVariable
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.reports.cell_output import CellOutput
 from ddpnb.reports.live import Live, LiveFigureAndTable, live
@@ -127,6 +127,7 @@ class RunningCell(SupervisedCall):
             if self._prompt is not None:
                 self._prompt.close()
             self._output.close()
+            self._note_names()
             self._end_run()
         self._raise()
 
@@ -184,6 +185,11 @@ class RunningCell(SupervisedCall):
         self._recorder.end(self._spec.run_id, status)
         if self._live is not None:
             self._live.finish(ComparisonResult(self._recorder.comparison))
+
+    def _note_names(self) -> None:
+        for rank, report in self._watch.returned.items():
+            if isinstance(report, CellReport):
+                self._cluster.names[rank] = report.names
 
     def _raise(self) -> None:
         if self._watch.timed_out:

@@ -208,6 +208,15 @@ class RunContext:
             num = max(num, 2)  # the statistics include the other ranks' samples
         return self._alone(schedule.indices(Shard(step=0, part=0, num_parts=1))[:num])
 
+    def own_batch(self) -> Batch:
+        """Fetch this rank's shard of the smallest global batch, with its weight in a real run."""
+        num = self.state.world_size
+        shard = Shard(
+            step=self.schedule.smallest_shard(num).step, part=self.state.rank, num_parts=num
+        )
+        alone = self._alone(self.schedule.indices(shard))
+        return replace(alone, num_global=self.schedule.size(shard.step))
+
     def usual_batch(self) -> Batch:
         """Fetch one worker's shard of a whole global batch."""
         shard = Shard(step=0, part=0, num_parts=self.plan.num_workers)

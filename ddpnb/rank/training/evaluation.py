@@ -77,9 +77,14 @@ def score(
             means.setdefault(name, _Mean()).add(value, len(indices))
     found = {name: mean.value for name, mean in means.items()}
     if is_held_out and task.metric is not None:
-        found |= _metrics_of(
-            task.metric(_joined(outputs), _joined(targets)), task.metric, "metric(outputs, targets)"
-        )
+        result = task.metric(_joined(outputs), _joined(targets))
+        further = _metrics_of(result, task.metric, "metric(outputs, targets)")
+        if "loss" in further:
+            raise UserError(
+                "metric(outputs, targets) returned 'loss', which is the held-out loss beside it: "
+                "give it another name, or return it from validation_step(model, batch)."
+            )
+        found |= further
     return Score(
         loss=found.pop("loss", math.nan),
         accuracy=found.pop("accuracy", math.nan),

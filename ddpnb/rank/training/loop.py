@@ -48,6 +48,9 @@ from ddpnb.rank.training.validation import (
     with_place,
 )
 
+CHECKS = "checks"
+"""The folder, in that of a run, of the files that a class of the user's own makes in its check."""
+
 UNNAMED = "<comparison>"
 """What tracebacks call a comparison's cell that has no number."""
 
@@ -57,13 +60,15 @@ def validate(
     *,
     state: RankState,
     namespace: Mapping[str, object],
+    folder: Path = Path(),
     filename: str = UNNAMED,
     cache: DataCache | None = None,
 ) -> Checked:
     """Check a training before anything trains.
 
     Each rank may call it alone, as it sends nothing; only a class of the user's own may, and takes
-    part with every rank of the group.
+    part with every rank of the group.  Its files are in a folder of ``CHECKS`` then, which is
+    removed once all ranks have checked.
 
     The arguments are those of ``run``.
 
@@ -73,7 +78,10 @@ def validate(
     """
     with preserve_globals(torch.device(state.device)):
         try:
-            context = build_context(spec, state, namespace, filename=filename, cache=cache)
+            checks = folder / CHECKS
+            context = build_context(
+                spec, state, namespace, folder=checks, filename=filename, cache=cache
+            )
             return _checked(resumed(context))
         except UserError as error:
             raise with_place(error, spec.cell, filename) from error.__cause__
@@ -82,7 +90,7 @@ def validate(
 def _checked(context: RunContext) -> Checked:
     replica = context.replica(CHECK, num_steps=1, timer=NullTimer(), is_grouped=False)
     strategy = context.strategy()
-    batch = context.smallest_batch(strategy)
+    batch = context.own_batch() if context.is_own else context.smallest_batch(strategy)
     if context.is_own:
         check_own(replica, batch, strategy)
     else:

@@ -142,6 +142,7 @@ def check_own(replica: Replica, batch: Batch, strategy: Strategy) -> None:
     check_model(replica.model)
     if not dist.is_initialized():
         return
+    replica.folder.mkdir(mode=0o700, exist_ok=True)
     with closing(strategy):
         strategy.setup(replica)
         strategy.step(batch)

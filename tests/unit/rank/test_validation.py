@@ -470,6 +470,10 @@ BAD_STEPS = {
         GOOD + "def metric(outputs, targets): return 'good'",
         r"metric\(outputs, targets\) returned a str; return a number, or a dict of numbers",
     ),
+    "a metric that returns the loss": (
+        GOOD + "def metric(outputs, targets): return {'f1': 1.0, 'loss': 2.0}",
+        r"metric\(outputs, targets\) returned 'loss', .* or return it from validation_step",
+    ),
     "a metric that returns a vector": (
         GOOD + "def metric(outputs, targets): return {'f1': outputs.mean(dim=1)}",
         r"metric\(outputs, targets\)'s 'f1' returned \(10,\); return a number",
