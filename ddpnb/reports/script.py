@@ -5,6 +5,8 @@ samples in the same order, the same steps.
 """
 
 import ast
+import builtins
+import symtable
 from collections.abc import Iterator, Sequence
 from string import Template
 
@@ -24,6 +26,14 @@ WRAPPED = {
     "find_unused_parameters": "find_unused_parameters",
 }
 """Options of ``ddp`` that are arguments of ``DistributedDataParallel``, and their names there."""
+
+RANK_NAMES = {
+    "rank": 'int(os.environ["RANK"])',
+    "local_rank": 'int(os.environ["LOCAL_RANK"])',
+    "world_size": 'int(os.environ["WORLD_SIZE"])',
+    "device": 'torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")',
+}
+"""What every rank's namespace holds, for a cell that uses it."""
 
 SCRIPT = Template('''\
 """Train the model of the comparison $name with DistributedDataParallel.
@@ -56,7 +66,7 @@ def seed_everything(seed):
 
 
 seed_everything(SEED)
-
+$rank_names
 # ---- the notebook's cell -----------------------------------------------------------------
 
 $cell
@@ -267,11 +277,16 @@ def script(comparison: Comparison, file: str) -> str:
     spec = _ddp_first(comparison, [spec for spec in specs if spec.task == CELL_TASK])
     cell = body_of(spec.source).strip()
     try:
-        ast.parse(cell)
+        unknown = _unknown_names(cell)
     except SyntaxError as error:
         raise UserError(
             f"Line {error.lineno} of the cell is not plain Python: only a notebook can run it."
         ) from error
+    if others := sorted(unknown - RANK_NAMES.keys()):
+        raise UserError(
+            f"The cell uses {others[0]}, which it does not define, and a script has nothing of "
+            "other cells: import or define it in the cell."
+        )
     return SCRIPT.substitute(
         name=comparison.name,
         file=file,
@@ -286,7 +301,39 @@ def script(comparison: Comparison, file: str) -> str:
         ddp="".join(
             f", {WRAPPED[name]}={value!r}" for name, value in _ddp_options(spec) if name in WRAPPED
         ),
+        rank_names="".join(
+            f"{name} = {value}\n"
+            for name, value in RANK_NAMES.items()
+            if name in unknown or (name == "local_rank" and "device" in unknown)
+        ),
     )
+
+
+def _unknown_names(cell: str) -> set[str]:
+    """Return the names that a cell uses, and neither it nor the script's beginning defines.
+
+    Raises:
+        SyntaxError: it is not Python.
+    """
+    imported = SCRIPT.template.partition("import inspect")[2].partition("NUM_EPOCHS")[0]
+    used: set[str] = set()
+    bound = {"__name__", "__file__", *dir(builtins)}
+    for source in (cell, f"import inspect{imported}"):
+        tables = [symtable.symtable(source, "cell", "exec")]
+        while tables:
+            table = tables.pop()
+            tables += table.get_children()
+            for symbol in table.get_symbols():
+                is_global = symbol.is_global() or table.get_type() == "module"
+                if is_global and (symbol.is_assigned() or symbol.is_imported()):
+                    bound.add(symbol.get_name())
+                elif is_global and symbol.is_referenced():
+                    used.add(symbol.get_name())
+    has_star = any(
+        isinstance(each, ast.ImportFrom) and each.names[0].name == "*"
+        for each in ast.walk(ast.parse(cell))
+    )
+    return set() if has_star else used - bound
 
 
 def _ddp_first(comparison: Comparison, specs: Sequence[RunSpec]) -> RunSpec:

@@ -170,6 +170,7 @@ def model():
 
 def data(split):
     vocabulary.update({"a": 1})
+    assert rank < world_size and str(device) == "cpu"
     length = torch.randint(1, 6, (90,)).tolist()
     return DataLoader([(list(range(n)), n % 2) for n in length], batch_size=3)
 
@@ -247,6 +248,11 @@ def test_a_wrong_line_is_one_sentence(compared: Cell, kernel: Kernel, line: str,
 def test_what_cannot_be_a_script_is_refused(compared: Cell, kernel: Kernel):
     kernel.run("%ddp_compare ddp --task digits --epochs 0.3 --no-baseline --name built")
     assert "built has no such cell" in kernel.run("%ddp_export built built.py").error_text
+    kernel.run("%%ddp\ntop_secret = 4")
+    using = CELL.replace("randn(103, 4)", "randn(103, top_secret)").replace("out", "using", 1)
+    assert not kernel.run(using.replace("ddp async", "ddp --no-baseline")).error
+    refused = kernel.run("%ddp_export using using.py").error_text
+    assert "The cell uses top_secret, which it does not define" in refused
     own = CELL.replace("ddp async", "Own").replace("--name out", "--no-baseline --name own") + OWN
     assert not kernel.run(own).error
     refused = kernel.run("%ddp_export own own.py").error_text

@@ -281,6 +281,7 @@ def test_classes_of_ones_own_need_no_baseline(kernel: Kernel):
     source = "%%ddp_compare Gan --batch-size 20 --name gan\n" + GAN
     cell = kernel.run(source)
     drawn(cell)
+    assert kernel.value("(this_session()._cluster.folder / 'checks').exists()") == "False"
     assert "Not trained: single, the baseline. data(split) gives batches that are" in cell.text
     assert "not (inputs, targets)" in cell.text
     assert (
