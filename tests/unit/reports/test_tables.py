@@ -7,7 +7,7 @@ import pytest
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run, Status
 from ddpnb.history.query import StoredRun
-from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.messages import RankState, StepEvent
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.data import runs_frame
 from ddpnb.reports.findings import results_table, sentence
@@ -15,7 +15,7 @@ from ddpnb.reports.formatting import duration, number, percent, short, size
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
 from ddpnb.reports.table import Cell, Column, Table, in_two_lines
-from tests.unit.history.fake_runs import fake_comparison, fake_run, header, run_of, spec
+from tests.unit.history.fake_runs import batch, fake_comparison, fake_run, header, run_of, spec
 from tests.unit.history.test_summary import timed
 
 EVIL = "<script>alert('x')</script>"
@@ -152,6 +152,24 @@ def test_workers_have_a_column_where_the_title_does_not_tell_them():
     alone = replace(alone, header=replace(alone.header, num_workers=1))
     unlike = Comparison(comparison_id="c", name="c", runs=(ddp, alone))
     assert "workers" in {column.title for column in results_table(unlike).columns}
+
+
+def test_under_weak_scaling_each_run_has_a_global_batch_of_its_own():
+    runs = []
+    for name in ("single", "dp"):
+        weak = replace(spec(name), batch_per_worker=32)
+        run = run_of(weak)
+        num_samples = 32 if name == "single" else 64  # one process reports both shards
+        steps = [
+            StepEvent(step=n, seconds=float(n + 1), num_samples=num_samples, loss=1.0)
+            for n in range(3)
+        ]
+        run.add(batch(weak.run_id, steps, header=header(weak, 3)))
+        assert len(run.snapshot().aggregate.curve) == 3, "no other rank is awaited"
+        runs.append(run.snapshot())
+    weak = Comparison(comparison_id="c", name="c", runs=tuple(runs))
+    assert "global batch 32 per worker" in results_table(weak).caption
+    assert runs_frame(weak)["batch_size"].tolist() == [32, 64]
 
 
 def test_a_head_has_two_lines_at_most():
