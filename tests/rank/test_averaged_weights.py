@@ -31,6 +31,27 @@ def training_step(model, batch):
     return {"loss": nn.functional.cross_entropy(model(batch["x"]), batch["y"]), "one": 1.0}
 """
 )
+OF_ONES_OWN = (
+    CELL
+    + """
+class Averaging:
+    averages_weights = {flag}
+
+    def setup(self, replica):
+        self.replica = replica
+        self.optimizer = replica.optimizer(replica.parameters)
+
+    def step(self, batch):
+        loss = self.replica.compute_gradients(batch)
+        self.replica.update(self.optimizer)
+        return loss
+
+    def finish(self):
+        for parameter in self.replica.parameters:
+            torch.distributed.all_reduce(parameter.data)
+            parameter.data /= 2
+"""
+)
 AVERAGING = ["local-sgd", "diloco", "gossip", "gossip:together=on", "easgd"]
 
 
@@ -74,6 +95,14 @@ def test_weights_that_a_worker_has_trained_with_keep_their_statistics(ranks, tmp
     _, exact = with_exact_statistics(tmp_path)
     assert report.held_out_loss != pytest.approx(exact, rel=0.05)
     assert notes == []
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_class_of_ones_own_says_whether_it_averages_weights(ranks, tmp_path, flag):
+    report, notes = trained(ranks, tmp_path, "Averaging", OF_ONES_OWN.format(flag=flag))
+    _, exact = with_exact_statistics(tmp_path)
+    assert (report.held_out_loss == pytest.approx(exact, rel=0.05)) == flag
+    assert bool(notes) == flag
 
 
 def test_without_batchnorm_or_on_one_rank_nothing_is_estimated(ranks, tmp_path):

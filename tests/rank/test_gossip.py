@@ -12,10 +12,13 @@ import torch
 from ddpnb.rank.comm.parameter_store import ParameterAccess
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.gossip import Gossip, choose_peer
+from ddpnb.rank.strategies.replica import NullTimer
 from ddpnb.rank.tasks.batches import Shard
+from ddpnb.rank.training.context import build_context
 from tests.rank.fit import Fit, Problem, average, distance, drive, fit_of, optimum
 from tests.rank.ranks import TIMEOUT_SECONDS, make_state
 from tests.rank.test_deaths import LONG, unhurried
+from tests.rank.test_options import spec_of
 
 CALM = Problem(num_epochs=10, learning_rate=0.02)
 
@@ -134,6 +137,11 @@ def test_the_choice_of_peers_is_random_and_follows_the_seed():
     assert all(900 < met(0, 1).count(other) < 1100 for other in (0, 2, 3))
     assert choose_peer(0, 1, 5, [1, 3]) == 3
     assert choose_peer(0, 0, 5, [0]) is None
+
+
+def test_a_run_gives_its_seed_to_its_strategy():
+    context = build_context(spec_of("gossip", seed=5), make_state(0, 2), {}, filename="here")
+    assert context.replica("t", num_steps=1, timer=NullTimer()).seed == 5
 
 
 def test_gpus_meet_in_pairs_and_that_is_said():

@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from ddpnb.protocol.errors import UserError
 from ddpnb.rank.strategies.ddp_overlap_by_hand import DdpOverlapByHand, buckets_of
 from tests.rank.fit import Problem, distance, drive
 from tests.rank.test_ddp import timed_job
@@ -48,6 +50,35 @@ def test_ranks_that_use_other_layers_sum_the_same_gradients(ranks):
     assert distance(first, second) == 0
     assert all(map(torch.equal, mine, theirs))
     assert [bool(grad.any()) for grad in mine] == [True, True, True, False]
+
+
+class Checkpointed(nn.Module):
+    """One layer in two checkpoints: with the reentrant ones its gradient comes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for _ in range(2):
+            hidden = checkpoint(self.shared, hidden, use_reentrant=True)
+        return self.last(hidden)
+
+
+class InCheckpoints(Problem):
+    def build(self) -> nn.Module:
+        return Checkpointed()
+
+
+def checkpointed_job(state, folder):
+    drive(DdpOverlapByHand(), state, folder, InCheckpoints())
+
+
+def test_a_gradient_that_comes_twice_is_refused_and_not_sent_half(ranks):
+    failures = ranks(1).attempt(checkpointed_job)
+    assert isinstance(failures[0].cause, UserError)
+    assert "use_reentrant=False" in str(failures[0].cause)
 
 
 def hooks_job(state, folder):

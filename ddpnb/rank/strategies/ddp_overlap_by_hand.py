@@ -28,9 +28,16 @@ from typing import final
 import torch.distributed as dist
 from torch import nn
 
+from ddpnb.protocol.errors import UserError
 from ddpnb.rank.comm.flat_buffers import FlatBuffer, all_reduce_bytes, gradients, num_bytes
 from ddpnb.rank.strategies.base import SynchronousStrategy
 from ddpnb.rank.strategies.replica import Batch, Moment, Replica, StepReport
+
+_TWICE = (
+    "A parameter had its gradient twice in one backward pass, as one that is shared by two "
+    "checkpointed layers has: call torch's checkpoint with use_reentrant=False, or leave "
+    "ddp-overlap-by-hand out."
+)
 
 
 @final
@@ -104,10 +111,15 @@ class DdpOverlapByHand(SynchronousStrategy):
         """Send the buckets that are next in order and full.
 
         Autograd calls it in the backward pass, when a parameter's gradient is there.
+
+        Raises:
+            UserError: it came a second time, after it may have been sent.
         """
         if not self._is_last_part:
             return
         bucket.num_missing -= 1
+        if bucket.num_missing < 0:
+            raise UserError(_TWICE)
         while self._num_started < len(self._buckets) and self._next.num_missing == 0:
             self._send_next()
 
