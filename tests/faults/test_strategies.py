@@ -20,7 +20,7 @@ from ddpnb.protocol.messages import OnRank, RunSpec
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.errors import RankError
-from tests.cluster.rig import DYNAMO, pull, run, started, wait_until
+from tests.cluster.rig import DYNAMO, EIGHTH, pull, run, started, wait_until
 
 ONE_PROCESS = {"single", "dp"}
 SEVERAL_RANKS = [name for name in STRATEGIES if name not in ONE_PROCESS]
@@ -56,7 +56,7 @@ def data(split):
 RAISES = "raise ZeroDivisionError('on purpose')"
 SLEEPS = "time.sleep(1000)"
 SLEEPS_A_WHILE = "time.sleep(3)"
-OF_A_RUN = (".s", ".k", ".sum", ".w", ".q", ".stop")
+OF_A_RUN = (".link", ".s", ".k", ".sum", ".w", ".q", ".stop")
 """How the names of files end that a run makes in the cluster's folder."""
 LONG = 500.0
 SHORT = 2.0
@@ -228,3 +228,27 @@ def test_a_rank_that_is_slow_for_once_is_waited_for(cluster, tmp_path, strategy)
     spec = a_spec(strategy, tmp_path / "marker", SLEEPS_A_WHILE, SHORT)
     result = prepare(cluster, Store(tmp_path), spec).run()
     assert result.comparison.runs[0].status is Status.FINISHED
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "async", "gossip"])
+def test_a_slow_link_is_no_hang(cluster, tmp_path, monkeypatch, strategy):
+    monkeypatch.setattr(cluster, "timeouts", EIGHTH)
+    spec = a_spec(strategy, tmp_path / "marker", "pass", num_epochs=0.05)
+    training = replace(spec.training, link="1Mbit,0.4s", num_warmup_steps=0)
+    result = prepare(cluster, Store(tmp_path), replace(spec, training=training)).run()
+    (run,) = result.comparison.runs
+    assert run.status is Status.FINISHED
+    assert run.aggregate.seconds > 0.8
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ring-by-hand", "gossip"])
+def test_an_interrupt_ends_an_exchange_over_a_slow_link(cluster, tmp_path, strategy):
+    spec = a_spec(strategy, tmp_path / "marker", "pass")
+    training = replace(spec.training, link="10bit,0s")  # 96 s for the model
+    made = prepare(cluster, Store(tmp_path), replace(spec, training=training))
+    marker = cluster.folder / f"{made.specs[0].run_id}-l.link"
+    called = Called(marker=marker)
+    called.begin(lambda: (time.sleep(1), os.kill(os.getpid(), signal.SIGINT)))
+    with pytest.raises(KeyboardInterrupt):
+        made.run()
+    assert called.seconds_since() < GENEROUS_SECONDS
