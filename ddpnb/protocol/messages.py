@@ -63,6 +63,9 @@ class RunSpec(TrainingSpec):
     strategy: str
     """As the user wrote it, with its options: ``"ddp"``, ``"ddp:hook=fp16"``."""
     repeat: int = 0
+    """Which one of its strategy's; the runs of one repeat share their seed, and can be paired."""
+    data_seed: int | None = None
+    """The seed while the data are loaded: the same in every repeat.  None: ``seed``."""
     comparison: str = ""
     """The id that the runs of one comparison share: their cell's data are loaded once; or empty."""
     checkpoints: str = ""

@@ -84,16 +84,32 @@ class ComparisonSpec:
         return ""
 
     def run_specs(self) -> tuple[RunSpec, ...]:
-        """Return every training; strategies take turns, so that none is favoured."""
-        strategies = dict.fromkeys(self.strategies)
-        if self.baseline:
-            strategies = dict.fromkeys([BASELINE, *strategies])
-        chosen = asdict(self.training)
-        return tuple(
-            RunSpec(run_id=new_id(), strategy=strategy, repeat=repeat, **chosen)
-            for repeat in range(self.num_repeats)
-            for strategy in strategies
+        """Return every training.
+
+        Strategies take turns, and each repeat begins with another one, so that none is favoured.
+        Each repeat has a seed of its own, which all its strategies share: weights, order of
+        samples and dropout differ between repeats, and the data do not.
+        """
+        names = list(
+            dict.fromkeys([BASELINE, *self.strategies] if self.baseline else self.strategies)
         )
+        seed = self.training.seed
+        chosen = asdict(self.training) | {"data_seed": seed}
+        return tuple(
+            RunSpec(
+                run_id=new_id(),
+                strategy=names[(position + repeat) % len(names)],
+                repeat=repeat,
+                **chosen | {"seed": seed_of(seed, repeat)},
+            )
+            for repeat in range(self.num_repeats)
+            for position in range(len(names))
+        )
+
+
+def seed_of(seed: int, repeat: int) -> int:
+    """Return the seed of a repeat; the first one has that of the comparison."""
+    return (seed + repeat) % 2**63
 
 
 @dataclass(kw_only=True, slots=True)
@@ -349,7 +365,15 @@ def with_checkpoints(
             f"{address} has no run of {missing[0]} to resume; it has: {', '.join(sorted(names))}."
         )
     found = [(spec, _resumed_by(spec, runs)) for spec in placed if spec.strategy in names]
-    return tuple(replace(spec, resume=run.run_id, resumed=run.address) for spec, run in found)
+    return tuple(
+        replace(
+            spec,
+            resume=run.run_id,
+            resumed=run.address,
+            seed=seed_of(spec.seed, run.repeat - spec.repeat),
+        )
+        for spec, run in found
+    )
 
 
 def _resumed_by(spec: RunSpec, runs: Sequence[StoredRun]) -> StoredRun:

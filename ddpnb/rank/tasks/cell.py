@@ -57,7 +57,7 @@ def cell_task(
     loss = _optional(defined, "loss(outputs, targets)")
     own_step = _optional(defined, "training_step(model, batch)")
     make_optimizer = _optional(defined, "optimizer(params)", is_checked=False)
-    key = (spec.comparison, spec.seed) if spec.comparison else object()
+    key = (spec.comparison, spec.data_seed) if spec.comparison else object()
 
     def samples(split: str) -> Samples:
         def make() -> Samples:

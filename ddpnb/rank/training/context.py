@@ -266,7 +266,8 @@ def build_context(
         Exception: whatever the cell itself raises, with its own traceback.
     """
     check_fault_ranks(spec.slow, spec.kill, state.world_size)
-    seed_everything(spec.seed)  # so that the data are the same on every rank
+    # so that the data are the same on every rank, and in every repeat
+    seed_everything(spec.seed if spec.data_seed is None else spec.data_seed)
     task = load_task(spec, namespace, filename, cache)
     schedule = BatchSchedule(
         len(task.train),

@@ -9,24 +9,37 @@ from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import TrainingSpec, make_training_spec, training_options
+from ddpnb.reports.formatting import differences
 from ddpnb.session.comparison import ComparisonSpec
 
 CELL = "def model(): ...\ndef data(split): ..."
 DIGITS = TrainingSpec(task="digits")
 
 
-def test_repeats_are_interleaved_so_that_none_is_favoured():
-    spec = ComparisonSpec(strategies=("dp", "ddp"), training=DIGITS, num_repeats=2)
+def test_each_repeat_begins_with_another_strategy_and_has_a_seed_that_all_share():
+    training = TrainingSpec(task="digits", seed=7)
+    spec = ComparisonSpec(strategies=("dp", "ddp"), training=training, num_repeats=3)
     runs = spec.run_specs()
-    assert [(run.repeat, run.strategy) for run in runs] == [
-        (0, "single"),
-        (0, "dp"),
-        (0, "ddp"),
-        (1, "single"),
-        (1, "dp"),
-        (1, "ddp"),
+    assert [(run.repeat, run.seed, run.strategy) for run in runs] == [
+        (0, 7, "single"),
+        (0, 7, "dp"),
+        (0, 7, "ddp"),
+        (1, 8, "dp"),
+        (1, 8, "ddp"),
+        (1, 8, "single"),
+        (2, 9, "ddp"),
+        (2, 9, "single"),
+        (2, 9, "dp"),
     ]
-    assert len({run.run_id for run in runs}) == 6
+    assert len({run.run_id for run in runs}) == 9
+    assert {run.data_seed for run in runs} == {7}  # the data are the same in each
+    assert differences(runs) == []
+
+
+def test_the_greatest_seed_has_repeats_too():
+    training = TrainingSpec(task="digits", seed=2**63 - 1)
+    spec = ComparisonSpec(strategies=("ddp",), training=training, num_repeats=2)
+    assert [run.seed for run in spec.run_specs()] == [2**63 - 1, 2**63 - 1, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,12 @@ def test_each_strategy_and_repeat_resumes_its_own(store: Store):
     assert [spec.resume for spec in found] == [
         single[0],
         own[0],
-        single[1],
         own[1],
+        single[1],
         single[1],
         own[1],
     ]
+    assert [spec.seed for spec in found] == [0, 0, 1, 1, 1, 1]  # each that of the run it resumes
     assert {spec.checkpoints for spec in found} == {str(store.folder / "checkpoints")}
     assert found[0].resumed == "first/single#1"
     assert found[-1].resumed == f"first/{LABEL}#2"
