@@ -89,7 +89,7 @@ class TrainingSpec:
         about="seed of the initial weights and the order of samples",
     )
     num_warmup_steps: int = 3
-    """Steps on a throwaway replica before the training, so that no clock sees a cold start."""
+    """Steps before the training, put back, so that no clock sees a cold start."""
     accumulate: int = _steps(
         1,
         "--accumulate",

@@ -107,14 +107,6 @@ def test_notes_say_what_is_emulated_or_adjusted(ranks):
     assert "--lr is not used" in ranks(2).call(run_job, own)[0][1][0].notes[0]
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
-def test_the_rehearsal_changes_nothing_that_is_measured(ranks, strategy):
-    with_it, without = (
-        curve(ranks(2).call(run_job, spec_of(strategy, num_warmup_steps=num))[0]) for num in (3, 0)
-    )
-    assert with_it == without
-
-
 def test_every_strategy_starts_from_the_same_weights_and_batch(ranks):
     source = CELL.replace("nn.Dropout(0.1), ", "")
     single, dp, ddp = (

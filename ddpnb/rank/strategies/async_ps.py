@@ -139,6 +139,15 @@ class AsyncParameterServer(Strategy):
             self._drain()
         return self._replica.model
 
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Have the server take gradients without handing out shards; then rewind it."""
+        if self._server is None:
+            yield
+            return
+        with self._server.rehearsal():
+            yield
+
     def save(self, replica: Replica) -> State:
         """Return the server's state at one moment, while other workers train on."""
         assert self._server is not None, "only rank 0 saves"

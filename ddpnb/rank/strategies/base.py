@@ -7,8 +7,9 @@ prints, logs or publishes.  A new one usually extends ``SynchronousStrategy`` an
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,6 +34,9 @@ class Strategy(ABC):
     """Whether the task's step gets a wrapper with a ``forward`` alone, and not the model."""
     needs_all_gradients: bool = False
     """Whether each parameter must have a part in each loss."""
+
+    can_rewind: ClassVar[bool] = True
+    """Whether what its steps change can be put back: its attributes, ``held`` and ``rehearsal``."""
 
     def on(self, device: str) -> Strategy:
         """Return the strategy for such a device: this one, unless it has a variant for it."""
@@ -74,6 +78,18 @@ class Strategy(ABC):
     @abstractmethod
     def step(self, batch: Batch) -> StepReport:
         """Train on one batch."""
+
+    def held(self) -> Iterable[object]:
+        """Return what it holds besides its own attributes and its steps change: see ``Kept``."""
+        return ()
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Make steps in this context that leave no trace in what ranks share.
+
+        No rank makes a step before all have entered it, nor after one has left it.
+        """
+        yield
 
     def notes(self) -> tuple[str, ...]:
         """Return notes for the results that only ``setup`` could discover."""

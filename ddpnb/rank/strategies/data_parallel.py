@@ -22,7 +22,7 @@ those of all buffers; samples and outputs are not counted.
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -161,6 +161,10 @@ class DataParallel(SynchronousStrategy):
             self._threads.backward()
             self._replica.timer.begin("communication")
             self._threads.reduce()
+
+    def held(self) -> Iterable[object]:
+        """The replicas; on GPUs torch makes them in each step."""
+        return () if self._threads is None else self._threads.modules()
 
     def memory(self) -> Memory:
         """The parameters of each replica, and one optimizer's state."""

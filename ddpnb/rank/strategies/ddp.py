@@ -24,7 +24,7 @@ sent; buffers are not counted.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 
 import torch
@@ -156,6 +156,10 @@ class Ddp(DdpStrategy):
         )
         hook = self._comm_hook()
         self.report_overlap = observe(self._ddp, replica.timer, hook, self._power_state)
+
+    def held(self) -> Iterable[object]:
+        """Return what PowerSGD remembers from step to step."""
+        return () if self._power_state is None else (self._power_state,)
 
     def notes(self) -> tuple[str, ...]:
         """Report where buckets differ from the options, and what was not resumed."""

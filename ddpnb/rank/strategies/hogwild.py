@@ -114,6 +114,12 @@ class SharedMemoryStrategy(Strategy):
         while (number := self.queue.take_shard()) is not None:
             yield self._replica.shard(number)
 
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Count no shard, and in the end no update."""
+        with self.queue.rehearsal():
+            yield
+
     def log_access(self, *, is_write: bool, version: int) -> None:
         """Log a read or an update of this worker."""
         self._log(ParameterAccess(rank=self._replica.rank, is_write=is_write, version=version))

@@ -78,6 +78,8 @@ class OwnStrategy(SynchronousStrategy):
         self._name = name
         self._strategy = strategy
 
+    can_rewind = False
+
     def plan(self, state: RankState) -> Plan:
         """Every rank."""
         synchronous = bool(getattr(self._strategy, "synchronous", True))

@@ -5,7 +5,7 @@ import sys
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, Tree, moved
 from ddpnb.rank.tasks.samples import DataCache, DatasetSamples, Items
-from ddpnb.rank.training.optimizer_hooks import with_hooks
+from ddpnb.rank.training.optimizer_hooks import StepHooks, with_hooks
 
 NUM_PREFETCHED = 2
 """Shards that each process fetches or has ready while this worker trains on one."""
@@ -62,6 +62,8 @@ class RunContext:
     """The state that this rank resumes from."""
     rejoin_info: RejoinInfo | None = None
     """Where this rank joins, if the others train already."""
+    step_hooks: StepHooks = field(default_factory=StepHooks)
+    """Of the optimizers that the replicas make."""
 
     def strategy(self) -> Strategy:
         """Return a new instance of the strategy."""
@@ -115,7 +117,9 @@ class RunContext:
         seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
         optimizers: list[Optimizer] = []
         is_tried = phase == CHECK
-        make = with_hooks(self.task.optimizer, self.spec, self.plan, self.schedule, is_tried)
+        make = with_hooks(
+            self.task.optimizer, self.spec, self.plan, self.schedule, is_tried, self.step_hooks
+        )
 
         def recorded_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
             optimizers.append(make(parameters, model))
@@ -161,7 +165,11 @@ class RunContext:
     def fetched(self, strategy: Strategy) -> Iterator[tuple[Shard, Content]]:
         """Fetch the samples of each of a strategy's shards when it is its turn."""
         for shard in strategy.shards():
-            yield shard, self._fetch(self.indices(shard))
+            yield shard, self.fetch(shard)
+
+    def fetch(self, shard: Shard) -> Content:
+        """Fetch the samples of a shard."""
+        return self._fetch(self.indices(shard))
 
     def indices(self, shard: Shard) -> Tensor:
         """Return which samples a shard holds; steps count from where this run was resumed."""

@@ -39,6 +39,7 @@ _seconds_of = operator.attrgetter("seconds")
 def measure_compute_seconds(replica: Replica, batch: Batch) -> float:
     """Return how many seconds a forward and backward pass over a batch takes."""
     trials = []
+    replica.compute_gradients(batch)  # cold
     for _ in range(_NUM_TRIALS):
         _synchronize(replica.device)
         began = time.perf_counter()

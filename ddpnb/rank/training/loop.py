@@ -3,8 +3,8 @@
 A run has these phases, in this order.  The clock runs in ``train`` only.
 
 build     load the task and its data, and find out which ranks take part
-rehearse  make a few steps on a throwaway replica, so that nothing is cold when it is measured
 prepare   set up the strategy, fault injection, checkpoints and the source of samples
+rehearse  make a few steps and put back what they have changed, so that nothing is cold
 barrier   let all ranks that take part start together
 train     make the measured steps
 finish    have the strategy return the trained model
@@ -34,6 +34,7 @@ from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, resumed, set_up
 from ddpnb.rank.training.context import CHECK, Content, RunContext, build_context
 from ddpnb.rank.training.fault_injection import FaultInjector, measure_compute_seconds
+from ddpnb.rank.training.rehearsal import rehearse
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.timing import Clock, clock_of
 from ddpnb.rank.training.validation import (
@@ -145,14 +146,11 @@ def run(
         no_part = RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
         if state.rank >= context.plan.num_ranks:
             return no_part
-        if rejoin_info is not None:  # no rehearsal: the others, which train already, do not wait
+        if rejoin_info is not None:
             try:
                 return _perform(context, publish, should_stop)
             except RunOverError:
                 return no_part
-        # -- rehearse ---------------------------------------------------------------------
-        with _announced_failure(context, "r"):
-            _rehearse(context)
         # -- prepare ... evaluate ---------------------------------------------------------
         with _announced_failure(context, "t"):
             return _perform(context, publish, should_stop)
@@ -163,21 +161,6 @@ def _announced_failure(context: RunContext, phase: str) -> contextlib.AbstractCo
     if context.plan.synchronous or context.plan.num_ranks == 1:
         return contextlib.nullcontext()
     return announce_failure(context.name(phase), context.state.rank)
-
-
-def _rehearse(context: RunContext) -> None:
-    """Make a few steps with a replica, an optimizer and files that are then thrown away."""
-    num_steps = min(context.spec.num_warmup_steps, context.num_steps)
-    if num_steps == 0:
-        return
-    clock = clock_of(context.device)
-    with closing(context.strategy()) as strategy:
-        strategy.setup(context.replica("r", num_steps=num_steps, timer=clock))
-        clock.start()
-        for shard, content in context.fetched(strategy):
-            clock.timing(strategy.step(context.batch(shard, content)))
-        clock.stop()
-        strategy.finish()
 
 
 def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
@@ -206,6 +189,8 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
             barrier=lambda: _barrier(context),
             warn=metrics.mark,
         )
+        # -- rehearse ---------------------------------------------------------------------
+        rehearse(context, strategy, replica, metrics.clock, lambda: _barrier(context))
         source = opened.enter_context(context.source(strategy))
         # -- barrier ----------------------------------------------------------------------
         _barrier(context)

@@ -143,7 +143,7 @@ class CudaClock(Timer):
         """Let the GPU finish, then record the first event."""
         torch.cuda.synchronize(self._device)
         self._marks, self._hidden = [], []
-        self._paused_seconds = 0.0
+        self._seconds = self._paused_seconds = 0.0
         self.begin("data")
         self._start = self._marks[0][1]
 
