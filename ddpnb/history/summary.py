@@ -121,14 +121,21 @@ def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapsho
 
 def samples_per_second(run: RunSnapshot) -> float:
     """Return all samples over the training seconds of the slowest worker; NaN before any."""
-    workers = [report for report in run.reports if report.took_part and report.num_samples > 0]
-    if workers and not run.is_running:
-        samples = float(sum(report.num_samples for report in workers))
-        seconds = max(report.seconds for report in workers)
-    else:
-        samples = float(run.aggregate.num_samples)
-        seconds = run.aggregate.seconds
+    workers = _workers_of(run)
+    samples = float(sum(report.num_samples for report in workers) or run.aggregate.num_samples)
+    seconds = training_seconds(run)
     return samples / seconds if seconds > 0 and samples > 0 else math.nan
+
+
+def training_seconds(run: RunSnapshot) -> float:
+    """Return the training seconds of the slowest worker, with what follows its last step."""
+    return max((report.seconds for report in _workers_of(run)), default=run.aggregate.seconds)
+
+
+def _workers_of(run: RunSnapshot) -> list[RunReport]:
+    """Return the reports of the workers that have trained; none while the run trains."""
+    reports = () if run.is_running else run.reports
+    return [report for report in reports if report.took_part and report.num_samples > 0]
 
 
 def staleness_counts(runs: Sequence[RunSnapshot]) -> StalenessCounts:

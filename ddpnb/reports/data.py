@@ -39,6 +39,7 @@ from ddpnb.history.summary import (
     samples_per_second,
     staleness_counts,
     staleness_median,
+    training_seconds,
 )
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import NO_STALENESS, Parts
@@ -126,7 +127,7 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         "num_steps": run.aggregate.num_events,
         "num_samples": run.aggregate.num_samples,
         "num_samples_before": run.num_samples_before,
-        "seconds": run.aggregate.seconds,
+        "seconds": training_seconds(run),
         "samples_per_second": samples_per_second(run),
         "final_loss": reported(run, lambda report: report.final_loss),
         "held_out_loss": reported(run, lambda report: report.held_out_loss),

@@ -81,7 +81,7 @@ def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
         assert [e.seconds for e in mine] == sorted(e.seconds for e in mine)
         assert all((e.staleness is None) == (strategy not in ASYNCHRONOUS) for e in mine)
         if mine:
-            assert report.seconds == mine[-1].seconds
+            assert report.seconds >= mine[-1].seconds  # with what follows the last step
     assert_judged(*reports)
 
 

@@ -146,3 +146,15 @@ def test_all_shards_are_trained_on_once_whoever_rehearses(ranks, strategy):
     assert sum(report.num_samples for report, _ in results) == 32
     stale = [e.staleness for _, events in results for e in events if isinstance(e, StepEvent)]
     assert max(stale) <= 2
+
+
+@pytest.mark.parametrize("strategy", ["Averaging", "no-comm"])
+def test_what_follows_the_last_step_counts_where_it_is_a_part_of_the_training(ranks, strategy):
+    late = OWN.replace(
+        "        return self.replica.model", "        import time\n        time.sleep(0.3)"
+    )
+    for report, steps, _ in ranks(2).call(trained, spec_for(strategy, 0, late)):
+        if strategy == "Averaging":
+            assert report.seconds >= steps[-1].seconds + 0.3
+        else:  # only has the model collected
+            assert report.seconds == steps[-1].seconds

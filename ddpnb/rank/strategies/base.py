@@ -35,6 +35,9 @@ class Strategy(ABC):
     needs_all_gradients: bool = False
     """Whether each parameter must have a part in each loss."""
 
+    ends_in_finish: ClassVar[bool] = True
+    """Whether ``finish`` is a part of the training, which is timed; otherwise it only collects the
+    model for its evaluation."""
     can_rewind: ClassVar[bool] = True
     """Whether what its steps change can be put back: its attributes, ``held`` and ``rehearsal``."""
 

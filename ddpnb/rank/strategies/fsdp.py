@@ -65,6 +65,8 @@ class Fsdp(SynchronousStrategy):
         reshard: whether a layer is released between its forward and its backward pass.
     """
 
+    ends_in_finish = False
+
     def __init__(self, *, reshard: bool = True) -> None:
         self._reshard = reshard
 

@@ -1,17 +1,20 @@
 """What all phases of one run share: its replicas, their optimizers and its samples (ranks)."""
 
 import contextlib
+import itertools
 import sys
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ddpnb.compat.torch_internals import end_data_workers
 from ddpnb.protocol.catalogue import STRATEGIES
@@ -311,7 +314,8 @@ def prefetching(
 ) -> Iterator[Iterator[tuple[Shard, Content]]]:
     """Fetch shards in other processes before they are needed, by torch's ``DataLoader``.
 
-    The processes live as long as the context.
+    The processes live as long as the context.  They fetch nothing before the first shard is asked
+    for, so that no strategy has samples ready when the clock starts.
 
     Args:
         samples: those to fetch.
@@ -323,17 +327,19 @@ def prefetching(
         keeps_items: whether items come as they are, to be collated later.
     """
     taken: deque[Shard] = deque()
+    num_first = NUM_PREFETCHED * num_processes  # what the loader takes at once
 
     def numbers() -> Iterator[list[int]]:
+        yield from ([] for _ in range(num_first))
         for shard in shards:
             taken.append(shard)
             yield indices(shard).tolist()
 
     batches = iter(
         DataLoader(
-            samples.dataset,
+            _Startable(samples.dataset),
             batch_sampler=numbers(),
-            collate_fn=list if keeps_items else samples.collate,
+            collate_fn=partial(_collated, list if keeps_items else samples.collate),
             num_workers=num_processes,
             prefetch_factor=NUM_PREFETCHED,
             worker_init_fn=_end_with_rank,
@@ -343,12 +349,32 @@ def prefetching(
         )
     )
     try:
+        real = itertools.islice(batches, num_first, None)
         if keeps_items:
-            yield ((taken.popleft(), Items(items, samples.collate)) for items in batches)
+            yield ((taken.popleft(), Items(items, samples.collate)) for items in real)
         else:
-            yield ((taken.popleft(), batch) for batch in batches)
+            yield ((taken.popleft(), batch) for batch in real)
     finally:  # at once, for an exception's traceback may keep the iterator alive
         end_data_workers(batches)
+
+
+@final
+class _Startable(Dataset[Any]):
+    """A data set that a process can be asked for no sample of, so that it only starts."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        if not numbers:
+            return []
+        if callable(get := getattr(self._dataset, "__getitems__", None)):
+            return list(get(numbers))
+        return [self._dataset[number] for number in numbers]
+
+
+def _collated(collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:
+    return collate(items) if items else None
 
 
 def _end_with_rank(_: int) -> None:

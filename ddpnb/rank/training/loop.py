@@ -1,6 +1,7 @@
 """The one training loop: how a run is trained and evaluated, whatever the strategy (ranks).
 
-A run has these phases, in this order.  The clock runs in ``train`` only.
+A run has these phases, in this order.  The clock runs in ``train``, and in ``finish`` where that
+is a part of the training.
 
 build     load the task and its data, and find out which ranks take part
 prepare   set up the strategy, fault injection, checkpoints and the source of samples
@@ -199,6 +200,8 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
         metrics.memory = strategy.memory()
         # -- finish -----------------------------------------------------------------------
         model = strategy.finish()  # waits for all: only then may the stop file be removed
+        if strategy.ends_in_finish:
+            metrics.clock.end()
         if not metrics.was_stopped:
             callback.end()
         num_lost = sum(len(context.indices(shard)) for shard in strategy.lost_shards())
