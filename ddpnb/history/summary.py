@@ -27,6 +27,9 @@ from ddpnb.protocol.notation import parse_kill
 StalenessCounts = NDArray[np.int64]
 """How many updates had staleness 0, 1, 2 ..."""
 
+SHORT_SECONDS = 4.0
+"""A run's speed is not measured well in less."""
+
 StrategyKey = tuple[str, str]
 """Comparison and name, which the repeats of one strategy have in common."""
 
@@ -91,6 +94,8 @@ class StrategySummary:
     """Losses that were NaN or infinite."""
     is_emulated: bool = False
     """Whether it is emulated, so that its speed says nothing about the real strategy's."""
+    is_short: bool = False
+    """Whether a run was over before its speed could be measured."""
     notes: tuple[str, ...] = ()
 
 
@@ -241,6 +246,7 @@ def _summary(
         num_missed_target=sum(math.isnan(seconds) for seconds, _ in reached),
         num_diverged=sum(num_diverged(run) for run in runs),
         is_emulated=is_emulated(runs),
+        is_short=any(map(_is_short, runs)),
         notes=_notes(runs),
     )
 
@@ -295,6 +301,12 @@ def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
     if lost:
         notes.append(f"{lost} batch{'es' if lost > 1 else ''} of events never arrived")
     return tuple(dict.fromkeys(notes))
+
+
+def _is_short(run: RunSnapshot) -> bool:
+    """Return whether a run was over before its speed could be measured."""
+    is_over = run.status is Status.FINISHED and run.spec is not None
+    return is_over and 0 < training_seconds(run) < SHORT_SECONDS
 
 
 def _described(mark: Mark, run: RunSnapshot) -> str:

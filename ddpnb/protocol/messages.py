@@ -177,6 +177,8 @@ class Checked:
     """Of the training split on this rank; should be the same on all."""
     survives_deaths: bool
     """Whether the others train on if a rank other than 0 dies."""
+    num_epochs: float = 0.0
+    """After which it will have trained for ``min_seconds``; 0: not asked for, or not known."""
 
 
 NO_STALENESS = -1

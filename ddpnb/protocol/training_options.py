@@ -88,6 +88,15 @@ class TrainingSpec:
         most=2**63 - 1,
         about="seed of the initial weights and the order of samples",
     )
+    min_seconds: float | None = _training(
+        None,
+        "--min-seconds",
+        kind=float,
+        above=0,
+        most=86_400,
+        example="S",
+        about="more epochs where a strategy would be trained for less, the same for all",
+    )
     num_warmup_steps: int = 3
     """Steps before the training, put back, so that no clock sees a cold start."""
     accumulate: int = _steps(

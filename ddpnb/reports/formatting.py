@@ -4,7 +4,13 @@ import math
 from collections.abc import Sequence
 
 from ddpnb.history.comparison import Comparison, body_of
-from ddpnb.history.summary import StrategyKey, StrategySummary, group_runs, is_emulated
+from ddpnb.history.summary import (
+    SHORT_SECONDS,
+    StrategyKey,
+    StrategySummary,
+    group_runs,
+    is_emulated,
+)
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import training_options
@@ -127,6 +133,12 @@ def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tup
         note if len(names) == len(summaries) and not is_alone else f"{', '.join(names)}: {note}"
         for note, names in strategies.items()
     ]
+    if short_ones := [named[s.comparison, s.name] for s in summaries if s.is_short]:
+        which = "the runs" if len(short_ones) == len(summaries) else listed(short_ones)
+        found.append(
+            f"{which} took less than {SHORT_SECONDS:g} s, which is too short to time: "
+            f"--min-seconds {SHORT_SECONDS:g} makes runs longer"
+        )
     return tuple(found)
 
 

@@ -299,6 +299,7 @@ def prepare(
         printed.show()
         raise
     specs = tuple(each for each in specs if each.strategy in checked)
+    specs = _long_enough(specs, max((each.num_epochs for each in checked.values()), default=0.0))
     recorder = Recorder(
         store,
         name=spec.name,
@@ -318,6 +319,19 @@ def prepare(
         options=spec.options,
         printed=printed,
     )
+
+
+def _long_enough(specs: Sequence[RunSpec], num_epochs: float) -> tuple[RunSpec, ...]:
+    """Return trainings of so many epochs, for ``--min-seconds``, or of more; print what changes."""
+    asked = max((spec.num_epochs for spec in specs), default=0.0)
+    if num_epochs <= asked:
+        return tuple(specs)
+    rounded = math.ceil(num_epochs) if num_epochs > 10 else math.ceil(10 * num_epochs) / 10
+    print(
+        f"{rounded:g} epochs in place of {asked:g}, so that each run takes "
+        f"{specs[0].min_seconds:g} s or more."
+    )
+    return tuple(replace(spec, num_epochs=float(rounded)) for spec in specs)
 
 
 def _is_dispensable(name: str, spec: ComparisonSpec) -> bool:

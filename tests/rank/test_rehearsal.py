@@ -9,6 +9,7 @@ from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import RunReport, StepEvent
 from ddpnb.rank.strategies import fsdp
 from ddpnb.rank.training import loop
+from tests.rank.ranks import make_state
 from tests.rank.test_loop import ASYNCHRONOUS, run_job, spec_of
 from tests.rank.test_loop import CELL as PLAIN
 
@@ -158,3 +159,15 @@ def test_what_follows_the_last_step_counts_where_it_is_a_part_of_the_training(ra
             assert report.seconds >= steps[-1].seconds + 0.3
         else:  # only has the model collected
             assert report.seconds == steps[-1].seconds
+
+
+def test_as_many_epochs_as_a_least_time_needs_are_planned():
+    """By steps without communication: what is measured is a part of what is trained."""
+    planned = [
+        loop.validate(
+            spec_of("ddp", min_seconds=seconds), state=make_state(0, 2), namespace={}
+        ).num_epochs
+        for seconds in (None, 1.0, 10_000.0)
+    ]
+    assert planned[0] == 0
+    assert 0 < planned[1] < planned[2]

@@ -29,7 +29,7 @@ from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, R
 from ddpnb.rank.comm.rendezvous import CancellationToken, RunOverError, announce_failure
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.replica import NullTimer
+from ddpnb.rank.strategies.replica import NullTimer, Replica
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, resumed, set_up
@@ -46,6 +46,8 @@ from ddpnb.rank.training.validation import (
     with_place,
 )
 
+MIN_SECONDS_MARGIN = 1.1
+"""By how much a run is planned longer than ``--min-seconds``."""
 UNNAMED = "<comparison>"
 """What tracebacks call a comparison's cell that has no number."""
 
@@ -92,8 +94,22 @@ def _checked(context: RunContext) -> Checked:
     if context.checkpoint is not None:
         check_replica(replica, context.checkpoint)
     return Checked(
-        num_samples=len(context.task.train), survives_deaths=context.plan.survives_deaths
+        num_samples=len(context.task.train),
+        survives_deaths=context.plan.survives_deaths,
+        num_epochs=_num_epochs(context, replica),
     )
+
+
+def _num_epochs(context: RunContext, replica: Replica) -> float:
+    """Return after how many epochs a run has lasted for ``min_seconds``, by its quickest steps.
+
+    A step of the run also updates and communicates, and so takes longer than these.
+    """
+    if context.spec.min_seconds is None or context.is_own:
+        return 0.0
+    seconds = measure_compute_seconds(replica, context.usual_batch(), min)
+    num_steps = context.first_step + MIN_SECONDS_MARGIN * context.spec.min_seconds / seconds
+    return num_steps / context.schedule.steps_per_epoch
 
 
 def run(

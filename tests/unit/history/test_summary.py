@@ -125,6 +125,11 @@ def test_one_repeat_gives_the_range_over_tenths():
     assert single.samples_per_second.high > single.samples_per_second.middle
 
 
+def test_a_run_of_less_than_four_seconds_is_too_short_to_time():
+    runs = compared(timed("single", (3.9,)), timed("ddp", (4.1, 4.0)))
+    assert [summary.is_short for summary in summarise(runs)] == [True, False]
+
+
 def test_a_failed_repeat_does_not_bend_the_median_but_is_noted():
     good, bad = timed("single", (1.0,)), timed("single", (50.0,), 1)
     bad.end(Status.FAILED, "rank 0 was killed")

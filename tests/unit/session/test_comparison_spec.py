@@ -74,6 +74,12 @@ def test_all_runs_have_the_same_training():
             assert getattr(run, name) == getattr(training, name)
 
 
+@pytest.mark.parametrize("text", ["0", "-3", "nan"])
+def test_a_least_time_is_greater_than_none(text: str):
+    with pytest.raises(UserError, match=f"--min-seconds must be greater than 0, not {text}"):
+        make_training_spec({"task": "digits", "min_seconds": text})
+
+
 NAN = float("nan")
 NAMED = {"strategies": ("ddp",)}
 
