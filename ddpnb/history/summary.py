@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,9 +67,12 @@ class StrategySummary:
     speed_up: float = math.nan
     """Median samples/s over the median of ``single`` in the same comparison."""
     efficiency: float = math.nan
-    """Speed-up over number of workers: 1 is ideal."""
+    """Speed-up over number of devices: 1 is ideal.  Machine times share of the ceiling."""
+    machine: float = math.nan
+    """What the machine gives all devices at once: ``no-comm`` over devices times ``single``."""
     share_of_ceiling: float = math.nan
-    """Median samples/s over the median of ``no-comm`` in the same comparison."""
+    """Median samples/s over the median of ``no-comm`` in the same comparison: what communication
+    leaves."""
     split: StepSplit = field(default_factory=StepSplit)
     final_loss: Spread = field(default_factory=Spread)
     held_out_loss: Spread = field(default_factory=Spread)
@@ -92,11 +96,33 @@ class StrategySummary:
     """Repeats that never reached it."""
     num_diverged: int = 0
     """Losses that were NaN or infinite."""
+    sees_exposed: bool = True
+    """Whether communication that holds up the computing can be told from the rest."""
+    is_on_cpu: bool = False
+    is_ceiling: bool = False
+    """Whether it was added as the ceiling, for its speed alone."""
     is_emulated: bool = False
     """Whether it is emulated, so that its speed says nothing about the real strategy's."""
     is_short: bool = False
     """Whether a run was over before its speed could be measured."""
     notes: tuple[str, ...] = ()
+
+
+class Efficiency(NamedTuple):
+    """The parts of efficiency, which is their product; NaN where they are not known."""
+
+    machine: float
+    communication: float
+
+
+def efficiency_of(speed: float, single: float, ceiling: float, num_devices: int) -> Efficiency:
+    """Return ``ceiling / (devices * single)`` and ``speed / ceiling``, from samples/s.
+
+    Without devices, as for ``single`` itself, neither means anything.
+    """
+    if num_devices == 0:
+        return Efficiency(math.nan, math.nan)
+    return Efficiency(ceiling / (num_devices * single), speed / ceiling)
 
 
 def summarise(comparison: Comparison, target: float | None = None) -> tuple[StrategySummary, ...]:
@@ -218,7 +244,11 @@ def _summary(
     counted = _counted(runs)
     stale = staleness_counts(counted)
     num_workers = max(map(_num_workers, counted), default=0)
-    speed_up = speed.middle / settled.get((comparison, BASELINE), math.nan)
+    single = settled.get((comparison, BASELINE), math.nan)
+    ceiling = settled.get((comparison, CEILING), math.nan)
+    devices = max(map(num_devices, counted), default=0)
+    shares = efficiency_of(speed.middle, single, ceiling, 0 if name == BASELINE else devices)
+    headers = [run.header for run in counted if run.header is not None]
     reached = [] if target is None else [time_to_target(run, target) for run in counted]
     return StrategySummary(
         name=name,
@@ -227,9 +257,10 @@ def _summary(
         num_workers=num_workers,
         status=counted[-1].status,
         samples_per_second=speed,
-        speed_up=speed_up,
-        efficiency=speed_up / num_workers if num_workers else math.nan,
-        share_of_ceiling=speed.middle / settled.get((comparison, CEILING), math.nan),
+        speed_up=speed.middle / single,
+        efficiency=speed.middle / single / devices if devices else math.nan,
+        machine=shares.machine,
+        share_of_ceiling=shares.communication,
         split=step_split(counted),
         final_loss=spread([reported(run, lambda r: r.final_loss) for run in counted]),
         held_out_loss=spread([reported(run, lambda r: r.held_out_loss) for run in counted]),
@@ -245,6 +276,9 @@ def _summary(
         samples_to_target=spread([samples for _, samples in reached]),
         num_missed_target=sum(math.isnan(seconds) for seconds, _ in reached),
         num_diverged=sum(num_diverged(run) for run in runs),
+        sees_exposed=all(header.sees_exposed for header in headers),
+        is_on_cpu=any(header.device == "cpu" for header in headers),
+        is_ceiling=any(run.spec is not None and run.spec.is_ceiling for run in counted),
         is_emulated=is_emulated(runs),
         is_short=any(map(_is_short, runs)),
         notes=_notes(runs),
@@ -261,6 +295,11 @@ def _num_workers(run: RunSnapshot) -> int:
     if run.header is not None:
         return run.header.num_workers
     return len(run.aggregate.ranks) if run.spec is None else 0
+
+
+def num_devices(run: RunSnapshot) -> int:
+    """Return over how many devices the speed-up is divided: GPUs that are shared count once."""
+    return (run.header.num_devices if run.header is not None else 0) or _num_workers(run)
 
 
 def _greatest(runs: Sequence[RunSnapshot], number_of: Callable[[RunReport], int]) -> float:

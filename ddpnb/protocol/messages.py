@@ -66,6 +66,9 @@ class RunSpec(TrainingSpec):
     """Which one of its strategy's; the runs of one repeat share their seed, and can be paired."""
     data_seed: int | None = None
     """The seed while the data are loaded: the same in every repeat.  None: ``seed``."""
+    is_ceiling: bool = False
+    """Whether it was added to the comparison as the ceiling of the speed: trained only as long as
+    that needs, and not judged."""
     comparison: str = ""
     """The id that the runs of one comparison share: their cell's data are loaded once; or empty."""
     checkpoints: str = ""
@@ -97,6 +100,10 @@ class RunHeader:
     """Training samples that the run will see, over all workers."""
     num_samples_before: int = 0
     """Samples that the resumed run had seen when its checkpoint was made."""
+    num_devices: int = 0
+    """GPUs, or ranks' shares of the CPU, that they compute on; 0: as many as workers."""
+    sees_exposed: bool = True
+    """Whether communication that holds up the computing can be told from the rest."""
     is_emulated: bool = False
     """Whether the strategy is emulated; then its speed says nothing about the real one."""
     notes: tuple[str, ...] = ()

@@ -34,6 +34,8 @@ from ddpnb.history.database import Floats, Records
 from ddpnb.history.metrics import step_split
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.summary import (
+    efficiency_of,
+    num_devices,
     reported,
     reported_metrics,
     samples_per_second,
@@ -41,6 +43,7 @@ from ddpnb.history.summary import (
     staleness_median,
     training_seconds,
 )
+from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import NO_STALENESS, Parts
 
@@ -62,7 +65,12 @@ def runs_frame(comparison: Comparison) -> "pd.DataFrame":
     """Return one row per run: its settings, where it ran, its results."""
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
-    return pd.DataFrame([_run_row(run) for run in comparison.runs])
+    rates = {
+        (run.comparison, run.name, run.repeat): samples_per_second(run)
+        for run in comparison.runs
+        if not run.is_running
+    }
+    return pd.DataFrame([_run_row(run) | _efficiency(run, rates) for run in comparison.runs])
 
 
 def steps_frame(comparison: Comparison) -> "pd.DataFrame":
@@ -138,6 +146,20 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         **{f"{name}_seconds": getattr(split.parts, name) for name in Parts._fields},
         "bytes_sent_per_step": split.num_bytes_sent,
         "notes": "; ".join(run.header.notes) if run.header else "",
+    }
+
+
+def _efficiency(run: RunSnapshot, rates: Mapping[tuple[str, str, int], float]) -> dict[str, object]:
+    """Return a run's speed-up and efficiency against the other runs of its repeat."""
+    single = rates.get((run.comparison, BASELINE, run.repeat), np.nan)
+    ceiling = rates.get((run.comparison, CEILING, run.repeat), np.nan)
+    speed, devices = samples_per_second(run), num_devices(run)
+    shares = efficiency_of(speed, single, ceiling, 0 if run.name == BASELINE else devices)
+    return {
+        "num_devices": devices,
+        "speed_up": speed / single,
+        "efficiency": speed / single / devices if devices else np.nan,
+        **shares._asdict(),
     }
 
 

@@ -5,6 +5,7 @@ Where the ranges of two speeds overlap, the sentence says nothing about which is
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
@@ -79,7 +80,7 @@ def sentence(comparison: Comparison, target: float | None = None) -> str:
     summaries = summarise(comparison, target)
     names = labels(comparison)
     called = {id(summary): names[summary.comparison, summary.name] for summary in summaries}
-    done = [summary for summary in summaries if summary.status is Status.FINISHED]
+    done = [s for s in summaries if s.status is Status.FINISHED and not s.is_ceiling]
     parts = [
         _speeds([s for s in done if not s.is_emulated], called),
         "" if target is None else _reached(done, called, target),
@@ -108,6 +109,18 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
     is_stale = any(math.isfinite(s.staleness_max) for s in summaries)
     found = [RANGES[over] for over in overs if over]
     found += ["staleness: median / maximum"] if is_stale else []
+    if "machine" in shown and "communication" in shown:
+        found.append(
+            "efficiency = machine × communication: no-comm over workers × single, "
+            "and the strategy over no-comm"
+        )
+    if any(s.is_emulated for s in summaries):
+        found.append(
+            "in brackets: copies in shared memory, no PCIe, no devices; "
+            "the real one's speed may be quite another"
+        )
+    if any(s.split.parts.hidden > 0 and s.is_on_cpu for s in summaries):
+        found.append("communication hidden on a CPU still takes a core's time")
     if any(s.split.exposed_share > 0 for s in summaries):
         found.append(
             "exposed: share of a step in which a rank exchanges tensors or waits for other ranks, "
@@ -126,9 +139,13 @@ def _state(summary: StrategySummary) -> str:
 
 def _speed_cell(summary: StrategySummary) -> Cell:
     speed = summary.samples_per_second
-    if math.isnan(speed.low):
-        return Cell(text=number(speed.middle))
-    return Cell(text=number(speed.middle), quiet=_range(speed, number))
+    middle = _judged(summary, number(speed.middle))
+    return middle if math.isnan(speed.low) else replace(middle, quiet=_range(speed, number))
+
+
+def _judged(summary: StrategySummary, text: str) -> Cell:
+    """Return a number that depends on speed: in brackets, where that of the real one differs."""
+    return Cell(text=f"({text})" if summary.is_emulated and text != NOTHING else text)
 
 
 def _of(spread: Spread, shown: Callable[[float], str] = number) -> Cell:
@@ -146,7 +163,7 @@ def _range(spread: Spread, shown: Callable[[float], str]) -> str:
 def _exposed(summary: StrategySummary) -> Cell:
     parts = summary.split.parts
     is_timed = parts.communication + parts.waiting + parts.hidden > 0 or summary.name == CEILING
-    is_known = is_timed and summary.num_workers > 1
+    is_known = is_timed and summary.num_workers > 1 and summary.sees_exposed
     return Cell(text=percent(summary.split.exposed_share) if is_known else NOTHING)
 
 
@@ -161,6 +178,8 @@ def _memory(summary: StrategySummary) -> Cell:
 def _target_cell(summary: StrategySummary) -> Cell:
     """Return the seconds and samples after which the target was reached."""
     seconds, samples = summary.seconds_to_target.middle, summary.samples_to_target.middle
+    if summary.is_ceiling:
+        return Cell(text=NOTHING)
     if math.isnan(seconds):
         return Cell(text="never" if summary.status is Status.FINISHED else NOTHING)
     missed = f", {summary.num_missed_target} never" if summary.num_missed_target else ""
@@ -176,11 +195,12 @@ def _staleness(summary: StrategySummary) -> Cell:
 COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
     "workers": lambda summary: Cell(text=str(summary.num_workers or NOTHING)),
     "samples/s": _speed_cell,
-    "speed-up": lambda summary: Cell(
-        text=f"{summary.speed_up:.2f}×" if math.isfinite(summary.speed_up) else NOTHING
+    "speed-up": lambda summary: _judged(
+        summary, f"{summary.speed_up:.2f}×" if math.isfinite(summary.speed_up) else NOTHING
     ),
-    "efficiency": lambda summary: Cell(text=percent(summary.efficiency)),
-    "of no-comm": lambda summary: Cell(text=percent(summary.share_of_ceiling)),
+    "efficiency": lambda summary: _judged(summary, percent(summary.efficiency)),
+    "machine": lambda summary: _judged(summary, percent(summary.machine)),
+    "communication": lambda summary: _judged(summary, percent(summary.share_of_ceiling)),
     "exposed": _exposed,
     "sent per step": lambda summary: Cell(text=size(summary.split.num_bytes_sent)),
     "final loss": lambda summary: _of(summary.final_loss),

@@ -144,6 +144,7 @@ def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tup
 
 def differences(specs: Sequence[RunSpec]) -> list[str]:
     """Return the options, named as in a magic's line, that are not the same for all runs."""
+    specs = [spec for spec in specs if not spec.is_ceiling]
     differing = [
         option.keyword.replace("_", " ")
         for name, option in training_options()

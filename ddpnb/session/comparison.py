@@ -15,7 +15,7 @@ from ddpnb.history.model import Status
 from ddpnb.history.query import StoredRun, resolve
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store
-from ddpnb.protocol.catalogue import BASELINE, CELL_TASK, STRATEGIES
+from ddpnb.protocol.catalogue import BASELINE, CEILING, CELL_TASK, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, OnRank, RunReport, RunSpec
 from ddpnb.protocol.notation import (
@@ -52,7 +52,8 @@ class ComparisonSpec:
     num_repeats: int = 1
     name: str = ""
     baseline: bool = True
-    """Whether ``single`` is trained too, as the reference of the speed-up."""
+    """Whether ``single`` is trained too, as the reference of the speed-up, and ``no-comm``, as the
+    ceiling of it."""
     options: PlotOptions = EVERYTHING
 
     def __post_init__(self) -> None:
@@ -90,20 +91,24 @@ class ComparisonSpec:
         Each repeat has a seed of its own, which all its strategies share: weights, order of
         samples and dropout differ between repeats, and the data do not.
         """
-        names = list(
-            dict.fromkeys([BASELINE, *self.strategies] if self.baseline else self.strategies)
-        )
+        added = [BASELINE] if self.baseline else []
+        if self.baseline and not {BASELINE, CEILING}.issuperset(self.strategies):
+            added.append(CEILING)
+        names = list(dict.fromkeys([*added, *self.strategies]))
         seed = self.training.seed
         chosen = asdict(self.training) | {"data_seed": seed}
+        ceiling = chosen | {"is_ceiling": True, "save_every": 0.0, "resume": "", "kill": ()}
         return tuple(
             RunSpec(
                 run_id=new_id(),
-                strategy=names[(position + repeat) % len(names)],
+                strategy=name,
                 repeat=repeat,
-                **chosen | {"seed": seed_of(seed, repeat)},
+                **(ceiling if name == CEILING and name not in self.strategies else chosen)
+                | {"seed": seed_of(seed, repeat)},
             )
             for repeat in range(self.num_repeats)
             for position in range(len(names))
+            for name in [names[(position + repeat) % len(names)]]
         )
 
 
@@ -280,6 +285,8 @@ def prepare(
         UserError: the task or a strategy cannot be trained.  Nothing has been trained then.
     """
     placed = with_checkpoints(spec.run_specs(), spec.strategies, store)
+    if len(cluster.ranks) == 1:  # a rank alone never communicates
+        placed = tuple(each for each in placed if not each.is_ceiling)
     own_id = new_id()
     specs = tuple(replace(each, comparison=own_id) for each in placed)
     warn_stale(cluster.ensure_group())
@@ -293,7 +300,8 @@ def prepare(
             except UserError as error:
                 if not _is_dispensable(name, spec):
                     raise
-                print(f"Not trained: {name}, the baseline. {error}", file=sys.stderr)
+                if name == BASELINE:
+                    print(f"Not trained: {name}, the baseline. {error}", file=sys.stderr)
     except BaseException:
         free_data(cluster)
         printed.show()
@@ -335,11 +343,11 @@ def _long_enough(specs: Sequence[RunSpec], num_epochs: float) -> tuple[RunSpec, 
 
 
 def _is_dispensable(name: str, spec: ComparisonSpec) -> bool:
-    """Return whether a strategy is a baseline that was added to the user's own classes alone.
+    """Return whether a strategy was added, as baseline or ceiling, to the user's own classes alone.
 
     These may train what no other strategy can, such as a model with two losses.
     """
-    is_added = name == BASELINE and BASELINE not in spec.strategies
+    is_added = name in (BASELINE, CEILING) and name not in spec.strategies
     return is_added and all(parse_strategy(s).name not in STRATEGIES for s in spec.strategies)
 
 
@@ -369,25 +377,29 @@ def with_checkpoints(
     if not any(spec.save_every or spec.resume for spec in specs):
         return tuple(specs)
     placed = [replace(spec, checkpoints=str(store.checkpoints)) for spec in specs]
-    address = placed[0].resume
+    address = next(spec.resume for spec in placed if not spec.is_ceiling)
     if not address:
         return tuple(placed)
-    runs = resolve(address, store.list())
+    runs = [run for run in resolve(address, store.list()) if not _is_ceiling(run)]
     names = {run.name for run in runs}
     if missing := [strategy for strategy in asked if strategy not in names]:
         raise UserError(
             f"{address} has no run of {missing[0]} to resume; it has: {', '.join(sorted(names))}."
         )
-    found = [(spec, _resumed_by(spec, runs)) for spec in placed if spec.strategy in names]
-    return tuple(
-        replace(
-            spec,
-            resume=run.run_id,
-            resumed=run.address,
-            seed=seed_of(spec.seed, run.repeat - spec.repeat),
-        )
-        for spec, run in found
-    )
+    found = []
+    for spec in placed:
+        if spec.is_ceiling:
+            found.append(spec)
+        elif spec.strategy in names:
+            run = _resumed_by(spec, runs)
+            seed = seed_of(spec.seed, run.repeat - spec.repeat)
+            found.append(replace(spec, resume=run.run_id, resumed=run.address, seed=seed))
+    return tuple(found)
+
+
+def _is_ceiling(run: StoredRun) -> bool:
+    """Return whether a run was trained only for its rate: it has no checkpoint."""
+    return run.spec is not None and run.spec.is_ceiling
 
 
 def _resumed_by(spec: RunSpec, runs: Sequence[StoredRun]) -> StoredRun:

@@ -43,7 +43,7 @@ def test_csv_has_one_row_per_step_or_per_run(compared: Cell, kernel: Kernel):
         steps = list(csv.DictReader(file))
     with (kernel.folder / "out.runs.csv").open() as file:
         runs = list(csv.DictReader(file))
-    assert [run["strategy"] for run in runs] == ["single", "ddp", "async"]
+    assert [run["strategy"] for run in runs] == ["single", "no-comm", "ddp", "async"]
     assert f"{len(steps):,} rows, one per step of each worker." in shown
     assert kernel.value("len(out.steps())") == str(len(steps))
     ddp = [row for row in steps if row["strategy"] == "ddp"]
@@ -68,7 +68,7 @@ def test_json_holds_everything_and_no_nan(compared: Cell, kernel: Kernel):
     assert whole["format"] == 1
     assert "def model()" in whole["comparison"]["source"]
     assert whole["comparison"]["environment"]["backend"] == "gloo"
-    assert [run["name"] for run in whole["runs"]] == ["single", "ddp", "async"]
+    assert [run["name"] for run in whole["runs"]] == ["single", "no-comm", "ddp", "async"]
     ddp = whole["runs"][1]
     assert ddp["spec"]["seed"] == 5
     assert {len(column) for column in ddp["steps"].values()} == {len(ddp["steps"]["rank"])}

@@ -100,11 +100,43 @@ def test_notes_say_what_is_emulated_or_adjusted(ranks):
     }
     assert [name for name, header in headers.items() if header.is_emulated] == ["dp"]
     notes = {name: header.notes for name, header in headers.items()}
-    assert notes["single"] == notes["ddp"] == ()
+    assert notes["ddp"] == ()
+    assert notes["single"] == ("1 thread, as each rank has; single:threads=all takes all 2.",)
     assert notes["dp"] == ("DataParallel is emulated on CPU threads.",)
     assert "weighted by their share" in notes["async"][0]
     own = spec_of("single", source=CELL + "optimizer = torch.optim.Adam")
-    assert "--lr is not used" in ranks(2).call(run_job, own)[0][1][0].notes[0]
+    assert "--lr is not used" in ranks(2).call(run_job, own)[0][1][0].notes[-1]
+
+
+def threads_job(state, folder, spec):
+    """Return the header, and how many threads the model was called with."""
+    namespace = {"called_with": []}
+    headers = []
+    loop.run(
+        spec,
+        state=state,
+        folder=folder,
+        publish=headers.append,
+        namespace=namespace,
+        should_stop=lambda: False,
+    )
+    return headers[:1], set(namespace["called_with"]), torch.get_num_threads()
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("single", 1), ("single:threads=all", 2)])
+def test_one_process_may_have_the_threads_of_all(ranks, strategy, expected):
+    source = CELL + (
+        "class Model(nn.Linear):\n"
+        "    def forward(self, inputs):\n"
+        "        called_with.append(torch.get_num_threads())\n"
+        "        return super().forward(inputs)\n"
+        "def model(): return Model(4, 2)\n"
+    )
+    first, _ = ranks(2).call(threads_job, spec_of(strategy, source=source))
+    (header,), called_with, after = first
+    assert called_with == {expected}
+    assert (header.num_threads, header.num_devices, header.num_workers) == (expected, expected, 1)
+    assert after == 1
 
 
 def test_every_strategy_starts_from_the_same_weights_and_batch(ranks):

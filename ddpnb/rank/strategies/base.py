@@ -98,6 +98,10 @@ class Strategy(ABC):
         """Return notes for the results that only ``setup`` could discover."""
         return ()
 
+    def sees_exposed(self) -> bool:
+        """Return, after ``setup``, whether communication that holds up the computing is marked."""
+        return True
+
     def memory(self) -> Memory:
         """Return what this rank holds when training ends, before ``finish``."""
         return Memory()
@@ -189,6 +193,10 @@ class Plan:
     """Updates by one optimizer for each global batch."""
     survives_deaths: bool = False
     """Whether the others train on where a rank other than 0 dies, and it may join anew."""
+    num_devices: int | None = None
+    """Shares of the CPU that they compute on; None: one for each worker."""
+    num_threads: int | None = None
+    """Threads of each worker; None: those of a rank."""
     is_emulated: bool = False
     """Whether the strategy cannot run here and is emulated; a note says how."""
     notes: tuple[str, ...] = ()

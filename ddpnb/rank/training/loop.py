@@ -15,6 +15,8 @@ evaluate  compute its loss and accuracy on rank 0, on training and held-out samp
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -48,6 +50,8 @@ from ddpnb.rank.training.validation import (
 
 MIN_SECONDS_MARGIN = 1.1
 """By how much a run is planned longer than ``--min-seconds``."""
+CEILING_SECONDS = 4.0
+"""How long a ceiling is trained at least, if the run is as long."""
 UNNAMED = "<comparison>"
 """What tracebacks call a comparison's cell that has no number."""
 
@@ -181,6 +185,7 @@ def _announced_failure(context: RunContext, phase: str) -> contextlib.AbstractCo
 
 
 def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
+    spec = context.spec
     metrics = RunMetrics(context=context, publish=publish, clock=clock_of(context.device))
     with contextlib.ExitStack() as opened:
         # -- prepare ----------------------------------------------------------------------
@@ -196,8 +201,15 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
         )
         num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
         set_up(context, strategy, replica)
-        if context.state.rank == 0:
-            publish(header_of(context, num_parameters, strategy.notes()))
+
+        def announce(num_steps: int) -> None:
+            if context.state.rank == 0:
+                publish(
+                    header_of(context, strategy, num_steps=num_steps, num_parameters=num_parameters)
+                )
+
+        if not spec.is_ceiling:
+            announce(context.num_steps)
         callback = CheckpointCallback(
             context=context,
             strategy=strategy,
@@ -207,8 +219,14 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
             warn=metrics.mark,
         )
         # -- rehearse ---------------------------------------------------------------------
-        rehearse(context, strategy, replica, metrics.clock, lambda: _barrier(context))
+        step_seconds = rehearse(
+            context, strategy, replica, metrics.clock, lambda: _barrier(context)
+        )
         source = opened.enter_context(context.source(strategy))
+        if spec.is_ceiling:
+            num_steps = _num_ceiling_steps(context, step_seconds)
+            source = itertools.islice(source, num_steps)
+            announce(num_steps)
         # -- barrier ----------------------------------------------------------------------
         _barrier(context)
         # -- train ------------------------------------------------------------------------
@@ -222,7 +240,7 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
             callback.end()
         num_lost = sum(len(context.indices(shard)) for shard in strategy.lost_shards())
     # -- evaluate -------------------------------------------------------------------------
-    if context.state.rank != 0:
+    if context.state.rank != 0 or spec.is_ceiling:
         return metrics.report()
     callback.finish(model)
     train = metrics.score(model, is_held_out=False)
@@ -235,6 +253,16 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
         held_out_metrics=held_out.metrics,
         num_lost_samples=num_lost,
     )
+
+
+def _num_ceiling_steps(context: RunContext, step_seconds: float) -> int:
+    """Return how many steps a rate needs, the same on every rank; takes part: every rank."""
+    most = context.num_steps
+    if step_seconds > 0:
+        most = min(most, math.ceil(MIN_SECONDS_MARGIN * CEILING_SECONDS / step_seconds))
+    num_steps = torch.tensor(most, device=context.device)
+    dist.all_reduce(num_steps, dist.ReduceOp.MAX)
+    return int(num_steps)
 
 
 def _fault_injector(context: RunContext, metrics: RunMetrics) -> FaultInjector:

@@ -24,7 +24,7 @@ from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.replica import Replica
 from ddpnb.rank.tasks.batches import every_step
 from ddpnb.rank.training.context import RunContext
-from ddpnb.rank.training.timing import Clock, clock_of
+from ddpnb.rank.training.timing import Clock, StepTiming, clock_of
 
 
 def rehearse(
@@ -33,7 +33,7 @@ def rehearse(
     replica: Replica,
     clock: Clock,
     barrier: Callable[[], None],
-) -> None:
+) -> float:
     """Make a few steps, and put back what they have changed; takes part: every rank of the plan.
 
     Args:
@@ -42,46 +42,56 @@ def rehearse(
         replica: what it was set up with.
         clock: the run's; it has not been started.
         barrier: returns when all ranks that take part have called it.
+
+    Returns:
+        The seconds of the quickest step; 0 if none was made.
     """
     num_steps = min(context.spec.num_warmup_steps, context.num_steps)
     if num_steps == 0 or context.rejoin_info is not None:
-        return
+        return 0.0
     if not strategy.can_rewind:
-        _rehearse_apart(context, num_steps)
-        return
+        return _rehearse_apart(context, num_steps)
     barrier()  # what is kept is not what another rank's steps have changed already
     kept = Kept(replica.model.modules(), replica.optimizers, [strategy, *strategy.held()])
     numbers = random_state(context.device)
     with strategy.rehearsal():
         barrier()
         with context.step_hooks.paused():
-            _make_steps(context, strategy, num_steps, clock)
+            seconds = _make_steps(context, strategy, num_steps, clock)
         barrier()  # no rank makes another step
         kept.put_back()
     replica.model.zero_grad()
     replica.take_metrics()
     set_random_state(numbers, context.device)
+    return seconds
 
 
-def _rehearse_apart(context: RunContext, num_steps: int) -> None:
+def _rehearse_apart(context: RunContext, num_steps: int) -> float:
     """Make a few steps with a replica, an optimizer and an object that are then thrown away."""
     clock, numbers = clock_of(context.device), random_state(context.device)
     with contextlib.closing(context.strategy()) as strategy:
         strategy.setup(context.replica("r", num_steps=num_steps, timer=clock))
-        _make_steps(context, strategy, num_steps, clock)
+        seconds = _make_steps(context, strategy, num_steps, clock)
         strategy.finish()
     set_random_state(numbers, context.device)
+    return seconds
 
 
-def _make_steps(context: RunContext, strategy: Strategy, num_steps: int, clock: Clock) -> None:
-    """Train on this rank's part of the first batches, which is not taken from any queue."""
+def _make_steps(context: RunContext, strategy: Strategy, num_steps: int, clock: Clock) -> float:
+    """Train on this rank's part of the first batches, which is not taken from any queue.
+
+    Returns:
+        The seconds of the quickest step.
+    """
     is_alone = context.plan.num_ranks == 1
     part, num_parts = (0, 1) if is_alone else (context.state.rank, context.plan.num_ranks)
+    timings: list[StepTiming] = []
     clock.start()
     for shard in every_step(num_steps, part=part, num_parts=num_parts):
         batch = context.batch(shard, context.fetch(shard))
-        clock.timing(strategy.step(batch))
-    clock.stop()
+        timings += clock.timing(strategy.step(batch))
+    timings += clock.stop()
+    return min(sum(timing.parts) - timing.parts.hidden for timing in timings)
 
 
 @final

@@ -4,10 +4,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
+from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.replica import Memory
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext
@@ -19,6 +21,8 @@ _CHECKPOINT_NOTES = {
     True: "The clock stands still while checkpoints are written.",
     False: "Rank 0 trains on nothing while it writes checkpoints; the others go on.",
 }
+
+_CEILING_NOTE = "The ceiling: trained only as long as its rate needs, and not judged."
 
 Publish = Callable[[RunHeader | StepEvent | Mark], None]
 
@@ -101,29 +105,45 @@ class RunMetrics:
             return Score()
 
 
-def header_of(context: RunContext, num_parameters: int, notes: tuple[str, ...]) -> RunHeader:
+def header_of(
+    context: RunContext, strategy: Strategy, *, num_steps: int, num_parameters: int
+) -> RunHeader:
     """Return the header of a run.
 
     Args:
         context: the run.
+        strategy: has been set up.
+        num_steps: global batches to train on.
         num_parameters: of the model.
-        notes: the strategy's own, after its set-up.
     """
+    plan = context.plan
+    own_notes = plan.notes + strategy.notes() + context.task.notes
     num_before = context.schedule.num_samples_before(context.first_step)
     return RunHeader(
         run_id=context.spec.run_id,
         strategy=context.spec.strategy,
-        synchronous=context.plan.synchronous,
-        num_workers=context.plan.num_workers,
-        num_threads=context.state.num_threads,
+        synchronous=plan.synchronous,
+        num_workers=plan.num_workers,
+        num_threads=plan.num_threads or context.state.num_threads,
         device=context.state.device,
         backend=context.state.backend,
         num_parameters=num_parameters,
-        num_samples=context.schedule.num_samples - num_before,
+        num_samples=context.schedule.num_samples_before(context.first_step + num_steps)
+        - num_before,
         num_samples_before=num_before,
-        is_emulated=context.plan.is_emulated,
-        notes=context.plan.notes + notes + context.task.notes + tuple(_notes(context)),
+        num_devices=_num_devices(context),
+        sees_exposed=strategy.sees_exposed(),
+        is_emulated=plan.is_emulated,
+        notes=(_CEILING_NOTE,) if context.spec.is_ceiling else own_notes + tuple(_notes(context)),
     )
+
+
+def _num_devices(context: RunContext) -> int:
+    """Return how many GPUs the workers share, or how many ranks' parts of the CPU they take."""
+    num_workers = context.plan.num_workers
+    if context.state.shares_device:
+        return min(num_workers, torch.cuda.device_count())
+    return context.plan.num_devices or num_workers
 
 
 def _notes(context: RunContext) -> list[str]:

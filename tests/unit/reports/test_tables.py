@@ -103,7 +103,9 @@ def test_a_table_can_be_heard_and_read():
 def test_the_scores_in_text():
     text = results_table(fake_comparison()).text()
     dp = next(line for line in text.splitlines() if line.startswith("dp "))
-    assert re.search(r"dp \(emulated\) +[\d,]+ \([\d,]+–[\d,]+\) +1\.\d\d× +\d\d %", dp)
+    speed = r"\([\d,]+\) \([\d,]+–[\d,]+\) +\(1\.\d\d×\) +\(\d\d %\)"
+    assert re.search(rf"dp \(emulated\) +{speed}", dp)
+    assert "in brackets: copies in shared memory, no PCIe, no devices" in text
     assert "range over its tenths" in text
     assert "emulated on CPU threads" in text
     assert re.search(r"async .* 94\.7 % +1 / 3", text)

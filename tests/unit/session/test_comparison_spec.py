@@ -18,7 +18,9 @@ DIGITS = TrainingSpec(task="digits")
 
 def test_each_repeat_begins_with_another_strategy_and_has_a_seed_that_all_share():
     training = TrainingSpec(task="digits", seed=7)
-    spec = ComparisonSpec(strategies=("dp", "ddp"), training=training, num_repeats=3)
+    spec = ComparisonSpec(
+        strategies=("single", "dp", "ddp"), training=training, num_repeats=3, baseline=False
+    )
     runs = spec.run_specs()
     assert [(run.repeat, run.seed, run.strategy) for run in runs] == [
         (0, 7, "single"),
@@ -38,25 +40,37 @@ def test_each_repeat_begins_with_another_strategy_and_has_a_seed_that_all_share(
 
 def test_the_greatest_seed_has_repeats_too():
     training = TrainingSpec(task="digits", seed=2**63 - 1)
-    spec = ComparisonSpec(strategies=("ddp",), training=training, num_repeats=2)
-    assert [run.seed for run in spec.run_specs()] == [2**63 - 1, 2**63 - 1, 0, 0]
+    spec = ComparisonSpec(strategies=("ddp",), training=training, num_repeats=2, baseline=False)
+    assert [run.seed for run in spec.run_specs()] == [2**63 - 1, 0]
 
 
 @pytest.mark.parametrize(
     ("asked", "baseline", "expected"),
     [
-        (("ddp",), True, ["single", "ddp"]),
+        (("ddp",), True, ["single", "no-comm", "ddp"]),
         (("ddp",), False, ["ddp"]),
-        (("ddp", "single"), True, ["single", "ddp"]),
+        (("single",), True, ["single"]),
+        (("no-comm",), True, ["single", "no-comm"]),
+        (("ddp", "single"), True, ["single", "no-comm", "ddp"]),
         (("ddp", "single"), False, ["ddp", "single"]),
         (("async", "ddp", "async"), False, ["async", "ddp"]),
     ],
 )
-def test_the_baseline_is_added_once_and_first(
+def test_the_baseline_and_the_ceiling_are_added_once_and_first(
     asked: tuple[str, ...], baseline: bool, expected: list[str]
 ):
     spec = ComparisonSpec(strategies=asked, training=DIGITS, baseline=baseline)
     assert [run.strategy for run in spec.run_specs()] == expected
+
+
+def test_a_ceiling_that_was_added_is_trained_for_its_rate_alone():
+    training = TrainingSpec(task="digits", kill=("1@1s",), save_every=1.0)
+    asked = ComparisonSpec(strategies=("ddp", "no-comm"), training=training).run_specs()
+    assert not any(run.is_ceiling for run in asked)
+    _, ceiling, ddp = ComparisonSpec(strategies=("ddp",), training=training).run_specs()
+    assert (ceiling.is_ceiling, ceiling.kill, ceiling.save_every) == (True, (), 0.0)
+    assert (ddp.is_ceiling, ddp.kill, ddp.save_every) == (False, ("1@1s",), 1.0)
+    assert differences([ceiling, ddp]) == []
 
 
 def test_all_runs_have_the_same_training():

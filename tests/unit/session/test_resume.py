@@ -39,7 +39,10 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def specs_of(strategies: tuple[str, ...], num_repeats: int = 1, **chosen) -> tuple[RunSpec, ...]:
     training = TrainingSpec(task="digits", **chosen)
-    spec = ComparisonSpec(strategies=strategies, training=training, num_repeats=num_repeats)
+    names = ("single", *strategies)
+    spec = ComparisonSpec(
+        strategies=names, training=training, num_repeats=num_repeats, baseline=False
+    )
     return spec.run_specs()
 
 
@@ -93,3 +96,14 @@ def test_without_checkpoints_no_folder_is_named(store: Store):
     specs = specs_of(("ddp",))
     assert with_checkpoints(specs, ("ddp",), store) == specs
     assert {spec.checkpoints for spec in specs} == {""}
+
+
+def test_a_ceiling_resumes_nothing(store: Store):
+    training = TrainingSpec(task="digits", resume="first")
+    specs = ComparisonSpec(strategies=(LABEL,), training=training).run_specs()
+    found = with_checkpoints(specs, (LABEL,), store)
+    assert [(spec.strategy, bool(spec.resume)) for spec in found] == [
+        ("single", True),
+        ("no-comm", False),
+        (LABEL, True),
+    ]
