@@ -4,7 +4,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from ddpnb.cluster.call import CallEvent, Events, Output, Returned
@@ -23,7 +23,6 @@ from ddpnb.protocol.notation import (
     format_ranks,
     has_transport,
     parse_strategy,
-    spoken_ranks,
 )
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.training_options import TrainingSpec
@@ -31,7 +30,7 @@ from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.live import Live, live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
-from ddpnb.session.cells import error_of, failures_of, warn_stale
+from ddpnb.session.cells import check_on_ranks, error_of, warn_stale
 from ddpnb.session.errors import CellInterrupt, HangError, RankError
 
 STOP_INTERVAL_SECONDS = 0.3
@@ -406,52 +405,3 @@ def _resumed_by(spec: RunSpec, runs: Sequence[StoredRun]) -> StoredRun:
     """Return the run that a training resumes: the same strategy and repeat, else the last one."""
     same = [run for run in runs if run.name == spec.strategy]
     return next((run for run in same if run.repeat == spec.repeat), same[-1])
-
-
-def check_on_ranks(cluster: Cluster, spec: RunSpec, printed: PrintedLines) -> Checked:
-    """Check a training on every rank; return what rank 0 found, and add what was ``printed``.
-
-    Raises:
-        UserError: a choice does not fit the training.
-        RankError: the cell itself failed.
-        KeyboardInterrupt: the check was interrupted; the ranks have stopped.
-    """
-
-    def handle(event: CallEvent) -> None:
-        if isinstance(event, Output):
-            printed.take(event.rank, event.kind, event.content)
-
-    printed.begin(cluster.ranks)
-    watch = Watch(
-        cluster=cluster,
-        call=cluster.submit(OnRank("validate"), spec, ranks=cluster.ranks),
-        handle=handle,
-        tick=lambda: None,
-        abort_after_failure_seconds=cluster.timeouts.abort_validation_after_seconds,
-    )
-    try:
-        watch.run()
-    except KeyboardInterrupt:
-        raise CellInterrupt from None
-    failures = failures_of(watch)
-    for failure in failures:
-        if failure.name == UserError.__name__:
-            raise UserError(failure.text)
-    if failures:
-        raise RankError(failures)
-    found = {rank: each for rank, each in watch.returned.items() if isinstance(each, Checked)}
-    _check_sizes(found)
-    return found[0]
-
-
-def _check_sizes(found: Mapping[int, Checked]) -> None:
-    """Refuse a training split whose size differs between ranks."""
-    by_size: dict[int, list[int]] = {}
-    for rank, checked in sorted(found.items()):
-        by_size.setdefault(checked.num_samples, []).append(rank)
-    if len(by_size) > 1:
-        sizes = [f"{size} samples on {spoken_ranks(on)}" for size, on in by_size.items()]
-        raise UserError(
-            f"data('train') has {' and '.join(sizes)}; return the same data on every rank, "
-            "each rank trains on its own part."
-        )
