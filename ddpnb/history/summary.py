@@ -81,6 +81,8 @@ class StrategySummary:
     """What the cell's own functions measured, by name."""
     last_metrics: Mapping[str, Spread] = field(default_factory=dict)
     """Where the curve of each further number ends that the steps measured."""
+    bytes_received: float = math.nan
+    """What one worker received in one step; NaN if nothing."""
     staleness_median: float = math.nan
     staleness_max: float = math.nan
     num_lost_samples: float = math.nan
@@ -156,6 +158,13 @@ def samples_per_second(run: RunSnapshot) -> float:
     samples = float(sum(report.num_samples for report in workers) or run.aggregate.num_samples)
     seconds = training_seconds(run)
     return samples / seconds if seconds > 0 and samples > 0 else math.nan
+
+
+def bytes_received(runs: Sequence[RunSnapshot]) -> float:
+    """Return what a worker received in a step, the mean over all; NaN if nothing."""
+    reports = [report for run in runs for report in _workers_of(run)]
+    num_bytes = sum(report.num_bytes_received for report in reports)
+    return num_bytes / sum(report.num_steps for report in reports) if num_bytes else math.nan
 
 
 def training_seconds(run: RunSnapshot) -> float:
@@ -267,6 +276,7 @@ def _summary(
         held_out_accuracy=spread([reported(run, lambda r: r.held_out_accuracy) for run in counted]),
         held_out_metrics=_spreads([reported_metrics(run) for run in counted]),
         last_metrics=_spreads([last_metrics(run) for run in counted]),
+        bytes_received=bytes_received(counted),
         staleness_median=staleness_median(stale),
         staleness_max=float(len(stale) - 1) if len(stale) else math.nan,
         num_lost_samples=_greatest(counted, lambda report: report.num_lost_samples),

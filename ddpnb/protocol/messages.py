@@ -254,6 +254,8 @@ class RunReport:
     took_part: bool
     num_steps: int = 0
     num_samples: int = 0
+    num_bytes_received: int = 0
+    """In all steps; what was sent is in each step's row."""
     seconds: float = math.nan
     """Training time of this rank, without warm-up and evaluation."""
     final_loss: float = math.nan

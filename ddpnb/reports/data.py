@@ -34,6 +34,7 @@ from ddpnb.history.database import Floats, Records
 from ddpnb.history.metrics import step_split
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.summary import (
+    bytes_received,
     efficiency_of,
     num_devices,
     reported,
@@ -145,6 +146,7 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         "staleness_max": float(len(stale) - 1) if len(stale) else np.nan,
         **{f"{name}_seconds": getattr(split.parts, name) for name in Parts._fields},
         "bytes_sent_per_step": split.num_bytes_sent,
+        "bytes_received_per_step": bytes_received([run]),
         "notes": "; ".join(run.header.notes) if run.header else "",
     }
 

@@ -55,6 +55,7 @@ def results_table(comparison: Comparison, target: float | None = None) -> Table:
         cells = tuple(map(cell_of, summaries))
         is_redundant = is_classified and name == "held-out loss"  # still in to_frame()
         is_redundant |= name == "workers" and not _workers_differ(summaries)
+        is_redundant |= name == "received per step" and all(map(_receives_as_it_sends, summaries))
         is_redundant |= name in ONLY_DIFFERENCES and len({cell.text for cell in cells}) == 1
         if not is_redundant and any(cell.text != NOTHING for cell in cells):
             columns.append((Column(title=name, is_number=True), cells))
@@ -175,6 +176,11 @@ def _memory(summary: StrategySummary) -> Cell:
     return Cell(text=size(both), quiet=f"{size(state)} state" if state > 0 else "")
 
 
+def _receives_as_it_sends(summary: StrategySummary) -> bool:
+    sent, received = summary.split.num_bytes_sent, summary.bytes_received
+    return size(sent) == size(received) or math.isnan(received)
+
+
 def _target_cell(summary: StrategySummary) -> Cell:
     """Return the seconds and samples after which the target was reached."""
     seconds, samples = summary.seconds_to_target.middle, summary.samples_to_target.middle
@@ -203,6 +209,7 @@ COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
     "communication": lambda summary: _judged(summary, percent(summary.share_of_ceiling)),
     "exposed": _exposed,
     "sent per step": lambda summary: Cell(text=size(summary.split.num_bytes_sent)),
+    "received per step": lambda summary: Cell(text=size(summary.bytes_received)),
     "final loss": lambda summary: _of(summary.final_loss),
     "held-out loss": lambda summary: _of(summary.held_out_loss),
     "held-out accuracy": lambda summary: _of(

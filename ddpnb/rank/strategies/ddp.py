@@ -93,11 +93,18 @@ class DdpStrategy(SynchronousStrategy):
         self.report_overlap()
         # update: every rank the same (in zero each its part, which it then sends)
         replica.update(self._optimizer)
-        return batch.report(loss, num_bytes_sent=self.num_bytes_sent())
+        num_sent = self.num_bytes_sent()
+        return batch.report(
+            loss, num_bytes_sent=num_sent, num_bytes_received=self.num_bytes_received(num_sent)
+        )
 
     @abstractmethod
     def num_bytes_sent(self) -> int:
         """Return the bytes that this rank has sent in the last step."""
+
+    def num_bytes_received(self, num_sent: int) -> int:
+        """Return those that it has received: as many as it has sent, in an all-reduce."""
+        return num_sent
 
 
 @final

@@ -37,7 +37,7 @@ from ddpnb.rank.comm.parameter_store import AccessLog, ParameterAccess, ScaledSt
 from ddpnb.rank.comm.rendezvous import Rendezvous, RunOverError, WorkerConfig, host_id
 from ddpnb.rank.comm.work_queue import WorkQueue
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.strategies.replica import Batch, Replica, StepReport
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 from ddpnb.rank.tasks.batches import Shard
 
 _MEMORY = "memory"
@@ -193,6 +193,10 @@ class Hogwild(SharedMemoryStrategy):
         self.log_access(is_write=True, version=version)
         staleness = version - 1 - version_read
         return batch.report(loss, staleness=staleness, num_bytes_sent=self._num_bytes)
+
+    def memory(self) -> Memory:
+        """The one copy of the parameters, which all ranks share, and its own optimizer's state."""
+        return Memory.of(self._replica.model.parameters(), *self._replica.optimizers)
 
     def finish(self) -> nn.Module:
         """Wait until all are done, and copy the parameters; takes part: every living rank."""

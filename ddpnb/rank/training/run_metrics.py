@@ -38,6 +38,7 @@ class RunMetrics:
     """How long the others had trained when this rank joined."""
     num_steps: int = 0
     num_samples: int = 0
+    num_bytes_received: int = 0
     was_stopped: bool = False
     memory: Memory = field(default_factory=Memory)
 
@@ -65,6 +66,7 @@ class RunMetrics:
             )
             self.num_steps += 1
             self.num_samples += timing.report.num_samples
+            self.num_bytes_received += timing.report.num_bytes_received
 
     def mark(self, text: str) -> None:
         """Publish something that has just happened on this rank."""
@@ -79,6 +81,7 @@ class RunMetrics:
             took_part=True,
             num_steps=self.num_steps,
             num_samples=self.num_samples,
+            num_bytes_received=self.num_bytes_received,
             seconds=self.clock.seconds,
             was_stopped=self.was_stopped,
             num_parameter_bytes=self.memory.parameters,
