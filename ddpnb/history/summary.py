@@ -153,8 +153,13 @@ def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapsho
 
 
 def samples_per_second(run: RunSnapshot) -> float:
-    """Return all samples over the training seconds of the slowest worker; NaN before any."""
+    """Return all samples over the training seconds of the slowest worker; NaN before any.
+
+    Of a ceiling, whose workers train for the same time: as if each were as slow as the slowest.
+    """
     workers = _workers_of(run)
+    if workers and run.spec is not None and run.spec.is_ceiling:
+        return len(workers) * min(report.num_samples / report.seconds for report in workers)
     samples = float(sum(report.num_samples for report in workers) or run.aggregate.num_samples)
     seconds = training_seconds(run)
     return samples / seconds if seconds > 0 and samples > 0 else math.nan

@@ -171,3 +171,17 @@ def test_as_many_epochs_as_a_least_time_needs_are_planned():
     ]
     assert planned[0] == 0
     assert 0 < planned[1] < planned[2]
+
+
+def test_a_ceiling_ends_after_four_seconds_and_is_not_judged(ranks):
+    spec = spec_of("no-comm", num_epochs=20_000, is_ceiling=True)
+    results = ranks(2).call(run_job, spec)
+    header = results[0][1][0]
+    for report, _ in results:
+        assert loop.CEILING_SECONDS <= report.seconds < 30
+        assert not report.was_stopped
+        assert math.isnan(report.final_loss)
+    assert 0 < header.num_samples <= 20_000 * 200
+    assert header.notes == ("The ceiling: trained only as long as its rate needs, and not judged.",)
+    short = ranks(2).call(run_job, spec_of("no-comm", is_ceiling=True))
+    assert sum(report.num_samples for report, _ in short) == 600  # the run is shorter

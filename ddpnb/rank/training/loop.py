@@ -15,7 +15,6 @@ evaluate  compute its loss and accuracy on rank 0, on training and held-out samp
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +50,7 @@ from ddpnb.rank.training.validation import (
 MIN_SECONDS_MARGIN = 1.1
 """By how much a run is planned longer than ``--min-seconds``."""
 CEILING_SECONDS = 4.0
-"""How long a ceiling is trained at least, if the run is as long."""
+"""How long a rank trains a ceiling, if the run is as long."""
 UNNAMED = "<comparison>"
 """What tracebacks call a comparison's cell that has no number."""
 
@@ -224,9 +223,7 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
         )
         source = opened.enter_context(context.source(strategy))
         if spec.is_ceiling:
-            num_steps = _num_ceiling_steps(context, step_seconds)
-            source = itertools.islice(source, num_steps)
-            announce(num_steps)
+            announce(_num_ceiling_steps(context, step_seconds))
         # -- barrier ----------------------------------------------------------------------
         _barrier(context)
         # -- train ------------------------------------------------------------------------
@@ -256,13 +253,9 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
 
 
 def _num_ceiling_steps(context: RunContext, step_seconds: float) -> int:
-    """Return how many steps a rate needs, the same on every rank; takes part: every rank."""
+    """Return about how many steps a ceiling will make, by those of the rehearsal."""
     most = context.num_steps
-    if step_seconds > 0:
-        most = min(most, math.ceil(MIN_SECONDS_MARGIN * CEILING_SECONDS / step_seconds))
-    num_steps = torch.tensor(most, device=context.device)
-    dist.all_reduce(num_steps, dist.ReduceOp.MAX)
-    return int(num_steps)
+    return min(most, math.ceil(CEILING_SECONDS / step_seconds)) if step_seconds > 0 else most
 
 
 def _fault_injector(context: RunContext, metrics: RunMetrics) -> FaultInjector:
@@ -299,6 +292,7 @@ def _train(
 ) -> None:
     """Make the measured steps: all of them, or those before a stop."""
     context, clock = metrics.context, metrics.clock
+    most_seconds = CEILING_SECONDS if context.spec.is_ceiling else math.inf
     metrics.start()
     fault_injector.begin()
     for step, (shard, content) in enumerate(source):
@@ -317,6 +311,8 @@ def _train(
         fault_injector.delay()  # if the strategy itself has not called it
         metrics.add(clock.timing(report))
         callback.after(shard)
+        if clock.seconds >= most_seconds:  # without the other ranks, which a ceiling has none of
+            break
     metrics.add(clock.stop())
 
 
