@@ -15,7 +15,7 @@ def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel
     compared = kernel.run(CELL.replace("--name lines", "--name before"))
     assert not compared.error, compared.error_text
     assert kernel.value(f"{FORM}._task.value") == "own cell"
-    assert kernel.value(f"{FORM}._stored.options[:2]") == "('before/ddp', 'before/single')"
+    assert kernel.value(f"{FORM}._stored.options[:2]") == "('before/ddp', 'before/no-comm')"
     again = kernel.run("%ddp_panel")
     assert not again.error, again.error_text
     setting = (
