@@ -122,7 +122,7 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
         )
     if any(s.split.parts.hidden > 0 and s.is_on_cpu for s in summaries):
         found.append("communication hidden on a CPU still takes a core's time")
-    if any(s.split.exposed_share > 0 for s in summaries):
+    if "exposed" in shown and any(s.split.exposed_share > 0 for s in summaries):
         found.append(
             "exposed: share of a step in which a rank exchanges tensors or waits for other ranks, "
             "and computes nothing"
@@ -205,7 +205,7 @@ COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
         summary, f"{summary.speed_up:.2f}×" if math.isfinite(summary.speed_up) else NOTHING
     ),
     "efficiency": lambda summary: _judged(summary, percent(summary.efficiency)),
-    "machine": lambda summary: _judged(summary, percent(summary.machine)),
+    "machine": lambda summary: Cell(text=percent(summary.machine)),
     "communication": lambda summary: _judged(summary, percent(summary.share_of_ceiling)),
     "exposed": _exposed,
     "sent per step": lambda summary: Cell(text=size(summary.split.num_bytes_sent)),

@@ -4,6 +4,7 @@ import math
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -106,6 +107,17 @@ def test_notes_say_what_is_emulated_or_adjusted(ranks):
     assert "weighted by their share" in notes["async"][0]
     own = spec_of("single", source=CELL + "optimizer = torch.optim.Adam")
     assert "--lr is not used" in ranks(2).call(run_job, own)[0][1][0].notes[-1]
+
+
+def test_a_gpu_that_ranks_share_counts_once(ranks):
+    """Here without a GPU: what a rank reports follows from the state of its device."""
+    assert ranks(2).call(shared_job, spec_of("ddp"))[0] == 1
+    assert ranks(2).call(run_job, spec_of("ddp"))[0][1][0].num_devices == 2
+
+
+def shared_job(state, folder, spec):
+    _, events = run_job(replace(state, shares_device=True), folder, spec)
+    return events[0].num_devices if state.rank == 0 else None
 
 
 def threads_job(state, folder, spec):

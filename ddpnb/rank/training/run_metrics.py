@@ -145,7 +145,7 @@ def _num_devices(context: RunContext) -> int:
     """Return how many GPUs the workers share, or how many ranks' parts of the CPU they take."""
     num_workers = context.plan.num_workers
     if context.state.shares_device:
-        return min(num_workers, torch.cuda.device_count())
+        return max(1, min(num_workers, torch.cuda.device_count()))
     return context.plan.num_devices or num_workers
 
 

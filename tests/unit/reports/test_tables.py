@@ -385,3 +385,46 @@ def test_bytes_in_words():
         "4.6 MB",
         "2.5 GB",
     ]
+
+
+def column(table: Table, title: str) -> list[str]:
+    """The cells of a column, without what stands in small print."""
+    at = [each.title for each in table.columns].index(title)
+    return [row[at].text for row in table.rows]
+
+
+def test_exposed_is_unknown_where_it_cannot_be_seen():
+    comparison = fake_comparison(("single", "ddp"))
+    single, ddp = comparison.runs
+    assert column(results_table(comparison), "exposed")[-1].endswith("%")
+    blind = replace(ddp, header=replace(ddp.header, sees_exposed=False))
+    assert "exposed" not in results_table(comparison.with_runs([single, blind])).text()
+
+
+def test_a_ceiling_has_no_part_in_the_sentence_and_never_misses_a_target():
+    comparison = fake_comparison(("single", "no-comm", "ddp"))
+    runs = [
+        replace(run, spec=replace(run.spec, is_ceiling=run.name == "no-comm"))
+        for run in comparison.runs
+    ]
+    found = comparison.with_runs(runs)
+    assert "no-comm" not in sentence(found, 1e-9)
+    assert "no-comm" in sentence(comparison, 1e-9)
+    assert column(results_table(found, 1e-9), "to loss 1e-09") == ["never", "–", "never"]
+
+
+def test_efficiency_is_parted():
+    table = results_table(fake_comparison(("single", "no-comm", "ddp")))
+    parts = [column(table, name) for name in ("efficiency", "machine", "communication")]
+    assert parts[1][0] == parts[2][0] == "–"  # of single itself
+    product = [float(part[2].split()[0]) / 100 for part in parts]
+    assert product[0] == pytest.approx(product[1] * product[2], abs=0.02)
+    assert "efficiency = machine × communication" in table.text()
+
+
+def test_hidden_communication_on_a_cpu_is_said_to_take_time():
+    comparison = fake_comparison(("single", "ddp"))
+    note = "communication hidden on a CPU still takes a core's time"
+    assert note in results_table(comparison).text()
+    on_gpus = [replace(run, header=replace(run.header, device="cuda:0")) for run in comparison.runs]
+    assert note not in results_table(comparison.with_runs(on_gpus)).text()
