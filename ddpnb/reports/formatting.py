@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddpnb.history.comparison import Comparison, body_of
 from ddpnb.history.summary import (
@@ -87,13 +88,17 @@ def labels(comparison: Comparison) -> dict[StrategyKey, str]:
 
 
 def styles(comparison: Comparison) -> dict[StrategyKey, Style]:
-    """Return the style of each strategy; where there are several comparisons, in darker shades."""
-    keys = group_runs(comparison.runs)
-    several = list(dict.fromkeys(name for name, _ in keys))
-    return {
-        (name, strategy): style_of(strategy, comparison.strategies, several.index(name))
-        for name, strategy in keys
-    }
+    """Return the style of each strategy; where there are several comparisons, in darker shades.
+
+    The marks of an emulated one are hollow, as those of a variant are.
+    """
+    groups = group_runs(comparison.runs)
+    several = list(dict.fromkeys(name for name, _ in groups))
+    made = {}
+    for (name, strategy), runs in groups.items():
+        style = style_of(strategy, comparison.strategies, several.index(name))
+        made[name, strategy] = replace(style, is_hollow=True) if is_emulated(runs) else style
+    return made
 
 
 def longest_label(strategy: str) -> str:

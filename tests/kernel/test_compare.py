@@ -112,6 +112,18 @@ def test_the_cell_form_and_assignment(kernel: Kernel):
     assert kernel.value("mine.to_frame()[['repeat', 'seed']].values.tolist()") == "[[1, 0], [2, 1]]"
 
 
+def test_a_least_time_makes_all_runs_as_many_epochs_longer(kernel: Kernel):
+    cell = kernel.run(
+        "longer = %ddp_compare ddp local-sgd --task digits --epochs 0.2 --min-seconds 0.2 "
+        "--no-baseline",
+        timeout=120,
+    )
+    assert not cell.error, cell.error_text
+    assert "epochs in place of 0.2, so that each run takes 0.2 s or more." in cell.stdout
+    epochs = "longer.to_frame().num_epochs"
+    assert kernel.value(f"({epochs}.nunique(), {epochs}.min() > 0.2)") == "(1, True)"
+
+
 def test_the_cell_sees_the_ranks_variables_and_leaves_its_own_behind(kernel: Kernel):
     kernel.run("%%ddp\nnum_inputs = 4\nmodel = 'a variable of mine'")
     cell = kernel.run(CELL.replace("Linear(4, 2)", "Linear(num_inputs, 2)"))

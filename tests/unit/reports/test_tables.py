@@ -9,7 +9,7 @@ from ddpnb.history.model import Run, Status
 from ddpnb.history.query import StoredRun
 from ddpnb.protocol.messages import RankState
 from ddpnb.reports.findings import results_table, sentence
-from ddpnb.reports.formatting import duration, number, percent, short, size
+from ddpnb.reports.formatting import duration, number, percent, short, size, styles
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
 from ddpnb.reports.table import Cell, Column, Table, in_two_lines
@@ -428,3 +428,8 @@ def test_hidden_communication_on_a_cpu_is_said_to_take_time():
     assert note in results_table(comparison).text()
     on_gpus = [replace(run, header=replace(run.header, device="cuda:0")) for run in comparison.runs]
     assert note not in results_table(comparison.with_runs(on_gpus)).text()
+
+
+def test_what_is_emulated_is_drawn_hollow():
+    look = styles(fake_comparison(("single", "dp", "ddp")))
+    assert [strategy for (_, strategy), style in look.items() if style.is_hollow] == ["dp"]
