@@ -247,7 +247,8 @@ def compare(
             what docs/your-code.md lists, and a strategy of your own.
         repeats: how often each strategy is trained; the strategies take turns.
         name: the name of the stored comparison; by default made from the task.
-        baseline: whether to train ``single`` too, as the reference of the speed-up.
+        baseline: whether to train ``single`` too, as the reference of the speed-up, and
+            ``no-comm``, as its ceiling.
         wait: whether to wait until everything is trained.
         y: draw this further number of ``training_step`` in place of the loss.
         log: whether losses are drawn on a logarithmic axis.

@@ -263,7 +263,7 @@ class DdpMagics(Magics):
     @argument("strategies", nargs="*", help=" | ".join(STRATEGIES), metavar="strategy")
     @argument("--repeats", metavar="N", type=int, default=1, help="trainings of each strategy [1]")
     @argument("--name", default="", help="the name of the stored comparison")
-    @argument("--no-baseline", action="store_true", help="do not train `single` too")
+    @argument("--no-baseline", action="store_true", help="do not train `single` and `no-comm` too")
     @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
     @argument("--y", metavar="NAME", default="", help=Y)
     @argument("--target", metavar="LOSS", help=TARGET)

@@ -110,6 +110,13 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         import_path="ddpnb.rank.strategies.single:Single",
         look=Look("#717581", "solid", "s"),
         aliases=("OneDeviceStrategy",),
+        options={
+            "threads": Option(
+                default="rank",
+                about="those of one rank, or of all ranks together",
+                choices=("rank", "all"),
+            )
+        },
     ),
     "dp": StrategyEntry(
         about="torch DataParallel; emulated by CPU threads without two GPUs",

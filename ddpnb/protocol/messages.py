@@ -64,6 +64,12 @@ class RunSpec(TrainingSpec):
     strategy: str
     """As the user wrote it, with its options: ``"ddp"``, ``"ddp:hook=fp16"``."""
     repeat: int = 0
+    """Which one of its strategy's; the runs of one repeat share their seed, and can be paired."""
+    data_seed: int | None = None
+    """The seed while the data are loaded: the same in every repeat.  None: ``seed``."""
+    is_ceiling: bool = False
+    """Whether it was added to the comparison as the ceiling of the speed: trained only as long as
+    that needs, and not judged."""
     comparison: str = ""
     """The id that the runs of one comparison share: their cell's data are loaded once; or empty."""
     checkpoints: str = ""
@@ -108,6 +114,10 @@ class RunHeader:
     """Training samples that the run will see, over all workers."""
     num_samples_before: int = 0
     """Samples that the resumed run had seen when its checkpoint was made."""
+    num_devices: int = 0
+    """GPUs, or ranks' shares of the CPU, that they compute on; 0: as many as workers."""
+    sees_exposed: bool = True
+    """Whether communication that holds up the computing can be told from the rest."""
     is_emulated: bool = False
     """Whether the strategy is emulated; then its speed says nothing about the real one."""
     momentum: float = 0.0
@@ -192,6 +202,8 @@ class Checked:
     """Whether the others train on if a rank other than 0 dies."""
     has_accuracy: bool = False
     """Whether the model has an accuracy on held-out samples; only rank 0 finds out."""
+    num_epochs: float = 0.0
+    """After which it will have trained for ``min_seconds``; 0: not asked for, or not known."""
 
 
 NO_STALENESS = -1
@@ -272,6 +284,8 @@ class RunReport:
     took_part: bool
     num_steps: int = 0
     num_samples: int = 0
+    num_bytes_received: int = 0
+    """In all steps; what was sent is in each step's row."""
     seconds: float = math.nan
     """Training time of this rank, without warm-up and evaluation."""
     final_loss: float = math.nan

@@ -107,8 +107,17 @@ class TrainingSpec:
         about="epochs between evaluations on held-out samples, for the curve; by default a tenth "
         "of the run; 0: at the end alone",
     )
+    min_seconds: float | None = _training(
+        None,
+        "--min-seconds",
+        kind=float,
+        above=0,
+        most=86_400,
+        example="S",
+        about="more epochs where a strategy would be trained for less, the same for all",
+    )
     num_warmup_steps: int = 3
-    """Steps on a throwaway replica before the training, so that no clock sees a cold start."""
+    """Steps before the training, put back, so that no clock sees a cold start."""
     accumulate: int = _steps(
         1,
         "--accumulate",

@@ -35,14 +35,19 @@ from ddpnb.history.database import Floats, Records
 from ddpnb.history.metrics import step_split
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.summary import (
+    bytes_received,
+    efficiency_of,
     evaluations,
+    num_devices,
     reported,
     reported_metrics,
     samples_per_second,
     staleness_counts,
     staleness_median,
     summarise,
+    training_seconds,
 )
+from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import NO_STALENESS, Evaluation, Parts
 
@@ -65,7 +70,17 @@ def runs_frame(comparison: Comparison) -> "pd.DataFrame":
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
     ratios = ratios_of(summarise(comparison))
-    return pd.DataFrame([_run_row(run) | _speed_ratio(run, ratios) for run in comparison.runs])
+    rates = {
+        (run.comparison, run.name, run.repeat): samples_per_second(run)
+        for run in comparison.runs
+        if not run.is_running
+    }
+    return pd.DataFrame(
+        [
+            _run_row(run) | _efficiency(run, rates) | _speed_ratio(run, ratios)
+            for run in comparison.runs
+        ]
+    )
 
 
 def evaluations_frame(comparison: Comparison) -> "pd.DataFrame":
@@ -144,7 +159,7 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         "num_steps": run.aggregate.num_events,
         "num_samples": run.aggregate.num_samples,
         "num_samples_before": run.num_samples_before,
-        "seconds": run.aggregate.seconds,
+        "seconds": training_seconds(run),
         "samples_per_second": samples_per_second(run),
         "final_loss": reported(run, lambda report: report.final_loss),
         "held_out_loss": reported(run, lambda report: report.held_out_loss),
@@ -154,6 +169,7 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         "staleness_max": float(len(stale) - 1) if len(stale) else np.nan,
         **{f"{name}_seconds": getattr(split.parts, name) for name in Parts._fields},
         "bytes_sent_per_step": split.num_bytes_sent,
+        "bytes_received_per_step": bytes_received([run]),
         "notes": "; ".join(run.header.notes) if run.header else "",
     }
 
@@ -176,6 +192,22 @@ def _speed_ratio(run: RunSnapshot, ratios: Ratios | None) -> dict[str, object]:
         "speed_ratio_low": found.low,
         "speed_ratio_high": found.high,
         "speed_ratio_to": ratios.reference.name if ratios is not None else None,
+    }
+
+
+def _efficiency(run: RunSnapshot, rates: Mapping[tuple[str, str, int], float]) -> dict[str, object]:
+    """Return a run's speed-up and efficiency against the other runs of its repeat."""
+    single = rates.get((run.comparison, BASELINE, run.repeat), np.nan)
+    ceiling = rates.get((run.comparison, CEILING, run.repeat), np.nan)
+    speed, devices = samples_per_second(run), num_devices(run)
+    shares = efficiency_of(
+        speed / ceiling, ceiling / single, 0 if run.name == BASELINE else devices
+    )
+    return {
+        "num_devices": devices,
+        "speed_up": speed / single,
+        "efficiency": speed / single / devices if devices else np.nan,
+        **shares._asdict(),
     }
 
 

@@ -5,6 +5,7 @@ What the sentence claims of speeds is in ``history.claims``; it claims nothing o
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ddpnb.history.claims import (
@@ -65,6 +66,7 @@ def results_table(comparison: Comparison, target: Target | None = None) -> Table
         cells = tuple(map(cell_of, summaries))
         is_redundant = is_classified and name == "held-out loss"  # still in to_frame()
         is_redundant |= name == "workers" and not _workers_differ(summaries)
+        is_redundant |= name == "received per step" and all(map(_receives_as_it_sends, summaries))
         is_redundant |= name in ONLY_DIFFERENCES and len({cell.text for cell in cells}) == 1
         if not is_redundant and any(cell.text != NOTHING for cell in cells):
             columns.append((Column(title=name, is_number=True), cells))
@@ -90,8 +92,8 @@ def sentence(comparison: Comparison, target: Target | None = None) -> str:
     summaries = summarise(comparison, target)
     names = labels(comparison)
     called = {id(summary): names[summary.comparison, summary.name] for summary in summaries}
-    done = [summary for summary in summaries if summary.status is Status.FINISHED]
-    ratios = ratios_of(summaries)
+    done = [s for s in summaries if s.status is Status.FINISHED and not s.is_ceiling]
+    ratios = ratios_of(done)
     parts = [
         "" if ratios is None else _speeds(done, called, ratios),
         "" if target is None else _reached(done, called, target, ratios),
@@ -122,7 +124,19 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
     is_stale = any(math.isfinite(s.staleness_max) for s in summaries)
     found = [RANGES[over] for over in overs if over]
     found += ["staleness: median / maximum"] if is_stale else []
-    if any(s.split.exposed_share > 0 for s in summaries):
+    if "machine" in shown and "communication" in shown:
+        found.append(
+            "efficiency = machine × communication: no-comm over workers × single, "
+            "and the strategy over no-comm"
+        )
+    if any(s.is_emulated for s in summaries):
+        found.append(
+            "in brackets: copies in shared memory, no PCIe, no devices; "
+            "the real one's speed may be quite another"
+        )
+    if any(s.split.parts.hidden > 0 and s.is_on_cpu for s in summaries):
+        found.append("communication hidden on a CPU still takes a core's time")
+    if "exposed" in shown and any(s.split.exposed_share > 0 for s in summaries):
         found.append(
             "exposed: share of a step in which a rank exchanges tensors or waits for other ranks, "
             "and computes nothing"
@@ -171,9 +185,13 @@ def _state(summary: StrategySummary) -> str:
 
 def _speed_cell(summary: StrategySummary) -> Cell:
     speed = summary.samples_per_second
-    if math.isnan(speed.low):
-        return Cell(text=number(speed.middle))
-    return Cell(text=number(speed.middle), quiet=_range(speed, number))
+    middle = _judged(summary, number(speed.middle))
+    return middle if math.isnan(speed.low) else replace(middle, quiet=_range(speed, number))
+
+
+def _judged(summary: StrategySummary, text: str) -> Cell:
+    """Return a number that depends on speed: in brackets, where that of the real one differs."""
+    return Cell(text=f"({text})" if summary.is_emulated and text != NOTHING else text)
 
 
 def _of(spread: Spread, shown: Callable[[float], str] = number) -> Cell:
@@ -191,7 +209,7 @@ def _range(spread: Spread, shown: Callable[[float], str]) -> str:
 def _exposed(summary: StrategySummary) -> Cell:
     parts = summary.split.parts
     is_timed = parts.communication + parts.waiting + parts.hidden > 0 or summary.name == CEILING
-    is_known = is_timed and summary.num_workers > 1
+    is_known = is_timed and summary.num_workers > 1 and summary.sees_exposed
     return Cell(text=percent(summary.split.exposed_share) if is_known else NOTHING)
 
 
@@ -203,9 +221,16 @@ def _memory(summary: StrategySummary) -> Cell:
     return Cell(text=size(both), quiet=f"{size(state)} state" if state > 0 else "")
 
 
+def _receives_as_it_sends(summary: StrategySummary) -> bool:
+    sent, received = summary.split.num_bytes_sent, summary.bytes_received
+    return size(sent) == size(received) or math.isnan(received)
+
+
 def _target_cell(summary: StrategySummary) -> Cell:
     """Return the seconds and samples after which the target was reached."""
     seconds, samples = summary.seconds_to_target.middle, summary.samples_to_target.middle
+    if summary.is_ceiling:
+        return Cell(text=NOTHING)
     if math.isnan(seconds):
         is_missed = summary.status is Status.FINISHED and summary.num_missed_target > 0
         return Cell(text="never" if is_missed else NOTHING)
@@ -222,13 +247,15 @@ def _staleness(summary: StrategySummary) -> Cell:
 COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
     "workers": lambda summary: Cell(text=str(summary.num_workers or NOTHING)),
     "samples/s": _speed_cell,
-    "speed-up": lambda summary: Cell(
-        text=f"{summary.speed_up:.2f}×" if math.isfinite(summary.speed_up) else NOTHING
+    "speed-up": lambda summary: _judged(
+        summary, f"{summary.speed_up:.2f}×" if math.isfinite(summary.speed_up) else NOTHING
     ),
-    "efficiency": lambda summary: Cell(text=percent(summary.efficiency)),
-    "of no-comm": lambda summary: Cell(text=percent(summary.share_of_ceiling)),
+    "efficiency": lambda summary: _judged(summary, percent(summary.efficiency)),
+    "machine": lambda summary: Cell(text=percent(summary.machine)),
+    "communication": lambda summary: _judged(summary, percent(summary.share_of_ceiling)),
     "exposed": _exposed,
     "sent per step": lambda summary: Cell(text=size(summary.split.num_bytes_sent)),
+    "received per step": lambda summary: Cell(text=size(summary.bytes_received)),
     "final loss": lambda summary: _of(summary.final_loss),
     "held-out loss": lambda summary: _of(summary.held_out_loss),
     "held-out accuracy": lambda summary: _of(

@@ -140,7 +140,9 @@ class Details:
         specs = comparison.specs or tuple(run.spec for run in comparison.runs if run.spec)
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(comparison.created))
         settings = {"started": started, "strategies": " ".join(comparison.strategies)}
-        hidden = ("run_id", "strategy", "repeat", "source", "cell", "checkpoints", "resume")
+        specs = tuple(spec for spec in specs if not spec.is_ceiling) or specs
+        hidden = ["run_id", "strategy", "repeat", "data_seed", "is_ceiling", "source", "cell"]
+        hidden += ["checkpoints", "resume"]
         for entry in dataclasses.fields(specs[0]) if specs else ():
             values = dict.fromkeys(_setting_text(getattr(spec, entry.name)) for spec in specs)
             if entry.name not in hidden:

@@ -62,8 +62,27 @@ def test_the_result_is_the_cells_value_and_not_shown_twice(compared: Cell, kerne
     assert {"text/plain", "text/html", "image/png"} <= set(output["data"])
 
 
+def test_efficiency_is_that_of_the_machine_times_that_of_communication(
+    compared: Cell, kernel: Kernel
+):
+    text = compared.text
+    assert re.search(r"efficiency +machine +communication", text)
+    assert "efficiency = machine × communication" in text
+    (ceiling,) = re.findall(r"^no-comm .*$", text, re.MULTILINE)
+    assert "100 %" in ceiling
+    assert "the runs took less than 4 s, which is too short to time" in text
+    frame = "small.to_frame().set_index('strategy')"
+    product = f"({frame}.machine * {frame}.communication - {frame}.efficiency).abs().max() < 1e-9"
+    assert kernel.value(product) == "True"
+    assert kernel.value(f"{frame}.final_loss.isna()['no-comm']") == "True"  # it was not judged
+    assert kernel.value(f"{frame}.machine.isna()['single']") == "True"
+
+
 def test_the_results_methods(compared: Cell, kernel: Kernel):
-    assert kernel.value("sorted(small.to_frame().strategy)") == "['async', 'ddp', 'dp', 'single']"
+    assert (
+        kernel.value("sorted(small.to_frame().strategy)")
+        == "['async', 'ddp', 'dp', 'no-comm', 'single']"
+    )
     assert kernel.value("len(small.steps()) >= 4 * 5") == "True"
     assert "samples/s" in kernel.run("print(small.table())").stdout
     assert len(kernel.run("small.plot()").bundles("image/png")) == 1
@@ -85,12 +104,25 @@ def test_the_cell_form_and_assignment(kernel: Kernel):
     cell = kernel.run(CELL)
     assert not cell.error, cell.error_text
     assert len(cell.bundles("image/png")) == len(cell.bundles("text/html")) == 1
-    assert kernel.value("sorted(_.to_frame().strategy)") == "['ddp', 'single']"
+    assert kernel.value("sorted(_.to_frame().strategy)") == "['ddp', 'no-comm', 'single']"
     line = kernel.run(
         "mine = %ddp_compare ddp --task synthetic --epochs 0.1 --repeats 2 --no-baseline"
     )
     assert len(line.outputs) == 2
     assert kernel.value("list(mine.to_frame().strategy)") == "['ddp', 'ddp']"
+    assert kernel.value("mine.to_frame()[['repeat', 'seed']].values.tolist()") == "[[1, 0], [2, 1]]"
+
+
+def test_a_least_time_makes_all_runs_as_many_epochs_longer(kernel: Kernel):
+    cell = kernel.run(
+        "longer = %ddp_compare ddp local-sgd --task digits --epochs 0.2 --min-seconds 0.2 "
+        "--no-baseline",
+        timeout=120,
+    )
+    assert not cell.error, cell.error_text
+    assert "epochs in place of 0.2, so that each run takes 0.2 s or more." in cell.stdout
+    epochs = "longer.to_frame().num_epochs"
+    assert kernel.value(f"({epochs}.nunique(), {epochs}.min() > 0.2)") == "(1, True)"
 
 
 def test_the_cell_sees_the_ranks_variables_and_leaves_its_own_behind(kernel: Kernel):
@@ -281,7 +313,7 @@ def test_a_later_kernel_reloads_the_runs_and_run_all_stops_at_an_error(
     assert sum("image/png" in mimes for mimes in drawn) == 1
     assert sum("text/html" in mimes for mimes in drawn) == 1
     assert len(drawn) == 2
-    assert outputs[3][0]["data"]["text/plain"].startswith("(4, ")
+    assert outputs[3][0]["data"]["text/plain"].startswith("(5, ")
     assert outputs[5][0]["text"] == "[0] a second kernel\n"
     assert outputs[5][-1]["ename"] == "RankError"
     assert "line 3" in ANSI.sub("", "\n".join(outputs[5][-1]["traceback"]))

@@ -51,7 +51,7 @@ def test_csv_has_one_row_per_step_or_per_run(compared: Cell, kernel: Kernel):
         steps = list(csv.DictReader(file))
     with (kernel.folder / "out.runs.csv").open() as file:
         runs = list(csv.DictReader(file))
-    assert [run["strategy"] for run in runs] == ["single", "ddp", "async"]
+    assert [run["strategy"] for run in runs] == ["single", "no-comm", "ddp", "async"]
     assert f"{len(steps):,} rows, one per step of each worker." in shown
     assert kernel.value("len(out.steps())") == str(len(steps))
     ddp = [row for row in steps if row["strategy"] == "ddp"]
@@ -76,12 +76,12 @@ def test_json_holds_everything_and_no_nan(compared: Cell, kernel: Kernel):
     assert whole["format"] == 1
     assert "def model()" in whole["comparison"]["source"]
     assert whole["comparison"]["environment"]["backend"] == "gloo"
-    assert [run["name"] for run in whole["runs"]] == ["single", "ddp", "async"]
-    ddp = whole["runs"][1]
+    assert [run["name"] for run in whole["runs"]] == ["single", "no-comm", "ddp", "async"]
+    ddp = whole["runs"][2]
     assert ddp["spec"]["seed"] == 5
     assert {len(column) for column in ddp["steps"].values()} == {len(ddp["steps"]["rank"])}
     assert ddp["reports"][0]["final_loss"] > 0
-    assert all(value is not None for value in whole["runs"][2]["steps"]["staleness"])
+    assert all(value is not None for value in whole["runs"][3]["steps"]["staleness"])
 
 
 def test_tensorboard_reads_it_and_the_kernel_imports_no_torch(compared: Cell, kernel: Kernel):

@@ -49,7 +49,7 @@ def test_it_may_stand_in_an_earlier_cell_and_have_options(kernel: Kernel):
     source = OWN.replace("compare ddp Averaging", "compare Averaging Averaging:share=0.5")
     drawn(kernel.run(source.replace("--name own", "--name halves")))
     names = kernel.value("sorted(_.to_frame().strategy)")
-    assert names == "['Averaging', 'Averaging:share=0.5', 'single']"
+    assert names == "['Averaging', 'Averaging:share=0.5', 'no-comm', 'single']"
     assert "halves/Averaging:share=0.5" in kernel.run("%ddp_runs").text
     drawn_again = kernel.run("%ddp_plot halves/Averaging:share=0.5 halves/Averaging")
     assert not drawn_again.error, drawn_again.error_text
@@ -121,7 +121,7 @@ class Fragile(nn.Linear):
     )
     line = source.replace("--epochs 1", "--epochs 4")
     both = kernel.run(line)
-    assert "single failed and is left out; still to be trained: ddp." in both.text
+    assert "single failed and is left out; still to be trained: no-comm, ddp." in both.text
     assert "ddp failed too: RuntimeError on ranks 0-1 (boom)" in both.text
     assert both.error_text.count("RuntimeError: boom") == 1
     cell = kernel.run(line.replace("compare ddp", "compare ddp --no-baseline"))
@@ -171,7 +171,7 @@ def test_a_run_is_resumed(kernel: Kernel):
     again = first.replace("--name first", "--name second --resume first") + "3"
     resumed = kernel.run(again)
     drawn(resumed)
-    assert kernel.value("list(_.to_frame().strategy)") == "['single', 'ddp']"
+    assert kernel.value("list(_.to_frame().strategy)") == "['single', 'no-comm', 'ddp']"
     kernel.run(
         "%%local\nimport ddpnb\nbegun, on = (ddpnb.plot(f'{n}/ddp').to_frame().iloc[0] "
         "for n in ('first', 'second'))"

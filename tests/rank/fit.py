@@ -167,7 +167,6 @@ def drive(
         Replica(
             model=problem.build(),
             training_step=Supervised(nn.functional.mse_loss),
-            optimizer=problem.factory(),
             device=torch.device("cpu"),
             rank=state.rank,
             world_size=state.world_size,
@@ -175,7 +174,7 @@ def drive(
             seed=problem.seed,
             folder=folder,
             accumulate=problem.accumulate,
-            **({"name": "fit"} | fields),
+            **({"name": "fit", "optimizer": problem.factory()} | fields),
         )
     )
     reports = []

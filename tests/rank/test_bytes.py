@@ -3,13 +3,16 @@
 import json
 import math
 import time
+from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+import torch
 from torch._C._distributed_c10d import _dump_fr_trace_json
 
-from tests.rank.fit import Problem, by_strategy
+from ddpnb.rank.strategies import make_strategy
+from tests.rank.fit import Problem, by_strategy, drive
 
 PROBLEM = Problem(num_epochs=2)
 S = 4 * (6 * 16 + 16 + 16 * 3 + 3)
@@ -48,9 +51,53 @@ def test_a_central_store_hears_from_each_and_sends_to_each(ranks, num_ranks):
     assert [set(other) for other in others] == [{S}] * (num_ranks - 1)
 
 
+def received(ranks, word: str, num_ranks: int) -> list[set[int]]:
+    fits = ranks(num_ranks).call(by_strategy, word, PROBLEM)
+    return [{report.num_bytes_received for report in fit.reports} for fit in fits]
+
+
 def test_replicas_get_parameters_and_give_gradients(ranks):
     first, *_ = sent(ranks, "dp", 3)
-    assert set(first) == {2 * 2 * S}
+    assert set(first) == {2 * S}
+    assert received(ranks, "dp", 3)[0] == {2 * S}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_comes_back_is_counted_too(ranks, num_ranks):
+    for word in ("ddp", "ddp-shm", "ddp-by-hand"):
+        assert received(ranks, word, num_ranks) == [{all_reduced(num_ranks)}] * num_ranks
+    for word in ("async", "hogwild", "gossip"):
+        assert set.union(*received(ranks, word, num_ranks)) == {S}
+    first, *others = received(ranks, "central", num_ranks)
+    assert (first, others) == ({(num_ranks - 1) * S}, [{S}] * (num_ranks - 1))
+
+
+@pytest.mark.parametrize("word", ["ddp", "central", "zero", "ring-by-hand", "dp", "fsdp"])
+def test_ranks_together_receive_what_they_send(ranks, word):
+    fits = ranks(3).call(by_strategy, word, PROBLEM)
+    reports = [report for fit in fits for report in fit.reports]
+    num_sent = sum(report.num_bytes_sent for report in reports)
+    assert sum(report.num_bytes_received for report in reports) == num_sent > 0
+
+
+@pytest.mark.parametrize(("word", "parameters", "state"), [("async", 2 * S, S), ("hogwild", S, S)])
+def test_memory_held_by_asynchronous_workers_is_known(ranks, word, parameters, state):
+    """Rank 0 serves: it holds a copy for each worker, and the only optimizer of ``async``."""
+    first, second = (fit.memory for fit in ranks(2).call(by_drive, word))
+    assert (first.parameters, first.optimizer) == (parameters, state)
+    assert (second.parameters, second.optimizer) == (S, 0 if word == "async" else S)
+
+
+def by_drive(state, folder, word: str):
+    """With a replica that records its optimizers, as in a run."""
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def optimizer(parameters):
+        optimizers.append(PROBLEM.factory()(parameters))
+        return optimizers[-1]
+
+    with closing(make_strategy(word, {})) as strategy:
+        return drive(strategy, state, folder, PROBLEM, optimizer=optimizer, optimizers=optimizers)
 
 
 @pytest.mark.parametrize("word", ["single", "no-comm"])

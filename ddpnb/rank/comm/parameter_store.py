@@ -157,6 +157,23 @@ class ParameterStore:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def tensors_packed(self) -> Tensor:
+        """Return the parameters as they are now, packed: shape (bytes,)."""
+        return self.copies[self._latest].raw
+
+    def rewind(self, initial: Tensor) -> None:
+        """Begin anew, with these packed parameters; the optimizer's state is the caller's.
+
+        Each worker trains on the copy that it has, which holds them now.
+        """
+        for copied in self.copies:
+            copied.raw.copy_(initial)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._version_read = dict.fromkeys(self._version_read, 0)
+        self._version, self._weight = 0, 0.0
+        self._staleness.clear()
+
     def snapshot(self) -> tuple[list[Tensor], dict[str, Any]]:
         """Return copies of the parameters and of the optimizer's state."""
         parameters = [tensor.clone() for tensor in self.tensors]

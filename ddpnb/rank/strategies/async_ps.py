@@ -44,7 +44,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import final
 
-from torch import nn
+from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
@@ -55,7 +55,7 @@ from ddpnb.rank.comm.parameter_server import NO_BOUND, ParameterServer
 from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, AccessLog, ParameterStore, ignore_access
 from ddpnb.rank.comm.transport import Drain
 from ddpnb.rank.strategies.base import Plan, State, Strategy
-from ddpnb.rank.strategies.replica import Batch, Replica, StepReport
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 from ddpnb.rank.tasks.batches import Shard
 
 _WEIGHT_NOTE = "Gradients are weighted by their share of the global batch."
@@ -160,6 +160,24 @@ class AsyncParameterServer(Strategy):
         if self._drain is not None:
             self._drain()
         return self._replica.model
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Have the server take gradients without handing out shards; then rewind it."""
+        if self._server is None:
+            yield
+            return
+        with self._server.rehearsal():
+            yield
+
+    def memory(self) -> Memory:
+        """The copy that this worker trains on; on rank 0 those of all, and the one optimizer."""
+        held: list[Tensor] = list(self._replica.model.parameters())
+        if self._server is not None:  # the model's trained parameters lie in one of the copies
+            frozen = [parameter for parameter in held if not parameter.requires_grad]
+            copies = self._server.store.copies
+            held = [*frozen, *(tensor for copied in copies for tensor in copied.tensors)]
+        return Memory.of(held, *self._replica.optimizers)
 
     def save(self, replica: Replica) -> State:
         """Return the server's state at one moment, while other workers train on."""

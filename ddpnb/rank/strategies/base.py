@@ -7,8 +7,9 @@ prints, logs or publishes.  A new one usually extends ``SynchronousStrategy`` an
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,6 +39,12 @@ class Strategy(ABC):
     worker was made with them, so BatchNorm's statistics are estimated anew."""
     is_mean: ClassVar[bool] = False
     """Whether the trained model is the mean of all ranks' ``snapshot``."""
+
+    ends_in_finish: ClassVar[bool] = True
+    """Whether ``finish`` is a part of the training, which is timed; otherwise it only collects the
+    model for its evaluation."""
+    can_rewind: ClassVar[bool] = True
+    """Whether what its steps change can be put back: its attributes, ``held`` and ``rehearsal``."""
 
     def on(self, device: str) -> Strategy:
         """Return the strategy for such a device: this one, unless it has a variant for it."""
@@ -80,9 +87,25 @@ class Strategy(ABC):
     def step(self, batch: Batch) -> StepReport:
         """Train on one batch."""
 
+    def held(self) -> Iterable[object]:
+        """Return what it holds besides its own attributes and its steps change: see ``Kept``."""
+        return ()
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Make steps in this context that leave no trace in what ranks share.
+
+        No rank makes a step before all have entered it, nor after one has left it.
+        """
+        yield
+
     def notes(self) -> tuple[str, ...]:
         """Return notes for the results that only ``setup`` could discover."""
         return ()
+
+    def sees_exposed(self) -> bool:
+        """Return, after ``setup``, whether communication that holds up the computing is marked."""
+        return True
 
     def memory(self) -> Memory:
         """Return what this rank holds when training ends, before ``finish``."""
@@ -187,6 +210,10 @@ class Plan:
     """Updates by one optimizer for each global batch."""
     survives_deaths: bool = False
     """Whether the others train on where a rank other than 0 dies, and it may join anew."""
+    num_devices: int | None = None
+    """Shares of the CPU that they compute on; None: one for each worker."""
+    num_threads: int | None = None
+    """Threads of each worker; None: those of a rank."""
     is_emulated: bool = False
     """Whether the strategy cannot run here and is emulated; a note says how."""
     notes: tuple[str, ...] = ()

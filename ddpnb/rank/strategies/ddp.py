@@ -24,7 +24,7 @@ sent; buffers are not counted.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 
 import torch
@@ -93,11 +93,18 @@ class DdpStrategy(SynchronousStrategy):
         self.report_overlap()
         # update: every rank the same (in zero each its part, which it then sends)
         replica.update(self._optimizer)
-        return batch.report(loss, num_bytes_sent=self.num_bytes_sent())
+        num_sent = self.num_bytes_sent()
+        return batch.report(
+            loss, num_bytes_sent=num_sent, num_bytes_received=self.num_bytes_received(num_sent)
+        )
 
     @abstractmethod
     def num_bytes_sent(self) -> int:
         """Return the bytes that this rank has sent in the last step."""
+
+    def num_bytes_received(self, num_sent: int) -> int:
+        """Return those that it has received: as many as it has sent, in an all-reduce."""
+        return num_sent
 
 
 @final
@@ -172,6 +179,10 @@ class Ddp(DdpStrategy):
         )
         hook = self._comm_hook()
         self.report_overlap = observe(self._ddp, replica.timer, hook, self._power_state)
+
+    def held(self) -> Iterable[object]:
+        """Return what PowerSGD remembers from step to step."""
+        return () if self._power_state is None else (self._power_state,)
 
     def notes(self) -> tuple[str, ...]:
         """Report where buckets differ from the options, and what was not resumed."""

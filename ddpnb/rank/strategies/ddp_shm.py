@@ -13,7 +13,8 @@ Training", PVLDB 13(12), 2020; the sum is in ``comm/shared_all_reduce.py``.
 Messages per step: for each MB of gradients one byte from each rank to each other, with three
 ranks or more two; with buffers (BatchNorm's statistics) also one broadcast.
 Bytes sent per step and rank: S, the bytes of all gradients, written once for the others to
-read (0 where there are no others).  Where ranks cannot share memory: as ``ddp``.
+read (0 where there are no others); received, 2 (N - 1) / N * S, read of what others wrote.  Where
+ranks cannot share memory: as ``ddp``.
 """
 
 from dataclasses import replace
@@ -89,6 +90,10 @@ class DdpShm(DdpStrategy):
         if self._shared is None:
             return all_reduce_bytes(self._num_bytes, num)
         return self._num_bytes if num > 1 else 0
+
+    def num_bytes_received(self, num_sent: int) -> int:
+        """Return what it reads of the others: as much as in any all-reduce."""
+        return all_reduce_bytes(self._num_bytes, self._replica.world_size)
 
     def _open(self, replica: Replica) -> None:
         self._shared = SharedAllReduce(replica.worker_config(self._timeout))

@@ -41,7 +41,7 @@ from ddpnb.rank.comm.parameter_store import AccessLog, ParameterAccess, ScaledSt
 from ddpnb.rank.comm.rendezvous import Rendezvous, RunOverError, WorkerConfig, host_id
 from ddpnb.rank.comm.work_queue import WorkQueue
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.strategies.replica import Batch, Replica, StepReport
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 from ddpnb.rank.tasks.batches import Shard
 
 _MEMORY = "memory"
@@ -117,6 +117,12 @@ class SharedMemoryStrategy(Strategy):
         """The next shard of the queue, until all are handed out."""
         while (number := self.queue.take_shard()) is not None:
             yield self._replica.shard(number)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Count no shard, and in the end no update."""
+        with self.queue.rehearsal():
+            yield
 
     def log_access(self, *, is_write: bool, version: int) -> None:
         """Log a read or an update of this worker."""
@@ -210,6 +216,10 @@ class Hogwild(SharedMemoryStrategy):
         self.log_access(is_write=True, version=version)
         staleness = version - 1 - version_read
         return batch.report(loss, staleness=staleness, num_bytes_sent=self._num_bytes)
+
+    def memory(self) -> Memory:
+        """The one copy of the parameters, which all ranks share, and its own optimizer's state."""
+        return Memory.of(self._replica.model.parameters(), *self._replica.optimizers)
 
     def finish(self) -> nn.Module:
         """Wait until all are done, and copy the parameters; takes part: every living rank."""

@@ -80,6 +80,8 @@ class OwnStrategy(SynchronousStrategy):
         self._strategy = strategy
         self.averages_weights = bool(getattr(strategy, "averages_weights", False))
 
+    can_rewind = False
+
     def plan(self, state: RankState) -> Plan:
         """Every rank."""
         synchronous = bool(getattr(self._strategy, "synchronous", True))

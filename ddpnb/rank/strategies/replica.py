@@ -266,14 +266,25 @@ class Batch:
         return self.num_samples / self.num_global
 
     def report(
-        self, loss: Tensor, *, num_bytes_sent: int = 0, staleness: int | None = None
+        self,
+        loss: Tensor,
+        *,
+        num_bytes_sent: int = 0,
+        num_bytes_received: int | None = None,
+        staleness: int | None = None,
     ) -> StepReport:
-        """Return the report of a step on this batch, with the mean loss before the update."""
+        """Return the report of a step on this batch, with the mean loss before the update.
+
+        By default as many bytes were received as sent.
+        """
         return StepReport(
             loss=loss,
             num_samples=self.num_samples,
             staleness=staleness,
             num_bytes_sent=num_bytes_sent,
+            num_bytes_received=(
+                num_bytes_sent if num_bytes_received is None else num_bytes_received
+            ),
         )
 
     def split(self, num_parts: int) -> list[Batch]:
@@ -313,6 +324,8 @@ class StepReport:
     """Updates by others between the pull of the parameters and the use of the gradient."""
     num_bytes_sent: int = 0
     """What this worker sent to others, by the formula in the strategy's docstring."""
+    num_bytes_received: int = 0
+    """What it received from others; as much as it sent where the docstring has no other formula."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Further numbers of the task's step, each the mean over the worker's samples."""
 

@@ -82,7 +82,7 @@ def cell_task(
         return train, held_out
 
     if cache is not None and spec.comparison:
-        key = spec.comparison, spec.seed
+        key = spec.comparison, spec.data_seed
         train, held_out = _loaded_once(load, data, scope, namespace, cache, key)
     else:
         train, held_out = load()

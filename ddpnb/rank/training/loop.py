@@ -1,10 +1,11 @@
 """The one training loop: how a run is trained and evaluated, whatever the strategy (ranks).
 
-A run has these phases, in this order.  The clock runs in ``train`` only.
+A run has these phases, in this order.  The clock runs in ``train``, and in ``finish`` where that
+is a part of the training.
 
 build     load the task and its data, and find out which ranks take part
-rehearse  make a few steps on a throwaway replica, so that nothing is cold when it is measured
 prepare   set up the strategy, fault injection, checkpoints and the source of samples
+rehearse  make a few steps and put back what they have changed, so that nothing is cold
 barrier   let all ranks that take part start together
 train     make the measured steps
 finish    have the strategy return the trained model
@@ -30,13 +31,14 @@ from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, R
 from ddpnb.rank.comm.rendezvous import CancellationToken, RunOverError, announce_failure
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.replica import NullTimer
+from ddpnb.rank.strategies.replica import NullTimer, Replica
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, resumed, set_up
 from ddpnb.rank.training.context import CHECK, Content, RunContext, build_context, linked
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, Score, has_batchnorm
 from ddpnb.rank.training.fault_injection import FaultInjector, measure_compute_seconds
+from ddpnb.rank.training.rehearsal import rehearse
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.training.timing import Clock, clock_of
@@ -51,6 +53,10 @@ from ddpnb.rank.training.validation import (
 CHECKS = "checks"
 """The folder, in that of a run, of the files that a class of the user's own makes in its check."""
 
+MIN_SECONDS_MARGIN = 1.1
+"""By how much a run is planned longer than ``--min-seconds``."""
+CEILING_SECONDS = 4.0
+"""How long a rank trains a ceiling, if the run is as long."""
 UNNAMED = "<comparison>"
 """What tracebacks call a comparison's cell that has no number."""
 
@@ -107,7 +113,20 @@ def _checked(context: RunContext) -> Checked:
         num_samples=len(context.task.train),
         survives_deaths=context.plan.survives_deaths,
         has_accuracy=not math.isnan(score.accuracy),
+        num_epochs=_num_epochs(context, replica),
     )
+
+
+def _num_epochs(context: RunContext, replica: Replica) -> float:
+    """Return after how many epochs a run has lasted for ``min_seconds``, by its quickest steps.
+
+    A step of the run also updates and communicates, and so takes longer than these.
+    """
+    if context.spec.min_seconds is None or context.is_own:
+        return 0.0
+    seconds = measure_compute_seconds(replica, context.usual_batch(), min)
+    num_steps = context.first_step + MIN_SECONDS_MARGIN * context.spec.min_seconds / seconds
+    return num_steps / context.schedule.steps_per_epoch
 
 
 def run(
@@ -162,14 +181,11 @@ def run(
         if state.rank >= context.plan.num_ranks:
             return no_part
         context = opened.enter_context(linked(context))
-        if rejoin_info is not None:  # no rehearsal: the others, which train already, do not wait
+        if rejoin_info is not None:
             try:
                 return _perform(context, publish, should_stop)
             except RunOverError:
                 return no_part
-        # -- rehearse ---------------------------------------------------------------------
-        with _announced_failure(context, "r"):
-            _rehearse(context)
         # -- prepare ... evaluate ---------------------------------------------------------
         with _announced_failure(context, "t"):
             return _perform(context, publish, should_stop)
@@ -182,22 +198,8 @@ def _announced_failure(context: RunContext, phase: str) -> contextlib.AbstractCo
     return announce_failure(context.name(phase), context.state.rank)
 
 
-def _rehearse(context: RunContext) -> None:
-    """Make a few steps with a replica, an optimizer and files that are then thrown away."""
-    num_steps = min(context.spec.num_warmup_steps, context.num_steps)
-    if num_steps == 0:
-        return
-    clock = clock_of(context.device)
-    with closing(context.strategy()) as strategy:
-        strategy.setup(context.replica("r", num_steps=num_steps, timer=clock))
-        clock.start()
-        for shard, content in context.fetched(strategy):
-            clock.timing(strategy.step(context.batch(shard, content)))
-        clock.stop()
-        strategy.finish()
-
-
 def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
+    spec = context.spec
     metrics = RunMetrics(context=context, publish=publish, clock=clock_of(context.device))
     with contextlib.ExitStack() as opened:
         # -- prepare ----------------------------------------------------------------------
@@ -211,7 +213,6 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
             timer=metrics.clock,
             delay=fault_injector.delay,
         )
-        num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
         set_up(context, strategy, replica)
         is_averaged = strategy.averages_weights and context.plan.num_workers > 1
         is_estimated = is_averaged and has_batchnorm(replica.model)
@@ -224,11 +225,21 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
             warn=metrics.mark,
         )
         snapshots = Snapshots(metrics, strategy, replica, callback.untimed)
-        if context.state.rank == 0:
-            notes = (*strategy.notes(), *snapshots.notes)
-            notes += (BATCHNORM_NOTE,) if is_estimated else ()
-            publish(header_of(context, num_parameters, notes, replica.optimizers))
+        notes = snapshots.notes + ((BATCHNORM_NOTE,) if is_estimated else ())
+
+        def announce(num_steps: int) -> None:
+            if context.state.rank == 0:
+                publish(header_of(context, strategy, replica, num_steps=num_steps, notes=notes))
+
+        if not spec.is_ceiling:
+            announce(context.num_steps)
+        # -- rehearse ---------------------------------------------------------------------
+        step_seconds = rehearse(
+            context, strategy, replica, metrics.clock, lambda: _barrier(context)
+        )
         source = opened.enter_context(context.source(strategy))
+        if spec.is_ceiling:
+            announce(_num_ceiling_steps(context, step_seconds))
         # -- barrier ----------------------------------------------------------------------
         _barrier(context)
         # -- train ------------------------------------------------------------------------
@@ -236,12 +247,14 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
         metrics.memory = strategy.memory()
         # -- finish -----------------------------------------------------------------------
         model = strategy.finish()  # waits for all: only then may the stop file be removed
+        if strategy.ends_in_finish:
+            metrics.clock.end()
         if not metrics.was_stopped:
             callback.end()
             snapshots.average()
         num_lost = sum(len(context.indices(shard)) for shard in strategy.lost_shards())
     # -- evaluate -------------------------------------------------------------------------
-    if context.state.rank != 0:
+    if context.state.rank != 0 or spec.is_ceiling:
         return metrics.report()
     if is_estimated:
         metrics.estimate_batchnorm(model)
@@ -260,6 +273,12 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
         evaluations=snapshots.evaluations(model, should_stop, is_estimated) if has_curve else (),
         num_lost_samples=num_lost,
     )
+
+
+def _num_ceiling_steps(context: RunContext, step_seconds: float) -> int:
+    """Return about how many steps a ceiling will make, by those of the rehearsal."""
+    most = context.num_steps
+    return min(most, math.ceil(CEILING_SECONDS / step_seconds)) if step_seconds > 0 else most
 
 
 def _fault_injector(context: RunContext, metrics: RunMetrics) -> FaultInjector:
@@ -297,6 +316,7 @@ def _train(
 ) -> None:
     """Make the measured steps: all of them, or those before a stop."""
     context, clock = metrics.context, metrics.clock
+    most_seconds = CEILING_SECONDS if context.spec.is_ceiling else math.inf
     metrics.start()
     fault_injector.begin()
     for step, (shard, content) in enumerate(source):
@@ -316,6 +336,8 @@ def _train(
         metrics.add(clock.timing(report))
         callback.after(shard)
         snapshots.after(shard)
+        if clock.seconds >= most_seconds:  # without the other ranks, which a ceiling has none of
+            break
     metrics.add(clock.stop())
 
 

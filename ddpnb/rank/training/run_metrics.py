@@ -1,16 +1,18 @@
 """What a rank measures in a run and reports about it (ranks)."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
 from ddpnb.protocol.notation import parse_link
-from ddpnb.rank.strategies.replica import Memory
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.replica import Memory, Replica
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext
 from ddpnb.rank.training.evaluation import MAX_SAMPLES, Score, estimate_batchnorm, score
@@ -21,6 +23,8 @@ _CHECKPOINT_NOTES = {
     True: "The clock stands still while checkpoints are written.",
     False: "Rank 0 trains on nothing while it writes checkpoints; the others go on.",
 }
+
+_CEILING_NOTE = "The ceiling: trained only as long as its rate needs, and not judged."
 
 Publish = Callable[[RunHeader | StepEvent | Mark], None]
 
@@ -36,6 +40,7 @@ class RunMetrics:
     """How long the others had trained when this rank joined."""
     num_steps: int = 0
     num_samples: int = 0
+    num_bytes_received: int = 0
     was_stopped: bool = False
     memory: Memory = field(default_factory=Memory)
 
@@ -63,6 +68,7 @@ class RunMetrics:
             )
             self.num_steps += 1
             self.num_samples += timing.report.num_samples
+            self.num_bytes_received += timing.report.num_bytes_received
 
     def mark(self, text: str) -> None:
         """Publish something that has just happened on this rank."""
@@ -77,6 +83,7 @@ class RunMetrics:
             took_part=True,
             num_steps=self.num_steps,
             num_samples=self.num_samples,
+            num_bytes_received=self.num_bytes_received,
             seconds=self.clock.seconds,
             was_stopped=self.was_stopped,
             num_parameter_bytes=self.memory.parameters,
@@ -122,33 +129,41 @@ class RunMetrics:
 
 def header_of(
     context: RunContext,
-    num_parameters: int,
+    strategy: Strategy,
+    replica: Replica,
+    *,
+    num_steps: int,
     notes: tuple[str, ...],
-    optimizers: Iterable[Optimizer] = (),
 ) -> RunHeader:
     """Return the header of a run.
 
     Args:
         context: the run.
-        num_parameters: of the model.
-        notes: the strategy's own, after its set-up.
-        optimizers: those that the strategy has made.
+        strategy: has been set up.
+        replica: what it was set up with.
+        num_steps: global batches to train on.
+        notes: beside those of the strategy, the task and the options.
     """
+    plan = context.plan
+    own_notes = plan.notes + strategy.notes() + notes + context.task.notes
     num_before = context.schedule.num_samples_before(context.first_step)
     return RunHeader(
         run_id=context.spec.run_id,
         strategy=context.spec.strategy,
-        synchronous=context.plan.synchronous,
-        num_workers=context.plan.num_workers,
-        num_threads=context.state.num_threads,
+        synchronous=plan.synchronous,
+        num_workers=plan.num_workers,
+        num_threads=plan.num_threads or context.state.num_threads,
         device=context.state.device,
         backend=context.state.backend,
-        num_parameters=num_parameters,
-        momentum=max(map(_momentum, optimizers), default=0.0),
-        num_samples=context.schedule.num_samples - num_before,
+        num_parameters=sum(each.numel() for each in replica.model.parameters()),
+        momentum=max(map(_momentum, replica.optimizers), default=0.0),
+        num_samples=context.schedule.num_samples_before(context.first_step + num_steps)
+        - num_before,
         num_samples_before=num_before,
-        is_emulated=context.plan.is_emulated,
-        notes=context.plan.notes + notes + context.task.notes + tuple(_notes(context)),
+        num_devices=_num_devices(context),
+        sees_exposed=strategy.sees_exposed(),
+        is_emulated=plan.is_emulated,
+        notes=(_CEILING_NOTE,) if context.spec.is_ceiling else own_notes + tuple(_notes(context)),
     )
 
 
@@ -156,6 +171,14 @@ def _momentum(optimizer: Optimizer) -> float:
     """Return the momentum of SGD; 0 for any other optimizer, and for Nesterov's variant."""
     groups = optimizer.param_groups if isinstance(optimizer, SGD) else []
     return max((0.0 if group["nesterov"] else group["momentum"] for group in groups), default=0.0)
+
+
+def _num_devices(context: RunContext) -> int:
+    """Return how many GPUs the workers share, or how many ranks' parts of the CPU they take."""
+    num_workers = context.plan.num_workers
+    if context.state.shares_device:
+        return max(1, min(num_workers, torch.cuda.device_count()))
+    return context.plan.num_devices or num_workers
 
 
 def _notes(context: RunContext) -> list[str]:

@@ -143,6 +143,8 @@ def _series(
 ) -> Series:
     drawn = [_prepared(run, y) for run in runs]
     timed = [run for run in drawn if len(run.curve)]
+    if summary.is_ceiling:  # trained for its rate: its loss is no rival
+        timed = []
     sampled = [run for run in timed if run.curve.samples[-1] > 0]
     rates = [run.rate for run in drawn if len(run.rate[1])]
     return Series(

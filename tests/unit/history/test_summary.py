@@ -125,6 +125,19 @@ def test_one_repeat_gives_the_range_over_tenths():
     assert single.samples_per_second.high > single.samples_per_second.middle
 
 
+def test_a_ceiling_is_as_fast_as_if_all_workers_were_as_slow_as_the_slowest():
+    run = timed("no-comm", (4.0, 4.0)).snapshot()
+    slow, fast = run.reports[0], replace(run.reports[1], num_samples=300)
+    ceiling = replace(run, reports=(slow, fast), spec=replace(run.spec, is_ceiling=True))
+    assert samples_per_second(ceiling) == 2 * 100 / 4
+    assert samples_per_second(replace(run, reports=(slow, fast))) == 400 / 4
+
+
+def test_a_run_of_less_than_four_seconds_is_too_short_to_time():
+    runs = compared(timed("single", (3.9,)), timed("ddp", (4.1, 4.0)))
+    assert [summary.is_short for summary in summarise(runs)] == [True, False]
+
+
 def test_a_failed_repeat_does_not_bend_the_median_but_is_noted():
     good, bad = timed("single", (1.0,)), timed("single", (50.0,), 1)
     bad.end(Status.FAILED, "rank 0 was killed")

@@ -11,7 +11,7 @@ from ddpnb.protocol.messages import RankState, StepEvent
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.data import runs_frame
 from ddpnb.reports.findings import results_table, sentence
-from ddpnb.reports.formatting import duration, number, percent, short, size
+from ddpnb.reports.formatting import duration, number, percent, short, size, styles
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
 from ddpnb.reports.table import Cell, Column, Table, in_two_lines
@@ -105,7 +105,9 @@ def test_a_table_can_be_heard_and_read():
 def test_the_scores_in_text():
     text = results_table(fake_comparison()).text()
     dp = next(line for line in text.splitlines() if line.startswith("dp "))
-    assert re.search(r"dp \(emulated\) +[\d,]+ \([\d,]+–[\d,]+\) +1\.\d\d× +\d\d %", dp)
+    speed = r"\([\d,]+\) \([\d,]+–[\d,]+\) +\(1\.\d\d×\) +\(\d\d %\)"
+    assert re.search(rf"dp \(emulated\) +{speed}", dp)
+    assert "in brackets: copies in shared memory, no PCIe, no devices" in text
     assert "range over its tenths" in text
     assert "emulated on CPU threads" in text
     assert re.search(r"async .* 94\.7 % +1 / 3", text)
@@ -401,3 +403,51 @@ def test_an_emulated_link_is_named_wherever_results_are():
     assert sentence(with_link).endswith(f"; all of it {link}.")
     assert "link" not in results_table(without).text() + sentence(without)
     assert list(runs_frame(with_link)["link"]) == ["1Gbit,0.5ms"] * 2
+
+
+def column(table: Table, title: str) -> list[str]:
+    """The cells of a column, without what stands in small print."""
+    at = [each.title for each in table.columns].index(title)
+    return [row[at].text for row in table.rows]
+
+
+def test_exposed_is_unknown_where_it_cannot_be_seen():
+    comparison = fake_comparison(("single", "ddp"))
+    single, ddp = comparison.runs
+    assert column(results_table(comparison), "exposed")[-1].endswith("%")
+    blind = replace(ddp, header=replace(ddp.header, sees_exposed=False))
+    assert "exposed" not in results_table(comparison.with_runs([single, blind])).text()
+
+
+def test_a_ceiling_has_no_part_in_the_sentence_and_never_misses_a_target():
+    comparison = fake_comparison(("single", "no-comm", "ddp"))
+    runs = [
+        replace(run, spec=replace(run.spec, is_ceiling=run.name == "no-comm"))
+        for run in comparison.runs
+    ]
+    found = comparison.with_runs(runs)
+    assert "no-comm" not in sentence(found, Target(value=1e-9))
+    assert "no-comm" in sentence(comparison, Target(value=1e-9))
+    assert column(results_table(found, Target(value=1e-9)), "to loss 1e-09") == ["never", "–", "never"]
+
+
+def test_efficiency_is_parted():
+    table = results_table(fake_comparison(("single", "no-comm", "ddp")))
+    parts = [column(table, name) for name in ("efficiency", "machine", "communication")]
+    assert parts[1][0] == parts[2][0] == "–"  # of single itself
+    product = [float(part[2].split()[0]) / 100 for part in parts]
+    assert product[0] == pytest.approx(product[1] * product[2], abs=0.02)
+    assert "efficiency = machine × communication" in table.text()
+
+
+def test_hidden_communication_on_a_cpu_is_said_to_take_time():
+    comparison = fake_comparison(("single", "ddp"))
+    note = "communication hidden on a CPU still takes a core's time"
+    assert note in results_table(comparison).text()
+    on_gpus = [replace(run, header=replace(run.header, device="cuda:0")) for run in comparison.runs]
+    assert note not in results_table(comparison.with_runs(on_gpus)).text()
+
+
+def test_what_is_emulated_is_drawn_hollow():
+    look = styles(fake_comparison(("single", "dp", "ddp")))
+    assert [strategy for (_, strategy), style in look.items() if style.is_hollow] == ["dp"]

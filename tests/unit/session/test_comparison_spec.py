@@ -10,41 +10,68 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import Target, parse_target
 from ddpnb.protocol.training_options import TrainingSpec, make_training_spec, training_options
+from ddpnb.reports.formatting import differences
 from ddpnb.session.comparison import ComparisonSpec
 
 CELL = "def model(): ...\ndef data(split): ..."
 DIGITS = TrainingSpec(task="digits")
 
 
-def test_repeats_are_interleaved_so_that_none_is_favoured():
-    spec = ComparisonSpec(strategies=("dp", "ddp"), training=DIGITS, num_repeats=2)
+def test_each_repeat_begins_with_another_strategy_and_has_a_seed_that_all_share():
+    training = TrainingSpec(task="digits", seed=7)
+    spec = ComparisonSpec(
+        strategies=("single", "dp", "ddp"), training=training, num_repeats=3, baseline=False
+    )
     runs = spec.run_specs()
-    assert [(run.repeat, run.strategy) for run in runs] == [
-        (0, "single"),
-        (0, "dp"),
-        (0, "ddp"),
-        (1, "single"),
-        (1, "dp"),
-        (1, "ddp"),
+    assert [(run.repeat, run.seed, run.strategy) for run in runs] == [
+        (0, 7, "single"),
+        (0, 7, "dp"),
+        (0, 7, "ddp"),
+        (1, 8, "dp"),
+        (1, 8, "ddp"),
+        (1, 8, "single"),
+        (2, 9, "ddp"),
+        (2, 9, "single"),
+        (2, 9, "dp"),
     ]
-    assert len({run.run_id for run in runs}) == 6
+    assert len({run.run_id for run in runs}) == 9
+    assert {run.data_seed for run in runs} == {7}  # the data are the same in each
+    assert differences(runs) == []
+
+
+def test_the_greatest_seed_has_repeats_too():
+    training = TrainingSpec(task="digits", seed=2**63 - 1)
+    spec = ComparisonSpec(strategies=("ddp",), training=training, num_repeats=2, baseline=False)
+    assert [run.seed for run in spec.run_specs()] == [2**63 - 1, 0]
 
 
 @pytest.mark.parametrize(
     ("asked", "baseline", "expected"),
     [
-        (("ddp",), True, ["single", "ddp"]),
+        (("ddp",), True, ["single", "no-comm", "ddp"]),
         (("ddp",), False, ["ddp"]),
-        (("ddp", "single"), True, ["single", "ddp"]),
+        (("single",), True, ["single"]),
+        (("no-comm",), True, ["single", "no-comm"]),
+        (("ddp", "single"), True, ["single", "no-comm", "ddp"]),
         (("ddp", "single"), False, ["ddp", "single"]),
         (("async", "ddp", "async"), False, ["async", "ddp"]),
     ],
 )
-def test_the_baseline_is_added_once_and_first(
+def test_the_baseline_and_the_ceiling_are_added_once_and_first(
     asked: tuple[str, ...], baseline: bool, expected: list[str]
 ):
     spec = ComparisonSpec(strategies=asked, training=DIGITS, baseline=baseline)
     assert [run.strategy for run in spec.run_specs()] == expected
+
+
+def test_a_ceiling_that_was_added_is_trained_for_its_rate_alone():
+    training = TrainingSpec(task="digits", kill=("1@1s",), save_every=1.0)
+    asked = ComparisonSpec(strategies=("ddp", "no-comm"), training=training).run_specs()
+    assert not any(run.is_ceiling for run in asked)
+    _, ceiling, ddp = ComparisonSpec(strategies=("ddp",), training=training).run_specs()
+    assert (ceiling.is_ceiling, ceiling.kill, ceiling.save_every) == (True, (), 0.0)
+    assert (ddp.is_ceiling, ddp.kill, ddp.save_every) == (False, ("1@1s",), 1.0)
+    assert differences([ceiling, ddp]) == []
 
 
 def test_all_runs_have_the_same_training():
@@ -60,6 +87,12 @@ def test_all_runs_have_the_same_training():
     for run in ComparisonSpec(strategies=("dp", "async"), training=training).run_specs():
         for name in TrainingSpec.__dataclass_fields__:
             assert getattr(run, name) == getattr(training, name)
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "nan"])
+def test_a_least_time_is_greater_than_none(text: str):
+    with pytest.raises(UserError, match=f"--min-seconds must be greater than 0, not {text}"):
+        make_training_spec({"task": "digits", "min_seconds": text})
 
 
 NAN = float("nan")
