@@ -39,6 +39,8 @@ from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 
 _CENTRE = 0
 """The number of the centre's copy, and of its lock."""
+_HOLDER = 0
+"""The rank that the others reach the centre through, over an emulated link."""
 
 
 @final
@@ -124,6 +126,8 @@ class Easgd(SharedMemoryStrategy):
         if self._rate == 0:
             return 0
         replica.timer.begin("communication")
+        if replica.rank != _HOLDER:
+            replica.link.swap(replica.rank, _HOLDER, num_bytes(replica.parameters))
         with self._weights.locked(_CENTRE):
             for mine, centre in zip(replica.parameters, self._centre, strict=True):
                 force = self._rate * (mine.to(centre.device) - centre)
@@ -133,6 +137,9 @@ class Easgd(SharedMemoryStrategy):
 
     @torch.no_grad()
     def _take_centre(self) -> None:
+        replica = self._replica
+        if replica.rank != _HOLDER:
+            replica.link.message(_HOLDER, replica.rank, num_bytes(replica.parameters))
         with self._weights.locked(_CENTRE):
-            for mine, centre in zip(self._replica.parameters, self._centre, strict=True):
+            for mine, centre in zip(replica.parameters, self._centre, strict=True):
                 mine.copy_(centre)
