@@ -178,7 +178,8 @@ class _LinkedMessage(dist.Work):
         """Wait for the backend, then for the link."""
         done = bool(self._work.wait(*timeout))
         while math.isnan(end := self._link.timeline.end(*self._come)):
-            self._link.sleep_until(time.monotonic() + POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
+            self._link.check()
         self._link.sleep_until(end + self._latency)
         return done
 

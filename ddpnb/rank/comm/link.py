@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LinkSpec
 
 # -- the model: lists of messages ----------------------------------------------------------
@@ -232,6 +233,8 @@ _ENTRY: Final = struct.Struct("<qqd")
 class Timeline:
     """Until when each rank's link is in use, in a file that all ranks of the host map.
 
+    Raises ``UserError`` where there is no room for it.
+
     A channel is what numbers exchanges alike on all its ranks: a group, or two ranks in one
     direction.  The last rank that comes to an exchange fixes its end.  All is read and written
     under a lock; times are of the monotonic clock, which is the host's.
@@ -245,7 +248,15 @@ class Timeline:
         self._first_entry = world_size * _ENDS.size
         size = self._first_entry + num_channels * NUM_KEPT * _ENTRY.size
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.posix_fallocate(self._descriptor, 0, size)  # else a full disk would end the process
+        try:
+            os.posix_fallocate(self._descriptor, 0, size)  # else a full disk would end the process
+        except OSError as error:
+            os.close(self._descriptor)
+            path.unlink(missing_ok=True)
+            raise UserError(
+                f"There is no room for {size / 1e6:.1f} MB of shared memory in {path.parent}, "
+                "which --link needs; free some."
+            ) from error
         self._map = mmap.mmap(self._descriptor, size)
         self._numbers: dict[int, int] = {}
 
