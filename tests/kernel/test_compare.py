@@ -122,7 +122,7 @@ def test_a_least_time_makes_all_runs_as_many_epochs_longer(kernel: Kernel):
     assert not cell.error, cell.error_text
     assert "epochs in place of 0.2, so that each run takes 0.2 s or more." in cell.stdout
     epochs = "longer.to_frame().num_epochs"
-    assert kernel.value(f"({epochs}.nunique(), {epochs}.min() > 0.2)") == "(1, True)"
+    assert kernel.value(f"({epochs}.nunique(), bool({epochs}.min() > 0.2))") == "(1, True)"
 
 
 def test_the_cell_sees_the_ranks_variables_and_leaves_its_own_behind(kernel: Kernel):

@@ -205,9 +205,9 @@ def test_what_writing_takes_is_not_training_time(ranks, tmp_path):
         steps = [event for event in events if isinstance(event, StepEvent)]
         seconds = [event.seconds for event in steps]
         assert seconds == sorted(seconds)
-        assert 0 < report.seconds == seconds[-1] < 3.0, "6 s were spent on writing"
+        assert 0 < seconds[-1] <= report.seconds < 3.0, "6 s were spent on writing"
         parts = [event.parts for event in steps]
-        assert sum(sum(part) - part.hidden for part in parts) == pytest.approx(report.seconds)
+        assert sum(sum(part) - part.hidden for part in parts) == pytest.approx(seconds[-1])
 
 
 def test_notes_say_whether_the_clock_runs_meanwhile(ranks, tmp_path):

@@ -177,9 +177,12 @@ class DataParallel(SynchronousStrategy):
     def _time_sum(self, copies: list[Any]) -> None:
         """Count the sum of the gradients, which ends the backward pass, as communication.
 
-        The copies come from one node of autograd's graph, which sums when it goes backward.
+        The copies come from one node of autograd's graph, which sums when it goes backward.  They
+        are plain attributes of the copied modules, and no parameters.
         """
-        nodes = {p.grad_fn for copied in copies for p in copied.parameters() if p.grad_fn}
+        modules = (module for copied in copies for module in copied.modules())
+        held = (each for module in modules for each in vars(module).values())
+        nodes = {each.grad_fn for each in held if isinstance(each, Tensor) and each.grad_fn}
         timer = self._replica.timer
         for node in nodes:
             node.register_prehook(lambda _: _note(timer, "communication"))
