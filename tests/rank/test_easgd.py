@@ -129,7 +129,7 @@ def test_a_new_process_takes_a_dead_ones_place(fresh_ranks, tmp_path):
     (fit, lost), _ = group.end()
     joined, _ = outside.result()
     assert len(joined.reports) > 5
-    assert joined.reports[0].loss < 0.1 * fit.reports[0].loss  # it begins with the centre
+    assert joined.reports[0].loss < 0.3 * fit.reports[0].loss  # it begins with the centre
     assert len(fit.reports) + len(joined.reports) + 5 + len(lost) == QUICK.order(2).num_steps * 2
     assert distance(fit, joined) == 0
     assert list(group.folder.iterdir()) == []

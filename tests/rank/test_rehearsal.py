@@ -145,8 +145,8 @@ def test_a_class_of_ones_own_is_rehearsed_on_a_replica_of_its_own(ranks):
 def test_all_shards_are_trained_on_once_whoever_rehearses(ranks, strategy):
     results = ranks(3).call(run_job, spec_of(strategy, num_epochs=0.1))  # one batch: 3 shards
     assert sum(report.num_samples for report, _ in results) == 32
-    stale = [e.staleness for _, events in results for e in events if isinstance(e, StepEvent)]
-    assert max(stale) <= 2
+    steps = [e for _, events in results for e in events if isinstance(e, StepEvent)]
+    assert all(step.staleness is None or step.staleness <= 2 for step in steps)
 
 
 @pytest.mark.parametrize("strategy", ["Averaging", "no-comm"])
