@@ -1,10 +1,14 @@
-"""Run benchmarks and keep their figures: ``python -m benchmarks [start memory cells ...]``."""
+"""Run benchmarks and keep their figures: ``python -m benchmarks [start memory cells ...]``.
+
+A benchmark that takes options has them after a colon: ``claims:num=20,part=power``.
+"""
 
 import importlib
 import itertools
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -30,7 +34,7 @@ ALL = (
     "wire",
     "monitor",
 )
-"""Those that need no GPU and end soon; ``gpu`` and ``soak`` are asked for by name."""
+"""Those that need no GPU and end soon; ``claims``, ``gpu`` and ``soak`` are asked for by name."""
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -61,16 +65,26 @@ def gpus() -> dict[str, str]:
 def main(names: list[str]) -> None:
     figures: list[Figure] = []
     print(HEAD)
-    for name in names or ALL:
-        for figure in importlib.import_module(f"benchmarks.{name}").measure():
+    for word in names or ALL:
+        name, _, given = word.partition(":")
+        options = dict(part.split("=", 1) for part in given.split(",") if part)
+        for figure in _measure(name, options):
             print(figure.row(), flush=True)
             figures.append(figure)
     if not figures:
         return
     content = {"machine": machine(), "figures": [figure.to_json() for figure in figures]}
-    path = free_path(f"{time.strftime('%Y-%m-%d')}-{'-'.join(names) or 'all'}")
+    called = "-".join(re.sub(r"[:=,]", "-", word) for word in names) or "all"
+    path = free_path(f"{time.strftime('%Y-%m-%d')}-{called}")
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"\n{path}")
+
+
+def _measure(name: str, options: dict[str, str]) -> list[Figure]:
+    """Measure one; options are of the types that its function names."""
+    function = importlib.import_module(f"benchmarks.{name}").measure
+    kinds = function.__annotations__
+    return list(function(**{key: kinds[key](value) for key, value in options.items()}))
 
 
 def free_path(stem: str) -> Path:

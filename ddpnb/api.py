@@ -8,6 +8,7 @@ from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.query import Search
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Script
+from ddpnb.protocol.notation import parse_target
 from ddpnb.protocol.options import typed
 from ddpnb.protocol.training_options import make_training_spec, takes_training_options
 from ddpnb.reports.listing import Details, runs_table
@@ -234,7 +235,7 @@ def compare(
     wait: bool = True,
     y: str = "",
     log: bool = False,
-    target: float | None = None,
+    target: float | str | None = None,
     **choices: Any,
 ) -> ComparisonResult | RunningComparison:
     """Train strategies on the same task and compare them live; the twin of ``%%ddp_compare``.
@@ -246,11 +247,13 @@ def compare(
             what docs/your-code.md lists, and a strategy of your own.
         repeats: how often each strategy is trained; the strategies take turns.
         name: the name of the stored comparison; by default made from the task.
-        baseline: whether to train ``single`` too, as the reference of the speed-up.
+        baseline: whether to train ``single`` too, as the reference of the speed-up, and
+            ``no-comm``, as its ceiling.
         wait: whether to wait until everything is trained.
         y: draw this further number of ``training_step`` in place of the loss.
         log: whether losses are drawn on a logarithmic axis.
-        target: a training loss; the moment when each strategy reaches it is marked.
+        target: a training loss, or ``"accuracy=0.95"`` on held-out samples; when each strategy
+            reaches it is in the table.
         **choices: as listed.
 
     Returns:
@@ -268,7 +271,7 @@ def compare(
         num_repeats=repeats,
         name=name,
         baseline=baseline,
-        options=PlotOptions(y=y, log=log, target=target),
+        options=PlotOptions(y=y, log=log, target=parse_target(target)),
     )
     return this_session().compare(spec, wait=wait)
 
@@ -310,7 +313,7 @@ def delete(name: str) -> tuple[str, ...]:
 
 @typed
 def plot(
-    *names: str, x: str = "", y: str = "", log: bool = False, target: float | None = None
+    *names: str, x: str = "", y: str = "", log: bool = False, target: float | str | None = None
 ) -> ComparisonResult:
     """Return stored runs as one comparison that a notebook draws; the twin of ``%ddp_plot``.
 
@@ -319,9 +322,10 @@ def plot(
         x: draw losses against only ``"samples"``, ``"seconds"`` or ``"updates"``.
         y: draw this further number, which steps or ``ddpnb.log`` measured, in place of the loss.
         log: whether losses are drawn on a logarithmic axis.
-        target: a training loss; the moment when each run reaches it is marked.
+        target: a training loss, or ``"accuracy=0.95"`` on held-out samples; when each run reaches
+            it is in the table.
     """
-    return this_session().load(names, PlotOptions(x=x, y=y, log=log, target=target))
+    return this_session().load(names, PlotOptions(x=x, y=y, log=log, target=parse_target(target)))
 
 
 @typed

@@ -53,8 +53,8 @@ MUTANTS = [
     Mutant(
         "a stale gradient is damped too much",
         "rank/comm/parameter_store.py",
-        "(1 + fmean(",
-        "(2 + fmean(",
+        "factor = (1 + usual) / (1 + staleness)",
+        "factor = (1 + usual) / (2 + staleness)",
         "tests/unit/rank/test_transport.py",
     ),
     Mutant(
@@ -93,11 +93,11 @@ MUTANTS = [
         "tests/unit/session/test_ranks.py",
     ),
     Mutant(
-        "ranges that do not touch overlap",
-        "history/summary.py",
-        "self.low <= other.high and other.low <= self.high",
-        "self.low <= other.high",
-        "tests/unit/history/test_summary.py",
+        "an interval is not widened for the other claims of its sentence",
+        "history/claims.py",
+        "(1 - LEVEL) / 2 / num_claims",
+        "(1 - LEVEL) / 2",
+        "tests/unit/history/test_claims.py",
     ),
 ]
 

@@ -20,7 +20,6 @@ from ddpnb.cluster.placement import (
     ClusterSpec,
     asks_for_gpus,
     controller_arguments,
-    num_cores,
     place_ranks,
 )
 from ddpnb.cluster.processes import HeldError, Processes
@@ -35,7 +34,7 @@ from ddpnb.cluster.run_folder import (
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import OnRank, StaleVariable
 from ddpnb.protocol.notation import format_ranks
-from ddpnb.protocol.processes import RankCommand, process_id
+from ddpnb.protocol.processes import RankCommand, num_cores, process_id
 
 
 @dataclass(kw_only=True, slots=True)

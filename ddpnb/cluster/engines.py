@@ -40,6 +40,8 @@ class Engines:
         self.states: tuple[RankState, ...] = ()
         self.exits: dict[Member, Exit] = {}
         """Processes that ended without being asked to."""
+        self.names: dict[int, tuple[str, ...]] = {}
+        """The variables that each rank had after its last cell."""
         self.is_over = False
         """Whether this kernel has ended the cluster, or has detached from it."""
         self._master_port = free_port()
@@ -135,6 +137,7 @@ class Engines:
         """
         assert self.placement is not None
         self.exits.pop(rank, None)
+        self.names.pop(rank, None)
         self.processes.start_rank(
             rank,
             environment=torchrun_environment(self.placement, rank, self._master_port),

@@ -1,13 +1,13 @@
 """The cluster that a user asks for: each rank's device, threads and settings (kernel)."""
 
 import math
-import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.processes import num_cores
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
@@ -67,13 +67,6 @@ class Placement:
         """Return whether another rank computes on the same GPU."""
         device = self.devices[rank]
         return device != "cpu" and self.devices.count(device) > 1
-
-
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def asks_for_gpus(spec: ClusterSpec) -> bool:

@@ -68,7 +68,9 @@ def make_aligner(header: RunHeader | None, spec: RunSpec | None, num_ranks: int 
     """
     if header is None or not header.synchronous:
         return AsynchronousAligner(header.num_workers if header else num_ranks)
-    return SynchronousAligner(header.num_workers, spec.batch_size if spec else None)
+    return SynchronousAligner(
+        header.num_workers, spec.global_batch(header.num_workers) if spec else None
+    )
 
 
 @final

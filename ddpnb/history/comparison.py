@@ -1,7 +1,6 @@
 """Several runs that belong together, where they were trained, and how to repeat them.  (Kernel.)"""
 
 import contextlib
-import os
 import platform
 import shlex
 from collections import Counter
@@ -14,12 +13,13 @@ from ddpnb.history.model import RunSnapshot
 from ddpnb.protocol.catalogue import BASELINE, CELL_TASK
 from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.protocol.options import Option
+from ddpnb.protocol.processes import num_cores, num_hardware_threads
 from ddpnb.protocol.training_options import training_options
 
 LIBRARIES = ("ddpnb", "torch", "ipyparallel", "numpy")
 """Libraries in ``environment``, by their version."""
 
-ALWAYS = ("num_epochs", "batch_size", "learning_rate", "seed")
+ALWAYS = ("num_epochs", "batch_size", "learning_rate", "momentum", "seed")
 """Fields that are written out even where they have their default, which may change."""
 
 
@@ -80,7 +80,7 @@ def environment() -> dict[str, str]:
         "system": platform.platform(),
         "host": platform.node(),
         "CPU": _cpu_model(),
-        "CPU cores": str(os.cpu_count() or "unknown"),
+        "CPU cores": _cores(),
     }
 
 
@@ -100,7 +100,7 @@ def magic_of(comparison: Comparison) -> str:
 
     Empty for hand-written loops and for several comparisons together.
     """
-    specs = comparison.specs
+    specs = [spec for spec in comparison.specs if not spec.is_ceiling]
     if not specs:
         return ""
     strategies = tuple(dict.fromkeys(spec.strategy for spec in specs))
@@ -156,6 +156,12 @@ def chosen(spec: RunSpec) -> Iterator[tuple[str, Option]]:
             yield name, option
 
 
+def _cores() -> str:
+    """Return how many cores may be used, and their hyper-threads where these are more."""
+    cores, threads = num_cores(), num_hardware_threads()
+    return str(cores) if cores == threads else f"{cores}, with {threads} hyper-threads"
+
+
 def _cpu_model() -> str:
     """Return the name of the processor, as far as it is known."""
     with contextlib.suppress(OSError):
@@ -186,6 +192,8 @@ def _words(spec: RunSpec) -> list[str]:
     for name, option in (always | dict(chosen(spec))).items():
         if name == "resume" and spec.resumed:  # the comparison: each strategy resumes its own run
             words += [option.flag, spec.resumed.partition("/")[0]]
+        elif name == "batch_size" and spec.batch_per_worker is not None:
+            continue
         elif name != "task":
             words += option.words(getattr(spec, name))
     return words

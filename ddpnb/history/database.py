@@ -193,6 +193,8 @@ def from_fields(kind: type[Message], given: Mapping[str, Any]) -> Message:
         for entry in fields
         if entry.name in given
     }
+    if kind is RunSpec and "momentum" not in given and "optimizer" not in given.get("source", ""):
+        values["momentum"] = 0.9  # stored before there was this field
     if kind is RunHeader and "is_emulated" not in given:  # stored before there was this field
         values["is_emulated"] = any("emulated" in note for note in given["notes"])
     try:

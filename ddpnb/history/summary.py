@@ -4,6 +4,8 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +21,17 @@ from ddpnb.history.metrics import (
     tenths,
 )
 from ddpnb.history.model import RunSnapshot, Status, ending
+from ddpnb.history.stability import stability_notes
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import Mark, MarkKind, RunReport
-from ddpnb.protocol.notation import parse_kill
+from ddpnb.protocol.messages import Evaluation, Mark, MarkKind, RunReport
+from ddpnb.protocol.notation import Target, parse_kill
 
 StalenessCounts = NDArray[np.int64]
 """How many updates had staleness 0, 1, 2 ..."""
+
+SHORT_SECONDS = 4.0
+"""A run's speed is not measured well in less."""
 
 StrategyKey = tuple[str, str]
 """Comparison and name, which the repeats of one strategy have in common."""
@@ -42,11 +48,6 @@ class Spread:
     over: str = ""
     """``"repeats"``, ``"tenths"`` of the only run, or ``""`` if there is no range."""
 
-    def overlaps(self, other: "Spread") -> bool:
-        """Whether the ranges touch or one is not known, so that nothing may be claimed."""
-        values = (self.low, self.high, other.low, other.high)
-        return any(map(math.isnan, values)) or (self.low <= other.high and other.low <= self.high)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategySummary:
@@ -60,20 +61,29 @@ class StrategySummary:
     """0 if not known."""
     status: Status
     samples_per_second: Spread = field(default_factory=Spread)
+    rates: Mapping[int, float] = field(default_factory=dict)
+    """Samples/s by repeat, where it is known."""
     speed_up: float = math.nan
-    """Median samples/s over the median of ``single`` in the same comparison."""
+    """Geometric mean, over the repeats, of samples/s over those of ``single`` in the same one."""
     efficiency: float = math.nan
-    """Speed-up over number of workers: 1 is ideal."""
+    """Speed-up over number of devices: 1 is ideal.  Machine times share of the ceiling."""
+    machine: float = math.nan
+    """What the machine gives all devices at once: ``no-comm`` over devices times ``single``."""
     share_of_ceiling: float = math.nan
-    """Median samples/s over the median of ``no-comm`` in the same comparison."""
+    """Median samples/s over the median of ``no-comm`` in the same comparison: what communication
+    leaves."""
     split: StepSplit = field(default_factory=StepSplit)
     final_loss: Spread = field(default_factory=Spread)
     held_out_loss: Spread = field(default_factory=Spread)
     held_out_accuracy: Spread = field(default_factory=Spread)
+    num_held_out: int = 0
+    """Held-out samples that the model was evaluated on; 0 if not known."""
     held_out_metrics: Mapping[str, Spread] = field(default_factory=dict)
     """What the cell's own functions measured, by name."""
     last_metrics: Mapping[str, Spread] = field(default_factory=dict)
     """Where the curve of each further number ends that the steps measured."""
+    bytes_received: float = math.nan
+    """What one worker received in one step; NaN if nothing."""
     staleness_median: float = math.nan
     staleness_max: float = math.nan
     num_lost_samples: float = math.nan
@@ -83,32 +93,65 @@ class StrategySummary:
     optimizer_bytes: float = math.nan
     """The most that a rank holds of the optimizer's state."""
     seconds_to_target: Spread = field(default_factory=Spread)
-    """Until the smoothed training loss was as low as the target."""
+    """Until the target was reached: by the smoothed training loss, or on held-out samples."""
     samples_to_target: Spread = field(default_factory=Spread)
+    samples_by_repeat: Mapping[int, float] = field(default_factory=dict)
+    """The same by repeat, of those that reached it; empty where the target is an accuracy, which
+    is known at a few moments alone."""
     num_missed_target: int = 0
     """Repeats that never reached it."""
     num_diverged: int = 0
     """Losses that were NaN or infinite."""
+    sees_exposed: bool = True
+    """Whether communication that holds up the computing can be told from the rest."""
+    is_on_cpu: bool = False
+    is_ceiling: bool = False
+    """Whether it was added as the ceiling, for its speed alone."""
     is_emulated: bool = False
     """Whether it is emulated, so that its speed says nothing about the real strategy's."""
+    is_short: bool = False
+    """Whether a run was over before its speed could be measured."""
     notes: tuple[str, ...] = ()
 
 
-def summarise(comparison: Comparison, target: float | None = None) -> tuple[StrategySummary, ...]:
+class Efficiency(NamedTuple):
+    """The parts of efficiency, which is their product; NaN where they are not known."""
+
+    machine: float
+    communication: float
+
+
+def efficiency_of(of_ceiling: float, of_single: float, num_devices: int) -> Efficiency:
+    """Return the parts of efficiency.
+
+    Args:
+        of_ceiling: samples/s over those of the ceiling.
+        of_single: samples/s of the ceiling over those of ``single``.
+        num_devices: 0 for ``single`` itself, of which neither part means anything.
+    """
+    if num_devices == 0:
+        return Efficiency(math.nan, math.nan)
+    return Efficiency(of_single / num_devices, of_ceiling)
+
+
+def summarise(comparison: Comparison, target: Target | None = None) -> tuple[StrategySummary, ...]:
     """Return one summary for each strategy of each comparison among the runs.
 
     Args:
         comparison: the runs.
-        target: the training loss to reach, for ``seconds_to_target``; None: there is none.
+        target: to reach, for ``seconds_to_target``; None: there is none.
     """
     groups = group_runs(comparison.runs)
     speeds = {key: _speed_of(_counted(runs)) for key, runs in groups.items()}
+    rates = {key: by_repeat(_counted(runs), samples_per_second) for key, runs in groups.items()}
     settled = {  # nothing is measured against a run that still trains
         key: speeds[key].middle
         for key, runs in groups.items()
         if not any(run.is_running for run in _counted(runs))
     }
-    return tuple(_summary(key, runs, speeds[key], settled, target) for key, runs in groups.items())
+    return tuple(
+        _summary(key, runs, speeds[key], rates, settled, target) for key, runs in groups.items()
+    )
 
 
 def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapshot]]:
@@ -120,15 +163,59 @@ def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapsho
 
 
 def samples_per_second(run: RunSnapshot) -> float:
-    """Return all samples over the training seconds of the slowest worker; NaN before any."""
-    workers = [report for report in run.reports if report.took_part and report.num_samples > 0]
-    if workers and not run.is_running:
-        samples = float(sum(report.num_samples for report in workers))
-        seconds = max(report.seconds for report in workers)
-    else:
-        samples = float(run.aggregate.num_samples)
-        seconds = run.aggregate.seconds
+    """Return all samples over the training seconds of the slowest worker; NaN before any.
+
+    Of a ceiling, whose workers train for the same time: as if each were as slow as the slowest.
+    """
+    workers = _workers_of(run)
+    if workers and run.spec is not None and run.spec.is_ceiling:
+        return len(workers) * min(report.num_samples / report.seconds for report in workers)
+    samples = float(sum(report.num_samples for report in workers) or run.aggregate.num_samples)
+    seconds = training_seconds(run)
     return samples / seconds if seconds > 0 and samples > 0 else math.nan
+
+
+def by_repeat(
+    runs: Sequence[RunSnapshot], number_of: Callable[[RunSnapshot], float]
+) -> Mapping[int, float]:
+    """Return a number of each run by its repeat, where it is known and greater than 0.
+
+    Runs that do not say which repeat they are, such as hand-written loops, count in their order.
+    """
+    repeats: Sequence[int] = [run.repeat for run in runs]
+    if len(set(repeats)) < len(repeats):
+        repeats = range(len(runs))
+    numbers = {repeat: number_of(run) for repeat, run in zip(repeats, runs, strict=True)}
+    return {repeat: number for repeat, number in numbers.items() if number > 0}
+
+
+def log_ratios(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
+    """Return the logarithm of the ratio within each repeat in which both numbers are known."""
+    return [math.log(ours[repeat] / theirs[repeat]) for repeat in ours if repeat in theirs]
+
+
+def mean_ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float:
+    """Return the geometric mean of the ratios within each repeat; NaN if there are none."""
+    logs = log_ratios(ours, theirs)
+    return math.exp(fmean(logs)) if logs else math.nan
+
+
+def bytes_received(runs: Sequence[RunSnapshot]) -> float:
+    """Return what a worker received in a step, the mean over all; NaN if nothing."""
+    reports = [report for run in runs for report in _workers_of(run)]
+    num_bytes = sum(report.num_bytes_received for report in reports)
+    return num_bytes / sum(report.num_steps for report in reports) if num_bytes else math.nan
+
+
+def training_seconds(run: RunSnapshot) -> float:
+    """Return the training seconds of the slowest worker, with what follows its last step."""
+    return max((report.seconds for report in _workers_of(run)), default=run.aggregate.seconds)
+
+
+def _workers_of(run: RunSnapshot) -> list[RunReport]:
+    """Return the reports of the workers that have trained; none while the run trains."""
+    reports = () if run.is_running else run.reports
+    return [report for report in reports if report.took_part and report.num_samples > 0]
 
 
 def staleness_counts(runs: Sequence[RunSnapshot]) -> StalenessCounts:
@@ -185,29 +272,66 @@ def spread(values: Sequence[float], over: str = "repeats") -> Spread:
     return Spread(middle=middle, low=min(known), high=max(known), over=over)
 
 
-def time_to_target(run: RunSnapshot, target: float) -> tuple[float, float]:
-    """Return the second and the sample at which the smoothed loss first reached ``target``.
+def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
+    """Return the second and the sample at which a run first reached ``target``.
 
-    In a run that resumes another, the samples count on; the seconds are its own.
+    That is where the smoothed training loss was as low, or, between two evaluations by linear
+    interpolation, the held-out accuracy as high.  In a run that resumes another, the samples count
+    on; the seconds are its own.
     """
-    curve, loss = run.aggregate.curve, smoothed_loss(run)
-    samples = curve.samples + run.num_samples_before
-    return first_reached(loss, curve.seconds, target), first_reached(loss, samples, target)
+    if target.is_accuracy:
+        found = np.array(evaluations(run), dtype=np.float64).reshape(-1, len(Evaluation._fields))
+        samples, seconds, _, accuracy = found.T
+        falling, goal = -accuracy, -target.value
+    else:
+        curve, falling, goal = run.aggregate.curve, smoothed_loss(run), target.value
+        seconds, samples = curve.seconds, curve.samples + run.num_samples_before
+    return first_reached(falling, seconds, goal), first_reached(falling, samples, goal)
+
+
+def evaluations(run: RunSnapshot) -> tuple[Evaluation, ...]:
+    """Return the held-out curve of a run, which ends with the trained model; empty if none."""
+    found = next((report.evaluations for report in run.reports if report.evaluations), ())
+    if not found or run.status is not Status.FINISHED:
+        return found
+    last = Evaluation(
+        num_samples=run.num_samples_before + run.aggregate.num_samples,
+        seconds=max((report.seconds for report in run.reports if report.took_part), default=0.0),
+        loss=reported(run, lambda report: report.held_out_loss),
+        accuracy=reported(run, lambda report: report.held_out_accuracy),
+    )
+    return (*(each for each in found if each.num_samples < last.num_samples), last)
 
 
 def _summary(
     key: StrategyKey,
     runs: Sequence[RunSnapshot],
     speed: Spread,
+    rates: Mapping[StrategyKey, Mapping[int, float]],
     settled: Mapping[StrategyKey, float],
-    target: float | None,
+    target: Target | None,
 ) -> StrategySummary:
     comparison, name = key
     counted = _counted(runs)
     stale = staleness_counts(counted)
     num_workers = max(map(_num_workers, counted), default=0)
-    speed_up = speed.middle / settled.get((comparison, BASELINE), math.nan)
-    reached = [] if target is None else [time_to_target(run, target) for run in counted]
+    aiming = [r for r in counted if target and (evaluations(r) or not target.is_accuracy)]
+    reached = [time_to_target(run, target) for run in aiming if target is not None]
+    samples: Mapping[int, float] = {}
+    if target is not None and not target.is_accuracy:
+        samples = by_repeat(counted, lambda run: time_to_target(run, target)[1])
+    single, ceiling = (
+        rates[other] if (other := (comparison, each)) in settled else {}
+        for each in (BASELINE, CEILING)
+    )
+    devices = max(map(num_devices, counted), default=0)
+    speed_up = mean_ratio(rates[key], single)
+    shares = efficiency_of(
+        mean_ratio(rates[key], ceiling),
+        mean_ratio(ceiling, single),
+        0 if name == BASELINE else devices,
+    )
+    headers = [run.header for run in counted if run.header is not None]
     return StrategySummary(
         name=name,
         comparison=comparison,
@@ -215,15 +339,19 @@ def _summary(
         num_workers=num_workers,
         status=counted[-1].status,
         samples_per_second=speed,
+        rates=rates[key],
         speed_up=speed_up,
-        efficiency=speed_up / num_workers if num_workers else math.nan,
-        share_of_ceiling=speed.middle / settled.get((comparison, CEILING), math.nan),
+        efficiency=speed_up / devices if devices else math.nan,
+        machine=shares.machine,
+        share_of_ceiling=shares.communication,
         split=step_split(counted),
         final_loss=spread([reported(run, lambda r: r.final_loss) for run in counted]),
         held_out_loss=spread([reported(run, lambda r: r.held_out_loss) for run in counted]),
         held_out_accuracy=spread([reported(run, lambda r: r.held_out_accuracy) for run in counted]),
+        num_held_out=max((r.num_held_out for run in counted for r in run.reports), default=0),
         held_out_metrics=_spreads([reported_metrics(run) for run in counted]),
         last_metrics=_spreads([last_metrics(run) for run in counted]),
+        bytes_received=bytes_received(counted),
         staleness_median=staleness_median(stale),
         staleness_max=float(len(stale) - 1) if len(stale) else math.nan,
         num_lost_samples=_greatest(counted, lambda report: report.num_lost_samples),
@@ -231,10 +359,15 @@ def _summary(
         optimizer_bytes=_greatest(counted, lambda report: report.num_optimizer_bytes),
         seconds_to_target=spread([seconds for seconds, _ in reached]),
         samples_to_target=spread([samples for _, samples in reached]),
+        samples_by_repeat=samples,
         num_missed_target=sum(math.isnan(seconds) for seconds, _ in reached),
         num_diverged=sum(num_diverged(run) for run in runs),
+        sees_exposed=all(header.sees_exposed for header in headers),
+        is_on_cpu=any(header.device == "cpu" for header in headers),
+        is_ceiling=any(run.spec is not None and run.spec.is_ceiling for run in counted),
         is_emulated=is_emulated(runs),
-        notes=_notes(runs),
+        is_short=any(map(_is_short, runs)),
+        notes=_notes(runs) + stability_notes(counted, staleness_median(stale)),
     )
 
 
@@ -248,6 +381,11 @@ def _num_workers(run: RunSnapshot) -> int:
     if run.header is not None:
         return run.header.num_workers
     return len(run.aggregate.ranks) if run.spec is None else 0
+
+
+def num_devices(run: RunSnapshot) -> int:
+    """Return over how many devices the speed-up is divided: GPUs that are shared count once."""
+    return (run.header.num_devices if run.header is not None else 0) or _num_workers(run)
 
 
 def _greatest(runs: Sequence[RunSnapshot], number_of: Callable[[RunReport], int]) -> float:
@@ -288,6 +426,12 @@ def _notes(runs: Sequence[RunSnapshot]) -> tuple[str, ...]:
     if lost:
         notes.append(f"{lost} batch{'es' if lost > 1 else ''} of events never arrived")
     return tuple(dict.fromkeys(notes))
+
+
+def _is_short(run: RunSnapshot) -> bool:
+    """Return whether a run was over before its speed could be measured."""
+    is_over = run.status is Status.FINISHED and run.spec is not None
+    return is_over and 0 < training_seconds(run) < SHORT_SECONDS
 
 
 def _described(mark: Mark, run: RunSnapshot) -> str:

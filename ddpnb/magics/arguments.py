@@ -100,7 +100,8 @@ def catalogue_text() -> str:
         for name, entry in entries.items():
             lines.append(f"  {name:<17}  {entry.about}")
             for key, option in entry.options.items():
-                values = "|".join(option.values) or option.default
+                given = option.example if option.default is None else option.default
+                values = "|".join(option.values) or given
                 lines.append(f"    {name}:{key}={values}  {option.about}")
     return "\n".join(lines[1:])
 

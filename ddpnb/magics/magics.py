@@ -29,6 +29,7 @@ from ddpnb.magics.arguments import (
 from ddpnb.magics.rank_cells import AutoCells, RankNames
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.notation import parse_target
 from ddpnb.protocol.training_options import make_training_spec
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import LiveDisplay, show_result
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 RANKS = "the ranks, such as 0,2-3; by default all"
 RUNS = "as %%ddp_runs lists them"
 Y = "draw this further number that the steps measured, in place of the loss"
-TARGET = "mark when each run reaches this training loss"
+TARGET = "show when each run reaches this training loss; accuracy=0.95: held-out accuracy"
 
 
 @magics_class
@@ -262,10 +263,10 @@ class DdpMagics(Magics):
     @argument("strategies", nargs="*", help=" | ".join(STRATEGIES), metavar="strategy")
     @argument("--repeats", metavar="N", type=int, default=1, help="trainings of each strategy [1]")
     @argument("--name", default="", help="the name of the stored comparison")
-    @argument("--no-baseline", action="store_true", help="do not train `single` too")
+    @argument("--no-baseline", action="store_true", help="do not train `single` and `no-comm` too")
     @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
     @argument("--y", metavar="NAME", default="", help=Y)
-    @argument("--target", metavar="LOSS", type=float, help=TARGET)
+    @argument("--target", metavar="LOSS", help=TARGET)
     @argument("--no-wait", action="store_true", help="return at once and train in the background")
     @training_arguments()
     @kwds(epilog=catalogue_text())
@@ -308,7 +309,7 @@ class DdpMagics(Magics):
     @argument("--x", metavar="AXIS", default="", help=f"only this one: {' | '.join(ACROSS)}")
     @argument("--log", action="store_true", help="draw losses on a logarithmic axis")
     @argument("--y", metavar="NAME", default="", help=Y)
-    @argument("--target", metavar="LOSS", type=float, help=TARGET)
+    @argument("--target", metavar="LOSS", help=TARGET)
     @line_magic
     def ddp_plot(self, line: str) -> Any:
         """Draw stored runs in one figure: ``%ddp_plot mine ddp --log --target 0.3``."""
@@ -373,7 +374,7 @@ def comparison_of(args: Namespace, line: str, cell: str) -> ComparisonSpec:
         num_repeats=args.repeats,
         name=args.name,
         baseline=not args.no_baseline,
-        options=PlotOptions(y=args.y, log=args.log, target=args.target),
+        options=PlotOptions(y=args.y, log=args.log, target=parse_target(args.target)),
     )
 
 

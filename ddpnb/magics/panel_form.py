@@ -55,7 +55,7 @@ class FormState:
 
 DEFAULT_STRATEGIES = ("single", "ddp", "async")
 DEFAULT_NUM_RANKS = 2
-DEFAULTS = {"num_epochs": 6.0, "learning_rate": 0.02}
+DEFAULTS = {"num_epochs": 6.0, "batch_size": 64}
 """Where the panel starts from another value than ``%ddp_compare``."""
 OWN_CELL = "own cell"
 

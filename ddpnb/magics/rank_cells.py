@@ -1,12 +1,12 @@
 """Cells that run on the ranks: which of them do, and Tab and Shift+Tab in them (kernel).
 
 A rank completes names.  Where it is busy, or does not answer at once, the notebook answers from
-its own variables.
+the names that the rank had after its last cell, and from its own variables.
 """
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from IPython.core.completer import (
     CompletionContext,
@@ -29,6 +29,9 @@ BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
 
 NOTEBOOK_MAGICS = re.compile(r"^%(%ddp|%rank|ddp_|load_ext|reload_ext|unload_ext)", re.MULTILINE)
 """A cell with one of these runs in the notebook."""
+
+NAME = re.compile(r"(?<![\w.'\"])[^\W\d]\w*$")
+"""The beginning of a variable's name, at the end of a text."""
 
 LOCAL = re.compile(r"^%%local[ \t]*$")
 
@@ -112,11 +115,16 @@ class RankNames:
         """Return what a rank completes; nothing in cells of the notebook."""
         lines = context.full_text.split("\n")[: context.cursor_line]
         offset = sum(len(line) + 1 for line in lines) + context.cursor_position
-        answer = self._ask("complete", context.full_text, offset)
+        asked = self._asked(context.full_text, offset)
+        answer = asked and self._answer("complete", asked)
         fragment, found = answer or ("", [])
+        if asked is not None and answer is None and (begun := NAME.search(asked.before)):
+            fragment = begun[0]
+            known = this_session().known_names(asked.rank)
+            found = [(name, "") for name in known if name.startswith(fragment)]
         return {
             "completions": [SimpleCompletion(text, type=kind) for text, kind in found],
-            "suppress": bool(found),
+            "suppress": bool(found and answer),
             "matched_fragment": fragment,
             "ordered": True,
         }
@@ -125,13 +133,14 @@ class RankNames:
         self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Sequence[str] = ()
     ) -> Any:
         """Answer an ``inspect_request``, as ``IPythonKernel.do_inspect`` does."""
-        if bundle := self._ask("describe", code, cursor_pos, detail_level):
+        asked = self._asked(code, cursor_pos)
+        if asked and (bundle := self._answer("describe", asked, detail_level)):
             return {"status": "ok", "found": True, "data": bundle, "metadata": {}}
         usual = type(self._kernel).do_inspect
         return usual(self._kernel, code, cursor_pos, detail_level, omit_sections)
 
-    def _ask(self, function: str, source: str, offset: int, *more: object) -> Any:
-        """Return the answer of a rank that the cell runs on; None if there is none."""
+    def _asked(self, source: str, offset: int) -> "Place | None":
+        """Return a place in a cell as the rank that it runs on sees it; None if it has none."""
         magic = CELL.match(source)
         if magic is None and not self._redirects(source):
             return None
@@ -144,6 +153,23 @@ class RankNames:
             begin = blank.end()
         if offset <= begin and magic is not None:  # in the magic's own line
             return None
-        return this_session().ask(
-            OnRank(function), source[begin:], max(0, offset - begin), *more, rank=rank
-        )
+        return Place(source[begin:], max(0, offset - begin), rank)
+
+    def _answer(self, function: str, asked: "Place", *more: object) -> Any:
+        """Return what a rank answers; None if none does."""
+        session = this_session()
+        return session.ask(OnRank(function), asked.source, asked.offset, *more, rank=asked.rank)
+
+
+class Place(NamedTuple):
+    """A place in the source of a cell that runs on ranks."""
+
+    source: str
+    offset: int
+    rank: int | None
+    """The first rank that the cell names."""
+
+    @property
+    def before(self) -> str:
+        """The source up to the place."""
+        return self.source[: self.offset]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.options import Option
 
 BASELINE = "single"
@@ -78,12 +79,44 @@ _TIMEOUT = Option(
     about="seconds without a step by any worker after which silent workers count as dead",
 )
 
+_MOMENTUM = Option(
+    default=None,
+    kind=float,
+    least=0,
+    below=1,
+    about="momentum of the default optimizer, in place of --momentum",
+)
+
+COMPENSATION = 0.04
+"""The lambda of DC-ASGD for ``compensate=on``: that of its paper for CIFAR-10."""
+
+
+def _compensation(name: str, text: str) -> float:
+    """Parse ``on``, ``off`` or a number."""
+    try:
+        return {"on": COMPENSATION, "off": 0.0}[text] if text in ("on", "off") else float(text)
+    except ValueError:
+        raise UserError(f"{name} takes on, off or a number, not {text!r}.") from None
+
+
+_BUCKET_VIEW = Option(
+    default=False,
+    about="gradients are parts of what is sent, not copied into it (gradient_as_bucket_view)",
+)
+
 STRATEGIES: Mapping[str, StrategyEntry] = {
     "single": StrategyEntry(
         about="one device",
         import_path="ddpnb.rank.strategies.single:Single",
         look=Look("#717581", "solid", "s"),
         aliases=("OneDeviceStrategy",),
+        options={
+            "threads": Option(
+                default="rank",
+                about="those of one rank, or of all ranks together",
+                choices=("rank", "all"),
+            )
+        },
     ),
     "dp": StrategyEntry(
         about="torch DataParallel; emulated by CPU threads without two GPUs",
@@ -110,6 +143,10 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
                 choices=("none", "fp16", "bf16", "powersgd"),
             ),
             "powersgd_rank": Option(default=1, about="rank of PowerSGD's matrices", least=1),
+            "powersgd_start": Option(
+                default=2, about="steps without compression at first (start_powerSGD_iter)", least=2
+            ),
+            "bucket_view": _BUCKET_VIEW,
         },
     ),
     "ddp-shm": StrategyEntry(
@@ -118,6 +155,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#174f86", "dashed", "h"),
         is_dense=True,
         needs_shared_memory=True,
+        options={"bucket_view": _BUCKET_VIEW},
     ),
     "ddp-by-hand": StrategyEntry(
         about="flatten the gradients, all-reduce, step",
@@ -125,8 +163,19 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#93c4f2", "dash-dot", "8"),
         is_dense=True,
     ),
+    "ddp-overlap-by-hand": StrategyEntry(
+        about="the same, each gradient sent while the backward pass goes on",
+        import_path="ddpnb.rank.strategies.ddp_overlap_by_hand:DdpOverlapByHand",
+        look=Look("#2f4be0", "long-short", "$\\spadesuit$"),
+        is_dense=True,
+        options={
+            "bucket_mb": Option(
+                default=0.0, about="MB of gradients per message; 0: one for each parameter", least=0
+            )
+        },
+    ),
     "ring-by-hand": StrategyEntry(
-        about="the same, with a ring all-reduce from sends and receives",
+        about="ddp-by-hand with a ring all-reduce from sends and receives",
         import_path="ddpnb.rank.strategies.ring_by_hand:RingByHand",
         look=Look("#a96b59", "long", "X"),
         is_dense=True,
@@ -156,8 +205,15 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
                 about="steps a worker may be ahead of the slowest; 0: synchronous, -1: unlimited",
             ),
             "damping": Option(
-                default=False, about="divide the learning rate by 1 + staleness (on, off)"
+                default=False, about="scale each gradient by 1 / (1 + its staleness) (on, off)"
             ),
+            "compensate": Option(
+                default=0.0,
+                least=0,
+                from_text=_compensation,
+                about=f"delay compensation (DC-ASGD): its lambda; on: {COMPENSATION:g}",
+            ),
+            "momentum": _MOMENTUM,
             "timeout": _TIMEOUT,
         },
     ),
@@ -168,7 +224,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         is_asynchronous=True,
         transports=("auto", "shm"),
         needs_shared_memory=True,
-        options={"timeout": _TIMEOUT},
+        options={"momentum": _MOMENTUM, "timeout": _TIMEOUT},
     ),
     "local-sgd": StrategyEntry(
         about="each rank trains alone; weights are averaged every few steps",
@@ -185,8 +241,20 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#f0857a", "dashed", "<"),
         options={
             "every": Option(default=8, about="inner steps per outer step", least=1),
-            "outer_lr": Option(default=0.7, about="the outer learning rate", above=0),
-            "outer_momentum": Option(default=0.9, about="the outer Nesterov momentum", least=0),
+            "outer_lr": Option(default=0.5, about="the outer learning rate", above=0),
+            "outer_momentum": Option(
+                default=0.5, about="the outer Nesterov momentum", least=0, most=0.99
+            ),
+        },
+    ),
+    "easgd": StrategyEntry(
+        about="each rank trains alone; now and then a centre and it draw each other",
+        import_path="ddpnb.rank.strategies.easgd:Easgd",
+        look=Look("#06464f", "dash-dot-dot", "$\\clubsuit$"),
+        options={
+            "every": Option(default=8, about="steps from one move to the next", least=1),
+            "beta": Option(default=0.9, about="moving rate of all ranks together", above=0, most=1),
+            "timeout": _TIMEOUT,
         },
     ),
     "zero": StrategyEntry(

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from ddpnb.protocol.notation import check_link, check_transport
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.notation import check_link, check_transport, parse_strategy
 from ddpnb.protocol.training_options import TrainingSpec
 
 
@@ -63,6 +64,12 @@ class RunSpec(TrainingSpec):
     strategy: str
     """As the user wrote it, with its options: ``"ddp"``, ``"ddp:hook=fp16"``."""
     repeat: int = 0
+    """Which one of its strategy's; the runs of one repeat share their seed, and can be paired."""
+    data_seed: int | None = None
+    """The seed while the data are loaded: the same in every repeat.  None: ``seed``."""
+    is_ceiling: bool = False
+    """Whether it was added to the comparison as the ceiling of the speed: trained only as long as
+    that needs, and not judged."""
     comparison: str = ""
     """The id that the runs of one comparison share: their cell's data are loaded once; or empty."""
     checkpoints: str = ""
@@ -74,6 +81,18 @@ class RunSpec(TrainingSpec):
         TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
         check_transport(self.strategy, self.transport)
         check_link(self.strategy, self.link, self.transport)
+
+    @property
+    def own_momentum(self) -> float | None:
+        """What the strategy's own option says, ``async:momentum=0.5``; None: it says nothing."""
+        chosen = parse_strategy(self.strategy)
+        value = chosen.options.get("momentum") if chosen.name in STRATEGIES else None
+        return None if value is None else float(value)
+
+    @property
+    def used_momentum(self) -> float:
+        """Of the default optimizer: the strategy's own, else that of all strategies."""
+        return self.momentum if self.own_momentum is None else self.own_momentum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +114,14 @@ class RunHeader:
     """Training samples that the run will see, over all workers."""
     num_samples_before: int = 0
     """Samples that the resumed run had seen when its checkpoint was made."""
+    num_devices: int = 0
+    """GPUs, or ranks' shares of the CPU, that they compute on; 0: as many as workers."""
+    sees_exposed: bool = True
+    """Whether communication that holds up the computing can be told from the rest."""
     is_emulated: bool = False
     """Whether the strategy is emulated; then its speed says nothing about the real one."""
+    momentum: float = 0.0
+    """Of the optimizer, where that is SGD and not Nesterov's."""
     notes: tuple[str, ...] = ()
     """What is emulated, synthetic or adjusted: one short sentence each, shown with every result."""
 
@@ -175,6 +200,10 @@ class Checked:
     """Of the training split on this rank; should be the same on all."""
     survives_deaths: bool
     """Whether the others train on if a rank other than 0 dies."""
+    has_accuracy: bool = False
+    """Whether the model has an accuracy on held-out samples; only rank 0 finds out."""
+    num_epochs: float = 0.0
+    """After which it will have trained for ``min_seconds``; 0: not asked for, or not known."""
 
 
 NO_STALENESS = -1
@@ -234,6 +263,18 @@ class RejoinInfo:
     """``time.time()`` when the training began."""
 
 
+class Evaluation(NamedTuple):
+    """The model on held-out samples at one moment of a run."""
+
+    num_samples: int
+    """Seen by all workers until then; those of a resumed run included."""
+    seconds: float
+    """Training time since the run began, on rank 0."""
+    loss: float
+    accuracy: float
+    """NaN if targets are not class labels."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """What one rank returns when a run has ended."""
@@ -243,6 +284,8 @@ class RunReport:
     took_part: bool
     num_steps: int = 0
     num_samples: int = 0
+    num_bytes_received: int = 0
+    """In all steps; what was sent is in each step's row."""
     seconds: float = math.nan
     """Training time of this rank, without warm-up and evaluation."""
     final_loss: float = math.nan
@@ -252,6 +295,10 @@ class RunReport:
     """Share of held-out samples classified correctly; NaN if targets are not class labels."""
     held_out_metrics: Mapping[str, float] = field(default_factory=dict)
     """What the cell's ``validation_step`` and ``metric`` measured, by name."""
+    num_held_out: int = 0
+    """Held-out samples that the final model was evaluated on; 0 if not known."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """The held-out curve up to the final model, which is not in it; on the evaluating rank only."""
     num_batches_sent: int = 0
     """Event batches sent, so that the kernel knows when it has them all."""
     num_lost_samples: int = 0
@@ -262,6 +309,10 @@ class RunReport:
     """What this rank holds of the optimizer's state."""
     was_stopped: bool = False
     """Whether it was stopped before its last step."""
+
+    def __post_init__(self) -> None:
+        made = tuple(Evaluation(*each) for each in self.evaluations)  # stored ones are lists
+        object.__setattr__(self, "evaluations", made)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,6 +389,8 @@ class CellReport:
     """Event batches that ``ddpnb.log`` sent."""
     num_collectives: int = 0
     """Collectives of the default group that had begun here when the cell ended."""
+    names: tuple[str, ...] = ()
+    """The variables here, for Tab while the rank is busy; the latest where there are many."""
 
 
 class StaleVariable(NamedTuple):

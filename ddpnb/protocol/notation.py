@@ -6,8 +6,10 @@ ddp:hook=fp16,bucket_cap_mb=5   a strategy or a task, with options
 1:50ms                          each step of rank 1 takes 50 ms longer; also 1:0.05s
 1@5s                            rank 1 is killed after 5 seconds of training; also 1@500ms
 1Gbit,0.5ms                     a link of this rate and latency; or one of ``LINKS``
+accuracy=0.95                   a target on held-out samples; also 95%.  0.3: a training loss
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -307,3 +309,46 @@ def _bits(rate: float) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:g} ms"
+
+
+# -- targets -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a training is to reach."""
+
+    value: float
+    is_accuracy: bool = False
+    """Whether it is an accuracy on held-out samples; else it is a training loss."""
+
+    @property
+    def text(self) -> str:
+        """For users: ``"loss 0.3"``, ``"95 % held-out accuracy"``."""
+        if self.is_accuracy:
+            return f"{100 * self.value:.4g} % held-out accuracy"
+        return f"loss {self.value:g}"
+
+
+def parse_target(given: float | str | None) -> Target | None:
+    """Parse ``0.3``, ``accuracy=0.95`` or ``accuracy=95%``; None stays None."""
+    if given is None:
+        return None
+    name, equals, number = str(given).rpartition("=")
+    is_accuracy = name.strip() == "accuracy"
+    try:
+        value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    is_share = is_accuracy or not number.endswith("%")
+    if (equals and not is_accuracy) or not math.isfinite(value) or not is_share:
+        raise UserError(
+            "--target is a training loss, e.g. 0.3, or an accuracy on held-out samples, "
+            f"e.g. accuracy=0.95, not {given}."
+        )
+    if is_accuracy and not 0 < value <= 1:
+        raise UserError(
+            f"--target {given}: an accuracy is a share of the held-out samples, "
+            "greater than 0 and at most 1, e.g. accuracy=0.95."
+        )
+    return Target(value=value, is_accuracy=is_accuracy)

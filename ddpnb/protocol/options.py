@@ -37,6 +37,8 @@ class Option:
     above: float | None = None
     """In place of ``least``: a bound that is not allowed itself."""
     most: float = math.inf
+    below: float | None = None
+    """In place of ``most``: a bound that is not allowed itself."""
     from_text: Callable[[str, str], Value] | None = None
     """Parses a special notation, given the option's name and the text."""
     flag: str = ""
@@ -116,6 +118,8 @@ class Option:
     def _check_bounds(self, name: str, value: float, given: object) -> None:
         if value > self.most:
             raise UserError(f"{name} must be at most {self.most}, not {given}.")
+        if self.below is not None and value >= self.below:
+            raise UserError(f"{name} must be less than {self.below:g}, not {given}.")
         bound, is_low = f"at least {self.least:g}", value < self.least
         if self.above is not None:
             bound, is_low = f"greater than {self.above:g}", value <= self.above

@@ -80,6 +80,30 @@ def is_alive(process: ProcessId) -> bool:
         return False
 
 
+def num_hardware_threads() -> int:
+    """Return how many CPUs of the system's list this process may use: a core may be several."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def num_cores(system: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Return how many cores this process may use; hyper-threads of one core count once.
+
+    Args:
+        system: where Linux describes its CPUs.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return psutil.cpu_count(logical=False) or num_hardware_threads()
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        try:
+            cores.add((system / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip())
+        except OSError:  # not known
+            cores.add(str(cpu))
+    return len(cores)
+
+
 def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent ends (prctl(2))."""
     if sys.platform == "linux":

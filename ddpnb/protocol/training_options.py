@@ -18,6 +18,9 @@ from ddpnb.protocol.options import Option
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+BATCHES = ("batch_size", "batch_per_worker")
+"""Two options of which one may be given."""
+
 TRANSPORTS = ("auto", "shm", "gloo", "rpc")
 """How an asynchronous worker and its server may exchange tensors."""
 
@@ -79,7 +82,15 @@ class TrainingSpec:
         "--lr",
         above=0,
         label="learning rate",
-        about="learning rate of the default optimizer, SGD with momentum 0.9",
+        about="learning rate of the default optimizer, SGD",
+    )
+    momentum: float = _training(
+        0.0,
+        "--momentum",
+        least=0,
+        below=1,
+        label="momentum",
+        about="momentum of the default optimizer",
     )
     seed: int = _training(
         0,
@@ -88,8 +99,25 @@ class TrainingSpec:
         most=2**63 - 1,
         about="seed of the initial weights and the order of samples",
     )
+    eval_every: float | None = _training(
+        None,
+        "--eval-every",
+        kind=float,
+        least=0,
+        about="epochs between evaluations on held-out samples, for the curve; by default a tenth "
+        "of the run; 0: at the end alone",
+    )
+    min_seconds: float | None = _training(
+        None,
+        "--min-seconds",
+        kind=float,
+        above=0,
+        most=86_400,
+        example="S",
+        about="more epochs where a strategy would be trained for less, the same for all",
+    )
     num_warmup_steps: int = 3
-    """Steps on a throwaway replica before the training, so that no clock sees a cold start."""
+    """Steps before the training, put back, so that no clock sees a cold start."""
     accumulate: int = _steps(
         1,
         "--accumulate",
@@ -115,13 +143,20 @@ class TrainingSpec:
         "--lr-scaling",
         choices=("none", "linear", "sqrt"),
         example="RULE",
-        about="how the learning rate grows with the number of workers",
+        about="how the learning rate grows with the global batch of --batch-per-worker",
     )
     num_lr_warmup_epochs: float = _steps(
         0.0,
         "--lr-warmup",
         least=0,
         about="epochs in which the learning rate grows from almost zero",
+    )
+    batch_per_worker: int | None = _steps(
+        None,
+        "--batch-per-worker",
+        kind=int,
+        least=1,
+        about="weak scaling: samples per step of each worker, in place of --batch-size",
     )
     sync_batchnorm: bool = _steps(
         False,
@@ -193,11 +228,30 @@ class TrainingSpec:
             )
         for name, option in training_options():
             object.__setattr__(self, name, option.validate(option.flag, getattr(self, name)))
+        if self.lr_scaling != "none" and self.batch_per_worker is None:
+            raise UserError(
+                f"--lr-scaling {self.lr_scaling} has nothing to scale: the global batch is "
+                f"{self.batch_size} for any number of workers.  Give --batch-per-worker, with "
+                "which it grows, or leave --lr-scaling out."
+            )
         for text in self.slow:
             parse_slow(text)
         parse_kills(self.kill)
         if self.link:
             parse_link(self.link)
+
+    def global_batch(self, num_workers: int) -> int:
+        """Return the samples per step of so many workers together."""
+        if self.batch_per_worker is None:
+            return self.batch_size
+        return self.batch_per_worker * num_workers
+
+    @property
+    def batch_words(self) -> str:
+        """The global batch as users read it: ``"256"``, ``"64 per worker"``."""
+        if self.batch_per_worker is None:
+            return f"{self.batch_size:,}"
+        return f"{self.batch_per_worker:,} per worker"
 
 
 def training_options() -> Iterator[tuple[str, Option]]:
@@ -220,6 +274,12 @@ def make_training_spec(
     Raises:
         UserError: a choice is not possible.
     """
+    if all(choices.get(name) is not None for name in BATCHES):
+        fixed, grown = (name if in_python else f"--{name.replace('_', '-')}" for name in BATCHES)
+        raise UserError(
+            f"{fixed} fixes the global batch, and {grown} lets it grow with the workers: "
+            "leave one of them out."
+        )
     fields = {
         name: option.read(option.keyword if in_python else option.flag, choices[option.keyword])
         for name, option in training_options()

@@ -1,6 +1,7 @@
 """The functions that the kernel calls on a rank by their names, through ``OnRank`` (ranks)."""
 
 import functools
+import shutil
 from collections.abc import Callable, Collection
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -85,6 +86,7 @@ def validate(spec: RunSpec) -> Checked:
             lambda: loop.validate(
                 spec,
                 state=engine.group.state(),
+                folder=engine.group.folder,
                 namespace=engine.shell.user_ns,
                 filename=filename_of(spec, engine),
                 cache=engine.data_cache,
@@ -122,8 +124,10 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
 
 
 def free_data() -> None:
-    """Free the data of the comparison that has ended."""
-    this_engine().data_cache.clear()
+    """Free the data of the comparison that has ended, and remove the files of its checks."""
+    engine = this_engine()
+    engine.data_cache.clear()
+    shutil.rmtree(engine.group.folder / loop.CHECKS, ignore_errors=True)
 
 
 @or_failure

@@ -30,9 +30,9 @@ from ddpnb.rank.collective_log import CollectiveMismatchError
 from ddpnb.rank.comm.rendezvous import RankLostError, RunCancelledError
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.publisher import Publisher
-from ddpnb.rank.shell import NoPromptError, questions
+from ddpnb.rank.shell import NoPromptError, questions, variable_names
 from ddpnb.rank.status import is_users, num_collectives
-from ddpnb.rank.torchrun import run_script
+from ddpnb.rank.torchrun import process_of, run_script
 
 DRAIN_SECONDS = 0.2
 """How long a cell may wait at its end for the output of its child processes."""
@@ -80,6 +80,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         failure=failure,
         num_collectives=num_collectives(),
         num_batches_sent=publisher.num_batches,
+        names=variable_names(engine.shell),
     )
 
 
@@ -112,7 +113,7 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     warn_again()
     try:
         with errors_shown_by(shell) as shown, questions(spec, engine.group.rank):
-            error = interruptible(lambda: execute(spec, engine))
+            error = execute(spec, engine)
         wait_for_children_output(children_page_faults() > faults)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
         for error in shown:
@@ -129,19 +130,32 @@ def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     """Run a cell or a script; return the error that ended it, if one did."""
     shell = engine.shell
     if spec.script is None:
-        result = shell.run_cell(spec.source, store_history=True)
-        error: BaseException | None = result.error_before_exec or result.error_in_exec
-        return error
+        return interruptible(lambda: execute_cell(spec, shell))
+    try:
+        with process_of(spec.script, engine.group.device):
+            return interruptible(lambda: execute_script(spec, shell))
+    finally:
+        gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
+
+
+def execute_cell(spec: CellSpec, shell: Any) -> BaseException | None:
+    """Run a cell; return the error that ended it, if one did."""
+    result = shell.run_cell(spec.source, store_history=True)
+    error: BaseException | None = result.error_before_exec or result.error_in_exec
+    return error
+
+
+def execute_script(spec: CellSpec, shell: Any) -> BaseException | None:
+    """Run a script in the process that is prepared for it; return the error that ended it."""
+    assert spec.script is not None
     shell.events.trigger("pre_execute")
     try:
-        device = engine.group.device
-        run_script(spec.script, spec.source, namespace=shell.user_ns, device=device)
+        run_script(spec.script, spec.source, namespace=shell.user_ns)
     except (Exception, SystemExit) as failure:  # noqa: BLE001  the edge of the user's code
         shell.showtraceback()
         return failure
     finally:
         shell.events.trigger("post_execute")  # as matplotlib's figures need it
-        gc.collect()  # its functions and variables refer to each other, and some to a GPU's memory
     return None
 
 

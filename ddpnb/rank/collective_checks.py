@@ -29,13 +29,22 @@ from torch.distributed import ProcessGroup
 
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import sentence
-from ddpnb.rank.collective_log import METHODS, NO_ROOT, Collective, CollectiveLog, settle_dispute
+from ddpnb.rank.collective_log import (
+    METHODS,
+    NO_ROOT,
+    Collective,
+    CollectiveLog,
+    mark_of,
+    settle_dispute,
+)
 
 FILES = "calls-{generation}-"
 CELLS = f"{os.sep}ipykernel_"
 """A part of the file name of every cell's code."""
 _users_file = CELLS
 """A part of the file name of the code with the user's lines."""
+_users_mark = 0
+"""Is added to these lines; see ``collective_log.mark_of``."""
 USUAL_DEPTH = 5
 """How far up the stack the user's line is if a cell calls a function of ``torch.distributed``."""
 BACKWARD = torch.autograd.backward.__code__.co_filename
@@ -159,7 +168,7 @@ class CollectiveChecker:
         number, is_alike = log.write(*collective.text(compared, root), line, in_backward)
         try:
             if not is_alike:
-                settle_dispute(log, number)
+                settle_dispute(log, number, _users_file if _users_mark else "")
             result = call(*arguments, **options)
         except BaseException:
             log.take_back()
@@ -189,12 +198,12 @@ class CollectiveChecker:
 @contextlib.contextmanager
 def lines_of(path: str) -> Iterator[None]:
     """Return a context in which the user's lines are those of a script."""
-    global _users_file
-    _users_file = path
+    global _users_file, _users_mark
+    _users_file, _users_mark = path, 0 if path == CELLS else mark_of(path)
     try:
         yield
     finally:
-        _users_file = CELLS
+        _users_file, _users_mark = CELLS, 0
 
 
 def is_known(collective: Collective) -> bool:
@@ -221,14 +230,14 @@ def _users_place() -> tuple[int, bool]:
     except ValueError:  # called from C++, in a thread of its own
         return 0, False
     if _users_file in frame.f_code.co_filename:
-        return frame.f_lineno, False
+        return frame.f_lineno + _users_mark, False
     nearest: FrameType | None = sys._getframe(3)
     in_backward = False
     for _ in range(MAX_FRAMES):
         if nearest is None:
             break
         if _users_file in nearest.f_code.co_filename:
-            return nearest.f_lineno, in_backward
+            return nearest.f_lineno + _users_mark, in_backward
         in_backward = in_backward or nearest.f_code.co_filename == BACKWARD
         nearest = nearest.f_back
     return 0, in_backward

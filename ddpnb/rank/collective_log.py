@@ -39,6 +39,8 @@ _RANK_BYTES: Final = _DISPUTED + _NUMBER.size
 DISPUTE_SECONDS = 1.0
 """How long a backend may take to accept or refuse a call that differs from another rank's."""
 POLL_SECONDS = 0.001
+_MARK: Final = 2**24
+"""Lines are smaller; above them is the mark of the file."""
 SETTLE_SECONDS = 0.05
 """How long to wait before raising, so that the error also names ranks that come a little later."""
 
@@ -170,7 +172,9 @@ class Entry(NamedTuple):
     text: bytes
     """What is compared, up to ``TEXT_BYTES``."""
     line: int
-    """The line of the user's cell that made the call; 0 if it is not known."""
+    """The line of the user's cell or script that made the call, plus the mark of its file.
+
+    0 if it is not known."""
     in_backward: bool
     is_accepted: bool
     """Whether the backend has taken it."""
@@ -259,12 +263,22 @@ class CollectiveLog:
         return found
 
 
-def settle_dispute(log: CollectiveLog, number: int) -> None:
+def mark_of(path: str) -> int:
+    """Return what is added to the lines of a script, so that other files' lines differ."""
+    return (1 + zlib.crc32(path.encode()) % 255) * _MARK
+
+
+def settle_dispute(log: CollectiveLog, number: int, script: str = "") -> None:
     """Return once the call of this rank may go to the backend.
 
     A call that differs may be one that the backend is about to refuse.  So only a call that the
     backend has accepted counts against this one.  Of several ranks in dispute, the first of the
     group goes to the backend, and the others hold their calls back until the outcome is known.
+
+    Args:
+        log: the group's.
+        number: of the call.
+        script: the path of the script that this rank runs; empty: a cell.
 
     Raises:
         CollectiveMismatchError: the backend has accepted another rank's call.
@@ -282,7 +296,7 @@ def settle_dispute(log: CollectiveLog, number: int) -> None:
         time.sleep(POLL_SECONDS)
     time.sleep(SETTLE_SECONDS)
     entries = {each.place: each for each in (*differing, *log.entries(number))}
-    raise CollectiveMismatchError(_described(list(entries.values()), log.ranks))
+    raise CollectiveMismatchError(_described(list(entries.values()), log.ranks, script))
 
 
 def _differing(log: CollectiveLog, number: int) -> list[Entry]:
@@ -306,12 +320,15 @@ def _kind(dtype: torch.dtype) -> str:
     return torch.empty(0, dtype=dtype).type().split(".")[-1].removesuffix("Tensor")
 
 
-def _described(entries: Sequence[Entry], ranks: Sequence[int]) -> str:
-    """Return the sentence that says which ranks make which call."""
+def _described(entries: Sequence[Entry], ranks: Sequence[int], script: str) -> str:
+    """Return the sentence that says which ranks make which call, and where in the script."""
+    named = mark_of(script) // _MARK if script else 0
     calls: dict[str, list[int]] = {}
     for entry in sorted(entries, key=lambda entry: ranks[entry.place]):
         call = spelled(entry.text, ranks, in_backward=entry.in_backward)
-        line = f" (line {entry.line})" if entry.line else ""
+        mark, number = divmod(entry.line, _MARK)
+        file = f" of {Path(script).name}" if mark and mark == named else ""
+        line = f" (line {number}{file})" if number else ""
         calls.setdefault(call + line, []).append(ranks[entry.place])
     parts = [
         f"rank {callers[0]} calls {call}"

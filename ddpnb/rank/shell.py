@@ -31,6 +31,9 @@ CANNOT_ASK = (
     "%ddp_debug 1 after an error."
 )
 
+MAX_NAMES = 1000
+"""How many names of variables are sent to the notebook after a cell."""
+
 TQDM_IN_NOTEBOOKS = ("tqdm.autonotebook", "tqdm.notebook")
 """Modules whose bars are widgets: on a rank they would stand still."""
 
@@ -71,6 +74,12 @@ def completions(shell: Any, source: str, offset: int) -> tuple[str, list[tuple[s
         found = list(rectify_completions(source, shell.Completer.completions(source, offset)))
     start = found[0].start if found else offset
     return source[start:offset], [(each.text, each.type or "") for each in found]
+
+
+def variable_names(shell: Any) -> tuple[str, ...]:
+    """Return the names of this rank's variables, the latest ``MAX_NAMES`` of them."""
+    names = [name for name in shell.user_ns if isinstance(name, str) and name[:1] != "_"]
+    return tuple(names[-MAX_NAMES:])
 
 
 def description(shell: Any, source: str, offset: int, detail_level: int) -> dict[str, str]:

@@ -31,7 +31,7 @@ import torch.multiprocessing
 from ddpnb.compat import torch_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Script
-from ddpnb.rank.collective_checks import lines_of
+from ddpnb.rank.collective_checks import CELLS, lines_of
 from ddpnb.rank.process_group import Group
 from ddpnb.rank.random_state import preserve_globals, seed_everything
 
@@ -210,40 +210,45 @@ def backend_on(device: str, backend: str) -> str:
     return {kind: name or kind for kind, _, name in pairs}.get(device, pairs[0][0])
 
 
-def run_script(
-    script: Script, source: str, *, namespace: dict[str, Any], device: torch.device
-) -> None:
-    """Run a script in a ``__main__`` of its own, and restore this process's afterwards.
+@contextlib.contextmanager
+def process_of(script: Script, device: torch.device) -> Iterator[None]:
+    """Return a context for a script: a ``__main__`` of its own, and what it changes is restored.
 
-    Unless its variables are kept, its random numbers and torch's settings are its own, too.
+    Unless its variables are kept, its random numbers and torch's settings are its own, too.  It is
+    entered and left where SIGINT raises nothing: an interrupt would leave some of it as it is.
+    """
+    restored = nullcontext() if script.keeps_variables else preserve_globals(device)
+    with restored, _restored_process(), _as_main(script), lines_of(CELLS):
+        yield
+
+
+def run_script(script: Script, source: str, *, namespace: dict[str, Any]) -> None:
+    """Run a script, in the context of ``process_of``.
 
     Args:
         script: what to run, and its arguments.
         source: its text; that of a module is looked up here.
         namespace: takes its variables in the end, if they are to be kept.
-        device: this rank's.
 
     Raises:
         SystemExit: it ended with an exit code other than 0.
         UserError: there is no such module.
     """
-    main = ModuleType("__main__")
-    restored = nullcontext() if script.keeps_variables else preserve_globals(device)
-    with restored, _restored_process(), _as_main(main, script):
-        seed_everything(None)
-        code = _code_of(script, source, main)
-        sys.argv[0] = code.co_filename if script.is_module else script.name
-        try:
-            with lines_of(code.co_filename):
-                exec(code, vars(main))
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                status = end.code if isinstance(end.code, int) else f"1: {end.code}"
-                raise SystemExit(f"{script.name} ended with exit code {status}") from None
-        finally:
-            if script.keeps_variables:
-                names = {name for name in vars(main) if not name.startswith("__")}
-                namespace.update((name, vars(main)[name]) for name in names)
+    seed_everything(None)
+    main = sys.modules["__main__"]
+    code = _code_of(script, source, main)
+    sys.argv[0] = code.co_filename if script.is_module else script.name
+    try:
+        with lines_of(code.co_filename):
+            exec(code, vars(main))
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            status = end.code if isinstance(end.code, int) else f"1: {end.code}"
+            raise SystemExit(f"{script.name} ended with exit code {status}") from None
+    finally:
+        if script.keeps_variables:
+            names = {name for name in vars(main) if not name.startswith("__")}
+            namespace.update((name, vars(main)[name]) for name in names)
 
 
 def _code_of(script: Script, source: str, main: ModuleType) -> CodeType:
@@ -275,8 +280,8 @@ def _found(name: str) -> ModuleSpec | None:
 
 
 @contextlib.contextmanager
-def _as_main(main: ModuleType, script: Script) -> Iterator[None]:
-    """Return a context in which a module is ``__main__``, and finds others as Python does.
+def _as_main(script: Script) -> Iterator[None]:
+    """Return a context in which a new module is ``__main__``, and finds others as Python does.
 
     What it imports from its folder is imported anew by the next script, which may follow an edit.
     """
@@ -284,7 +289,7 @@ def _as_main(main: ModuleType, script: Script) -> Iterator[None]:
     while _kept_modules:
         sys.modules.pop(_kept_modules.pop(), None)
     before = set(sys.modules)
-    sys.modules["__main__"] = main
+    sys.modules["__main__"] = ModuleType("__main__")
     sys.argv[:] = [script.name, *script.arguments]
     sys.path[:] = [str(folder), *filter(None, sys.path)]
     try:

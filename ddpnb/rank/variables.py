@@ -17,6 +17,8 @@ from ddpnb.protocol.variables import (
     size_of,
 )
 
+NOBODY_WAITS = "the notebook does not wait for this value any longer"
+
 IMMUTABLE = (FunctionType, type, ModuleType, int, float, complex, str, bytes, type(None))
 """What can only be replaced: no training on this rank has changed it in place."""
 
@@ -28,7 +30,10 @@ class Received:
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
-        """Functions, classes and constants that came, with their names on this rank."""
+        """Functions, classes and constants that came, with their names on this rank.
+
+        Of large texts only the size and hash: what the user deletes is to be freed.
+        """
 
     def take(self, parcel: Parcel, namespace: dict[str, Any]) -> None:
         """Put a parcel's variables into the namespace; all of them, or none where it raises.
@@ -48,15 +53,26 @@ class Received:
             if namespace[name] is not value and not self._may_replace(name, value):
                 namespace[name] = value
         namespace.update(named)
-        came = {name: value for name, value in namespace.items() if own.get(name) is not value}
-        self._values = {  # no others: a large array that the user deletes is to be freed
-            name: value
-            for name, value in (self._values | came | named).items()
-            if namespace.get(name, MISSING) is value and isinstance(value, IMMUTABLE)
+        came = {name for name, value in namespace.items() if own.get(name, MISSING) is not value}
+        kept = {
+            name for name in self._values if self._may_replace(name, namespace.get(name, MISSING))
+        }
+        self._values = {
+            name: token_of(namespace[name])
+            for name in came | named.keys() | kept
+            if isinstance(namespace[name], IMMUTABLE)
         }
 
     def _may_replace(self, name: str, value: object) -> bool:
-        return self._values.get(name, MISSING) is value
+        held = self._values.get(name, MISSING)
+        return held is value or (isinstance(held, tuple) and held == token_of(value))
+
+
+def token_of(value: object) -> object:
+    """Return what a value is recognized by: the value itself, or the size and hash of a text."""
+    if isinstance(value, str | bytes) and len(value) >= LARGE_BYTES:
+        return type(value), len(value), hash(value)
+    return value
 
 
 def give(
@@ -73,10 +89,12 @@ def give(
         expression: the user's.
         namespace: the variables of this rank's cells.
         path: an empty file for large values.  The kernel removes it as soon as it has the answer,
-            or does not wait for one any longer.
+            or does not wait for one any longer; then nothing is evaluated.
         classes: names of the notebook's own classes.
         num_copies: on how many ranks the kernel asks for the value at the same time.
     """
+    if not os.path.exists(path):
+        raise TimeoutError(NOBODY_WAITS)
     try:
         value = eval(expression, namespace)
     except NameError as error:

@@ -29,25 +29,33 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddpnb.history.align import make_aligner
+from ddpnb.history.claims import Ratio, Ratios, ratios_of
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.database import Floats, Records
 from ddpnb.history.metrics import step_split
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.summary import (
+    bytes_received,
+    efficiency_of,
+    evaluations,
+    num_devices,
     reported,
     reported_metrics,
     samples_per_second,
     staleness_counts,
     staleness_median,
+    summarise,
+    training_seconds,
 )
+from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import NO_STALENESS, Parts
+from ddpnb.protocol.messages import NO_STALENESS, Evaluation, Parts
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SETTINGS = ("task", "num_epochs", "batch_size", "learning_rate", "seed", "link")
-CIRCUMSTANCES = ("num_workers", "num_threads", "device", "backend", "num_parameters")
+CIRCUMSTANCES = ("momentum", "num_workers", "num_threads", "device", "backend", "num_parameters")
 STEP = ("rank", "step", "seconds", "num_samples", "loss", "staleness", "num_bytes_sent")
 
 FORMAT = 1
@@ -61,7 +69,31 @@ def runs_frame(comparison: Comparison) -> "pd.DataFrame":
     """Return one row per run: its settings, where it ran, its results."""
     import pandas as pd  # noqa: PLC0415 - takes 0.5 s
 
-    return pd.DataFrame([_run_row(run) for run in comparison.runs])
+    ratios = ratios_of(summarise(comparison))
+    rates = {
+        (run.comparison, run.name, run.repeat): samples_per_second(run)
+        for run in comparison.runs
+        if not run.is_running
+    }
+    return pd.DataFrame(
+        [
+            _run_row(run) | _efficiency(run, rates) | _speed_ratio(run, ratios)
+            for run in comparison.runs
+        ]
+    )
+
+
+def evaluations_frame(comparison: Comparison) -> "pd.DataFrame":
+    """Return one row per evaluation on held-out samples: the copies', then the trained model's."""
+    import pandas as pd  # noqa: PLC0415 - takes 0.5 s
+
+    columns = ("comparison", "strategy", "repeat", *Evaluation._fields)
+    rows = [
+        (run.comparison, run.name, run.repeat + 1, *each)
+        for run in comparison.runs
+        for each in evaluations(run)
+    ]
+    return pd.DataFrame(rows, columns=list(columns))
 
 
 def steps_frame(comparison: Comparison) -> "pd.DataFrame":
@@ -122,11 +154,12 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         "repeat": run.repeat + 1,
         "status": run.status.value,
         **{name: getattr(run.spec, name, None) for name in SETTINGS},
+        **_global_batch(run),
         **{name: getattr(run.header, name, None) for name in CIRCUMSTANCES},
         "num_steps": run.aggregate.num_events,
         "num_samples": run.aggregate.num_samples,
         "num_samples_before": run.num_samples_before,
-        "seconds": run.aggregate.seconds,
+        "seconds": training_seconds(run),
         "samples_per_second": samples_per_second(run),
         "final_loss": reported(run, lambda report: report.final_loss),
         "held_out_loss": reported(run, lambda report: report.held_out_loss),
@@ -136,7 +169,45 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         "staleness_max": float(len(stale) - 1) if len(stale) else np.nan,
         **{f"{name}_seconds": getattr(split.parts, name) for name in Parts._fields},
         "bytes_sent_per_step": split.num_bytes_sent,
+        "bytes_received_per_step": bytes_received([run]),
         "notes": "; ".join(run.header.notes) if run.header else "",
+    }
+
+
+def _global_batch(run: RunSnapshot) -> dict[str, int]:
+    """Return the batch size, where it follows from the number of workers."""
+    if run.spec is None or run.header is None:
+        return {}
+    return {"batch_size": run.spec.global_batch(run.header.num_workers)}
+
+
+def _speed_ratio(run: RunSnapshot, ratios: Ratios | None) -> dict[str, object]:
+    """Return a run's speed over that of the reference in its repeat; the strategy's interval."""
+    found = Ratio() if ratios is None else ratios.speed.get((run.comparison, run.name), Ratio())
+    own = math.nan
+    if ratios is not None and found.num_repeats:
+        own = samples_per_second(run) / ratios.reference.rates.get(run.repeat, math.nan)
+    return {
+        "speed_ratio": own,
+        "speed_ratio_low": found.low,
+        "speed_ratio_high": found.high,
+        "speed_ratio_to": ratios.reference.name if ratios is not None else None,
+    }
+
+
+def _efficiency(run: RunSnapshot, rates: Mapping[tuple[str, str, int], float]) -> dict[str, object]:
+    """Return a run's speed-up and efficiency against the other runs of its repeat."""
+    single = rates.get((run.comparison, BASELINE, run.repeat), np.nan)
+    ceiling = rates.get((run.comparison, CEILING, run.repeat), np.nan)
+    speed, devices = samples_per_second(run), num_devices(run)
+    shares = efficiency_of(
+        speed / ceiling, ceiling / single, 0 if run.name == BASELINE else devices
+    )
+    return {
+        "num_devices": devices,
+        "speed_up": speed / single,
+        "efficiency": speed / single / devices if devices else np.nan,
+        **shares._asdict(),
     }
 
 
@@ -182,6 +253,8 @@ def _fields(value: Any) -> dict[str, Any] | None:
 def _number(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _number(each) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return [_number(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -229,6 +302,9 @@ def _points(run: RunSnapshot) -> Iterator[Point]:
 
 def _results(run: RunSnapshot) -> Iterator[Point]:
     events = run.events
+    for each in evaluations(run)[:-1]:
+        yield "held-out loss", each.num_samples, each.seconds, each.loss
+        yield "held-out accuracy", each.num_samples, each.seconds, each.accuracy
     samples = run.num_samples_before + int(events["num_samples"].sum())
     seconds = float(events["seconds"].max(initial=0.0))
     yield "samples per second", samples, seconds, samples_per_second(run)

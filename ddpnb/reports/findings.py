@@ -1,17 +1,28 @@
 """The findings of a comparison: a table with one row per strategy, and one sentence (kernel).
 
-Where the ranges of two speeds overlap, the sentence says nothing about which is faster.
+What the sentence claims of speeds is in ``history.claims``; it claims nothing of accuracies.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import combinations
 
+from ddpnb.history.claims import (
+    FEWEST_REPEATS,
+    LEVEL,
+    SMALLEST_EFFECT,
+    Ratio,
+    Ratios,
+    accuracies_differ,
+    ratios_of,
+    standard_error,
+)
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.summary import Spread, StrategySummary, summarise
 from ddpnb.protocol.catalogue import BASELINE, CEILING
+from ddpnb.protocol.notation import Target
 from ddpnb.reports.formatting import (
     NOTHING,
     emulated_link,
@@ -34,12 +45,12 @@ RANGES = {
 """The note that explains a range, by what the range is over."""
 
 
-def results_table(comparison: Comparison, target: float | None = None) -> Table:
+def results_table(comparison: Comparison, target: Target | None = None) -> Table:
     """Return one row per strategy, without the columns that hold no information.
 
     Args:
         comparison: the runs.
-        target: a training loss; a column shows when it was reached.  None: no such column.
+        target: a column shows when it was reached.  None: no such column.
     """
     summaries = summarise(comparison, target)
     names = labels(comparison)
@@ -55,12 +66,13 @@ def results_table(comparison: Comparison, target: float | None = None) -> Table:
         cells = tuple(map(cell_of, summaries))
         is_redundant = is_classified and name == "held-out loss"  # still in to_frame()
         is_redundant |= name == "workers" and not _workers_differ(summaries)
+        is_redundant |= name == "received per step" and all(map(_receives_as_it_sends, summaries))
         is_redundant |= name in ONLY_DIFFERENCES and len({cell.text for cell in cells}) == 1
         if not is_redundant and any(cell.text != NOTHING for cell in cells):
             columns.append((Column(title=name, is_number=True), cells))
         if name == "samples/s" and target is not None:
             reached = tuple(_target_cell(summary) for summary in summaries)
-            columns.append((Column(title=f"to loss {target:g}", is_number=True), reached))
+            columns.append((Column(title=f"to {target.text}", is_number=True), reached))
     return Table(
         caption=title(comparison),
         columns=tuple(column for column, _ in columns),
@@ -70,20 +82,21 @@ def results_table(comparison: Comparison, target: float | None = None) -> Table:
     )
 
 
-def sentence(comparison: Comparison, target: float | None = None) -> str:
+def sentence(comparison: Comparison, target: Target | None = None) -> str:
     """Return one sentence on speed, scores and failures, as far as they are known.
 
     Args:
         comparison: the runs.
-        target: a training loss; the sentence says when it was reached.  None: no such loss.
+        target: the sentence says when it was reached.  None: there is none.
     """
     summaries = summarise(comparison, target)
     names = labels(comparison)
     called = {id(summary): names[summary.comparison, summary.name] for summary in summaries}
-    done = [summary for summary in summaries if summary.status is Status.FINISHED]
+    done = [s for s in summaries if s.status is Status.FINISHED and not s.is_ceiling]
+    ratios = ratios_of(done)
     parts = [
-        _speeds([s for s in done if not s.is_emulated], called),
-        "" if target is None else _reached(done, called, target),
+        "" if ratios is None else _speeds(done, called, ratios),
+        "" if target is None else _reached(done, called, target, ratios),
         *_scores(done, called),
         *(_failures(summary, called[id(summary)]) for summary in summaries),
         *(
@@ -111,14 +124,57 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
     is_stale = any(math.isfinite(s.staleness_max) for s in summaries)
     found = [RANGES[over] for over in overs if over]
     found += ["staleness: median / maximum"] if is_stale else []
-    if any(s.split.exposed_share > 0 for s in summaries):
+    if "machine" in shown and "communication" in shown:
+        found.append(
+            "efficiency = machine × communication: no-comm over workers × single, "
+            "and the strategy over no-comm"
+        )
+    if any(s.is_emulated for s in summaries):
+        found.append(
+            "in brackets: copies in shared memory, no PCIe, no devices; "
+            "the real one's speed may be quite another"
+        )
+    if any(s.split.parts.hidden > 0 and s.is_on_cpu for s in summaries):
+        found.append("communication hidden on a CPU still takes a core's time")
+    if "exposed" in shown and any(s.split.exposed_share > 0 for s in summaries):
         found.append(
             "exposed: share of a step in which a rank exchanges tensors or waits for other ranks, "
             "and computes nothing"
         )
     if "memory per rank" in shown:
         found.append("memory per rank: parameters and optimizer state, then the state alone")
+    found += _intervals(summaries)
+    known = [s for s in summaries if s.num_held_out and math.isfinite(s.held_out_accuracy.middle)]
+    if known:
+        found.append(f"held-out accuracy: standard error {_accuracy_error(known)}")
     return tuple(found)
+
+
+def _intervals(summaries: Sequence[StrategySummary]) -> Iterator[str]:
+    """Yield the note with the interval of each speed over that of the reference."""
+    ratios = ratios_of(summaries)
+    known = [(s, r) for s in summaries for r in [_speed_ratio(s, ratios)] if r.has_interval]
+    if ratios is None or not known:
+        return
+    nums = sorted({r.num_repeats for _, r in known})
+    together = f", for {ratios.num_claims} comparisons together" if ratios.num_claims > 1 else ""
+    yield (
+        f"samples/s over those of {ratios.reference.name}, {percent(LEVEL)} interval over "
+        f"{' and '.join(map(str, nums))} repeats{together}: "
+        + ", ".join(f"{s.name} {r.low:.2f} to {r.high:.2f}" for s, r in known)
+    )
+
+
+def _speed_ratio(summary: StrategySummary, ratios: Ratios | None) -> Ratio:
+    key = (summary.comparison, summary.name)
+    return Ratio() if ratios is None else ratios.speed.get(key, Ratio())
+
+
+def _accuracy_error(known: Sequence[StrategySummary]) -> str:
+    """Return the standard error of the mean accuracy, e.g. ``0.8 points (360 samples)``."""
+    num = min(s.num_held_out for s in known)
+    mean = sum(s.held_out_accuracy.middle for s in known) / len(known)
+    return f"{100 * standard_error(mean, num):.1f} points ({num:,} samples)"
 
 
 def _state(summary: StrategySummary) -> str:
@@ -129,9 +185,13 @@ def _state(summary: StrategySummary) -> str:
 
 def _speed_cell(summary: StrategySummary) -> Cell:
     speed = summary.samples_per_second
-    if math.isnan(speed.low):
-        return Cell(text=number(speed.middle))
-    return Cell(text=number(speed.middle), quiet=_range(speed, number))
+    middle = _judged(summary, number(speed.middle))
+    return middle if math.isnan(speed.low) else replace(middle, quiet=_range(speed, number))
+
+
+def _judged(summary: StrategySummary, text: str) -> Cell:
+    """Return a number that depends on speed: in brackets, where that of the real one differs."""
+    return Cell(text=f"({text})" if summary.is_emulated and text != NOTHING else text)
 
 
 def _of(spread: Spread, shown: Callable[[float], str] = number) -> Cell:
@@ -149,7 +209,7 @@ def _range(spread: Spread, shown: Callable[[float], str]) -> str:
 def _exposed(summary: StrategySummary) -> Cell:
     parts = summary.split.parts
     is_timed = parts.communication + parts.waiting + parts.hidden > 0 or summary.name == CEILING
-    is_known = is_timed and summary.num_workers > 1
+    is_known = is_timed and summary.num_workers > 1 and summary.sees_exposed
     return Cell(text=percent(summary.split.exposed_share) if is_known else NOTHING)
 
 
@@ -161,11 +221,19 @@ def _memory(summary: StrategySummary) -> Cell:
     return Cell(text=size(both), quiet=f"{size(state)} state" if state > 0 else "")
 
 
+def _receives_as_it_sends(summary: StrategySummary) -> bool:
+    sent, received = summary.split.num_bytes_sent, summary.bytes_received
+    return size(sent) == size(received) or math.isnan(received)
+
+
 def _target_cell(summary: StrategySummary) -> Cell:
     """Return the seconds and samples after which the target was reached."""
     seconds, samples = summary.seconds_to_target.middle, summary.samples_to_target.middle
+    if summary.is_ceiling:
+        return Cell(text=NOTHING)
     if math.isnan(seconds):
-        return Cell(text="never" if summary.status is Status.FINISHED else NOTHING)
+        is_missed = summary.status is Status.FINISHED and summary.num_missed_target > 0
+        return Cell(text="never" if is_missed else NOTHING)
     missed = f", {summary.num_missed_target} never" if summary.num_missed_target else ""
     return Cell(text=f"{number(seconds)} s", quiet=f"{short(samples)} samples{missed}")
 
@@ -179,13 +247,15 @@ def _staleness(summary: StrategySummary) -> Cell:
 COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
     "workers": lambda summary: Cell(text=str(summary.num_workers or NOTHING)),
     "samples/s": _speed_cell,
-    "speed-up": lambda summary: Cell(
-        text=f"{summary.speed_up:.2f}×" if math.isfinite(summary.speed_up) else NOTHING
+    "speed-up": lambda summary: _judged(
+        summary, f"{summary.speed_up:.2f}×" if math.isfinite(summary.speed_up) else NOTHING
     ),
-    "efficiency": lambda summary: Cell(text=percent(summary.efficiency)),
-    "of no-comm": lambda summary: Cell(text=percent(summary.share_of_ceiling)),
+    "efficiency": lambda summary: _judged(summary, percent(summary.efficiency)),
+    "machine": lambda summary: Cell(text=percent(summary.machine)),
+    "communication": lambda summary: _judged(summary, percent(summary.share_of_ceiling)),
     "exposed": _exposed,
     "sent per step": lambda summary: Cell(text=size(summary.split.num_bytes_sent)),
+    "received per step": lambda summary: Cell(text=size(summary.bytes_received)),
     "final loss": lambda summary: _of(summary.final_loss),
     "held-out loss": lambda summary: _of(summary.held_out_loss),
     "held-out accuracy": lambda summary: _of(
@@ -229,72 +299,73 @@ def _alone(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
     return listed([f"{called[id(s)]} ran at {number(_speed(s))} samples/s" for s in known])
 
 
-def _speeds(done: Sequence[StrategySummary], called: dict[int, str]) -> str:
-    """Return each speed whose range does not overlap with the baseline's.
-
-    Where all overlap, return the two strategies that differ most, if any do.
-    """
-    known = [s for s in done if math.isfinite(s.samples_per_second.middle)]
-    if len(known) < 2 or len({s.comparison for s in known}) > 1:
-        return ""  # different comparisons may have trained different models
-    base = next((s for s in known if s.name == BASELINE), min(known, key=_speed))
-    others = sorted((s for s in known if s is not base), key=_speed, reverse=True)
-    clear = [s for s in others if not s.samples_per_second.overlaps(base.samples_per_second)]
-    if not clear:
-        if all(math.isnan(s.samples_per_second.low) for s in known):
-            return "the runs are too short for ranges of samples/s, so none is shown to be faster"
-        return _clearest_pair(others, called, called[id(base)])
-    ratios = [f"{called[id(s)]} {_speed(s) / _speed(base):.2f}×" for s in clear]
-    ratios[0] = ratios[0].replace(called[id(clear[0])], f"{called[id(clear[0])]} is", 1)
-    return f"in samples/s, {listed(ratios)} {called[id(base)]}"
-
-
-def _clearest_pair(others: Sequence[StrategySummary], called: dict[int, str], baseline: str) -> str:
-    """Return the two strategies that differ most, where all overlap with the baseline.
-
-    Args:
-        others: all but the baseline, the fastest first.
-        called: the name of each.
-        baseline: the name of the baseline.
-    """
-    pairs = [
-        (fast, slow)
-        for fast, slow in combinations(others, 2)
-        if not fast.samples_per_second.overlaps(slow.samples_per_second)
-    ]
-    if not pairs:
-        return "the ranges of samples/s overlap, so no strategy is shown to be faster"
-    fast, slow = max(pairs, key=lambda pair: _speed(pair[0]) / _speed(pair[1]))
-    ratio = f"{_speed(fast) / _speed(slow):.2f}×"
-    return (
-        f"in samples/s, {called[id(fast)]} is {ratio} {called[id(slow)]}; "
-        f"all ranges overlap with that of {baseline}"
-    )
+def _speeds(done: Sequence[StrategySummary], called: dict[int, str], ratios: Ratios) -> str:
+    """Return each speed over that of the reference: what is shown, what is not, what is open."""
+    base = called[id(ratios.reference)]
+    found = [(called[id(s)], r) for s in done for r in [_speed_ratio(s, ratios)] if r.num_repeats]
+    found.sort(key=lambda each: each[1].middle, reverse=True)
+    claims = [(name, r) for name, r in found if r.is_claim]
+    rest = [(name, r) for name, r in found if r.has_interval and not r.is_claim]
+    few = [(name, r) for name, r in found if not r.has_interval]
+    parts = []
+    if claims:
+        verbs = ["is ", *[""] * len(claims)]
+        texts = [
+            f"{name} {verb}{r.middle:.2f}× {base} ({r.low:.2f} to {r.high:.2f} at {percent(LEVEL)})"
+            for (name, r), verb in zip(claims, verbs, strict=False)
+        ]
+        parts.append(f"in samples/s, {listed(texts)}")
+    if rest:
+        texts = [f"{name} ({r.low:.2f}× to {r.high:.2f}× at {percent(LEVEL)})" for name, r in rest]
+        parts.append(
+            f"no difference of {percent(SMALLEST_EFFECT)} or more in samples/s from {base} "
+            f"is shown for {listed(texts)}"
+        )
+    if few:
+        nums = tuple(sorted({r.num_repeats for _, r in few}))
+        runs: dict[tuple[int, ...], str] = {(1,): "in this one run", (2,): "in these two repeats"}
+        verbs = ["ran at ", *[""] * len(few)]
+        texts = [f"{name} {v}{r.middle:.2f}×" for (name, r), v in zip(few, verbs, strict=False)]
+        parts.append(
+            f"{runs.get(nums, 'in one or two repeats')}, {listed(texts)} the samples/s of {base}, "
+            f"which may be chance: {FEWEST_REPEATS} or more repeats would show"
+        )
+    return "; ".join(parts)
 
 
-def _reached(done: Sequence[StrategySummary], called: dict[int, str], target: float) -> str:
+def _reached(
+    done: Sequence[StrategySummary], called: dict[int, str], target: Target, ratios: Ratios | None
+) -> str:
     """Return when each reached the target, and which need clearly more or fewer samples."""
     reached = sorted(
-        (s for s in done if math.isfinite(s.seconds_to_target.middle)),
+        (s for s in done if math.isfinite(s.seconds_to_target.middle) and not s.is_emulated),
         key=lambda s: s.seconds_to_target.middle,
     )
-    never = [called[id(s)] for s in done if s not in reached]
-    goal = f"a training loss of {target:g}"
+    never = [called[id(s)] for s in done if s.num_missed_target == s.num_runs]
+    goal = target.text if target.is_accuracy else f"a training loss of {target.value:g}"
     if not reached:
         return f"{listed(never)} never reached {goal}" if never else ""
     times = [f"{number(s.seconds_to_target.middle)} s by {called[id(s)]}" for s in reached]
     first = f"{goal} was reached after {listed(times)}"
     parts = [f"{first}, never by {listed(never)}" if never else first]
-    base = next((s for s in reached if s.name == BASELINE), reached[0])
-    parts += [
-        f"{called[id(s)]} needs {percent(abs(more))} {'more' if more > 0 else 'fewer'} samples "
-        f"than {called[id(base)]} to reach it"
-        for s in reached
-        if not s.samples_to_target.overlaps(base.samples_to_target)
-        and s.comparison == base.comparison
-        for more in [s.samples_to_target.middle / base.samples_to_target.middle - 1]
-    ]
+    if ratios is not None:
+        parts += [
+            f"{called[id(s)]} needs {_more(found, called[id(ratios.reference)])}"
+            for s in reached
+            for found in [ratios.samples.get((s.comparison, s.name), Ratio())]
+            if found.is_claim
+        ]
     return "; ".join(parts)
+
+
+def _more(ratio: Ratio, reference: str) -> str:
+    """Return e.g. ``31 % more samples than single to reach it (20 to 43 % at 95 %)``."""
+    word = "more" if ratio.middle > 1 else "fewer"
+    low, high = (percent(end) for end in sorted(abs(end - 1) for end in (ratio.low, ratio.high)))
+    return (
+        f"{percent(abs(ratio.middle - 1))} {word} samples than {reference} to reach it "
+        f"({low.removesuffix(' %')} to {high} at {percent(LEVEL)})"
+    )
 
 
 def _scores(done: Sequence[StrategySummary], called: dict[int, str]) -> Iterator[str]:
@@ -308,7 +379,20 @@ def _scores(done: Sequence[StrategySummary], called: dict[int, str]) -> Iterator
             scores = [f"{score} for {listed(names)}" for score, names in by_score.items()]
             if scores:
                 *most, last = scores
-                yield f"{name} is {', '.join(most)}{', and ' if most else ''}{last}"
+                text = f"{name} is {', '.join(most)}{', and ' if most else ''}{last}"
+                yield text + (_within_error(done) if name == "held-out accuracy" else "")
+
+
+def _within_error(done: Sequence[StrategySummary]) -> str:
+    """Return what accuracies on so many samples show; empty for one, or without their number."""
+    known = [s for s in done if math.isfinite(s.held_out_accuracy.middle)]
+    num = min((s.num_held_out for s in known), default=0)
+    shares = [s.held_out_accuracy.middle for s in known]
+    if num == 0 or len({percent(share, 1) for share in shares}) < 2:
+        return ""
+    if not accuracies_differ(shares, num):
+        return f", the same within the error of {num:,} samples"
+    return f", with a standard error of {_accuracy_error(known)}"
 
 
 def _failures(summary: StrategySummary, name: str) -> str:

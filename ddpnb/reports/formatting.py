@@ -2,9 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddpnb.history.comparison import Comparison, body_of
-from ddpnb.history.summary import StrategyKey, StrategySummary, group_runs, is_emulated
+from ddpnb.history.summary import (
+    SHORT_SECONDS,
+    StrategyKey,
+    StrategySummary,
+    group_runs,
+    is_emulated,
+)
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import parse_link
@@ -82,13 +89,17 @@ def labels(comparison: Comparison) -> dict[StrategyKey, str]:
 
 
 def styles(comparison: Comparison) -> dict[StrategyKey, Style]:
-    """Return the style of each strategy; where there are several comparisons, in darker shades."""
-    keys = group_runs(comparison.runs)
-    several = list(dict.fromkeys(name for name, _ in keys))
-    return {
-        (name, strategy): style_of(strategy, comparison.strategies, several.index(name))
-        for name, strategy in keys
-    }
+    """Return the style of each strategy; where there are several comparisons, in darker shades.
+
+    The marks of an emulated one are hollow, as those of a variant are.
+    """
+    groups = group_runs(comparison.runs)
+    several = list(dict.fromkeys(name for name, _ in groups))
+    made = {}
+    for (name, strategy), runs in groups.items():
+        style = style_of(strategy, comparison.strategies, several.index(name))
+        made[name, strategy] = replace(style, is_hollow=True) if is_emulated(runs) else style
+    return made
 
 
 def longest_label(strategy: str) -> str:
@@ -102,7 +113,7 @@ def title(comparison: Comparison) -> str:
     specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
     headers = [run.header for run in comparison.runs if run.header]
     tasks = dict.fromkeys("own cell" if s.task == "cell" else s.task for s in specs)
-    batches = dict.fromkeys(f"{s.batch_size:,}" for s in specs)
+    batches = dict.fromkeys(s.batch_words for s in specs)
     devices = dict.fromkeys(header.device.split(":")[0] for header in headers)
     parts = [" and ".join(tasks)]
     parts += [f"global batch {' and '.join(batches)}"] if batches else []
@@ -136,11 +147,18 @@ def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tup
         note if len(names) == len(summaries) and not is_alone else f"{', '.join(names)}: {note}"
         for note, names in strategies.items()
     ]
+    if short_ones := [named[s.comparison, s.name] for s in summaries if s.is_short]:
+        which = "the runs" if len(short_ones) == len(summaries) else listed(short_ones)
+        found.append(
+            f"{which} took less than {SHORT_SECONDS:g} s, which is too short to time: "
+            f"--min-seconds {SHORT_SECONDS:g} makes runs longer"
+        )
     return tuple(found)
 
 
 def differences(specs: Sequence[RunSpec]) -> list[str]:
     """Return the options, named as in a magic's line, that are not the same for all runs."""
+    specs = [spec for spec in specs if not spec.is_ceiling]
     differing = [
         option.keyword.replace("_", " ")
         for name, option in training_options()
@@ -157,4 +175,6 @@ def listed(parts: Sequence[str]) -> str:
 
 def _choice(spec: RunSpec, name: str) -> object:
     value = getattr(spec, name)
+    if name == "seed" and spec.data_seed is not None:  # each repeat has a seed of its own
+        return spec.data_seed
     return bool(value) if name == "resume" else value  # each run resumes a run of its own

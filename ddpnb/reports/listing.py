@@ -88,7 +88,7 @@ def _run_row(repeats: Sequence[StoredRun]) -> tuple[Cell, ...]:
         Cell(text=f"{run.comparison}/{run.name}", dot=style.colour, is_hollow=style.is_hollow),
         len(repeats),
         "own cell" if run.task == "cell" else run.task or NOTHING,
-        f"{run.spec.batch_size:,}" if run.spec else NOTHING,
+        run.spec.batch_words if run.spec else NOTHING,
         run.num_workers or NOTHING,
         f"{sum(repeat.num_events for repeat in repeats):,}",
         started,
@@ -140,7 +140,9 @@ class Details:
         specs = comparison.specs or tuple(run.spec for run in comparison.runs if run.spec)
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(comparison.created))
         settings = {"started": started, "strategies": " ".join(comparison.strategies)}
-        hidden = ("run_id", "strategy", "repeat", "source", "cell", "checkpoints", "resume")
+        specs = tuple(spec for spec in specs if not spec.is_ceiling) or specs
+        hidden = ["run_id", "strategy", "repeat", "data_seed", "is_ceiling", "source", "cell"]
+        hidden += ["checkpoints", "resume"]
         for entry in dataclasses.fields(specs[0]) if specs else ():
             values = dict.fromkeys(_setting_text(getattr(spec, entry.name)) for spec in specs)
             if entry.name not in hidden:

@@ -133,6 +133,8 @@ class LiveFigureAndTable:
         """Show the last picture, and the table in place of the progress."""
         with self._lock:
             self._latest, self._is_training = (result.comparison,), False
+            if self._figure is not None and self._figure.lacks_panels(self._all()):
+                self._figure = None  # a larger one, once nothing moves any more
             self._show_result()
         self._on_end(result)
 

@@ -13,7 +13,8 @@ from IPython.core.getipython import get_ipython
 
 from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.protocol.errors import UserError
-from ddpnb.reports.data import document, runs_frame, steps_frame, write_events
+from ddpnb.protocol.notation import Target, parse_target
+from ddpnb.reports.data import document, evaluations_frame, runs_frame, steps_frame, write_events
 from ddpnb.reports.findings import results_table, sentence
 from ddpnb.reports.formatting import title
 from ddpnb.reports.script import num_ranks_of, script
@@ -80,7 +81,7 @@ class ComparisonResult:
         return results_table(self.comparison, self.options.target)
 
     def plot(
-        self, *, x: str | None = None, log: bool | None = None, target: float | None = None
+        self, *, x: str | None = None, log: bool | None = None, target: float | str | None = None
     ) -> Picture:
         """Return the figure, with the options of the comparison or with others.
 
@@ -88,11 +89,11 @@ class ComparisonResult:
             x: draw losses against ``"samples"``, ``"seconds"`` or ``"updates"`` alone; ``""``
                 for samples and seconds side by side.
             log: whether the axis of losses is logarithmic.
-            target: a training loss to mark.
+            target: a training loss to mark, or ``"accuracy=0.95"`` on held-out samples.
         """
         from ddpnb.reports.figures.figure import draw  # noqa: PLC0415 - matplotlib takes 0.3 s
 
-        given: dict[str, Any] = {"x": x, "log": log, "target": target}
+        given: dict[str, Any] = {"x": x, "log": log, "target": parse_target(target)}
         others = {name: value for name, value in given.items() if value is not None}
         options = replace(self.options, **others)
         return Picture(draw(self.comparison, options), self.sentence())
@@ -108,6 +109,10 @@ class ComparisonResult:
     def to_frame(self) -> "pd.DataFrame":
         """Return one row per run, as a tidy DataFrame."""
         return runs_frame(self.comparison)
+
+    def evaluations(self) -> "pd.DataFrame":
+        """Return one row per evaluation on held-out samples, as a tidy DataFrame."""
+        return evaluations_frame(self.comparison)
 
     def steps(self) -> "pd.DataFrame":
         """Return one row per step of each worker, as a tidy DataFrame."""
@@ -185,7 +190,7 @@ def export(result: ComparisonResult, path: Path | str) -> str:
         raise UserError(f"{target} cannot be written: {error}.") from error
 
 
-def report_html(comparison: Comparison, png: bytes, target: float | None = None) -> str:
+def report_html(comparison: Comparison, png: bytes, target: Target | None = None) -> str:
     """Return the report: figure (``png``), sentence, table, settings, code, environment."""
     heading = escape(title(comparison))
     parts = [
@@ -273,8 +278,9 @@ def _settings(comparison: Comparison) -> str:
     settings = {
         "task": spec.task,
         "passes over the data": f"{spec.num_epochs:g}",
-        "global batch": str(spec.batch_size),
+        "global batch": spec.batch_words,
         "learning rate": f"{spec.learning_rate:g}",
+        "momentum": f"{spec.momentum:g}",
         "seed": str(spec.seed),
         "warm-up steps, not timed": str(spec.num_warmup_steps),
     }

@@ -3,7 +3,6 @@
 The colours, lines and markers of the strategies themselves are in ``catalogue.STRATEGIES``.
 """
 
-import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Literal
 
 from ddpnb.protocol import catalogue
 from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.notation import Target
 
 ACROSS = ("samples", "seconds", "updates")
 """The quantities that a loss can be drawn against."""
@@ -26,16 +26,15 @@ class PlotOptions:
     """The further number that is drawn in place of the loss; empty: the loss."""
     log: bool = False
     """Whether the axis of losses is logarithmic."""
-    target: float | None = None
-    """A training loss; the figure marks it, the table shows when it is reached."""
+    target: Target | None = None
+    """The figure marks it, the table shows when it is reached."""
 
     def __post_init__(self) -> None:
         if self.x and self.x not in ACROSS:
             raise one_of("--x", self.x, ACROSS)
-        if self.target is not None and not math.isfinite(self.target):
-            raise UserError(f"--target is a training loss, e.g. 0.3, not {self.target}.")
-        if self.log and self.target is not None and self.target <= 0:
-            raise UserError(f"--log shows no loss of {self.target:g}: choose a --target above 0.")
+        if self.log and self.target is not None and self.target.value <= 0:
+            shown = f"{self.target.value:g}"
+            raise UserError(f"--log shows no loss of {shown}: choose a --target above 0.")
 
 
 EVERYTHING = PlotOptions()

@@ -1,4 +1,4 @@
-"""A cell that runs on ranks, from its source to its last output (kernel)."""
+"""A cell that runs on ranks, from its source to its last output; a training's check (kernel)."""
 
 import contextlib
 import contextvars
@@ -18,9 +18,18 @@ from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.history.model import Status
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.protocol.errors import UserError, closest
-from ddpnb.protocol.messages import CellSpec, EventBatch, Failure, OnRank, StaleVariable
+from ddpnb.protocol.messages import (
+    CellReport,
+    CellSpec,
+    Checked,
+    EventBatch,
+    Failure,
+    OnRank,
+    RunSpec,
+    StaleVariable,
+)
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
-from ddpnb.reports.cell_output import CellOutput
+from ddpnb.reports.cell_output import CellOutput, PrintedLines
 from ddpnb.reports.live import Live, LiveFigureAndTable, live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.session.errors import (
@@ -127,6 +136,7 @@ class RunningCell(SupervisedCall):
             if self._prompt is not None:
                 self._prompt.close()
             self._output.close()
+            self._note_names()
             self._end_run()
         self._raise()
 
@@ -184,6 +194,11 @@ class RunningCell(SupervisedCall):
         self._recorder.end(self._spec.run_id, status)
         if self._live is not None:
             self._live.finish(ComparisonResult(self._recorder.comparison))
+
+    def _note_names(self) -> None:
+        for rank, report in self._watch.returned.items():
+            if isinstance(report, CellReport):
+                self._cluster.names[rank] = report.names
 
     def _raise(self) -> None:
         if self._watch.timed_out:
@@ -302,3 +317,52 @@ def failures_of(watch: Watch) -> list[Failure]:
         )
         failures.append(lost)
     return failures
+
+
+def check_on_ranks(cluster: Cluster, spec: RunSpec, printed: PrintedLines) -> Checked:
+    """Check a training on every rank; return what rank 0 found, and add what was ``printed``.
+
+    Raises:
+        UserError: a choice does not fit the training.
+        RankError: the cell itself failed.
+        KeyboardInterrupt: the check was interrupted; the ranks have stopped.
+    """
+
+    def handle(event: CallEvent) -> None:
+        if isinstance(event, Output):
+            printed.take(event.rank, event.kind, event.content)
+
+    printed.begin(cluster.ranks)
+    watch = Watch(
+        cluster=cluster,
+        call=cluster.submit(OnRank("validate"), spec, ranks=cluster.ranks),
+        handle=handle,
+        tick=lambda: None,
+        abort_after_failure_seconds=cluster.timeouts.abort_validation_after_seconds,
+    )
+    try:
+        watch.run()
+    except KeyboardInterrupt:
+        raise CellInterrupt from None
+    failures = failures_of(watch)
+    for failure in failures:
+        if failure.name == UserError.__name__:
+            raise UserError(failure.text)
+    if failures:
+        raise RankError(failures)
+    found = {rank: each for rank, each in watch.returned.items() if isinstance(each, Checked)}
+    _check_sizes(found)
+    return found[0]
+
+
+def _check_sizes(found: Mapping[int, Checked]) -> None:
+    """Refuse a training split whose size differs between ranks."""
+    by_size: dict[int, list[int]] = {}
+    for rank, checked in sorted(found.items()):
+        by_size.setdefault(checked.num_samples, []).append(rank)
+    if len(by_size) > 1:
+        sizes = [f"{size} samples on {spoken_ranks(on)}" for size, on in by_size.items()]
+        raise UserError(
+            f"data('train') has {' and '.join(sizes)}; return the same data on every rank, "
+            "each rank trains on its own part."
+        )

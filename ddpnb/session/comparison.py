@@ -4,7 +4,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from ddpnb.cluster.call import CallEvent, Events, Output, Returned
@@ -15,7 +15,7 @@ from ddpnb.history.model import Status
 from ddpnb.history.query import StoredRun, resolve
 from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store
-from ddpnb.protocol.catalogue import BASELINE, CELL_TASK, STRATEGIES
+from ddpnb.protocol.catalogue import BASELINE, CEILING, CELL_TASK, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, OnRank, RunReport, RunSpec
 from ddpnb.protocol.notation import (
@@ -24,7 +24,6 @@ from ddpnb.protocol.notation import (
     format_ranks,
     has_transport,
     parse_strategy,
-    spoken_ranks,
 )
 from ddpnb.protocol.processes import RankCommand
 from ddpnb.protocol.training_options import TrainingSpec
@@ -32,7 +31,7 @@ from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.live import Live, live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
-from ddpnb.session.cells import error_of, failures_of, warn_stale
+from ddpnb.session.cells import check_on_ranks, error_of, warn_stale
 from ddpnb.session.errors import CellInterrupt, HangError, RankError
 
 STOP_INTERVAL_SECONDS = 0.3
@@ -53,7 +52,8 @@ class ComparisonSpec:
     num_repeats: int = 1
     name: str = ""
     baseline: bool = True
-    """Whether ``single`` is trained too, as the reference of the speed-up."""
+    """Whether ``single`` is trained too, as the reference of the speed-up, and ``no-comm``, as the
+    ceiling of it."""
     options: PlotOptions = EVERYTHING
 
     def __post_init__(self) -> None:
@@ -86,16 +86,36 @@ class ComparisonSpec:
         return ""
 
     def run_specs(self) -> tuple[RunSpec, ...]:
-        """Return every training; strategies take turns, so that none is favoured."""
-        strategies = dict.fromkeys(self.strategies)
-        if self.baseline:
-            strategies = dict.fromkeys([BASELINE, *strategies])
-        chosen = asdict(self.training)
+        """Return every training.
+
+        Strategies take turns, and each repeat begins with another one, so that none is favoured.
+        Each repeat has a seed of its own, which all its strategies share: weights, order of
+        samples and dropout differ between repeats, and the data do not.
+        """
+        added = [BASELINE] if self.baseline else []
+        if self.baseline and not {BASELINE, CEILING}.issuperset(self.strategies):
+            added.append(CEILING)
+        names = list(dict.fromkeys([*added, *self.strategies]))
+        seed = self.training.seed
+        chosen = asdict(self.training) | {"data_seed": seed}
+        ceiling = chosen | {"is_ceiling": True, "save_every": 0.0, "resume": "", "kill": ()}
         return tuple(
-            RunSpec(run_id=new_id(), strategy=strategy, repeat=repeat, **chosen)
+            RunSpec(
+                run_id=new_id(),
+                strategy=name,
+                repeat=repeat,
+                **(ceiling if name == CEILING and name not in self.strategies else chosen)
+                | {"seed": seed_of(seed, repeat)},
+            )
             for repeat in range(self.num_repeats)
-            for strategy in strategies
+            for position in range(len(names))
+            for name in [names[(position + repeat) % len(names)]]
         )
+
+
+def seed_of(seed: int, repeat: int) -> int:
+    """Return the seed of a repeat; the first one has that of the comparison."""
+    return (seed + repeat) % 2**63
 
 
 @dataclass(kw_only=True, slots=True)
@@ -266,6 +286,8 @@ def prepare(
         UserError: the task or a strategy cannot be trained.  Nothing has been trained then.
     """
     placed = with_checkpoints(spec.run_specs(), spec.strategies, store)
+    if len(cluster.ranks) == 1:  # a rank alone never communicates
+        placed = tuple(each for each in placed if not each.is_ceiling)
     own_id = new_id()
     specs = tuple(replace(each, comparison=own_id) for each in placed)
     warn_stale(cluster.ensure_group())
@@ -279,12 +301,15 @@ def prepare(
             except UserError as error:
                 if not _is_dispensable(name, spec):
                     raise
-                print(f"Not trained: {name}, the baseline. {error}", file=sys.stderr)
+                if name == BASELINE:
+                    print(f"Not trained: {name}, the baseline. {error}", file=sys.stderr)
+        _check_target(spec, checked.values())
     except BaseException:
         free_data(cluster)
         printed.show()
         raise
     specs = tuple(each for each in specs if each.strategy in checked)
+    specs = _long_enough(specs, max((each.num_epochs for each in checked.values()), default=0.0))
     recorder = Recorder(
         store,
         name=spec.name,
@@ -306,12 +331,42 @@ def prepare(
     )
 
 
+def _check_target(spec: ComparisonSpec, checked: Iterable[Checked]) -> None:
+    """Refuse a held-out accuracy as target where there will be none."""
+    target = spec.options.target
+    if target is None or not target.is_accuracy:
+        return
+    if spec.training.eval_every == 0:
+        raise UserError(
+            f"--target accuracy={target.value:g} needs evaluations while it trains: "
+            "leave --eval-every 0 out."
+        )
+    if not all(each.has_accuracy for each in checked):
+        raise UserError(
+            f"--target accuracy={target.value:g}: this task has no held-out accuracy, for its "
+            "targets are no class numbers, or it has measures of its own; give a training loss."
+        )
+
+
+def _long_enough(specs: Sequence[RunSpec], num_epochs: float) -> tuple[RunSpec, ...]:
+    """Return trainings of so many epochs, for ``--min-seconds``, or of more; print what changes."""
+    asked = max((spec.num_epochs for spec in specs), default=0.0)
+    if num_epochs <= asked:
+        return tuple(specs)
+    rounded = math.ceil(num_epochs) if num_epochs > 10 else math.ceil(10 * num_epochs) / 10
+    print(
+        f"{rounded:g} epochs in place of {asked:g}, so that each run takes "
+        f"{specs[0].min_seconds:g} s or more."
+    )
+    return tuple(replace(spec, num_epochs=float(rounded)) for spec in specs)
+
+
 def _is_dispensable(name: str, spec: ComparisonSpec) -> bool:
-    """Return whether a strategy is a baseline that was added to the user's own classes alone.
+    """Return whether a strategy was added, as baseline or ceiling, to the user's own classes alone.
 
     These may train what no other strategy can, such as a model with two losses.
     """
-    is_added = name == BASELINE and BASELINE not in spec.strategies
+    is_added = name in (BASELINE, CEILING) and name not in spec.strategies
     return is_added and all(parse_strategy(s).name not in STRATEGIES for s in spec.strategies)
 
 
@@ -341,69 +396,32 @@ def with_checkpoints(
     if not any(spec.save_every or spec.resume for spec in specs):
         return tuple(specs)
     placed = [replace(spec, checkpoints=str(store.checkpoints)) for spec in specs]
-    address = placed[0].resume
+    address = next(spec.resume for spec in placed if not spec.is_ceiling)
     if not address:
         return tuple(placed)
-    runs = resolve(address, store.list())
+    runs = [run for run in resolve(address, store.list()) if not _is_ceiling(run)]
     names = {run.name for run in runs}
     if missing := [strategy for strategy in asked if strategy not in names]:
         raise UserError(
             f"{address} has no run of {missing[0]} to resume; it has: {', '.join(sorted(names))}."
         )
-    found = [(spec, _resumed_by(spec, runs)) for spec in placed if spec.strategy in names]
-    return tuple(replace(spec, resume=run.run_id, resumed=run.address) for spec, run in found)
+    found = []
+    for spec in placed:
+        if spec.is_ceiling:
+            found.append(spec)
+        elif spec.strategy in names:
+            run = _resumed_by(spec, runs)
+            seed = seed_of(spec.seed, run.repeat - spec.repeat)
+            found.append(replace(spec, resume=run.run_id, resumed=run.address, seed=seed))
+    return tuple(found)
+
+
+def _is_ceiling(run: StoredRun) -> bool:
+    """Return whether a run was trained only for its rate: it has no checkpoint."""
+    return run.spec is not None and run.spec.is_ceiling
 
 
 def _resumed_by(spec: RunSpec, runs: Sequence[StoredRun]) -> StoredRun:
     """Return the run that a training resumes: the same strategy and repeat, else the last one."""
     same = [run for run in runs if run.name == spec.strategy]
     return next((run for run in same if run.repeat == spec.repeat), same[-1])
-
-
-def check_on_ranks(cluster: Cluster, spec: RunSpec, printed: PrintedLines) -> Checked:
-    """Check a training on every rank; return what rank 0 found, and add what was ``printed``.
-
-    Raises:
-        UserError: a choice does not fit the training.
-        RankError: the cell itself failed.
-        KeyboardInterrupt: the check was interrupted; the ranks have stopped.
-    """
-
-    def handle(event: CallEvent) -> None:
-        if isinstance(event, Output):
-            printed.take(event.rank, event.kind, event.content)
-
-    printed.begin(cluster.ranks)
-    watch = Watch(
-        cluster=cluster,
-        call=cluster.submit(OnRank("validate"), spec, ranks=cluster.ranks),
-        handle=handle,
-        tick=lambda: None,
-        abort_after_failure_seconds=cluster.timeouts.abort_validation_after_seconds,
-    )
-    try:
-        watch.run()
-    except KeyboardInterrupt:
-        raise CellInterrupt from None
-    failures = failures_of(watch)
-    for failure in failures:
-        if failure.name == UserError.__name__:
-            raise UserError(failure.text)
-    if failures:
-        raise RankError(failures)
-    found = {rank: each for rank, each in watch.returned.items() if isinstance(each, Checked)}
-    _check_sizes(found)
-    return found[0]
-
-
-def _check_sizes(found: Mapping[int, Checked]) -> None:
-    """Refuse a training split whose size differs between ranks."""
-    by_size: dict[int, list[int]] = {}
-    for rank, checked in sorted(found.items()):
-        by_size.setdefault(checked.num_samples, []).append(rank)
-    if len(by_size) > 1:
-        sizes = [f"{size} samples on {spoken_ranks(on)}" for size, on in by_size.items()]
-        raise UserError(
-            f"data('train') has {' and '.join(sizes)}; return the same data on every rank, "
-            "each rank trains on its own part."
-        )

@@ -206,10 +206,20 @@ class Session:
             return None
         return None if isinstance(answer, Failure) else answer
 
+    def known_names(self, rank: int | None = None) -> tuple[str, ...]:
+        """Return the variables that a rank, or any rank, had after its last cell."""
+        names = {} if self._cluster is None else self._cluster.names
+        chosen = names if rank is None else [rank]
+        return tuple(dict.fromkeys(name for each in chosen for name in names.get(each, ())))
+
     def push(self, variables: Mapping[str, object], ranks: str | None = None) -> None:
         """Copy variables to ranks; see ``ddpnb.push``."""
         cluster = self._require_free()
-        push(cluster, variables, parse_ranks(ranks, len(cluster.ranks)))
+        chosen = parse_ranks(ranks, len(cluster.ranks))
+        push(cluster, variables, chosen)
+        for rank in chosen:
+            known = dict.fromkeys([*cluster.names.get(rank, ()), *variables])
+            cluster.names[rank] = tuple(known)
 
     def pull(self, expression: str, ranks: str | None = None) -> Any:
         """Return the value of an expression on ranks; see ``ddpnb.pull``."""

@@ -126,7 +126,8 @@ def test_it_trains_by_keyboard_alone_and_the_figure_changes(page: Page) -> None:
     magic = page.get_by_label("as a magic")
     expect(magic).to_have_value(
         "%ddp_start -n 2\n"
-        "%ddp_compare ddp --task digits --epochs 100000 --batch-size 256 --lr 0.02 --name mine"
+        "%ddp_compare ddp --task digits --epochs 100000 --batch-size 64 --lr 0.05 --momentum 0 "
+        "--name mine"
     )
     tab_to(page, "Run")
     page.keyboard.press("Space")

@@ -110,7 +110,7 @@ def trained(cluster: Cluster, folder: Path, spec: ComparisonSpec) -> RunSnapshot
     return snapshot
 
 
-@pytest.mark.parametrize("strategy", ["async", "async:bound=1", "hogwild", "gossip"])
+@pytest.mark.parametrize("strategy", ["async", "async:bound=1", "hogwild", "gossip", "easgd"])
 def test_a_killed_rank_costs_its_share_and_comes_back(cluster, tmp_path, capsys, strategy):
     store = Store(tmp_path)
     run(cluster, "kept = rank")

@@ -10,9 +10,10 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.placement import ClusterSpec, num_cores
+from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.run_folder import OWNERS, PREFIX, parent_folder
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.processes import num_cores
 from tests.cluster.rig import (
     ALL_REDUCE,
     is_alive,

@@ -25,7 +25,7 @@ from tests.cluster.rig import DYNAMO, EIGHTH, pull, run, started, wait_until
 ONE_PROCESS = {"single", "dp"}
 SEVERAL_RANKS = [name for name in STRATEGIES if name not in ONE_PROCESS]
 ALL = [*SEVERAL_RANKS, "async:bound=1", "gossip:together=on"]
-WAIT_ELSEWHERE = ["ddp-shm", "async", "async:bound=1", "hogwild", "gossip"]
+WAIT_ELSEWHERE = ["ddp-shm", "async", "async:bound=1", "hogwild", "gossip", "easgd"]
 """Those whose ranks wait by sockets or memory, not in the process group."""
 GENEROUS_SECONDS = 6.0
 """For a busy machine; about one is usual."""

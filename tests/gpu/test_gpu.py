@@ -27,9 +27,19 @@ def in_a_project_of_its_own(tmp_path, monkeypatch) -> Iterator[None]:
     ddpnb.stop()
 
 
-SAME = ("ddp", "ddp-shm", "ddp-by-hand", "ring-by-hand", "central", "zero", "fsdp", "dp")
+SAME = (
+    "ddp",
+    "ddp-shm",
+    "ddp-by-hand",
+    "ddp-overlap-by-hand",
+    "ring-by-hand",
+    "central",
+    "zero",
+    "fsdp",
+    "dp",
+)
 """Strategies whose every step is ``single``'s, but for the order of sums."""
-NEAR = ("async", "local-sgd", "diloco", "gossip")
+NEAR = ("async", "local-sgd", "diloco", "gossip", "easgd")
 DIGITS = {"task": "digits", "lr": 0.02, "batch_size": 128}
 
 
@@ -141,7 +151,7 @@ def test_parts_tell_of_messages_where_two_ranks_share_a_gpu(strategy):
 
 def test_over_nccl_one_rank_alone_is_single():
     ddpnb.start(1)
-    exact = [name for name in SAME if name != "dp"] + ["local-sgd", "gossip"]
+    exact = [name for name in SAME if name != "dp"] + ["local-sgd", "gossip", "easgd"]
     losses = final_losses(ddpnb.compare(*exact, "dp", epochs=2, **DIGITS))
     for strategy, loss in losses.items():
         assert loss == pytest.approx(losses["single"], rel=0.02), strategy

@@ -26,7 +26,17 @@ def shared_kernel(project: Path) -> Iterator[Kernel]:
 @pytest.fixture
 def kernel(shared_kernel: Kernel) -> Kernel:
     """The kernel that all tests share, with two living ranks and ``%ddp_auto`` off."""
-    ready = shared_kernel.run(
+    return with_two_ranks(shared_kernel)
+
+
+@pytest.fixture(scope="module")
+def kernel_of_module(shared_kernel: Kernel) -> Kernel:
+    """The same, for what a file prepares once; an earlier file may have left a rank dead."""
+    return with_two_ranks(shared_kernel)
+
+
+def with_two_ranks(kernel: Kernel) -> Kernel:
+    ready = kernel.run(
         f"""
 %ddp_auto off
 import os
@@ -42,7 +52,7 @@ if cluster is None or len(cluster.ranks) != 2 or cluster.living != cluster.ranks
 """
     )
     assert not ready.error, ready.error_text
-    return shared_kernel
+    return kernel
 
 
 @pytest.fixture

@@ -1,3 +1,4 @@
+import base64
 import re
 from pathlib import Path
 
@@ -61,8 +62,27 @@ def test_the_result_is_the_cells_value_and_not_shown_twice(compared: Cell, kerne
     assert {"text/plain", "text/html", "image/png"} <= set(output["data"])
 
 
+def test_efficiency_is_that_of_the_machine_times_that_of_communication(
+    compared: Cell, kernel: Kernel
+):
+    text = compared.text
+    assert re.search(r"efficiency +machine +communication", text)
+    assert "efficiency = machine × communication" in text
+    (ceiling,) = re.findall(r"^no-comm .*$", text, re.MULTILINE)
+    assert "100 %" in ceiling
+    assert "the runs took less than 4 s, which is too short to time" in text
+    frame = "small.to_frame().set_index('strategy')"
+    product = f"({frame}.machine * {frame}.communication - {frame}.efficiency).abs().max() < 1e-9"
+    assert kernel.value(product) == "True"
+    assert kernel.value(f"{frame}.final_loss.isna()['no-comm']") == "True"  # it was not judged
+    assert kernel.value(f"{frame}.machine.isna()['single']") == "True"
+
+
 def test_the_results_methods(compared: Cell, kernel: Kernel):
-    assert kernel.value("sorted(small.to_frame().strategy)") == "['async', 'ddp', 'dp', 'single']"
+    assert (
+        kernel.value("sorted(small.to_frame().strategy)")
+        == "['async', 'ddp', 'dp', 'no-comm', 'single']"
+    )
     assert kernel.value("len(small.steps()) >= 4 * 5") == "True"
     assert "samples/s" in kernel.run("print(small.table())").stdout
     assert len(kernel.run("small.plot()").bundles("image/png")) == 1
@@ -84,12 +104,25 @@ def test_the_cell_form_and_assignment(kernel: Kernel):
     cell = kernel.run(CELL)
     assert not cell.error, cell.error_text
     assert len(cell.bundles("image/png")) == len(cell.bundles("text/html")) == 1
-    assert kernel.value("sorted(_.to_frame().strategy)") == "['ddp', 'single']"
+    assert kernel.value("sorted(_.to_frame().strategy)") == "['ddp', 'no-comm', 'single']"
     line = kernel.run(
         "mine = %ddp_compare ddp --task synthetic --epochs 0.1 --repeats 2 --no-baseline"
     )
     assert len(line.outputs) == 2
     assert kernel.value("list(mine.to_frame().strategy)") == "['ddp', 'ddp']"
+    assert kernel.value("mine.to_frame()[['repeat', 'seed']].values.tolist()") == "[[1, 0], [2, 1]]"
+
+
+def test_a_least_time_makes_all_runs_as_many_epochs_longer(kernel: Kernel):
+    cell = kernel.run(
+        "longer = %ddp_compare ddp local-sgd --task digits --epochs 0.2 --min-seconds 0.2 "
+        "--no-baseline",
+        timeout=120,
+    )
+    assert not cell.error, cell.error_text
+    assert "epochs in place of 0.2, so that each run takes 0.2 s or more." in cell.stdout
+    epochs = "longer.to_frame().num_epochs"
+    assert kernel.value(f"({epochs}.nunique(), {epochs}.min() > 0.2)") == "(1, True)"
 
 
 def test_the_cell_sees_the_ranks_variables_and_leaves_its_own_behind(kernel: Kernel):
@@ -133,6 +166,18 @@ WRONG = {
     "nothing to resume": ("--epochs 1", "--epochs 1 --resume none", "There is no run 'none'"),
     "unknown class": ("compare ddp", "compare Averaging", "There is no strategy 'Averaging'"),
     "a strategy's name": ("--name lines", "--name dp", "'dp' is a strategy"),
+    "no accuracy": ("--epochs 1", "--target accuracy=1.2", "--target accuracy=1.2: an accuracy is"),
+    "no target": ("--epochs 1", "--target low", "--target is a training loss, e.g. 0.3, or"),
+    "no evaluation": (
+        "--epochs 1",
+        "--target accuracy=0.9 --eval-every 0",
+        "leave --eval-every 0 out",
+    ),
+    "no classes": (
+        "ddp --epochs 1 --batch-size 32 --name lines",
+        "ddp --target accuracy=0.9 --batch-size 32\ndef metric(outputs, targets): return 1.0",
+        "--target accuracy=0.9: this task has no held-out accuracy",
+    ),
 }
 
 
@@ -184,6 +229,35 @@ def test_an_error_in_the_cell_shows_the_users_lines_only(kernel: Kernel, new: st
     assert "ddpnb/" not in cell.error_text
     assert new in cell.error_text
     assert f"Cell In[{cell.number}], line 6" in cell.error_text
+
+
+def test_a_held_out_curve_is_drawn_stored_and_searched_for_a_target(compared: Cell, kernel: Kernel):
+    cell = kernel.run(
+        "%ddp_compare ddp async --task digits --epochs 2 --target accuracy=20% --name curves",
+        timeout=120,
+    )
+    assert not cell.error, cell.error_text
+    assert "to 20 % held-out accuracy" in cell.text
+    assert re.search(r"20 % held-out accuracy was reached after [\d.]+ s by ", cell.text)
+    kernel.run("curves = _")
+    found = "curves.evaluations().groupby('strategy')"
+    assert kernel.value(f"sorted({found}.groups)") == "['async', 'ddp', 'single']"
+    assert kernel.value(f"int({found}.size().min()) >= 3") == "True"
+    last = f"{found}.accuracy.last().to_dict()"
+    assert kernel.value(
+        f"{last} == curves.to_frame().set_index('strategy').held_out_accuracy.to_dict()"
+    ) == ("True")
+    stored = "__import__('ddpnb').plot('curves').evaluations()"
+    assert kernel.value(f"{stored}.equals(curves.evaluations())") == "True"
+    titles = "[axes.get_title('left') for axes in curves.plot().figure.axes]"
+    assert "Held-out accuracy by time" in kernel.value(titles)
+    (picture,) = cell.bundles("image/png")
+    (alone,) = kernel.run("%ddp_plot curves").bundles("image/png")
+    assert height_of(picture) == height_of(alone)
+
+
+def height_of(png: str) -> int:
+    return int.from_bytes(base64.b64decode(png)[20:24])
 
 
 def test_a_hand_written_loop_is_a_run_too(compared: Cell, kernel: Kernel):
@@ -239,7 +313,7 @@ def test_a_later_kernel_reloads_the_runs_and_run_all_stops_at_an_error(
     assert sum("image/png" in mimes for mimes in drawn) == 1
     assert sum("text/html" in mimes for mimes in drawn) == 1
     assert len(drawn) == 2
-    assert outputs[3][0]["data"]["text/plain"].startswith("(4, ")
+    assert outputs[3][0]["data"]["text/plain"].startswith("(5, ")
     assert outputs[5][0]["text"] == "[0] a second kernel\n"
     assert outputs[5][-1]["ename"] == "RankError"
     assert "line 3" in ANSI.sub("", "\n".join(outputs[5][-1]["traceback"]))
@@ -281,6 +355,9 @@ def test_help_shows_what_a_magic_takes(shared_kernel: Kernel, source: str, expec
         ("%ddp_compare ddp --task ", {"digits", "synthetic"}),
         ("result = %ddp_compare s", {"single"}),
         ("%ddp_compare ddp --lr", {"--lr", "--lr-scaling", "--lr-warmup"}),
+        ("%ddp_compare ddp --mom", {"--momentum"}),
+        ("%ddp_compare async:mo", {"async:momentum="}),
+        ("%ddp_compare ddp --batch", {"--batch-size", "--batch-per-worker"}),
         ("%ddp_compare ddp --lr-scaling ", {"none", "linear", "sqrt"}),
         ("%ddp_compare ddp --task synthetic:", {"synthetic:samples=", "synthetic:compute="}),
         ("%ddp_compare ddp --task synthetic:compute=1,p", {"synthetic:compute=1,parameters="}),

@@ -6,10 +6,9 @@ from tests.kernel.client import Cell, Kernel
 
 
 @pytest.fixture(scope="module")
-def stored(shared_kernel: Kernel) -> Cell:
+def stored(kernel_of_module: Kernel) -> Cell:
     """Two comparisons that lie in the store."""
-    shared_kernel.run("%ddp_auto off\n%ddp_start -n 2 --device cpu")
-    cell = shared_kernel.run(
+    cell = kernel_of_module.run(
         "%ddp_compare ddp --task digits --epochs 0.5 --repeats 2 --name past\n"
         "%ddp_compare async --task synthetic --epochs 0.1 --no-baseline --name gone",
         timeout=120,

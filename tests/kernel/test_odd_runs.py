@@ -41,13 +41,12 @@ LOSSES = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def odd_runs(shared_kernel: Kernel) -> None:
+def odd_runs(kernel_of_module: Kernel) -> None:
     """What the store holds: odd losses, nothing at all, two tasks."""
-    shared_kernel.run("%ddp_auto off\n%ddp_start -n 2 --device cpu")
     for source in (*LOSSES.values(), EMPTY):
-        cell = shared_kernel.run(source)
+        cell = kernel_of_module.run(source)
         assert not cell.error, cell.error_text
-    trained = shared_kernel.run(
+    trained = kernel_of_module.run(
         "%ddp_compare ddp --task digits --epochs 0.3 --no-baseline --name of-digits\n"
         "%ddp_compare ddp --task synthetic --epochs 0.1 --no-baseline --amp bf16 --name of-noise\n"
         "%ddp_compare ddp --task digits --epochs 0.5 --lr 1e30 --no-baseline --name diverged",

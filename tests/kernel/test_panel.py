@@ -15,7 +15,7 @@ def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel
     compared = kernel.run(CELL.replace("--name lines", "--name before"))
     assert not compared.error, compared.error_text
     assert kernel.value(f"{FORM}._task.value") == "own cell"
-    assert kernel.value(f"{FORM}._stored.options[:2]") == "('before/ddp', 'before/single')"
+    assert kernel.value(f"{FORM}._stored.options[:2]") == "('before/ddp', 'before/no-comm')"
     again = kernel.run("%ddp_panel")
     assert not again.error, again.error_text
     setting = (
@@ -25,7 +25,7 @@ def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel
     )
     assert not kernel.run(setting).error
     assert kernel.value("form._magic.value.splitlines()[0]") == (
-        "%%ddp_compare ddp --epochs 1 --batch-size 32 --lr 0.02 --name paneled"
+        "%%ddp_compare ddp --epochs 1 --batch-size 32 --lr 0.05 --momentum 0 --name paneled"
     )
     deadline = time.monotonic() + 60
     while "Finished" not in kernel.value("form._status.value"):
@@ -35,7 +35,7 @@ def test_it_trains_the_users_own_cell_and_shows_it_in_both_places(kernel: Kernel
         assert len(cell.bundles("image/png")) == 1
         assert "paneled" in cell.bundles("text/html")[-1]
     assert kernel.value("sorted(__import__('ddpnb').plot('paneled').to_frame().strategy)") == (
-        "['ddp', 'single']"
+        "['ddp', 'no-comm', 'single']"
     )
 
 

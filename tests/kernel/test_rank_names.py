@@ -60,16 +60,20 @@ def test_shift_tab_describes_what_the_ranks_hold(names: Kernel):
 
 def test_nobody_waits_for_busy_ranks(names: Kernel, tmp_path: Path):
     sign = tmp_path / "sign"
-    names.run(f"%%ddp --no-wait\n{waits_for(sign)}")
+    names.run(f"%%ddp --no-wait\nheld_since = 1\n{waits_for(sign)}")
     names.run("handle = _")
     began = time.monotonic()
     for _ in range(10):
-        assert names.complete("%%ddp\nheld_") == ["held_here"]
+        assert names.complete("%%ddp\nheld_") == ["held_here", "held_there"]
         names.inspect("%%ddp\nheld_there")
     assert time.monotonic() - began < 10
+    assert names.complete("%%rank 1\nx = 'held_'\nonly_on_") == ["only_on_one"]
+    assert names.complete("%%rank 0\nonly_on_") == []
+    assert names.complete("%%ddp\nheld_there.only_") == []
+    assert "held_there" not in names.complete("held_")
     sign.touch()
     names.run("handle.wait(30)")
-    assert names.complete("%%ddp\nheld_") == ["held_there"]
+    assert names.complete("%%ddp\nheld_") == ["held_since", "held_there"]
 
 
 def test_an_idle_rank_answers_for_a_busy_one(names: Kernel, tmp_path: Path):
@@ -77,7 +81,7 @@ def test_an_idle_rank_answers_for_a_busy_one(names: Kernel, tmp_path: Path):
     names.run(f"%%ddp --no-wait --ranks 0\n{waits_for(sign)}")
     names.run("handle = _")
     assert names.complete("%%ddp\nonly_on_") == ["only_on_one"]
-    assert names.complete("%%rank 0\nheld_") == ["held_here"]
+    assert names.complete("%%rank 0\nheld_t") == ["held_there"]
     sign.touch()
     names.run("handle.wait(30)")
 

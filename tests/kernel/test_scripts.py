@@ -150,7 +150,7 @@ def test_a_hang_and_a_mismatch_name_the_scripts_lines(kernel: Kernel, folder: Pa
     where = f"rank 0 waits in all_reduce (line {waits} of train.py, Float [1])"
     assert f"HangError: {where}; rank 1 finished" in cell.error_text
     cell = kernel.run("%ddp_run src/train.py --do mismatch")
-    assert f"rank 0 calls all_reduce with Float [1] (line {waits})" in cell.error_text
+    assert f"all_reduce with Float [1] (line {waits} of train.py), but rank" in cell.error_text
     check_ranks(kernel)
 
 
@@ -230,6 +230,23 @@ def test_it_can_be_stopped_and_looked_at(kernel: Kernel, folder: Path):
     kernel.run("handle = _")
     kernel.run("%ddp_interrupt")
     assert kernel.run("handle.wait(30)").error == "KeyboardInterrupt"
+    check_ranks(kernel)
+
+
+LATE = """
+import os, signal, sys
+def late(frame, event, _):
+    if event == "c_call" and frame.f_code.co_name == "_restored_process":
+        os.kill(os.getpid(), signal.SIGINT)
+sys.setprofile(late)
+"""
+
+
+def test_an_interrupt_as_it_ends_leaves_the_ranks_as_they_were(kernel: Kernel, folder: Path):
+    kernel.run("%%ddp\nkept = 1")
+    (folder / "src" / "late.py").write_text(LATE)
+    kernel.run("%ddp_run src/late.py a b")
+    kernel.run("%%ddp\nimport sys\nsys.setprofile(None)")
     check_ranks(kernel)
 
 

@@ -5,14 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.rig import wait_until
+from tests.cluster.rig import wait_until, waits_for
 from tests.kernel.client import Kernel, both
 
 
 def files_left(kernel: Kernel) -> list[str]:
     """The files of variables in the run folder."""
-    folder = kernel.run("print(this_session()._cluster.folder)").stdout.strip()
-    return [path.name for path in Path(folder).glob("variables-*")]
+    return [path.name for path in run_folder(kernel).glob("variables-*")]
+
+
+def run_folder(kernel: Kernel) -> Path:
+    return Path(kernel.value("this_session()._cluster.folder"))
 
 
 def test_push_and_pull(kernel: Kernel):
@@ -67,12 +70,13 @@ def test_a_pushed_function_brings_its_helpers_but_replaces_nothing_of_the_ranks(
     kernel.run("%%ddp\nimport torch\nmine = 'of the rank'")
     kernel.run(
         "mine, constant, state = 'of the notebook', 1, [0]\ndef helper(): return 'old'\n"
-        "def f(): return helper(), mine, constant, state\n%ddp_push f"
+        "large = 'old' * 10**5\n"
+        "def f(): return helper(), mine, constant, state, large[:3]\n%ddp_push f"
     )
     kernel.run("%%ddp\nstate[0] = rank + 1")  # changed in place, as by a training
-    kernel.run("def helper(): return 'new'\nconstant = 2\n%ddp_push f")
+    kernel.run("def helper(): return 'new'\nconstant, large = 2, 'new' * 10**5\n%ddp_push f")
     assert kernel.run("%%ddp\nprint(f())").by_rank == {
-        rank: [f"('new', 'of the rank', 2, [{rank + 1}])"] for rank in (0, 1)
+        rank: [f"('new', 'of the rank', 2, [{rank + 1}], 'new')"] for rank in (0, 1)
     }
 
 
@@ -201,6 +205,21 @@ def test_an_interrupted_pull_leaves_no_file_and_frees_the_ranks(kernel: Kernel, 
     assert kernel.wait(request).error == "KeyboardInterrupt"
     assert kernel.run("%ddp_pull rank", timeout=20).text == "{0: 0, 1: 1}"
     assert files_left(kernel) == []
+
+
+def test_a_pull_that_nobody_waits_for_is_not_evaluated(kernel: Kernel, tmp_path: Path):
+    sign, trace = tmp_path / "sign", tmp_path / "trace"
+    kernel.run(f"%%ddp --no-wait\n{waits_for(sign)}")
+    kernel.run("handle = _")
+    folder = run_folder(kernel)
+    request = kernel.begin(f"%ddp_pull open({str(trace)!r}, 'w').name")
+    wait_until(lambda: len(list(folder.glob("variables-*"))) == 2, "the pull has begun")
+    kernel.interrupt()
+    assert kernel.wait(request).error == "KeyboardInterrupt"
+    sign.touch()
+    kernel.run("handle.wait(30)")
+    assert kernel.run("%ddp_pull rank", timeout=20).text == "{0: 0, 1: 1}"
+    assert not trace.exists()
 
 
 def test_a_rank_that_dies_during_a_pull_is_named_and_no_file_stays(kernel: Kernel):

@@ -167,14 +167,14 @@ def drive(
         Replica(
             model=problem.build(),
             training_step=Supervised(nn.functional.mse_loss),
-            optimizer=problem.factory(),
             device=torch.device("cpu"),
             rank=state.rank,
             world_size=state.world_size,
             num_steps=order.num_steps,
+            seed=problem.seed,
             folder=folder,
             accumulate=problem.accumulate,
-            **({"name": "fit"} | fields),
+            **({"name": "fit", "optimizer": problem.factory()} | fields),
         )
     )
     reports = []

@@ -23,6 +23,8 @@ OPTIONS = [
     {"bound": 2},
     {"damping": True},
     {"period": 2, "bound": 1, "damping": True},
+    {"compensate": 0.04},
+    {"period": 2, "compensate": 2.0, "damping": True},
 ]
 
 
@@ -119,6 +121,18 @@ def test_a_bound_of_0_and_a_period_exclude_each_other():
 def test_what_is_never_stale_cannot_be_damped():
     with pytest.raises(UserError, match="leave damping out"):
         AsyncParameterServer(damping=True, bound=0)
+
+
+def test_what_is_never_stale_needs_no_compensation():
+    with pytest.raises(UserError, match="leave compensate out"):
+        AsyncParameterServer(compensate=0.04, bound=0)
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_compensated_gradients_find_the_optimum_too(ranks, transport):
+    problem = Problem(model="linear", learning_rate=0.1, num_epochs=60, batch_size=16)
+    fit = ranks(2).call(fit_async, problem, {"compensate": 0.04}, transport)[0]
+    torch.testing.assert_close(tuple(fit.parameters), optimum(problem), atol=1e-3, rtol=0)
 
 
 def fit_apart(state, folder, problem):

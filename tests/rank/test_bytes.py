@@ -3,13 +3,16 @@
 import json
 import math
 import time
+from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+import torch
 from torch._C._distributed_c10d import _dump_fr_trace_json
 
-from tests.rank.fit import Problem, by_strategy
+from ddpnb.rank.strategies import make_strategy
+from tests.rank.fit import Problem, by_strategy, drive
 
 PROBLEM = Problem(num_epochs=2)
 S = 4 * (6 * 16 + 16 + 16 * 3 + 3)
@@ -26,7 +29,7 @@ def sent(ranks, word: str, num_ranks: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("word", ["ddp", "ddp-by-hand"])
+@pytest.mark.parametrize("word", ["ddp", "ddp-by-hand", "ddp-overlap-by-hand"])
 def test_an_all_reduce_of_all_gradients(ranks, word, num_ranks):
     num_steps = PROBLEM.order(num_ranks).num_steps
     assert sent(ranks, word, num_ranks) == [[all_reduced(num_ranks)] * num_steps] * num_ranks
@@ -48,9 +51,53 @@ def test_a_central_store_hears_from_each_and_sends_to_each(ranks, num_ranks):
     assert [set(other) for other in others] == [{S}] * (num_ranks - 1)
 
 
+def received(ranks, word: str, num_ranks: int) -> list[set[int]]:
+    fits = ranks(num_ranks).call(by_strategy, word, PROBLEM)
+    return [{report.num_bytes_received for report in fit.reports} for fit in fits]
+
+
 def test_replicas_get_parameters_and_give_gradients(ranks):
     first, *_ = sent(ranks, "dp", 3)
-    assert set(first) == {2 * 2 * S}
+    assert set(first) == {2 * S}
+    assert received(ranks, "dp", 3)[0] == {2 * S}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_comes_back_is_counted_too(ranks, num_ranks):
+    for word in ("ddp", "ddp-shm", "ddp-by-hand"):
+        assert received(ranks, word, num_ranks) == [{all_reduced(num_ranks)}] * num_ranks
+    for word in ("async", "hogwild", "gossip"):
+        assert set.union(*received(ranks, word, num_ranks)) == {S}
+    first, *others = received(ranks, "central", num_ranks)
+    assert (first, others) == ({(num_ranks - 1) * S}, [{S}] * (num_ranks - 1))
+
+
+@pytest.mark.parametrize("word", ["ddp", "central", "zero", "ring-by-hand", "dp", "fsdp"])
+def test_ranks_together_receive_what_they_send(ranks, word):
+    fits = ranks(3).call(by_strategy, word, PROBLEM)
+    reports = [report for fit in fits for report in fit.reports]
+    num_sent = sum(report.num_bytes_sent for report in reports)
+    assert sum(report.num_bytes_received for report in reports) == num_sent > 0
+
+
+@pytest.mark.parametrize(("word", "parameters", "state"), [("async", 2 * S, S), ("hogwild", S, S)])
+def test_memory_held_by_asynchronous_workers_is_known(ranks, word, parameters, state):
+    """Rank 0 serves: it holds a copy for each worker, and the only optimizer of ``async``."""
+    first, second = (fit.memory for fit in ranks(2).call(by_drive, word))
+    assert (first.parameters, first.optimizer) == (parameters, state)
+    assert (second.parameters, second.optimizer) == (S, 0 if word == "async" else S)
+
+
+def by_drive(state, folder, word: str):
+    """With a replica that records its optimizers, as in a run."""
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def optimizer(parameters):
+        optimizers.append(PROBLEM.factory()(parameters))
+        return optimizers[-1]
+
+    with closing(make_strategy(word, {})) as strategy:
+        return drive(strategy, state, folder, PROBLEM, optimizer=optimizer, optimizers=optimizers)
 
 
 @pytest.mark.parametrize("word", ["single", "no-comm"])
@@ -81,6 +128,13 @@ def test_gossip_in_pairs_sends_all_to_one(ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_elastic_averaging_writes_all_to_the_centre_every_few_steps(ranks, num_ranks):
+    size = S if num_ranks > 1 else 0
+    for mine in sent(ranks, "easgd:every=3", num_ranks):
+        assert mine == [size if (step + 1) % 3 == 0 else 0 for step in range(len(mine))]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_without_locks_each_update_is_written_to_the_memory_of_all(ranks, num_ranks):
     found = sent(ranks, "hogwild", num_ranks)
     assert {size for rank in found for size in rank} == {S}
@@ -93,7 +147,15 @@ def test_in_shared_memory_gradients_are_written_once(ranks, num_ranks):
     assert {size for rank in sent(ranks, "ddp-shm", num_ranks) for size in rank} == {expected}
 
 
-EXCHANGES = ["ddp", "ddp-by-hand", "central", "local-sgd:every=2", "local-sgd:after=9", "zero"]
+EXCHANGES = [
+    "ddp",
+    "ddp-by-hand",
+    "ddp-overlap-by-hand",
+    "central",
+    "local-sgd:every=2",
+    "local-sgd:after=9",
+    "zero",
+]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -17,17 +17,20 @@ SYNCHRONOUS = [
     "ddp",
     "ddp-shm",
     "ddp-by-hand",
+    "ddp-overlap-by-hand",
+    "ddp-overlap-by-hand:bucket_mb=0.0002",
     "ring-by-hand",
     "central",
     "zero",
     *(["fsdp"] if "fsdp" in ALL else []),
 ]
-WITH_PAIRS = [*ALL, "gossip:together=on"]
-"""Gossip in which ranks wait for each other is a strategy of its own."""
+WITH_PAIRS = [*ALL, "gossip:together=on", "async:compensate=on", "async:damping=on"]
+"""Gossip in which ranks wait for each other is a strategy of its own; so are other updates."""
 PLAIN_OUTER_STEP = "diloco:outer_lr=1,outer_momentum=0"
 """DiLoCo's outer optimizer moves the weights even on one rank; so set, it does not."""
 PLAIN_ALONE = [PLAIN_OUTER_STEP if name == "diloco" else name for name in WITH_PAIRS]
-DETERMINISTIC = [name for name in WITH_PAIRS if name not in ("async", "hogwild", "gossip")]
+APART = ("async", "hogwild", "gossip", "easgd")
+DETERMINISTIC = [name for name in WITH_PAIRS if name not in APART and "async:" not in name]
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -10,16 +10,20 @@ from torch import nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.ddp import NUM_PLAIN_STEPS
 from ddpnb.rank.strategies.replica import Batch, Replica
 from ddpnb.rank.tasks.base import Supervised
 from ddpnb.rank.training.timing import CpuClock
-from tests.rank.fit import Problem, batch_of, by_hand, by_strategy, distance
+from tests.rank.fit import Problem, batch_of, by_hand, by_strategy, distance, drive
 
 
 @pytest.mark.parametrize(
     ("options", "accumulate"),
-    [("bucket_cap_mb=0.0001", 1), ("bucket_cap_mb=0.0001", 2), ("static_graph=on", 1)],
+    [
+        ("bucket_cap_mb=0.0001", 1),
+        ("bucket_cap_mb=0.0001", 2),
+        ("static_graph=on", 1),
+        ("bucket_view=on", 2),
+    ],
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_buckets_and_a_static_graph_change_no_result(ranks, options, optimizer, accumulate):
@@ -50,13 +54,15 @@ def test_half_the_width_is_half_the_bytes(ranks):
     assert fp16 == bf16 == plain // 2
 
 
-def test_powersgd_sends_two_thin_matrices_for_each_wide_one(ranks):
-    reports = ranks(2).call(by_strategy, "ddp:hook=powersgd", Problem())[0].reports
+@pytest.mark.parametrize(("option", "num_plain"), [("", 2), (",powersgd_start=5", 5)])
+def test_powersgd_sends_two_thin_matrices_for_each_wide_one(ranks, option, num_plain):
+    """After its first plain steps."""
+    reports = ranks(2).call(by_strategy, f"ddp:hook=powersgd{option}", Problem())[0].reports
     sent = [report.num_bytes_sent for report in reports]
     plain = 4 * (6 * 16 + 16 + 16 * 3 + 3)
-    assert sent[:NUM_PLAIN_STEPS] == [plain] * NUM_PLAIN_STEPS
+    assert sent[:num_plain] == [plain] * num_plain
     # rank 1: (6 + 16) for 6 x 16, (16 + 3) for 16 x 3; the biases as they are
-    assert set(sent[NUM_PLAIN_STEPS:]) == {4 * (6 + 16 + 16 + 16 + 3 + 3)}
+    assert set(sent[num_plain:]) == {4 * (6 + 16 + 16 + 16 + 3 + 3)}
 
 
 def large_job(state, folder, word):
@@ -93,9 +99,30 @@ def test_powersgd_sends_one_bucket_whose_messages_cannot_mix(ranks):
     assert all(map(torch.equal, first, second))
 
 
-def test_a_rank_for_no_powersgd_is_refused():
-    with pytest.raises(UserError, match="powersgd_rank goes with ddp:hook=powersgd"):
-        make_strategy("ddp:powersgd_rank=4", {})
+@pytest.mark.parametrize("option", ["powersgd_rank=4", "powersgd_start=10"])
+def test_an_option_for_no_powersgd_is_refused(option):
+    name, _, _ = option.partition("=")
+    with pytest.raises(UserError, match=f"{name} goes with ddp:hook=powersgd"):
+        make_strategy(f"ddp:{option}", {})
+
+
+def test_powersgd_cannot_compress_before_its_third_step():
+    with pytest.raises(UserError, match=r"ddp:powersgd_start must be at least 2, not 1\."):
+        make_strategy("ddp:hook=powersgd,powersgd_start=1", {})
+
+
+def views_job(state, folder, word):
+    """Train a step; return whether all gradients lie in one piece of memory."""
+    with closing(make_strategy(word, {})) as strategy:
+        drive(strategy, state, folder, Problem(num_epochs=0.3))
+        grads = [parameter.grad for parameter in strategy._replica.parameters]
+        return len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp-shm"])
+def test_gradients_are_views_of_buckets_only_where_that_is_asked_for(ranks, name):
+    found = [ranks(2).call(views_job, f"{name}{option}") for option in ("", ":bucket_view=on")]
+    assert found == [[False, False], [True, True]]
 
 
 def timed_job(state, folder, word, num_steps):

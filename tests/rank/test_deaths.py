@@ -130,7 +130,7 @@ def test_a_silent_worker_is_given_up(ranks, tmp_path):
     assert distance(fit, other) == 0
 
 
-@pytest.mark.parametrize("name", ["async", "hogwild", "gossip"])
+@pytest.mark.parametrize("name", ["async", "hogwild", "gossip", "easgd"])
 def test_a_step_may_take_as_long_as_the_timeout_that_was_chosen(ranks, tmp_path, name):
     problem = Problem(num_epochs=3, learning_rate=0.02)
     num_shards = problem.order(2).num_steps * 2
@@ -167,7 +167,7 @@ def slow_on_rank_1(rank: int, step: int) -> None:
     unhurried(rank, step)
 
 
-@pytest.mark.parametrize("name", ["async", "hogwild", "gossip"])
+@pytest.mark.parametrize("name", ["async", "hogwild", "gossip", "easgd"])
 def test_a_timeout_is_a_number_of_seconds(name):
     for value in ("0", "-1", "soon"):
         with pytest.raises(UserError, match=f"{name}:timeout"):

@@ -1,6 +1,7 @@
 """Do the literature's effects of asynchrony show, in the direction in which it reports them?"""
 
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def be_a_straggler(rank: int, step: int) -> None:
     time.sleep(0.05 if rank == 1 else 0.005)
 
 
-@pytest.mark.parametrize("name", ["async", "async:damping=on", "hogwild", "gossip"])
+@pytest.mark.parametrize("name", ["async", "async:damping=on", "hogwild", "gossip", "easgd"])
 def test_with_a_straggler_the_same_samples_take_less_time_than_with_ddp(ranks, name):
     problem = Problem(num_epochs=8, learning_rate=0.02)
     ranks(2).call(seconds_of, name, Problem(num_epochs=1))  # nothing measured is cold
@@ -50,28 +51,51 @@ def test_the_more_stale_the_gradients_the_less_is_learnt_per_sample():
     assert stale < 0.5 * staler
 
 
-def test_damping_helps_where_gradients_are_stale_and_changes_nothing_where_they_are_not():
-    assert loss_after(48, 12, is_damped=True) < 0.5 * loss_after(48, 12)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_damping_helps_where_one_worker_is_slow(momentum):
+    """Of 4 workers the last is 20 times as slow: its gradients are of long ago, and large."""
+    order = [*[0, 1, 2] * 20, 3] * 2
+    chosen = {"order": order, "rate": RATE * (1 - momentum), "momentum": momentum}
+    damped, undamped = (
+        loss_after(len(order), 4, weight=1 / 4, is_damped=is_so, **chosen)
+        for is_so in (True, False)
+    )
+    assert damped < 0.5 * undamped
+
+
+def test_damping_changes_nothing_where_no_gradient_is_stale():
     assert loss_after(48, 1, is_damped=True) == pytest.approx(loss_after(48, 1), rel=0.01)
 
 
-def loss_after(num_gradients: int, num_workers: int, *, is_damped: bool = False) -> float:
+def loss_after(
+    num_gradients: int,
+    num_workers: int,
+    *,
+    weight: float = 1.0,
+    is_damped: bool = False,
+    order: Sequence[int] = (),
+    rate: float = RATE,
+    momentum: float = 0.0,
+) -> float:
     """Loss on a convex problem after so many gradients, each as old as there are other workers.
 
-    The workers take turns, so that every run is the same: staleness is ``num_workers - 1``.
+    The workers take turns, by default one after the other, so that every run is the same.
     """
+    in_turns = [number % num_workers for number in range(num_gradients)]
     inputs, targets = Problem().data()
-    weight = torch.zeros(6, 3)
-    copies = [pack([weight]) for _ in range(num_workers)]
+    initial = torch.zeros(6, 3)
+    copies = [pack([initial]) for _ in range(num_workers)]
     store = ParameterStore(
-        [weight], lambda p: torch.optim.SGD(p, lr=RATE), copies=copies, is_damped=is_damped
+        [initial],
+        lambda p: torch.optim.SGD(p, lr=rate, momentum=momentum),
+        copies=copies,
+        is_damped=is_damped,
     )
     trains_on = [store.read(rank) for rank in range(num_workers)]
-    for number in range(num_gradients):
-        rank = number % num_workers
+    for number, rank in enumerate(order or in_turns):
         pulled = copies[trains_on[rank]].tensors[0]
-        staleness = store.write(rank, [gradient(pulled, inputs, targets)])
-        assert staleness == min(number, num_workers - 1)
+        staleness = store.write(rank, [gradient(pulled, inputs, targets)], weight)
+        assert order or staleness == min(number, num_workers - 1)
         trains_on[rank] = store.read(rank)
     return loss(store.tensors[0], inputs, targets).item() - floor(inputs, targets)
 

@@ -12,10 +12,13 @@ import torch
 from ddpnb.rank.comm.parameter_store import ParameterAccess
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.gossip import Gossip, choose_peer
+from ddpnb.rank.strategies.replica import NullTimer
 from ddpnb.rank.tasks.batches import Shard
+from ddpnb.rank.training.context import build_context
 from tests.rank.fit import Fit, Problem, average, distance, drive, fit_of, optimum
 from tests.rank.ranks import TIMEOUT_SECONDS, make_state
 from tests.rank.test_deaths import LONG, unhurried
+from tests.rank.test_options import spec_of
 
 CALM = Problem(num_epochs=10, learning_rate=0.02)
 
@@ -58,10 +61,11 @@ def test_it_finds_the_known_optimum_of_a_convex_problem(ranks, num_ranks):
         torch.testing.assert_close(tuple(fit.parameters), optimum(problem), atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_in_turns_it_is_algorithm_1_of_the_paper(ranks, tmp_path, num_ranks):
-    fits = ranks(num_ranks).call(fit_in_turns, Problem(), tmp_path)
-    expected = algorithm_1(Problem(), num_ranks)
+@pytest.mark.parametrize(("num_ranks", "seed"), [(2, 0), (3, 0), (3, 1)])
+def test_in_turns_it_is_algorithm_1_of_the_paper(ranks, tmp_path, num_ranks, seed):
+    problem = Problem(seed=seed)
+    fits = ranks(num_ranks).call(fit_in_turns, problem, tmp_path)
+    expected = algorithm_1(problem, num_ranks)
     for fit in fits:
         assert distance(fit, expected) < 1e-6
         assert {report.staleness for report in fit.reports} == {0}
@@ -95,7 +99,7 @@ def algorithm_1(problem: Problem, num_ranks: int) -> Fit:
         indices = order.indices(Shard(step=step, part=part, num_parts=num_ranks))
         optimizers[part].zero_grad()
         torch.nn.functional.mse_loss(models[part](inputs[indices]), targets[indices]).backward()
-        other = choose_peer(part, step, range(num_ranks))
+        other = choose_peer(problem.seed, part, step, range(num_ranks))
         assert other is not None
         average([models[part], models[other]])
         optimizers[part].step()
@@ -123,13 +127,21 @@ def test_all_ranks_end_with_the_same_weights_and_leave_nothing(ranks):
     assert list(ranks(3).folder.iterdir()) == []
 
 
-def test_the_choice_of_peers_is_random_and_repeatable():
-    met = [choose_peer(1, step, range(4)) for step in range(3000)]
-    assert met == [choose_peer(1, step, range(4)) for step in range(3000)]
-    assert met != [choose_peer(2, step, range(4)) for step in range(3000)]
-    assert all(900 < met.count(other) < 1100 for other in (0, 2, 3))
-    assert choose_peer(1, 5, [1, 3]) == 3
-    assert choose_peer(0, 5, [0]) is None
+def test_the_choice_of_peers_is_random_and_follows_the_seed():
+    def met(seed: int, rank: int) -> list[int | None]:
+        return [choose_peer(seed, rank, step, range(4)) for step in range(3000)]
+
+    assert met(0, 1) == met(0, 1)
+    assert met(0, 1) != met(0, 2)
+    assert sum(a == b for a, b in zip(met(0, 1), met(7, 1), strict=True)) < 1100  # a third
+    assert all(900 < met(0, 1).count(other) < 1100 for other in (0, 2, 3))
+    assert choose_peer(0, 1, 5, [1, 3]) == 3
+    assert choose_peer(0, 0, 5, [0]) is None
+
+
+def test_a_run_gives_its_seed_to_its_strategy():
+    context = build_context(spec_of("gossip", seed=5), make_state(0, 2), {}, filename="here")
+    assert context.replica("t", num_steps=1, timer=NullTimer()).seed == 5
 
 
 def test_gpus_meet_in_pairs_and_that_is_said():

@@ -21,13 +21,12 @@ from tests.rank.test_deaths import (
     unhurried,
     wait_for_another,
 )
+from tests.rank.test_easgd import QUICK, fit_easgd
 from tests.rank.test_gossip import CALM, fit_gossip
 from tests.rank.test_hogwild import fit_hogwild
 
-QUICK = Problem(num_epochs=24, model="linear", learning_rate=0.3)
 
-
-@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild])
+@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild, fit_easgd])
 @pytest.mark.parametrize("num_prefetched", [0, 3])
 def test_a_death_costs_one_share_and_those_ahead_and_the_others_train_the_rest(
     fresh_ranks, fit, num_prefetched
@@ -100,7 +99,7 @@ def test_a_new_process_takes_a_dead_ones_place(fresh_ranks, tmp_path):
     assert list(group.folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild])
+@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild, fit_easgd])
 def test_a_worker_that_joins_after_the_end_gets_an_error(ranks, fit):
     assert ranks(2).start_outside(come_late, 1, fit).result() == "over"
 
@@ -112,7 +111,7 @@ def come_late(state, folder, fit):
         return "over"
 
 
-@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild])
+@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild, fit_easgd])
 def test_where_a_worker_raises_the_others_name_it(ranks, fit):
     failures = ranks(3).attempt(fit, LONG, raise_on_rank_1)
     assert isinstance(failures[1].cause, ZeroDivisionError)
@@ -121,7 +120,7 @@ def test_where_a_worker_raises_the_others_name_it(ranks, fit):
     assert list(ranks(3).folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild])
+@pytest.mark.parametrize("fit", [fit_gossip, fit_hogwild, fit_easgd])
 def test_the_death_of_rank_0_ends_the_run_with_a_sentence(fresh_ranks, fit):
     failures = fresh_ranks(2).attempt(fit, LONG, kill_rank_0)
     assert failures[0].cause is None

@@ -9,11 +9,14 @@ from dataclasses import replace
 
 import psutil
 import pytest
+import torch
 
 from ddpnb.protocol.messages import RunHeader, RunSpec, StepEvent
 from ddpnb.rank.strategies.replica import NullTimer
+from ddpnb.rank.tasks.batches import Shard
+from ddpnb.rank.tasks.samples import DatasetSamples
 from ddpnb.rank.training import loop
-from ddpnb.rank.training.context import build_context
+from ddpnb.rank.training.context import build_context, prefetching
 
 CELL = """
 import os
@@ -89,7 +92,7 @@ def test_samples_and_their_order_are_the_same(ranks, strategy):
         assert (most, left, failed) == (2, 0, "")
 
 
-@pytest.mark.parametrize("strategy", ["async", "hogwild", "gossip"])
+@pytest.mark.parametrize("strategy", ["async", "hogwild", "gossip", "easgd"])
 def test_workers_that_take_shards_from_a_queue_take_them_early(ranks, strategy):
     """On one rank every sample comes in its turn; on two, once in each epoch."""
     direct = ranks(1).call(loading_job, spec_of(strategy, num_data_workers=0))
@@ -178,3 +181,22 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_nothing_is_fetched_before_the_first_shard_is_asked_for():
+    taken: list[int] = []
+
+    def shards():
+        for step in range(6):
+            taken.append(step)
+            yield Shard(step=step, part=0, num_parts=1)
+
+    samples = DatasetSamples([float(number) for number in range(6)], None)
+    processes = set(psutil.Process().children())
+    with prefetching(
+        samples, shards(), lambda shard: torch.tensor([shard.step]), 2, seed=0
+    ) as fetched:
+        assert len(set(psutil.Process().children()) - processes) == 2  # they have started
+        assert taken == []
+        found = [(shard.step, batch.tolist()) for shard, batch in fetched]
+    assert found == [(step, [float(step)]) for step in range(6)]

@@ -4,6 +4,7 @@ import math
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,7 +28,8 @@ def data(split):
 """
 
 
-ASYNCHRONOUS = ("async", "hogwild", "gossip")
+STALE = ("async", "hogwild", "gossip")
+ASYNCHRONOUS = (*STALE, "easgd")
 
 
 def spec_of(strategy: str, **changes) -> RunSpec:
@@ -79,9 +81,9 @@ def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
         assert [e.step for e in mine] == list(range(report.num_steps))
         assert report.num_samples == sum(e.num_samples for e in mine)
         assert [e.seconds for e in mine] == sorted(e.seconds for e in mine)
-        assert all((e.staleness is None) == (strategy not in ASYNCHRONOUS) for e in mine)
+        assert all((e.staleness is None) == (strategy not in STALE) for e in mine)
         if mine:
-            assert report.seconds == mine[-1].seconds
+            assert report.seconds >= mine[-1].seconds  # with what follows the last step
     assert_judged(*reports)
 
 
@@ -100,19 +102,54 @@ def test_notes_say_what_is_emulated_or_adjusted(ranks):
     }
     assert [name for name, header in headers.items() if header.is_emulated] == ["dp"]
     notes = {name: header.notes for name, header in headers.items()}
-    assert notes["single"] == notes["ddp"] == ()
+    assert notes["ddp"] == ()
+    assert notes["single"] == ("1 thread, as each rank has; single:threads=all takes all 2.",)
     assert notes["dp"] == ("DataParallel is emulated on CPU threads.",)
     assert "weighted by their share" in notes["async"][0]
     own = spec_of("single", source=CELL + "optimizer = torch.optim.Adam")
-    assert "--lr is not used" in ranks(2).call(run_job, own)[0][1][0].notes[0]
+    assert "--lr is not used" in ranks(2).call(run_job, own)[0][1][0].notes[-1]
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
-def test_the_rehearsal_changes_nothing_that_is_measured(ranks, strategy):
-    with_it, without = (
-        curve(ranks(2).call(run_job, spec_of(strategy, num_warmup_steps=num))[0]) for num in (3, 0)
+def test_a_gpu_that_ranks_share_counts_once(ranks):
+    """Here without a GPU: what a rank reports follows from the state of its device."""
+    assert ranks(2).call(shared_job, spec_of("ddp"))[0] == 1
+    assert ranks(2).call(run_job, spec_of("ddp"))[0][1][0].num_devices == 2
+
+
+def shared_job(state, folder, spec):
+    _, events = run_job(replace(state, shares_device=True), folder, spec)
+    return events[0].num_devices if state.rank == 0 else None
+
+
+def threads_job(state, folder, spec):
+    """Return the header, and how many threads the model was called with."""
+    namespace = {"called_with": []}
+    headers = []
+    loop.run(
+        spec,
+        state=state,
+        folder=folder,
+        publish=headers.append,
+        namespace=namespace,
+        should_stop=lambda: False,
     )
-    assert with_it == without
+    return headers[:1], set(namespace["called_with"]), torch.get_num_threads()
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("single", 1), ("single:threads=all", 2)])
+def test_one_process_may_have_the_threads_of_all(ranks, strategy, expected):
+    source = CELL + (
+        "class Model(nn.Linear):\n"
+        "    def forward(self, inputs):\n"
+        "        called_with.append(torch.get_num_threads())\n"
+        "        return super().forward(inputs)\n"
+        "def model(): return Model(4, 2)\n"
+    )
+    first, _ = ranks(2).call(threads_job, spec_of(strategy, source=source))
+    (header,), called_with, after = first
+    assert called_with == {expected}
+    assert (header.num_threads, header.num_devices, header.num_workers) == (expected, expected, 1)
+    assert after == 1
 
 
 def test_every_strategy_starts_from_the_same_weights_and_batch(ranks):
@@ -130,7 +167,7 @@ def test_every_strategy_starts_from_the_same_weights_and_batch(ranks):
 @pytest.mark.parametrize("stop_rank", [0, 1])
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", "ddp-shm", "async", "hogwild", "local-sgd", "gossip", "gossip:together=on"],
+    ["ddp", "ddp-shm", "async", "hogwild", "local-sgd", "gossip", "gossip:together=on", "easgd"],
 )
 def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_rank):
     spec = spec_of(strategy, num_epochs=300)
@@ -147,7 +184,7 @@ def test_a_stop_of_one_rank_ends_the_run_on_all(ranks, strategy, stop_rank):
 def test_a_report_says_what_each_rank_holds(ranks):
     size = 4 * (16 * 5 + 2 * 17)
     for word, parameters, state in (("ddp", size, size), ("fsdp", size // 2, size // 2)):
-        for report, _ in ranks(2).call(run_job, spec_of(word, num_epochs=1)):
+        for report, _ in ranks(2).call(run_job, spec_of(word, num_epochs=1, momentum=0.9)):
             assert (report.num_parameter_bytes, report.num_optimizer_bytes) == (parameters, state)
 
 
@@ -168,7 +205,9 @@ def data(split):
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not STRATEGIES[name].is_dense])
 def test_sparse_gradients_train_as_dense_ones_do(ranks, strategy):
     sparse, dense = (
-        ranks(2).call(run_job, spec_of(strategy, source=SPARSE.format(sparse=sparse)))[0][0]
+        ranks(2).call(
+            run_job, spec_of(strategy, source=SPARSE.format(sparse=sparse), momentum=0.9)
+        )[0][0]
         for sparse in (True, False)
     )
     assert math.isfinite(sparse.final_loss)
@@ -204,7 +243,8 @@ def loss(outputs, targets):
 
 @pytest.mark.parametrize("first", [0, 1], ids=["(N,)", "(N, 1)"])
 def test_a_model_of_one_column_is_judged_by_its_loss_alone(ranks, first):
-    report, _ = ranks(1).call(run_job, spec_of("ddp", source=ONE_COLUMN.format(first=first)))[0]
+    spec = spec_of("ddp", source=ONE_COLUMN.format(first=first), momentum=0.9)
+    report, _ = ranks(1).call(run_job, spec)[0]
     assert report.held_out_loss < 0.5
     assert math.isnan(report.held_out_accuracy)
 
@@ -252,17 +292,24 @@ def test_a_run_repeats_whatever_random_numbers_came_before(ranks):
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
-@pytest.mark.parametrize("batch_size", [64, 256])
-def test_digits_are_learnt(ranks, strategy, batch_size):
+@pytest.mark.parametrize(
+    ("batch_size", "momentum", "least"), [(64, 0.9, 0.95), (256, 0.9, 0.95), (64, 0.0, 0.93)]
+)
+def test_digits_are_learnt(ranks, strategy, batch_size, momentum, least):
     spec = RunSpec(
-        run_id="d", strategy=strategy, task="digits", num_epochs=6, batch_size=batch_size
+        run_id="d",
+        strategy=strategy,
+        task="digits",
+        num_epochs=6,
+        batch_size=batch_size,
+        momentum=momentum,
     )
     report, _ = ranks(2).call(run_job, spec)[0]
-    assert report.held_out_accuracy > 0.95
+    assert report.held_out_accuracy > least
 
 
 def test_synthetic_data_are_learnt_and_said_to_be_synthetic(ranks):
-    spec = RunSpec(run_id="s", strategy="ddp", task="synthetic", num_epochs=1)
+    spec = RunSpec(run_id="s", strategy="ddp", task="synthetic", num_epochs=2)
     report, events = ranks(2).call(run_job, spec)[0]
     assert report.held_out_accuracy > 0.9
     assert "ynthetic" in events[0].notes[0]

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunHeader, RunSpec, StepEvent
 from ddpnb.rank.strategies import make_strategy
 from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.strategies.data_parallel import Cast, ThreadReplicas
-from ddpnb.rank.strategies.replica import Batch
+from ddpnb.rank.strategies.replica import Batch, NullTimer
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard
 from ddpnb.rank.tasks.optimizers import default_optimizer
 from ddpnb.rank.training import loop
@@ -139,7 +140,7 @@ def clipped_by_hand(spec: RunSpec) -> float:
         inputs, targets = defined["data"]("train")
         torch.manual_seed(0)
         model = defined["model"]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     order = BatchSchedule(200, batch_size=32, num_epochs=2, num_ranks=2, seed=0)
     for step in range(order.num_steps):
         chosen = order.indices(Shard(step=step, part=0, num_parts=1))
@@ -166,7 +167,7 @@ def rates(num_updates: int, optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def optimizer_of(plan: Plan = PLAN, **choices) -> torch.optim.Optimizer:
-    spec = spec_of("ddp", **choices)
+    spec = spec_of("ddp", batch_per_worker=5, **choices)
     parameters = [nn.Parameter(torch.ones(1))]
     return with_hooks(default_optimizer(0.1), spec, plan, ORDER)(parameters, nn.Module())
 
@@ -178,6 +179,81 @@ def test_the_learning_rate_grows_to_what_the_workers_allow(scaling, full):
     assert seen == pytest.approx(expected)
 
 
+SHARED = ("single", "dp", "ddp", "async", "no-comm")
+
+
+@pytest.mark.parametrize("strategy", SHARED)
+def test_a_batch_of_each_worker_grows_with_them_and_so_may_the_rate(ranks, strategy):
+    """Goyal et al.: k workers of n samples each have a batch of k n, and k times the rate."""
+    spec = spec_of(strategy, batch_per_worker=20, lr_scaling="linear", num_epochs=1)
+    results = ranks(2).call(train_job, spec)
+    num_workers = 1 if strategy == "single" else 2
+    (header,) = [event for event in results[0][1] if isinstance(event, RunHeader)]
+    steps = [event for _, events in results for event in events if isinstance(event, StepEvent)]
+    shares = {20} if strategy != "dp" else {40}  # one process reports both
+    assert {step.num_samples for step in steps} == shares
+    assert sum(step.num_samples for step in steps) == header.num_samples == 200
+    context = build_context(spec, make_state(0, 2), {}, filename="here")
+    optimizer = context.replica("here", num_steps=1, timer=NullTimer()).optimizer
+    rate = optimizer([nn.Parameter(torch.ones(1)) for _ in range(4)]).param_groups[0]["lr"]
+    assert rate == pytest.approx(0.05 * num_workers)
+    said = [note for note in header.notes if note.startswith("Weak scaling")]
+    assert said == [
+        "Weak scaling: 20 samples per step of each worker, so a global batch of 40; single has 20."
+    ] * (num_workers > 1)
+
+
+def test_weak_scaling_is_plain_sgd_with_the_larger_batch_and_rate(ranks):
+    weak = spec_of("ddp", batch_per_worker=16, lr_scaling="linear")
+    plain = spec_of("single", batch_size=32, learning_rate=0.1)
+    ends = [ranks(2).call(train_job, spec)[0][0].final_loss for spec in (weak, plain)]
+    assert ends[0] == pytest.approx(ends[1], abs=1e-6)
+
+
+def test_a_batch_of_all_workers_that_is_too_large_is_refused_in_its_own_words():
+    spec = spec_of("ddp", batch_per_worker=101)
+    assert build_context(replace(spec, strategy="single"), make_state(0, 2), {}, filename="here")
+    with pytest.raises(UserError) as caught:
+        build_context(spec, make_state(0, 2), {}, filename="here")
+    assert str(caught.value) == (
+        "--batch-per-worker 101 makes a global batch of 202 with 2 workers, larger than the "
+        "training split (200 samples); give 100 or less."
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "momentum", "used"),
+    [("ddp", 0.0, 0.0), ("ddp", 0.9, 0.9), ("async", 0.9, 0.9), ("async:momentum=0", 0.9, 0.0)],
+)
+def test_momentum_is_what_was_chosen(ranks, strategy, momentum, used):
+    _, events = ranks(1).call(train_job, spec_of(strategy, momentum=momentum))[0]
+    header = next(event for event in events if isinstance(event, RunHeader))
+    assert header.momentum == used
+    spec = spec_of("single", source=CELL + OWN.format(momentum=used), num_warmup_steps=0)
+    reference = ranks(1).call(train_job, spec)[0]
+    assert losses((None, events)) == pytest.approx(losses(reference), abs=1e-6)
+
+
+OWN = """
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.05, momentum={momentum})
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "momentum", "option"),
+    [("ddp", 0.9, "--momentum"), ("async:momentum=0", 0.0, "async:momentum")],
+)
+def test_a_momentum_beside_a_cells_own_optimizer_is_refused(strategy, momentum, option):
+    spec = spec_of(strategy, source=CELL + OWN.format(momentum=0.5), momentum=momentum)
+    with pytest.raises(UserError) as caught:
+        build_context(spec, make_state(0, 2), {}, filename="here")
+    assert str(caught.value) == (
+        f"{option} is for the default optimizer, and the cell defines optimizer(params): "
+        "leave one of them out."
+    )
+
+
 def test_asynchronous_workers_make_more_updates_in_an_epoch():
     plan = make_strategy("async", {}).plan(make_state(0, 2))
     seen = rates(10, optimizer_of(plan, num_lr_warmup_epochs=1))
@@ -186,7 +262,7 @@ def test_asynchronous_workers_make_more_updates_in_an_epoch():
 
 @pytest.mark.parametrize(
     ("word", "num_updates"),
-    [("async:bound=0", 4), ("async:period=2", 8), ("hogwild", 4), ("gossip", 4)],
+    [("async:bound=0", 4), ("async:period=2", 8), ("hogwild", 4), ("gossip", 4), ("easgd", 4)],
 )
 def test_an_optimizer_with_fewer_updates_warms_up_in_as_many_epochs(word, num_updates):
     """Of 4 workers in an epoch of 4 steps: each gradient alone would make 16 updates."""
@@ -257,7 +333,7 @@ def test_an_optimizer_that_never_warmed_up_can_begin_to_when_loaded():
 def test_batchnorm_is_synchronised_only_where_each_step_is(strategy):
     spec = spec_of(strategy, sync_batchnorm=True)
     context = build_context(spec, replace(make_state(0, 2), device="cuda:0"), {}, filename="here")
-    apart = {"single", "dp", "async", "local-sgd", "diloco", "gossip", "no-comm"}
+    apart = {"single", "dp", "async", "local-sgd", "diloco", "gossip", "easgd", "no-comm"}
     assert context.syncs_batchnorm == (strategy not in apart)
 
 
@@ -283,6 +359,8 @@ def test_all_choices_together_train(ranks, strategy):
         accumulate=2,
         amp="bf16",
         clip=1.0,
+        momentum=0.5,
+        batch_per_worker=16,
         lr_scaling="sqrt",
         num_lr_warmup_epochs=0.5,
         sync_batchnorm=True,

@@ -193,6 +193,7 @@ def test_many_parameters_are_learnt_by_every_strategy(ranks, strategy):
         num_epochs=2,
         batch_size=64,
         learning_rate=0.01,
+        momentum=0.9,
     )
     report, events = ranks(2).call(train_job, spec)[0]
     assert report.held_out_accuracy > 0.5

@@ -14,6 +14,7 @@ WAITING = (
     "ddp",
     "ddp-shm",
     "ddp-by-hand",
+    "ddp-overlap-by-hand",
     "ring-by-hand",
     "central",
     "local-sgd:every=2",

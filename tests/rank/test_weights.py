@@ -47,7 +47,9 @@ def average_often(state, folder):
     write(weights, copies, state.rank, some_weights(state.rank))
     dist.barrier()
     for step in range(300):
-        with weights.averaged(state.rank, choose_peer(state.rank, step, range(state.world_size))):
+        with weights.averaged(
+            state.rank, choose_peer(0, state.rank, step, range(state.world_size))
+        ):
             pass
     dist.barrier()
     weights.close()

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def training_step(model, batch):
     assert len(batch["names"]) == len(batch["y"])
     return nn.functional.cross_entropy(model(batch["words"], batch["starts"]), batch["y"])
 """
-WEAK = {"no-comm", "local-sgd", "diloco", "gossip", "async", "hogwild"}
+WEAK = {"no-comm", "local-sgd", "diloco", "gossip", "easgd", "async", "hogwild"}
 """Strategies that do not make exactly the updates of one process on several ranks."""
 
 
@@ -137,6 +138,22 @@ def test_of_a_loader_the_data_set_is_taken_and_a_note_says_so(ranks, strategy):
     assert any("batches and their order are those of --batch-size" in n for n in header.notes)
     assert header.num_samples == 40
     assert math.isfinite(report.held_out_loss)
+
+
+STREAM = LOADER.replace(
+    "class Own:\n    def __len__(self): return 40\n    def __getitem__(self, i): return ",
+    "class Own(torch.utils.data.IterableDataset):\n    def __len__(self): return 40\n"
+    "    def __iter__(self):\n        for i in range(10**9): yield ",
+).replace("DataLoader(Own(), batch_size=7, shuffle=True)", "Own()")
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_stream_with_a_length_is_read_once_and_a_note_says_so(ranks, strategy):
+    same, _ = ranks(2).call(train_job, spec_of(strategy, LOADER))[0]
+    report, events = ranks(2).call(train_job, spec_of(strategy, STREAM))[0]
+    (header,) = [event for event in events if isinstance(event, RunHeader)]
+    assert any("read whole into memory" in note for note in header.notes)
+    assert (header.num_samples, report.final_loss) == (40, same.final_loss)
 
 
 TUPLES = (
@@ -356,7 +373,7 @@ class Gan:
 
 
 def check_job(state, folder, spec):
-    return loop.validate(spec, state=state, namespace={})
+    return loop.validate(spec, state=state, namespace={}, folder=folder)
 
 
 def test_a_class_of_ones_own_needs_neither_loss_nor_optimizer(ranks):
@@ -378,6 +395,41 @@ def test_what_is_wrong_in_it_is_found_before_anything_trains(ranks):
     ):
         with pytest.raises(RankFailedError, match=error):
             ranks(2).call(check_job, spec_of("Gan", GAN.replace(old, new)))
+
+
+MEETS = (
+    SHORT
+    + """
+class Meets:
+    def setup(self, replica):
+        self.replica = replica
+        self.optimizer = replica.optimizer(replica.parameters)
+        (replica.folder / f"{replica.name}-{replica.rank}").touch()
+        torch.distributed.barrier()
+        assert (replica.folder / f"{replica.name}-{1 - replica.rank}").exists()
+
+    def step(self, batch):
+        weights = torch.tensor([batch.weight, batch.num_samples], dtype=torch.double)
+        assert 0 < batch.weight < 1
+        torch.distributed.all_reduce(weights)
+        assert weights.tolist() == [1, batch.num_global], weights
+        return self.replica.compute_gradients(batch)
+
+    def finish(self): pass
+"""
+)
+
+
+def test_a_class_of_ones_own_is_checked_in_a_shared_folder_and_with_its_weights(ranks, tmp_path):
+    spec = spec_of("Meets", MEETS, batch_size=21)
+    ranks(2).call(check_in_job, str(tmp_path), spec)
+    made = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.parts[0] for path in made} == {loop.CHECKS}
+    assert len(made) == 2
+
+
+def check_in_job(state, folder, path, spec):
+    return check_job(state, Path(path), spec)
 
 
 def test_a_step_that_returns_nothing_later_on_is_one_sentence(ranks):

@@ -5,11 +5,12 @@ each worker of another rank, a thread of a transport does.  Requests and replies
 of fixed size, never a pickle; tensors travel beside them.
 """
 
+import contextlib
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -127,6 +128,7 @@ class ParameterServer:
         self.lost_shards: list[int] = []
         """What lost workers held."""
         self._num_workers = num_workers
+        self._num_shards = num_shards
         self._shards = range(num_shards)
         """What has not been handed out."""
         self._num_prefetched = num_prefetched
@@ -136,6 +138,8 @@ class ParameterServer:
         self._changed = threading.Condition(self._lock)
         self._workers: dict[int, _Worker] = {}
         self._has_begun = False
+        self._is_rehearsal = False
+        """Whether no gradient stands for a shard."""
         self._is_complete = True
         """Whether no worker has been lost."""
         self._failed_rank = NO_RANK
@@ -215,13 +219,15 @@ class ParameterServer:
             worker = self._living(rank, incarnation)
             staleness = self.store.write(rank, gradients, weight)
             worker.clock += 1
-            worker.shards.popleft()
+            if not self._is_rehearsal:
+                worker.shards.popleft()
             worker.heard_at = self._progress_at = time.monotonic()
             if self._bound != NO_BOUND:  # else no worker waits for this
                 self._note_progress()
                 waited_seconds += self._wait(lambda: self._is_within_bound(rank, worker))
                 self._living(rank, incarnation)  # it may have died in its wait
-            return self._reply(rank, worker, self._take(1), staleness, waited_seconds)
+            shards = self._take(0 if self._is_rehearsal else 1)
+            return self._reply(rank, worker, shards, staleness, waited_seconds)
 
     def finish(self, rank: int, incarnation: object = None) -> Reply:
         """Wait until all workers are done; return the final parameters."""
@@ -239,6 +245,21 @@ class ParameterServer:
                 is_complete=self._is_complete,
             )
 
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Take gradients without handing out shards; in the end nothing has happened.
+
+        All workers have begun, and each makes as many steps in it.
+        """
+        initial = self.store.tensors_packed().clone()
+        self._is_rehearsal = True
+        yield
+        with self._lock:
+            self._is_rehearsal = False
+            for worker in self._workers.values():
+                worker.clock = 0
+            self.store.rewind(initial)
+
     def parameters(self, reply: Reply) -> Tensor:
         """Return a reply's parameters, packed; they stay until that worker's next request."""
         return self.store.copies[reply.copy].raw
@@ -247,6 +268,18 @@ class ParameterServer:
         """Return copies of the parameters and of the optimizer's state, between two updates."""
         with self._lock:
             return self.store.snapshot()
+
+    def copied_parameters(self) -> list[Tensor]:
+        """Return copies of the parameters alone, between two updates."""
+        with self._lock:
+            return [tensor.clone() for tensor in self.store.tensors]
+
+    @property
+    def num_shards_done(self) -> int:
+        """Shards with gradients that have come."""
+        with self._lock:
+            held = sum(len(worker.shards) for worker in self._workers.values())
+            return self._num_shards - len(self._shards) - held - len(self.lost_shards)
 
     def leave(self, rank: int) -> Reply:
         """Note that a worker has the final parameters; one that is not done has failed."""

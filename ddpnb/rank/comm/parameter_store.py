@@ -12,7 +12,6 @@ mean, at the learning rate times the sum of their weights.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, final
 
 import torch
@@ -56,8 +55,8 @@ class ParameterStore:
         log: called with every access.
         copies: memory for the parameters, on the CPU: one copy for each worker.
         period: gradients that make one update, or ``WHOLE_ROUND``.
-        is_damped: whether an update's learning rate is divided by 1 + staleness (the mean
-            over its gradients), after Zhang et al., IJCAI 2016.
+        is_damped: whether each gradient is scaled by its staleness, see ``damped``.
+        compensation: the lambda of delay compensation, see ``compensated``; 0: none.
     """
 
     def __init__(
@@ -69,6 +68,7 @@ class ParameterStore:
         copies: Sequence[PackedTensors],
         period: int = 1,
         is_damped: bool = False,
+        compensation: float = 0.0,
     ) -> None:
         self.copies = copies
         self._latest = 0
@@ -81,6 +81,7 @@ class ParameterStore:
         self._make_step = ScaledStep(self._optimizer)
         self._period = period
         self._is_damped = is_damped
+        self._compensation = compensation
         self._log = log
         self._version = 0
         self._version_read: dict[int, int] = {}
@@ -120,8 +121,13 @@ class ParameterStore:
             Their staleness: updates since the worker's last read.  It does not grow while
             they wait for the next update, which they are part of.
         """
-        self.release(rank)
+        trained_on = self._trained_on.pop(rank, self._latest)
         staleness = self._version - self._version_read[rank]
+        if self._compensation and staleness > 0:
+            old, now = self.copies[trained_on].tensors, self.tensors
+            gradients = compensated(gradients, old, now, self._compensation)
+        if self._is_damped:
+            gradients = damped(gradients, staleness, self._usual_staleness)
         self._staleness.append(staleness)
         self._weight += weight
         if self._period == 1:
@@ -144,17 +150,39 @@ class ParameterStore:
         if self._period != 1 and weight != 1.0:  # gathered: from their weighted sum to their mean
             for gradient in (p.grad for p in self._parameters if p.grad is not None):
                 gradient.div_(weight)
-        self._make_step(weight / (1 + fmean(self._staleness)) if self._is_damped else weight)
+        self._make_step(weight)
         self._version += 1
         self._staleness.clear()
         self._weight = 0.0
         for parameter in self._parameters:
             parameter.grad = None
 
+    def tensors_packed(self) -> Tensor:
+        """Return the parameters as they are now, packed: shape (bytes,)."""
+        return self.copies[self._latest].raw
+
+    def rewind(self, initial: Tensor) -> None:
+        """Begin anew, with these packed parameters; the optimizer's state is the caller's.
+
+        Each worker trains on the copy that it has, which holds them now.
+        """
+        for copied in self.copies:
+            copied.raw.copy_(initial)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._version_read = dict.fromkeys(self._version_read, 0)
+        self._version, self._weight = 0, 0.0
+        self._staleness.clear()
+
     def snapshot(self) -> tuple[list[Tensor], dict[str, Any]]:
         """Return copies of the parameters and of the optimizer's state."""
         parameters = [tensor.clone() for tensor in self.tensors]
         return parameters, copy.deepcopy(self._optimizer.state_dict())
+
+    @property
+    def _usual_staleness(self) -> float:
+        """The mean staleness of equally fast workers: each sees one gradient of every other."""
+        return (len(self.copies) - 1) / self._period
 
     def _note(self, rank: int, *, is_write: bool) -> None:
         self._log(ParameterAccess(rank=rank, is_write=is_write, version=self._version))
@@ -177,6 +205,38 @@ class ParameterStore:
                 parameter.grad = gradient * weight
             else:
                 parameter.grad.add_(gradient, alpha=weight)
+
+
+def compensated(
+    gradients: Sequence[Tensor | None],
+    old: Sequence[Tensor],
+    now: Sequence[Tensor],
+    strength: float,
+) -> list[Tensor | None]:
+    """Return gradients of old parameters, corrected towards those of the parameters as they are.
+
+        g  +  lambda * g * g * (w_now - w_old)
+
+    A Taylor expansion whose Hessian is replaced by the diagonal of g g^T: Zheng et al.,
+    "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017 (DC-ASGD-c).
+    """
+    return [
+        None if g is None else torch.addcmul(g, g * g, mine - theirs, value=strength)
+        for g, mine, theirs in zip(gradients, now, old, strict=True)
+    ]
+
+
+def damped(gradients: Sequence[Tensor | None], staleness: int, usual: float) -> list[Tensor | None]:
+    """Return gradients scaled by their staleness; at the usual one they stay as they are.
+
+        g  *  (1 + usual) / (1 + staleness)
+
+    Zhang et al., IJCAI 2016, divide the learning rate by the staleness: that is what the weight
+    b / B does on average already.  So this is relative to the usual staleness.  It scales the
+    gradient and not the learning rate: momentum would keep the rest for later steps.
+    """
+    factor = (1 + usual) / (1 + staleness)
+    return [None if gradient is None else gradient * factor for gradient in gradients]
 
 
 @final

@@ -67,6 +67,7 @@ class WorkQueue:
         self._held: deque[int] = deque()
         """Shards that this worker has taken, in the order in which it trains on them."""
         self._checked_at = time.monotonic()
+        self._is_rehearsal = False
         self._is_in = False
         self._descriptor = os.open(config.path(_SUFFIX), os.O_RDWR)
         self._map = mmap.mmap(self._descriptor, _num_bytes(config, num_shards))
@@ -105,7 +106,20 @@ class WorkQueue:
 
     def finish_shard(self) -> None:
         """Note that this worker has trained on the first shard that it holds."""
+        if self._is_rehearsal:
+            return
         self._is_out[self._held.popleft()] = False
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Make steps without shards in this context; in the end no update is counted.
+
+        No worker makes a step before all have entered it, nor after one has left it.
+        """
+        self._is_rehearsal = True
+        yield
+        self._is_rehearsal = False
+        self._numbers[_NUM_UPDATES] = 0
 
     def count_update(self) -> int:
         """Count an update; return how many there are now."""

@@ -6,7 +6,8 @@
 w_old is what the worker had pulled; the updates made since by others are the gradient's
 staleness.  The weight b_i / B is the worker's share of a global batch of B: with it, one pass
 over the data moves w as far as synchronous SGD does.  It scales the learning rate, not the
-gradient, and so also weight decay and Adam's updates.
+gradient, and so also weight decay and Adam's updates.  The optimizer is the server's: its momentum
+is that of all workers together.
 
 Options:
 
@@ -15,13 +16,19 @@ Options:
                 worker waits for it
     bound=s     stale synchronous parallel: a worker that is s steps ahead of the slowest waits.
                 s = 0 is synchronous: all wait for one update, made of a round's gradients
-    damping=on  lr / (1 + staleness) for each update
+    damping=on  g_i * (1 + s') / (1 + s)  in place of g_i, with s its staleness and
+                s' = (N - 1) / k that of equally fast workers.  By plain SGD with k = 1 a gradient
+                so moves w by lr * g_i / (1 + s)
+    compensate=l
+                g_i + l * g_i * g_i * (w - w_old)  in place of g_i, with w as it is now
+    momentum=m  of the default optimizer, in place of --momentum
 
 References: Dean et al., "Large Scale Distributed Deep Networks" (Downpour SGD),
 NeurIPS 2012; Li et al., "Scaling Distributed Machine Learning with the Parameter
 Server", OSDI 2014.  Period (n-softsync) and damping: Zhang et al., "Staleness-aware
 Async-SGD for Distributed Deep Learning", IJCAI 2016.  Bound: Ho et al., "More Effective
-Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.
+Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.  Compensation:
+Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017.
 
 Messages per step and worker: its gradients to the server, the parameters back; and two of
 some 30 bytes.  The reply also names the next shard: a faster worker takes more of them.
@@ -37,7 +44,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import final
 
-from torch import nn
+from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
@@ -48,13 +55,10 @@ from ddpnb.rank.comm.parameter_server import NO_BOUND, ParameterServer
 from ddpnb.rank.comm.parameter_store import WHOLE_ROUND, AccessLog, ParameterStore, ignore_access
 from ddpnb.rank.comm.transport import Drain
 from ddpnb.rank.strategies.base import Plan, State, Strategy
-from ddpnb.rank.strategies.replica import Batch, Replica, StepReport
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 from ddpnb.rank.tasks.batches import Shard
 
-_WEIGHT_NOTE = (
-    "Gradients are weighted by their share of the global batch; staleness adds to momentum, "
-    "so a smaller learning rate suits it."
-)
+_WEIGHT_NOTE = "Gradients are weighted by their share of the global batch."
 
 _OWN_WORKER_NOTE = (
     "Rank 0 trains beside the server, which it reaches without a link: over a slow one it takes "
@@ -69,13 +73,15 @@ class AsyncParameterServer(Strategy):
     Args:
         period: gradients that make one update.
         bound: steps that a worker may be ahead of the slowest; -1: any number.
-        damping: whether the learning rate is divided by 1 + staleness.
+        damping: whether gradients are scaled by their staleness.
+        compensate: the lambda of delay compensation; 0: none.
+        momentum: of the default optimizer, which has it already: ``RunSpec.used_momentum``.
         timeout: seconds that the server waits where no worker makes progress.
         log: called with every read and write that the server serves; rank 0's is used.
 
     Raises:
-        UserError: a period or damping together with a bound of 0, which implies a period and
-            no staleness.
+        UserError: a period, damping or compensation together with a bound of 0, which implies a
+            period and no staleness.
     """
 
     def __init__(
@@ -84,6 +90,8 @@ class AsyncParameterServer(Strategy):
         period: int = 1,
         bound: int = NO_BOUND,
         damping: bool = False,
+        compensate: float = 0.0,
+        momentum: float | None = None,
         timeout: float = 60.0,
         log: AccessLog = ignore_access,
     ) -> None:
@@ -91,9 +99,12 @@ class AsyncParameterServer(Strategy):
             raise UserError("With bound=0 an update is made of a whole round: leave period out.")
         if bound == 0 and damping:
             raise UserError("With bound=0 no gradient is stale: leave damping out.")
+        if bound == 0 and compensate:
+            raise UserError("With bound=0 no gradient is stale: leave compensate out.")
         self._period = WHOLE_ROUND if bound == 0 else period
         self._bound = bound
         self._is_damped = damping
+        self._compensation = compensate
         self._timeout = timeout
         self._log = log
         self._server: ParameterServer | None = None
@@ -150,15 +161,38 @@ class AsyncParameterServer(Strategy):
             self._drain()
         return self._replica.model
 
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Have the server take gradients without handing out shards; then rewind it."""
+        if self._server is None:
+            yield
+            return
+        with self._server.rehearsal():
+            yield
+
+    def memory(self) -> Memory:
+        """The copy that this worker trains on; on rank 0 those of all, and the one optimizer."""
+        held: list[Tensor] = list(self._replica.model.parameters())
+        if self._server is not None:  # the model's trained parameters lie in one of the copies
+            frozen = [parameter for parameter in held if not parameter.requires_grad]
+            copies = self._server.store.copies
+            held = [*frozen, *(tensor for copied in copies for tensor in copied.tensors)]
+        return Memory.of(held, *self._replica.optimizers)
+
     def save(self, replica: Replica) -> State:
         """Return the server's state at one moment, while other workers train on."""
         assert self._server is not None, "only rank 0 saves"
         parameters, optimizer = self._server.snapshot()
-        model = replica.model.state_dict()
-        saved = {id(p): held for p, held in zip(replica.parameters, parameters, strict=True)}
-        for name, parameter in replica.model.named_parameters(remove_duplicate=False):
-            model[name] = saved.get(id(parameter), model[name])
-        return {"model": model, "optimizers": [optimizer]}
+        return {"model": replica.state_with(parameters), "optimizers": [optimizer]}
+
+    def snapshot(self, replica: Replica) -> State:
+        """Return the model with the server's parameters at one moment, copied."""
+        assert self._server is not None, "only rank 0 does"
+        return replica.state_with(self._server.copied_parameters())
+
+    def num_shards_done(self) -> int | None:
+        """Return how many gradients the server has taken."""
+        return None if self._server is None else self._server.num_shards_done
 
     def lost_shards(self) -> Sequence[Shard]:
         """Return, on rank 0, the shards of workers that died."""
@@ -199,6 +233,7 @@ class AsyncParameterServer(Strategy):
             copies=copies,
             period=self._period,
             is_damped=self._is_damped,
+            compensation=self._compensation,
         )
         return ParameterServer(
             store=store,

@@ -7,8 +7,9 @@ prints, logs or publishes.  A new one usually extends ``SynchronousStrategy`` an
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,6 +34,17 @@ class Strategy(ABC):
     """Whether the task's step gets a wrapper with a ``forward`` alone, and not the model."""
     needs_all_gradients: bool = False
     """Whether each parameter must have a part in each loss."""
+    averages_weights: bool = False
+    """Whether the trained model's weights are averages over workers: no forward pass of any
+    worker was made with them, so BatchNorm's statistics are estimated anew."""
+    is_mean: ClassVar[bool] = False
+    """Whether the trained model is the mean of all ranks' ``snapshot``."""
+
+    ends_in_finish: ClassVar[bool] = True
+    """Whether ``finish`` is a part of the training, which is timed; otherwise it only collects the
+    model for its evaluation."""
+    can_rewind: ClassVar[bool] = True
+    """Whether what its steps change can be put back: its attributes, ``held`` and ``rehearsal``."""
 
     def on(self, device: str) -> Strategy:
         """Return the strategy for such a device: this one, unless it has a variant for it."""
@@ -75,9 +87,25 @@ class Strategy(ABC):
     def step(self, batch: Batch) -> StepReport:
         """Train on one batch."""
 
+    def held(self) -> Iterable[object]:
+        """Return what it holds besides its own attributes and its steps change: see ``Kept``."""
+        return ()
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Make steps in this context that leave no trace in what ranks share.
+
+        No rank makes a step before all have entered it, nor after one has left it.
+        """
+        yield
+
     def notes(self) -> tuple[str, ...]:
         """Return notes for the results that only ``setup`` could discover."""
         return ()
+
+    def sees_exposed(self) -> bool:
+        """Return, after ``setup``, whether communication that holds up the computing is marked."""
+        return True
 
     def memory(self) -> Memory:
         """Return what this rank holds when training ends, before ``finish``."""
@@ -104,6 +132,18 @@ class Strategy(ABC):
             "model": replica.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in replica.optimizers],
         }
+
+    def snapshot(self, replica: Replica) -> State:
+        """Return the state of the model as it is now, not copied; called as ``save`` is."""
+        model: State = self.save(replica)["model"]
+        return model
+
+    def num_shards_done(self) -> int | None:
+        """Return how many shards all workers of an asynchronous run have trained on; None: unknown.
+
+        Rank 0 alone is asked.
+        """
+        return None
 
     def load(self, replica: Replica, state: State) -> None:
         """Continue from what ``save`` returned, after ``setup``.
@@ -170,6 +210,10 @@ class Plan:
     """Updates by one optimizer for each global batch."""
     survives_deaths: bool = False
     """Whether the others train on where a rank other than 0 dies, and it may join anew."""
+    num_devices: int | None = None
+    """Shares of the CPU that they compute on; None: one for each worker."""
+    num_threads: int | None = None
+    """Threads of each worker; None: those of a rank."""
     is_emulated: bool = False
     """Whether the strategy cannot run here and is emulated; a note says how."""
     notes: tuple[str, ...] = ()

@@ -16,8 +16,12 @@ tensor.
 Messages per step, with N replicas, for each part that the batch is split into: the parameters
 and buffers to N - 1 of them, the samples, the outputs to the first, their gradients back, and
 N - 1 replicas' gradients to the first.
-Bytes sent per step, in A parts: A (N - 1) (2 S + U), with S the bytes of all parameters and U
-those of all buffers; samples and outputs are not counted.
+Bytes sent by the first device per step, in A parts: A (N - 1) (P + U), with P the bytes of all
+parameters and U those of all buffers; received: A (N - 1) S, with S the bytes of the gradients.
+Samples and outputs are not counted.
+
+Copying the parameters to the replicas, scattering samples, gathering outputs and summing gradients
+count as communication.  So does the time in which the first device waits for the others' outputs.
 """
 
 import copy
@@ -30,12 +34,21 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import gather, parallel_apply, replicate, scatter
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.comm.link import NO_LINK, Link, Messages
 from ddpnb.rank.strategies.base import Plan, SynchronousStrategy
-from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
+from ddpnb.rank.strategies.replica import (
+    Batch,
+    Memory,
+    NullTimer,
+    Part,
+    Replica,
+    StepReport,
+    Timer,
+)
 from ddpnb.rank.tasks.base import StepFunction, Supervised
 from ddpnb.rank.tasks.batches import Shard, moved
 from ddpnb.rank.tasks.samples import Items
@@ -75,17 +88,19 @@ class DataParallel(SynchronousStrategy):
         """Make the replicas, and one optimizer for the first."""
         super().setup(replica)
         gpus = _gpus(replica.device, replica.world_size)
-        self._torch: nn.DataParallel[Cast] | None = None
-        if len(gpus) >= 2:
-            self._num_replicas = len(gpus)
-            self._torch = nn.DataParallel(Cast(replica.model, replica.autocast), device_ids=gpus)
-        else:
-            self._num_replicas = replica.world_size
+        self._gpus = gpus if len(gpus) >= 2 else []
+        self._num_replicas = len(self._gpus) or replica.world_size
+        self._first = Cast(replica.model, replica.autocast)
+        if not self._gpus:
             self._threads = ThreadReplicas(
-                replica.model, self._num_replicas, replica.autocast, replica.link
+                replica.model,
+                self._num_replicas,
+                replica.autocast,
+                replica.timer,
+                replica.link,
             )
-        gradients = replica.parameters  # as large as these
-        self._num_bytes = num_bytes([*_state(replica.model), *gradients])
+        self._num_copied = num_bytes(_state(replica.model))
+        self._num_summed = num_bytes(replica.parameters)  # gradients are as large
 
     def shards(self) -> Iterator[Shard]:
         """Every global batch, whole."""
@@ -101,14 +116,18 @@ class DataParallel(SynchronousStrategy):
         # update: the first replica only; the others are overwritten in the next step
         replica.update(self._optimizer)
         num_times = len(batch.split(replica.accumulate)) * (self._num_replicas - 1)
-        return batch.report(loss, num_bytes_sent=num_times * self._num_bytes)
+        return batch.report(
+            loss,
+            num_bytes_sent=num_times * self._num_copied,
+            num_bytes_received=num_times * self._num_summed,
+        )
 
     def _loss_of(self, part: Batch, share: float) -> Tensor:
         """Scatter, replicate, run; gather the outputs, or the losses where there are only these."""
         step = self._replica.training_step
-        if isinstance(step, Supervised) and self._torch is not None:
+        if isinstance(step, Supervised) and self._gpus:
             inputs, targets = part.tree
-            return step.loss(self._torch(_call, inputs), targets)
+            return step.loss(self._forward(inputs), targets)
         # As torch does: a small batch makes fewer parts than replicas, and the last may be smaller.
         most = -(-part.num_samples // self._num_replicas)
         starts = range(0, part.num_samples, most)
@@ -135,21 +154,45 @@ class DataParallel(SynchronousStrategy):
         """Return the results of a call on each replica, with the newest parameters."""
         if self._threads is not None:
             return self._threads.run(call, parts)
-        assert self._torch is not None, "set up"
-        gpus = self._torch.device_ids[: len(parts)]
-        copies = self._torch.replicate(self._torch.module, gpus)
-        given = [
-            (call, moved(part, torch.device("cuda", gpu)))
-            for part, gpu in zip(parts, gpus, strict=True)
+        gpus = self._gpus[: len(parts)]
+        self._replica.timer.begin("communication")
+        placed = [
+            moved(part, torch.device("cuda", gpu)) for part, gpu in zip(parts, gpus, strict=True)
         ]
-        return self._torch.parallel_apply(copies, given, [{} for _ in given])
+        return self._apply(call, placed)
+
+    def _forward(self, inputs: Any) -> Tensor:
+        """Do on GPUs what torch's ``DataParallel.forward`` does, with its own functions."""
+        self._replica.timer.begin("communication")
+        return self._gather(self._apply(_call, list(scatter(inputs, self._gpus))))
+
+    def _apply(self, call: StepFunction, parts: list[Any]) -> list[Any]:
+        """Replicate, and call something with each replica and its part, on its GPU."""
+        gpus = self._gpus[: len(parts)]
+        copies = replicate(self._first, gpus)
+        self._time_sum(copies)
+        self._replica.timer.begin("forward")
+        return parallel_apply(copies, [(call, part) for part in parts], None, gpus)
+
+    def _time_sum(self, copies: list[Any]) -> None:
+        """Count the sum of the gradients, which ends the backward pass, as communication.
+
+        The copies come from one node of autograd's graph, which sums when it goes backward.
+        """
+        nodes = {p.grad_fn for copied in copies for p in copied.parameters() if p.grad_fn}
+        timer = self._replica.timer
+        for node in nodes:
+            node.register_prehook(lambda _: _note(timer, "communication"))
+            node.register_hook(lambda *_: _note(timer, "backward"))
 
     def _gather(self, tensors: list[Tensor]) -> Tensor:
         """Return the rows of all replicas on the first."""
         if self._threads is not None:
             return self._threads.gather(tensors)
-        assert self._torch is not None, "set up"
-        gathered: Tensor = self._torch.gather(tensors, self._torch.output_device)
+        timer = self._replica.timer
+        timer.begin("communication")
+        gathered: Tensor = gather(tensors, self._gpus[0])
+        timer.begin("forward")
         return gathered
 
     @contextmanager
@@ -164,6 +207,10 @@ class DataParallel(SynchronousStrategy):
             self._threads.backward()
             self._replica.timer.begin("communication")
             self._threads.reduce()
+
+    def held(self) -> Iterable[object]:
+        """The replicas; on GPUs torch makes them in each step."""
+        return () if self._threads is None else self._threads.modules()
 
     def memory(self) -> Memory:
         """The parameters of each replica, and one optimizer's state."""
@@ -204,9 +251,15 @@ class ThreadReplicas(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, num_replicas: int, autocast: Autocast, link: Link = NO_LINK
+        self,
+        model: nn.Module,
+        num_replicas: int,
+        autocast: Autocast,
+        timer: Timer | None = None,
+        link: Link = NO_LINK,
     ) -> None:
         super().__init__()
+        self._timer = timer or NullTimer()
         self._link = link
         models = [model, *(copy.deepcopy(model) for _ in range(num_replicas - 1))]
         self._models = nn.ModuleList(Cast(each, autocast) for each in models)
@@ -216,14 +269,18 @@ class ThreadReplicas(nn.Module):
 
     def run(self, call: StepFunction, parts: list[Any]) -> list[Any]:
         """Replicate; call something with each replica and its part, on its thread."""
+        self._timer.begin("communication")
         self._replicate()
+        self._timer.begin("forward")
         return list(self._pool.map(Cast.__call__, self._models, itertools.repeat(call), parts))
 
     def gather(self, outputs: list[Tensor]) -> Tensor:
         """Return the rows of all outputs; ``backward`` scatters their gradient."""
         self._outputs = outputs
+        self._timer.begin("communication")
         with self._lasting(*([output] for output in outputs[1:])):
             self._gathered = torch.cat([output.detach() for output in outputs])
+        self._timer.begin("forward")
         return self._gathered.requires_grad_()
 
     def backward(self) -> None:
@@ -269,6 +326,11 @@ class ThreadReplicas(nn.Module):
     def _lasting(self, *messages: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Have the body last as long as so many messages over the link."""
         return self._link.lasting(Messages(len(messages), sum(map(num_bytes, messages))))
+
+
+def _note(timer: Timer, part: Part) -> None:
+    """Begin a part of the step; a hook of autograd must return nothing."""
+    timer.begin(part)
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

@@ -24,7 +24,7 @@ sent; buffers are not counted.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 
 import torch
@@ -46,8 +46,8 @@ from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
 from ddpnb.rank.strategies.base import State, SynchronousStrategy
 from ddpnb.rank.strategies.replica import Batch, Moment, NullTimer, Replica, StepReport, Timer
 
-NUM_PLAIN_STEPS: Final = 2
-"""Steps before PowerSGD compresses; DDP forms its final buckets after the first."""
+_FEWEST_PLAIN_STEPS: Final = 2
+"""PowerSGD cannot compress earlier: DDP forms its final buckets after the first step."""
 
 _DEFAULT_CAP_MB: Final = 25.0
 _ONE_BUCKET_NOTE: Final = (
@@ -55,7 +55,7 @@ _ONE_BUCKET_NOTE: Final = (
     "threads, and ranks would make those of several buckets in different orders."
 )
 _RESUMED_NOTE: Final = (
-    f"ddp:hook=powersgd starts afresh when a run is resumed: {NUM_PLAIN_STEPS} steps without "
+    "ddp:hook=powersgd starts afresh when a run is resumed: {num} steps without "
     "compression, and no error feedback from before."
 )
 
@@ -93,11 +93,18 @@ class DdpStrategy(SynchronousStrategy):
         self.report_overlap()
         # update: every rank the same (in zero each its part, which it then sends)
         replica.update(self._optimizer)
-        return batch.report(loss, num_bytes_sent=self.num_bytes_sent())
+        num_sent = self.num_bytes_sent()
+        return batch.report(
+            loss, num_bytes_sent=num_sent, num_bytes_received=self.num_bytes_received(num_sent)
+        )
 
     @abstractmethod
     def num_bytes_sent(self) -> int:
         """Return the bytes that this rank has sent in the last step."""
+
+    def num_bytes_received(self, num_sent: int) -> int:
+        """Return those that it has received: as many as it has sent, in an all-reduce."""
+        return num_sent
 
 
 @final
@@ -110,7 +117,14 @@ class Ddp(DdpStrategy):
         static_graph: whether torch may assume that every step uses the same parameters.
         hook: how gradients are compressed.
         powersgd_rank: of the matrices that ``powersgd`` sends.
+        powersgd_start: steps without compression before ``powersgd`` compresses, torch's
+            ``start_powerSGD_iter``: early gradients, which change fast, are approximated worst.
         find_unused_parameters: whether a step need not use all parameters.
+        bucket_view: torch's ``gradient_as_bucket_view``: each ``grad`` is a part of the bucket
+            that is sent, and is not copied into it and back.
+
+    Raises:
+        UserError: an option of ``powersgd`` without it.
     """
 
     def __init__(
@@ -120,14 +134,22 @@ class Ddp(DdpStrategy):
         static_graph: bool = False,
         hook: str = "none",
         powersgd_rank: int = 1,
+        powersgd_start: int = _FEWEST_PLAIN_STEPS,
         find_unused_parameters: bool = False,
+        bucket_view: bool = False,
     ) -> None:
-        if powersgd_rank != 1 and hook != "powersgd":
-            raise UserError("ddp:powersgd_rank goes with ddp:hook=powersgd; give both, or neither.")
+        alone = {"rank": powersgd_rank != 1, "start": powersgd_start != _FEWEST_PLAIN_STEPS}
+        for option, is_given in alone.items():
+            if is_given and hook != "powersgd":
+                raise UserError(
+                    f"ddp:powersgd_{option} goes with ddp:hook=powersgd; give both, or neither."
+                )
         self._bucket_cap_mb = bucket_cap_mb
         self._static_graph = static_graph
         self._hook = hook
         self._powersgd_rank = powersgd_rank
+        self._powersgd_start = powersgd_start
+        self._bucket_view = bucket_view
         self._finds_unused = find_unused_parameters
         self.needs_all_gradients = not (find_unused_parameters or static_graph)
         self._power_state: PowerSGDState | None = None
@@ -153,15 +175,21 @@ class Ddp(DdpStrategy):
             bucket_cap_mb=self._cap_mb(),
             static_graph=self._static_graph,
             find_unused_parameters=self._finds_unused,
+            gradient_as_bucket_view=self._bucket_view,
         )
         hook = self._comm_hook()
         self.report_overlap = observe(self._ddp, replica.timer, hook, self._power_state)
+
+    def held(self) -> Iterable[object]:
+        """Return what PowerSGD remembers from step to step."""
+        return () if self._power_state is None else (self._power_state,)
 
     def notes(self) -> tuple[str, ...]:
         """Report where buckets differ from the options, and what was not resumed."""
         one_bucket = (_ONE_BUCKET_NOTE,) if self._needs_one_bucket else ()
         is_new = self._power_state is not None and self._is_resumed
-        return one_bucket + ((_RESUMED_NOTE,) if is_new else ())
+        resumed = _RESUMED_NOTE.format(num=self._powersgd_start)
+        return one_bucket + ((resumed,) if is_new else ())
 
     def load(self, replica: Replica, state: State) -> None:
         """Continue from there, without a hook's memory of earlier steps."""
@@ -180,7 +208,7 @@ class Ddp(DdpStrategy):
                 self._power_state = PowerSGDState(
                     process_group=None,
                     matrix_approximation_rank=self._powersgd_rank,
-                    start_powerSGD_iter=NUM_PLAIN_STEPS,
+                    start_powerSGD_iter=self._powersgd_start,
                 )
                 return powerSGD_hook
             case _:

@@ -13,7 +13,8 @@ Training", PVLDB 13(12), 2020; the sum is in ``comm/shared_all_reduce.py``.
 Messages per step: for each MB of gradients one byte from each rank to each other, with three
 ranks or more two; with buffers (BatchNorm's statistics) also one broadcast.
 Bytes sent per step and rank: S, the bytes of all gradients, written once for the others to
-read (0 where there are no others).  Where ranks cannot share memory: as ``ddp``.
+read (0 where there are no others); received, 2 (N - 1) / N * S, read of what others wrote.  Where
+ranks cannot share memory: as ``ddp``.
 """
 
 from dataclasses import replace
@@ -42,11 +43,18 @@ class DdpShm(DdpStrategy):
     """Torch's ``DistributedDataParallel`` with an all-reduce in shared memory.
 
     Args:
+        bucket_view: as in ``ddp``.
         timeout_seconds: how long a rank waits for another that is alive, by default as long as
             torch does.  A rank that dies or leaves is noticed at once.
     """
 
-    def __init__(self, *, timeout_seconds: float = default_pg_timeout.total_seconds()) -> None:
+    def __init__(
+        self,
+        *,
+        bucket_view: bool = False,
+        timeout_seconds: float = default_pg_timeout.total_seconds(),
+    ) -> None:
+        self._bucket_view = bucket_view
         self._timeout = timeout_seconds
         self._shared: SharedAllReduce | None = None
         self._is_shared = True
@@ -59,7 +67,7 @@ class DdpShm(DdpStrategy):
         """Wrap the model, and open the shared memory; takes part: every rank."""
         super().setup(replica)
         on_cpu = replica.device.type == "cpu"
-        self.wrap(replica, gradient_as_bucket_view=True)  # saves copying into buckets and back
+        self.wrap(replica, gradient_as_bucket_view=self._bucket_view)
         self._num_bytes = num_bytes(replica.parameters)
         self._is_shared = not on_cpu or _share_memory(replica)
         if on_cpu and self._is_shared:
@@ -82,6 +90,10 @@ class DdpShm(DdpStrategy):
         if self._shared is None:
             return all_reduce_bytes(self._num_bytes, num)
         return self._num_bytes if num > 1 else 0
+
+    def num_bytes_received(self, num_sent: int) -> int:
+        """Return what it reads of the others: as much as in any all-reduce."""
+        return all_reduce_bytes(self._num_bytes, self._replica.world_size)
 
     def _open(self, replica: Replica) -> None:
         self._shared = SharedAllReduce(replica.worker_config(self._timeout))

@@ -65,6 +65,8 @@ class Fsdp(SynchronousStrategy):
         reshard: whether a layer is released between its forward and its backward pass.
     """
 
+    ends_in_finish = False
+
     def __init__(self, *, reshard: bool = True) -> None:
         self._reshard = reshard
 
@@ -119,8 +121,11 @@ class Fsdp(SynchronousStrategy):
 
     def notes(self) -> tuple[str, ...]:
         """Report where exposed communication cannot be distinguished."""
-        is_known = self._messages.is_exposed or self._replica.world_size == 1
-        return () if is_known else (_NCCL_NOTE,)
+        return () if self.sees_exposed() else (_NCCL_NOTE,)
+
+    def sees_exposed(self) -> bool:
+        """Only where gloo's collectives block the thread; one rank alone has nothing to see."""
+        return self._messages.is_exposed or self._replica.world_size == 1
 
     def finish(self) -> nn.Module:
         """Gather all parameters into a plain model; takes part: every rank."""

@@ -4,11 +4,11 @@
                w_i, w_j  <-  (w_i + w_j) / 2           j: any other, chosen at random
                w_i  <-  w_i - lr * g
 
-with g_i the gradient of the mean loss over one shard.  All weights lie in memory that the ranks
-share.  Worker i averages under the locks of both, whatever j is doing, and makes its step
-before it releases its own lock.  Workers wait for nothing but locks, and a faster worker takes
-more shards.  Others may have averaged with w_i since it was read as w_old: staleness counts the
-updates by others in between.
+with g_i the gradient of the mean loss over one shard.  The run's seed, the worker and its step
+decide which j it is.  All weights lie in memory that the ranks share.  Worker i averages under the
+locks of both, whatever j is doing, and makes its step before it releases its own lock.  Workers
+wait for nothing but locks, and a faster worker takes more shards.  Others may have averaged with
+w_i since it was read as w_old: staleness counts the updates by others in between.
 
 Reference: Lian, Zhang, Zhang and Liu, "Asynchronous Decentralized Parallel Stochastic Gradient
 Descent", ICML 2018 (AD-PSGD), algorithm 1; the graph is complete.  Each worker has its own
@@ -26,9 +26,9 @@ step, and each waits for its partner:
     w_i'  =   w_i - lr * g_i(w_i)          on each rank i
     w_i  <-   (w_i' + w_j') / 2            j: the partner of i in this step
 
-The ranks form a ring; in step k ranks k, k + 2, ... each meet the next one, so that each rank
-meets its left and its right neighbour in turn.  Of an odd number one rests, another in each
-step.  Weights agree only nearly; their mean moves as in synchronous SGD.
+The ranks form a ring, the same for every seed; in step k ranks k, k + 2, ... each meet the next
+one, so that each rank meets its left and its right neighbour in turn.  Of an odd number one rests,
+another in each step.  Weights agree only nearly; their mean moves as in synchronous SGD.
 
 Reference: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?",
 NeurIPS 2017 (D-PSGD); here the pairs change from step to step.
@@ -70,6 +70,8 @@ class Gossip(SharedMemoryStrategy):
         log: called with every read and update of this worker.
     """
 
+    averages_weights = True
+
     def __init__(
         self, *, together: bool = False, timeout: float = 60.0, log: AccessLog = ignore_access
     ) -> None:
@@ -87,7 +89,7 @@ class Gossip(SharedMemoryStrategy):
 
         A rank that joins begins with the mean of the living.
         """
-        self._num_steps = 0
+        self._num_steps = replica.first_step
         self._has_finished = False
         self.open(
             replica,
@@ -119,7 +121,7 @@ class Gossip(SharedMemoryStrategy):
         queue.check()
         # agree: takes part: this worker alone, in its own memory and the peer's
         replica.timer.begin("communication")
-        peer = choose_peer(replica.rank, self._num_steps, queue.living())
+        peer = choose_peer(replica.seed, replica.rank, self._num_steps, queue.living())
         if peer is not None:
             replica.link.swap(replica.rank, peer, num_bytes(replica.parameters))
         with self._weights.averaged(replica.rank, peer):
@@ -165,13 +167,13 @@ class Gossip(SharedMemoryStrategy):
         return self._weights.mean(living)
 
 
-def choose_peer(rank: int, step: int, living: Sequence[int]) -> int | None:
+def choose_peer(seed: int, rank: int, step: int, living: Sequence[int]) -> int | None:
     """Return the rank to average with: any other of the living, all equally likely.
 
-    The choice depends on the arguments alone, not on the run's seed.  None: there is no other.
+    The choice depends on the arguments alone.  None: there is no other.
     """
     others = [other for other in living if other != rank]
-    return Random(f"{rank} {step}").choice(others) if others else None
+    return Random(f"{seed} {rank} {step}").choice(others) if others else None
 
 
 @torch.no_grad()
@@ -187,6 +189,9 @@ class PairwiseGossip(SynchronousStrategy):
     Args:
         notes: of its plan.
     """
+
+    averages_weights = True
+    is_mean = True
 
     def __init__(self, notes: tuple[str, ...]) -> None:
         self._notes = notes

@@ -7,6 +7,10 @@ w_old may be a mixture of states.  Each has its own optimizer: momentum is local
 comes from a shared counter of updates: those by others between the forward pass and the update.
 The weight b_i / B, a share of the global batch of B, is that of ``async``.
 
+Option:
+
+    momentum=m  of the default optimizer, in place of --momentum
+
 Reference: Niu, Recht, Re and Wright, "Hogwild!: A Lock-Free Approach to Parallelizing
 Stochastic Gradient Descent", NeurIPS 2011.
 
@@ -37,7 +41,7 @@ from ddpnb.rank.comm.parameter_store import AccessLog, ParameterAccess, ScaledSt
 from ddpnb.rank.comm.rendezvous import Rendezvous, RunOverError, WorkerConfig, host_id
 from ddpnb.rank.comm.work_queue import WorkQueue
 from ddpnb.rank.strategies.base import Plan, Strategy
-from ddpnb.rank.strategies.replica import Batch, Replica, StepReport
+from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 from ddpnb.rank.tasks.batches import Shard
 
 _MEMORY = "memory"
@@ -114,9 +118,19 @@ class SharedMemoryStrategy(Strategy):
         while (number := self.queue.take_shard()) is not None:
             yield self._replica.shard(number)
 
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Count no shard, and in the end no update."""
+        with self.queue.rehearsal():
+            yield
+
     def log_access(self, *, is_write: bool, version: int) -> None:
         """Log a read or an update of this worker."""
         self._log(ParameterAccess(rank=self._replica.rank, is_write=is_write, version=version))
+
+    def num_shards_done(self) -> int | None:
+        """Return how many updates there have been: one for each shard."""
+        return self.queue.num_updates
 
     def lost_shards(self) -> Sequence[Shard]:
         """Return, on rank 0, the shards of workers that died."""
@@ -147,7 +161,22 @@ class SharedMemoryStrategy(Strategy):
 
 @final
 class Hogwild(SharedMemoryStrategy):
-    """Asynchronous SGD on shared memory."""
+    """Asynchronous SGD on shared memory.
+
+    Args:
+        momentum: of the default optimizer, which has it already: ``RunSpec.used_momentum``.
+        timeout: seconds in which some worker must make progress.
+        log: called with every read and update of this worker.
+    """
+
+    def __init__(
+        self,
+        *,
+        momentum: float | None = None,
+        timeout: float = 60.0,
+        log: AccessLog = ignore_access,
+    ) -> None:
+        super().__init__(timeout=timeout, log=log)
 
     def plan(self, state: RankState) -> Plan:
         """Every rank trains.
@@ -187,6 +216,10 @@ class Hogwild(SharedMemoryStrategy):
         self.log_access(is_write=True, version=version)
         staleness = version - 1 - version_read
         return batch.report(loss, staleness=staleness, num_bytes_sent=self._num_bytes)
+
+    def memory(self) -> Memory:
+        """The one copy of the parameters, which all ranks share, and its own optimizer's state."""
+        return Memory.of(self._replica.model.parameters(), *self._replica.optimizers)
 
     def finish(self) -> nn.Module:
         """Wait until all are done, and copy the parameters; takes part: every living rank."""

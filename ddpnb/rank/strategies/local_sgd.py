@@ -36,6 +36,9 @@ class LocalSgd(SynchronousStrategy):
         after: steps of synchronous SGD at the beginning.
     """
 
+    averages_weights = True
+    is_mean = True
+
     def __init__(self, *, every: int = 8, after: int = 0) -> None:
         self._every = every
         self._after = after

@@ -33,6 +33,8 @@ _NOTE = "no-comm sends nothing: its model has learnt from rank 0's share of the 
 class NoComm(SynchronousStrategy):
     """Each rank for itself."""
 
+    ends_in_finish = False
+
     def plan(self, state: RankState) -> Plan:
         """Every rank."""
         notes = (_NOTE,) if state.world_size > 1 else ()

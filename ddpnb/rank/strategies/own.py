@@ -19,6 +19,7 @@ Any class with ``setup(replica)``, ``step(batch)`` and ``finish()`` will do:
 
 Three more methods are optional: ``close()`` is called in the end, ``save()`` returns what a
 checkpoint should hold besides the model and its optimizers, and ``load(state)`` restores it.
+With ``averages_weights = True`` BatchNorm's statistics are estimated anew in the end.
 """
 
 from collections.abc import Mapping
@@ -77,6 +78,9 @@ class OwnStrategy(SynchronousStrategy):
     def __init__(self, name: str, strategy: Any) -> None:
         self._name = name
         self._strategy = strategy
+        self.averages_weights = bool(getattr(strategy, "averages_weights", False))
+
+    can_rewind = False
 
     def plan(self, state: RankState) -> Plan:
         """Every rank."""
@@ -125,6 +129,10 @@ class OwnStrategy(SynchronousStrategy):
         if callable(save := getattr(self._strategy, "save", None)):
             state["own"] = save()
         return state
+
+    def snapshot(self, replica: Replica) -> State:
+        """Return the state of the replica's model; the user's object saves nothing for it."""
+        return replica.model.state_dict()
 
     def load(self, replica: Replica, state: State) -> None:
         """Give the user's object what it saved."""

@@ -81,6 +81,8 @@ class Replica:
     """Global batches to train on."""
     first_step: int = 0
     """Global batches that a resumed run was trained on before."""
+    seed: int = 0
+    """Of the run, for what a strategy chooses at random; the same on every rank."""
     folder: Path
     """A directory that only the ranks of this host can reach."""
     name: str
@@ -112,6 +114,14 @@ class Replica:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that are trained, in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def state_with(self, parameters: Iterable[Tensor]) -> dict[str, Any]:
+        """Return the model's state with other values of the parameters that are trained."""
+        state = self.model.state_dict()
+        held = {id(mine): value for mine, value in zip(self.parameters, parameters, strict=True)}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            state[name] = held.get(id(parameter), state[name])
+        return state
 
     def worker_config(self, timeout_seconds: float) -> WorkerConfig:
         """Return what reaches the other ranks outside the group; wait so long for a live one."""
@@ -256,14 +266,25 @@ class Batch:
         return self.num_samples / self.num_global
 
     def report(
-        self, loss: Tensor, *, num_bytes_sent: int = 0, staleness: int | None = None
+        self,
+        loss: Tensor,
+        *,
+        num_bytes_sent: int = 0,
+        num_bytes_received: int | None = None,
+        staleness: int | None = None,
     ) -> StepReport:
-        """Return the report of a step on this batch, with the mean loss before the update."""
+        """Return the report of a step on this batch, with the mean loss before the update.
+
+        By default as many bytes were received as sent.
+        """
         return StepReport(
             loss=loss,
             num_samples=self.num_samples,
             staleness=staleness,
             num_bytes_sent=num_bytes_sent,
+            num_bytes_received=(
+                num_bytes_sent if num_bytes_received is None else num_bytes_received
+            ),
         )
 
     def split(self, num_parts: int) -> list[Batch]:
@@ -303,6 +324,8 @@ class StepReport:
     """Updates by others between the pull of the parameters and the use of the gradient."""
     num_bytes_sent: int = 0
     """What this worker sent to others, by the formula in the strategy's docstring."""
+    num_bytes_received: int = 0
+    """What it received from others; as much as it sent where the docstring has no other formula."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Further numbers of the task's step, each the mean over the worker's samples."""
 

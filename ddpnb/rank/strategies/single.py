@@ -2,6 +2,9 @@
 
     w  <-  w - lr * g(w),    g = gradient of the mean loss over the global batch
 
+On a CPU a device is a rank's share of the threads.  With ``threads=all`` it has those of all ranks
+together: the whole machine in one process, which is what the others should beat.
+
 Reference: Robbins and Monro, "A Stochastic Approximation Method", Annals of
 Mathematical Statistics 22(3), 1951.
 
@@ -9,21 +12,55 @@ Messages per step: none.  Bytes sent per step: 0.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import final
 
+import torch
+
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies.base import Plan, SynchronousStrategy
-from ddpnb.rank.strategies.replica import Batch, StepReport
+from ddpnb.rank.strategies.replica import Batch, Replica, StepReport
 from ddpnb.rank.tasks.batches import Shard
 
 
 @final
 class Single(SynchronousStrategy):
-    """Plain stochastic gradient descent; the other ranks rest."""
+    """Plain stochastic gradient descent; the other ranks rest.
+
+    Args:
+        threads: ``"rank"``: as many as each rank has; ``"all"``: as many as all ranks have.
+    """
+
+    def __init__(self, *, threads: str = "rank") -> None:
+        self._takes_all = threads == "all"
 
     def plan(self, state: RankState) -> Plan:
-        """Rank 0 alone."""
-        return Plan(num_ranks=1, num_workers=1, synchronous=True)
+        """Rank 0 alone.
+
+        Raises:
+            UserError: all threads are asked for, and the ranks are on GPUs.
+        """
+        alone = Plan(num_ranks=1, num_workers=1, synchronous=True)
+        if state.device != "cpu":
+            if self._takes_all:
+                raise UserError("single:threads=all is for ranks on CPUs: leave it out.")
+            return alone
+        num_all = state.num_threads * state.world_size
+        if self._takes_all:
+            note = f"{_threads(num_all)}, those of all ranks together."
+            return replace(alone, num_devices=state.world_size, num_threads=num_all, notes=(note,))
+        if state.world_size == 1:
+            return alone
+        own = _threads(state.num_threads)
+        note = f"{own}, as each rank has; single:threads=all takes all {num_all}."
+        return replace(alone, notes=(note,))
+
+    def setup(self, replica: Replica) -> None:
+        """Take the threads; they are given back when the run has ended."""
+        if self._takes_all and replica.device.type == "cpu":
+            torch.set_num_threads(torch.get_num_threads() * replica.world_size)
+        super().setup(replica)
 
     def shards(self) -> Iterator[Shard]:
         """Every global batch, whole."""
@@ -37,3 +74,7 @@ class Single(SynchronousStrategy):
         # update
         self._replica.update(self._optimizer)
         return batch.report(loss)
+
+
+def _threads(num: int) -> str:
+    return "1 thread" if num == 1 else f"{num} threads"

@@ -12,7 +12,8 @@ Parameter Models", SC 2020; code: ``torch.distributed.optim.ZeroRedundancyOptimi
 Messages per step: those of ``ddp``; then one broadcast of each parameter, from the rank that
 updates it.
 Bytes sent per step and rank: 2 (N - 1) / N * S + (N - 1) * P, with S the bytes of all
-gradients and P those of the parameters in this rank's part; P adds up to S.
+gradients and P those of the parameters in this rank's part; P adds up to S.  Received:
+2 (N - 1) / N * S + S - P.
 """
 
 import importlib
@@ -60,6 +61,11 @@ class Zero(DdpStrategy):
         num_ranks = self._replica.world_size
         reduced = all_reduce_bytes(num_bytes(self._replica.parameters), num_ranks)
         return reduced + (num_ranks - 1) * num_bytes(self._part)
+
+    def num_bytes_received(self, num_sent: int) -> int:
+        """Return those of reducing the gradients, and the other ranks' parts."""
+        num_ranks, every = self._replica.world_size, num_bytes(self._replica.parameters)
+        return all_reduce_bytes(every, num_ranks) + every - num_bytes(self._part)
 
     def memory(self) -> Memory:
         """All parameters, and this rank's part of the optimizer's state."""

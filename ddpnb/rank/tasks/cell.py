@@ -4,14 +4,21 @@ A cell runs in a copy of the rank's namespace.  It sees what earlier cells defin
 nothing.
 """
 
+import contextlib
 import copy
+import gc
 import inspect
+import io
 import linecache
+import pickle
 import symtable
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, final
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError, kind_of
 from ddpnb.protocol.messages import RunSpec
@@ -20,6 +27,16 @@ from ddpnb.rank.tasks.optimizers import default_optimizer, own_optimizer
 from ddpnb.rank.tasks.samples import DataCache, Samples, as_samples
 
 _OWN_OPTIMIZER_NOTE = "The cell's optimizer sets the learning rate; --lr is not used."
+
+_SHARED = (Tensor, np.ndarray, FunctionType, type, ModuleType)
+"""What all runs of a comparison have in common; so they have long texts."""
+_LONG_TEXT = 256
+_ATOMS = frozenset((int, float, bool, type(None), tuple))
+_FILLED = (dict, list, set)
+_MISSING = object()
+
+Splits = tuple[Samples, Samples]
+"""The samples to train on, and the held-out ones."""
 
 
 def cell_task(
@@ -57,15 +74,18 @@ def cell_task(
     loss = _optional(defined, "loss(outputs, targets)")
     own_step = _optional(defined, "training_step(model, batch)")
     make_optimizer = _optional(defined, "optimizer(params)", is_checked=False)
-    key = (spec.comparison, spec.seed) if spec.comparison else object()
+    if make_optimizer:
+        _refuse_momentum(spec)
 
-    def samples(split: str) -> Samples:
-        def make() -> Samples:
-            return as_samples(data(split), split, collate)
+    def load() -> Splits:
+        train, held_out = (as_samples(data(each), each, collate) for each in ("train", "test"))
+        return train, held_out
 
-        return make() if cache is None else cache.get(key, split, make)
-
-    train, held_out = samples("train"), samples("test")
+    if cache is not None and spec.comparison:
+        key = spec.comparison, spec.data_seed
+        train, held_out = _loaded_once(load, data, scope, namespace, cache, key)
+    else:
+        train, held_out = load()
     notes = (_OWN_OPTIMIZER_NOTE,) if make_optimizer else ()
     return Task(
         model=lambda: _plain_module(make_model()),
@@ -77,7 +97,7 @@ def cell_task(
         has_loss=bool(own_step or loss),
         optimizer=own_optimizer(make_optimizer)
         if make_optimizer
-        else default_optimizer(spec.learning_rate),
+        else default_optimizer(spec.learning_rate, spec.used_momentum),
         notes=notes + tuple(dict.fromkeys(train.notes + held_out.notes)),
         defined=scope,
     )
@@ -89,6 +109,204 @@ def _run_cell(source: str, namespace: Mapping[str, object], filename: str) -> di
     scope = dict(namespace)
     exec(compile(source, filename, "exec"), scope)
     return scope
+
+
+def _refuse_momentum(spec: RunSpec) -> None:
+    own = "" if spec.own_momentum is None else f"{spec.strategy.partition(':')[0]}:momentum"
+    if option := own or ("--momentum" if spec.momentum else ""):
+        raise UserError(
+            f"{option} is for the default optimizer, and the cell defines optimizer(params): "
+            "leave one of them out."
+        )
+
+
+def _loaded_once(
+    load: Callable[[], Splits],
+    data: Callable[..., Any],
+    scope: dict[str, Any],
+    namespace: Mapping[str, object],
+    cache: DataCache,
+    key: object,
+) -> Splits:
+    """Return a run's own copy of what ``load`` returns, which is called once for each key.
+
+    Where that cannot be copied, it is called for each run.
+    """
+    kept, made = cache.get(key), None
+    if kept is None:
+        before = dict(scope)
+        made = load()
+        own = {
+            name: value
+            for name, value in scope.items()
+            if namespace.get(name, _MISSING) is not value and not name.startswith("__")
+        }
+        rebound = {name for name in own if before.get(name, _MISSING) is not own[name]}
+        used = _mentioned(data, own, scope)
+        mentioned = {name for name in used if not isinstance(own[name], _SHARED)}
+        kept = _Snapshot.of(made, scope, rebound, mentioned)
+        cache.keep(key, kept)
+    copied = kept.restored(scope)
+    if copied is None:
+        cache.keep(key, _Snapshot())
+    return copied or made or load()
+
+
+@final
+class _Snapshot:
+    """What ``data(split)`` has returned, and the values of the cell's names that it may change.
+
+    Each run gets a copy with a state of its own: caches, generators, dicts.  Tensors, arrays and
+    code are shared.  What a cell has under a name is in its copy what that very cell has under it:
+    functions, classes, and the dicts, lists and sets, which are filled.
+    """
+
+    def __init__(self) -> None:
+        self._pickle = b""
+        """Empty where it cannot be pickled."""
+        self._shared: list[Any] = []
+        self._buffers: list[Any] = []
+        self._filled: dict[str, type] = {}
+        """The kinds of those that are filled, by name."""
+        self._rebound: set[str] = set()
+
+    @classmethod
+    def of(
+        cls, made: Splits, scope: Mapping[str, Any], rebound: set[str], mentioned: set[str]
+    ) -> "_Snapshot":
+        """Return one of some samples.
+
+        Args:
+            made: the samples.
+            scope: the cell's names.
+            rebound: those that have got another value than the cell gave them.
+            mentioned: those with a value that may have changed in place.
+        """
+        self = cls()
+        values = {name: scope[name] for name in rebound | mentioned}
+        filled = {name: value for name, value in values.items() if type(value) in _FILLED}
+        named = filled | {
+            name: value
+            for name, value in scope.items()
+            if isinstance(value, FunctionType | type) and name not in rebound
+        }
+        file = io.BytesIO()
+        pickler = _Pickler(file, named, self._shared, self._buffers)
+        others = {name: value for name, value in values.items() if name not in filled}
+        try:
+            with _no_garbage_collection():
+                pickler.dump((made, others, {name: each.copy() for name, each in filled.items()}))
+        except Exception:  # noqa: BLE001  whatever a user's object raises: it is made anew then
+            return cls()
+        self._pickle, self._rebound = file.getvalue(), rebound
+        self._filled = {name: type(value) for name, value in filled.items()}
+        return self
+
+    def restored(self, scope: dict[str, Any]) -> Splits | None:
+        """Return a copy, and put the values into a cell's names; None if there is no copy."""
+        if not self._pickle:
+            return None
+        filled = {
+            name: scope[name] if type(scope.get(name)) is kind else kind()
+            for name, kind in self._filled.items()
+        }
+        filled |= {name: self._filled[name]() for name in self._rebound & filled.keys()}
+        unpickler = _Unpickler(self._pickle, scope | filled, self._shared, self._buffers)
+        try:
+            with _no_garbage_collection():
+                made, others, contents = unpickler.load()
+        except Exception:  # noqa: BLE001  as above
+            return None
+        for name, container in filled.items():
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(contents[name])
+        scope.update(filled | others)
+        copied: Splits = made
+        return copied
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Return a context in which many new objects cost a fifth: none of them is garbage."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles all but what is shared, and what has a name."""
+
+    def __init__(
+        self, file: io.BytesIO, named: Mapping[str, Any], shared: list[Any], buffers: list[Any]
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffers.append)
+        self._shared = shared
+        self._places: dict[int, str | int] = {id(value): name for name, value in named.items()}
+
+    def persistent_id(self, value: Any) -> str | int | None:
+        """Return the name of a value, or its place among those that are shared."""
+        kind = type(value)
+        if kind in _ATOMS:
+            return None
+        if (place := self._places.get(id(value))) is not None:
+            return place
+        is_long = (kind is str or kind is bytes) and len(value) > _LONG_TEXT
+        if not is_long and not isinstance(value, _SHARED):
+            return None
+        self._shared.append(value)
+        self._places[id(value)] = place = len(self._shared) - 1
+        return place
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what ``_Pickler`` has written."""
+
+    def __init__(
+        self, data: bytes, named: Mapping[str, Any], shared: list[Any], buffers: list[Any]
+    ) -> None:
+        super().__init__(io.BytesIO(data), buffers=buffers)
+        self._named = named
+        self._shared = shared
+
+    def persistent_load(self, place: str | int) -> Any:
+        """Return what a name or a place stands for."""
+        return self._named[place] if isinstance(place, str) else self._shared[place]
+
+
+def _mentioned(function: Any, own: Mapping[str, Any], scope: Mapping[str, Any]) -> set[str]:
+    """Return the cell's own names in a function's code, and in that of what it uses there."""
+    found: set[str] = set()
+    left = [function]
+    while left:
+        codes = (each.__code__ for each in _functions_in(left.pop(), scope))
+        names = {name for code in codes for name in _names_in(code)}
+        new = (names & own.keys()) - found
+        found |= new
+        left += [own[name] for name in new]
+    return found
+
+
+def _functions_in(value: Any, scope: Mapping[str, Any]) -> Iterator[FunctionType]:
+    """Yield the functions of a cell that a call of a value, or of its methods, may run."""
+    if isinstance(value, partial):
+        value = value.func
+    parts = [value, getattr(value, "__dict__", {}).get("__wrapped__")]
+    kind = value if isinstance(value, type) else type(value)
+    parts += [part for each in kind.__mro__ for part in vars(each).values()]
+    for part in parts:
+        plain = part.__func__ if isinstance(part, staticmethod | classmethod) else part
+        if isinstance(plain, FunctionType) and plain.__globals__ is scope:
+            yield plain
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the global names, and attributes, in a code and in the functions it defines."""
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 def _required(defined: Mapping[str, Any], call: str, example: str) -> Callable[..., Any]:

@@ -54,7 +54,7 @@ def build(spec: RunSpec) -> Task:
         model=make_model,
         train=train,
         held_out=held_out,
-        optimizer=default_optimizer(spec.learning_rate),
+        optimizer=default_optimizer(spec.learning_rate, spec.used_momentum),
         notes=notes,
     )
 

@@ -31,7 +31,7 @@ def build(spec: RunSpec) -> Task:
         model=make_model,
         train=TensorSamples(images[train], targets[train]),
         held_out=TensorSamples(images[held_out], targets[held_out]),
-        optimizer=default_optimizer(spec.learning_rate),
+        optimizer=default_optimizer(spec.learning_rate, spec.used_momentum),
     )
 
 

@@ -48,13 +48,13 @@ class TaskOptimizer(Protocol):
         """
 
 
-def default_optimizer(learning_rate: float) -> TaskOptimizer:
-    """Return what makes the default optimizer: SGD with momentum 0.9."""
+def default_optimizer(learning_rate: float, momentum: float = 0.0) -> TaskOptimizer:
+    """Return what makes the default optimizer: SGD."""
 
     def make(
         parameters: list[nn.Parameter], model: Callable[[], nn.Module], updates: Updates
     ) -> Scheduled:
-        return Scheduled(torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9))
+        return Scheduled(torch.optim.SGD(parameters, lr=learning_rate, momentum=momentum))
 
     return make
 

@@ -1,5 +1,6 @@
 """The samples of a split, whatever ``data(split)`` returns (ranks)."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
@@ -19,6 +20,7 @@ _LOADER_NOTE = (
     "Of the DataLoader, its dataset, collate_fn and workers are used; batches and their order are "
     "those of --batch-size and --seed."
 )
+_READ_NOTE = "The IterableDataset of data(split) was read whole into memory, once on each rank."
 _WAYS = (
     "return tensors or arrays, a dict or tuple of them, a map-style Dataset, a list of items, "
     "or a DataLoader."
@@ -201,7 +203,17 @@ def _from_loader(loader: DataLoader[Any], split: str, collate: Collate | None) -
     )
 
 
-def _from_dataset(dataset: Any, split: str, collate: Collate | None, **options: Any) -> Samples:
+def _from_dataset(
+    dataset: Any,
+    split: str,
+    collate: Collate | None,
+    *,
+    num_workers: int = 0,
+    notes: tuple[str, ...] = (),
+) -> Samples:
+    if isinstance(dataset, IterableDataset) and (num := _length_of(dataset)) is not None:
+        dataset = list(itertools.islice(dataset, num))
+        notes = (*notes, _READ_NOTE)
     if isinstance(dataset, IterableDataset) or (
         hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
     ):
@@ -212,13 +224,11 @@ def _from_dataset(dataset: Any, split: str, collate: Collate | None, **options: 
         )
     if isinstance(dataset, str | bytes) or not hasattr(dataset, "__getitem__"):
         raise _wrong(split, kind_of(dataset))
-    try:
-        num = len(dataset)
-    except (TypeError, NotImplementedError):
+    if (num := _length_of(dataset)) is None:
         raise UserError(
             f"data({split!r}) returned {kind_of(dataset)} without a length; give it a __len__()."
-        ) from None
-    samples = DatasetSamples(dataset, collate, **options)
+        )
+    samples = DatasetSamples(dataset, collate, num_workers=num_workers, notes=notes)
     if num > 0:
         batch = samples.fetch(torch.tensor([0]))
         if collate is None and not any(isinstance(leaf, Tensor) for _, leaf in leaves(batch)):
@@ -229,31 +239,33 @@ def _from_dataset(dataset: Any, split: str, collate: Collate | None, **options: 
     return samples
 
 
+def _length_of(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def _wrong(split: str, what: str) -> UserError:
     return UserError(f"data({split!r}) returned {what}; {_WAYS}")
 
 
 @final
 class DataCache:
-    """Keeps what ``data(split)`` returned for all runs of one comparison.
-
-    The cell itself runs anew for each run: a strategy must not see what another one changed.
-    """
+    """Keeps what the runs of one comparison load once: one value, under one key."""
 
     def __init__(self) -> None:
         self._key: object = None
-        self._kept: dict[str, Any] = {}
+        self._kept: Any = None
 
-    def get(self, key: object, split: str, make: Callable[[], Samples]) -> Samples:
-        """Return the samples of a split; those of another key are forgotten."""
-        if key != self._key:
-            self.clear()
-            self._key = key
-        if split not in self._kept:
-            self._kept[split] = make()
-        samples: Samples = self._kept[split]
-        return samples
+    def get(self, key: object) -> Any:
+        """Return what is kept under a key; None if there is nothing."""
+        return self._kept if key == self._key else None
+
+    def keep(self, key: object, value: object) -> None:
+        """Keep a value, and forget the one before."""
+        self._key, self._kept = key, value
 
     def clear(self) -> None:
         """Forget all."""
-        self._key, self._kept = None, {}
+        self._key = self._kept = None

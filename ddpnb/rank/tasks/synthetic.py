@@ -45,7 +45,7 @@ def build(spec: RunSpec, *, samples: int = 4096, parameters: int = 0, compute: i
         model=lambda: make_model(parameters=parameters, compute=compute),
         train=train,
         held_out=held_out,
-        optimizer=default_optimizer(spec.learning_rate),
+        optimizer=default_optimizer(spec.learning_rate, spec.used_momentum),
         notes=("Synthetic data: images made from a seed.",),
     )
 

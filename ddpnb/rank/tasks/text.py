@@ -48,7 +48,7 @@ def build(spec: RunSpec) -> Task:
         model=Transformer,
         train=windows(read(TRAIN_FILES)),
         held_out=windows(read(HELD_OUT_FILES)),
-        optimizer=default_optimizer(spec.learning_rate),
+        optimizer=default_optimizer(spec.learning_rate, spec.used_momentum),
         notes=(f"The text is Python {platform.python_version()}'s own library.",),
     )
 

@@ -38,7 +38,9 @@ NUM_OWN_FOLDERS = 3
 SAME = {
     "batch_size": "--batch-size",
     "seed": "--seed",
+    "batch_per_worker": "--batch-per-worker",
     "learning_rate": "--lr",
+    "momentum": "--momentum",
     "lr_scaling": "--lr-scaling",
     "num_lr_warmup_epochs": "--lr-warmup",
 }
@@ -102,7 +104,7 @@ class CheckpointCallback:
                 part_of(context, spec.run_id),
                 every=max(1, round(spec.save_every * context.schedule.steps_per_epoch)),
                 first_step=context.first_step,
-                untimed=self._untimed,
+                untimed=self.untimed,
                 warn=self.warn,
             )
 
@@ -128,7 +130,7 @@ class CheckpointCallback:
             self.checkpoints.finish(model)
 
     @contextlib.contextmanager
-    def _untimed(self) -> Iterator[None]:
+    def untimed(self) -> Iterator[None]:
         """Stop the clock of synchronous workers until the slowest has written.
 
         Asynchronous workers train on meanwhile, so rank 0's clock runs.

@@ -1,20 +1,24 @@
 """What all phases of one run share: its replicas, their optimizers and its samples (ranks)."""
 
 import contextlib
+import itertools
 import sys
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ddpnb.compat.torch_internals import end_data_workers
 from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState, RejoinInfo, RunSpec
 from ddpnb.protocol.notation import check_fault_ranks, parse_link, parse_strategy
 from ddpnb.protocol.processes import die_with_parent
@@ -29,10 +33,13 @@ from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, Tree, moved
 from ddpnb.rank.tasks.samples import DataCache, DatasetSamples, Items
-from ddpnb.rank.training.optimizer_hooks import with_hooks
+from ddpnb.rank.training.optimizer_hooks import StepHooks, with_hooks
 
 NUM_PREFETCHED = 2
 """Shards that each process fetches or has ready while this worker trains on one."""
+
+NUM_EVALUATIONS = 10
+"""Points of a held-out curve where the user asks for no other number."""
 
 CHECK = "check"
 """The phase in which a training is checked, before anything trains."""
@@ -66,6 +73,8 @@ class RunContext:
     """Where this rank joins, if the others train already."""
     link: Link = NO_LINK
     """An emulated network between the ranks."""
+    step_hooks: StepHooks = field(default_factory=StepHooks)
+    """Of the optimizers that the replicas make."""
 
     def strategy(self) -> Strategy:
         """Return a new instance of the strategy."""
@@ -80,6 +89,14 @@ class RunContext:
     def num_steps(self) -> int:
         """Global batches that are left to train on."""
         return self.schedule.num_steps - self.first_step
+
+    @property
+    def steps_between_evaluations(self) -> int:
+        """Global batches from one held-out evaluation to the next; 0: only the trained model's."""
+        every = 0.0 if self.spec.is_ceiling else self.spec.eval_every
+        if every is None:
+            return max(1, round(self.num_steps / NUM_EVALUATIONS))
+        return max(1, round(every * self.schedule.steps_per_epoch)) if every else 0
 
     @property
     def workers(self) -> range:
@@ -119,7 +136,9 @@ class RunContext:
         seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
         optimizers: list[Optimizer] = []
         is_tried = phase == CHECK
-        make = with_hooks(self.task.optimizer, self.spec, self.plan, self.schedule, is_tried)
+        make = with_hooks(
+            self.task.optimizer, self.spec, self.plan, self.schedule, is_tried, self.step_hooks
+        )
 
         def recorded_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
             optimizers.append(make(parameters, model))
@@ -134,6 +153,7 @@ class RunContext:
             world_size=self.state.world_size,
             num_steps=num_steps,
             first_step=first_step,
+            seed=self.spec.seed,
             folder=self.folder,
             name=self.name(phase),
             timer=timer,
@@ -166,7 +186,11 @@ class RunContext:
     def fetched(self, strategy: Strategy) -> Iterator[tuple[Shard, Content]]:
         """Fetch the samples of each of a strategy's shards when it is its turn."""
         for shard in strategy.shards():
-            yield shard, self._fetch(self.indices(shard))
+            yield shard, self.fetch(shard)
+
+    def fetch(self, shard: Shard) -> Content:
+        """Fetch the samples of a shard."""
+        return self._fetch(self.indices(shard))
 
     def indices(self, shard: Shard) -> Tensor:
         """Return which samples a shard holds; steps count from where this run was resumed."""
@@ -194,6 +218,15 @@ class RunContext:
         if self.syncs_batchnorm:
             num = max(num, 2)  # the statistics include the other ranks' samples
         return self._alone(schedule.indices(Shard(step=0, part=0, num_parts=1))[:num])
+
+    def own_batch(self) -> Batch:
+        """Fetch this rank's shard of the smallest global batch, with its weight in a real run."""
+        num = self.state.world_size
+        shard = Shard(
+            step=self.schedule.smallest_shard(num).step, part=self.state.rank, num_parts=num
+        )
+        alone = self._alone(self.schedule.indices(shard))
+        return replace(alone, num_global=self.schedule.size(shard.step))
 
     def usual_batch(self) -> Batch:
         """Fetch one worker's shard of a whole global batch."""
@@ -273,17 +306,18 @@ def build_context(
     check_fault_ranks(spec.slow, spec.kill, state.world_size)
     if spec.link:
         linked_collectives.check(state.device)
-    seed_everything(spec.seed)  # so that the data are the same on every rank
+    # so that the data are the same on every rank, and in every repeat
+    seed_everything(spec.seed if spec.data_seed is None else spec.data_seed)
     task = load_task(spec, namespace, filename, cache)
-    schedule = BatchSchedule(
-        len(task.train),
-        batch_size=spec.batch_size,
-        num_epochs=spec.num_epochs,
-        num_ranks=state.world_size,
-        seed=spec.seed,
-    )
     known = ChainMap(dict(task.defined), dict(namespace))
     plan = make_strategy(spec.strategy, known, state.device).plan(state)
+    schedule = BatchSchedule(
+        len(task.train),
+        batch_size=_global_batch(spec, plan, len(task.train)),
+        num_epochs=spec.num_epochs,
+        num_ranks=state.world_size if spec.batch_per_worker is None else plan.num_workers,
+        seed=spec.seed,
+    )
     return RunContext(
         spec=spec,
         state=state,
@@ -295,6 +329,22 @@ def build_context(
         namespace=known,
         rejoin_info=rejoin_info,
     )
+
+
+def _global_batch(spec: RunSpec, plan: Plan, num_samples: int) -> int:
+    """Return the size of a global batch.
+
+    Raises:
+        UserError: ``--batch-per-worker`` makes it larger than the training split.
+    """
+    size = spec.global_batch(plan.num_workers)
+    if spec.batch_per_worker is not None and size > num_samples:
+        raise UserError(
+            f"--batch-per-worker {spec.batch_per_worker} makes a global batch of {size} with "
+            f"{plan.num_workers} workers, larger than the training split ({num_samples} samples); "
+            f"give {max(1, num_samples // plan.num_workers)} or less."
+        )
+    return size
 
 
 @contextlib.contextmanager
@@ -321,7 +371,8 @@ def prefetching(
 ) -> Iterator[Iterator[tuple[Shard, Content]]]:
     """Fetch shards in other processes before they are needed, by torch's ``DataLoader``.
 
-    The processes live as long as the context.
+    The processes live as long as the context.  They fetch nothing before the first shard is asked
+    for, so that no strategy has samples ready when the clock starts.
 
     Args:
         samples: those to fetch.
@@ -333,17 +384,19 @@ def prefetching(
         keeps_items: whether items come as they are, to be collated later.
     """
     taken: deque[Shard] = deque()
+    num_first = NUM_PREFETCHED * num_processes  # what the loader takes at once
 
     def numbers() -> Iterator[list[int]]:
+        yield from ([] for _ in range(num_first))
         for shard in shards:
             taken.append(shard)
             yield indices(shard).tolist()
 
     batches = iter(
         DataLoader(
-            samples.dataset,
+            _Startable(samples.dataset),
             batch_sampler=numbers(),
-            collate_fn=list if keeps_items else samples.collate,
+            collate_fn=partial(_collated, list if keeps_items else samples.collate),
             num_workers=num_processes,
             prefetch_factor=NUM_PREFETCHED,
             worker_init_fn=_end_with_rank,
@@ -353,12 +406,32 @@ def prefetching(
         )
     )
     try:
+        real = itertools.islice(batches, num_first, None)
         if keeps_items:
-            yield ((taken.popleft(), Items(items, samples.collate)) for items in batches)
+            yield ((taken.popleft(), Items(items, samples.collate)) for items in real)
         else:
-            yield ((taken.popleft(), batch) for batch in batches)
+            yield ((taken.popleft(), batch) for batch in real)
     finally:  # at once, for an exception's traceback may keep the iterator alive
         end_data_workers(batches)
+
+
+@final
+class _Startable(Dataset[Any]):
+    """A data set that a process can be asked for no sample of, so that it only starts."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        if not numbers:
+            return []
+        if callable(get := getattr(self._dataset, "__getitems__", None)):
+            return list(get(numbers))
+        return [self._dataset[number] for number in numbers]
+
+
+def _collated(collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:
+    return collate(items) if items else None
 
 
 def _end_with_rank(_: int) -> None:

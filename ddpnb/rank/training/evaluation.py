@@ -1,5 +1,10 @@
-"""How good a model is on a split: its loss, its accuracy and the task's own numbers (ranks)."""
+"""How good a model is on a split: its loss, its accuracy and the task's own numbers (ranks).
 
+A model with averaged weights first gets BatchNorm's statistics of these weights, as SWA does:
+Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", UAI 2018.
+"""
+
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,15 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 
 from ddpnb.protocol.errors import UserError, kind_of
-from ddpnb.rank.tasks.base import Supervised, Task, split_step
-from ddpnb.rank.tasks.batches import mapped, moved, shape_of
+from ddpnb.rank.tasks.base import StepFunction, Supervised, Task, split_step
+from ddpnb.rank.tasks.batches import Tree, mapped, moved, shape_of
 from ddpnb.rank.tasks.samples import Samples
 
 MAX_SAMPLES = 10_000
 """How many samples of a larger split are evaluated, spread evenly over it."""
 _BATCH_SIZE = 512
+BATCHNORM_NOTE = (
+    "Its weights are averages: before it is judged, BatchNorm's statistics are estimated anew on "
+    "training samples, off the clock."
+)
+"""Stands beside the results of a model that ``estimate_batchnorm`` was called for."""
 _LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -31,6 +42,8 @@ class Score:
     if the task measures something else."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the task's ``validation_step`` and ``metric`` measure."""
+    num_samples: int = 0
+    """Samples that it was evaluated on."""
 
 
 @torch.no_grad()
@@ -64,12 +77,94 @@ def score(
             means.setdefault(name, _Mean()).add(value, len(indices))
     found = {name: mean.value for name, mean in means.items()}
     if is_held_out and task.metric is not None:
-        found |= _metrics_of(
-            task.metric(_joined(outputs), _joined(targets)), task.metric, "metric(outputs, targets)"
-        )
+        result = task.metric(_joined(outputs), _joined(targets))
+        further = _metrics_of(result, task.metric, "metric(outputs, targets)")
+        if "loss" in further:
+            raise UserError(
+                "metric(outputs, targets) returned 'loss', which is the held-out loss beside it: "
+                "give it another name, or return it from validation_step(model, batch)."
+            )
+        found |= further
     return Score(
-        loss=found.pop("loss", math.nan), accuracy=found.pop("accuracy", math.nan), metrics=found
+        loss=found.pop("loss", math.nan),
+        accuracy=found.pop("accuracy", math.nan),
+        metrics=found,
+        num_samples=num_chosen,
     )
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    """Return whether a model in evaluation mode uses statistics that BatchNorm has kept.
+
+    ``SyncBatchNorm`` is left as it is: one rank alone cannot estimate its statistics.
+    """
+    if any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
+        return False
+    return any(each.track_running_stats for each in _batchnorms(model))
+
+
+def _batchnorms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]:
+    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+    return [each for each in model.modules() if isinstance(each, kinds)]
+
+
+def estimate_batchnorm(
+    model: nn.Module, task: Task, device: torch.device, *, batch_size: int, seed: int
+) -> None:
+    """Estimate BatchNorm's statistics anew, for the weights as they are; one rank alone may.
+
+    The task's step is made on up to ``MAX_SAMPLES`` training samples in random order, in training
+    mode, without backward pass or update.  The statistics are the means over the batches.  Layers
+    that the forward pass leaves out, or the model keeps in evaluation mode, stay as they are.
+
+    Args:
+        model: its weights do not change.
+        task: what it was trained on.
+        device: the model's.
+        batch_size: samples of a forward pass, or of at most 512; less than twice as many in some.
+        seed: of the order.
+    """
+    order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(seed))
+    chosen = order[:MAX_SAMPLES]
+    num_batches = max(1, len(chosen) // min(batch_size, _BATCH_SIZE))
+    batches = (
+        _Boxed(moved(task.train.fetch(indices), device))
+        for indices in chosen.tensor_split(num_batches)  # no rest of a single sample
+    )
+    layers = _batchnorms(model)
+    before = [copy.deepcopy(each.state_dict()) for each in layers]
+    momenta = [each.momentum for each in layers]
+    has_ended = False
+    try:
+        update_bn(batches, _Stepping(model, task.step))
+        has_ended = True
+    finally:
+        for layer, state, momentum in zip(layers, before, momenta, strict=True):
+            layer.momentum = momentum
+            if not has_ended or not layer.num_batches_tracked:
+                layer.load_state_dict(state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Boxed:
+    """A batch that ``update_bn`` hands on whole: of a tuple it would take the first part."""
+
+    tree: Tree
+
+
+class _Stepping(nn.Module):
+    """Calls a model as its training does."""
+
+    def __init__(self, model: nn.Module, step: StepFunction) -> None:
+        super().__init__()
+        self.model = model
+        self._step = step
+        self.training = model.training
+
+    def forward(self, batch: _Boxed) -> None:
+        """Make the task's step; one of the user's own may need gradients, as a penalty does."""
+        with torch.set_grad_enabled(not isinstance(self._step, Supervised)):
+            self._step(self.model, batch.tree)
 
 
 @dataclass(slots=True)

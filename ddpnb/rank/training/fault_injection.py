@@ -36,16 +36,19 @@ _NUM_TRIALS = 3
 _seconds_of = operator.attrgetter("seconds")
 
 
-def measure_compute_seconds(replica: Replica, batch: Batch) -> float:
-    """Return how many seconds a forward and backward pass over a batch takes."""
+def measure_compute_seconds(
+    replica: Replica, batch: Batch, typical: Callable[[list[float]], float] = statistics.median
+) -> float:
+    """Return how many seconds a forward and backward pass over a batch takes, typically."""
     trials = []
+    replica.compute_gradients(batch)  # cold
     for _ in range(_NUM_TRIALS):
         _synchronize(replica.device)
         began = time.perf_counter()
         replica.compute_gradients(batch)
         _synchronize(replica.device)
         trials.append(time.perf_counter() - began)
-    return statistics.median(trials)
+    return typical(trials)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,19 +1,22 @@
 """The one training loop: how a run is trained and evaluated, whatever the strategy (ranks).
 
-A run has these phases, in this order.  The clock runs in ``train`` only.
+A run has these phases, in this order.  The clock runs in ``train``, and in ``finish`` where that
+is a part of the training.
 
 build     load the task and its data, and find out which ranks take part
-rehearse  make a few steps on a throwaway replica, so that nothing is cold when it is measured
 prepare   set up the strategy, fault injection, checkpoints and the source of samples
+rehearse  make a few steps and put back what they have changed, so that nothing is cold
 barrier   let all ranks that take part start together
 train     make the measured steps
 finish    have the strategy return the trained model
-evaluate  compute its loss and accuracy on rank 0, on training and held-out samples
+evaluate  compute its loss and accuracy on rank 0, on training and held-out samples; and those of
+          the copies that were made while it trained
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -28,13 +31,16 @@ from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, R
 from ddpnb.rank.comm.rendezvous import CancellationToken, RunOverError, announce_failure
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.replica import NullTimer
+from ddpnb.rank.strategies.replica import NullTimer, Replica
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, resumed, set_up
 from ddpnb.rank.training.context import CHECK, Content, RunContext, build_context, linked
+from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, Score, has_batchnorm
 from ddpnb.rank.training.fault_injection import FaultInjector, measure_compute_seconds
+from ddpnb.rank.training.rehearsal import rehearse
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
+from ddpnb.rank.training.snapshots import Snapshots
 from ddpnb.rank.training.timing import Clock, clock_of
 from ddpnb.rank.training.validation import (
     check_dense,
@@ -44,6 +50,13 @@ from ddpnb.rank.training.validation import (
     with_place,
 )
 
+CHECKS = "checks"
+"""The folder, in that of a run, of the files that a class of the user's own makes in its check."""
+
+MIN_SECONDS_MARGIN = 1.1
+"""By how much a run is planned longer than ``--min-seconds``."""
+CEILING_SECONDS = 4.0
+"""How long a rank trains a ceiling, if the run is as long."""
 UNNAMED = "<comparison>"
 """What tracebacks call a comparison's cell that has no number."""
 
@@ -53,13 +66,15 @@ def validate(
     *,
     state: RankState,
     namespace: Mapping[str, object],
+    folder: Path = Path(),
     filename: str = UNNAMED,
     cache: DataCache | None = None,
 ) -> Checked:
     """Check a training before anything trains.
 
     Each rank may call it alone, as it sends nothing; only a class of the user's own may, and takes
-    part with every rank of the group.
+    part with every rank of the group.  Its files are in a folder of ``CHECKS`` then, which is
+    removed once all ranks have checked.
 
     The arguments are those of ``run``.
 
@@ -69,7 +84,10 @@ def validate(
     """
     with preserve_globals(torch.device(state.device)):
         try:
-            context = build_context(spec, state, namespace, filename=filename, cache=cache)
+            checks = folder / CHECKS
+            context = build_context(
+                spec, state, namespace, folder=checks, filename=filename, cache=cache
+            )
             return _checked(resumed(context))
         except UserError as error:
             raise with_place(error, spec.cell, filename) from error.__cause__
@@ -78,20 +96,37 @@ def validate(
 def _checked(context: RunContext) -> Checked:
     replica = context.replica(CHECK, num_steps=1, timer=NullTimer(), is_grouped=False)
     strategy = context.strategy()
-    batch = context.smallest_batch(strategy)
+    batch = context.own_batch() if context.is_own else context.smallest_batch(strategy)
     if context.is_own:
         check_own(replica, batch, strategy)
     else:
         check_training(replica, batch, strategy)
         check_dense(replica, context.spec.strategy)
         strategy.check(replica)
+    score = Score()
     if context.state.rank == 0 and context.is_evaluated:
-        check_evaluation(replica, context.task, batch.num_samples, has_loss=context.has_loss)
+        size, has_loss = batch.num_samples, context.has_loss
+        score = check_evaluation(replica, context.task, size, has_loss=has_loss)
     if context.checkpoint is not None:
         check_replica(replica, context.checkpoint)
     return Checked(
-        num_samples=len(context.task.train), survives_deaths=context.plan.survives_deaths
+        num_samples=len(context.task.train),
+        survives_deaths=context.plan.survives_deaths,
+        has_accuracy=not math.isnan(score.accuracy),
+        num_epochs=_num_epochs(context, replica),
     )
+
+
+def _num_epochs(context: RunContext, replica: Replica) -> float:
+    """Return after how many epochs a run has lasted for ``min_seconds``, by its quickest steps.
+
+    A step of the run also updates and communicates, and so takes longer than these.
+    """
+    if context.spec.min_seconds is None or context.is_own:
+        return 0.0
+    seconds = measure_compute_seconds(replica, context.usual_batch(), min)
+    num_steps = context.first_step + MIN_SECONDS_MARGIN * context.spec.min_seconds / seconds
+    return num_steps / context.schedule.steps_per_epoch
 
 
 def run(
@@ -146,14 +181,11 @@ def run(
         if state.rank >= context.plan.num_ranks:
             return no_part
         context = opened.enter_context(linked(context))
-        if rejoin_info is not None:  # no rehearsal: the others, which train already, do not wait
+        if rejoin_info is not None:
             try:
                 return _perform(context, publish, should_stop)
             except RunOverError:
                 return no_part
-        # -- rehearse ---------------------------------------------------------------------
-        with _announced_failure(context, "r"):
-            _rehearse(context)
         # -- prepare ... evaluate ---------------------------------------------------------
         with _announced_failure(context, "t"):
             return _perform(context, publish, should_stop)
@@ -166,22 +198,8 @@ def _announced_failure(context: RunContext, phase: str) -> contextlib.AbstractCo
     return announce_failure(context.name(phase), context.state.rank)
 
 
-def _rehearse(context: RunContext) -> None:
-    """Make a few steps with a replica, an optimizer and files that are then thrown away."""
-    num_steps = min(context.spec.num_warmup_steps, context.num_steps)
-    if num_steps == 0:
-        return
-    clock = clock_of(context.device)
-    with closing(context.strategy()) as strategy:
-        strategy.setup(context.replica("r", num_steps=num_steps, timer=clock))
-        clock.start()
-        for shard, content in context.fetched(strategy):
-            clock.timing(strategy.step(context.batch(shard, content)))
-        clock.stop()
-        strategy.finish()
-
-
 def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
+    spec = context.spec
     metrics = RunMetrics(context=context, publish=publish, clock=clock_of(context.device))
     with contextlib.ExitStack() as opened:
         # -- prepare ----------------------------------------------------------------------
@@ -195,10 +213,9 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
             timer=metrics.clock,
             delay=fault_injector.delay,
         )
-        num_parameters = sum(parameter.numel() for parameter in replica.model.parameters())
         set_up(context, strategy, replica)
-        if context.state.rank == 0:
-            publish(header_of(context, num_parameters, strategy.notes()))
+        is_averaged = strategy.averages_weights and context.plan.num_workers > 1
+        is_estimated = is_averaged and has_batchnorm(replica.model)
         callback = CheckpointCallback(
             context=context,
             strategy=strategy,
@@ -207,31 +224,61 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
             barrier=lambda: _barrier(context),
             warn=metrics.mark,
         )
+        snapshots = Snapshots(metrics, strategy, replica, callback.untimed)
+        notes = snapshots.notes + ((BATCHNORM_NOTE,) if is_estimated else ())
+
+        def announce(num_steps: int) -> None:
+            if context.state.rank == 0:
+                publish(header_of(context, strategy, replica, num_steps=num_steps, notes=notes))
+
+        if not spec.is_ceiling:
+            announce(context.num_steps)
+        # -- rehearse ---------------------------------------------------------------------
+        step_seconds = rehearse(
+            context, strategy, replica, metrics.clock, lambda: _barrier(context)
+        )
         source = opened.enter_context(context.source(strategy))
+        if spec.is_ceiling:
+            announce(_num_ceiling_steps(context, step_seconds))
         # -- barrier ----------------------------------------------------------------------
         _barrier(context)
         # -- train ------------------------------------------------------------------------
-        _train(metrics, strategy, source, stop, fault_injector, callback)
+        _train(metrics, strategy, source, stop, fault_injector, callback, snapshots)
         metrics.memory = strategy.memory()
         # -- finish -----------------------------------------------------------------------
         model = strategy.finish()  # waits for all: only then may the stop file be removed
+        if strategy.ends_in_finish:
+            metrics.clock.end()
         if not metrics.was_stopped:
             callback.end()
+            snapshots.average()
         num_lost = sum(len(context.indices(shard)) for shard in strategy.lost_shards())
     # -- evaluate -------------------------------------------------------------------------
-    if context.state.rank != 0:
+    if context.state.rank != 0 or spec.is_ceiling:
         return metrics.report()
+    if is_estimated:
+        metrics.estimate_batchnorm(model)
     callback.finish(model)
     train = metrics.score(model, is_held_out=False)
     held_out = metrics.score(model, is_held_out=True)
+    is_judged = not math.isnan(held_out.loss) or not math.isnan(held_out.accuracy)
+    has_curve = is_judged and not metrics.was_stopped
     return replace(
         metrics.report(),
         final_loss=train.loss,
         held_out_loss=held_out.loss,
         held_out_accuracy=held_out.accuracy,
         held_out_metrics=held_out.metrics,
+        num_held_out=held_out.num_samples,
+        evaluations=snapshots.evaluations(model, should_stop, is_estimated) if has_curve else (),
         num_lost_samples=num_lost,
     )
+
+
+def _num_ceiling_steps(context: RunContext, step_seconds: float) -> int:
+    """Return about how many steps a ceiling will make, by those of the rehearsal."""
+    most = context.num_steps
+    return min(most, math.ceil(CEILING_SECONDS / step_seconds)) if step_seconds > 0 else most
 
 
 def _fault_injector(context: RunContext, metrics: RunMetrics) -> FaultInjector:
@@ -265,9 +312,11 @@ def _train(
     stop: Stop,
     fault_injector: FaultInjector,
     callback: CheckpointCallback,
+    snapshots: Snapshots,
 ) -> None:
     """Make the measured steps: all of them, or those before a stop."""
     context, clock = metrics.context, metrics.clock
+    most_seconds = CEILING_SECONDS if context.spec.is_ceiling else math.inf
     metrics.start()
     fault_injector.begin()
     for step, (shard, content) in enumerate(source):
@@ -286,6 +335,9 @@ def _train(
         fault_injector.delay()  # if the strategy itself has not called it
         metrics.add(clock.timing(report))
         callback.after(shard)
+        snapshots.after(shard)
+        if clock.seconds >= most_seconds:  # without the other ranks, which a ceiling has none of
+            break
     metrics.add(clock.stop())
 
 

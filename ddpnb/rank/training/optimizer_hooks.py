@@ -5,7 +5,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,6 +20,22 @@ _COUNT = "num_updates"
 """The key in a parameter group that counts updates: a part of the saved state."""
 _MAX_TRIED = 20_000
 """Steps of a scheduler that are tried before anything trains."""
+
+
+@final
+class StepHooks:
+    """Whether optimizers count their updates, and set their learning rates by that count."""
+
+    is_paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Make steps that do not count."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
 
 
 def warm_up_notes(spec: RunSpec, plan: Plan, schedule: BatchSchedule) -> tuple[str, ...]:
@@ -41,6 +57,7 @@ def with_hooks(
     plan: Plan,
     schedule: BatchSchedule,
     is_tried: bool = False,
+    switch: StepHooks | None = None,
 ) -> Callable[[list[nn.Parameter], nn.Module], Optimizer]:
     """Return a factory of optimizers that warm up, scale and clip, whatever the strategy.
 
@@ -49,6 +66,7 @@ def with_hooks(
         lr at update t  =  lr * s(N) * min(1, (t + 1) / T)     s: N or sqrt(N), with N workers
         g               <-  g * min(1, clip / |g|)             |g|: norm of all gradients together
 
+    The rate is scaled where the global batch grows with the workers (``--batch-per-worker``) alone.
     They do so in their own hooks, and so in a worker and in a server alike.  Loading a state
     restores momenta and the number of updates, but keeps this run's learning rate.  A scheduler of
     the cell's own replaces warm-up and scaling; its rate depends on the number of updates alone.
@@ -60,6 +78,7 @@ def with_hooks(
     num_updates = _num_warmup_updates(spec, plan, schedule)
     max_norm = math.inf if spec.clip is None else spec.clip
 
+    switch = switch or StepHooks()
     updates = Updates(
         total=max(1, round(schedule.num_steps * plan.updates_per_batch)),
         per_epoch=max(1, round(schedule.steps_per_epoch * plan.updates_per_batch)),
@@ -72,7 +91,7 @@ def with_hooks(
             _refuse_other_rates(spec)
             if is_tried:
                 _try_scheduler(scheduled, updates)
-            _schedule(scheduled, updates)
+            _schedule(scheduled, updates, switch)
         for group in made.param_groups:
             group["lr"] *= scale[spec.lr_scaling]
         full = [group["lr"] for group in made.param_groups]
@@ -94,7 +113,7 @@ def with_hooks(
         if scheduled.scheduler is None:
             made.register_load_state_dict_post_hook(restore)
         if num_updates > 0:
-            _before_each_step(made, warm_up)
+            _before_each_step(made, warm_up, switch)
         if spec.clip is not None:
             made.register_step_pre_hook(clip)
         return made
@@ -102,7 +121,7 @@ def with_hooks(
     return make
 
 
-def _schedule(scheduled: Scheduled, updates: Updates) -> None:
+def _schedule(scheduled: Scheduled, updates: Updates, switch: StepHooks) -> None:
     """Have an optimizer step its scheduler after each update: before the next one.
 
     Then the rate of the last update has been restored, which some strategies scale for each.  A
@@ -134,11 +153,13 @@ def _schedule(scheduled: Scheduled, updates: Updates) -> None:
         for group, settings in zip(loaded.param_groups, first, strict=True):
             group.update(settings)
 
-    _before_each_step(made, advance)
+    _before_each_step(made, advance, switch)
     made.register_load_state_dict_post_hook(restore)
 
 
-def _before_each_step(made: Optimizer, hook: Callable[[Optimizer], None]) -> None:
+def _before_each_step(
+    made: Optimizer, hook: Callable[[Optimizer], None], switch: StepHooks
+) -> None:
     """Call a hook once before each step; torch calls it again where a step calls its parent's."""
     is_stepping = False
 
@@ -146,7 +167,8 @@ def _before_each_step(made: Optimizer, hook: Callable[[Optimizer], None]) -> Non
         nonlocal is_stepping
         if not is_stepping:
             is_stepping = True
-            hook(stepping)
+            if not switch.is_paused:
+                hook(stepping)
 
     def end(*_: object) -> None:
         nonlocal is_stepping

@@ -4,15 +4,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
+from torch.optim import SGD, Optimizer
 
 from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
 from ddpnb.protocol.notation import parse_link
-from ddpnb.rank.strategies.replica import Memory
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.replica import Memory, Replica
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import RunContext
-from ddpnb.rank.training.evaluation import Score, score
+from ddpnb.rank.training.evaluation import MAX_SAMPLES, Score, estimate_batchnorm, score
 from ddpnb.rank.training.optimizer_hooks import warm_up_notes
 from ddpnb.rank.training.timing import Clock, StepTiming
 
@@ -20,6 +23,8 @@ _CHECKPOINT_NOTES = {
     True: "The clock stands still while checkpoints are written.",
     False: "Rank 0 trains on nothing while it writes checkpoints; the others go on.",
 }
+
+_CEILING_NOTE = "The ceiling: trained only as long as its rate needs, and not judged."
 
 Publish = Callable[[RunHeader | StepEvent | Mark], None]
 
@@ -35,6 +40,7 @@ class RunMetrics:
     """How long the others had trained when this rank joined."""
     num_steps: int = 0
     num_samples: int = 0
+    num_bytes_received: int = 0
     was_stopped: bool = False
     memory: Memory = field(default_factory=Memory)
 
@@ -62,6 +68,7 @@ class RunMetrics:
             )
             self.num_steps += 1
             self.num_samples += timing.report.num_samples
+            self.num_bytes_received += timing.report.num_bytes_received
 
     def mark(self, text: str) -> None:
         """Publish something that has just happened on this rank."""
@@ -76,13 +83,30 @@ class RunMetrics:
             took_part=True,
             num_steps=self.num_steps,
             num_samples=self.num_samples,
+            num_bytes_received=self.num_bytes_received,
             seconds=self.clock.seconds,
             was_stopped=self.was_stopped,
             num_parameter_bytes=self.memory.parameters,
             num_optimizer_bytes=self.memory.optimizer,
         )
 
-    def score(self, model: nn.Module, *, is_held_out: bool) -> Score:
+    def estimate_batchnorm(self, model: nn.Module) -> None:
+        """Estimate BatchNorm's statistics anew; where that fails, the run is kept all the same."""
+        context = self.context
+        try:
+            estimate_batchnorm(
+                model,
+                context.task,
+                context.device,
+                batch_size=context.spec.batch_size,
+                seed=context.spec.seed,
+            )
+        except Exception as error:  # noqa: BLE001  the user's model or step may raise anything
+            self.mark(f"could not estimate BatchNorm's statistics anew ({summary_of(error)})")
+
+    def score(
+        self, model: nn.Module, *, is_held_out: bool, max_samples: int = MAX_SAMPLES
+    ) -> Score:
         """Evaluate the trained model on a split; where that fails, the run is kept all the same."""
         context, split = self.context, "held-out" if is_held_out else "training"
         try:
@@ -91,6 +115,7 @@ class RunMetrics:
                 context.task,
                 context.task.held_out if is_held_out else context.task.train,
                 context.device,
+                max_samples=max_samples,
                 batch_size=context.spec.batch_size,
                 is_held_out=is_held_out,
                 has_loss=context.has_loss,
@@ -102,34 +127,68 @@ class RunMetrics:
             return Score()
 
 
-def header_of(context: RunContext, num_parameters: int, notes: tuple[str, ...]) -> RunHeader:
+def header_of(
+    context: RunContext,
+    strategy: Strategy,
+    replica: Replica,
+    *,
+    num_steps: int,
+    notes: tuple[str, ...],
+) -> RunHeader:
     """Return the header of a run.
 
     Args:
         context: the run.
-        num_parameters: of the model.
-        notes: the strategy's own, after its set-up.
+        strategy: has been set up.
+        replica: what it was set up with.
+        num_steps: global batches to train on.
+        notes: beside those of the strategy, the task and the options.
     """
+    plan = context.plan
+    own_notes = plan.notes + strategy.notes() + notes + context.task.notes
     num_before = context.schedule.num_samples_before(context.first_step)
     return RunHeader(
         run_id=context.spec.run_id,
         strategy=context.spec.strategy,
-        synchronous=context.plan.synchronous,
-        num_workers=context.plan.num_workers,
-        num_threads=context.state.num_threads,
+        synchronous=plan.synchronous,
+        num_workers=plan.num_workers,
+        num_threads=plan.num_threads or context.state.num_threads,
         device=context.state.device,
         backend=context.state.backend,
-        num_parameters=num_parameters,
-        num_samples=context.schedule.num_samples - num_before,
+        num_parameters=sum(each.numel() for each in replica.model.parameters()),
+        momentum=max(map(_momentum, replica.optimizers), default=0.0),
+        num_samples=context.schedule.num_samples_before(context.first_step + num_steps)
+        - num_before,
         num_samples_before=num_before,
-        is_emulated=context.plan.is_emulated,
-        notes=context.plan.notes + notes + context.task.notes + tuple(_notes(context)),
+        num_devices=_num_devices(context),
+        sees_exposed=strategy.sees_exposed(),
+        is_emulated=plan.is_emulated,
+        notes=(_CEILING_NOTE,) if context.spec.is_ceiling else own_notes + tuple(_notes(context)),
     )
+
+
+def _momentum(optimizer: Optimizer) -> float:
+    """Return the momentum of SGD; 0 for any other optimizer, and for Nesterov's variant."""
+    groups = optimizer.param_groups if isinstance(optimizer, SGD) else []
+    return max((0.0 if group["nesterov"] else group["momentum"] for group in groups), default=0.0)
+
+
+def _num_devices(context: RunContext) -> int:
+    """Return how many GPUs the workers share, or how many ranks' parts of the CPU they take."""
+    num_workers = context.plan.num_workers
+    if context.state.shares_device:
+        return max(1, min(num_workers, torch.cuda.device_count()))
+    return context.plan.num_devices or num_workers
 
 
 def _notes(context: RunContext) -> list[str]:
     spec, plan, schedule = context.spec, context.plan, context.schedule
     found = [*fault_injection.notes(spec, plan), *warm_up_notes(spec, plan, schedule)]
+    if spec.batch_per_worker is not None and plan.num_workers > 1:
+        found.append(
+            f"Weak scaling: {spec.batch_per_worker} samples per step of each worker, so a global "
+            f"batch of {spec.global_batch(plan.num_workers)}; single has {spec.batch_per_worker}."
+        )
     if 0 < (num_samples := schedule.size(0) // plan.num_ranks) < spec.accumulate:
         found.append(
             f"--accumulate {spec.accumulate} makes only {num_samples} parts: "

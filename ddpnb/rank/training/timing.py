@@ -78,6 +78,10 @@ class CpuClock(Timer):
         """Return the steps not yet returned: none."""
         return []
 
+    def end(self) -> None:
+        """Count what has followed the last step too."""
+        self._end = time.perf_counter()
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Count no time in this context, which is entered between two steps."""
@@ -92,7 +96,7 @@ class CpuClock(Timer):
 
     @property
     def seconds(self) -> float:
-        """The time from the start to the end of the last step."""
+        """The time from the start to the end of the last step, or to ``end``."""
         return self._end - self._start
 
 
@@ -143,7 +147,7 @@ class CudaClock(Timer):
         """Let the GPU finish, then record the first event."""
         torch.cuda.synchronize(self._device)
         self._marks, self._hidden = [], []
-        self._paused_seconds = 0.0
+        self._seconds = self._paused_seconds = 0.0
         self.begin("data")
         self._start = self._marks[0][1]
 
@@ -168,6 +172,12 @@ class CudaClock(Timer):
         torch.cuda.synchronize(self._device)
         return self._finished()
 
+    def end(self) -> None:
+        """Let the GPU finish, and count what has followed the last step too."""
+        last = self.moment()
+        torch.cuda.synchronize(self._device)
+        self._seconds = self._start.elapsed_time(last) / 1000 - self._paused_seconds
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Let the GPU finish before and after; the next step's time begins then."""
@@ -183,7 +193,7 @@ class CudaClock(Timer):
 
     @property
     def seconds(self) -> float:
-        """The time from the start to the end of the last step, on the GPU's own clock."""
+        """The time from the start to the last step's end, or ``end``, on the GPU's own clock."""
         return self._seconds
 
     def _finished(self) -> list[StepTiming]:

@@ -24,7 +24,7 @@ from ddpnb.rank.strategies.replica import Batch, Replica
 from ddpnb.rank.tasks.base import StepFunction, Supervised, Task, split_step
 from ddpnb.rank.tasks.batches import Tree, shape_of, twice
 from ddpnb.rank.tasks.samples import Items
-from ddpnb.rank.training.evaluation import number_of, pair_of, score
+from ddpnb.rank.training.evaluation import Score, number_of, pair_of, score
 
 _STEP = "training_step(model, batch)"
 _LOSS = "loss(outputs, targets)"
@@ -100,17 +100,20 @@ class Wrapped(nn.Module):
             ) from None
 
 
-def check_evaluation(replica: Replica, task: Task, num_samples: int, *, has_loss: bool) -> None:
+def check_evaluation(replica: Replica, task: Task, num_samples: int, *, has_loss: bool) -> Score:
     """Evaluate the model on a few samples of each split, so that no run fails only at its end.
 
     The replica is in evaluation mode afterwards.
+
+    Returns:
+        The score on held-out samples.
 
     Raises:
         UserError: the evaluation failed.
     """
     replica.model.eval()
     for split, samples in (("train", task.train), ("test", task.held_out)):
-        attempt(
+        found = attempt(
             f"The model cannot be evaluated on data({split!r})",
             partial(
                 score,
@@ -124,6 +127,7 @@ def check_evaluation(replica: Replica, task: Task, num_samples: int, *, has_loss
                 has_loss=has_loss,
             ),
         )
+    return found
 
 
 def check_own(replica: Replica, batch: Batch, strategy: Strategy) -> None:
@@ -138,6 +142,7 @@ def check_own(replica: Replica, batch: Batch, strategy: Strategy) -> None:
     check_model(replica.model)
     if not dist.is_initialized():
         return
+    replica.folder.mkdir(mode=0o700, exist_ok=True)
     with closing(strategy):
         strategy.setup(replica)
         strategy.step(batch)

@@ -80,14 +80,14 @@ class RoomyLocator(MaxNLocator):
         return values
 
 
-def draw_target(axes: Axes, target: float) -> None:
-    """Draw a line across at ``target``, with its label at the upper right, far from the losses."""
+def draw_target(axes: Axes, target: float, *, is_reached_from_below: bool = False) -> None:
+    """Draw a line across at ``target``, with its label at the right, far from the curves."""
     line = axes.axhline(target, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
     axes.legend(
         [line],
         [f"target {tick(target)}"],
-        loc="upper right",
-        bbox_to_anchor=(1.0, 0.97),
+        loc="lower right" if is_reached_from_below else "upper right",
+        bbox_to_anchor=(1.0, 0.03 if is_reached_from_below else 0.97),
         borderaxespad=0,
         borderpad=0.1,
         handlelength=1.6,

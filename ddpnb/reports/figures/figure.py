@@ -4,6 +4,7 @@ One figure is kept and redrawn from snapshots; without pyplot, none leaks.
 """
 
 import io
+import math
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -17,7 +18,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from ddpnb.history.comparison import Comparison
-from ddpnb.history.summary import StrategySummary
+from ddpnb.history.summary import StrategySummary, evaluations
 from ddpnb.reports import formatting
 from ddpnb.reports.figures.axes import planned_samples, planned_seconds
 from ddpnb.reports.figures.columns import Detail, has_detail
@@ -42,6 +43,8 @@ from ddpnb.reports.style import (
     PlotOptions,
 )
 
+MOST_HELD_OUT = 3
+"""Panels in the lower row: accuracy before loss."""
 FOOTER_INCHES = WIDTH - 0.7
 MORE = "more below the table"
 CLEAR = 255
@@ -73,7 +76,12 @@ class LiveFigure:
         self._preparer = Preparer(options.y)
         planned = {(comparison.name, spec.strategy) for spec in comparison.specs}
         begun = {(run.comparison, run.name) for run in comparison.runs}
-        self._layout = Layout(num_strategies=len(planned | begun), has_rows=has_detail(comparison))
+        held_out = held_out_measures(comparison)
+        self._layout = Layout(
+            num_strategies=len(planned | begun),
+            has_rows=has_detail(comparison),
+            num_curve_rows=2 if held_out else 1,
+        )
         self._figure = Figure(figsize=(WIDTH, self._layout.height), dpi=DPI, facecolor="none")
         self._canvas: Any = FigureCanvasAgg(self._figure)  # matplotlib leaves its methods untyped
         self._background: Any = None
@@ -87,7 +95,7 @@ class LiveFigure:
                 title=f"{options.y or 'Training loss'} by {'time' if x == 'seconds' else x}",
                 x_label=X_LABELS[x],
                 log=options.log,
-                target=None if options.y else options.target,
+                target=_marked(options, is_accuracy=False),
             )
             for x in across
         }
@@ -97,6 +105,19 @@ class LiveFigure:
             x_label=X_LABELS["seconds"],
             names_marks=True,
         )
+        timed = [x for x in across if x != "updates"] or ["samples"]
+        shown = [(y, x) for y in held_out for x in timed]
+        self._held_out = {
+            (y, x): CurvePanel(
+                self._figure.add_axes((0, 0, 1, 1)),
+                title=f"Held-out {y} by {'time' if x == 'seconds' else x}",
+                x_label=X_LABELS[x],
+                log=options.log and y == "loss",
+                target=_marked(options, is_accuracy=True) if y == "accuracy" else None,
+                is_share=y == "accuracy",
+            )
+            for y, x in shown[:MOST_HELD_OUT]
+        }
         self._detail = (
             Detail(self._figure, self._layout, comparison) if self._layout.has_rows else None
         )
@@ -104,6 +125,10 @@ class LiveFigure:
         self._seconds = 0.0
         self._is_live = False
         self.update(comparison)
+
+    def lacks_panels(self, comparison: Comparison) -> bool:
+        """Return whether a comparison has held-out curves that the figure has no panels for."""
+        return not self._held_out and bool(held_out_measures(comparison))
 
     def update(self, comparison: Comparison) -> None:
         """Show the comparison as it is now."""
@@ -121,6 +146,13 @@ class LiveFigure:
         for x, panel in self._losses.items():
             lines = [LabelledLine(each, each.losses[x], _marks(each, x)) for each in series]
             panel.update(lines, ends.get(x, 0.0))
+        for (y, x), panel in self._held_out.items():
+            lines = [
+                LabelledLine(each, each.held_out[y, x])
+                for each in series
+                if len(each.held_out[y, x].y)
+            ]
+            panel.update(lines, ends[x])
         self._rate.update(
             [LabelledLine(each, each.throughput, _marks(each, "seconds")) for each in series],
             self._seconds,
@@ -176,13 +208,16 @@ class LiveFigure:
             return
         self._room = (label, bold)
         widths = (2.0, 1.0) if len(self._losses) == 1 else (1.0, 1.0, 1.0)
-        for panel, box in zip(self._panels(), self._layout.panels(label, widths), strict=True):
-            panel.axes.set_position(box)
+        upper = (*self._losses.values(), self._rate)
+        for row, panels in enumerate((upper, tuple(self._held_out.values()))):
+            boxes = self._layout.panels(label, widths, row)
+            for panel, box in zip(panels, boxes, strict=False):
+                panel.axes.set_position(box)
         if self._detail is not None:
             self._detail.make_room(bold)
 
     def _panels(self) -> tuple[CurvePanel, ...]:
-        return (*self._losses.values(), self._rate)
+        return (*self._losses.values(), self._rate, *self._held_out.values())
 
     def _text(self, inches_up: float, points: float, colour: str) -> Text:
         return self._figure.text(
@@ -194,6 +229,21 @@ class LiveFigure:
             weight="bold" if points == TITLE_POINTS else "normal",
             va="center",
         )
+
+
+def held_out_measures(comparison: Comparison) -> tuple[str, ...]:
+    """Return what held-out curves show, ``"accuracy"`` before ``"loss"``; empty without any."""
+    found = [each for run in comparison.runs for each in evaluations(run)]
+    measures = {"accuracy": [e.accuracy for e in found], "loss": [e.loss for e in found]}
+    return tuple(name for name, values in measures.items() if any(map(math.isfinite, values)))
+
+
+def _marked(options: PlotOptions, *, is_accuracy: bool) -> float | None:
+    """Return the height of the target in panels of the one or of the other kind."""
+    target = options.target
+    if target is None or target.is_accuracy != is_accuracy or (options.y and not is_accuracy):
+        return None
+    return target.value
 
 
 def footer(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> str:

@@ -19,6 +19,8 @@ WIDTH = 14.0
 TOP, BOTTOM = 0.92, 1.06
 """For the title and the panels' heads; for the ticks, their label and the footer."""
 PANEL_HEIGHT = 2.6
+PANELS_GAP = 1.16
+"""Between two rows of panels: for the ticks of the upper and the heads of the lower."""
 LABEL_HEIGHT = 0.225
 """Inches for one label at the end of a line."""
 TICKS_WIDTH = 0.56
@@ -46,10 +48,12 @@ class Layout:
     Args:
         num_strategies: the number of strategies that there will be.
         has_rows: whether there are rows below the curves.
+        num_curve_rows: rows of panels with curves.
     """
 
     num_strategies: int
     has_rows: bool
+    num_curve_rows: int = 1
 
     @property
     def panel_height(self) -> float:
@@ -70,22 +74,26 @@ class Layout:
     @property
     def height(self) -> float:
         """The height of the whole figure."""
-        return self.panels_bottom + self.panel_height + TOP
+        num = self.num_curve_rows
+        return self.panels_bottom + num * self.panel_height + (num - 1) * PANELS_GAP + TOP
 
-    def panels(self, label_width: float, widths: Sequence[float]) -> list[Box]:
+    def panels(self, label_width: float, widths: Sequence[float], row: int = 0) -> list[Box]:
         """Return the places of the panels, with space for labels at the right of each.
 
         Args:
             label_width: width of the widest label in inches.
             widths: width of each panel, relative to the others.
+            row: 0 for the uppermost.
         """
         label = 0.3 + label_width
+        rows_below = self.num_curve_rows - 1 - row
+        bottom = self.panels_bottom + rows_below * (self.panel_height + PANELS_GAP)
         free = WIDTH - 0.34 - len(widths) * (TICKS_WIDTH + label)
         boxes, left = [], 0.14
         for share in widths:
             left += TICKS_WIDTH
             width = free * share / sum(widths)
-            boxes.append(self._box(left, self.panels_bottom, width, self.panel_height))
+            boxes.append(self._box(left, bottom, width, self.panel_height))
             left += width + label
         return boxes
 

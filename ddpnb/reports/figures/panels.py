@@ -51,6 +51,7 @@ class CurvePanel:
         log: whether the y axis is logarithmic.
         target: the height of a line across; None: no line.
         names_marks: whether marks are named as well as shown.
+        is_share: whether the y axis ends at 1, and begins near the lowest share.
     """
 
     def __init__(
@@ -62,17 +63,22 @@ class CurvePanel:
         log: bool = False,
         target: float | None = None,
         names_marks: bool = False,
+        is_share: bool = False,
     ) -> None:
         self.axes = axes
         self._is_log = log
+        self._is_share = is_share
         self._names_marks = names_marks
         self._inches = axes.figure.dpi_scale_trans
         self._artists: list[LineArtists] = []
         self._limits = [0.0, math.inf if log else 0.0, 0.0]  # right, bottom, top
+        if is_share:
+            self._limits[1:] = [1.0 if target is None else _below_share(target), 1.0]
+        elif target is not None:
+            self._limits[1:] = [round_down(target * 0.9) if log else min(target, 0.0), target]
         self._longest = 0.0
         if target is not None:
-            self._limits[1:] = [round_down(target * 0.9) if log else min(target, 0.0), target]
-            draw_target(axes, target)
+            draw_target(axes, target, is_reached_from_below=is_share)
         _prepare(axes, title, x_label, log)
         self._waiting = axes.text(
             0.5,
@@ -119,6 +125,9 @@ class CurvePanel:
             lowest, highest = _extent(line, self._is_log)
             if self._is_log:
                 self._limits[1] = min(self._limits[1], round_down(lowest))
+            elif self._is_share:
+                self._limits[1] = min(self._limits[1], _below_share(lowest))
+                continue
             else:
                 self._limits[1] = min(self._limits[1], -round_up(-lowest) if lowest < 0 else 0.0)
             self._limits[2] = max(self._limits[2], round_up(highest * 1.04))
@@ -143,6 +152,11 @@ class CurvePanel:
 
     def _box_inches(self) -> Bbox:
         return self.axes.bbox.transformed(self._inches.inverted())
+
+
+def _below_share(share: float) -> float:
+    """Return where an axis of shares begins: a round distance from 1, below this share."""
+    return 1.0 - round_up((1.0 - share) * 1.04)
 
 
 def _prepare(axes: Axes, title: str, x_label: str, log: bool) -> None:

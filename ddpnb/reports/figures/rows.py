@@ -141,7 +141,8 @@ class RateRow(Row):
         if math.isfinite(summary.speed_up) and summary.speed_up != 1.0:
             parts.append(f"{summary.speed_up:.2f}×")
             parts += [percent(summary.efficiency)] if summary.num_workers > 1 else []
-        return "  ".join(parts)
+        text = "  ".join(parts)
+        return f"({text})" if summary.is_emulated and text else text
 
 
 def _ideal_of(series: Series) -> float:

@@ -26,11 +26,12 @@ from ddpnb.history.summary import (
     StalenessCounts,
     StrategyKey,
     StrategySummary,
+    evaluations,
     group_runs,
     staleness_counts,
     summarise,
 )
-from ddpnb.protocol.messages import Mark
+from ddpnb.protocol.messages import Evaluation, Mark
 from ddpnb.reports.formatting import labels, styles
 from ddpnb.reports.style import Style
 
@@ -64,6 +65,9 @@ class Series:
     losses: Mapping[str, Line]
     """By the quantity on the x axis, one of ``style.ACROSS``."""
     throughput: Line
+    held_out: Mapping[tuple[str, str], Line]
+    """By what is measured, ``"loss"`` or ``"accuracy"``, and the quantity on the x axis,
+    ``"samples"`` or ``"seconds"``."""
     summary: StrategySummary
     ranks: tuple[RankAggregate, ...] = ()
     """Of the latest run."""
@@ -139,6 +143,8 @@ def _series(
 ) -> Series:
     drawn = [_prepared(run, y) for run in runs]
     timed = [run for run in drawn if len(run.curve)]
+    if summary.is_ceiling:  # trained for its rate: its loss is no rival
+        timed = []
     sampled = [run for run in timed if run.curve.samples[-1] > 0]
     rates = [run.rate for run in drawn if len(run.rate[1])]
     return Series(
@@ -151,6 +157,11 @@ def _series(
             "updates": _loss(timed, lambda run: run.curve.updates),
         },
         throughput=_line(rates, []),
+        held_out={
+            (y, x): _point_by_point(_held_out(runs, y, x))
+            for y in ("loss", "accuracy")
+            for x in ("samples", "seconds")
+        },
         summary=summary,
         ranks=runs[-1].aggregate.ranks,
         away=absences(runs[-1]),
@@ -162,6 +173,23 @@ def _series(
 def _samples_until(mark: Mark, run: RunSnapshot) -> float:
     seen = samples_at(run.aggregate.curve, np.array([mark.seconds]))
     return run.num_samples_before + float(seen[0])
+
+
+def _held_out(runs: Sequence[RunSnapshot], y: str, x: str) -> list[tuple[Floats, Floats]]:
+    """Return the held-out curve of each run that has one."""
+    at = Evaluation._fields.index({"samples": "num_samples", "seconds": "seconds"}[x])
+    of = Evaluation._fields.index(y)
+    found = [np.array(evaluations(run), dtype=np.float64) for run in runs if evaluations(run)]
+    return [(each[:, at], each[:, of]) for each in found if np.isfinite(each[:, of]).any()]
+
+
+def _point_by_point(lines: list[tuple[Floats, Floats]]) -> Line:
+    """Return curves of few points with their medians, the first point's with the first one's."""
+    line = _line(lines, [])
+    if len(lines) < 2 or len({len(x) for x, _ in lines}) > 1:
+        return line
+    x, y = (np.median(np.array(each), axis=0) for each in zip(*lines, strict=True))
+    return replace(line, x=x, y=y)
 
 
 def _loss(runs: Sequence[PreparedRun], across: Callable[[PreparedRun], Floats]) -> Line:

@@ -61,7 +61,7 @@ def test_an_earlier_comparison_is_listed_drawn_and_saved(store: Store, tmp_path:
     assert result.plot().png().startswith(b"\x89PNG")
     assert "before" in repr(Details(comparison))
     assert magic_of(comparison) == (
-        "%ddp_compare dp ddp async --task digits --epochs 2 --batch-size 240 --lr 0.05 --seed 0"
-        " --slow 1:2x"
+        "%ddp_compare dp ddp async --task digits --epochs 2 --batch-size 240 --lr 0.05"
+        " --momentum 0.9 --seed 0 --slow 1:2x"
     )
     assert all(path.stat().st_size > 0 for path in result.save(tmp_path / "saved"))

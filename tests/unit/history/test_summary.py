@@ -6,7 +6,7 @@ import pytest
 
 from ddpnb.history.comparison import Comparison, environment, overlay
 from ddpnb.history.model import Run, Status
-from ddpnb.history.summary import Spread, samples_per_second, spread, summarise
+from ddpnb.history.summary import Spread, samples_per_second, summarise
 from ddpnb.protocol.messages import Mark, MarkKind, RunReport
 from tests.unit.history.fake_runs import (
     batch,
@@ -125,6 +125,19 @@ def test_one_repeat_gives_the_range_over_tenths():
     assert single.samples_per_second.high > single.samples_per_second.middle
 
 
+def test_a_ceiling_is_as_fast_as_if_all_workers_were_as_slow_as_the_slowest():
+    run = timed("no-comm", (4.0, 4.0)).snapshot()
+    slow, fast = run.reports[0], replace(run.reports[1], num_samples=300)
+    ceiling = replace(run, reports=(slow, fast), spec=replace(run.spec, is_ceiling=True))
+    assert samples_per_second(ceiling) == 2 * 100 / 4
+    assert samples_per_second(replace(run, reports=(slow, fast))) == 400 / 4
+
+
+def test_a_run_of_less_than_four_seconds_is_too_short_to_time():
+    runs = compared(timed("single", (3.9,)), timed("ddp", (4.1, 4.0)))
+    assert [summary.is_short for summary in summarise(runs)] == [True, False]
+
+
 def test_a_failed_repeat_does_not_bend_the_median_but_is_noted():
     good, bad = timed("single", (1.0,)), timed("single", (50.0,), 1)
     bad.end(Status.FAILED, "rank 0 was killed")
@@ -155,13 +168,6 @@ def test_an_empty_run_is_summarised_without_numbers():
     (summary,) = summarise(compared(run_of(spec("ddp"), created=1.0)))
     assert math.isnan(summary.samples_per_second.middle)
     assert summary.status == "running"
-
-
-def test_ranges_that_touch_or_are_unknown_overlap():
-    low, high = spread([1, 2]), spread([3, 4])
-    assert not low.overlaps(high)
-    assert low.overlaps(spread([2, 3]))
-    assert low.overlaps(spread([9]))
 
 
 def test_overlaying_keeps_each_run_once_and_what_is_shared():

@@ -158,18 +158,70 @@ def test_parameters_are_the_models_own_memory_again_in_the_end(tmp_path, paramet
     assert [parameter.data_ptr() for parameter in parameters] != addresses
 
 
-def test_a_damped_update_is_divided_by_one_plus_staleness(parameters):
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_damped_gradient_is_divided_by_one_plus_staleness(parameters, momentum):
+    """It is the gradient: momentum repeats no more of it than was applied at first."""
     copies = [flat_buffers.pack(parameters) for _ in range(3)]
     store = ParameterStore(
-        parameters, lambda p: torch.optim.SGD(p, lr=0.1), copies=copies, is_damped=True
+        parameters,
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=momentum),
+        copies=copies,
+        is_damped=True,
     )
     ones = [torch.ones_like(parameter) for parameter in parameters]
     store.read(0), store.read(1), store.read(2)
-    found = []
+    position, velocity = 1.0, 0.0
     for rank in range(3):
-        assert store.write(rank, ones) == rank
-        found.append(copies[store.read(rank)].tensors[0][0].item())
-    assert found == pytest.approx([1 - 0.1, 1 - 0.1 - 0.05, 1 - 0.1 - 0.05 - 0.1 / 3])
+        assert store.write(rank, ones, 1 / 3) == rank
+        velocity = momentum * velocity + 1 / (1 + rank)
+        position -= 0.1 * velocity
+        held = copies[store.read(rank)].tensors[0][0].item()
+        assert held == pytest.approx(position), "the share and the damping do not compound"
+
+
+@pytest.mark.parametrize("period", [1, 2, 4])
+def test_workers_in_turns_go_as_far_with_damping_as_without(period):
+    """Each gradient has about the staleness of equally fast workers."""
+    ends = []
+    for is_damped in (False, True):
+        parameter = nn.Parameter(torch.zeros(1))
+        store = ParameterStore(
+            [parameter],
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            copies=[flat_buffers.pack([parameter]) for _ in range(4)],
+            period=period,
+            is_damped=is_damped,
+        )
+        for rank in range(4):
+            store.read(rank)
+        for step in range(400):
+            store.write(step % 4, [torch.ones(1)], 1 / 4)
+            store.read(step % 4)
+        ends.append(store.tensors[0].item())
+    assert ends[1] == pytest.approx(ends[0], rel=0.15)
+
+
+def test_a_compensated_gradient_is_that_of_its_paper(parameters):
+    """g + lambda g g (w_now - w_old), each coordinate by itself; none without staleness."""
+    ends = {}
+    for strength in (0.0, 2.0):
+        copies = [flat_buffers.pack(parameters) for _ in range(2)]
+        store = ParameterStore(
+            parameters,
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            copies=copies,
+            compensation=strength,
+        )
+        gradient = [torch.tensor([1.0, 2.0, -3.0]), None]
+        store.read(0), store.read(1)
+        store.write(0, gradient)  # not stale
+        fresh = store.tensors[0].clone()
+        store.write(1, gradient)  # of the parameters before, which were all 1
+        ends[strength] = fresh, store.tensors[0].clone()
+    assert torch.equal(ends[0.0][0], ends[2.0][0])
+    (now, plain), compensated = ends[0.0], ends[2.0][1]
+    g = torch.tensor([1.0, 2.0, -3.0])
+    torch.testing.assert_close(plain - compensated, 0.1 * 2.0 * g * g * (now - 1))
 
 
 def test_gradients_that_are_gathered_are_summed(parameters):

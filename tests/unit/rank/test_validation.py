@@ -470,6 +470,10 @@ BAD_STEPS = {
         GOOD + "def metric(outputs, targets): return 'good'",
         r"metric\(outputs, targets\) returned a str; return a number, or a dict of numbers",
     ),
+    "a metric that returns the loss": (
+        GOOD + "def metric(outputs, targets): return {'f1': 1.0, 'loss': 2.0}",
+        r"metric\(outputs, targets\) returned 'loss', .* or return it from validation_step",
+    ),
     "a metric that returns a vector": (
         GOOD + "def metric(outputs, targets): return {'f1': outputs.mean(dim=1)}",
         r"metric\(outputs, targets\)'s 'f1' returned \(10,\); return a number",
@@ -526,7 +530,7 @@ def test_a_scheduler_and_a_warm_up_exclude_each_other():
         "    return made, torch.optim.lr_scheduler.StepLR(made, 3)"
     )
     check(source)
-    for changes in ({"num_lr_warmup_epochs": 1}, {"lr_scaling": "sqrt"}):
+    for changes in ({"num_lr_warmup_epochs": 1}, {"lr_scaling": "sqrt", "batch_per_worker": 5}):
         with pytest.raises(UserError, match=r"sets the learning rate: leave --lr-[a-z]+ out"):
             check_choices(source, "ddp", **changes)
 

@@ -14,7 +14,8 @@ from PIL import Image
 from ddpnb.history.comparison import Comparison, overlay
 from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.history.summary import time_to_target
-from ddpnb.protocol.messages import Mark, MarkKind, Parts
+from ddpnb.protocol.messages import Evaluation, Mark, MarkKind, Parts
+from ddpnb.protocol.notation import Target
 from ddpnb.reports.figures.figure import LiveFigure, draw
 from ddpnb.reports.figures.series import Preparer, Series
 from ddpnb.reports.formatting import notes
@@ -406,7 +407,7 @@ def test_losses_are_drawn_against_what_was_chosen(x: str):
 
 def test_a_target_is_drawn_and_a_logarithmic_axis_shows_no_zero():
     comparison = fake_comparison(("single", "ddp"))
-    figure = draw(comparison, PlotOptions(log=True, target=0.3))
+    figure = draw(comparison, PlotOptions(log=True, target=Target(value=0.3)))
     texts = [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
     assert texts.count("target 0.3") == 2
     bottom, top = figure.axes[0].get_ylim()
@@ -499,8 +500,8 @@ def test_a_resumed_run_goes_on_where_the_other_was():
     np.testing.assert_allclose(second.losses["seconds"].x, first.losses["seconds"].x)
     np.testing.assert_allclose(second.throughput.y, first.throughput.y)
     assert first.summary.samples_per_second == second.summary.samples_per_second
-    seconds, samples = time_to_target(anew, 1.0)
-    assert time_to_target(on, 1.0) == (seconds, samples + 64_000)
+    seconds, samples = time_to_target(anew, Target(value=1.0))
+    assert time_to_target(on, Target(value=1.0)) == (seconds, samples + 64_000)
     assert draw(both).axes[0].get_xlim()[1] > 64_000 + 60 * 256 * 0.9
 
 
@@ -519,3 +520,94 @@ def test_what_stands_still_is_drawn_once_while_a_run_trains(monkeypatch: pytest.
     assert counts[0] == 1
     assert counts[-2] <= 2, "axes may have grown once"
     assert counts[-1] == counts[-2] + 1, "the last runs have ended"
+
+
+def curved(comparison: Comparison, *, accuracy: bool = True) -> Comparison:
+    """The same with a held-out curve of five points, the trained model's included."""
+    runs = []
+    for run in comparison.runs:
+        total, seconds = run.aggregate.num_samples, run.aggregate.seconds
+        points = tuple(
+            Evaluation(
+                round(total * share),
+                seconds * share,
+                1.0 - share,
+                0.5 + 0.5 * share if accuracy else math.nan,
+            )
+            for share in (0.2, 0.4, 0.6, 0.8)
+        )
+        reports = [
+            replace(
+                each,
+                evaluations=() if each.rank else points,
+                held_out_accuracy=each.held_out_accuracy if accuracy else math.nan,
+            )
+            for each in run.reports
+        ]
+        runs.append(replace(run, reports=tuple(reports)))
+    return comparison.with_runs(runs)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_held_out_curves_have_panels_of_their_own(repeats: int):
+    comparison = curved(fake_comparison(repeats=repeats))
+    figure = draw(comparison, PlotOptions(target=Target(value=0.75, is_accuracy=True)))
+    titles = [axes.get_title("left") for axes in figure.axes]
+    assert titles[3:6] == [
+        "Held-out accuracy by samples",
+        "Held-out accuracy by time",
+        "Held-out loss by samples",
+    ]
+    tops = [axes.get_position().y0 for axes in figure.axes[:6]]
+    assert tops[0] == tops[1] == tops[2] > tops[3] == tops[4] == tops[5]
+    texts = [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
+    assert texts.count("target 0.75") == 2
+    bottom, top = figure.axes[3].get_ylim()
+    assert (bottom, top) == (pytest.approx(0.5), 1.0), "near the lowest accuracy, and up to all"
+    line = series_of(comparison)[0].held_out["accuracy", "samples"]
+    assert line.x[-1] == comparison.runs[0].aggregate.num_samples
+    assert line.y[-1] == pytest.approx(0.9611)
+
+
+def test_a_task_without_accuracy_has_the_held_out_loss_alone():
+    titles = [
+        axes.get_title("left")
+        for axes in draw(curved(fake_comparison(("ddp",)), accuracy=False)).axes
+    ]
+    assert titles[3:5] == ["Held-out loss by samples", "Held-out loss by time"]
+
+
+def test_no_text_of_held_out_curves_covers_another():
+    texts = shown_texts(curved(fake_comparison()))
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
+    for index, (name, box) in enumerate(boxes):
+        assert box.x1 < 1390, name
+        for other, other_box in boxes[index + 1 :]:
+            assert not box.padded(-1).overlaps(other_box.padded(-1)), (name, other)
+
+
+def test_a_live_figure_gets_held_out_panels_when_all_is_over():
+    comparison = fake_comparison(("ddp",), num_steps=60)
+    live = LiveFigure(comparison)
+    assert not live.lacks_panels(comparison)
+    assert live.lacks_panels(curved(comparison))
+    assert not LiveFigure(curved(comparison)).lacks_panels(curved(comparison))
+
+
+def test_when_an_accuracy_was_reached():
+    (run,) = curved(fake_comparison(("ddp",))).runs
+    total, whole = run.aggregate.num_samples, run.aggregate.seconds
+    seconds, samples = time_to_target(run, Target(value=0.75, is_accuracy=True))
+    assert (seconds, samples) == (pytest.approx(0.5 * whole), pytest.approx(0.5 * total, abs=1))
+    assert all(map(math.isnan, time_to_target(run, Target(value=0.99, is_accuracy=True))))
+    (plain,) = fake_comparison(("ddp",)).runs
+    assert all(map(math.isnan, time_to_target(plain, Target(value=0.5, is_accuracy=True))))
+
+
+def test_the_median_of_held_out_curves_is_made_point_by_point():
+    comparison = curved(fake_comparison(("ddp",), repeats=3))
+    (series,) = series_of(comparison)
+    seconds = [run.aggregate.seconds for run in comparison.runs]
+    line = series.held_out["accuracy", "seconds"]
+    assert line.x == pytest.approx(np.median(seconds) * np.array([0.2, 0.4, 0.6, 0.8, 1.0]))
+    assert line.y[:4] == pytest.approx([0.6, 0.7, 0.8, 0.9])

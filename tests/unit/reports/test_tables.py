@@ -7,14 +7,15 @@ import pytest
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Run, Status
 from ddpnb.history.query import StoredRun
-from ddpnb.protocol.messages import RankState
+from ddpnb.protocol.messages import RankState, StepEvent
+from ddpnb.protocol.notation import Target
 from ddpnb.reports.data import runs_frame
 from ddpnb.reports.findings import results_table, sentence
-from ddpnb.reports.formatting import duration, number, percent, short, size
+from ddpnb.reports.formatting import duration, number, percent, short, size, styles
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
 from ddpnb.reports.table import Cell, Column, Table, in_two_lines
-from tests.unit.history.fake_runs import fake_comparison, fake_run, header, run_of, spec
+from tests.unit.history.fake_runs import batch, fake_comparison, fake_run, header, run_of, spec
 from tests.unit.history.test_summary import timed
 
 EVIL = "<script>alert('x')</script>"
@@ -104,7 +105,9 @@ def test_a_table_can_be_heard_and_read():
 def test_the_scores_in_text():
     text = results_table(fake_comparison()).text()
     dp = next(line for line in text.splitlines() if line.startswith("dp "))
-    assert re.search(r"dp \(emulated\) +[\d,]+ \([\d,]+–[\d,]+\) +1\.\d\d× +\d\d %", dp)
+    speed = r"\([\d,]+\) \([\d,]+–[\d,]+\) +\(1\.\d\d×\) +\(\d\d %\)"
+    assert re.search(rf"dp \(emulated\) +{speed}", dp)
+    assert "in brackets: copies in shared memory, no PCIe, no devices" in text
     assert "range over its tenths" in text
     assert "emulated on CPU threads" in text
     assert re.search(r"async .* 94\.7 % +1 / 3", text)
@@ -151,6 +154,24 @@ def test_workers_have_a_column_where_the_title_does_not_tell_them():
     alone = replace(alone, header=replace(alone.header, num_workers=1))
     unlike = Comparison(comparison_id="c", name="c", runs=(ddp, alone))
     assert "workers" in {column.title for column in results_table(unlike).columns}
+
+
+def test_under_weak_scaling_each_run_has_a_global_batch_of_its_own():
+    runs = []
+    for name in ("single", "dp"):
+        weak = replace(spec(name), batch_per_worker=32)
+        run = run_of(weak)
+        num_samples = 32 if name == "single" else 64  # one process reports both shards
+        steps = [
+            StepEvent(step=n, seconds=float(n + 1), num_samples=num_samples, loss=1.0)
+            for n in range(3)
+        ]
+        run.add(batch(weak.run_id, steps, header=header(weak, 3)))
+        assert len(run.snapshot().aggregate.curve) == 3, "no other rank is awaited"
+        runs.append(run.snapshot())
+    weak = Comparison(comparison_id="c", name="c", runs=tuple(runs))
+    assert "global batch 32 per worker" in results_table(weak).caption
+    assert runs_frame(weak)["batch_size"].tolist() == [32, 64]
 
 
 def test_a_head_has_two_lines_at_most():
@@ -258,57 +279,44 @@ def test_progress_before_the_first_step_and_while_evaluating():
     assert "ddp: evaluating" in progress_of(fake_comparison(()).with_runs([done])).text
 
 
-def test_the_sentence_claims_what_the_ranges_allow():
-    runs = [
-        timed(name, (seconds * factor,), repeat)
-        for name, seconds in (("single", 2.0), ("ddp", 1.0), ("async", 2.02))
-        for repeat, factor in enumerate((1.0, 1.05))
-    ]
-    found = sentence(
-        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
-    )
-    assert found == "In samples/s, ddp is 2.00× single."
-
-
-def test_the_sentence_does_not_claim_ranges_that_there_are_not():
-    runs = [timed(name, (seconds,), 0) for name, seconds in (("single", 1.0), ("ddp", 2.0))]
-    found = sentence(
-        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
-    )
-    assert found.startswith("The runs are too short for ranges of samples/s")
-
-
-def test_the_sentence_is_silent_where_ranges_overlap():
+def of_rates(**rates: tuple[float, ...]) -> Comparison:
+    """Runs of 100 samples that take so many seconds, in each repeat."""
     runs = [
         timed(name, (seconds,), repeat)
-        for name in ("single", "ddp")
-        for repeat, seconds in enumerate((1.0, 2.0))
+        for name, each in rates.items()
+        for repeat, seconds in enumerate(each)
     ]
-    found = sentence(
-        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
-    )
-    assert found == "The ranges of samples/s overlap, so no strategy is shown to be faster."
+    return Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
 
 
-def test_the_sentence_names_the_clearest_pair_where_all_overlap_with_the_baseline():
-    ranges = {"single": (1.0, 3.0), "ddp": (2.4, 2.8), "async": (1.2, 1.6), "zero": (2.3, 2.6)}
-    runs = [
-        timed(name, (seconds,), repeat)
-        for name, rates in ranges.items()
-        for repeat, seconds in enumerate(rates)
-    ]
-    found = sentence(
-        Comparison(comparison_id="c", name="c", runs=tuple(run.snapshot() for run in runs))
+def test_the_sentence_claims_what_the_intervals_allow():
+    found = sentence(of_rates(single=(2.0, 2.1, 2.2), ddp=(1.0, 1.1, 1.1), hogwild=(2.2, 2, 2.2)))
+    assert re.fullmatch(
+        r"In samples/s, ddp is 1\.97× single \(1\.\d\d to 2\.\d\d at 95 %\); no difference of 2 % "
+        r"or more in samples/s from single is shown for hogwild \(0\.\d\d× to 1\.\d\d× at 95 %\)\.",
+        found,
+    ), found
+
+
+def test_the_sentence_claims_nothing_of_one_run():
+    found = sentence(of_rates(single=(1.0,), ddp=(2.0,)))
+    assert found == (
+        "In this one run, ddp ran at 0.50× the samples/s of single, which may be chance: "
+        "3 or more repeats would show."
     )
-    pair = re.fullmatch(r"In samples/s, async is (\d\.\d\d)× ddp; all ranges (.*)\.", found)
-    assert pair is not None, found
-    assert 1.7 < float(pair[1]) < 2.0
-    assert pair[2] == "overlap with that of single"
+
+
+def test_without_single_all_are_compared_with_the_first():
+    found = sentence(of_rates(zero=(2.0, 2.0, 2.0), ddp=(1.0, 1.0, 1.0), hogwild=(0.5, 0.5, 0.5)))
+    assert found == (
+        "In samples/s, hogwild is 4.00× zero (4.00 to 4.00 at 95 %) "
+        "and ddp 2.00× zero (2.00 to 2.00 at 95 %)."
+    )
 
 
 def test_the_sentence_tells_of_emulation_scores_and_trouble():
     found = sentence(fake_comparison())
-    assert "ddp is 1.6" in found
+    assert "in this one run, ddp ran at 1.6" in found.lower()
     assert "96.1 % for single, dp (emulated) and ddp, and 94.7 % for async" in found
     assert "dp (emulated) says nothing about the speed of the real one" in found
     bad = fake_run("async", num_steps=20, nan_from=5)
@@ -360,21 +368,21 @@ def test_lost_samples_and_unlike_memory_have_columns():
 
 def test_when_a_target_was_reached_is_in_table_and_sentence():
     comparison = fake_comparison(("single", "ddp"))
-    table = results_table(comparison, 0.5)
+    table = results_table(comparison, Target(value=0.5))
     assert [column.title for column in table.columns][1:3] == ["samples/s", "to loss 0.5"]
     assert re.search(r"ddp .* \d\.\d\d s \(\d\d\.\dk samples\)", table.text())
-    found = sentence(comparison, 0.5)
+    found = sentence(comparison, Target(value=0.5))
     assert re.search(r"a training loss of 0.5 was reached after \d.\d\d s by ddp and ", found)
     assert "more samples" not in found, "one repeat allows no claim"
-    assert "never" in results_table(comparison, 0.001).text()
-    assert "single and ddp never reached a training loss of 0.001" in sentence(
-        comparison, 0.001
-    ) or "Single and ddp never reached" in sentence(comparison, 0.001)
+    assert "never" in results_table(comparison, Target(value=0.001)).text()
+    never = sentence(comparison, Target(value=0.001))
+    assert "single and ddp never reached a training loss of 0.001" in never
 
 
 def test_more_samples_are_claimed_only_where_the_ranges_allow_it():
-    found = sentence(fake_comparison(("single", "async"), repeats=3), 0.5)
-    assert re.search(r"async needs \d+ % more samples than single to reach it", found)
+    found = sentence(fake_comparison(("single", "async"), repeats=5), Target(value=0.5))
+    claim = r"async needs \d+ % more samples than single to reach it \(\d+ to \d+ % at 95 %\)"
+    assert re.search(claim, found)
 
 
 def test_bytes_in_words():
@@ -395,3 +403,51 @@ def test_an_emulated_link_is_named_wherever_results_are():
     assert sentence(with_link).endswith(f"; all of it {link}.")
     assert "link" not in results_table(without).text() + sentence(without)
     assert list(runs_frame(with_link)["link"]) == ["1Gbit,0.5ms"] * 2
+
+
+def column(table: Table, title: str) -> list[str]:
+    """The cells of a column, without what stands in small print."""
+    at = [each.title for each in table.columns].index(title)
+    return [row[at].text for row in table.rows]
+
+
+def test_exposed_is_unknown_where_it_cannot_be_seen():
+    comparison = fake_comparison(("single", "ddp"))
+    single, ddp = comparison.runs
+    assert column(results_table(comparison), "exposed")[-1].endswith("%")
+    blind = replace(ddp, header=replace(ddp.header, sees_exposed=False))
+    assert "exposed" not in results_table(comparison.with_runs([single, blind])).text()
+
+
+def test_a_ceiling_has_no_part_in_the_sentence_and_never_misses_a_target():
+    comparison = fake_comparison(("single", "no-comm", "ddp"))
+    runs = [
+        replace(run, spec=replace(run.spec, is_ceiling=run.name == "no-comm"))
+        for run in comparison.runs
+    ]
+    found = comparison.with_runs(runs)
+    assert "no-comm" not in sentence(found, Target(value=1e-9))
+    assert "no-comm" in sentence(comparison, Target(value=1e-9))
+    assert column(results_table(found, Target(value=1e-9)), "to loss 1e-09") == ["never", "–", "never"]
+
+
+def test_efficiency_is_parted():
+    table = results_table(fake_comparison(("single", "no-comm", "ddp")))
+    parts = [column(table, name) for name in ("efficiency", "machine", "communication")]
+    assert parts[1][0] == parts[2][0] == "–"  # of single itself
+    product = [float(part[2].split()[0]) / 100 for part in parts]
+    assert product[0] == pytest.approx(product[1] * product[2], abs=0.02)
+    assert "efficiency = machine × communication" in table.text()
+
+
+def test_hidden_communication_on_a_cpu_is_said_to_take_time():
+    comparison = fake_comparison(("single", "ddp"))
+    note = "communication hidden on a CPU still takes a core's time"
+    assert note in results_table(comparison).text()
+    on_gpus = [replace(run, header=replace(run.header, device="cuda:0")) for run in comparison.runs]
+    assert note not in results_table(comparison.with_runs(on_gpus)).text()
+
+
+def test_what_is_emulated_is_drawn_hollow():
+    look = styles(fake_comparison(("single", "dp", "ddp")))
+    assert [strategy for (_, strategy), style in look.items() if style.is_hollow] == ["dp"]

@@ -8,42 +8,70 @@ from ddpnb.magics.arguments import arguments
 from ddpnb.magics.magics import DdpMagics
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
+from ddpnb.protocol.notation import Target, parse_target
 from ddpnb.protocol.training_options import TrainingSpec, make_training_spec, training_options
+from ddpnb.reports.formatting import differences
 from ddpnb.session.comparison import ComparisonSpec
 
 CELL = "def model(): ...\ndef data(split): ..."
 DIGITS = TrainingSpec(task="digits")
 
 
-def test_repeats_are_interleaved_so_that_none_is_favoured():
-    spec = ComparisonSpec(strategies=("dp", "ddp"), training=DIGITS, num_repeats=2)
+def test_each_repeat_begins_with_another_strategy_and_has_a_seed_that_all_share():
+    training = TrainingSpec(task="digits", seed=7)
+    spec = ComparisonSpec(
+        strategies=("single", "dp", "ddp"), training=training, num_repeats=3, baseline=False
+    )
     runs = spec.run_specs()
-    assert [(run.repeat, run.strategy) for run in runs] == [
-        (0, "single"),
-        (0, "dp"),
-        (0, "ddp"),
-        (1, "single"),
-        (1, "dp"),
-        (1, "ddp"),
+    assert [(run.repeat, run.seed, run.strategy) for run in runs] == [
+        (0, 7, "single"),
+        (0, 7, "dp"),
+        (0, 7, "ddp"),
+        (1, 8, "dp"),
+        (1, 8, "ddp"),
+        (1, 8, "single"),
+        (2, 9, "ddp"),
+        (2, 9, "single"),
+        (2, 9, "dp"),
     ]
-    assert len({run.run_id for run in runs}) == 6
+    assert len({run.run_id for run in runs}) == 9
+    assert {run.data_seed for run in runs} == {7}  # the data are the same in each
+    assert differences(runs) == []
+
+
+def test_the_greatest_seed_has_repeats_too():
+    training = TrainingSpec(task="digits", seed=2**63 - 1)
+    spec = ComparisonSpec(strategies=("ddp",), training=training, num_repeats=2, baseline=False)
+    assert [run.seed for run in spec.run_specs()] == [2**63 - 1, 0]
 
 
 @pytest.mark.parametrize(
     ("asked", "baseline", "expected"),
     [
-        (("ddp",), True, ["single", "ddp"]),
+        (("ddp",), True, ["single", "no-comm", "ddp"]),
         (("ddp",), False, ["ddp"]),
-        (("ddp", "single"), True, ["single", "ddp"]),
+        (("single",), True, ["single"]),
+        (("no-comm",), True, ["single", "no-comm"]),
+        (("ddp", "single"), True, ["single", "no-comm", "ddp"]),
         (("ddp", "single"), False, ["ddp", "single"]),
         (("async", "ddp", "async"), False, ["async", "ddp"]),
     ],
 )
-def test_the_baseline_is_added_once_and_first(
+def test_the_baseline_and_the_ceiling_are_added_once_and_first(
     asked: tuple[str, ...], baseline: bool, expected: list[str]
 ):
     spec = ComparisonSpec(strategies=asked, training=DIGITS, baseline=baseline)
     assert [run.strategy for run in spec.run_specs()] == expected
+
+
+def test_a_ceiling_that_was_added_is_trained_for_its_rate_alone():
+    training = TrainingSpec(task="digits", kill=("1@1s",), save_every=1.0)
+    asked = ComparisonSpec(strategies=("ddp", "no-comm"), training=training).run_specs()
+    assert not any(run.is_ceiling for run in asked)
+    _, ceiling, ddp = ComparisonSpec(strategies=("ddp",), training=training).run_specs()
+    assert (ceiling.is_ceiling, ceiling.kill, ceiling.save_every) == (True, (), 0.0)
+    assert (ddp.is_ceiling, ddp.kill, ddp.save_every) == (False, ("1@1s",), 1.0)
+    assert differences([ceiling, ddp]) == []
 
 
 def test_all_runs_have_the_same_training():
@@ -59,6 +87,12 @@ def test_all_runs_have_the_same_training():
     for run in ComparisonSpec(strategies=("dp", "async"), training=training).run_specs():
         for name in TrainingSpec.__dataclass_fields__:
             assert getattr(run, name) == getattr(training, name)
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "nan"])
+def test_a_least_time_is_greater_than_none(text: str):
+    with pytest.raises(UserError, match=f"--min-seconds must be greater than 0, not {text}"):
+        make_training_spec({"task": "digits", "min_seconds": text})
 
 
 NAN = float("nan")
@@ -125,6 +159,26 @@ NAMED = {"strategies": ("ddp",)}
             "diloco:outer_lr must be greater than 0, not 0.",
         ),
         (
+            {"task": "digits"},
+            {"strategies": ("async:momentum=1",)},
+            "async:momentum must be less than 1, not 1.",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("hogwild:momentum=-1",)},
+            "hogwild:momentum must be at least 0, not -1.",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("async:compensate=yes",)},
+            "async:compensate takes on, off or a number, not 'yes'.",
+        ),
+        (
+            {"task": "digits"},
+            {"strategies": ("async:compensate=-1",)},
+            "async:compensate must be at least 0, not -1.",
+        ),
+        (
             {"task": "digits", "link": "1GbE"},
             {"strategies": ("ddp", "ddp-shm")},
             "ddp-shm trains in memory that its ranks share, which no link offers: leave --link",
@@ -159,6 +213,16 @@ WRONG_LINES = {
     "--batch-size 0": "--batch-size must be at least 1, not 0.",
     "--lr=-1": "--lr must be greater than 0, not -1.",
     "--lr nan": "--lr must be greater than 0",
+    "--momentum 1": "--momentum must be less than 1, not 1.",
+    "--momentum 1.5": "--momentum must be less than 1, not 1.5.",
+    "--momentum inf": "--momentum must be less than 1, not inf.",
+    "--momentum nan": "--momentum must be at least 0, not nan.",
+    "--momentum=-0.1": "--momentum must be at least 0, not -0.1.",
+    "--momentum much": "--momentum takes a number, not 'much'.",
+    "--batch-per-worker 0": "--batch-per-worker must be at least 1, not 0.",
+    "--batch-per-worker 64 --batch-size 128": "--batch-size fixes the global batch, and",
+    "--lr-scaling linear": "--lr-scaling linear has nothing to scale: the global batch is 256 for",
+    "--batch-size 64 --lr-scaling sqrt": "Give --batch-per-worker, with which it grows, or leave",
     "--seed=-1": "--seed must be at least 0, not -1.",
     f"--seed {2**63}": f"--seed must be at most {2**63 - 1}, not {2**63}.",
     f"--seed {10**400}": f"--seed must be at most {2**63 - 1}, not 1000",
@@ -189,6 +253,7 @@ WRONG_LINES = {
     "--jitter 20": "--jitter 20 would be 2000 %; write 20% or 0.2.",
     "--jitter=-5%": "--jitter must be at least 0, not -5%.",
     "--jitter 99999999999%": "--jitter must be at most 100, not 99999999999%.",
+    "--eval-every=-1": "--eval-every must be at least 0, not -1.",
     "--save-every=-1": "--save-every must be at least 0, not -1.",
     "--epoxs 1": "ddp_compare has no option --epoxs; did you mean --epochs?",
     "--epochs": "argument --epochs: expected one argument; %ddp_compare? explains it.",
@@ -217,9 +282,9 @@ def test_the_help_begins_with_the_usage_and_names_every_default():
 def test_every_choice_has_its_option():
     line = (
         "ddp --task synthetic:samples=512 --epochs 3 --batch-size 64 --lr 0.1 --seed 5 "
-        "--accumulate 4 --amp bf16 --clip 1.5 --lr-scaling linear --lr-warmup 1 "
+        "--momentum 0.9 --accumulate 4 --amp bf16 --clip 1.5 --lr-warmup 1 "
         "--sync-batchnorm --transport shm --data-workers 2 --slow 1:3x,0:50ms --slow 2:2x "
-        "--jitter 20% --kill 1@5s --save-every 0.5 --resume mine --link 10GbE"
+        "--jitter 20% --kill 1@5s --save-every 0.5 --resume mine --eval-every 0.5 --link 10GbE"
     )
     assert parse(line) == TrainingSpec(
         task="synthetic:samples=512",
@@ -227,10 +292,11 @@ def test_every_choice_has_its_option():
         batch_size=64,
         learning_rate=0.1,
         seed=5,
+        eval_every=0.5,
         accumulate=4,
         amp="bf16",
         clip=1.5,
-        lr_scaling="linear",
+        momentum=0.9,
         num_lr_warmup_epochs=1,
         sync_batchnorm=True,
         transport="shm",
@@ -242,6 +308,25 @@ def test_every_choice_has_its_option():
         save_every=0.5,
         resume="mine",
     )
+
+
+def test_a_batch_of_each_worker_grows_with_them():
+    training = parse("ddp --task digits --batch-per-worker 64 --lr-scaling linear")
+    assert training == TrainingSpec(task="digits", batch_per_worker=64, lr_scaling="linear")
+    assert [training.global_batch(num) for num in (1, 2, 4)] == [64, 128, 256]
+    assert [parse("ddp --task digits").global_batch(num) for num in (1, 4)] == [256, 256]
+
+
+def test_a_strategys_own_momentum_goes_before_that_of_all():
+    for strategy, momentum in (
+        ("ddp", 0.9),
+        ("async", 0.9),
+        ("async:momentum=0.5", 0.5),
+        ("hogwild:momentum=0", 0.0),
+        ("Own:momentum=0.5", 0.9),  # means something else there
+    ):
+        run = RunSpec(run_id="r", strategy=strategy, task="digits", momentum=0.9)
+        assert run.used_momentum == momentum
 
 
 @pytest.mark.parametrize("strategies", [("ddp", "async"), ("Own",)])
@@ -282,3 +367,30 @@ def test_a_run_is_a_training_with_a_strategy():
 
 def parse(line: str) -> TrainingSpec:
     return make_training_spec(vars(arguments(DdpMagics.ddp_compare, line)))
+
+
+def test_a_target_is_a_training_loss_or_a_held_out_accuracy():
+    assert parse_target(None) is None
+    assert parse_target(0.3) == parse_target("0.3") == Target(value=0.3)
+    expected = Target(value=0.95, is_accuracy=True)
+    assert parse_target("accuracy=0.95") == parse_target("accuracy=95%") == expected
+    assert (expected.text, Target(value=0.3).text) == ("95 % held-out accuracy", "loss 0.3")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("accuracy=1.2", "an accuracy is a share of the held-out samples"),
+        ("accuracy=0", "an accuracy is a share of the held-out samples"),
+        ("accuracy=", "e.g. accuracy=0.95, not accuracy=."),
+        ("f1=0.9", "--target is a training loss, e.g. 0.3, or an accuracy"),
+        ("95%", "--target is a training loss"),
+        ("nan", "--target is a training loss"),
+        (float("inf"), "--target is a training loss"),
+    ],
+)
+def test_a_wrong_target_is_one_sentence(given: str | float, message: str):
+    with pytest.raises(UserError) as caught:
+        parse_target(given)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -24,16 +24,16 @@ def test_the_line_asks_for_what_the_controls_say():
         1.5,
         0.02,
     )
-    assert (last.strategy, last.repeat, spec.name) == ("ddp", 2, "race")
+    assert (last.strategy, last.repeat, spec.name) == ("no-comm", 2, "race")
 
 
 @pytest.mark.parametrize(
     ("strategies", "trained"),
     [
-        (("single", "ddp"), ["single", "ddp"]),
+        (("single", "ddp"), ["single", "no-comm", "ddp"]),
         (("ddp",), ["ddp"]),
         (("single",), ["single"]),
-        (("single", "async", "dp"), ["single", "async", "dp"]),
+        (("single", "async", "dp"), ["single", "no-comm", "async", "dp"]),
         (("dp", "async"), ["dp", "async"]),
     ],
 )

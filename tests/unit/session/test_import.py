@@ -9,7 +9,7 @@ import pytest
 import ddpnb
 from ddpnb.protocol.errors import UserError
 
-HEAVY = ("torch", "matplotlib", "pandas", "sklearn", "ipyparallel")
+HEAVY = ("torch", "matplotlib", "pandas", "scipy", "sklearn", "ipyparallel")
 
 LOAD = """
 from IPython.core.interactiveshell import InteractiveShell

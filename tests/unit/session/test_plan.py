@@ -1,4 +1,6 @@
+import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -6,11 +8,11 @@ from ddpnb.cluster.placement import (
     ClusterSpec,
     Placement,
     free_port,
-    num_cores,
     place_ranks,
     torchrun_environment,
 )
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.processes import num_cores
 
 
 def test_without_gpus_the_ranks_share_the_cores():
@@ -125,3 +127,13 @@ def test_a_free_port_can_be_listened_on():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", free_port()))
         listener.listen()
+
+
+def test_hyper_threads_of_one_core_count_once(tmp_path: Path):
+    cpus = os.sched_getaffinity(0)
+    for cpu in cpus:
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text("0-63\n")
+    assert num_cores(tmp_path) == 1
+    assert num_cores(tmp_path / "unknown") == len(cpus)

@@ -28,7 +28,9 @@ def same(specs: tuple[RunSpec, ...]) -> list[RunSpec]:
         "async --task digits --no-baseline",
         "single --task synthetic:samples=64",
         "ddp:hook=fp16 async:bound=2 --task text --slow 1:3x,0:50ms --jitter 20% --kill 1@2s",
-        "ddp --task digits --amp bf16 --clip 0.5 --accumulate 2 --lr-scaling linear --resume abc",
+        "ddp --task digits --amp bf16 --clip 0.5 --accumulate 2 --resume abc",
+        "async:momentum=0.5 --task digits --momentum 0.9 --batch-per-worker 64 --lr-scaling linear",
+        "async:compensate=2 hogwild:momentum=0 --task digits --batch-per-worker 8",
     ],
 )
 def test_the_magic_asks_for_the_same_runs(line: str):
@@ -44,7 +46,7 @@ def test_an_own_cell_is_there_with_its_magic_in_place_of_the_comment():
         strategies=("ddp",), training=TrainingSpec(source=source, seed=3)
     ).run_specs()
     first, rest = magic_of(comparison(specs)).split("\n", 1)
-    assert first == "%%ddp_compare ddp --epochs 2 --batch-size 256 --lr 0.05 --seed 3"
+    assert first == "%%ddp_compare ddp --epochs 2 --batch-size 256 --lr 0.05 --momentum 0 --seed 3"
     assert rest == CELL
 
 

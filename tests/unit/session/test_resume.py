@@ -39,7 +39,10 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def specs_of(strategies: tuple[str, ...], num_repeats: int = 1, **chosen) -> tuple[RunSpec, ...]:
     training = TrainingSpec(task="digits", **chosen)
-    spec = ComparisonSpec(strategies=strategies, training=training, num_repeats=num_repeats)
+    names = ("single", *strategies)
+    spec = ComparisonSpec(
+        strategies=names, training=training, num_repeats=num_repeats, baseline=False
+    )
     return spec.run_specs()
 
 
@@ -60,11 +63,12 @@ def test_each_strategy_and_repeat_resumes_its_own(store: Store):
     assert [spec.resume for spec in found] == [
         single[0],
         own[0],
-        single[1],
         own[1],
+        single[1],
         single[1],
         own[1],
     ]
+    assert [spec.seed for spec in found] == [0, 0, 1, 1, 1, 1]  # each that of the run it resumes
     assert {spec.checkpoints for spec in found} == {str(store.folder / "checkpoints")}
     assert found[0].resumed == "first/single#1"
     assert found[-1].resumed == f"first/{LABEL}#2"
@@ -92,3 +96,14 @@ def test_without_checkpoints_no_folder_is_named(store: Store):
     specs = specs_of(("ddp",))
     assert with_checkpoints(specs, ("ddp",), store) == specs
     assert {spec.checkpoints for spec in specs} == {""}
+
+
+def test_a_ceiling_resumes_nothing(store: Store):
+    training = TrainingSpec(task="digits", resume="first")
+    specs = ComparisonSpec(strategies=(LABEL,), training=training).run_specs()
+    found = with_checkpoints(specs, (LABEL,), store)
+    assert [(spec.strategy, bool(spec.resume)) for spec in found] == [
+        ("single", True),
+        ("no-comm", False),
+        (LABEL, True),
+    ]

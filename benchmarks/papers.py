@@ -1,0 +1,150 @@
+"""Do three published results show here?  Each is measured beside what its paper says.
+
+Mitliagkas et al., "Asynchrony begets Momentum", 2016: N workers that finish in random order act as
+a momentum of 1 - 1/N.  Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020:
+averaging every H steps sends 1/H of the bytes; the loss after as many samples rises with H.  Lian
+et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018 (AD-PSGD, here
+``gossip``): with one slow worker all-reduce goes at its pace, and gossip does not.
+"""
+
+import contextlib
+import io
+import textwrap
+from collections.abc import Iterator
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pandas as pd
+
+import ddpnb
+from benchmarks.measure import Figure
+from ddpnb.reports.result import ComparisonResult
+
+WORKERS = (2, 3, 4)
+REPEATS = 40
+NUM_UPDATES = 60
+ROUNDS = (1, 2, 4, 8, 16)
+FACTORS = (2, 4, 10)
+LINK = "100Mbit,1ms"
+
+PARABOLA = textwrap.dedent(
+    f"""
+    import random
+    import time
+
+    import torch
+    from torch import nn
+
+    class Parabola(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(()))
+
+    model = Parabola
+
+    def data(split):
+        return torch.zeros({NUM_UPDATES} if split == "train" else 1, 1)
+
+    def training_step(model, batch):
+        w = next(model.parameters())
+        read = w.item()
+        time.sleep(random.expovariate(1 / 0.01))  # has no memory, like the paper's queue
+        return {{"loss": w**2 / 2, "w": read}}
+    """
+)
+
+
+def measure() -> list[Figure]:
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):  # where runs are stored
+        return [*momentum(), *local_sgd(), *stragglers()]
+
+
+def momentum() -> Iterator[Figure]:
+    """Fit v(t+1) = m v(t) - a w(t), with v(t) = w(t) - w(t-1), to the mean of many runs."""
+    for num_workers in WORKERS:
+        ddpnb.start(num_workers)
+        try:
+            result = compare(
+                "async",
+                source=PARABOLA,
+                batch_size=num_workers,
+                epochs=1,
+                lr=1.0,
+                repeats=REPEATS,
+            )
+        finally:
+            ddpnb.stop()
+        steps = result.steps()
+        runs = [trace(each) for _, each in steps.groupby("repeat")]
+        shortest = min(map(len, runs))
+        w = np.mean([run[:shortest] for run in runs], axis=0)
+        v = np.diff(w)
+        known = np.stack([v[:-1], -w[1:-1]], axis=1)
+        (fitted, _), *_ = np.linalg.lstsq(known, v[1:], rcond=None)
+        yield Figure(
+            name=f"momentum of asynchrony, {num_workers} workers, against 1 - 1/N",
+            unit="",
+            ours=[float(fitted)],
+            theirs=[1 - 1 / num_workers],
+            note=f"mean of {REPEATS} runs of {shortest} updates of a parabola",
+        )
+
+
+def trace(steps: pd.DataFrame) -> list[float]:
+    """Return w after each update: what the worker that made it read for its next step."""
+    ordered = steps.sort_values("seconds").reset_index(drop=True)
+    after = ordered.groupby("rank")["w"].shift(-1)
+    return [1.0, *after[: after.isna().idxmax()].tolist()]
+
+
+def local_sgd() -> Iterator[Figure]:
+    """The digits' CNN over a slow link, emulated."""
+    ddpnb.start(2)
+    try:
+        names = {h: f"local-sgd:every={h}" for h in ROUNDS}
+        result = compare(*names.values(), task="digits", epochs=8, link=LINK)
+    finally:
+        ddpnb.stop()
+    rows = result.to_frame().set_index("strategy")
+    first = rows.loc[names[1]]
+    for h, name in names.items():
+        row = rows.loc[name]
+        yield Figure(
+            name=f"bytes of local-sgd every {h} against every step, and 1/H",
+            unit="",
+            ours=[row["bytes_sent_per_step"] / first["bytes_sent_per_step"]],
+            theirs=[1 / h],
+            note=f"{row['samples_per_second'] / first['samples_per_second']:.2f} of its samples/s "
+            f"over {LINK}; training loss {row['final_loss']:.3f}",
+        )
+
+
+def stragglers() -> Iterator[Figure]:
+    """Rank 1 of 2 is slow: samples/s against those without a straggler."""
+    ddpnb.start(2)
+    try:
+        rates = {
+            factor: compare("ddp", "gossip", task="digits", epochs=12, slow=f"1:{factor}x")
+            .to_frame()
+            .set_index("strategy")["samples_per_second"]
+            for factor in (1, *FACTORS)
+        }
+    finally:
+        ddpnb.stop()
+    for factor in FACTORS:
+        for name, expected in (("ddp", 1 / factor), ("gossip", (1 + 1 / factor) / 2)):
+            yield Figure(
+                name=f"samples/s of {name} with one of 2 ranks {factor} times as slow, "
+                "against without",
+                unit="",
+                ours=[rates[factor][name] / rates[1][name]],
+                theirs=[expected],
+                note="theirs: the pace of the slowest, or the sum of both",
+            )
+
+
+def compare(*strategies: str, **options: object) -> ComparisonResult:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        result = ddpnb.compare(*strategies, baseline=False, **options)
+    assert isinstance(result, ComparisonResult), "it waits"
+    return result

@@ -1,0 +1,159 @@
+"""What may be claimed of two strategies: a ratio over the repeats, with its interval.  (Kernel.)
+
+Within a repeat all strategies have the same seed, so two of them are compared pair by pair: in each
+repeat r the ratio of their numbers, x_r.  Over n repeats, with m comparisons in one sentence:
+
+    exp( mean(log x)  +-  t(1 - 0.05 / 2m, n - 1) * sd(log x) / sqrt(n) )
+
+the geometric mean and its 95 % interval: Student's t, widened by Bonferroni so that all m intervals
+together hold in 95 % of sentences.  A difference is claimed where the interval excludes 1 and the
+ratio differs from 1 by ``SMALLEST_EFFECT`` or more.
+
+Two accuracies on n held-out samples differ by chance too: see ``accuracies_differ``.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+
+from ddpnb.history.model import Status
+from ddpnb.history.summary import StrategyKey, StrategySummary, log_ratios
+from ddpnb.protocol.catalogue import BASELINE, CEILING
+
+LEVEL = 0.95
+"""How often all intervals of a sentence together hold what they are of."""
+
+SMALLEST_EFFECT = 0.02
+"""The smallest difference that is worth words."""
+
+FEWEST_REPEATS = 3
+"""With two repeats an interval has one degree of freedom: 12.7 standard errors to each side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """A number of one strategy over that of another."""
+
+    middle: float = math.nan
+    """The geometric mean over the repeats."""
+    low: float = math.nan
+    """The ends of the interval; NaN below ``FEWEST_REPEATS``."""
+    high: float = math.nan
+    num_repeats: int = 0
+    """Repeats in which both have the number."""
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether there are enough repeats for one."""
+        return math.isfinite(self.low)
+
+    @property
+    def is_claim(self) -> bool:
+        """Whether a difference is shown, and is worth words."""
+        is_clear = self.low > 1 or self.high < 1
+        return is_clear and abs(math.log(self.middle)) >= math.log1p(SMALLEST_EFFECT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratios:
+    """The comparisons of one sentence."""
+
+    reference: StrategySummary
+    """The strategy that all others are compared with."""
+    num_claims: int
+    """How many comparisons the intervals are widened for."""
+    speed: Mapping[StrategyKey, Ratio] = field(default_factory=dict)
+    """Samples/s over those of the reference."""
+    samples: Mapping[StrategyKey, Ratio] = field(default_factory=dict)
+    """Samples to the target over those that the reference needs."""
+
+
+def ratios_of(summaries: Sequence[StrategySummary]) -> Ratios | None:
+    """Return each strategy's ratios to ``single``, or else to the first one; None without two.
+
+    The ceiling is no rival where there are others.  Emulated strategies are compared by samples
+    alone, as their speeds say nothing.  Runs of several comparisons may have trained different
+    models.
+    """
+    done = [s for s in summaries if s.status is Status.FINISHED and s.rates]
+    if len(done) < 2 or len({s.comparison for s in done}) > 1:
+        return None
+    by_name = {s.name: s for s in reversed(done) if not s.is_emulated}
+    reference = by_name.get(BASELINE) or next((s for s in done if not s.is_emulated), None)
+    if reference is None:
+        return None
+    others = [s for s in done if s is not reference]
+    others = [s for s in others if s.name != CEILING] or others
+    rivals = [s for s in others if not s.is_emulated]
+    heading = [s for s in others if s.samples_by_repeat] if reference.samples_by_repeat else []
+    num = max(len(rivals) + len(heading), 1)
+    return Ratios(
+        reference=reference,
+        num_claims=num,
+        speed={_key(s): ratio(s.rates, reference.rates, num) for s in rivals},
+        samples={
+            _key(s): ratio(s.samples_by_repeat, reference.samples_by_repeat, num) for s in heading
+        },
+    )
+
+
+def ratio(ours: Mapping[int, float], theirs: Mapping[int, float], num_claims: int = 1) -> Ratio:
+    """Return the ratio of two numbers that are known in some repeats.
+
+    Args:
+        ours: by repeat; all greater than 0.
+        theirs: likewise.
+        num_claims: how many comparisons are made in one sentence.
+    """
+    logs = log_ratios(ours, theirs)
+    if not logs:
+        return Ratio()
+    middle = fmean(logs)
+    if len(logs) < FEWEST_REPEATS:
+        return Ratio(middle=math.exp(middle), num_repeats=len(logs))
+    from scipy.special import stdtrit  # noqa: PLC0415  Student's t; takes 0.1 s
+
+    quantile = float(stdtrit(len(logs) - 1, 1 - (1 - LEVEL) / 2 / num_claims))
+    half = quantile * stdev(logs) / math.sqrt(len(logs))
+    return Ratio(
+        middle=math.exp(middle),
+        low=math.exp(middle - half),
+        high=math.exp(middle + half),
+        num_repeats=len(logs),
+    )
+
+
+def standard_error(share: float, num_samples: int) -> float:
+    """Return the standard error of an accuracy that was measured on so many samples."""
+    return math.sqrt(share * (1 - share) / num_samples)
+
+
+def accuracies_differ(shares: Sequence[float], num_samples: int) -> bool:
+    """Return whether the highest and the lowest accuracy differ by more than the samples' chance.
+
+    By Newcombe's interval of a difference, made of Wilson's intervals of both ("Interval estimation
+    for the difference between independent proportions", Statistics in Medicine, 1998, method 10);
+    at 95 %, widened by Bonferroni for all pairs.  Models that are measured on the same samples err
+    on many of the same ones, and their true error is smaller: this claims too little, not too much.
+    """
+    num_pairs = math.comb(len(shares), 2)
+    if num_pairs == 0 or num_samples == 0:
+        return False
+    from scipy.special import ndtri  # noqa: PLC0415  the normal distribution; as above
+
+    z = float(ndtri(1 - (1 - LEVEL) / 2 / num_pairs))
+    low, high = min(shares), max(shares)
+    below, above = high - _wilson(high, num_samples, -z), _wilson(low, num_samples, z) - low
+    return high - low > math.hypot(below, above)
+
+
+def _wilson(share: float, num: int, z: float) -> float:
+    """Return the upper end of Wilson's interval of a share; the lower one for a negative z."""
+    middle = share + z * z / (2 * num)
+    half = z * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
+    return (middle + half) / (1 + z * z / num)
+
+
+def _key(summary: StrategySummary) -> StrategyKey:
+    return (summary.comparison, summary.name)

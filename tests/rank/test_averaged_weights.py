@@ -1,0 +1,187 @@
+"""Is a model of averaged weights judged with BatchNorm's statistics of these weights?"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ddpnb.protocol.messages import RunHeader, RunReport
+from ddpnb.rank.tasks.base import Supervised, Task
+from ddpnb.rank.tasks.optimizers import default_optimizer
+from ddpnb.rank.tasks.samples import TensorSamples
+from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, estimate_batchnorm, has_batchnorm
+from tests.rank.test_options import spec_of, train_job
+
+CELL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+
+def data(split):
+    x = 3 * torch.randn(200 if split == "train" else 100, 4) + 5
+    return x, (x.sum(dim=1) > 20).long()
+"""
+ON_A_DICT = (
+    CELL.replace("return x, (x", 'return {"x": x, "y": (x').replace("long()", "long()}")
+    + """
+def training_step(model, batch):
+    return {"loss": nn.functional.cross_entropy(model(batch["x"]), batch["y"]), "one": 1.0}
+"""
+)
+OF_ONES_OWN = (
+    CELL
+    + """
+class Averaging:
+    averages_weights = {flag}
+
+    def setup(self, replica):
+        self.replica = replica
+        self.optimizer = replica.optimizer(replica.parameters)
+
+    def step(self, batch):
+        loss = self.replica.compute_gradients(batch)
+        self.replica.update(self.optimizer)
+        return loss
+
+    def finish(self):
+        for parameter in self.replica.parameters:
+            torch.distributed.all_reduce(parameter.data)
+            parameter.data /= 2
+"""
+)
+AVERAGING = ["local-sgd", "diloco", "gossip", "gossip:together=on", "easgd"]
+
+
+def trained(ranks, folder: Path, word: str, source: str = CELL) -> tuple[RunReport, list[str]]:
+    """Train on two ranks; write the model."""
+    spec = spec_of(word, source=source, checkpoints=str(folder), save_every=1, num_epochs=2)
+    report, events = ranks(2).call(train_job, spec)[0]
+    (header,) = [event for event in events if isinstance(event, RunHeader)]
+    return report, [note for note in header.notes if note == BATCHNORM_NOTE]
+
+
+def with_exact_statistics(folder: Path) -> tuple[nn.Module, float]:
+    """Return the written model and its held-out loss with statistics of all training samples."""
+    defined: dict = {}
+    exec(CELL, defined)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        (inputs, _), (held_out, targets) = (defined["data"](split) for split in ("train", "test"))
+    model = defined["model"]()
+    model.load_state_dict(torch.load(folder / "run-1" / "model.pt", weights_only=True))
+    hidden, scored = model[0](inputs), model[0](held_out)
+    exact = (scored - hidden.mean(dim=0)) / (hidden.var(dim=0) + 1e-5).sqrt()
+    outputs = model[3](torch.relu(exact * model[1].weight + model[1].bias))
+    return model, nn.functional.cross_entropy(outputs, targets).item()
+
+
+@pytest.mark.parametrize("source", [CELL, ON_A_DICT], ids=["pair", "dict"])
+@pytest.mark.parametrize("word", AVERAGING)
+def test_averaged_weights_are_judged_with_their_own_statistics(ranks, tmp_path, word, source):
+    """After 14 steps rank 0's own are still half those of its first weights."""
+    report, notes = trained(ranks, tmp_path, word, source)
+    model, exact = with_exact_statistics(tmp_path)
+    assert report.held_out_loss == pytest.approx(exact, rel=0.05)
+    assert notes == [BATCHNORM_NOTE]
+    assert model[1].momentum == 0.1
+
+
+@pytest.mark.parametrize("word", ["ddp", "single", "no-comm", "async", "hogwild"])
+def test_weights_that_a_worker_has_trained_with_keep_their_statistics(ranks, tmp_path, word):
+    report, notes = trained(ranks, tmp_path, word)
+    _, exact = with_exact_statistics(tmp_path)
+    assert report.held_out_loss != pytest.approx(exact, rel=0.05)
+    assert notes == []
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_class_of_ones_own_says_whether_it_averages_weights(ranks, tmp_path, flag):
+    report, notes = trained(ranks, tmp_path, "Averaging", OF_ONES_OWN.format(flag=flag))
+    _, exact = with_exact_statistics(tmp_path)
+    assert (report.held_out_loss == pytest.approx(exact, rel=0.05)) == flag
+    assert bool(notes) == flag
+
+
+def test_without_batchnorm_or_on_one_rank_nothing_is_estimated(ranks, tmp_path):
+    plain = CELL.replace("nn.BatchNorm1d(16), ", "")
+    assert trained(ranks, tmp_path, "local-sgd", plain)[1] == []
+    spec = spec_of("local-sgd", source=CELL)
+    _, events = ranks(1).call(train_job, spec)[0]
+    assert not any(isinstance(e, RunHeader) and BATCHNORM_NOTE in e.notes for e in events)
+
+
+class Kept(nn.BatchNorm1d):
+    """A layer that is never trained."""
+
+    def train(self, mode: bool = True) -> nn.Module:
+        return super().train(False)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.kept, self.unused = nn.BatchNorm1d(3), Kept(3).eval(), nn.BatchNorm1d(3)
+        self.dropout = nn.Dropout(0.5)
+        for layer in (self.used, self.kept, self.unused):
+            nn.init.constant_(layer.running_mean, 7.0)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.kept(self.used(inputs)))
+
+
+def some_inputs() -> torch.Tensor:
+    return torch.randn(33, 3, generator=torch.Generator().manual_seed(1))
+
+
+def task_of(inputs: torch.Tensor, step=None) -> Task:
+    samples = TensorSamples(inputs, torch.zeros(len(inputs)).long())
+    return Task(
+        model=Net,
+        train=samples,
+        held_out=samples,
+        optimizer=default_optimizer(0.1),
+        step=step or Supervised(),
+    )
+
+
+def test_layers_that_are_not_trained_keep_what_they_have():
+    model, inputs = Net(), 2 * some_inputs() + 1
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    estimate_batchnorm(model.eval(), task_of(inputs), torch.device("cpu"), batch_size=16, seed=0)
+    torch.testing.assert_close(model.used.running_mean, inputs.mean(dim=0), atol=0.1, rtol=0)
+    torch.testing.assert_close(model.used.running_var, inputs.var(dim=0), rtol=0.3, atol=0)
+    changed = {n for n, value in model.state_dict().items() if not torch.equal(value, before[n])}
+    assert changed == {"used.running_mean", "used.running_var", "used.num_batches_tracked"}
+    assert not model.training
+    assert [layer.momentum for layer in (model.used, model.kept, model.unused)] == [0.1] * 3
+
+
+def test_a_step_that_takes_gradients_or_fails_is_survived():
+    def penalty(model, batch):
+        inputs = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        return slope.square().mean()
+
+    def fails(model, batch):
+        model(batch[0])
+        raise ZeroDivisionError
+
+    model, inputs = Net(), some_inputs() + 1
+    device = torch.device("cpu")
+    estimate_batchnorm(model, task_of(inputs, penalty), device, batch_size=16, seed=0)
+    mean = model.used.running_mean.clone()
+    torch.testing.assert_close(mean, inputs.mean(dim=0), atol=0.1, rtol=0)
+    with pytest.raises(ZeroDivisionError):
+        estimate_batchnorm(model, task_of(inputs + 5, fails), device, batch_size=16, seed=0)
+    assert torch.equal(model.used.running_mean, mean)
+    assert model.used.momentum == 0.1
+
+
+def test_only_what_one_rank_can_estimate_counts():
+    assert has_batchnorm(Net())
+    assert not has_batchnorm(nn.Linear(2, 2))
+    assert not has_batchnorm(nn.BatchNorm1d(2, track_running_stats=False))
+    assert not has_batchnorm(nn.SyncBatchNorm.convert_sync_batchnorm(Net()))

@@ -1,0 +1,107 @@
+"""The held-out curve: the right models at the right moments, and no cost to the run."""
+
+import time
+
+import pytest
+
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.messages import RunHeader, StepEvent
+from ddpnb.rank.training import snapshots
+from tests.rank.test_loop import ASYNCHRONOUS, CELL, curve, run_job, spec_of
+
+WITHOUT_DROPOUT = CELL.replace("nn.Dropout(0.1), ", "")
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "gossip:together=on"])
+def test_a_curve_has_about_ten_points_on_rank_0(ranks, strategy):
+    (first, _), *others = ranks(2).call(run_job, spec_of(strategy))
+    assert not any(report.evaluations for report, _ in others)
+    found = first.evaluations
+    samples, seconds = [e.num_samples for e in found], [e.seconds for e in found]
+    assert samples == sorted(set(samples))
+    assert seconds == sorted(seconds)
+    assert first.num_held_out == 50
+    if strategy in ASYNCHRONOUS:  # rank 0 may have been late for some
+        assert 1 <= len(found) <= 10
+        assert 0 < samples[-1] <= 600
+    else:
+        assert samples == [64, 128, 192, 232, 296, 360, 400, 464, 528, 592]
+        assert seconds[-1] <= first.seconds
+    assert found[-1].accuracy > 0.6
+    assert abs(found[-1].loss - first.held_out_loss) < 0.2
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("single", "dp", "ddp", "zero", "fsdp", "central", "no-comm"),
+        *("local-sgd", "diloco:every=7", "gossip:together=on"),
+    ],
+)
+def test_a_point_is_the_model_that_a_run_would_end_with_there(ranks, strategy):
+    longer = spec_of(strategy, num_epochs=2, eval_every=1, source=WITHOUT_DROPOUT)
+    (at_one_epoch,) = ranks(2).call(run_job, longer)[0][0].evaluations
+    shorter = ranks(2).call(run_job, spec_of(strategy, num_epochs=1, source=WITHOUT_DROPOUT))[0][0]
+    assert at_one_epoch.num_samples == 200
+    assert at_one_epoch.loss == pytest.approx(shorter.held_out_loss, abs=1e-5)
+    assert at_one_epoch.accuracy == pytest.approx(shorter.held_out_accuracy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "local-sgd"])
+def test_a_curve_changes_nothing_that_is_trained(ranks, strategy):
+    with_it, without = (
+        ranks(2).call(run_job, spec_of(strategy, eval_every=every))[0] for every in (0.15, 0.0)
+    )
+    assert len(with_it[0].evaluations) == 20
+    assert without[0].evaluations == ()
+    assert curve(with_it) == curve(without)
+    assert with_it[0].held_out_loss == without[0].held_out_loss
+
+
+@pytest.mark.parametrize("strategy", ["async", "hogwild", "gossip"])
+def test_a_slow_rank_0_knows_how_many_samples_the_others_have_seen(ranks, strategy):
+    slow = ("0:120ms", "1:6ms")
+    results = ranks(2).call(run_job, spec_of(strategy, num_epochs=10, slow=slow))
+    steps = [e for _, events in results for e in events if isinstance(e, StepEvent)]
+    (first, _), _ = results
+    assert first.evaluations
+    for each in first.evaluations:
+        seen = sum(step.num_samples for step in steps if step.seconds <= each.seconds)
+        assert each.num_samples == pytest.approx(seen, abs=7 * 16), "7 shards"
+
+
+def slow_job(state, folder, spec, seconds):
+    """Run it where each copy takes long."""
+    copied = snapshots._copied
+
+    def slowly(given):
+        time.sleep(seconds)
+        return copied(given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshots, "_copied", slowly)
+        return run_job(state, folder, spec)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "local-sgd"])
+def test_copies_are_off_the_clock_of_all_ranks(ranks, strategy):
+    results = ranks(2).call(slow_job, spec_of(strategy, eval_every=1), 2.0)
+    assert len(results[0][0].evaluations) == 2
+    assert all(report.seconds < 2.0 for report, _ in results if report.took_part)
+
+
+def small_job(state, folder, spec, num_bytes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshots, "MAX_BYTES", num_bytes)
+        return run_job(state, folder, spec)
+
+
+def test_copies_that_memory_does_not_hold_are_left_out_and_said_to_be(ranks):
+    size = 4 * (16 * 5 + 2 * 17)
+    for strategy, num_ranks in (("ddp", 1), ("local-sgd", 2)):  # where each keeps its own
+        report, events = ranks(2).call(small_job, spec_of(strategy), 4 * size * num_ranks)[0]
+        assert len(report.evaluations) == 4
+        (header,) = [event for event in events if isinstance(event, RunHeader)]
+        assert header.notes[-1].startswith("Held-out scores at 5 moments, not 11: more copies")
+    none, _ = ranks(2).call(small_job, spec_of("ddp"), size - 1)[0]
+    assert none.evaluations == ()

@@ -1,0 +1,169 @@
+"""Whether what the sentence may claim is true often enough, by simulation and by example."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ddpnb.history.claims import Ratio, accuracies_differ, ratio, ratios_of, standard_error
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.model import Run, Status
+from ddpnb.history.summary import summarise
+from ddpnb.reports.data import runs_frame
+from ddpnb.reports.findings import results_table, sentence
+from tests.unit.history.fake_runs import fake_comparison
+from tests.unit.history.test_summary import compared, timed
+
+NUM_COMPARISONS = 2_000
+STRATEGIES = ("single", "ddp", "async", "hogwild")
+
+
+def repeated(**rates: tuple[float, ...]) -> tuple[Run, ...]:
+    """Runs of 100 samples at the given samples/s, a repeat after the other."""
+    return tuple(
+        timed(name.replace("_", "-"), (100 / rate,), repeat)
+        for name, each in rates.items()
+        for repeat, rate in enumerate(each)
+    )
+
+
+@pytest.mark.parametrize("num_repeats", [3, 5])
+def test_equal_rates_are_claimed_to_differ_in_5_percent_of_sentences_at_most(num_repeats: int):
+    random = np.random.default_rng(num_repeats)
+    num_false = 0
+    for _ in range(NUM_COMPARISONS):
+        # Each repeat is as fast as the machine is then, and each run varies by 6 %.
+        logs = random.normal(0, 0.2, num_repeats) + random.normal(0, 0.06, (4, num_repeats))
+        first, *others = (dict(enumerate(row)) for row in np.exp(logs).tolist())
+        num_false += any(ratio(other, first, len(others)).is_claim for other in others)
+    assert num_false <= 0.05 * NUM_COMPARISONS
+
+
+def test_the_same_claims_stand_in_the_sentence():
+    """The path from runs to the sentence makes the claims of ``ratio``, widened for all of them."""
+    random = np.random.default_rng(1)
+    for _ in range(30):
+        true = np.array([[0.0], [0.08], [0.0], [-0.05]])
+        rates = np.exp(true + random.normal(0, 0.02, (4, 3))).tolist()
+        comparison = compared(*repeated(**dict(zip(STRATEGIES, rates, strict=True))))
+        first, *others = (dict(enumerate(each)) for each in rates)
+        claims = [ratio(other, first, 3).is_claim for other in others]
+        assert sentence(comparison).count("× single") == sum(claims)
+
+
+def test_a_difference_of_ten_percent_is_found():
+    random = np.random.default_rng(2)
+    found = 0
+    for _ in range(500):
+        one, other = np.exp(random.normal(0, 0.03, (2, 5))).tolist()
+        other = [1.1 * rate for rate in other]
+        found += ratio(dict(enumerate(other)), dict(enumerate(one))).is_claim
+    assert found >= 0.8 * 500
+
+
+def test_a_machine_that_slows_down_cancels_out_within_each_repeat():
+    rates = (100.0, 80.0, 50.0)
+    (_, ddp) = summarise(compared(*repeated(single=rates, ddp=tuple(1.2 * r for r in rates))))
+    assert ddp.speed_up == pytest.approx(1.2)
+    found = sentence(compared(*repeated(single=rates, ddp=(118.0, 96.0, 61.0))))
+    assert found.startswith("In samples/s, ddp is 1.20× single (1.")
+    assert "at 95 %)" in found
+
+
+def test_the_interval_is_that_of_the_t_distribution():
+    found = ratio({0: 1.0, 1: 1.1, 2: 1.21}, {0: 1.0, 1: 1.0, 2: 1.0})
+    assert found.middle == pytest.approx(1.1)
+    half = 4.302653 * math.log(1.1) / math.sqrt(3)
+    assert math.log(found.high) == pytest.approx(math.log(1.1) + half, rel=1e-6)
+    wider = ratio({0: 1.0, 1: 1.1, 2: 1.21}, {0: 1.0, 1: 1.0, 2: 1.0}, 3)
+    assert wider.low < found.low < found.high < wider.high
+
+
+def test_less_than_two_percent_is_not_worth_words():
+    just, more = (Ratio(middle=m, low=1.005, high=1.03, num_repeats=5) for m in (1.015, 1.021))
+    assert not just.is_claim
+    assert more.is_claim
+    assert not Ratio(middle=1.4, low=0.99, high=1.9, num_repeats=5).is_claim
+    assert not Ratio(middle=2.0, num_repeats=1).is_claim
+
+
+def test_one_run_and_two_claim_nothing():
+    one = sentence(compared(*repeated(single=(100,), ddp=(200,))))
+    assert one.startswith("In this one run, ddp ran at 2.00× the samples/s of single, which may")
+    two = sentence(compared(*repeated(single=(100, 101), ddp=(200, 199))))
+    assert two.startswith("In these two repeats, ddp ran at 1.99× the samples/s of single")
+    for text in (one, two):
+        assert " is 2" not in text
+        assert "which may be chance: 3 or more repeats would show." in text
+
+
+def test_what_overlaps_is_not_claimed_but_its_interval_is_given():
+    found = sentence(compared(*repeated(single=(100, 110, 90), ddp=(105, 104, 99))))
+    assert found.startswith("No difference of 2 % or more in samples/s from single is shown for")
+    assert "ddp (0.8" in found
+    assert "× single" not in found
+
+
+def test_emulated_strategies_and_the_ceiling_are_not_compared_by_speed():
+    runs = repeated(single=(1, 1, 1), no_comm=(2, 2, 2), ddp=(3, 3, 3))
+    found = ratios_of(summarise(compared(*runs)))
+    assert found is not None
+    assert (list(found.speed), found.num_claims) == ([("digits-1", "ddp")], 1)
+    alone = ratios_of(summarise(compared(*repeated(single=(1, 1, 1), no_comm=(2, 2, 2)))))
+    assert alone is not None
+    assert alone.speed["digits-1", "no-comm"].middle == pytest.approx(2)
+    assert ratios_of(summarise(fake_comparison(("single", "dp")))) is not None
+
+
+def test_repeats_that_one_of_the_two_lacks_are_left_out():
+    single, ddp = repeated(single=(1, 2, 4, 8)), repeated(ddp=(2, 4, 8, 16))
+    single[1].end(Status.FAILED, "rank 0 was killed")
+    found = ratios_of(summarise(compared(*single, *ddp)))
+    assert found is not None
+    ((_, paired),) = found.speed.items()
+    assert (paired.num_repeats, paired.middle) == (3, pytest.approx(2))
+
+
+def test_the_table_and_the_frame_give_the_interval():
+    runs = compared(*repeated(single=(100, 101, 99), ddp=(150, 149, 152)))
+    (note,) = [note for note in results_table(runs).notes if "interval" in note]
+    assert note.startswith("samples/s over those of single, 95 % interval over 3 repeats: ddp 1.4")
+    frame = runs_frame(runs).set_index(["strategy", "repeat"])
+    assert frame.loc[("ddp", 1), "speed_ratio"] == pytest.approx(1.5)
+    assert set(frame.speed_ratio_to) == {"single"}
+    low, high = frame.loc[("ddp", 2), ["speed_ratio_low", "speed_ratio_high"]]
+    assert 1.4 < low < 1.5 < high < 1.6
+
+
+def test_accuracies_within_the_error_of_their_samples_are_said_to_be_the_same():
+    assert 100 * standard_error(0.975, 360) == pytest.approx(0.8, abs=0.05)
+    assert not accuracies_differ([0.972, 0.956], 360)
+    assert accuracies_differ([0.972, 0.9], 360)
+    assert not accuracies_differ([1.0, 0.99], 360)
+    assert not accuracies_differ([0.99, 0.5], 0), "their number is not known"
+    comparison = fake_comparison()
+    assert "within the error" not in sentence(comparison), "stored before it was known"
+    known = Comparison(
+        comparison_id="c",
+        name="c",
+        runs=tuple(with_held_out(run, 360) for run in comparison.runs),
+    )
+    assert "94.7 % for async, the same within the error of 360 samples" in sentence(known)
+    many = Comparison(
+        comparison_id="c",
+        name="c",
+        runs=tuple(with_held_out(run, 10_000) for run in comparison.runs),
+    )
+    assert "with a standard error of 0.2 points (10,000 samples)" in sentence(many)
+
+
+def with_held_out(run, num):
+    return replace(run, reports=tuple(replace(r, num_held_out=num) for r in run.reports))
+
+
+def test_a_loop_by_hand_is_paired_by_the_order_of_its_runs():
+    runs = [run.snapshot() for run in repeated(single=(1, 1, 1), ddp=(2, 2, 2))]
+    plain = tuple(replace(run, spec=None) for run in runs)
+    (_, ddp) = summarise(Comparison(comparison_id="c", name="c", runs=plain))
+    assert dict(ddp.rates) == {0: 2.0, 1: 2.0, 2: 2.0}
