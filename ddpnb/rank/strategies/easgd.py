@@ -39,8 +39,6 @@ from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
 
 _CENTRE = 0
 """The number of the centre's copy, and of its lock."""
-_HOME = 0
-"""The rank that holds the centre, where an emulated network lies between the ranks."""
 _HOLDER = 0
 """The rank that the others reach the centre through, over an emulated link."""
 
@@ -135,7 +133,7 @@ class Easgd(SharedMemoryStrategy):
                 force = self._rate * (mine.to(centre.device) - centre)
                 centre.add_(force)
                 mine.sub_(force.to(mine.device))
-        return size
+        return num_bytes(replica.parameters)
 
     @torch.no_grad()
     def _take_centre(self) -> None:
