@@ -428,11 +428,8 @@ def test_a_ceiling_has_no_part_in_the_sentence_and_never_misses_a_target():
     found = comparison.with_runs(runs)
     assert "no-comm" not in sentence(found, Target(value=1e-9))
     assert "no-comm" in sentence(comparison, Target(value=1e-9))
-    assert column(results_table(found, Target(value=1e-9)), "to loss 1e-09") == [
-        "never",
-        "–",
-        "never",
-    ]
+    table = results_table(found, Target(value=1e-9))
+    assert column(table, "to loss 1e-09") == ["never", "–", "never"]
 
 
 def test_efficiency_is_parted():
