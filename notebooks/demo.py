@@ -1,26 +1,38 @@
-"""``make demo``: the comparison of the first lesson without a browser."""
+"""``make demo``: the comparisons of the first lesson without a browser."""
 
 import sys
 import time
+from pathlib import Path
 
 from ddpnb import api
 from ddpnb.reports.result import ComparisonResult
 
 
 def main(folder: str) -> None:
-    """Run the comparison of the first lesson, print its table and save it.
+    """Run both comparisons of the first lesson, print their tables and save them.
 
     Args:
-        folder: where ``comparison.html``, ``.png`` and ``.csv`` are written.
+        folder: where ``comparison.html``, ``.png`` and ``.csv`` are written, and those of the
+            comparison over an emulated network in ``link/``.
     """
     start = time.monotonic()
     try:
         print(api.start(), "\n")
-        result = api.compare(
-            "dp", "ddp", "async", task="digits", epochs=12, lr=0.02, repeats=3, name="demo"
+        race = api.compare(
+            "dp", "ddp", "async", task="digits", epochs=20, batch_size=64, repeats=3, name="demo"
         )
-        assert isinstance(result, ComparisonResult)  # wait is true
-        paths = result.save(folder)
+        linked = api.compare(
+            "ddp",
+            "async",
+            "local-sgd",
+            task="digits",
+            epochs=8,
+            batch_size=64,
+            link="1Gbit,0.5ms",
+            name="demo-link",
+        )
+        assert isinstance(race, ComparisonResult) and isinstance(linked, ComparisonResult)
+        paths = [*race.save(folder), *linked.save(Path(folder) / "link")]
     finally:
         api.stop()
     print(f"\nWritten in {time.monotonic() - start:.0f} s:", *paths, sep="\n  ")

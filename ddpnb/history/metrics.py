@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -196,3 +197,23 @@ def _longest_pause(at_seconds: Floats, begin: float, end: float) -> tuple[float,
     at = np.concatenate([[begin], within, [end]])
     longest = int(np.argmax(np.diff(at)))
     return float(at[longest]), float(at[longest + 1])
+
+
+class Efficiency(NamedTuple):
+    """The parts of efficiency, which is their product; NaN where they are not known."""
+
+    machine: float
+    communication: float
+
+
+def efficiency_of(of_ceiling: float, of_single: float, num_devices: int) -> Efficiency:
+    """Return the parts of efficiency.
+
+    Args:
+        of_ceiling: samples/s over those of the ceiling.
+        of_single: samples/s of the ceiling over those of ``single``.
+        num_devices: 0 for ``single`` itself, of which neither part means anything.
+    """
+    if num_devices == 0:
+        return Efficiency(math.nan, math.nan)
+    return Efficiency(of_single / num_devices, of_ceiling)

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.metrics import (
     StepSplit,
+    efficiency_of,
     first_reached,
     num_diverged,
     smoothed,
@@ -112,26 +112,6 @@ class StrategySummary:
     is_short: bool = False
     """Whether a run was over before its speed could be measured."""
     notes: tuple[str, ...] = ()
-
-
-class Efficiency(NamedTuple):
-    """The parts of efficiency, which is their product; NaN where they are not known."""
-
-    machine: float
-    communication: float
-
-
-def efficiency_of(of_ceiling: float, of_single: float, num_devices: int) -> Efficiency:
-    """Return the parts of efficiency.
-
-    Args:
-        of_ceiling: samples/s over those of the ceiling.
-        of_single: samples/s of the ceiling over those of ``single``.
-        num_devices: 0 for ``single`` itself, of which neither part means anything.
-    """
-    if num_devices == 0:
-        return Efficiency(math.nan, math.nan)
-    return Efficiency(of_single / num_devices, of_ceiling)
 
 
 def summarise(comparison: Comparison, target: Target | None = None) -> tuple[StrategySummary, ...]:

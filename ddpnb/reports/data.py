@@ -32,11 +32,10 @@ from ddpnb.history.align import make_aligner
 from ddpnb.history.claims import Ratio, Ratios, ratios_of
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.database import Floats, Records
-from ddpnb.history.metrics import step_split
+from ddpnb.history.metrics import efficiency_of, step_split
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.summary import (
     bytes_received,
-    efficiency_of,
     evaluations,
     num_devices,
     reported,
