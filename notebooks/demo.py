@@ -31,7 +31,8 @@ def main(folder: str) -> None:
             link="1Gbit,0.5ms",
             name="demo-link",
         )
-        assert isinstance(race, ComparisonResult) and isinstance(linked, ComparisonResult)
+        assert isinstance(race, ComparisonResult)  # wait is true
+        assert isinstance(linked, ComparisonResult)
         paths = [*race.save(folder), *linked.save(Path(folder) / "link")]
     finally:
         api.stop()
