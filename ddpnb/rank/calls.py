@@ -81,6 +81,7 @@ def validate(spec: RunSpec) -> Checked:
     """Check one training before anything trains."""
     engine = this_engine()
     cells.warn_again()
+    cells.announce(spec.source, engine.shell)
     with engine.adopted_group.during():
         return cells.interruptible(
             lambda: loop.validate(

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import IPython
 import torch
-from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellReport, CellSpec, Failure
@@ -157,6 +157,12 @@ def execute_script(spec: CellSpec, shell: Any) -> BaseException | None:
     finally:
         shell.events.trigger("post_execute")  # as matplotlib's figures need it
     return None
+
+
+def announce(source: str, shell: Any) -> None:
+    """Announce a cell that the shell does not run itself, e.g. to ``%autoreload``."""
+    info = ExecutionInfo(source, False, True, True, None)
+    shell.events.trigger("pre_run_cell", info)
 
 
 def warn_again() -> None:

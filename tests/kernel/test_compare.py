@@ -390,3 +390,23 @@ def test_tab_elsewhere_is_untouched(shared_kernel: Kernel):
     shared_kernel.run("shared_name = 1")
     assert shared_kernel.complete("shared_na") == ["shared_name"]
     assert "print" in shared_kernel.complete("%%ddp\npri")
+
+
+def test_a_module_that_was_edited_is_loaded_anew_for_a_comparison(kernel: Kernel, tmp_path: Path):
+    source = (
+        "def made():\n    import torch\n    return torch.nn.Sequential(torch.nn.Linear(8, {}))\n"
+    )
+    (tmp_path / "edited_model.py").write_text(source.format("2"))
+    reload = "%%ddp\n%load_ext autoreload\n%autoreload 2\nimport sys\n"
+    load = f"sys.path.insert(0, {str(tmp_path)!r})\nimport edited_model"
+    assert not kernel.run(reload + load).error
+    (tmp_path / "edited_model.py").write_text(source.format("2), torch.nn.Linear(2, 2"))
+    compared = "%%ddp_compare ddp --no-baseline --epochs 1 --batch-size 32 --name edited\n"
+    cell = kernel.run(
+        compared
+        + "import torch, edited_model\ndef model():\n    return edited_model.made()\n"
+        + "def data(split):\n    return torch.ones(64, 8), torch.zeros(64, dtype=torch.long)\n"
+    )
+    assert not cell.error, cell.error_text
+    assert kernel.value("_.to_frame().num_parameters.tolist()") == "[24]"
+    kernel.run("%%ddp\n%autoreload 0\nsys.path.pop(0)")

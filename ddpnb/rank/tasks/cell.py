@@ -315,6 +315,11 @@ def _required(defined: Mapping[str, Any], call: str, example: str) -> Callable[.
         raise UserError(f"The cell defines no {name}(); add one, e.g.  {example}.")
     if not callable(defined[name]):
         raise UserError(f"{name} in the cell is not a function; define it, e.g.  {example}.")
+    if isinstance(defined[name], nn.Module):
+        raise UserError(
+            f"{name} in the cell is a module, and each strategy needs a new one: "
+            f"define a function that makes it, e.g.  {example}."
+        )
     return _called_as(call, defined[name])
 
 

@@ -56,6 +56,12 @@ def _forward(replica: Replica, batch: Batch, strategy: Strategy) -> Tensor:
     model = Wrapped(replica.model) if strategy.wraps_model else replica.model
     where = f"on a batch of {num} samples, {shape_of(tree)}"
     result = attempt(f"{_STEP} failed {where}", partial(step, model, tree))
+    if isinstance(model, Wrapped) and not model.was_called:
+        raise UserError(
+            f"{_STEP} never calls model(...). What it calls in its place exchanges no gradients, "
+            "so each rank would train a model of its own: call model itself. "
+            'getattr(model, "module", model) is for its attributes.'
+        )
     loss = _checked_loss(_loss_in(result), _STEP)
     _check_own_mean(step, replica.model, batch)
     return loss
@@ -82,9 +88,11 @@ class Wrapped(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.was_called = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
+        self.was_called = True
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -439,6 +439,10 @@ BAD_STEPS = {
         STEP.replace("model(inputs)", "model(inputs[:, :model.in_features])"),
         r"AttributeError: DistributedDataParallel hides 'in_features' .* getattr\(model, 'module'",
     ),
+    "the model that DDP wraps": (
+        STEP.replace("model(inputs)", "getattr(model, 'module', model)(inputs)"),
+        r"training_step\(model, batch\) never calls model\(\.\.\.\).*: call model itself",
+    ),
     "leaves of other lengths": (
         STEP + "def data(split): return {'a': torch.ones(20, 4), 'b': (torch.ones(19),)}",
         r"returned 20 rows in \['a'\] but 19 in \['b'\]\[0\]; return one row for each sample",
