@@ -203,7 +203,7 @@ class DdpMagics(Magics):
     @argument("rank", type=int, help="one rank; the others keep their variables")
     @line_magic
     def ddp_debug(self, line: str) -> None:
-        """Look into a rank's last error with IPython's debugger: ``%ddp_debug 1``.
+        """Look into a rank's last error in a cell with IPython's debugger: ``%ddp_debug 1``.
 
         To stop at a line, write ``breakpoint()`` there and run the cell with ``%%ddp --debug 1``.
         """
