@@ -10,8 +10,8 @@ from nbclient import NotebookClient
 from tests.cluster.rig import DIGITS
 
 LESS = {
-    "--epochs 20 --batch-size 64 --repeats 3": "--epochs 1 --batch-size 64 --repeats 2",
-    "--epochs 8 --batch-size 64 --link": "--epochs 1 --batch-size 64 --link",
+    "--epochs 42 --batch-size 128 --repeats 3": "--epochs 1 --batch-size 128 --repeats 2",
+    "--epochs 8 --batch-size 128 --link": "--epochs 1 --batch-size 128 --link",
     "--epochs 20 --batch-size 512": "--epochs 2 --batch-size 512",
 }
 LESSON = Path(__file__).parents[2] / "notebooks" / "01_first_comparison.ipynb"
