@@ -124,7 +124,7 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
     is_stale = any(math.isfinite(s.staleness_max) for s in summaries)
     found = [RANGES[over] for over in overs if over]
     found += ["staleness: median / maximum"] if is_stale else []
-    if "machine" in shown and "communication" in shown:
+    if "efficiency" in shown and any(math.isfinite(s.machine) for s in summaries):
         found.append(
             "efficiency = machine × communication: no-comm over workers × single, "
             "and the strategy over no-comm"
@@ -189,6 +189,15 @@ def _speed_cell(summary: StrategySummary) -> Cell:
     return middle if math.isnan(speed.low) else replace(middle, quiet=_range(speed, number))
 
 
+def _efficiency(summary: StrategySummary) -> Cell:
+    """Return the efficiency, and below it its parts: machine × communication."""
+    whole = _judged(summary, percent(summary.efficiency))
+    if math.isnan(summary.machine) or math.isnan(summary.share_of_ceiling):
+        return whole
+    parts = percent(summary.machine), percent(summary.share_of_ceiling)
+    return replace(whole, quiet=" × ".join(parts))
+
+
 def _judged(summary: StrategySummary, text: str) -> Cell:
     """Return a number that depends on speed: in brackets, where that of the real one differs."""
     return Cell(text=f"({text})" if summary.is_emulated and text != NOTHING else text)
@@ -250,9 +259,7 @@ COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
     "speed-up": lambda summary: _judged(
         summary, f"{summary.speed_up:.2f}×" if math.isfinite(summary.speed_up) else NOTHING
     ),
-    "efficiency": lambda summary: _judged(summary, percent(summary.efficiency)),
-    "machine": lambda summary: Cell(text=percent(summary.machine)),
-    "communication": lambda summary: _judged(summary, percent(summary.share_of_ceiling)),
+    "efficiency": lambda summary: _efficiency(summary),
     "exposed": _exposed,
     "sent per step": lambda summary: Cell(text=size(summary.split.num_bytes_sent)),
     "received per step": lambda summary: Cell(text=size(summary.bytes_received)),

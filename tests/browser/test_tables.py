@@ -9,6 +9,7 @@ from playwright.sync_api import Browser, Page
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import Status
 from ddpnb.history.query import StoredRun
+from ddpnb.protocol.notation import Target
 from ddpnb.reports.findings import results_table
 from ddpnb.reports.listing import runs_table
 from ddpnb.reports.result import report_html
@@ -16,6 +17,7 @@ from tests.unit.history.fake_runs import fake_comparison, fake_run, header, spec
 
 OUTPUT_PIXELS = 988
 """Width of an output in a JupyterLab of 1440 pixels, with the file browser open."""
+TARGET = Target(value=0.3)
 LOOK = "<meta charset=utf-8><style>body { margin: 0; font: 14px/1.4 sans-serif }</style>"
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
@@ -33,7 +35,7 @@ def usual(repeats: int) -> Comparison:
     """Lesson 1's comparison: all columns that a CPU fills, with ranges."""
     runs = []
     for repeat in range(repeats):
-        for name in ("single", "dp", "ddp", "async"):
+        for name in ("single", "no-comm", "dp", "ddp", "async"):
             run = fake_run(name, repeat=repeat)
             report = replace(
                 run.snapshot().reports[0],
@@ -49,7 +51,7 @@ def usual(repeats: int) -> Comparison:
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_the_usual_comparison_fits_an_output(page: Page, repeats: int):
-    table = results_table(usual(repeats), 0.3)
+    table = results_table(usual(repeats), TARGET)
     page.set_content(LOOK + table.html())
     assert len(table.columns) == 11
     assert page.evaluate("document.querySelector('table').offsetWidth") <= OUTPUT_PIXELS
@@ -57,7 +59,7 @@ def test_the_usual_comparison_fits_an_output(page: Page, repeats: int):
 
 def test_the_usual_comparison_fits_the_report_html(page: Page):
     page.set_viewport_size({"width": 1440, "height": 900})
-    page.set_content(report_html(usual(3), b"", 0.3))
+    page.set_content(report_html(usual(3), b"", TARGET))
     around = "document.querySelector('table').parentElement"
     assert page.evaluate(f"{around}.scrollWidth <= {around}.clientWidth")
     page.set_viewport_size({"width": OUTPUT_PIXELS, "height": 900})
@@ -65,10 +67,10 @@ def test_the_usual_comparison_fits_the_report_html(page: Page):
 
 def test_a_table_that_does_not_fit_scrolls_alone_and_keeps_its_names(page: Page):
     page.set_viewport_size({"width": 480, "height": 900})
-    page.set_content(LOOK + results_table(usual(3), 0.3).html())
+    page.set_content(LOOK + results_table(usual(3), TARGET).html())
     page.evaluate("document.querySelector('table').parentElement.scrollLeft = 300")
     names = page.locator("tbody th")
-    assert [round(name.bounding_box()["x"]) for name in names.all()] == [0] * 4
+    assert [round(name.bounding_box()["x"]) for name in names.all()] == [0] * 5
     assert page.evaluate("document.documentElement.scrollWidth") == 480
     page.set_viewport_size({"width": OUTPUT_PIXELS, "height": 900})
 

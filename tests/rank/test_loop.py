@@ -84,7 +84,7 @@ def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
         assert all((e.staleness is None) == (strategy not in STALE) for e in mine)
         if mine:
             assert report.seconds >= mine[-1].seconds  # with what follows the last step
-    assert_judged(*reports, least=0.6 if strategy == "easgd" else 0.7)  # its centre moves late
+    assert_judged(*reports, least=0.5 if strategy == "easgd" else 0.7)  # its centre moves late
 
 
 def assert_judged(first: RunReport, *others: RunReport, least: float = 0.7) -> None:

@@ -434,10 +434,12 @@ def test_a_ceiling_has_no_part_in_the_sentence_and_never_misses_a_target():
 
 def test_efficiency_is_parted():
     table = results_table(fake_comparison(("single", "no-comm", "ddp")))
-    parts = [column(table, name) for name in ("efficiency", "machine", "communication")]
-    assert parts[1][0] == parts[2][0] == "–"  # of single itself
-    product = [float(part[2].split()[0]) / 100 for part in parts]
-    assert product[0] == pytest.approx(product[1] * product[2], abs=0.02)
+    at = [each.title for each in table.columns].index("efficiency")
+    single, _, ddp = (row[at] for row in table.rows)
+    assert single.quiet == ""
+    machine, communication = (float(part.split()[0]) for part in ddp.quiet.split(" × "))
+    whole = float(ddp.text.split()[0])
+    assert whole / 100 == pytest.approx(machine * communication / 1e4, abs=0.02)
     assert "efficiency = machine × communication" in table.text()
 
 
