@@ -176,6 +176,8 @@ def test_a_second_run_ends_and_stored_runs_stand_beside_it(page: Page) -> None:
     for label, value in (("epochs", "3"), ("name", "second")):
         page.get_by_label(label, exact=True).fill(value)
         page.keyboard.press("Tab")
+    magic = page.get_by_label("as a magic")  # what the kernel has of the form
+    expect(magic).to_have_value(re.compile("--epochs 3 .*--name second"), timeout=20_000)
     page.get_by_role("button", name="Run", exact=True).press("Space")
     expect(status(page)).to_contain_text("stored as second", timeout=120_000)
     table = cell(page, PANEL).locator("table")
