@@ -19,14 +19,14 @@ def main(folder: str) -> None:
     try:
         print(api.start(), "\n")
         race = api.compare(
-            "dp", "ddp", "async", task="digits", epochs=42, batch_size=128, repeats=3, name="demo"
+            "dp", "ddp", "async", task="digits", epochs=40, batch_size=128, repeats=3, name="demo"
         )
         linked = api.compare(
             "ddp",
             "async",
             "local-sgd",
             task="digits",
-            epochs=6,
+            epochs=5,
             batch_size=128,
             link="1Gbit,0.5ms",
             name="demo-link",
