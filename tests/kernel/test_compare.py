@@ -66,7 +66,7 @@ def test_efficiency_is_that_of_the_machine_times_that_of_communication(
     compared: Cell, kernel: Kernel
 ):
     text = compared.text
-    assert re.search(r"efficiency +machine +communication", text)
+    assert re.search(r"^ddp .* \(\d+ % × \d+ %\)", text, re.MULTILINE)
     assert "efficiency = machine × communication" in text
     (ceiling,) = re.findall(r"^no-comm .*$", text, re.MULTILINE)
     assert "100 %" in ceiling
