@@ -73,7 +73,7 @@ def stable_fraction(
 
 
 def stability_notes(runs: Sequence[RunSnapshot], staleness_median: float) -> tuple[str, ...]:
-    """Return the note for repeats whose momentum and staleness allow a small learning rate only.
+    """Return the note for repeats with a momentum at which only a small learning rate is stable.
 
     Args:
         runs: of one strategy; none while one still trains.

@@ -70,7 +70,7 @@ class StrategySummary:
     machine: float = math.nan
     """What the machine gives all devices at once: ``no-comm`` over devices times ``single``."""
     share_of_ceiling: float = math.nan
-    """Median samples/s over the median of ``no-comm`` in the same comparison: what communication
+    """Geometric mean, over the repeats, of samples/s over those of ``no-comm``: what communication
     leaves."""
     split: StepSplit = field(default_factory=StepSplit)
     final_loss: Spread = field(default_factory=Spread)
@@ -103,7 +103,7 @@ class StrategySummary:
     num_diverged: int = 0
     """Losses that were NaN or infinite."""
     sees_exposed: bool = True
-    """Whether communication that holds up the computing can be told from the rest."""
+    """Whether communication that holds up the computing can be distinguished from the rest."""
     is_on_cpu: bool = False
     is_ceiling: bool = False
     """Whether it was added as the ceiling, for its speed alone."""
@@ -145,7 +145,7 @@ def group_runs(runs: Sequence[RunSnapshot]) -> dict[StrategyKey, list[RunSnapsho
 def samples_per_second(run: RunSnapshot) -> float:
     """Return all samples over the training seconds of the slowest worker; NaN before any.
 
-    Of a ceiling, whose workers train for the same time: as if each were as slow as the slowest.
+    Of a ceiling, where all workers train for the same time: as if each were as slow as the slowest.
     """
     workers = _workers_of(run)
     if workers and run.spec is not None and run.spec.is_ceiling:
@@ -296,10 +296,11 @@ def _summary(
     stale = staleness_counts(counted)
     num_workers = max(map(_num_workers, counted), default=0)
     aiming = [r for r in counted if target and (evaluations(r) or not target.is_accuracy)]
-    reached = [time_to_target(run, target) for run in aiming if target is not None]
+    found = {run.run_id: time_to_target(run, target) for run in aiming if target is not None}
+    reached = list(found.values())
     samples: Mapping[int, float] = {}
     if target is not None and not target.is_accuracy:
-        samples = by_repeat(counted, lambda run: time_to_target(run, target)[1])
+        samples = by_repeat(counted, lambda run: found[run.run_id][1])
     single, ceiling = (
         rates[other] if (other := (comparison, each)) in settled else {}
         for each in (BASELINE, CEILING)

@@ -117,7 +117,7 @@ class RunHeader:
     num_devices: int = 0
     """GPUs, or ranks' shares of the CPU, that they compute on; 0: as many as workers."""
     sees_exposed: bool = True
-    """Whether communication that holds up the computing can be told from the rest."""
+    """Whether communication that holds up the computing can be distinguished from the rest."""
     is_emulated: bool = False
     """Whether the strategy is emulated; then its speed says nothing about the real one."""
     momentum: float = 0.0

@@ -259,7 +259,7 @@ COLUMNS: dict[str, Callable[[StrategySummary], Cell]] = {
     "speed-up": lambda summary: _judged(
         summary, f"{summary.speed_up:.2f}×" if math.isfinite(summary.speed_up) else NOTHING
     ),
-    "efficiency": lambda summary: _efficiency(summary),
+    "efficiency": _efficiency,
     "exposed": _exposed,
     "sent per step": lambda summary: Cell(text=size(summary.split.num_bytes_sent)),
     "received per step": lambda summary: Cell(text=size(summary.bytes_received)),
