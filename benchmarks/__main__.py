@@ -34,7 +34,7 @@ ALL = (
     "wire",
     "monitor",
 )
-"""Those that need no GPU and end soon; others, such as ``claims`` and ``papers``, are asked for by name."""
+"""Those that need no GPU and end soon.  Others, such as ``claims``, are asked for by name."""
 RESULTS = Path(__file__).parent / "results"
 
 
