@@ -46,6 +46,11 @@ class Comparison:
         names = [spec.strategy for spec in self.specs] + [run.name for run in self.runs]
         return tuple(dict.fromkeys(names))
 
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The names of the further numbers that steps of these runs reported beside the loss."""
+        return tuple(dict.fromkeys(name for run in self.runs for name in run.metric_curves))
+
     def with_runs(self, runs: Sequence[RunSnapshot]) -> "Comparison":
         """Return this comparison with other runs, or the same runs at another moment."""
         return replace(self, runs=tuple(runs))

@@ -25,6 +25,11 @@ PRIORITY = 100
 CELL = re.compile(r"\s*%%(?:rank[ \t]+(\d*)|ddp(?=[ \t]|$)(?:.*--ranks[ =](\d+))?)", re.MULTILINE)
 """The magic of a cell that runs on ranks, and the first rank that it names."""
 
+PULL = re.compile(r"[ \t]*(?:[^\W\d]\w*[ \t]*=[ \t]*)?%ddp_pull[ \t]+(.*)")
+"""A line whose expression is of the ranks, up to a place in it."""
+
+PULL_OPTION = re.compile(r"--(?:ranks[ =]+(\d*)\S*|as[ =]+\S*)[ \t]+")
+
 BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
 
 NOTEBOOK_MAGICS = re.compile(r"^%(%ddp|%rank|ddp_|load_ext|reload_ext|unload_ext)", re.MULTILINE)
@@ -142,6 +147,11 @@ class RankNames:
     def _asked(self, source: str, offset: int) -> "Place | None":
         """Return a place in a cell as the rank that it runs on sees it; None if it has none."""
         magic = CELL.match(source)
+        pulled = PULL.fullmatch(source[:offset].rpartition("\n")[2])
+        if pulled is not None and magic is None:
+            expression = PULL_OPTION.sub("", pulled[1])
+            named = next((match[1] for match in PULL_OPTION.finditer(pulled[1]) if match[1]), "")
+            return Place(expression, len(expression), int(named) if named else None)
         if magic is None and not self._redirects(source):
             return None
         rank, begin = None, 0

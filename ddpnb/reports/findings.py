@@ -4,7 +4,7 @@ What the sentence claims of speeds is in ``history.claims``; it claims nothing o
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -141,6 +141,10 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
             "exposed: share of a step in which a rank exchanges tensors or waits for other ranks, "
             "and computes nothing"
         )
+    for name in _own_metrics(summaries):
+        judged = [s for s in summaries if name in s.held_out_metrics]
+        if unknown := [s.name for s in judged if math.isnan(s.held_out_metrics[name].middle)]:
+            found.append(f"held-out {name} is NaN for {listed(unknown)}")
     if "memory per rank" in shown:
         found.append("memory per rank: parameters and optimizer state, then the state alone")
     found += _intervals(summaries)
@@ -279,13 +283,18 @@ def _columns_of(
     summaries: Sequence[StrategySummary],
 ) -> dict[str, Callable[[StrategySummary], Cell]]:
     """Return all columns; those of the cell's own metrics follow the other held-out scores."""
-    names = dict.fromkeys(name for summary in summaries for name in summary.held_out_metrics)
+    names = _own_metrics(summaries)
     at = list(COLUMNS).index("held-out accuracy") + 1
     columns = list(COLUMNS.items())
     own = [(f"held-out {name}", partial(_held_out, name)) for name in names]
     logged = dict.fromkeys(name for summary in summaries for name in summary.last_metrics)
     own += [(f"last {name}", partial(_last, name)) for name in logged]
     return dict([*columns[:at], *own, *columns[at:]])
+
+
+def _own_metrics(summaries: Sequence[StrategySummary]) -> Iterable[str]:
+    """Return the names of what the cell's own functions measure on held-out samples."""
+    return dict.fromkeys(name for summary in summaries for name in summary.held_out_metrics)
 
 
 def _held_out(name: str, summary: StrategySummary) -> Cell:

@@ -16,7 +16,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import Target, parse_target
 from ddpnb.reports.data import document, evaluations_frame, runs_frame, steps_frame, write_events
 from ddpnb.reports.findings import results_table, sentence
-from ddpnb.reports.formatting import title
+from ddpnb.reports.formatting import listed, title
 from ddpnb.reports.script import num_ranks_of, script
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table, pairs_table
@@ -78,7 +78,13 @@ class ComparisonResult:
 
     def table(self) -> Table:
         """Return one row per strategy: speed, cost of communication, scores; and notes."""
-        return results_table(self.comparison, self.options.target)
+        table = results_table(self.comparison, self.options.target)
+        y, known = self.options.y, self.comparison.measured
+        if not y or y in known or not self.comparison.runs:
+            return table
+        others = listed(known) if known else "nothing but the loss"
+        note = f"nothing is drawn for --y {y}: the steps of these runs measured {others}"
+        return replace(table, notes=(*table.notes, note))
 
     def plot(
         self, *, x: str | None = None, log: bool | None = None, target: float | str | None = None

@@ -281,14 +281,13 @@ class Session:
         if not names:
             raise UserError("Name the runs to draw, as %ddp_runs lists them.")
         found = self.store.load(*names)
-        measured = dict.fromkeys(name for run in found.runs for name in run.metric_curves)
-        if options.y and options.y not in measured:
-            if not measured:
+        if options.y and options.y not in found.measured:
+            if not found.measured:
                 raise UserError(
                     f"These runs measured nothing but the loss, so no {options.y}: return it from "
                     "training_step, in a dict beside the loss."
                 )
-            raise one_of("number", options.y, measured)
+            raise one_of("number", options.y, found.measured)
         return ComparisonResult(found, options)
 
     def names(self) -> tuple[str, ...]:

@@ -41,6 +41,13 @@ def test_tab_asks_the_rank_that_the_cell_names(names: Kernel):
     assert names.complete("%%ddp\nonly_on_") == []
 
 
+def test_tab_completes_what_is_pulled(names: Kernel):
+    assert names.complete("%ddp_pull held_") == ["held_there"]
+    assert names.complete("x = 1\nmine = %ddp_pull --as mine held_there.we") == [".weight"]
+    assert names.complete("%ddp_pull --ranks 1 only_on_") == ["only_on_one"]
+    assert "--ranks" in names.complete("%ddp_pull --ra")
+
+
 def test_other_cells_are_the_notebooks(names: Kernel):
     assert names.complete("held_") == ["held_here"]
     assert names.complete("%%local\nheld_") == ["held_here"]

@@ -96,6 +96,7 @@ class LiveFigure:
                 x_label=X_LABELS[x],
                 log=options.log,
                 target=_marked(options, is_accuracy=False),
+                awaited=options.y or "the first steps",
             )
             for x in across
         }

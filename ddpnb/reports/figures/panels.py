@@ -52,6 +52,7 @@ class CurvePanel:
         target: the height of a line across; None: no line.
         names_marks: whether marks are named as well as shown.
         is_share: whether the y axis ends at 1, and begins near the lowest share.
+        awaited: what is waited for until there is a line.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class CurvePanel:
         target: float | None = None,
         names_marks: bool = False,
         is_share: bool = False,
+        awaited: str = "the first steps",
     ) -> None:
         self.axes = axes
         self._is_log = log
@@ -83,7 +85,7 @@ class CurvePanel:
         self._waiting = axes.text(
             0.5,
             0.5,
-            "waiting for the first steps",
+            f"waiting for {awaited}",
             ha="center",
             va="center",
             fontsize=SMALL_POINTS,

@@ -1,3 +1,4 @@
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -14,6 +15,8 @@ from ddpnb.reports.findings import results_table, sentence
 from ddpnb.reports.formatting import duration, number, percent, short, size, styles
 from ddpnb.reports.listing import ranks_table, runs_table
 from ddpnb.reports.progress import progress_of
+from ddpnb.reports.result import ComparisonResult
+from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Cell, Column, Table, in_two_lines
 from tests.unit.history.fake_runs import batch, fake_comparison, fake_run, header, run_of, spec
 from tests.unit.history.test_summary import timed
@@ -324,11 +327,26 @@ def test_the_sentence_tells_of_emulation_scores_and_trouble():
     assert "async's loss became NaN or infinite" in found
 
 
-def reported(strategy: str, **changes: int) -> Run:
+def reported(strategy: str, **changes: object) -> Run:
     """A run whose first rank reports more than usual."""
     run = fake_run(strategy, num_steps=30)
     run.add_report(replace(run.snapshot().reports[0], **changes))
     return run
+
+
+def test_a_metric_that_is_nan_is_told():
+    scores = {"single": {"f1": 0.5}, "ddp": {"f1": math.nan}, "async": {"f1": math.nan}}
+    runs = [reported(name, held_out_metrics=found) for name, found in scores.items()]
+    assert "held-out f1 is NaN for ddp and async" in results_table(of_runs(*runs)).text()
+    assert "held-out f1 is NaN for ddp" in results_table(of_runs(runs[1])).notes
+    assert "NaN" not in results_table(of_runs(runs[0])).text()
+
+
+def test_what_no_run_measured_is_not_drawn_and_said():
+    runs = of_runs(fake_run("ddp", num_steps=30))
+    told = "nothing is drawn for --y f1: the steps of these runs measured nothing but the loss"
+    assert told in repr(ComparisonResult(runs, PlotOptions(y="f1")))
+    assert "--y" not in repr(ComparisonResult(runs))
 
 
 def of_runs(*runs: Run) -> Comparison:
