@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,7 +127,7 @@ VALUES = {"--device": DEVICES, "--backend": BACKENDS, "--link": tuple(LINKS)} | 
 """The values that an option takes."""
 
 
-def complete_magics(shell: InteractiveShell, magics: Magics) -> None:
+def complete_magics(shell: InteractiveShell, magics: Sequence[Magics]) -> None:
     """Register the completion of the magics' lines with the shell."""
 
     @context_matcher()  # type: ignore[untyped-decorator]
@@ -150,7 +150,7 @@ def complete_magics(shell: InteractiveShell, magics: Magics) -> None:
 
 
 def following(
-    magics: Magics, words: list[str], namespace: dict[str, object], prefix: str
+    magics: Sequence[object], words: list[str], namespace: dict[str, object], prefix: str
 ) -> Iterator[SimpleCompletion]:
     """Yield what may follow in a line, names before options; nothing in lines of other magics.
 
@@ -173,7 +173,8 @@ def following(
             yield from of_kind("value", VALUES[option])
         case _:
             yield from names(name, namespace, prefix)
-            yield from of_kind("option", options(getattr(magics, name, None)))
+            found = next((getattr(each, name) for each in magics if hasattr(each, name)), None)
+            yield from of_kind("option", options(found))
 
 
 def of_kind(kind: str, texts: Iterable[str]) -> Iterator[SimpleCompletion]:

@@ -26,6 +26,7 @@ from ddpnb.magics.arguments import (
     no_arguments,
     training_arguments,
 )
+from ddpnb.magics.inside import InsideMagics
 from ddpnb.magics.rank_cells import AutoCells, RankNames
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
@@ -382,8 +383,9 @@ def load(shell: InteractiveShell) -> None:
     """Register the magics and their completion."""
     magics = DdpMagics(shell)
     magics.auto.install()
-    shell.register_magics(magics)
-    complete_magics(shell, magics)
+    inside = InsideMagics(shell)
+    shell.register_magics(magics, inside)
+    complete_magics(shell, (magics, inside))
     magics.names.install()
     if removed := remove_leftovers():
         print(f"Removed files of {counted(len(removed), 'crashed cluster')}: {removed[0].name} ...")

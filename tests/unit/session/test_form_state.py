@@ -63,7 +63,7 @@ def test_the_users_own_cell_is_part_of_the_magic():
 
 
 def test_an_emulated_link_is_completed_and_chosen_in_the_panel():
-    offered = following(DdpMagics, ["%ddp_compare", "ddp", "--link"], {}, "")
+    offered = following((DdpMagics,), ["%ddp_compare", "ddp", "--link"], {}, "")
     assert [each.text for each in offered] == ["10GbE", "1GbE", "wifi", "pcie4"]
     state = FormState(**(CHOSEN | {"choices": {"link": "1Gbit, 0.5ms"}}))
     assert state.line().endswith("--link 1Gbit,0.5ms")

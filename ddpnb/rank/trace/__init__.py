@@ -1,0 +1,1 @@
+"""What a rank does inside one step or one cell, recorded."""
