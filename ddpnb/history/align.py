@@ -68,9 +68,10 @@ def make_aligner(header: RunHeader | None, spec: RunSpec | None, num_ranks: int 
     """
     if header is None or not header.synchronous:
         return AsynchronousAligner(header.num_workers if header else num_ranks)
-    return SynchronousAligner(
-        header.num_workers, spec.global_batch(header.num_workers) if spec else None
-    )
+    if spec is None:
+        return SynchronousAligner(header.num_workers, None)
+    batch_size = spec.global_batch(header.num_workers)
+    return SynchronousAligner(header.num_workers, batch_size, is_ceiling=spec.is_ceiling)
 
 
 @final
@@ -150,11 +151,16 @@ class SynchronousAligner(StepAligner):
     Args:
         num_workers: how many workers there are.
         batch_size: over all workers together; None if not known.
+        is_ceiling: whether the ranks stop after the same time, and not after the same step.
+            Steps that a slower rank did not make are none then.
     """
 
-    def __init__(self, num_workers: int, batch_size: int | None) -> None:
+    def __init__(
+        self, num_workers: int, batch_size: int | None, *, is_ceiling: bool = False
+    ) -> None:
         self._num_workers = num_workers
         self._batch_size = batch_size
+        self._is_ceiling = is_ceiling
         self._ranks: set[int] = set()
         self._first_share = 0
         self._pending: list[Records] = []
@@ -171,6 +177,8 @@ class SynchronousAligner(StepAligner):
 
     def end(self) -> AlignedUpdates:
         """Return the steps that not every rank has reported."""
+        if self._is_ceiling:
+            return self._release(self._num_reports())
         self._has_ended = True
         return self._release(0)
 

@@ -51,6 +51,13 @@ def test_a_strategy_that_reports_its_waiting_is_believed():
     assert waiting_of(updates.rows) == {0: (0.25, 4.0), 1: (0.0, 1.0)}
 
 
+def test_steps_of_a_ceiling_that_only_the_faster_rank_made_are_none():
+    aligner = SynchronousAligner(2, 20, is_ceiling=True)
+    aligner.add(reported(0, *(timed(step, 1.0 + step) for step in range(4))))
+    assert aligner.add(reported(1, timed(0, 4.0))).seconds.tolist() == [4.0]
+    assert aligner.end().seconds.tolist() == []
+
+
 def test_a_share_that_comes_late_counts_to_the_next_step():
     aligner = SynchronousAligner(2, 20)
     aligner.add(reported(0, *(timed(step, step + 1.0) for step in range(MAX_LAG_STEPS + 2))))
