@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddpnb.api import (
+        check,
         compare,
         debug,
         delete,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UserError",
+    "check",
     "compare",
     "debug",
     "delete",

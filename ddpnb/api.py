@@ -11,6 +11,7 @@ from ddpnb.protocol.messages import Script
 from ddpnb.protocol.notation import parse_target
 from ddpnb.protocol.options import typed
 from ddpnb.protocol.training_options import make_training_spec, takes_training_options
+from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.result import export as write_export
@@ -371,3 +372,25 @@ def report(name: str, path: Path | str) -> Path:
         raise UserError(f"The name of a report ends with .html, unlike {target.name}.")
     export(name, target)
     return target
+
+
+# -- inside --------------------------------------------------------------------------------
+
+
+@typed
+def check(*names: str) -> ReplicaCheck:
+    """Compare the replicas of all ranks; the twin of ``%ddp_check``.
+
+    Nothing on the ranks changes, and no collective is called.
+
+    Args:
+        *names: models, optimizers, tensors, dicts of tensors, or expressions that lead to one;
+            by default all models and optimizers among the ranks' variables.
+
+    Returns:
+        The result: ``.is_same``, ``.sentence()``, ``.table()``.
+
+    Raises:
+        UserError: there is nothing to compare, or a rank is busy.
+    """
+    return this_session().check(names)

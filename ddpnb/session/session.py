@@ -19,11 +19,13 @@ from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
+from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
+from ddpnb.session import inside
 from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
 from ddpnb.session.cells import Prompt, RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
@@ -234,6 +236,12 @@ class Session:
         if ranks is not None and len(chosen) == 1:
             return values[0]
         return dict(zip(chosen, values, strict=True))
+
+    # -- inside ----------------------------------------------------------------------
+
+    def check(self, names: Sequence[str]) -> ReplicaCheck:
+        """Compare what the ranks hold; see ``ddpnb.check``."""
+        return inside.check(self._require_idle(), names)
 
     # -- comparisons -----------------------------------------------------------------
 
