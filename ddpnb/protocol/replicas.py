@@ -7,9 +7,14 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from ddpnb.protocol.errors import UserError
+
 CHUNK_ELEMENTS = 2**16
 """Elements of a tensor that have one digest, and that a rank sends together."""
 DIGEST_BYTES = 16
+
+MAX_SAMPLES = 1_000_000
+MAX_EPOCHS = 20
 
 Indices = NDArray[np.int64]
 """Samples, in the order in which they are handed out."""
@@ -98,6 +103,14 @@ class SamplerSpec:
     num_epochs: int = 3
     sets_epoch: bool = True
     """Whether ``set_epoch`` is called before each epoch."""
+
+    def __post_init__(self) -> None:
+        for flag, value, most in (
+            ("-n", self.num_samples, MAX_SAMPLES),
+            ("--epochs", self.num_epochs, MAX_EPOCHS),
+        ):
+            if not 1 <= value <= most:
+                raise UserError(f"{flag} takes a whole number from 1 to {most:,}, not {value:,}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from numpy.typing import NDArray
 
 from ddpnb.protocol.catalogue import STRATEGIES
@@ -21,7 +22,7 @@ from ddpnb.protocol.messages import (
     StaleVariable,
 )
 from ddpnb.protocol.notation import parse_strategy
-from ddpnb.protocol.replicas import Part, RankReplica
+from ddpnb.protocol.replicas import Part, RankReplica, RankSamples, SamplerSpec
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, variables
 from ddpnb.rank.engine import RankEngine
@@ -169,6 +170,22 @@ def elements(name: str, part: Part, tensor: str, chunks: tuple[int, ...]) -> NDA
     """Return the values in some chunks of a tensor; see ``replicas.elements``."""
     namespace = this_engine().shell.user_ns
     return cells.interruptible(lambda: replicas.elements(name, part, tensor, chunks, namespace))
+
+
+@or_failure
+def samples(spec: SamplerSpec) -> RankSamples:
+    """Return which samples this rank gets; see ``replicas.samples``."""
+    engine = this_engine()
+    state = engine.group.state()
+    return cells.interruptible(
+        lambda: replicas.samples(
+            spec,
+            engine.shell.user_ns,
+            rank=state.rank,
+            num_ranks=state.world_size,
+            device=torch.device(state.device),
+        )
+    )
 
 
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:

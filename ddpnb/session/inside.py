@@ -6,8 +6,10 @@ from typing import Any
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Failure, OnRank
+from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.reports.inside.causes import with_causes
 from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, check_held, find, measured
+from ddpnb.reports.inside.samples import Handout, handout_of
 from ddpnb.session.variables import answers, cause_of
 
 # -- are the replicas the same? ------------------------------------------------------------
@@ -40,5 +42,13 @@ def ask(
     found = answers(cluster, cluster.submit(OnRank(function), *arguments, ranks=chosen))
     for each in found:
         if isinstance(each, Failure):
-            raise UserError(f"Rank {each.rank} cannot be looked into: {cause_of(each)}")
+            raise UserError(f"Rank {each.rank} cannot answer: {cause_of(each)}")
     return found
+
+
+# -- which rank gets which samples? --------------------------------------------------------
+
+
+def samples(cluster: Cluster, spec: SamplerSpec) -> Handout:
+    """Return what a sampler hands out to each rank, as the ranks read it."""
+    return handout_of(spec, ask(cluster, "samples", spec))

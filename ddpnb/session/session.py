@@ -19,7 +19,9 @@ from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
+from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.reports.inside.replicas import ReplicaCheck
+from ddpnb.reports.inside.samples import Handout, handout_of_run
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
 from ddpnb.reports.result import ComparisonResult
@@ -242,6 +244,13 @@ class Session:
     def check(self, names: Sequence[str]) -> ReplicaCheck:
         """Compare what the ranks hold; see ``ddpnb.check``."""
         return inside.check(self._require_idle(), names)
+
+    def samples(self, spec: SamplerSpec) -> Handout:
+        """Return which rank gets which samples; see ``ddpnb.samples``."""
+        name = spec.expression
+        if name and name in self.names():
+            return handout_of_run(name, self.store.load(name))
+        return inside.samples(self._require_idle(), spec)
 
     # -- comparisons -----------------------------------------------------------------
 

@@ -1,10 +1,12 @@
-"""What this rank's replica holds, as digests: read without changing anything (ranks).
+"""What this rank's replica holds, and which samples it gets: read without a change (ranks).
 
 No collective is called.  Each rank answers for itself, also where the others are gone.
 """
 
 import contextlib
+import copy
 import hashlib
+import itertools
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,19 +17,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from ddpnb.protocol.errors import closest, kind_of, summary_of
+from ddpnb.protocol.errors import UserError, closest, kind_of, summary_of
 from ddpnb.protocol.replicas import (
     CHUNK_ELEMENTS,
     DIGEST_BYTES,
     Held,
     Part,
     RankReplica,
+    RankSamples,
+    SamplerSpec,
     TensorDigest,
 )
+from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.batches import leaves
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+DATA = ("dataset", "data_source")
+"""The attributes in which samplers keep their data set, which is not copied."""
+MAX_INDICES = 1_000_000
+"""Of all epochs together, on one rank."""
 
 Named = Iterator[tuple[str, Any]]
 
@@ -310,3 +321,75 @@ def random_digests() -> dict[str, TensorDigest]:
             kind, keys, *rest = np.random.get_state()
             states["numpy"] = repr((kind, rest)).encode() + np.asarray(keys).tobytes()
     return {name: TensorDigest(digests=hashed(state)) for name, state in states.items()}
+
+
+# -- samples -------------------------------------------------------------------------------
+
+
+def samples(
+    spec: SamplerSpec, namespace: dict[str, Any], *, rank: int, num_ranks: int, device: torch.device
+) -> RankSamples:
+    """Return the samples that this rank gets, by torch's own sampler, or a copy of the user's."""
+    if spec.expression:
+        held = sampler_in(eval(spec.expression, namespace))
+        layers = layers_of(held)
+        data = [getattr(each, name) for each in layers for name in DATA if hasattr(each, name)]
+        memo = {id(each): each for each in data}  # not copied
+        sampler = copy.deepcopy(held, memo)
+        num_samples = next((len(each) for each in data if hasattr(each, "__len__")), 0)
+    else:
+        num_samples = spec.num_samples
+        sampler = DistributedSampler(
+            range(num_samples),  # type: ignore[arg-type]  # all that it needs is a length
+            num_replicas=num_ranks,
+            rank=rank,
+            shuffle=spec.shuffle,
+            drop_last=spec.drop_last,
+        )
+    layers = layers_of(sampler)
+    settable = [each for each in layers if hasattr(each, "set_epoch")]
+    most = MAX_INDICES // spec.num_epochs
+    epochs = []
+    with preserve_globals(device):
+        for epoch in range(spec.num_epochs):
+            for each in settable if spec.sets_epoch else ():
+                each.set_epoch(epoch)
+            epochs.append(list(itertools.islice(numbers(sampler), most + 1)))
+    return RankSamples(
+        rank=rank,
+        kind=type(layers[-1]).__name__,
+        num_samples=num_samples,
+        epochs=tuple(np.array(each[:most], dtype=np.int64) for each in epochs),
+        is_cut=any(len(each) > most for each in epochs),
+        has_set_epoch=bool(settable),
+    )
+
+
+def sampler_in(value: Any) -> Any:
+    """Return the sampler of a ``DataLoader``, or the sampler itself."""
+    if isinstance(value, DataLoader):
+        if isinstance(value.dataset, IterableDataset):
+            raise UserError(
+                "its IterableDataset chooses the samples by its own code, without a sampler"
+            )
+        return value.sampler if value.batch_sampler is None else value.batch_sampler
+    if isinstance(value, Sampler):
+        return value
+    raise UserError(f"it is {kind_of(value)}: name a sampler or a DataLoader")
+
+
+def layers_of(sampler: Any) -> list[Any]:
+    """Return a sampler and those that it draws from, the innermost last."""
+    layers = [sampler]
+    while isinstance(inner := getattr(layers[-1], "sampler", None), Sampler):
+        layers.append(inner)
+    return layers
+
+
+def numbers(sampler: Any) -> Iterator[int]:
+    """Yield the samples of an epoch, also those of batches."""
+    for item in sampler:
+        if isinstance(item, list | tuple):
+            yield from map(int, item)
+        else:
+            yield int(item)

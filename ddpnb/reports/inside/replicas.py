@@ -106,9 +106,11 @@ def check_held(replicas: Sequence[RankReplica], *, is_named: bool) -> None:
             advice = held[absent[0]].problem or "make it in a %%ddp cell first."
             raise UserError(f"No rank has {name}; {advice}")
         if absent:
-            others = [rank for rank in held if rank not in absent]
-            others = spoken_ranks([rank for rank in held if rank not in absent])
-            raise UserError(f"Only {others} has {name}: make it on {spoken_ranks(absent)} too.")
+            there = [rank for rank in held if rank not in absent]
+            raise UserError(
+                f"Only {spoken_ranks(there)} {_has(there)} {name}: "
+                f"make it on {spoken_ranks(absent)} too."
+            )
         for rank, each in held.items():
             if each.problem:
                 raise UserError(f"{name} on rank {rank} {each.problem}.")
