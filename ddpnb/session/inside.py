@@ -42,7 +42,9 @@ def ask(
     found = answers(cluster, cluster.submit(OnRank(function), *arguments, ranks=chosen))
     for each in found:
         if isinstance(each, Failure):
-            raise UserError(f"Rank {each.rank} cannot answer: {cause_of(each)}")
+            is_ours = each.name == UserError.__name__
+            cause = each.text if is_ours else f"cannot answer: {cause_of(each)}"
+            raise UserError(f"Rank {each.rank} {cause}")
     return found
 
 

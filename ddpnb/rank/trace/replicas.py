@@ -113,8 +113,7 @@ def held_under(name: str, namespace: dict[str, Any]) -> Held:
     try:
         value = eval(name, namespace)
     except NameError as error:
-        near = closest(error.name or "", [each for each in namespace if each[:1] != "_"])
-        return Held(is_missing=True, problem=f"did you mean {near}?" if near else "")
+        return Held(is_missing=True, problem=meant(error, namespace))
     except Exception as error:  # noqa: BLE001  the user's expression
         return Held(problem=f"raises {summary_of(error)}")
     try:
@@ -135,6 +134,12 @@ def held_under(name: str, namespace: dict[str, Any]) -> Held:
         sharded=sharded,
         **content.facts,
     )
+
+
+def meant(error: NameError, namespace: Mapping[str, Any]) -> str:
+    """Return which variable was probably meant; empty if none is like it."""
+    near = closest(error.name or "", [name for name in namespace if not name.startswith("_")])
+    return f"did you mean {near}?" if near else ""
 
 
 def content_of(value: Any, namespace: Mapping[str, Any]) -> Content:
@@ -331,7 +336,7 @@ def samples(
 ) -> RankSamples:
     """Return the samples that this rank gets, by torch's own sampler, or a copy of the user's."""
     if spec.expression:
-        held = sampler_in(eval(spec.expression, namespace))
+        held = sampler_in(spec.expression, namespace)
         layers = layers_of(held)
         data = [getattr(each, name) for each in layers for name in DATA if hasattr(each, name)]
         memo = {id(each): each for each in data}  # not copied
@@ -365,17 +370,24 @@ def samples(
     )
 
 
-def sampler_in(value: Any) -> Any:
+def sampler_in(name: str, namespace: dict[str, Any]) -> Any:
     """Return the sampler of a ``DataLoader``, or the sampler itself."""
-    if isinstance(value, DataLoader):
-        if isinstance(value.dataset, IterableDataset):
-            raise UserError(
-                "its IterableDataset chooses the samples by its own code, without a sampler"
-            )
+    try:
+        value = eval(name, namespace)
+    except NameError as error:
+        near = meant(error, namespace)
+        raise UserError(
+            f"has no {name}, and no stored run has that name{f'; {near}' if near else '.'}"
+        ) from None
+    if isinstance(value, DataLoader) and not isinstance(value.dataset, IterableDataset):
         return value.sampler if value.batch_sampler is None else value.batch_sampler
+    if isinstance(value, DataLoader):
+        raise UserError(
+            f"has no sampler for {name}: its IterableDataset chooses the samples by its own code."
+        )
     if isinstance(value, Sampler):
         return value
-    raise UserError(f"it is {kind_of(value)}: name a sampler or a DataLoader")
+    raise UserError(f"holds {kind_of(value)} as {name}: name a sampler or a DataLoader.")
 
 
 def layers_of(sampler: Any) -> list[Any]:

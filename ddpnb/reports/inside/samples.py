@@ -1,6 +1,5 @@
 """Which rank gets which samples, and which worker which shards, as a picture and text (kernel)."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -13,8 +12,8 @@ from ddpnb.history.model import RunSnapshot
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.protocol.replicas import Indices, RankSamples, SamplerSpec
-from ddpnb.reports.formatting import counted, listed
-from ddpnb.reports.result import SCREEN_DPI, image_html
+from ddpnb.reports.formatting import counted, listed, percent
+from ddpnb.reports.result import Picture, image_html
 from ddpnb.reports.style import INK, MUTED, PAPER, TITLE_POINTS, contrast_on_white
 from ddpnb.reports.table import Column, Table, table_row
 
@@ -96,34 +95,21 @@ class Row:
 
 
 @final
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Handout:
-    """Who gets what: a picture in a notebook, text elsewhere.
+    """Who gets what: a picture in a notebook, text elsewhere."""
 
-    Args:
-        title: one line.
-        unit: what a cell is, ``"sample"`` or ``"shard"``.
-        rows: one for each epoch.
-        notes: sentences for below.
-        absent_note: what it means that nobody has a cell.
-    """
-
-    def __init__(
-        self,
-        title: str,
-        *,
-        unit: str,
-        rows: Sequence[Row],
-        notes: Sequence[str] = (),
-        absent_note: str,
-    ) -> None:
-        self.title = title
-        self.unit = unit
-        self.who = "rank" if unit == "sample" else "worker"
-        self.rows = tuple(rows)
-        self.absent_note = absent_note
-        hidden = len(rows) - MAX_ROWS
-        more = [f"{counted(hidden, 'row')} more {'is' if hidden == 1 else 'are'} not drawn."]
-        self.notes = (*notes, *(more if hidden > 0 else ()))
+    title: str
+    unit: str
+    """What a cell is: ``"sample"``, or ``"shard"``."""
+    who: str
+    """Who gets it: ``"rank"``, or ``"worker"``."""
+    rows: tuple[Row, ...]
+    """One for each epoch."""
+    notes: tuple[str, ...]
+    """Sentences for below."""
+    absent_note: str
+    """What it means that nobody has a cell."""
 
     def sentence(self) -> str:
         """Return what the rows show, in a few sentences."""
@@ -162,21 +148,15 @@ class Handout:
                     lines.append(f"  {what}: {_numbers(found)}")
         return "\n".join([*lines, "", *self.notes]).rstrip()
 
-    def plot(self) -> "Figure":
-        """Return the picture as a matplotlib figure."""
-        return draw(self)
-
-    def png(self, dpi: float = SCREEN_DPI) -> bytes:
-        """Return the picture as a PNG."""
-        buffer = io.BytesIO()
-        self.plot().savefig(buffer, format="png", dpi=dpi)
-        return buffer.getvalue()
+    def plot(self) -> Picture:
+        """Return the picture; ``.figure`` is a matplotlib figure."""
+        return Picture(draw(self), self.sentence())
 
     __repr__ = text
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
         """Return picture and table together, and each alone as a fallback."""
-        png = self.png()
+        png = self.plot().png()
         whole = f"<details><summary>In words</summary><pre>{escape(self.text())}</pre></details>"
         html = image_html(png, self.sentence()) + self.table().html() + whole
         return {"text/plain": self.text(), "text/html": html, "image/png": png}
@@ -189,6 +169,12 @@ def _numbers(indices: Indices) -> str:
     shown = " ".join(map(str, indices[:MAX_LISTED]))
     num_more = len(indices) - MAX_LISTED
     return shown if num_more <= 0 else f"{shown} ... ({num_more:,} more)"
+
+
+def _hidden(rows: Sequence[Row]) -> list[str]:
+    """Return the note on rows that are not drawn."""
+    is_all = len(rows) <= MAX_ROWS
+    return [] if is_all else [f"The first {MAX_ROWS} of {len(rows)} rows are shown."]
 
 
 # -- of a sampler --------------------------------------------------------------------------
@@ -211,11 +197,12 @@ def handout_of(spec: SamplerSpec, found: Sequence[RankSamples]) -> Handout:
         for number in range(spec.num_epochs)
     ]
     return Handout(
-        f"{spec.expression or first.kind}: {counted(num_samples, 'sample')} "
+        title=f"{spec.expression or first.kind}: {counted(num_samples, 'sample')} "
         f"over {counted(len(found), 'rank')}{_settings(spec, first)}",
         unit="sample",
-        rows=rows,
-        notes=_sampler_notes(spec, found, rows),
+        who="rank",
+        rows=tuple(rows),
+        notes=(*_sampler_notes(spec, found, rows), *_hidden(rows)),
         absent_note="no rank gets it: left out",
     )
 
@@ -303,10 +290,11 @@ def handout_of_run(name: str, comparison: Comparison) -> Handout:
         for begin in range(0, end, SHARDS_PER_ROW)
     ]
     return Handout(
-        f"{run.comparison}/{run.name}: shards, in the order in which they were handed out",
+        title=f"{run.comparison}/{run.name}: shards, in the order in which they were handed out",
         unit="shard",
-        rows=rows,
-        notes=_run_notes(run, shards, end),
+        who="worker",
+        rows=tuple(rows),
+        notes=(*_run_notes(run, shards, end), *_hidden(rows)),
         absent_note="nobody has trained on it",
     )
 
@@ -328,11 +316,11 @@ def _known_until(run: RunSnapshot, shards: dict[int, tuple[int, ...]]) -> int:
 def _run_notes(run: RunSnapshot, shards: dict[int, tuple[int, ...]], end: int) -> list[str]:
     total = sum(report.num_steps for report in run.reports)
     parts = [
-        f"{report.num_steps / max(total, 1):.0%}".replace("%", " %") + f" by worker {report.rank}"
+        f"worker {report.rank} trained on {percent(report.num_steps / total)}"
         for report in run.reports[:MAX_RANKS]
         if report.num_steps
     ]
-    notes = [f"Of {total:,} shards {listed(parts)}."]
+    notes = [f"Of {total:,} shards, {listed(parts)}."]
     if died := sorted({mark.rank for mark in run.marks if mark.kind.value in ("killed", "died")}):
         notes.append(f"What {spoken_ranks(died)} was given before its death is not known.")
     if end < total:
@@ -405,7 +393,7 @@ def _cell(axes: "Axes", left: float, top: float, width: float, owners: Sequence[
         axes.add_patch(Rectangle((x, y + number * strip), wide, strip, color=colour, linewidth=0))
         if len(owners) <= 2:
             ink = PAPER if contrast_on_white(colour) >= 4.5 else INK
-            points = min(10.5, wide * 92 / len(str(rank)), strip * 55)
+            points = min(10.5, wide * 92 / len(str(rank)), strip * 50)
             _text(axes, centre, y + (number + 0.5) * strip, f"{rank}", points, ink, ha="center")
     if len(owners) > 1:
         axes.add_patch(Rectangle((x, y), wide, high, fill=False, edgecolor=INK, linewidth=1.8))
@@ -419,7 +407,8 @@ def _ticks(axes: "Axes", cells: Sequence[int | None], width: float, middle: floa
     every = 1 if len(cells) <= 24 else 5
     _text(axes, LEFT - 0.15, middle, "sample", ha="right")
     for column, cell in enumerate(cells):
-        if cell is not None and (column % every == 0 or column == len(cells) - 1):
+        is_after_gap = column > 0 and cells[column - 1] is None
+        if cell is not None and (cell % every == 0 or is_after_gap or column == len(cells) - 1):
             _text(axes, LEFT + (column + 0.5) * width, middle, f"{cell}", ha="center")
 
 
