@@ -234,6 +234,8 @@ def optimizer_content(optimizer: torch.optim.Optimizer, namespace: Mapping[str, 
     flat = {id(each) for m in modules if is_fully_sharded(m) for each in m.parameters()}
     zero = sys.modules.get("torch.distributed.optim")
     is_zero = zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
+    owned: Any = optimizer
+    held = (owned.optim if is_zero else owned).state  # ZeRO keeps its shard in another optimizer
     state: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -243,11 +245,11 @@ def optimizer_content(optimizer: torch.optim.Optimizer, namespace: Mapping[str, 
                 settings[f"{key}{which}"] = f"{each.item() if isinstance(each, Tensor) else each}"
         for index, parameter in enumerate(group["params"]):
             owner = names.get(id(parameter), f"parameter {index}{which}")
-            for key, each in optimizer.state.get(parameter, {}).items():
+            for key, each in held.get(parameter, {}).items():
                 if isinstance(each, Tensor | int | float):
                     found = each if isinstance(each, Tensor) else torch.tensor(each)
-                    is_local = is_zero or id(parameter) in flat
-                    state[f"{key} of {owner}"] = None if is_local else found
+                    is_shard = is_zero or id(parameter) in flat
+                    state[f"{key} of {owner}"] = None if is_shard else found
     parts = {Part.STATE: state, Part.SETTINGS: settings}
     return Content({part: found for part, found in parts.items() if found}, {})
 
