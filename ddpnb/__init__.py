@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddpnb.api import (
+        check,
         compare,
         debug,
         delete,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         run_cell,
         run_script,
         runs,
+        samples,
         start,
         status,
         stop,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UserError",
+    "check",
     "compare",
     "debug",
     "delete",
@@ -57,6 +60,7 @@ __all__ = [
     "run_cell",
     "run_script",
     "runs",
+    "samples",
     "start",
     "status",
     "stop",

@@ -10,7 +10,10 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Script
 from ddpnb.protocol.notation import parse_target
 from ddpnb.protocol.options import typed
+from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.training_options import make_training_spec, takes_training_options
+from ddpnb.reports.inside.replicas import ReplicaCheck
+from ddpnb.reports.inside.samples import Handout
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.result import export as write_export
@@ -371,3 +374,60 @@ def report(name: str, path: Path | str) -> Path:
         raise UserError(f"The name of a report ends with .html, unlike {target.name}.")
     export(name, target)
     return target
+
+
+# -- inside --------------------------------------------------------------------------------
+
+
+@typed
+def check(*names: str) -> ReplicaCheck:
+    """Compare the replicas of all ranks; the twin of ``%ddp_check``.
+
+    Nothing on the ranks changes, and no collective is called.
+
+    Args:
+        *names: models, optimizers, tensors, dicts of tensors, or expressions that lead to one;
+            by default all models and optimizers among the ranks' variables.
+
+    Returns:
+        The result: ``.is_same``, ``.sentence()``, ``.table()``.
+
+    Raises:
+        UserError: there is nothing to compare, or a rank is busy.
+    """
+    return this_session().check(names)
+
+
+@typed
+def samples(
+    name: str = "",
+    *,
+    n: int = 30,
+    epochs: int = 3,
+    set_epoch: bool = True,
+    drop_last: bool = False,
+    shuffle: bool = False,
+) -> Handout:
+    """Show which rank gets which samples; the twin of ``%ddp_samples``.
+
+    Args:
+        name: a sampler or a ``DataLoader`` on the ranks, which is read and not consumed; or a
+            stored asynchronous run.  By default torch's ``DistributedSampler`` is made there.
+        n: samples of the data set for which it is made.
+        epochs: how many are drawn.
+        set_epoch: whether ``set_epoch`` is called before each.
+        drop_last: whether it leaves samples out, in place of handing some out twice.
+        shuffle: whether it shuffles.
+
+    Returns:
+        The result: ``.plot()``, ``.table()``, ``.text()``, and ``.rows``, an epoch each.
+    """
+    spec = SamplerSpec(
+        expression=name,
+        num_samples=n,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        num_epochs=epochs,
+        sets_epoch=set_epoch,
+    )
+    return this_session().samples(spec)

@@ -1,7 +1,13 @@
 """The magics that look inside: one step, one collective, the replicas, the machine (kernel)."""
 
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.core.magic import Magics, magics_class
+from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic_arguments import argument
+
+from ddpnb import api
+from ddpnb.magics.arguments import arguments, magic_arguments
+from ddpnb.reports.inside.replicas import ReplicaCheck
+from ddpnb.reports.inside.samples import Handout
 
 
 @magics_class
@@ -9,3 +15,41 @@ class InsideMagics(Magics):
     """Magics that show what happens inside a step, and what would happen with more ranks."""
 
     shell: InteractiveShell
+
+    @magic_arguments()
+    @argument("names", nargs="*", metavar="name", help="a model, optimizer or tensor on the ranks")
+    @line_magic
+    def ddp_check(self, line: str) -> ReplicaCheck:
+        """Compare the replicas of all ranks: ``%ddp_check model optimizer``.
+
+        Parameters, buffers, gradients, the optimizer's state and random state: whether they are
+        the same on all ranks, what the first difference is, and what has probably led to it.
+        Without names all models and optimizers are compared.  Nothing on the ranks changes.
+        """
+        return api.check(*arguments(self.ddp_check, line).names)
+
+    @magic_arguments()
+    @argument("name", nargs="?", default="", help="a sampler, a DataLoader, or a stored run")
+    @argument("-n", type=int, default=30, help="samples of the data set [30]")
+    @argument("--epochs", metavar="N", type=int, default=3, help="epochs to draw [3]")
+    @argument("--no-set-epoch", action="store_true", help="do not call set_epoch(epoch)")
+    @argument("--drop-last", action="store_true", help="leave samples out, repeat none")
+    @argument("--shuffle", action="store_true", help="shuffle, as DistributedSampler does it")
+    @line_magic
+    def ddp_samples(self, line: str) -> Handout:
+        """Show which rank gets which samples: ``%ddp_samples -n 30 --shuffle --no-set-epoch``.
+
+        Torch's own ``DistributedSampler`` hands them out, on the ranks.  ``%ddp_samples loader``
+        reads a sampler or a ``DataLoader`` of the ranks without consuming it; ``-n``,
+        ``--drop-last`` and ``--shuffle`` are its own then.  ``%ddp_samples race/async`` shows which
+        worker got which shards in a stored asynchronous run.
+        """
+        args = arguments(self.ddp_samples, line)
+        return api.samples(
+            args.name,
+            n=args.n,
+            epochs=args.epochs,
+            set_epoch=not args.no_set_epoch,
+            drop_last=args.drop_last,
+            shuffle=args.shuffle,
+        )

@@ -309,6 +309,8 @@ class RunReport:
     """What this rank holds of the optimizer's state."""
     was_stopped: bool = False
     """Whether it was stopped before its last step."""
+    shards: tuple[int, ...] = ()
+    """The first shards, by number, that an asynchronous worker has trained on."""
 
     def __post_init__(self) -> None:
         made = tuple(Evaluation(*each) for each in self.evaluations)  # stored ones are lists

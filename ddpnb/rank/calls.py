@@ -7,6 +7,9 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
+from numpy.typing import NDArray
+
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import (
     CellReport,
@@ -19,12 +22,14 @@ from ddpnb.protocol.messages import (
     StaleVariable,
 )
 from ddpnb.protocol.notation import parse_strategy
+from ddpnb.protocol.replicas import Part, RankReplica, RankSamples, SamplerSpec
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import completions, description
+from ddpnb.rank.trace import replicas
 from ddpnb.rank.training import loop
 
 received = variables.Received()
@@ -148,6 +153,37 @@ def pull(expression: str, path: str, classes: Collection[str], num_copies: int) 
             path=f"{path}-{engine.group.rank}",
             classes=classes,
             num_copies=num_copies,
+        )
+    )
+
+
+@or_failure
+def digests(names: tuple[str, ...]) -> RankReplica:
+    """Return digests of what this rank holds under some names; see ``replicas.replica``."""
+    engine = this_engine()
+    namespace, rank = engine.shell.user_ns, engine.group.rank
+    return cells.interruptible(lambda: replicas.replica(names, namespace, rank))
+
+
+@or_failure
+def elements(name: str, part: Part, tensor: str, chunks: tuple[int, ...]) -> NDArray[Any]:
+    """Return the values in some chunks of a tensor; see ``replicas.elements``."""
+    namespace = this_engine().shell.user_ns
+    return cells.interruptible(lambda: replicas.elements(name, part, tensor, chunks, namespace))
+
+
+@or_failure
+def samples(spec: SamplerSpec) -> RankSamples:
+    """Return which samples this rank gets; see ``replicas.samples``."""
+    engine = this_engine()
+    state = engine.group.state()
+    return cells.interruptible(
+        lambda: replicas.samples(
+            spec,
+            engine.shell.user_ns,
+            rank=state.rank,
+            num_ranks=state.world_size,
+            device=torch.device(state.device),
         )
     )
 

@@ -1,1 +1,56 @@
 """What looks inside: asks the ranks, and returns what a notebook shows (kernel)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import Failure, OnRank
+from ddpnb.protocol.replicas import SamplerSpec
+from ddpnb.reports.inside.causes import with_causes
+from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, check_held, find, measured
+from ddpnb.reports.inside.samples import Handout, handout_of
+from ddpnb.session.variables import answers, cause_of
+
+# -- are the replicas the same? ------------------------------------------------------------
+
+
+def check(cluster: Cluster, names: Sequence[str]) -> ReplicaCheck:
+    """Compare what the ranks hold: by digests, then by the values of what differs first."""
+    if len(cluster.ranks) < 2:
+        raise UserError("There is one rank, and nothing to compare it with: %ddp_restart -n 2.")
+    replicas = ask(cluster, "digests", tuple(names))
+    check_held(replicas, is_named=bool(names))
+    found = [_measure(cluster, each) for each in find(replicas)]
+    return ReplicaCheck(with_causes(found, replicas), cluster.ranks)
+
+
+def _measure(cluster: Cluster, finding: Finding) -> Finding:
+    """Return a finding with the size of its first difference, if it has one."""
+    first = finding.first
+    if first is None or not first.chunks:
+        return finding
+    wanted = (finding.name, finding.part, first.tensor, first.chunks)
+    return measured(finding, ask(cluster, "elements", *wanted, ranks=first.measured_ranks))
+
+
+def ask(
+    cluster: Cluster, function: str, *arguments: object, ranks: Sequence[int] | None = None
+) -> list[Any]:
+    """Return what each rank answers; raises a UserError where one does not, or where it fails."""
+    chosen = cluster.ranks if ranks is None else ranks
+    found = answers(cluster, cluster.submit(OnRank(function), *arguments, ranks=chosen))
+    for each in found:
+        if isinstance(each, Failure):
+            is_ours = each.name == UserError.__name__
+            cause = each.text if is_ours else f"cannot answer: {cause_of(each)}"
+            raise UserError(f"Rank {each.rank} {cause}")
+    return found
+
+
+# -- which rank gets which samples? --------------------------------------------------------
+
+
+def samples(cluster: Cluster, spec: SamplerSpec) -> Handout:
+    """Return what a sampler hands out to each rank, as the ranks read it."""
+    return handout_of(spec, ask(cluster, "samples", spec))

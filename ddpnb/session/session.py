@@ -19,11 +19,15 @@ from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
+from ddpnb.protocol.replicas import SamplerSpec
+from ddpnb.reports.inside.replicas import ReplicaCheck
+from ddpnb.reports.inside.samples import Handout, handout_of_run
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
+from ddpnb.session import inside
 from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
 from ddpnb.session.cells import Prompt, RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
@@ -234,6 +238,19 @@ class Session:
         if ranks is not None and len(chosen) == 1:
             return values[0]
         return dict(zip(chosen, values, strict=True))
+
+    # -- inside ----------------------------------------------------------------------
+
+    def check(self, names: Sequence[str]) -> ReplicaCheck:
+        """Compare what the ranks hold; see ``ddpnb.check``."""
+        return inside.check(self._require_idle(), names)
+
+    def samples(self, spec: SamplerSpec) -> Handout:
+        """Return which rank gets which samples; see ``ddpnb.samples``."""
+        name = spec.expression
+        if name and name in self.names():
+            return handout_of_run(name, self.store.load(name))
+        return inside.samples(self._require_idle(), spec)
 
     # -- comparisons -----------------------------------------------------------------
 

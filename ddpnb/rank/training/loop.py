@@ -243,6 +243,8 @@ def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bo
         # -- barrier ----------------------------------------------------------------------
         _barrier(context)
         # -- train ------------------------------------------------------------------------
+        if not context.plan.synchronous:
+            source = metrics.recorded(source)
         _train(metrics, strategy, source, stop, fault_injector, callback, snapshots)
         metrics.memory = strategy.memory()
         # -- finish -----------------------------------------------------------------------

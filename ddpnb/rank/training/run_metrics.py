@@ -1,7 +1,7 @@
 """What a rank measures in a run and reports about it (ranks)."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -13,8 +13,9 @@ from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
 from ddpnb.protocol.notation import parse_link
 from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.replica import Memory, Replica
+from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training import fault_injection
-from ddpnb.rank.training.context import RunContext
+from ddpnb.rank.training.context import Content, RunContext
 from ddpnb.rank.training.evaluation import MAX_SAMPLES, Score, estimate_batchnorm, score
 from ddpnb.rank.training.optimizer_hooks import warm_up_notes
 from ddpnb.rank.training.timing import Clock, StepTiming
@@ -25,6 +26,9 @@ _CHECKPOINT_NOTES = {
 }
 
 _CEILING_NOTE = "The ceiling: trained only as long as its rate needs, and not judged."
+
+MAX_SHARDS = 1000
+"""Of a worker's shards, so many are noted."""
 
 Publish = Callable[[RunHeader | StepEvent | Mark], None]
 
@@ -43,6 +47,14 @@ class RunMetrics:
     num_bytes_received: int = 0
     was_stopped: bool = False
     memory: Memory = field(default_factory=Memory)
+    shards: list[int] = field(default_factory=list)
+
+    def recorded(self, source: Iterator[tuple[Shard, Content]]) -> Iterator[tuple[Shard, Content]]:
+        """Yield the shards handed out to this worker; note the first that it has trained on."""
+        for shard, content in source:
+            yield shard, content
+            if len(self.shards) < MAX_SHARDS:
+                self.shards.append(shard.step * shard.num_parts + shard.part)
 
     def start(self) -> None:
         """Start counting time."""
@@ -86,6 +98,7 @@ class RunMetrics:
             num_bytes_received=self.num_bytes_received,
             seconds=self.clock.seconds,
             was_stopped=self.was_stopped,
+            shards=tuple(self.shards),
             num_parameter_bytes=self.memory.parameters,
             num_optimizer_bytes=self.memory.optimizer,
         )

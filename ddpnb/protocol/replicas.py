@@ -1,0 +1,128 @@
+"""What ranks report of their replicas, and of the samples that each gets (kernel, ranks)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpnb.protocol.errors import UserError
+
+CHUNK_ELEMENTS = 2**16
+"""Elements of a tensor that have one digest, and that a rank sends together."""
+DIGEST_BYTES = 16
+
+MAX_SAMPLES = 1_000_000
+MAX_EPOCHS = 20
+
+Indices = NDArray[np.int64]
+"""Samples, in the order in which they are handed out."""
+
+
+class Part(StrEnum):
+    """A part of what is compared; equal to its name in a table."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    GRADIENTS = "gradients"
+    STATE = "state"
+    SETTINGS = "settings"
+    VALUES = "values"
+    """Of a tensor that the user names, or of several."""
+    RANDOM = "random state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDigest:
+    """One tensor of one rank, without its values."""
+
+    shape: tuple[int, ...] = ()
+    kind: str = ""
+    """Its element type, such as ``"float32"``; of what is no tensor, its text."""
+    digests: bytes = b""
+    """``DIGEST_BYTES`` for every ``CHUNK_ELEMENTS``; empty: there is nothing to compare."""
+
+    def chunk(self, number: int) -> bytes:
+        """Return the digest of a chunk."""
+        return self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks it has."""
+        return len(self.digests) // DIGEST_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What one rank holds under a name; one with a ``problem`` has no parts."""
+
+    kind: str = ""
+    """Its class, such as ``"Linear"``."""
+    parts: Mapping[Part, Mapping[str, TensorDigest]] = field(default_factory=dict)
+    """The tensors of each part by their names, in the order in which they are held."""
+    sharded: Mapping[Part, int] = field(default_factory=dict)
+    """Tensors of which each rank holds another part by design, or that have no values."""
+    is_missing: bool = False
+    """Whether the rank has no such variable."""
+    problem: str = ""
+    """Why it cannot be compared, as the end of a sentence."""
+    is_ddp: bool = False
+    """Whether ``DistributedDataParallel`` averages its gradients."""
+    syncs_buffers: bool = True
+    """Of DDP: whether each forward pass in training begins with rank 0's buffers."""
+    syncs_gradients: bool = True
+    """Of DDP: false inside ``no_sync()``."""
+    is_training: bool = True
+    """Of a module: whether it is in training mode."""
+    batch_norm: frozenset[str] = frozenset()
+    """The buffers that are BatchNorm's statistics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReplica:
+    """What one rank holds under each name, and the state of its random numbers."""
+
+    rank: int
+    held: Mapping[str, Held]
+    random: Mapping[str, TensorDigest]
+    num_steps: Mapping[str, int] = field(default_factory=dict)
+    """Of each optimizer among the variables that counts them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSpec:
+    """Which epochs of which sampler a rank reads."""
+
+    expression: str = ""
+    """A sampler or a ``DataLoader`` of the user's; empty: a ``DistributedSampler`` is made."""
+    num_samples: int = 30
+    """Of the data set for which one is made; and here: of that alone."""
+    shuffle: bool = False
+    drop_last: bool = False
+    num_epochs: int = 3
+    sets_epoch: bool = True
+    """Whether ``set_epoch`` is called before each epoch."""
+
+    def __post_init__(self) -> None:
+        for flag, value, most in (
+            ("-n", self.num_samples, MAX_SAMPLES),
+            ("--epochs", self.num_epochs, MAX_EPOCHS),
+        ):
+            if not 1 <= value <= most:
+                raise UserError(f"{flag} takes a whole number from 1 to {most:,}, not {value:,}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSamples:
+    """The samples that one rank gets."""
+
+    rank: int
+    kind: str
+    """The class of the sampler."""
+    num_samples: int
+    """Of the data set; 0 if not known."""
+    epochs: tuple[Indices, ...]
+    is_cut: bool = False
+    """Whether an epoch has more than were read."""
+    has_set_epoch: bool = True

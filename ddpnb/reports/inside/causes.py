@@ -1,0 +1,199 @@
+"""Why replicas differ: the likely cause of each finding, from all of them together (kernel)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import final
+
+from ddpnb.protocol.notation import spoken_ranks
+from ddpnb.protocol.replicas import Held, Part, RankReplica
+from ddpnb.reports.formatting import listed
+from ddpnb.reports.inside.replicas import Finding, Verdict
+
+
+def with_causes(
+    findings: Sequence[Finding], replicas: Sequence[RankReplica]
+) -> tuple[Finding, ...]:
+    """Return the findings, each with a sentence on what has probably led to it."""
+    evidence = Evidence(findings, replicas)
+    return tuple(each if each.cause else evidence.judge(each) for each in findings)
+
+
+@final
+class Evidence:
+    """What the findings together say of one of them."""
+
+    def __init__(self, findings: Sequence[Finding], replicas: Sequence[RankReplica]) -> None:
+        self._findings = findings
+        self._replicas = replicas
+
+    def judge(self, finding: Finding) -> Finding:
+        """Return the finding with its likely cause; one that is by design is no fault."""
+        is_by_design = finding.verdict is Verdict.DIFFERENT and self._is_by_design(finding)
+        return replace(
+            finding,
+            verdict=Verdict.FACT if is_by_design else finding.verdict,
+            cause=self._cause_of(finding),
+        )
+
+    def _cause_of(self, finding: Finding) -> str:
+        """Return the likely cause in a sentence or two; empty where nothing differs."""
+        if finding.verdict is Verdict.UNKNOWN:
+            return "Each rank holds another shard by design." if finding.num_sharded else ""
+        if finding.part is Part.RANDOM:
+            return self._random(finding)
+        if finding.verdict is Verdict.SAME:
+            return self._same_work(finding)
+        causes: Mapping[Part, Callable[[Finding], str]] = {
+            Part.PARAMETERS: self._parameters,
+            Part.GRADIENTS: self._gradients,
+            Part.BUFFERS: self._buffers,
+            Part.STATE: self._state,
+            Part.SETTINGS: self._settings,
+        }
+        if finding.part in causes:
+            return causes[finding.part](finding)
+        return "Each rank has computed its own, from its own samples or random numbers."
+
+    def _parameters(self, finding: Finding) -> str:
+        if finding.first is not None and (finding.first.texts or finding.first.lacking):
+            return "The ranks have built different models."
+        if skipped := self._skipped_step():
+            return skipped
+        if self._differs(Part.SETTINGS):
+            return "The optimizers' settings differ, so each rank makes another step."
+        gradients = self._of(finding.name, Part.GRADIENTS)
+        if self._is_ddp(finding):
+            if gradients is not None and gradients.verdict is Verdict.DIFFERENT:
+                return "Steps were made with gradients that DDP had not averaged."
+            if self._is_rounding(finding):
+                return ROUNDING_CAUSE
+            return (
+                "DDP averages gradients, not weights: after it had copied rank 0's weights, a rank "
+                "skipped a step, or changed its own weights (load_state_dict, if rank == 0)."
+            )
+        if gradients is None:
+            return (
+                "No DDP, and no gradients yet: each rank has drawn its own initial weights; seed "
+                "all alike before the model is made, or wrap it in DDP, which copies rank 0's."
+            )
+        if gradients.verdict is Verdict.SAME:
+            return (
+                "No DDP holds the model. The gradients are the same now, so the weights began "
+                "apart (a seed), or a rank skipped a step."
+            )
+        return (
+            "No DDP holds the model, so nothing averages its gradients: each rank trains on its "
+            "own samples, by itself."
+        )
+
+    def _gradients(self, finding: Finding) -> str:
+        held = self._held(finding)
+        if finding.first is not None and finding.first.lacking:
+            return (
+                f"{spoken_ranks(finding.first.lacking).capitalize()} made no backward pass, "
+                "or called zero_grad() before the check."
+            )
+        if not self._is_ddp(finding):
+            return (
+                "No DDP averages them: each rank's are those of its own samples, as its sampler "
+                "hands them out."
+            )
+        if not all(each.syncs_gradients for each in held):
+            return "Inside no_sync(): DDP averages them in the first backward pass after it."
+        if self._is_rounding(finding):
+            return ROUNDING_CAUSE
+        return (
+            "The last backward pass was made under no_sync() or by the module inside DDP, or a "
+            "rank changed its gradients afterwards, as clipping by its own norm does."
+        )
+
+    def _buffers(self, finding: Finding) -> str:
+        held = self._held(finding)
+        tensor = "" if finding.first is None else finding.first.tensor
+        if not any(tensor in each.batch_norm for each in held):
+            return "Each rank has updated it by itself; DDP averages gradients alone."
+        own = "BatchNorm's statistics are of each rank's own samples"
+        if self._is_by_design(finding):
+            return (
+                f"{own} after a forward pass in training, by design: DDP sends rank 0's before the "
+                "next one. Save and evaluate rank 0's."
+            )
+        if len({each.is_training for each in held}) > 1:
+            return f"{own}; and the model is in eval mode on some ranks only."
+        why = (
+            "DDP was made with broadcast_buffers=False, so rank 0's are never sent"
+            if self._is_ddp(finding)
+            else "no DDP sends rank 0's"
+        )
+        return f"{own}: {why}. SyncBatchNorm, on GPUs, has common ones."
+
+    def _is_by_design(self, finding: Finding) -> bool:
+        """Return whether these are statistics that DDP sends before the next forward pass."""
+        held = self._held(finding) if finding.part is Part.BUFFERS else []
+        return bool(held) and all(
+            each.is_ddp
+            and each.syncs_buffers
+            and each.is_training
+            and set(each.parts.get(Part.BUFFERS, {})) <= each.batch_norm
+            for each in held
+        )
+
+    def _state(self, finding: Finding) -> str:
+        if finding.first is not None and finding.first.lacking:
+            return f"{spoken_ranks(finding.first.lacking).capitalize()} has made no step yet."
+        if skipped := self._skipped_step():
+            return skipped
+        if self._differs(Part.GRADIENTS) or self._differs(Part.PARAMETERS):
+            return "It is made of gradients, and those of the ranks differ, or have differed."
+        return "Averaged from gradients that differed once, or loaded on some ranks only."
+
+    def _settings(self, finding: Finding) -> str:
+        return "Made with other settings, or a scheduler stepped on some ranks only."
+
+    def _random(self, finding: Finding) -> str:
+        if finding.verdict is Verdict.SAME:
+            return (
+                "A fact, no fault: dropout and augmentation draw the same on all ranks; "
+                "torch.manual_seed(seed + rank) makes them draw apart."
+            )
+        return (
+            "A fact, no fault: dropout and augmentation draw apart, as most recipes want; weights "
+            "that are drawn without DDP begin apart too."
+        )
+
+    def _same_work(self, finding: Finding) -> str:
+        if finding.part is not Part.GRADIENTS or self._is_ddp(finding):
+            return ""
+        return (
+            "No DDP holds the model: the code averages them by hand, or all ranks train on the "
+            "same samples (no DistributedSampler)."
+        )
+
+    def _skipped_step(self) -> str:
+        """Return the sentence about optimizers that have made different numbers of steps."""
+        for name in dict.fromkeys(name for each in self._replicas for name in each.num_steps):
+            counts: dict[int, list[int]] = {}
+            for each in self._replicas:
+                counts.setdefault(each.num_steps.get(name, 0), []).append(each.rank)
+            if len(counts) > 1:
+                made = [f"{num} on {spoken_ranks(ranks)}" for num, ranks in sorted(counts.items())]
+                return f"A rank skipped a step: {name} has counted {listed(made)}."
+        return ""
+
+    def _is_rounding(self, finding: Finding) -> bool:
+        return finding.first is not None and finding.first.is_rounding
+
+    def _held(self, finding: Finding) -> list[Held]:
+        return [each.held[finding.name] for each in self._replicas]
+
+    def _is_ddp(self, finding: Finding) -> bool:
+        return all(each.is_ddp for each in self._held(finding))
+
+    def _of(self, name: str, part: Part) -> Finding | None:
+        return next((f for f in self._findings if (f.name, f.part) == (name, part)), None)
+
+    def _differs(self, part: Part) -> bool:
+        return any(f.part is part and f.verdict is Verdict.DIFFERENT for f in self._findings)
+
+
+ROUNDING_CAUSE = "So small that it may be rounding: sums were made in another order."

@@ -1,0 +1,378 @@
+"""Are the replicas the same, and if not, why: judged from the ranks' digests (kernel)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.notation import spoken_ranks
+from ddpnb.protocol.replicas import Part, RankReplica, TensorDigest
+from ddpnb.reports.formatting import counted, listed
+from ddpnb.reports.table import Cell, Column, Table, table_row
+
+MAX_CHUNKS = 16
+"""Of one tensor's chunks, so many are measured, over all ranks that are measured."""
+ROUNDING = 1e-5
+"""A difference of at most this share of the largest value may be one of rounding."""
+
+
+class Verdict(StrEnum):
+    """Whether a part is the same on all ranks; equal to its word in the table."""
+
+    SAME = "✓ same"
+    DIFFERENT = "✗ different"
+    FACT = "· different"
+    """By design, or as a fact that is no fault."""
+    UNKNOWN = "– not compared"
+
+
+COLOURS = {
+    Verdict.SAME: "#2b7a3d",
+    Verdict.DIFFERENT: "#d1495b",
+    Verdict.FACT: "#8a929b",
+    Verdict.UNKNOWN: "#8a929b",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first tensor of a part that is not the same on all ranks."""
+
+    tensor: str
+    groups: tuple[tuple[int, ...], ...]
+    """Ranks with the same values, one group for each."""
+    lacking: tuple[int, ...] = ()
+    """Ranks that have no such tensor."""
+    texts: tuple[str, ...] = ()
+    """What each group has in place of values: its shape, its setting."""
+    chunks: tuple[int, ...] = ()
+    """Those to be measured; empty: there is nothing to measure."""
+    num_elements: int = 0
+    """Of the whole tensor."""
+    num_measured: int = 0
+    num_different: int = 0
+    """Of the elements measured."""
+    largest: float = math.nan
+    """The largest distance between two ranks' elements."""
+    scale: float = math.nan
+    """The largest absolute value among the elements measured."""
+
+    @property
+    def measured_ranks(self) -> tuple[int, ...]:
+        """The first rank of each group that is measured."""
+        return tuple(ranks[0] for ranks in self.groups[:MAX_CHUNKS])
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether it may come from sums in another order."""
+        return self.largest <= ROUNDING * self.scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What was found in one part of what one name stands for."""
+
+    name: str
+    part: Part
+    verdict: Verdict
+    num_tensors: int
+    num_different: int = 0
+    num_sharded: int = 0
+    first: Difference | None = None
+    cause: str = ""
+
+
+def check_held(replicas: Sequence[RankReplica], *, is_named: bool) -> None:
+    """Raise a UserError where there is nothing to compare.
+
+    Args:
+        replicas: of two ranks or more.
+        is_named: whether the user has named what is compared.
+    """
+    if not is_named and not any(each.held for each in replicas):
+        raise UserError(
+            "No rank has a model or an optimizer: make one in a %%ddp cell, or name what to "
+            "compare, %ddp_check x."
+        )
+    for name in names_of(replicas) if is_named else ():
+        held = {each.rank: each.held[name] for each in replicas}
+        absent = [rank for rank, each in held.items() if each.is_missing]
+        if len(absent) == len(held):
+            advice = held[absent[0]].problem or "make it in a %%ddp cell first."
+            raise UserError(f"No rank has {name}; {advice}")
+        if absent:
+            there = [rank for rank in held if rank not in absent]
+            raise UserError(
+                f"Only {spoken_ranks(there)} {_has(there)} {name}: "
+                f"make it on {spoken_ranks(absent)} too."
+            )
+        for rank, each in held.items():
+            if each.problem:
+                raise UserError(f"{name} on rank {rank} {each.problem}.")
+
+
+def find(replicas: Sequence[RankReplica]) -> tuple[Finding, ...]:
+    """Return a finding for each part of each name, and one for the random state."""
+    found = []
+    for name in names_of(replicas):
+        held = {
+            each.rank: each.held[name]
+            for each in replicas
+            if name in each.held and not each.held[name].problem
+        }
+        if len(held) < len(replicas):
+            found.append(_on_some_ranks(name, tuple(held)))
+            continue
+        for part in Part:
+            if any(part in each.parts for each in held.values()):
+                tensors = {rank: each.parts.get(part, {}) for rank, each in held.items()}
+                num_sharded = max(each.sharded.get(part, 0) for each in held.values())
+                found.append(_compare(name, part, tensors, num_sharded))
+    random = _compare("", Part.RANDOM, {each.rank: each.random for each in replicas}, 0)
+    if random.first is not None:
+        random = replace(random, verdict=Verdict.FACT, first=replace(random.first, chunks=()))
+    return (*found, random)
+
+
+def names_of(replicas: Sequence[RankReplica]) -> list[str]:
+    """Return all names, in order."""
+    return list(dict.fromkeys(name for each in replicas for name in each.held))
+
+
+def measured(finding: Finding, values: Sequence[NDArray[Any]]) -> Finding:
+    """Return a finding with the size of its first difference.
+
+    Args:
+        finding: one of which the first difference has chunks.
+        values: those in its chunks, of each of its ``measured_ranks``.
+    """
+    first = finding.first
+    assert first is not None
+    stacked = np.stack(values)
+    with np.errstate(all="ignore"):
+        same = (stacked == stacked[0]) | ((stacked != stacked) & (stacked[0] != stacked[0]))
+        differs = ~same.all(axis=0)
+        apart = _spread(stacked[:, differs])
+        sizes = np.abs(stacked)
+    first = replace(
+        first,
+        num_measured=stacked.shape[1],
+        num_different=int(differs.sum()),
+        largest=float(apart.max(initial=0)),
+        scale=float(np.max(sizes[np.isfinite(sizes)], initial=0)),
+    )
+    is_same = first.num_different == 0 and first.num_measured == first.num_elements
+    if is_same and finding.num_different == 1 and len(first.groups) <= MAX_CHUNKS:  # 0.0 and -0.0
+        return replace(finding, verdict=Verdict.SAME, first=None, num_different=0)
+    return replace(finding, first=first)
+
+
+def _spread(values: NDArray[Any]) -> NDArray[Any]:
+    """Return how far apart each element is on two ranks; of complex ones, on the first and any."""
+    if np.iscomplexobj(values):
+        return np.asarray(np.abs(values - values[0]).max(axis=0, initial=0))
+    wide = values.astype(np.float64)
+    return np.asarray(wide.max(axis=0) - wide.min(axis=0))
+
+
+def _on_some_ranks(name: str, ranks: tuple[int, ...]) -> Finding:
+    lone = Difference(tensor="", groups=(ranks,), texts=(f"only on {spoken_ranks(ranks)}",))
+    return Finding(
+        name=name,
+        part=Part.VALUES,
+        verdict=Verdict.UNKNOWN,
+        num_tensors=0,
+        first=lone,
+        cause="Only some ranks run the code that makes it.",
+    )
+
+
+def _compare(
+    name: str, part: Part, tensors: Mapping[int, Mapping[str, TensorDigest]], num_sharded: int
+) -> Finding:
+    keys = list(dict.fromkeys(key for each in tensors.values() for key in each))
+    different = [key for key in keys if len({each.get(key) for each in tensors.values()}) > 1]
+    made = Finding(
+        name=name,
+        part=part,
+        verdict=Verdict.SAME if keys else Verdict.UNKNOWN,
+        num_tensors=len(keys),
+        num_sharded=num_sharded,
+    )
+    if not different:
+        return made
+    first = _difference(
+        different[0], {rank: each.get(different[0]) for rank, each in tensors.items()}
+    )
+    return replace(made, verdict=Verdict.DIFFERENT, num_different=len(different), first=first)
+
+
+def _difference(key: str, tensors: Mapping[int, TensorDigest | None]) -> Difference:
+    groups: dict[TensorDigest | None, list[int]] = {}
+    for rank, each in tensors.items():
+        groups.setdefault(each, []).append(rank)
+    lacking = tuple(groups.pop(None, ()))
+    made = Difference(
+        tensor=key, groups=tuple(tuple(ranks) for ranks in groups.values()), lacking=lacking
+    )
+    digests = [each for each in groups if each is not None]
+    layouts = {(each.shape, each.kind) for each in digests}
+    if len(layouts) > 1:
+        is_text = all(not each.shape and each.num_chunks == 1 for each in digests)
+        texts = (each.kind if is_text else f"{each.kind} {list(each.shape)}" for each in digests)
+        return replace(made, texts=tuple(texts))
+    if len(digests) < 2:
+        return made
+    num_each = max(1, MAX_CHUNKS // len(digests))
+    differing = [
+        number
+        for number in range(digests[0].num_chunks)
+        if len({each.chunk(number) for each in digests}) > 1
+    ]
+    return replace(
+        made, chunks=tuple(differing[:num_each]), num_elements=math.prod(digests[0].shape)
+    )
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+# -- what is shown -------------------------------------------------------------------------
+
+
+@final
+class ReplicaCheck:
+    """Whether the ranks hold the same: a table in a notebook, text elsewhere.
+
+    Args:
+        findings: with causes.
+        ranks: those that were compared.
+    """
+
+    def __init__(self, findings: Sequence[Finding], ranks: Sequence[int]) -> None:
+        self.findings = tuple(findings)
+        self.ranks = tuple(ranks)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing that was compared differs, the random state aside."""
+        return not any(each.verdict is Verdict.DIFFERENT for each in self.findings)
+
+    def sentence(self) -> str:
+        """Return the result in a sentence."""
+        where = spoken_ranks(self.ranks)
+        compared = [f for f in self.findings if f.part is not Part.RANDOM]
+        if all(each.verdict is Verdict.UNKNOWN for each in compared):
+            return f"Nothing on {where} can be compared."
+        different = [each for each in compared if each.verdict is Verdict.DIFFERENT]
+        if not different:
+            by_design = [_label(each) for each in compared if each.verdict is Verdict.FACT]
+            but = f"; {listed(by_design)} differ by design" if by_design else ""
+            return f"The replicas are the same on {where}{but}."
+        return f"The replicas on {where} differ: {listed([_label(each) for each in different])}."
+
+    def table(self) -> Table:
+        """Return one row per part: whether it is the same, the first difference, its cause."""
+        columns = (
+            Column(title="part"),
+            Column(title="on all ranks"),
+            Column(title="tensors", is_number=True),
+            Column(title="first difference", is_prose=True),
+            Column(title="likely cause", is_prose=True),
+        )
+        return Table(caption=self.sentence(), columns=columns, rows=tuple(map(_row, self.findings)))
+
+    def html(self) -> str:
+        """Return the table as HTML."""
+        return self.table().html()
+
+    def text(self) -> str:
+        """Return the same for a terminal: a line per part, and what differs below."""
+        lines = [self.sentence(), ""]
+        width = max(len(_label(each)) for each in self.findings)
+        for each in self.findings:
+            lines.append(f"{_label(each):<{width}}  {each.verdict}  {_count(each)}".rstrip())
+            lines += [f"    {text}" for text in (described(each), each.cause) if text]
+        return "\n".join(lines)
+
+    __repr__ = text
+    _repr_html_ = html
+
+
+def _label(finding: Finding) -> str:
+    if not finding.name:
+        return str(finding.part)
+    is_whole = finding.part is Part.VALUES
+    return finding.name if is_whole else f"{finding.part} of {finding.name}"
+
+
+def _row(finding: Finding) -> tuple[Cell, ...]:
+    is_filled = finding.verdict in (Verdict.SAME, Verdict.DIFFERENT)
+    state = Cell(text=finding.verdict, dot=COLOURS[finding.verdict], is_hollow=not is_filled)
+    return table_row(_label(finding), state, _count(finding), described(finding), finding.cause)
+
+
+def _count(finding: Finding) -> str:
+    if finding.num_different:
+        return f"{finding.num_different} of {finding.num_tensors}"
+    return str(finding.num_tensors) if finding.num_tensors else ""
+
+
+def described(finding: Finding) -> str:
+    """Return where the first difference is, between whom, and how large it is."""
+    parts = []
+    first = finding.first
+    if first is not None:
+        name = f"{first.tensor}: " if first.tensor else ""
+        parts.append(f"{name}{_between(first)}{_size(first)}")
+    if finding.num_sharded:
+        what = counted(finding.num_sharded, "tensor")
+        parts.append(f"{what} sharded, or without values: not comparable")
+    return "; ".join(parts)
+
+
+def _between(first: Difference) -> str:
+    if first.texts and len(first.groups) == 1:
+        return first.texts[0]
+    if first.texts:
+        each = [f"{t} on {spoken_ranks(g)}" for t, g in zip(first.texts, first.groups, strict=True)]
+        return listed(each[:MAX_SHOWN]) + (" ..." if len(each) > MAX_SHOWN else "")
+    groups = [spoken_ranks(ranks) for ranks in first.groups]
+    if first.lacking:
+        return f"{_has_none(first.lacking)}, {listed(groups[:MAX_SHOWN])} has one"
+    if len(groups) > MAX_SHOWN:
+        return f"{len(groups)} different ones on {spoken_ranks(sum(first.groups, ()))}"
+    return " against ".join(groups)
+
+
+MAX_SHOWN = 4
+"""Groups of ranks that are named one by one."""
+
+
+def _has_none(ranks: Sequence[int]) -> str:
+    return f"{spoken_ranks(ranks)} {_has(ranks)} none"
+
+
+def _size(first: Difference) -> str:
+    if not first.num_measured:
+        return ""
+    if first.num_different == 0:
+        return ", equal in all elements that were measured"
+    of = f"{first.num_measured:,} element{'s' if first.num_measured > 1 else ''}"
+    if first.num_measured < first.num_elements:
+        of += f" measured, of {first.num_elements:,}"
+    largest = (
+        f"{first.largest:.3g} at most, among values up to {first.scale:.3g}"
+        if math.isfinite(first.largest)
+        else "some are NaN or infinite"
+    )
+    among = (
+        f" (of {MAX_CHUNKS} of the ranks)" if len(first.groups) > len(first.measured_ranks) else ""
+    )
+    return f", {first.num_different:,} of {of}{among}: {largest}"

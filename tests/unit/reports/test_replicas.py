@@ -1,0 +1,219 @@
+"""From digests to verdicts, sizes, causes and the table, without a cluster."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.replicas import CHUNK_ELEMENTS, Held, Part, RankReplica
+from ddpnb.rank.trace import replicas as on_rank
+from ddpnb.reports.inside.causes import with_causes
+from ddpnb.reports.inside.replicas import (
+    ReplicaCheck,
+    Verdict,
+    check_held,
+    find,
+    measured,
+)
+
+Namespace = dict[str, Any]
+
+
+def checked(namespaces: Sequence[Namespace], *names: str, **facts: object) -> ReplicaCheck:
+    """Compare as the session does, each rank's namespace in this process."""
+    found = [on_rank.replica(names, each, rank) for rank, each in enumerate(namespaces)]
+    replicas = [
+        RankReplica(
+            rank=each.rank,
+            held={name: with_facts(held, facts) for name, held in each.held.items()},
+            random=each.random,
+            num_steps=each.num_steps,
+        )
+        for each in found
+    ]
+    check_held(replicas, is_named=bool(names))
+    findings = []
+    for each in find(replicas):
+        if each.first is not None and each.first.chunks:
+            values = [
+                on_rank.elements(
+                    each.name, each.part, each.first.tensor, each.first.chunks, namespaces[rank]
+                )
+                for rank in each.first.measured_ranks
+            ]
+            each = measured(each, values)
+        findings.append(each)
+    return ReplicaCheck(with_causes(findings, replicas), range(len(namespaces)))
+
+
+def with_facts(held: Held, facts: Mapping[str, object]) -> Held:
+    return Held(
+        kind=held.kind,
+        parts=held.parts,
+        sharded=held.sharded,
+        is_missing=held.is_missing,
+        problem=held.problem,
+        batch_norm=held.batch_norm,
+        **{"is_training": held.is_training, **facts},
+    )
+
+
+def trained(seed: int = 0, data_seed: int = 0, num_steps: int = 1) -> Namespace:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    torch.manual_seed(data_seed)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(torch.randn(16, 4)).pow(2).sum().backward()
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def verdicts(result: ReplicaCheck) -> dict[str, Verdict]:
+    return {f"{each.part} {each.name}".strip(): each.verdict for each in result.findings}
+
+
+def cause(result: ReplicaCheck, part: Part) -> str:
+    return next(each.cause for each in result.findings if each.part is part)
+
+
+def test_equal_replicas_are_the_same():
+    result = checked([trained(), trained()])
+    assert result.is_same
+    assert set(verdicts(result).values()) == {Verdict.SAME}
+    assert result.sentence() == "The replicas are the same on ranks 0-1."
+    assert "all ranks train on the same samples" in cause(result, Part.GRADIENTS)
+
+
+def test_the_first_difference_is_named_with_its_size():
+    namespaces = [trained(), trained(), trained()]
+    with torch.no_grad():
+        weight = namespaces[1]["model"][2].weight
+        weight[0, :3] += 0.25
+    result = checked(namespaces, "model")
+    finding = next(each for each in result.findings if each.part is Part.PARAMETERS)
+    assert (finding.num_different, finding.num_tensors) == (1, 6)
+    first = finding.first
+    assert first is not None
+    assert first.groups == ((0, 2), (1,))
+    assert (first.tensor, first.num_different, first.num_elements) == ("2.weight", 3, 16)
+    assert first.largest == pytest.approx(0.25)
+    shown = "2.weight: ranks 0,2 against rank 1, 3 of 16 elements: 0.25 at most"
+    assert shown in result.text()
+    assert shown in result.html()
+
+
+def test_causes():
+    assert "drawn its own initial weights" in cause(
+        checked([trained(seed, num_steps=0) for seed in (0, 1)], "model"), Part.PARAMETERS
+    )
+    apart = [trained(data_seed=seed) for seed in (0, 1)]
+    result = checked(apart, "model", "optimizer")
+    assert "nothing averages its gradients" in cause(result, Part.PARAMETERS)
+    assert "own samples" in cause(result, Part.GRADIENTS)
+    assert "no DDP sends rank 0's" in cause(result, Part.BUFFERS)
+    assert "those of the ranks differ" in cause(result, Part.STATE)
+    skipped = [trained(num_steps=3), trained(num_steps=2)]
+    text = "A rank skipped a step: optimizer has counted 2 on rank 1 and 3 on rank 0."
+    assert cause(checked(skipped, "model"), Part.PARAMETERS) == text  # not named, and yet known
+    namespaces = [trained(), trained()]
+    namespaces[1]["optimizer"].param_groups[0]["lr"] = 0.5
+    result = checked(namespaces, "optimizer")
+    assert "lr: 0.001 on rank 0 and 0.5 on rank 1" in result.text()
+    namespaces[1]["model"].zero_grad()
+    assert "Rank 1 made no backward pass" in cause(checked(namespaces, "model"), Part.GRADIENTS)
+
+
+def test_what_ddp_leaves_apart_by_design_is_no_fault():
+    namespaces = [trained(), trained()]
+    namespaces[1]["model"][1].running_mean += 1
+    result = checked(namespaces, "model", is_ddp=True)
+    assert result.is_same
+    assert result.sentence().endswith("; buffers of model differ by design.")
+    without = checked(namespaces, "model", is_ddp=True, syncs_buffers=False)
+    assert not without.is_same
+    assert "broadcast_buffers=False" in cause(without, Part.BUFFERS)
+    namespaces[1]["model"][0].weight.grad += 1
+    result = checked(namespaces, "model", is_ddp=True, syncs_gradients=False)
+    assert cause(result, Part.GRADIENTS).startswith("Inside no_sync()")
+    namespaces[1]["model"][0].weight.grad -= 1 - 1e-7
+    result = checked(namespaces, "model", is_ddp=True)
+    assert "rounding" in cause(result, Part.GRADIENTS)
+
+
+def test_tensors_of_any_kind():
+    same = {
+        "none": torch.empty(0),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "complex": torch.ones(2, dtype=torch.complex64).conj(),
+        "nan": torch.tensor([float("nan")]),
+        "turned": torch.arange(6).reshape(2, 3).T,
+    }
+    other = {**same, "half": torch.tensor([1, 2, 1], dtype=torch.bfloat16)}
+    assert checked([{"d": same}, {"d": dict(same)}], "d").is_same
+    assert "['half']: rank 0 against rank 1, 1 of 3 elements: 1 at most" in (
+        checked([{"d": same}, {"d": other}], "d").text()
+    )
+    shapes = [{"t": torch.zeros(2)}, {"t": torch.zeros(3)}]
+    assert "float32 [2] on rank 0 and float32 [3] on rank 1" in checked(shapes, "t").text()
+    zeros = [{"t": torch.tensor([0.0])}, {"t": torch.tensor([-0.0])}]
+    assert checked(zeros, "t").is_same
+    values = [{"t": torch.tensor([1.0])}, {"t": torch.tensor([float("nan")])}]
+    assert "some are NaN or infinite" in checked(values, "t").text()
+    meta = nn.Linear(2, 2, device="meta")
+    result = checked([{"m": meta}, {"m": meta}], "m")
+    assert verdicts(result)["parameters m"] is Verdict.UNKNOWN
+    assert result.sentence() == "Nothing on ranks 0-1 can be compared."
+
+
+def test_a_large_tensor_is_measured_in_part_and_says_so():
+    size = 40 * CHUNK_ELEMENTS
+    other = torch.zeros(size)
+    other[3 * CHUNK_ELEMENTS] = 2.0
+    only = checked([{"t": torch.zeros(size)}, {"t": other}], "t")
+    assert "1 of 65,536 elements measured, of 2,621,440: 2 at most" in only.text()
+    everywhere = checked([{"t": torch.zeros(size)}, {"t": torch.ones(size)}], "t")
+    assert "524,288 of 524,288 elements measured, of 2,621,440" in everywhere.text()
+
+
+def test_many_ranks_stay_readable():
+    namespaces = [{"t": torch.full((3,), float(rank))} for rank in range(64)]
+    text = checked(namespaces, "t").text()
+    assert "64 different ones on ranks 0-63, 3 of 3 elements (of 16 of the ranks)" in text
+
+
+def test_nothing_to_compare_is_one_sentence():
+    for namespaces, names, sentence in (
+        ([{}, {}], (), "No rank has a model or an optimizer"),
+        ([{"model": 1}, {"model": 1}], ("modle",), "No rank has modle; did you mean model?"),
+        ([{}, {"x": torch.ones(1)}], ("x",), "Only rank 1 has x: make it on rank 0 too."),
+        ([{"x": 1}, {"x": 1}], ("x",), "x on rank 0 is an int: name a model"),
+        ([{"x": []}, {"x": []}], ("x[0]",), "x[0] on rank 0 raises IndexError"),
+    ):
+        with pytest.raises(UserError) as raised:
+            checked(namespaces, *names)
+        assert str(raised.value).startswith(sentence)
+
+
+def test_nothing_changes():
+    namespace = trained()
+    names = set(namespace)
+    optimizer = namespace["optimizer"]
+    added = nn.Parameter(torch.zeros(1))
+    optimizer.add_param_group({"params": [added]})
+    version = namespace["model"][0].weight._version
+    state, grad = torch.get_rng_state(), namespace["model"][0].weight.grad.clone()
+    np_state = np.random.get_state()[1].copy()
+    on_rank.replica((), namespace, 0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert np.array_equal(np.random.get_state()[1], np_state)
+    assert torch.equal(namespace["model"][0].weight.grad, grad)
+    assert namespace["model"][0].weight._version == version
+    assert added not in optimizer.state
+    assert torch.is_grad_enabled()
+    assert set(namespace) - names <= {"__builtins__"}

@@ -1,0 +1,138 @@
+"""Who gets what, from torch's own sampler to the picture, without a cluster."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+
+from ddpnb.history.comparison import Comparison
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RunReport
+from ddpnb.protocol.replicas import RankSamples, SamplerSpec
+from ddpnb.rank.trace import replicas as on_rank
+from ddpnb.reports.inside.samples import MAX_CELLS, Handout, handout_of, handout_of_run
+from tests.unit.history.fake_runs import fake_comparison
+
+CPU = torch.device("cpu")
+
+
+def handed_out(num_ranks: int, spec: SamplerSpec, **namespace: object) -> Handout:
+    found = [
+        on_rank.samples(spec, dict(namespace), rank=rank, num_ranks=num_ranks, device=CPU)
+        for rank in range(num_ranks)
+    ]
+    return handout_of(spec, found)
+
+
+def texts(handout: Handout) -> list[str]:
+    return [each.get_text() for each in handout.plot().figure.axes[0].texts]
+
+
+def test_padding_repeats_samples_and_drop_last_leaves_some_out():
+    padded = handed_out(4, SamplerSpec(num_samples=30))
+    assert [row.repeated().tolist() for row in padded.rows] == [[0, 1]] * 3
+    assert padded.rows[0].owners(0) == (0, 2)
+    assert padded.rows[0].shares() == "8 each"
+    assert "2 samples handed out more than once: padding" in padded.text()
+    assert "handed out more than once" in texts(padded)
+    dropped = handed_out(4, SamplerSpec(num_samples=30, drop_last=True))
+    assert dropped.rows[0].absent().tolist() == [28, 29]
+    assert texts(dropped).count("×") == 3 * 2 + 1  # and one in the legend
+    assert "no rank gets it: left out" in texts(dropped)
+
+
+def test_set_epoch_shuffles_anew_and_its_absence_is_said():
+    spec = SamplerSpec(num_samples=20, shuffle=True)
+    shuffled = handed_out(2, spec)
+    assert not shuffled.rows[1].is_like(shuffled.rows[0])
+    sampler = DistributedSampler(range(20), num_replicas=2, rank=1)
+    sampler.set_epoch(2)
+    assert shuffled.rows[2].handed_out[1].tolist() == list(sampler)
+    stuck = handed_out(2, replace(spec, sets_epoch=False))
+    assert stuck.rows[1].is_like(stuck.rows[0])
+    assert "epoch 1: the same" in stuck.text()
+    assert "without set_epoch(epoch)" in stuck.sentence()
+
+
+def test_a_loader_is_read_without_consuming_it():
+    data = TensorDataset(torch.arange(20))
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(data, batch_size=3, shuffle=True, generator=generator, drop_last=True)
+    before, own = torch.get_rng_state(), generator.get_state()
+    handout = handed_out(2, SamplerSpec(expression="loader"), loader=loader)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(generator.get_state(), own)
+    assert len(handout.rows[0].handed_out[0]) == 18  # whole batches alone
+    assert "Every rank gets the same samples, 2 times the same work" in handout.sentence()
+    sampler = DistributedSampler(data, num_replicas=2, rank=0)
+    sampler.set_epoch(7)
+    batches = BatchSampler(sampler, 4, drop_last=False)
+    handed_out(2, SamplerSpec(expression="batches"), batches=batches)
+    assert sampler.epoch == 7
+    assert sampler.dataset is data
+
+
+@pytest.mark.parametrize(("num_ranks", "num_samples"), [(2, 5), (8, 3), (16, 1000), (40, 100)])
+def test_pictures_stay_readable(num_ranks: int, num_samples: int):
+    handout = handed_out(num_ranks, SamplerSpec(num_samples=num_samples, shuffle=True))
+    picture = handout.plot()
+    assert picture.png().startswith(b"\x89PNG")
+    figure = picture.figure
+    figure.canvas.draw()
+    width, height = figure.get_size_inches() * figure.dpi
+    for text in figure.axes[0].texts:
+        box = text.get_window_extent()
+        assert box.x0 >= 0
+        assert box.x1 <= width
+        assert box.y0 >= 0
+        assert box.y1 <= height
+    assert all(len(row.cells()) <= MAX_CELLS + 1 for row in handout.rows)
+    if num_ranks > 16:
+        assert any("ranks 16-39" in text for text in texts(handout))
+    bundle = handout._repr_mimebundle_()
+    assert set(bundle) == {"text/plain", "text/html", "image/png"}
+    assert "<img" in bundle["text/html"]
+
+
+def test_ranks_with_other_samplers_are_said():
+    first = RankSamples(rank=0, kind="A", num_samples=4, epochs=(np.arange(4),))
+    other = replace(first, rank=1, kind="B", num_samples=5, epochs=(np.arange(2),))
+    handout = handout_of(SamplerSpec(expression="x", num_epochs=1), [first, other])
+    assert "The ranks have different samplers: A and B." in handout.notes
+    assert "The ranks' data sets are not equally long." in handout.notes
+    assert handout.rows[0].shares() == "2 to 4 each"
+
+
+def run_with_shards(*shards: tuple[int, ...], num_steps: int = 0) -> Comparison:
+    comparison = fake_comparison()
+    run = next(each for each in comparison.runs if each.name == "async")
+    reports = tuple(
+        RunReport(
+            run_id=run.run_id,
+            rank=rank,
+            took_part=True,
+            num_steps=num_steps or len(each),
+            shards=each,
+        )
+        for rank, each in enumerate(shards)
+    )
+    return replace(comparison, runs=(replace(run, reports=reports, marks=()),))
+
+
+def test_shards_of_an_asynchronous_run():
+    comparison = run_with_shards((0, 1, 2, 4, 41), (3, 5, *range(6, 40)))
+    handout = handout_of_run("race/async", comparison)
+    assert [row.label for row in handout.rows] == ["0-39", "40-41"]
+    assert handout.rows[1].absent().tolist() == [40]
+    assert "worker 0 trained on 12 % and worker 1 trained on 88 %" in handout.sentence()
+    assert "worker 1: 3 5 6" in handout.text()
+    cut = handout_of_run("race/async", run_with_shards((0, 3), (1, 2, 5), num_steps=50))
+    assert cut.rows[0].num_cells == 4  # from there on not all were noted
+    assert "Who got which was noted for the first 4." in cut.notes
+
+
+def test_a_run_without_shards_is_one_sentence():
+    with pytest.raises(UserError, match="has no record of its shards"):
+        handout_of_run("race", run_with_shards((), ()))
