@@ -11,6 +11,7 @@ from ddpnb.protocol.messages import Script
 from ddpnb.protocol.notation import parse_target
 from ddpnb.protocol.options import typed
 from ddpnb.protocol.training_options import make_training_spec, takes_training_options
+from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.result import export as write_export
@@ -120,7 +121,8 @@ def run_cell(
     timeout: float | None = None,
     check: bool = False,
     debug: int | None = None,
-) -> RunningCell | None:
+    trace: bool = False,
+) -> RunningCell | TraceResult | None:
     """Run a cell on ranks; the twin of ``%%ddp``.
 
     Args:
@@ -132,16 +134,25 @@ def run_cell(
         check: whether torch compares the exact shapes of collectives across the ranks, which
             is slow.  The first checked cell has a new process group.
         debug: the rank that stops at ``breakpoint()``, with the notebook's prompt.
+        trace: whether to record every collective, message and call of the store.
 
     Returns:
-        The running cell if ``wait`` is false.
+        The running cell if ``wait`` is false; else the trace of a cell that is traced, with
+        ``.plot()``, ``.text()``, ``.store()``, ``.save("trace.json")``.
 
     Raises:
         RankError: it failed on a rank.
         TimeoutError: it took longer than ``timeout``.
     """
     return this_session().run_cell(
-        source, ranks=ranks, wait=wait, name=name, timeout=timeout, check=check, debug=debug
+        source,
+        ranks=ranks,
+        wait=wait,
+        name=name,
+        timeout=timeout,
+        check=check,
+        debug=debug,
+        trace=trace,
     )
 
 
@@ -164,7 +175,8 @@ def run_script(
     timeout: float | None = None,
     check: bool = False,
     debug: int | None = None,
-) -> RunningCell | None:
+    trace: bool = False,
+) -> RunningCell | TraceResult | None:
     """Run a script that was written for ``torchrun`` on the ranks; the twin of ``%ddp_run``.
 
     It runs in a ``__main__`` of its own.  Where it forms a process group, it has the cluster's.
@@ -180,9 +192,10 @@ def run_script(
         timeout: seconds after which the ranks are interrupted.
         check: whether torch compares the exact shapes of collectives across the ranks.
         debug: the rank that stops at ``breakpoint()``, with the notebook's prompt.
+        trace: whether to record every collective, message and call of the store.
 
     Returns:
-        The running script if ``wait`` is false.
+        The running script if ``wait`` is false; else the trace of a script that is traced.
 
     Raises:
         RankError: it failed on a rank, or ended with an exit code other than 0.
@@ -199,6 +212,7 @@ def run_script(
         timeout=timeout,
         check=check,
         debug=debug,
+        trace=trace,
         script=Script(
             name=str(script),
             path=path,
@@ -371,3 +385,18 @@ def report(name: str, path: Path | str) -> Path:
         raise UserError(f"The name of a report ends with .html, unlike {target.name}.")
     export(name, target)
     return target
+
+
+@typed
+def last_trace() -> TraceResult:
+    """Return the trace of the latest cell of ``%%ddp --trace``.
+
+    Returns:
+        With ``.plot()``, ``.text()``, ``.store()``, ``.save("trace.json")`` for Perfetto.
+
+    Raises:
+        UserError: no cell has been traced.
+    """
+    if (trace := this_session().last_trace) is None:
+        raise UserError("No cell has been traced: begin one with %%ddp --trace.")
+    return trace

@@ -27,6 +27,10 @@ class Span:
     """The ranks that take part, as the default group numbers them; empty: only this one."""
     line: str = ""
     """Where in the user's code it was called, such as ``"line 3"``; empty: not known."""
+    key: str = ""
+    """Of the process group's store, for a call of it."""
+    value: str = ""
+    """What such a call set or returned, shortened."""
 
     def __post_init__(self) -> None:
         if self.end < self.start:
@@ -49,3 +53,16 @@ class Trace:
     """Spans that were not kept because there were too many."""
     notes: tuple[str, ...] = ()
     """Sentences for below the picture."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpans:
+    """What one rank recorded while a cell ran."""
+
+    rank: int
+    spans: tuple[Span, ...]
+    num_dropped: int = 0
+    num_open: int = 0
+    """Calls that had not ended when the cell did; their spans end with the cell."""
+    own_seconds: float = 0.0
+    """How long the calls took longer because they were recorded."""

@@ -19,6 +19,7 @@ from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
+from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
 from ddpnb.reports.result import ComparisonResult
@@ -48,6 +49,7 @@ class Session:
         self._store: Store | None = None
         self._asked: Call | None = None
         """The latest call of ``ask``."""
+        self.last_trace: TraceResult | None = None
 
     # -- the cluster -----------------------------------------------------------------
 
@@ -148,7 +150,8 @@ class Session:
         check: bool = False,
         script: Script | None = None,
         debug: int | None = None,
-    ) -> RunningCell | None:
+        trace: bool = False,
+    ) -> RunningCell | TraceResult | None:
         """Run a cell, or a script, on ranks; see ``ddpnb.run_cell`` and ``ddpnb.run_script``."""
         cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
@@ -167,6 +170,7 @@ class Session:
             script=script,
             debug_rank=debug,
             debug_socket=prompt.address if prompt else "",
+            is_traced=trace,
         )
         recorder = self._record_cell(name, spec, len(chosen)) if name else None
         cell = RunningCell(
@@ -177,10 +181,11 @@ class Session:
             timeout=timeout,
             is_checked=check,
             prompt=prompt,
+            on_trace=self._keep_trace,
         )
         if wait:
             cell.run()
-            return None
+            return cell.trace
         self._jobs.add(cell)
         cell.run_in_background()
         return cell
@@ -355,6 +360,9 @@ class Session:
         if spec.detach_seconds:
             cluster.allow_detach(spec.detach_seconds)
         return with_notes(ranks_table(cluster.states), cluster)
+
+    def _keep_trace(self, trace: TraceResult) -> None:
+        self.last_trace = trace
 
     def _record_cell(self, name: str, spec: CellSpec, num_ranks: int) -> Recorder:
         recorder = Recorder(
