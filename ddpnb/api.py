@@ -11,6 +11,7 @@ from ddpnb.protocol.messages import Script
 from ddpnb.protocol.notation import parse_target
 from ddpnb.protocol.options import typed
 from ddpnb.protocol.training_options import make_training_spec, takes_training_options
+from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
@@ -385,6 +386,35 @@ def report(name: str, path: Path | str) -> Path:
         raise UserError(f"The name of a report ends with .html, unlike {target.name}.")
     export(name, target)
     return target
+
+
+@typed
+def show_collective(
+    name: str,
+    *,
+    size: str | int = "",
+    root: int | None = None,
+    op: str = "",
+    ranks: str | None = None,
+) -> CollectiveResult:
+    """Run one collective on the ranks and show what it does; the twin of ``%ddp_show``.
+
+    Args:
+        name: ``"all_reduce"``, ``"broadcast"``, ``"reduce"``, ``"scatter"``, ``"gather"``,
+            ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"barrier"``, ``"send"`` or
+            ``"recv"``.
+        size: of the tensor that a rank gives: ``"4MB"``; by default a few numbers.
+        root: the rank that gives, or gets, everything; by default the first.
+        op: ``"sum"``, ``"avg"``, ``"max"``, ``"min"`` or ``"product"``; by default the sum.
+        ranks: those that take part, e.g. ``"0,2-3"``; by default all.
+
+    Returns:
+        The result, with ``.plot()`` and ``.text()``.
+
+    Raises:
+        UserError: there is no such collective, or an option does not suit it.
+    """
+    return this_session().show_collective(name, size=size, root=root, op=op, ranks=ranks)
 
 
 @typed

@@ -19,6 +19,7 @@ from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
+from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
@@ -28,6 +29,7 @@ from ddpnb.reports.table import Table
 from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
 from ddpnb.session.cells import Prompt, RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
+from ddpnb.session.inside import collective_spec, show_collective
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
 from ddpnb.session.variables import pull, push, remove_leftovers
 
@@ -239,6 +241,16 @@ class Session:
         if ranks is not None and len(chosen) == 1:
             return values[0]
         return dict(zip(chosen, values, strict=True))
+
+    def show_collective(self, name: str, **options: Any) -> CollectiveResult:
+        """Run one collective on the ranks; see ``ddpnb.show_collective``."""
+        cluster = self._require_free()
+        spec = collective_spec(name, len(cluster.ranks), **options)
+        try:
+            return show_collective(cluster, spec)
+        except (KeyboardInterrupt, UserError):
+            cluster.interrupt(cluster.ranks)  # else they wait on
+            raise
 
     # -- comparisons -----------------------------------------------------------------
 
