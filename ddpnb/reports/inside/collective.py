@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from ddpnb.protocol.trace import REDUCING, ROOTED, CollectiveShown, CollectiveSpec, Span
 from ddpnb.reports.formatting import counted, size
