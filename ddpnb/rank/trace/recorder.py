@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Final, final
 
@@ -30,6 +31,8 @@ from ddpnb.rank.comm.flat_buffers import num_bytes
 
 MAX_SPANS: Final = 20_000
 """Spans that a rank keeps; later ones are counted."""
+DRAIN_SECONDS = 0.5
+"""How long the ends of a cell's last calls may take to be noted."""
 MAX_FRAMES: Final = 60
 """How far up the stack to look for the user's line."""
 MAX_VALUE: Final = 32
@@ -66,19 +69,22 @@ def require_tracing() -> None:
 class TraceRecorder:
     """Keeps what this rank does between ``recording``'s begin and end."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, max_spans: int) -> None:
         self._rank = rank
+        self._max_spans = max_spans
         self._calls: list[list[Any]] = []
         self._store_calls: list[Span] = []
         self._num_dropped = 0
         self._own_seconds = 0.0
+        self._waiter: threading.Thread | None = None
+        self._waited: SimpleQueue[tuple[Any, Callable[[object], None]] | None] = SimpleQueue()
         self.is_open = True
         self.seen = threading.local()
         """``seen.by_method``: whether a method has recorded this thread's call already."""
 
     def begin(self, name: str, tensors: Any, group: tuple[int, ...]) -> list[Any] | None:
         """Note that a call begins; return what ``end`` takes, None if there is no room for it."""
-        if len(self._calls) >= MAX_SPANS:
+        if len(self._calls) >= self._max_spans:
             self._num_dropped += 1
             return None
         began = time.perf_counter()
@@ -99,12 +105,15 @@ class TraceRecorder:
         try:
             work.get_future().add_done_callback(end)
         except RuntimeError:  # gloo's reduce_scatter has no future
-            threading.Thread(target=_wait, args=(work, end), daemon=True).start()
+            if self._waiter is None:
+                self._waiter = threading.Thread(target=self._wait, name="ddpnb-trace", daemon=True)
+                self._waiter.start()
+            self._waited.put((work, end))
         self._own_seconds += time.perf_counter() - began
 
     def note(self, name: str, key: str, value: object, start: float) -> None:
         """Note a call of a store that has ended."""
-        if len(self._store_calls) >= MAX_SPANS:
+        if len(self._store_calls) >= self._max_spans:
             self._num_dropped += 1
             return
         text, size = _preview(value)
@@ -124,6 +133,9 @@ class TraceRecorder:
     def spans(self) -> RankSpans:
         """Return what was recorded; calls that have not ended end now."""
         self.is_open = False
+        if self._waiter is not None:
+            self._waited.put(None)
+            self._waiter.join(DRAIN_SECONDS)
         now = time.monotonic()
         num_open = sum(call[_END] == _OPEN for call in self._calls)
         spans = tuple(
@@ -147,11 +159,19 @@ class TraceRecorder:
             own_seconds=self._own_seconds,
         )
 
+    def _wait(self) -> None:
+        """Wait for each work in turn."""
+        while (waited := self._waited.get()) is not None:
+            work, end = waited
+            with contextlib.suppress(RuntimeError):  # aborted: the caller's own wait raises it
+                work.wait()
+            end(None)
+
 
 @contextlib.contextmanager
-def recording(rank: int) -> Iterator[TraceRecorder]:
-    """Return a context in which this process's exchanges are recorded."""
-    recorder = TraceRecorder(rank)
+def recording(rank: int, max_spans: int = MAX_SPANS) -> Iterator[TraceRecorder]:
+    """Return a context in which this process's exchanges are recorded, the first so many."""
+    recorder = TraceRecorder(rank, max_spans)
     with contextlib.ExitStack() as opened:
         by_operation = {each.operation: each for each in METHODS.values()}
         known = {
@@ -245,12 +265,6 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
         return tuple(dist.get_process_group_ranks(group))
     except KeyError:
         return ()
-
-
-def _wait(work: Any, end: Callable[[object], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # aborted: the caller's own wait raises it
-        work.wait()
-    end(None)
 
 
 def users_line() -> str:

@@ -34,7 +34,7 @@ RANK_COLOURS = (
 """Of the numbers that come from a rank; from the ninth rank on they repeat, darker."""
 REDUCED = "#f0cf65"
 """Of numbers made from all ranks'."""
-LEFT, BEFORE, AFTER, SENT, FORMULA, TIME = 0.3, 1.35, 6.25, 11.05, 12.15, 13.15
+LEFT, BEFORE, AFTER, SENT, FORMULA, TIME = 0.3, 1.35, 6.25, 10.75, 11.95, 12.95
 """Inches from the left: the names of the ranks, the tensors, the columns of numbers."""
 CELLS_WIDTH = 4.3
 ROW_HEIGHT, CELL_HEIGHT, LARGEST_CELL = 0.5, 0.36, 0.52
@@ -314,7 +314,7 @@ def draw_collective(result: CollectiveResult, *, dark: bool = False) -> "Figure"
     axes.set_xlim(0, timeline.WIDTH)
     axes.set_ylim(height, 0)
     axes.axis("off")
-    heads = {BEFORE: "before", AFTER: "after", SENT: "sent", FORMULA: "formula", TIME: "time"}
+    heads = {BEFORE: "before", AFTER: "after", SENT: "counted", FORMULA: "formula", TIME: "time"}
     for x, text in heads.items():
         axes.text(x, HEAD - 0.22, text, fontsize=SMALL_POINTS, color=look.muted, va="center")
     widest = max((_num_cells(c) for each in shown for c in (each.before, each.after)), default=1)
