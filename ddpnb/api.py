@@ -12,8 +12,10 @@ from ddpnb.protocol.notation import parse_target
 from ddpnb.protocol.options import typed
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.training_options import make_training_spec, takes_training_options
+from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout
+from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.result import export as write_export
@@ -123,7 +125,8 @@ def run_cell(
     timeout: float | None = None,
     check: bool = False,
     debug: int | None = None,
-) -> RunningCell | None:
+    trace: bool = False,
+) -> RunningCell | TraceResult | None:
     """Run a cell on ranks; the twin of ``%%ddp``.
 
     Args:
@@ -135,16 +138,25 @@ def run_cell(
         check: whether torch compares the exact shapes of collectives across the ranks, which
             is slow.  The first checked cell has a new process group.
         debug: the rank that stops at ``breakpoint()``, with the notebook's prompt.
+        trace: whether to record every collective, message and call of the store.
 
     Returns:
-        The running cell if ``wait`` is false.
+        The running cell if ``wait`` is false; else the trace of a cell that is traced, with
+        ``.plot()``, ``.text()``, ``.store()``, ``.save("trace.json")``.
 
     Raises:
         RankError: it failed on a rank.
         TimeoutError: it took longer than ``timeout``.
     """
     return this_session().run_cell(
-        source, ranks=ranks, wait=wait, name=name, timeout=timeout, check=check, debug=debug
+        source,
+        ranks=ranks,
+        wait=wait,
+        name=name,
+        timeout=timeout,
+        check=check,
+        debug=debug,
+        trace=trace,
     )
 
 
@@ -167,7 +179,8 @@ def run_script(
     timeout: float | None = None,
     check: bool = False,
     debug: int | None = None,
-) -> RunningCell | None:
+    trace: bool = False,
+) -> RunningCell | TraceResult | None:
     """Run a script that was written for ``torchrun`` on the ranks; the twin of ``%ddp_run``.
 
     It runs in a ``__main__`` of its own.  Where it forms a process group, it has the cluster's.
@@ -183,9 +196,10 @@ def run_script(
         timeout: seconds after which the ranks are interrupted.
         check: whether torch compares the exact shapes of collectives across the ranks.
         debug: the rank that stops at ``breakpoint()``, with the notebook's prompt.
+        trace: whether to record every collective, message and call of the store.
 
     Returns:
-        The running script if ``wait`` is false.
+        The running script if ``wait`` is false; else the trace of a script that is traced.
 
     Raises:
         RankError: it failed on a rank, or ended with an exit code other than 0.
@@ -202,6 +216,7 @@ def run_script(
         timeout=timeout,
         check=check,
         debug=debug,
+        trace=trace,
         script=Script(
             name=str(script),
             path=path,
@@ -431,3 +446,47 @@ def samples(
         sets_epoch=set_epoch,
     )
     return this_session().samples(spec)
+
+
+@typed
+def show_collective(
+    name: str,
+    *,
+    size: str | int = "",
+    root: int | None = None,
+    op: str = "",
+    ranks: str | None = None,
+) -> CollectiveResult:
+    """Run one collective on the ranks and show what it does; the twin of ``%ddp_show``.
+
+    Args:
+        name: ``"all_reduce"``, ``"broadcast"``, ``"reduce"``, ``"scatter"``, ``"gather"``,
+            ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"barrier"``, ``"send"`` or
+            ``"recv"``.
+        size: of the tensor that a rank gives: ``"4MB"``; by default a few numbers.
+        root: the rank that gives, or gets, everything; by default the first.
+        op: ``"sum"``, ``"avg"``, ``"max"``, ``"min"`` or ``"product"``; by default the sum.
+        ranks: those that take part, e.g. ``"0,2-3"``; by default all.
+
+    Returns:
+        The result, with ``.plot()`` and ``.text()``.
+
+    Raises:
+        UserError: there is no such collective, or an option does not suit it.
+    """
+    return this_session().show_collective(name, size=size, root=root, op=op, ranks=ranks)
+
+
+@typed
+def last_trace() -> TraceResult:
+    """Return the trace of the latest cell of ``%%ddp --trace``.
+
+    Returns:
+        With ``.plot()``, ``.text()``, ``.store()``, ``.save("trace.json")`` for Perfetto.
+
+    Raises:
+        UserError: no cell has been traced.
+    """
+    if (trace := this_session().last_trace) is None:
+        raise UserError("No cell has been traced: begin one with %%ddp --trace.")
+    return trace

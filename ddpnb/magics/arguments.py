@@ -27,6 +27,7 @@ from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.notation import LINKS
 from ddpnb.protocol.options import Option
+from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, SHOWN
 from ddpnb.protocol.training_options import training_options
 from ddpnb.session.session import this_session
 
@@ -121,9 +122,12 @@ def _settings(option: Option) -> dict[str, Any]:
 
 # -- completion ----------------------------------------------------------------------------
 
-VALUES = {"--device": DEVICES, "--backend": BACKENDS, "--link": tuple(LINKS)} | {
-    option.flag: option.choices for _, option in training_options() if option.choices
-}
+VALUES = {
+    "--op": REDUCTIONS,
+    "--device": DEVICES,
+    "--backend": BACKENDS,
+    "--link": tuple(LINKS),
+} | {option.flag: option.choices for _, option in training_options() if option.choices}
 """The values that an option takes."""
 
 
@@ -210,6 +214,8 @@ def names(magic: str, namespace: dict[str, object], prefix: str) -> Iterator[Sim
     match magic:
         case "ddp_compare":
             yield from of_kind("strategy", choices(STRATEGIES, prefix))
+        case "ddp_show":
+            yield from of_kind("collective", (*COLLECTIVES, *SHOWN))
         case "ddp_auto":
             yield from of_kind("value", ("on", "off"))
         case "ddp_push":

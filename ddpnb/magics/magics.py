@@ -141,6 +141,7 @@ class DdpMagics(Magics):
     @argument("--timeout", metavar="SECONDS", type=float, help="stop the cell after this time")
     @argument("--check", action="store_true", help="compare collectives' exact shapes too; slow")
     @argument("--debug", metavar="RANK", type=int, help="stop this rank at breakpoint()")
+    @argument("--trace", action="store_true", help="record every collective; draw the time line")
     @cell_magic
     def ddp(self, line: str, cell: str) -> Any:
         """Run the cell on the ranks.
@@ -157,6 +158,7 @@ class DdpMagics(Magics):
             timeout=args.timeout,
             check=args.check,
             debug=args.debug,
+            trace=args.trace,
         )
 
     @magic_arguments()
@@ -170,6 +172,7 @@ class DdpMagics(Magics):
     @argument("--timeout", metavar="SECONDS", type=float, help="stop the script after this time")
     @argument("--check", action="store_true", help="compare collectives' exact shapes too; slow")
     @argument("--debug", metavar="RANK", type=int, help="stop this rank at breakpoint()")
+    @argument("--trace", action="store_true", help="record every collective; draw the time line")
     @line_magic
     def ddp_run(self, line: str) -> Any:
         """Run a script for torchrun on the ranks: ``%ddp_run train.py --epochs 3``.
@@ -191,6 +194,7 @@ class DdpMagics(Magics):
             timeout=args.timeout,
             check=args.check,
             debug=args.debug,
+            trace=args.trace,
         )
 
     @cell_magic

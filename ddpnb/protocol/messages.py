@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.notation import check_link, check_transport, parse_strategy
+from ddpnb.protocol.trace import RankSpans
 from ddpnb.protocol.training_options import TrainingSpec
 
 
@@ -350,6 +351,8 @@ class CellSpec:
     """The rank that may ask questions, with ``breakpoint()`` or ``input()``."""
     debug_socket: str = ""
     """Where it receives the answers."""
+    is_traced: bool = False
+    """Whether its collectives are recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +396,8 @@ class CellReport:
     """Collectives of the default group that had begun here when the cell ended."""
     names: tuple[str, ...] = ()
     """The variables here, for Tab while the rank is busy; the latest where there are many."""
+    trace: RankSpans | None = None
+    """What was recorded; None: nothing was to be."""
 
 
 class StaleVariable(NamedTuple):

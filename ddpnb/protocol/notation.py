@@ -352,3 +352,18 @@ def parse_target(given: float | str | None) -> Target | None:
             "greater than 0 and at most 1, e.g. accuracy=0.95."
         )
     return Target(value=value, is_accuracy=is_accuracy)
+
+
+# -- sizes ---------------------------------------------------------------------------------
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|k|m|g|ki|mi|gi)b?", re.IGNORECASE)
+_UNIT_BYTES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_size(given: str | int) -> int:
+    """Parse a number of bytes: ``4096``, ``64kB``, ``4MB``, ``1MiB``."""
+    found = _SIZE.fullmatch(str(given).strip())
+    num_bytes = int(float(found[1]) * _UNIT_BYTES[found[2].lower()]) if found else 0
+    if num_bytes < 1:
+        raise UserError(f"There is no size {str(given)!r}: write bytes, as in 4096, 64kB or 4MB.")
+    return num_bytes

@@ -27,6 +27,10 @@ class Span:
     """The ranks that take part, as the default group numbers them; empty: only this one."""
     line: str = ""
     """Where in the user's code it was called, such as ``"line 3"``; empty: not known."""
+    key: str = ""
+    """Of the process group's store, for a call of it."""
+    value: str = ""
+    """What such a call set or returned, shortened."""
 
     def __post_init__(self) -> None:
         if self.end < self.start:
@@ -49,3 +53,86 @@ class Trace:
     """Spans that were not kept because there were too many."""
     notes: tuple[str, ...] = ()
     """Sentences for below the picture."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpans:
+    """What one rank recorded while a cell ran."""
+
+    rank: int
+    spans: tuple[Span, ...]
+    num_dropped: int = 0
+    num_open: int = 0
+    """Calls that had not ended when the cell did; their spans end with the cell."""
+    own_seconds: float = 0.0
+    """How long the calls took longer because they were recorded."""
+
+
+# -- one collective, shown -----------------------------------------------------------------
+
+COLLECTIVES = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "scatter",
+    "gather",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+    "send",
+    "recv",
+)
+"""What can be shown."""
+SHOWN = ("trace", "store")
+"""What else ``%ddp_show`` takes: of the latest cell that was traced."""
+CHUNKED = ("reduce_scatter", "all_to_all")
+"""Those to which each rank gives one chunk for each rank."""
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+ROOTED = ("broadcast", "reduce", "scatter", "gather", "send", "recv")
+REDUCTIONS = ("sum", "avg", "max", "min", "product")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveSpec:
+    """One collective to be run on the ranks and shown."""
+
+    name: str
+    """One of ``COLLECTIVES``."""
+    ranks: tuple[int, ...]
+    """Those that take part."""
+    num_bytes: int = 0
+    """Of the tensor that a rank gives, rounded to whole numbers; 0: a few numbers."""
+    root: int | None = None
+    """None: the first of ``ranks``, or none is needed."""
+    op: str = "sum"
+
+    @property
+    def from_rank(self) -> int:
+        """The root, or the rank that sends."""
+        return self.ranks[0] if self.root is None else self.root
+
+
+Chunks = tuple[tuple[float, ...], ...]
+"""The first numbers of each chunk of a tensor; empty: the rank has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveShown:
+    """What one collective did on one rank."""
+
+    rank: int
+    before: Chunks
+    after: Chunks
+    num_given: int
+    """Numbers in the tensor that this rank gives."""
+    num_got: int
+    """Numbers in the tensor that it has afterwards."""
+    seconds: float
+    """Of one call, the median of several, on this rank."""
+    small_seconds: float
+    """Of a call with as few numbers as there can be."""
+    num_bytes_sent: int | None
+    """Counted on this rank's TCP connections during one call; None: they cannot be counted."""
+    backend: str
+    notes: tuple[str, ...] = ()

@@ -23,13 +23,14 @@ from ddpnb.protocol.messages import (
 )
 from ddpnb.protocol.notation import parse_strategy
 from ddpnb.protocol.replicas import Part, RankReplica, RankSamples, SamplerSpec
+from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import completions, description
-from ddpnb.rank.trace import replicas
+from ddpnb.rank.trace import collectives, replicas
 from ddpnb.rank.training import loop
 
 received = variables.Received()
@@ -186,6 +187,13 @@ def samples(spec: SamplerSpec) -> RankSamples:
             device=torch.device(state.device),
         )
     )
+
+
+@or_failure
+def show_collective(spec: CollectiveSpec) -> CollectiveShown | None:
+    """Run one collective for show.  Takes part: every rank."""
+    device = this_engine().group.device
+    return cells.interruptible(lambda: collectives.show(spec, device=device))
 
 
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:

@@ -33,6 +33,7 @@ from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import NoPromptError, questions, variable_names
 from ddpnb.rank.status import is_users, num_collectives
 from ddpnb.rank.torchrun import process_of, run_script
+from ddpnb.rank.trace.recorder import TraceRecorder, recording
 
 DRAIN_SECONDS = 0.2
 """How long a cell may wait at its end for the output of its child processes."""
@@ -69,7 +70,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     """
     publishing = closing(Publisher(rank=engine.group.rank, run_id=spec.run_id))
     adopted = engine.adopted_group.during(is_script=spec.script is not None)
-    with publishing as publisher, adopted:
+    with publishing as publisher, traced(spec, engine) as recorder, adopted:
         engine.publisher = publisher
         error = run_source(spec, engine)
     failure = None if error is None else failure_of(error, engine)
@@ -81,7 +82,15 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         num_collectives=num_collectives(),
         num_batches_sent=publisher.num_batches,
         names=variable_names(engine.shell),
+        trace=None if recorder is None else recorder.spans(),
     )
+
+
+def traced(
+    spec: CellSpec, engine: RankEngine
+) -> contextlib.AbstractContextManager[TraceRecorder | None]:
+    """Return a context in which a cell's exchanges are recorded, if they are to be."""
+    return recording(engine.group.rank) if spec.is_traced else contextlib.nullcontext()
 
 
 def interruptible(call: Callable[[], Result]) -> Result:

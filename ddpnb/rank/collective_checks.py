@@ -206,6 +206,11 @@ def lines_of(path: str) -> Iterator[None]:
         _users_file, _users_mark = CELLS, 0
 
 
+def users_file() -> str:
+    """Return a part of the file name of the code with the user's lines."""
+    return _users_file
+
+
 def is_known(collective: Collective) -> bool:
     """Return whether torch's dispatcher has a collective as it stands in ``METHODS``."""
     return torch_internals.has_operation(

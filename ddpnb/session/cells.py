@@ -12,6 +12,8 @@ from importlib.util import decode_source
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
+from IPython.display import display
+
 from ddpnb.cluster.call import Asked, CallEvent, Events, Output, Silent
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch, failure_in
@@ -30,6 +32,8 @@ from ddpnb.protocol.messages import (
 )
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.reports.cell_output import CellOutput, PrintedLines
+from ddpnb.reports.formatting import counted
+from ddpnb.reports.inside.traces import TraceResult, joined
 from ddpnb.reports.live import Live, LiveFigureAndTable, live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.session.errors import (
@@ -90,6 +94,7 @@ class RunningCell(SupervisedCall):
         timeout: seconds after which the ranks are interrupted.
         is_checked: whether torch compares every collective across the ranks.
         prompt: answers the questions of the rank that is debugged.
+        on_trace: takes the trace of a cell that is traced, once it has ended.
     """
 
     def __init__(
@@ -102,8 +107,12 @@ class RunningCell(SupervisedCall):
         timeout: float | None = None,
         is_checked: bool = False,
         prompt: "Prompt | None" = None,
+        on_trace: Callable[[TraceResult], None] = lambda _: None,
     ) -> None:
         super().__init__(ranks)
+        self.trace: TraceResult | None = None
+        """Of a cell that is traced, once it has ended."""
+        self._on_trace = on_trace
         self._spec = spec
         self._cluster = cluster
         self._recorder = recorder
@@ -138,6 +147,7 @@ class RunningCell(SupervisedCall):
             self._output.close()
             self._note_names()
             self._end_run()
+            self._take_trace()
         self._raise()
 
     def __repr__(self) -> str:
@@ -195,18 +205,33 @@ class RunningCell(SupervisedCall):
         if self._live is not None:
             self._live.finish(ComparisonResult(self._recorder.comparison))
 
+    def _take_trace(self) -> None:
+        if not self._spec.is_traced:
+            return
+        reports = self._watch.returned.values()
+        recorded = [r.trace for r in reports if isinstance(r, CellReport) and r.trace is not None]
+        number = self._spec.execution_count
+        name = Path(self._spec.script.name).name if self._spec.script else f"Cell {number}"
+        title = f"{name} on {counted(len(self.ranks), 'rank')}"
+        states = self._cluster.states
+        self.trace = TraceResult(joined(title, len(states), recorded, backend=states[0].backend))
+        self._on_trace(self.trace)
+        if self._thread is not None or self._ending_error() is not None:
+            display(self.trace)  # else it is the value of the notebook's cell
+
     def _note_names(self) -> None:
         for rank, report in self._watch.returned.items():
             if isinstance(report, CellReport):
                 self._cluster.names[rank] = report.names
 
     def _raise(self) -> None:
-        if self._watch.timed_out:
-            raise CellTimeoutError(self._watch.timeout or 0.0)
-        if self._watch.stop_requested:
-            raise CellInterrupt
-        if (error := error_of(self._watch)) is not None:
+        if (error := self._ending_error()) is not None:
             raise error
+
+    def _ending_error(self) -> BaseException | None:
+        if self._watch.timed_out:
+            return CellTimeoutError(self._watch.timeout or 0.0)
+        return CellInterrupt() if self._watch.stop_requested else error_of(self._watch)
 
 
 def read_script(path: str) -> tuple[str, str]:

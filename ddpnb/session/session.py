@@ -20,8 +20,10 @@ from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
 from ddpnb.protocol.replicas import SamplerSpec
+from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout, handout_of_run
+from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
 from ddpnb.reports.result import ComparisonResult
@@ -31,6 +33,7 @@ from ddpnb.session import inside
 from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
 from ddpnb.session.cells import Prompt, RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
+from ddpnb.session.inside import collective_spec, show_collective
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
 from ddpnb.session.variables import pull, push, remove_leftovers
 
@@ -52,6 +55,7 @@ class Session:
         self._store: Store | None = None
         self._asked: Call | None = None
         """The latest call of ``ask``."""
+        self.last_trace: TraceResult | None = None
 
     # -- the cluster -----------------------------------------------------------------
 
@@ -152,7 +156,8 @@ class Session:
         check: bool = False,
         script: Script | None = None,
         debug: int | None = None,
-    ) -> RunningCell | None:
+        trace: bool = False,
+    ) -> RunningCell | TraceResult | None:
         """Run a cell, or a script, on ranks; see ``ddpnb.run_cell`` and ``ddpnb.run_script``."""
         cluster = self._require_free()
         chosen = parse_ranks(ranks, len(cluster.ranks))
@@ -171,6 +176,7 @@ class Session:
             script=script,
             debug_rank=debug,
             debug_socket=prompt.address if prompt else "",
+            is_traced=trace,
         )
         recorder = self._record_cell(name, spec, len(chosen)) if name else None
         cell = RunningCell(
@@ -181,10 +187,11 @@ class Session:
             timeout=timeout,
             is_checked=check,
             prompt=prompt,
+            on_trace=self._keep_trace,
         )
         if wait:
             cell.run()
-            return None
+            return cell.trace
         self._jobs.add(cell)
         cell.run_in_background()
         return cell
@@ -251,6 +258,16 @@ class Session:
         if name and name in self.names():
             return handout_of_run(name, self.store.load(name))
         return inside.samples(self._require_idle(), spec)
+
+    def show_collective(self, name: str, **options: Any) -> CollectiveResult:
+        """Run one collective on the ranks; see ``ddpnb.show_collective``."""
+        cluster = self._require_free()
+        spec = collective_spec(name, len(cluster.ranks), **options)
+        try:
+            return show_collective(cluster, spec)
+        except (KeyboardInterrupt, UserError):
+            cluster.interrupt(cluster.ranks)  # else they wait on
+            raise
 
     # -- comparisons -----------------------------------------------------------------
 
@@ -372,6 +389,9 @@ class Session:
         if spec.detach_seconds:
             cluster.allow_detach(spec.detach_seconds)
         return with_notes(ranks_table(cluster.states), cluster)
+
+    def _keep_trace(self, trace: TraceResult) -> None:
+        self.last_trace = trace
 
     def _record_cell(self, name: str, spec: CellSpec, num_ranks: int) -> Recorder:
         recorder = Recorder(

@@ -1,0 +1,319 @@
+"""A cell's trace as users hold it: picture, text, store's table, file for Perfetto (kernel)."""
+
+import base64
+import io
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.notation import format_ranks
+from ddpnb.protocol.trace import RankSpans, Span, Trace
+from ddpnb.reports.formatting import counted
+from ddpnb.reports.inside.spans import (
+    SERVER,
+    bounds,
+    in_units,
+    last_arrivals,
+    meetings,
+    timeline_text,
+)
+from ddpnb.reports.table import Cell, Column, Table, table_row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PNG_DPI = 100
+MAX_KEYS = 200
+"""Keys that the store's table lists."""
+CLOCK = (
+    "A bar lasts from a rank's call until its exchange is complete, by the clock that all ranks of "
+    "this host share; between bars a rank computes."
+)
+ON_GPU = "NCCL's bars end when a call is queued on the GPU, not when it is done there."
+NOTHING = (
+    "No rank called a collective, sent or received in this cell, so there is nothing to draw: "
+    "call dist.all_reduce, or train with DDP, under %%ddp --trace."
+)
+NO_STORE = (
+    "No rank asked the store anything while the cell was traced: it is asked when a group is "
+    "formed (dist.new_group), and by dist.TCPStore and the like in a cell."
+)
+ALONE = "There is one rank: its exchanges are with itself, and send nothing."
+THREADS_A_LANE = 100
+LANES = ("compute", "communication", "wait", "server", "store")
+
+
+def joined(
+    title: str, num_ranks: int, recorded: Sequence[RankSpans], *, backend: str = "gloo"
+) -> Trace:
+    """Return what several ranks recorded as one trace."""
+    spans = [span for each in recorded for span in each.spans]
+    begin, end = bounds(spans)
+    own = max((each.own_seconds for each in recorded), default=0.0)
+    num_open = sum(each.num_open for each in recorded)
+    notes = [CLOCK]
+    if spans:
+        shown = in_units(end - begin)
+        notes.append(f"Recording took {in_units(own)} of the {shown} shown, on the busiest rank.")
+    if backend == "nccl":
+        notes.append(ON_GPU)
+    if num_open:
+        notes.append(f"{counted(num_open, 'call')} had not ended when the cell did.")
+    if num_ranks == 1:
+        notes.append(ALONE)
+    missing = sorted(set(range(num_ranks)) - {each.rank for each in recorded})
+    if missing and num_ranks > 1:
+        notes.append(f"Nothing is known of rank {format_ranks(missing)}.")
+    return Trace(
+        title=title,
+        num_ranks=num_ranks,
+        spans=spans,
+        num_dropped=sum(each.num_dropped for each in recorded),
+        notes=tuple(notes),
+    )
+
+
+@final
+class TraceResult:
+    """The trace of one cell, which a notebook shows as a picture and as a text."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    @property
+    def exchanges(self) -> Trace:
+        """The trace without what was asked of the store."""
+        spans = [span for span in self.trace.spans if span.lane != "store"]
+        return Trace(
+            title=self.trace.title,
+            num_ranks=self.trace.num_ranks,
+            spans=spans,
+            num_dropped=self.trace.num_dropped,
+            notes=self.trace.notes,
+        )
+
+    def plot(self, *, dark: bool = False) -> "Figure":
+        """Return the time line as a matplotlib figure.
+
+        Raises:
+            UserError: there is nothing to draw.
+        """
+        from ddpnb.reports.inside.timeline import draw_timeline  # noqa: PLC0415  matplotlib: 0.3 s
+
+        if not self.exchanges.spans:
+            raise UserError(NOTHING)
+        return draw_timeline(self.exchanges, dark=dark)
+
+    def text(self) -> str:
+        """Return the trace in words."""
+        return timeline_text(self.exchanges) if self.exchanges.spans else NOTHING
+
+    def store(self) -> Table:
+        """Return what was asked of stores: who set what, who read it, who waited and how long."""
+        return store_table(self.trace)
+
+    def save(self, path: Path | str) -> str:
+        """Write a file that Perfetto (ui.perfetto.dev) and chrome://tracing open, or a picture.
+
+        Args:
+            path: ends with ``.json``; with ``.png`` or ``.svg`` for the picture.
+
+        Returns:
+            A sentence about what was written.
+
+        Raises:
+            UserError: the ending is another one, or the file cannot be written.
+        """
+        target = Path(path).expanduser()
+        if target.suffix not in (".json", ".png", ".svg"):
+            raise UserError(
+                f"{target.name} cannot be written: end it with .json for Perfetto and "
+                "chrome://tracing, with .png or .svg for the picture."
+            )
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.suffix == ".json":
+                target.write_text(json.dumps(chrome_trace(self.trace)), encoding="utf-8")
+                num = len(self.trace.spans)
+                return f"{target}: {num:,} spans; open it at ui.perfetto.dev or chrome://tracing."
+            self.plot().savefig(target)
+            return f"{target}: the picture."
+        except OSError as error:
+            raise UserError(f"{target} cannot be written: {error}.") from error
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
+        """Return the picture with the text below it, and each alone as a fallback."""
+        if not self.exchanges.spans:
+            return {"text/plain": self.text()}
+        return with_picture(self.plot(), self.trace.title, self.text())
+
+
+def with_picture(figure: "Figure", title: str, text: str) -> dict[str, Any]:
+    """Return what a notebook shows and keeps: a picture, its text folded below it."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=PNG_DPI)
+    png = base64.b64encode(buffer.getvalue()).decode("ascii")
+    html = (
+        f'<img style="max-width:100%;height:auto" alt="{escape(title)}" '
+        f'src="data:image/png;base64,{png}"><details><summary>As text</summary>'
+        f'<pre style="white-space:pre-wrap">{escape(text)}</pre></details>'
+    )
+    return {"text/plain": text, "text/html": html, "image/png": png}
+
+
+# -- the store -----------------------------------------------------------------------------
+
+
+def store_table(trace: Trace) -> Table:
+    """Return a table with a line for each key of the store."""
+    calls: dict[str, list[Span]] = defaultdict(list)
+    for span in trace.spans:
+        if span.lane == "store":
+            calls[span.key].append(span)
+    notes = [] if calls else [NO_STORE]
+    if len(calls) > MAX_KEYS:
+        notes.append(f"{len(calls) - MAX_KEYS:,} more keys are not listed.")
+    return Table(
+        caption=f"{trace.title}: what was asked of the store",
+        columns=tuple(Column(title=title, is_prose=True) for title in STORE_COLUMNS),
+        rows=tuple(_row_of(key, spans) for key, spans in list(calls.items())[:MAX_KEYS]),
+        notes=tuple(notes),
+    )
+
+
+STORE_COLUMNS = ("key", "set by", "value", "read by", "waited for", "where")
+SETTERS = ("set", "add", "append", "compare_set")
+
+
+def _row_of(key: str, spans: Sequence[Span]) -> tuple[Cell, ...]:
+    setters = [span for span in spans if span.name in SETTERS]
+    readers = [span for span in spans if span.name in ("get", "check")]
+    waits = [span for span in spans if span.name in ("get", "wait")]
+    deleted = [span for span in spans if span.name == "delete_key"]
+    values = dict.fromkeys(span.value for span in setters if span.value)
+    longest: dict[int, float] = {}
+    for span in waits:
+        longest[span.rank] = max(longest.get(span.rank, 0.0), span.seconds)
+    by = _callers(setters) + (f"; deleted by {_callers(deleted)}" if deleted else "")
+    return table_row(
+        key,
+        by,
+        ", ".join(values) if len(values) <= 4 else f"{len(values)} values",
+        _callers(readers),
+        ", ".join(f"{in_units(s)} by rank {rank}" for rank, s in sorted(longest.items())),
+        ", ".join(dict.fromkeys(span.line for span in spans if span.line)),
+    )
+
+
+def _callers(spans: Sequence[Span]) -> str:
+    """Return e.g. ``"rank 0-1 (add)"``; the call is named where it is not the plain one."""
+    by_name: dict[str, set[int]] = defaultdict(set)
+    for span in spans:
+        by_name[span.name].add(span.rank)
+    return ", ".join(
+        f"rank {format_ranks(ranks)}" + ("" if name in ("set", "get") else f" ({name})")
+        for name, ranks in by_name.items()
+    )
+
+
+# -- the file for Perfetto -----------------------------------------------------------------
+
+
+def chrome_trace(trace: Trace) -> dict[str, Any]:
+    """Return a trace in Chrome's trace event format, as torch's profiler exports its own.
+
+    Each rank is a process and each lane a thread, or several where its spans overlap.  A span's
+    arguments have torch's names where it has one.  The time that a call waits for the last rank is
+    a span inside it, and an arrow comes from the rank that was last.
+    """
+    begin, _ = bounds(trace.spans)
+    threads = _threads(trace)
+    until = last_arrivals(trace)
+    events: list[dict[str, Any]] = []
+    for rank in sorted({span.rank for span in trace.spans} | set(range(trace.num_ranks))):
+        name = "parameter server" if rank == SERVER else f"rank {rank}"
+        events += _named("process", _pid(rank), 0, name, rank if rank >= 0 else trace.num_ranks)
+    named = {
+        (span.rank, thread): span.lane for span, thread in zip(trace.spans, threads, strict=True)
+    }
+    for (rank, thread), lane in sorted(named.items()):
+        events += _named("thread", _pid(rank), thread, lane, thread)
+    for span, thread, last in zip(trace.spans, threads, until, strict=True):
+        place = {"pid": _pid(span.rank), "tid": thread, "ts": _micro(span.start - begin)}
+        events.append(
+            {"ph": "X", "cat": span.lane, "name": span.name, **place}
+            | {"dur": _micro(span.seconds), "args": _arguments(span, last)}
+        )
+        if last > span.start:
+            waits = {"name": "waits for the last rank", "dur": _micro(last - span.start)}
+            events.append({"ph": "X", "cat": "wait", **waits, **place, "args": {}})
+    for number, indices in enumerate(meetings(trace), start=1):
+        *early, latest = indices
+        flow = {"cat": "arrival", "name": "last rank", "id": number}
+        for kind, index in [("s", latest), *(("f", index) for index in early)]:
+            span, at = trace.spans[index], trace.spans[latest].start
+            place = {"pid": _pid(span.rank), "tid": threads[index]}
+            at = min(max(at, span.start), span.end)
+            end = {"bp": "e"} if kind == "f" else {}
+            events.append({"ph": kind, **flow, **place, "ts": _micro(at - begin), **end})
+    return {
+        "schemaVersion": 1,
+        "traceName": trace.title,
+        "displayTimeUnit": "ms",
+        "notes": list(trace.notes),
+        "numDropped": trace.num_dropped,
+        "traceEvents": events,
+    }
+
+
+def _named(what: str, pid: int, tid: int, name: str, index: int) -> list[dict[str, Any]]:
+    place = {"ph": "M", "ts": 0, "pid": pid, "tid": tid}
+    return [
+        {**place, "name": f"{what}_name", "args": {"name": name}},
+        {**place, "name": f"{what}_sort_index", "args": {"sort_index": index}},
+    ]
+
+
+def _pid(rank: int) -> int:
+    """Return a process number: Perfetto takes 0 for the idle process."""
+    return rank + 1 if rank >= 0 else 1_000_000
+
+
+def _micro(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _arguments(span: Span, last: float) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if span.lane == "communication":
+        found |= {"Collective name": span.name, "Group size": len(span.group)}
+        found["Process Group Ranks"] = list(span.group)
+        found["waited for the last rank (us)"] = _micro(last - span.start)
+    if span.num_bytes is not None:
+        found["bytes"] = span.num_bytes
+    for name, text in (("line", span.line), ("key", span.key), ("value", span.value)):
+        if text:
+            found[name] = text
+    return found
+
+
+def _threads(trace: Trace) -> list[int]:
+    """Return the thread of each span: a lane has a hundred, so that none of a thread's overlap."""
+    ends: dict[tuple[int, str], list[float]] = defaultdict(list)
+    found = [0] * len(trace.spans)
+    for index in sorted(range(len(trace.spans)), key=lambda index: trace.spans[index].start):
+        span = trace.spans[index]
+        taken = ends[span.rank, span.lane]
+        slot = next((n for n, end in enumerate(taken) if end <= span.start), len(taken))
+        if slot == len(taken):
+            taken.append(span.end)
+        taken[slot] = span.end
+        found[index] = THREADS_A_LANE * LANES.index(span.lane) + slot + 1
+    return found
