@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.inspection import DdpReport, Found, InspectSpec
 from ddpnb.protocol.messages import (
     CellReport,
     CellSpec,
@@ -25,6 +26,7 @@ from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import completions, description
+from ddpnb.rank.trace import ddp_steps
 from ddpnb.rank.training import loop
 
 received = variables.Received()
@@ -150,6 +152,42 @@ def pull(expression: str, path: str, classes: Collection[str], num_copies: int) 
             num_copies=num_copies,
         )
     )
+
+
+@or_failure
+def find_inspected(spec: InspectSpec) -> Found:
+    """Look at the model that is to be inspected, on this rank alone."""
+    engine = this_engine()
+    state, namespace = engine.group.state(), engine.shell.user_ns
+    options = inspected_task(spec, engine)
+    return cells.interruptible(lambda: ddp_steps.find(spec, state, namespace, **options))
+
+
+@or_failure
+def inspect_ddp(spec: InspectSpec, finds_unused: bool) -> DdpReport:
+    """Make the steps of an inspection.  Takes part: every rank."""
+    engine = this_engine()
+    group = engine.group
+    options = inspected_task(spec, engine)
+    with group.collective_checks.trusting_torch():
+        return cells.interruptible(
+            lambda: ddp_steps.measure(
+                spec,
+                group.state(),
+                engine.shell.user_ns,
+                finds_unused=finds_unused,
+                folder=group.folder,
+                cancellation=group.cancellation,
+                **options,
+            )
+        )
+
+
+def inspected_task(spec: InspectSpec, engine: RankEngine) -> dict[str, Any]:
+    """Return what the context of an inspected task needs besides."""
+    if spec.task is None:
+        return {}
+    return {"filename": filename_of(spec.task, engine), "cache": engine.data_cache}
 
 
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:

@@ -1,0 +1,140 @@
+"""What the spans of a trace say, as numbers and in words (kernel)."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ddpnb.protocol.notation import format_ranks
+from ddpnb.protocol.trace import Span, Trace
+from ddpnb.reports.formatting import counted, number, size
+
+MAX_RANKS = 16
+"""Ranks that are drawn; of the others only the number is said."""
+MAX_LINES = 40
+"""Spans that the text lists."""
+SERVER = -1
+"""The rank of the parameter server."""
+
+
+def timeline_text(trace: Trace) -> str:
+    """Return a trace in words: what each rank did in all, who waited, and the first spans."""
+    until = last_arrivals(trace)
+    begin, end = bounds(trace.spans)
+    lines = [f"{trace.title}: {counted(trace.num_ranks, 'rank')}, {in_units(end - begin)}"]
+    for rank in shown_ranks(trace):
+        name = "server" if rank == SERVER else f"rank {rank}"
+        lines.append(f"{name}: {_sum_of(trace, rank, until) or 'nothing'}")
+    lines += notes_of(trace)
+    shown = sorted((s for s in trace.spans), key=lambda span: (span.start, span.rank))
+    for span in shown[:MAX_LINES]:
+        lines.append(f"  {in_units(span.start - begin):>8}  {described(span)}")
+    if len(shown) > MAX_LINES:
+        lines.append(f"  and {len(shown) - MAX_LINES:,} more")
+    return "\n".join(lines)
+
+
+def described(span: Span) -> str:
+    """Return a span in one line: who, what, how long, how much, with whom, and where."""
+    who = "server" if span.rank == SERVER else f"rank {span.rank}"
+    parts = [f"{who} {span.name}", in_units(span.seconds)]
+    parts += [size(span.num_bytes)] if span.num_bytes is not None else []
+    parts += [f"ranks {format_ranks(span.group)}"] if len(span.group) > 1 else []
+    return ", ".join([*parts, span.line] if span.line else parts)
+
+
+def _sum_of(trace: Trace, rank: int, until: Sequence[float]) -> str:
+    found: dict[str, list[tuple[Span, float]]] = {}
+    for span, last in zip(trace.spans, until, strict=True):
+        if span.rank == rank:
+            found.setdefault(kind_of(span), []).append((span, last - span.start))
+    return "; ".join(f"{len(spans)} {name} {_all_of(spans)}" for name, spans in found.items())
+
+
+def _all_of(spans: Iterable[tuple[Span, float]]) -> str:
+    listed = list(spans)
+    num_bytes = sum(span.num_bytes or 0 for span, _ in listed)
+    waited = sum(seconds for _, seconds in listed)
+    parts = [in_units(sum(span.seconds for span, _ in listed))]
+    parts += [size(num_bytes)] if num_bytes else []
+    parts += [f"{in_units(waited)} of it waiting for the last rank"] if waited > 0 else []
+    return f"({', '.join(parts)})"
+
+
+def in_units(seconds: float) -> str:
+    """Return a time in the unit that suits it, e.g. ``12.5 ms``."""
+    scale, unit = time_unit(seconds)
+    return f"{number(seconds * scale)} {unit}"
+
+
+def last_arrivals(trace: Trace) -> list[float]:
+    """Return for each span until when it waited for the last rank to make the same call.
+
+    The k-th call of one rank in a group meets the k-th call of each other rank there; a ``send``
+    meets the receiver's ``recv``.  A span that did not wait, or of which the others' calls are not
+    known, has its own start.
+    """
+    numbers: Counter[Any] = Counter()
+    meetings: dict[Any, list[int]] = defaultdict(list)
+    for index in sorted(range(len(trace.spans)), key=lambda index: trace.spans[index].start):
+        span = trace.spans[index]
+        if span.lane != "communication" or len(span.group) < 2:
+            continue
+        meeting = "message" if span.name in ("send", "recv") else "collective"
+        place = meeting, span.group, span.rank
+        meetings[meeting, span.group, numbers[place]].append(index)
+        numbers[place] += 1
+    found = [span.start for span in trace.spans]
+    for (meeting, group, _), indices in meetings.items():
+        spans = [trace.spans[index] for index in indices]
+        is_alike = meeting == "message" or len({span.name for span in spans}) == 1
+        if len(spans) != len(group) or not is_alike:
+            continue
+        last = max(span.start for span in spans)
+        for index, span in zip(indices, spans, strict=True):
+            if span.name != "send":  # it does not wait for the receiver
+                found[index] = min(last, span.end)
+    return found
+
+
+def shown_ranks(trace: Trace) -> list[int]:
+    """Return the ranks that are drawn, a parameter server last."""
+    known = {span.rank for span in trace.spans}
+    ranks = list(range(min(trace.num_ranks, MAX_RANKS)))
+    return [*ranks, SERVER] if SERVER in known else ranks
+
+
+def rest_of(trace: Trace) -> str:
+    """Return ``"and 48 more ranks"``; empty if all are drawn."""
+    num_more = trace.num_ranks - MAX_RANKS
+    return f"and {counted(num_more, 'more rank')}" if num_more > 0 else ""
+
+
+def notes_of(trace: Trace) -> list[str]:
+    """Return the sentences for below the picture."""
+    notes = list(trace.notes)
+    if trace.num_dropped:
+        notes.append(
+            f"{trace.num_dropped:,} later spans were not kept: a trace holds a limited number."
+        )
+    if rest := rest_of(trace):
+        notes.append(f"{rest[0].upper()}{rest[1:]}, which are not drawn.")
+    return notes
+
+
+def bounds(spans: Sequence[Span]) -> tuple[float, float]:
+    """Return the first start and the last end; a moment apart where nothing takes time."""
+    begin = min((span.start for span in spans), default=0.0)
+    end = max((span.end for span in spans), default=0.0)
+    return begin, end if end > begin else begin + 1e-6
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Return the factor from seconds to the unit that an axis of this length has, and its name."""
+    if seconds >= 10:
+        return 1.0, "s"
+    return (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+
+
+def kind_of(span: Span) -> str:
+    """Return a span's name in the legend: ``"bucket"`` for all buckets."""
+    return "bucket" if span.name.startswith("bucket") else span.name
