@@ -96,9 +96,9 @@ class DdpReport:
     caps: tuple[CapReport, ...]
     """The model's own first."""
     plain_seconds: float
-    """The median step without the hooks that note all this."""
+    """The quickest step without the hooks that note all this."""
     added_seconds: float
-    """By how much these make a step longer: the median over pairs of steps."""
+    """By how much these make the quickest step longer."""
     num_threads: int
     notes: tuple[str, ...] = ()
 

@@ -1,62 +1,183 @@
 """What ``%ddp_inspect`` asks of the ranks: steps of DDP, DataParallel and async (kernel)."""
 
+import base64
+import io
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, final
+
+from IPython.display import display
 
 from ddpnb.cluster.call import CallEvent, Output
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
+from ddpnb.history.comparison import Comparison
 from ddpnb.history.recorder import new_id
-from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.inspection import DdpReport, Found, InspectSpec
 from ddpnb.protocol.messages import OnRank, RunSpec
-from ddpnb.protocol.notation import spoken_ranks
+from ddpnb.protocol.notation import parse_strategy, spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.cell_output import PrintedLines
-from ddpnb.reports.inside.buckets import DdpInspection
+from ddpnb.reports.table import Table
 from ddpnb.session.cells import error_of, failures_of, warn_stale
 from ddpnb.session.errors import CellInterrupt, RankError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ddpnb.reports.inside.buckets import DdpInspection
+
 ONE_RANK = "One rank alone sends nothing: start more with %ddp_start -n 2, then inspect again."
+STRATEGIES = ("ddp", "dp", "async")
+"""Those that can be inspected."""
+NOTHING = (
+    'Name what to inspect: a model of the ranks, %ddp_inspect model --batch "x, y", or a task, '
+    "%ddp_inspect --task digits."
+)
 
 
-def spec_of(
-    training: TrainingSpec | None,
-    *,
-    strategy: str = "ddp",
-    model: str = "",
-    batch: str = "",
-    loss: str = "",
-    optimizer: str = "",
-    bucket_caps: tuple[float, ...] = (),
-    link: str = "",
-) -> InspectSpec:
-    """Return what to ask of the ranks; without a model, the task of a training is inspected."""
-    task = None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectionRequest:
+    """What the user wants to look into; without a model or a task, that of the last comparison."""
+
+    strategy: str = "ddp"
+    model: str = ""
+    """An expression on the ranks, as ``batch``, ``loss`` and ``optimizer`` are."""
+    batch: str = ""
+    loss: str = ""
+    optimizer: str = ""
+    bucket_caps: str = ""
+    """Sizes in MB, ``"0.01,1,25"``."""
+    training: TrainingSpec
+    """The task, where ``has_task``, and the options named in ``given``."""
+    has_task: bool = False
+    given: tuple[str, ...] = ()
+    run: str = ""
+    """A stored run to draw in place of a new one."""
+
+    def __post_init__(self) -> None:
+        name = parse_strategy(self.strategy).name
+        if name not in STRATEGIES:
+            raise one_of("strategy to inspect", name, STRATEGIES)
+        if name != "async" and name != self.strategy:
+            raise UserError(f"--strategy {name} is inspected as it is: leave its options out.")
+        if name != "ddp":
+            wrong = [name for name in ("bucket_caps", "optimizer") if getattr(self, name)]
+            wrong += ["model"] if self.model else []
+            if wrong:
+                option = {"bucket_caps": "--bucket-cap", "model": "a model"}.get(wrong[0], wrong[0])
+                raise UserError(
+                    f"--strategy {self.strategy} is shown with a task, --task digits or a "
+                    f"%%ddp_inspect cell: leave {option} out."
+                )
+        if self.model and self.has_task:
+            raise UserError(f"Inspect {self.model} or a task: leave one of them out.")
+        beside = [each for each in ("batch", "loss", "optimizer") if getattr(self, each)]
+        if beside and not self.model:
+            raise UserError(f"--{beside[0]} goes with a model: a task has its own.")
+
+    def caps(self) -> tuple[float, ...]:
+        """Return the sizes of buckets in MB."""
+        try:
+            return tuple(float(part) for part in self.bucket_caps.split(",") if part.strip())
+        except ValueError:
+            raise UserError(
+                f"--bucket-cap takes sizes in MB, such as 0.01,1,25, not {self.bucket_caps}."
+            ) from None
+
+    def task(self, last: TrainingSpec | None) -> TrainingSpec:
+        """Return the training to inspect.
+
+        Raises:
+            UserError: none is named, and nothing was compared before.
+        """
+        if self.has_task:
+            return self.training
+        if last is None:
+            raise UserError(NOTHING)
+        return replace(last, **{name: getattr(self.training, name) for name in self.given})
+
+
+@final
+class Inspection:
+    """What an inspection has found: shown in a notebook as pictures and a table.
+
+    Args:
+        result: the numbers; all pictures are drawn from these.
+    """
+
+    def __init__(self, result: "DdpInspection") -> None:
+        self.result = result
+
+    def table(self) -> Table:
+        """Return the numbers, and what they show."""
+        return self.result.table()
+
+    def figures(self, *, dark: bool = False) -> list["Figure"]:
+        """Return the pictures, for a light or a dark page."""
+        return [figure for figure, _ in self.result.figures(dark=dark)]
+
+    def __repr__(self) -> str:
+        return repr(self.result)
+
+    def _ipython_display_(self) -> None:
+        """Show pictures and table as outputs of the cell, which a saved notebook keeps."""
+        for figure, text in self.result.figures():
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="png")
+            png = base64.b64encode(buffer.getvalue()).decode()
+            display({"image/png": png, "text/plain": text}, raw=True)
+        table = self.table()
+        display({"text/html": table.html(), "text/plain": table.text()}, raw=True)
+
+
+def inspect(cluster: Cluster, request: InspectionRequest, last: TrainingSpec | None) -> Inspection:
+    """Make steps on the ranks, and return what happened in them.
+
+    Args:
+        cluster: its ranks are idle.
+        request: what to inspect.
+        last: the training of the latest comparison.
+    """
+    link = request.training.link
+    if request.model:
+        spec = InspectSpec(
+            inspection_id=new_id(),
+            model=request.model,
+            batch=request.batch,
+            loss=request.loss,
+            optimizer=request.optimizer,
+            bucket_caps=request.caps(),
+            link=link,
+        )
+        return Inspection(inspect_ddp(cluster, spec))
+    training = request.task(last)
     inspection_id = new_id()
-    if training is not None:
-        chosen = asdict(training) | {"data_seed": training.seed}
-        task = RunSpec(run_id=inspection_id, strategy=strategy, **chosen)
-    return InspectSpec(
+    chosen = asdict(training) | {"data_seed": training.seed}
+    spec = InspectSpec(
         inspection_id=inspection_id,
-        task=task,
-        model=model,
-        batch=batch,
-        loss=loss,
-        optimizer=optimizer,
-        bucket_caps=bucket_caps,
-        link=link,
+        task=RunSpec(run_id=inspection_id, strategy="ddp", **chosen),
+        bucket_caps=request.caps(),
+        link=training.link,
     )
+    return Inspection(inspect_ddp(cluster, spec))
 
 
-def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> DdpInspection:
+def inspect_run(comparison: Comparison) -> Inspection:
+    """Return what happened in a stored asynchronous run."""
+    raise UserError("later")
+
+
+def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> "DdpInspection":
     """Make steps of DDP on all ranks; return what happened in them.
 
     Raises:
         UserError: there is nothing to inspect; nothing has been sent then.
         RankError: the user's code failed in a step.
     """
+    from ddpnb.reports.inside.buckets import DdpInspection  # noqa: PLC0415  matplotlib: 0.3 s
+
     found = find(cluster, spec)
     unused = {name for each in found.values() for name in each.unused}
     returned = ask(cluster, OnRank("inspect_ddp"), spec, bool(unused))

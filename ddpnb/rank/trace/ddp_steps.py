@@ -154,7 +154,7 @@ def measure(
         others = [cap for cap in spec.bucket_caps if cap != subject.cap_mb]
         caps = list(dict.fromkeys([subject.cap_mb, *others]))
         plain = _Stepper(subject, caps[0], options, device, is_noted=False)
-        reports, pairs = [], []
+        reports, plain_seconds, noted_seconds = [], list[float](), list[float]()
         for cap in caps:
             stepper = _Stepper(subject, cap, options, device)
             first = stepper.first_buckets()
@@ -166,13 +166,14 @@ def measure(
             for _ in range(_num_steps(min(seconds), device)):
                 steps.append(stepper.step())
                 if cap == caps[0]:
-                    pairs.append((plain.step().seconds, steps[-1].seconds))
+                    noted_seconds.append(steps[-1].seconds)
+                    plain_seconds.append(plain.step().seconds)
             reports.append(_report(cap, first, steps, stepper.notes))
     return DdpReport(
         rank=state.rank,
         caps=tuple(reports),
-        plain_seconds=statistics.median(one for one, _ in pairs),
-        added_seconds=statistics.median(other - one for one, other in pairs),
+        plain_seconds=min(plain_seconds),
+        added_seconds=min(noted_seconds) - min(plain_seconds),
         num_threads=torch.get_num_threads(),
         notes=subject.notes,
     )
@@ -190,7 +191,8 @@ def subject_of(
     model = _value(spec.model, namespace)
     if not isinstance(model, nn.Module):
         raise UserError(f"{spec.model} is {kind_of(model)} and no model, an nn.Module.")
-    cap_mb, options, notes = DEFAULT_CAP_MB, _options(None), ()
+    cap_mb, options = DEFAULT_CAP_MB, _options(None)
+    notes: tuple[str, ...] = ()
     if isinstance(model, DistributedDataParallel):
         options = _options(model)
         cap_mb = model.bucket_bytes_cap / 2**20

@@ -143,8 +143,8 @@ class DdpInspection:
         slowest = max(self.reports, key=lambda report: report.plain_seconds)
         share = max(0.0, slowest.added_seconds / slowest.plain_seconds)
         notes.append(
-            f"{CLOCK}  They make a step {percent(share, 1)} longer here, by steps with and "
-            "without them in turns."
+            f"{CLOCK}  They make a step {percent(share, 1)} longer here, by the quickest of "
+            "steps with and without them, in turns."
         )
         notes += list(dict.fromkeys(note for each in self.reports for note in each.notes))
         return notes
