@@ -2,9 +2,13 @@
 
 import base64
 import io
+import math
+import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, final
 
 from IPython.display import display
 
@@ -13,22 +17,33 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.recorder import new_id
+from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.inspection import DdpReport, Found, InspectSpec
-from ddpnb.protocol.messages import OnRank, RunSpec
+from ddpnb.protocol.messages import MarkKind, OnRank, RunSpec
 from ddpnb.protocol.notation import parse_strategy, spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.cell_output import PrintedLines
+from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.table import Table
 from ddpnb.session.cells import error_of, failures_of, warn_stale
+from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.errors import CellInterrupt, RankError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ddpnb.reports.inside.buckets import DdpInspection
+    from ddpnb.reports.inside.versions import AsyncInspection
 
 ONE_RANK = "One rank alone sends nothing: start more with %ddp_start -n 2, then inspect again."
+MOST_EPOCHS = 1000.0
+STEPS_PER_RANK = 24
+"""Of an asynchronous run: as many are made before it is stopped, at least."""
+AFTER_DEATH_SECONDS = 0.5
+MOST_SECONDS = 60.0
+"""Of such a run."""
+DEATHS = (MarkKind.KILLED, MarkKind.DIED)
 STRATEGIES = ("ddp", "dp", "async")
 """Those that can be inspected."""
 NOTHING = (
@@ -107,7 +122,7 @@ class Inspection:
         result: the numbers; all pictures are drawn from these.
     """
 
-    def __init__(self, result: "DdpInspection") -> None:
+    def __init__(self, result: "DdpInspection | AsyncInspection") -> None:
         self.result = result
 
     def table(self) -> Table:
@@ -153,6 +168,10 @@ def inspect(cluster: Cluster, request: InspectionRequest, last: TrainingSpec | N
         )
         return Inspection(inspect_ddp(cluster, spec))
     training = request.task(last)
+    if len(cluster.ranks) == 1:
+        raise UserError(ONE_RANK)
+    if request.strategy.startswith("async"):
+        return Inspection(inspect_async(cluster, request.strategy, training))
     inspection_id = new_id()
     chosen = asdict(training) | {"data_seed": training.seed}
     spec = InspectSpec(
@@ -165,8 +184,72 @@ def inspect(cluster: Cluster, request: InspectionRequest, last: TrainingSpec | N
 
 
 def inspect_run(comparison: Comparison) -> Inspection:
-    """Return what happened in a stored asynchronous run."""
-    raise UserError("later")
+    """Return what happened in a stored asynchronous run.
+
+    Raises:
+        UserError: it has none.
+    """
+    from ddpnb.reports.inside.versions import async_inspection  # noqa: PLC0415  matplotlib: 0.3 s
+
+    return Inspection(async_inspection(comparison))
+
+
+def inspect_async(cluster: Cluster, strategy: str, training: TrainingSpec) -> "AsyncInspection":
+    """Train for a moment; return which versions each worker has read and written.
+
+    What was trained is not stored.
+    """
+    from ddpnb.reports.inside.versions import async_inspection  # noqa: PLC0415  matplotlib: 0.3 s
+
+    short = replace(
+        training,
+        num_epochs=MOST_EPOCHS,
+        eval_every=0.0,
+        min_seconds=None,
+        save_every=0.0,
+        resume="",
+    )
+    spec = ComparisonSpec(strategies=(strategy,), training=short, name="inspect", baseline=False)
+    with tempfile.TemporaryDirectory(prefix="ddpnb-inspect-") as folder:
+        store = Store(Path(folder))
+        moment = _Moment(cluster, bool(short.kill))
+        moment.training = prepare(cluster, store, spec, cast("Any", moment))
+        comparison = moment.training.run().comparison
+        return async_inspection(comparison)
+
+
+@final
+class _Moment:
+    """Stops a training once there are enough steps to draw; shows nothing itself."""
+
+    def __init__(self, cluster: Cluster, awaits_death: bool) -> None:
+        self._num_wanted = STEPS_PER_RANK * len(cluster.ranks)
+        self._awaits_death = awaits_death
+        self._began = time.monotonic()
+        self.training: Training | None = None
+
+    def begin(self, comparison: Comparison) -> None:
+        """Show nothing."""
+
+    def is_due(self) -> bool:
+        """Look each time."""
+        return True
+
+    def update(self, comparison: Comparison) -> None:
+        """Stop if there are enough steps, those after a death among them."""
+        run = comparison.runs[-1] if comparison.runs else None
+        if run is None or self.training is None:
+            return
+        found, since = run.aggregate, 0.0
+        if self._awaits_death:
+            deaths = [mark.seconds for mark in run.marks if mark.kind in DEATHS]
+            since = min(deaths) + AFTER_DEATH_SECONDS if deaths else math.inf
+        is_enough = found.num_events >= self._num_wanted and found.seconds >= since
+        if is_enough or time.monotonic() - self._began > MOST_SECONDS:
+            self.training.stop()
+
+    def finish(self, result: ComparisonResult) -> None:
+        """Show nothing."""
 
 
 def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> "DdpInspection":
