@@ -1,6 +1,6 @@
 """What ``%ddp_inspect`` asks of a rank, and what the rank has measured (all processes)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
@@ -62,6 +62,8 @@ class Found:
     """Parameters that had no part in the loss."""
     num_samples: int | None = None
     """Rows of the batch; None: not known."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Bytes by kind: parameters, gradients, buckets, optimizer, batch, activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +123,5 @@ class DataParallelReport:
 
     num_samples: int
     devices: tuple[Device, ...]
-    gradient_bytes: int
-    is_emulated: bool
-    loss: float
+    num_steps: int
+    """Steps that were measured; the median one is here."""

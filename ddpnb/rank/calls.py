@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.protocol.inspection import DdpReport, Found, InspectSpec
+from ddpnb.protocol.inspection import DataParallelReport, DdpReport, Found, InspectSpec
 from ddpnb.protocol.messages import (
     CellReport,
     CellSpec,
@@ -26,7 +26,7 @@ from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import completions, description
-from ddpnb.rank.trace import ddp_steps
+from ddpnb.rank.trace import data_parallel_steps, ddp_steps, subject
 from ddpnb.rank.training import loop
 
 received = variables.Received()
@@ -160,7 +160,7 @@ def find_inspected(spec: InspectSpec) -> Found:
     engine = this_engine()
     state, namespace = engine.group.state(), engine.shell.user_ns
     options = inspected_task(spec, engine)
-    return cells.interruptible(lambda: ddp_steps.find(spec, state, namespace, **options))
+    return cells.interruptible(lambda: subject.find(spec, state, namespace, **options))
 
 
 @or_failure
@@ -181,6 +181,26 @@ def inspect_ddp(spec: InspectSpec, finds_unused: bool) -> DdpReport:
                 **options,
             )
         )
+
+
+@or_failure
+def inspect_dp(spec: InspectSpec) -> DataParallelReport | None:
+    """Make steps of DataParallel on rank 0; the other ranks rest."""
+    engine = this_engine()
+    group = engine.group
+    if group.rank != 0:
+        return None
+    options = inspected_task(spec, engine)
+    return cells.interruptible(
+        lambda: data_parallel_steps.measure(
+            spec,
+            group.state(),
+            engine.shell.user_ns,
+            folder=group.folder,
+            cancellation=group.cancellation,
+            **options,
+        )
+    )
 
 
 def inspected_task(spec: InspectSpec, engine: RankEngine) -> dict[str, Any]:

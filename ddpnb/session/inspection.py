@@ -19,7 +19,7 @@ from ddpnb.history.comparison import Comparison
 from ddpnb.history.recorder import new_id
 from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError, one_of
-from ddpnb.protocol.inspection import DdpReport, Found, InspectSpec
+from ddpnb.protocol.inspection import DataParallelReport, DdpReport, Found, InspectSpec
 from ddpnb.protocol.messages import MarkKind, OnRank, RunSpec
 from ddpnb.protocol.notation import parse_strategy, spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ddpnb.reports.inside.buckets import DdpInspection
+    from ddpnb.reports.inside.devices import DataParallelInspection
     from ddpnb.reports.inside.versions import AsyncInspection
+
+    Result = DdpInspection | DataParallelInspection | AsyncInspection
 
 ONE_RANK = "One rank alone sends nothing: start more with %ddp_start -n 2, then inspect again."
 MOST_EPOCHS = 1000.0
@@ -122,7 +125,7 @@ class Inspection:
         result: the numbers; all pictures are drawn from these.
     """
 
-    def __init__(self, result: "DdpInspection | AsyncInspection") -> None:
+    def __init__(self, result: "Result") -> None:
         self.result = result
 
     def table(self) -> Table:
@@ -180,6 +183,8 @@ def inspect(cluster: Cluster, request: InspectionRequest, last: TrainingSpec | N
         bucket_caps=request.caps(),
         link=training.link,
     )
+    if request.strategy == "dp":
+        return Inspection(inspect_dp(cluster, spec))
     return Inspection(inspect_ddp(cluster, spec))
 
 
@@ -274,6 +279,22 @@ def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> "DdpInspection":
         reports=tuple(reports),
         link=spec.link,
         num_samples=first.num_samples,
+    )
+
+
+def inspect_dp(cluster: Cluster, spec: InspectSpec) -> "DataParallelInspection":
+    """Make steps of DataParallel, and of DDP to compare it with, of the same task."""
+    from ddpnb.reports.inside.devices import DataParallelInspection  # noqa: PLC0415  matplotlib
+
+    found = find(cluster, spec)
+    report = ask(cluster, OnRank("inspect_dp"), spec)[0]
+    assert isinstance(report, DataParallelReport)
+    return DataParallelInspection(
+        title=found[0].title,
+        report=report,
+        ddp=inspect_ddp(cluster, spec),
+        ddp_held=tuple(each.held for each in found.values()),
+        ddp_samples=tuple(each.num_samples or 0 for each in found.values()),
     )
 
 

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from ddpnb.protocol.inspection import (
-    DEFAULT_CAP_MB,
     Bucket,
     CapReport,
     DdpReport,
@@ -426,6 +425,3 @@ def _union(spans: Sequence[Span]) -> list[tuple[float, float]]:
         else:
             found.append((start, end))
     return found
-
-
-__all__ = ["DEFAULT_CAP_MB", "DdpInspection", "Split", "buckets_text", "draw_buckets", "split_of"]
