@@ -1,6 +1,7 @@
 """What ``%ddp_inspect`` asks of a rank, and what the rank has measured (all processes)."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
@@ -125,3 +126,40 @@ class DataParallelReport:
     devices: tuple[Device, ...]
     num_steps: int
     """Steps that were measured; the median one is here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """A gradient of one worker: which version it was computed with, and which it has made."""
+
+    rank: int
+    start: float
+    """In seconds of training, as are the next three: when it began to compute."""
+    pushed: float
+    """When it sent its gradient."""
+    released: float
+    """Until when the bound made it wait for others."""
+    end: float
+    staleness: int
+    version_read: int = 0
+    version_written: int = 0
+
+    @property
+    def written(self) -> float:
+        """When the server took the gradient, about."""
+        exchange = self.end - self.released
+        return self.pushed + min(exchange, self.end - self.pushed) / 2
+
+    @property
+    def waited(self) -> float:
+        """How long it waited for others."""
+        return self.released - self.pushed
+
+
+class Bounds(NamedTuple):
+    """The options of ``async`` that decide who waits for whom."""
+
+    period: int
+    """Gradients that make one update."""
+    bound: int
+    """Steps that a worker may be ahead of the slowest; -1: any number."""

@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -33,7 +32,7 @@ NUM_WARMUP_STEPS: Final = 3
 MOST_STEPS, FEWEST_STEPS = 15, 3
 MOST_SECONDS: Final = 2.0
 """Of the measured steps, about."""
-SENT: Final = ("parameters out", "outputs gathered", "gradients summed")
+SENT: Final = ("parameters out", "outputs gathered", "gradients in")
 """What the first device exchanges with the others, in the order of a step."""
 
 
@@ -239,7 +238,7 @@ class _Device:
         self.num_samples = num_rows(part) or 0
         self.input_bytes = num_bytes(tensors_of(part))
         if self.counts_memory:
-            kept = KeptForBackward(self.cast)
+            kept = KeptForBackward([*state_of(self.cast), *tensors_of(part)])
             self._counting.enter_context(kept.counted())
             self._counting.callback(lambda: setattr(self, "kept_bytes", kept.num_bytes))
         self.forward.append(time.monotonic())
@@ -251,7 +250,7 @@ class _Device:
         self.output_bytes = num_bytes(found)
         for each in found:
             if each.requires_grad:
-                each.register_hook(partial(self._begin_backward))
+                each.register_hook(self._begin_backward)
 
     def _begin_backward(self, _: Tensor) -> None:
         self.backward.append(time.monotonic())

@@ -159,7 +159,7 @@ class _Stepper:
         *,
         is_noted: bool = True,
     ) -> None:
-        self._loss_of = subject.loss_of
+        self._subject = subject
         self._model, self._optimizer = subject.copied()
         self._ddp = DistributedDataParallel(
             self._model,
@@ -184,7 +184,7 @@ class _Stepper:
         self._clock.begin()
         notes.begin()
         begun = now()
-        loss = self._loss_of(self._ddp)
+        loss = self._subject.loss(self._ddp)
         forward_done = now()
         loss.backward()
         backward_done = now()

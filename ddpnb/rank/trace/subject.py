@@ -5,7 +5,7 @@ Only copies of the model and its optimizer make steps: an inspection changes not
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -25,7 +25,7 @@ from ddpnb.rank.training.context import build_context
 
 _LEARNING_RATE = 0.01
 
-LossOf = Callable[[nn.Module], Tensor]
+LossOf = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,18 @@ class Subject:
     model: nn.Module
     """Plain."""
     loss_of: LossOf
-    """Calls a model, or a wrapper of it, with the batch."""
+    """Calls a model, or a wrapper of it, with a batch."""
+    batch: Any
     optimizer: torch.optim.Optimizer
     cap_mb: float = DEFAULT_CAP_MB
     options: Mapping[str, Any]
     """Of ``DistributedDataParallel``."""
     num_samples: int | None
-    batch_bytes: int
     notes: tuple[str, ...] = ()
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """Return the loss of a model on a copy of the batch, which it may change."""
+        return self.loss_of(model, batch_copy(self.batch))
 
     def copied(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return a copy of the model, and one of the optimizer for the parameters of that copy.
@@ -77,10 +81,11 @@ def find(spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **ta
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not trained:
             raise UserError(f"{subject.title} has no parameter that needs a gradient.")
-        kept = KeptForBackward(model)
+        batch = batch_copy(subject.batch)
+        kept = KeptForBackward([*state_of(model), *tensors_of(batch)])
         try:
             with kept.counted():
-                loss = subject.loss_of(model)
+                loss = subject.loss_of(model, batch)
         except UserError:
             raise
         except Exception as error:
@@ -105,7 +110,7 @@ def find(spec: InspectSpec, state: RankState, namespace: Mapping[str, Any], **ta
                 "gradients": gradients,
                 "buckets": 0 if subject.options["gradient_as_bucket_view"] else gradients,
                 "optimizer": Memory.of((), optimizer).optimizer,
-                "batch": subject.batch_bytes,
+                "batch": num_bytes(tensors_of(batch)),
                 "activations": kept.num_bytes,
             },
         )
@@ -129,19 +134,19 @@ def subject_of(
     else:
         plain = model.module if isinstance(model, nn.DataParallel) else model
         notes = (f"{spec.model} is not DDP: a copy of it is wrapped for this.",)
-    batch = _copied(_value(spec.batch, namespace))
+    batch = _value(spec.batch, namespace)
     optimizer = _optimizer(spec, plain, namespace)
     if not spec.optimizer:
         notes += ("The update is that of plain SGD: --optimizer names another.",)
     return Subject(
         title=spec.model,
         model=plain,
-        loss_of=partial(_loss, spec, batch, namespace),
+        loss_of=partial(_loss, spec, namespace),
+        batch=batch,
         optimizer=optimizer,
         cap_mb=cap_mb,
         options=options,
         num_samples=num_rows(batch),
-        batch_bytes=num_bytes(tensors_of(batch)),
         notes=notes,
     )
 
@@ -154,11 +159,10 @@ def _of_task(
     replica = context.replica("i", num_steps=1, timer=NullTimer(), is_grouped=False)
     shard = Shard(step=0, part=state.rank, num_parts=state.world_size)
     batch = context.batch(shard, context.fetch(shard))
-    tree = batch.tree
 
-    def loss_of(model: nn.Module) -> Tensor:
+    def loss_of(model: nn.Module, tree: Any) -> Tensor:
         with replica.autocast():
-            return replica.loss_in(replica.training_step(model, _copied(tree)))
+            return replica.loss_in(replica.training_step(model, tree))
 
     parameters = replica.parameters
     trained = parameters or [nn.Parameter(torch.zeros(1))]  # else refused, by ``find``
@@ -166,10 +170,10 @@ def _of_task(
         title=spec.task.task if not spec.task.source else "the cell's model",
         model=replica.model,
         loss_of=loss_of,
+        batch=batch.tree,
         optimizer=replica.optimizer(trained),
         options=_options(None),
         num_samples=batch.num_samples,
-        batch_bytes=num_bytes(tensors_of(tree)),
     )
 
 
@@ -199,9 +203,8 @@ def _optimizer(
     return torch.optim.SGD(trained or [nn.Parameter(torch.zeros(1))], lr=_LEARNING_RATE)
 
 
-def _loss(spec: InspectSpec, batch: Any, namespace: Mapping[str, Any], model: nn.Module) -> Tensor:
-    given = _copied(batch)
-    inputs, rest = (given[0], given[1:]) if isinstance(given, tuple | list) else (given, ())
+def _loss(spec: InspectSpec, namespace: Mapping[str, Any], model: nn.Module, batch: Any) -> Tensor:
+    inputs, rest = (batch[0], batch[1:]) if isinstance(batch, tuple | list) else (batch, ())
     output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
     if spec.loss:
         loss = _value(spec.loss, namespace, output=output)
@@ -232,15 +235,15 @@ def _mean(output: Any) -> Any:
     return sum(found)
 
 
-def _copied(batch: Any) -> Any:
+def batch_copy(batch: Any) -> Any:
     """Return a batch with tensors of its own, which a forward pass may change."""
     match batch:
         case Tensor():
             return batch.detach().clone().requires_grad_(batch.requires_grad)
         case dict():
-            return {name: _copied(each) for name, each in batch.items()}
+            return {name: batch_copy(each) for name, each in batch.items()}
         case tuple() | list() if type(batch) in (tuple, list):
-            return type(batch)(_copied(each) for each in batch)
+            return type(batch)(batch_copy(each) for each in batch)
     return batch
 
 
@@ -268,11 +271,11 @@ def state_of(model: nn.Module) -> list[Tensor]:
 
 @final
 class KeptForBackward:
-    """Counts the memory that a forward pass keeps for the backward pass, parameters aside."""
+    """Counts the memory that a forward pass keeps for the backward pass, besides other tensors."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, others: Iterable[Tensor]) -> None:
         self.num_bytes = 0
-        self._seen = {each.untyped_storage().data_ptr() for each in state_of(model)}
+        self._seen = {each.untyped_storage().data_ptr() for each in others}
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:

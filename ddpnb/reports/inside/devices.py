@@ -74,12 +74,12 @@ class DataParallelInspection:
         rows = []
         for each in self.report.devices:
             compute, exchange = busy(each.spans)
-            cells = [each.num_samples, f"[{in_units(compute)}]", f"[{in_units(exchange)}]"]
+            cells = [str(each.num_samples), f"[{in_units(compute)}]", f"[{in_units(exchange)}]"]
             rows.append(table_row(f"dp {each.name}", *cells, size(sum(each.held.values()))))
         spans = self.ddp.trace().spans
         for rank, held in enumerate(self.ddp_held):
             compute, exchange = busy([span for span in spans if span.rank == rank])
-            cells = [self.ddp_samples[rank], in_units(compute), in_units(exchange)]
+            cells = [str(self.ddp_samples[rank]), in_units(compute), in_units(exchange)]
             rows.append(table_row(f"ddp rank {rank}", *cells, size(sum(held.values()))))
         return Table(
             caption=f"{self.title}: DataParallel beside DDP",
@@ -209,7 +209,8 @@ def _holders(inspection: DataParallelInspection) -> list[tuple[str, Mapping[str,
 def _devices_named(figure: Figure) -> Figure:
     """Call the rows of a time line devices."""
     for text in figure.axes[0].texts:
-        text.set_text(_named(text.get_text()))
+        if text.get_text().startswith("rank "):
+            text.set(text=_named(text.get_text()), fontsize=FONT_POINTS - 2.5)
     return figure
 
 

@@ -17,6 +17,7 @@ from matplotlib.patches import Patch, Rectangle
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.inspection import Bounds, Update
 from ddpnb.protocol.messages import NO_STALENESS, Mark, MarkKind
 from ddpnb.protocol.notation import parse_strategy
 from ddpnb.reports.formatting import counted, number
@@ -50,43 +51,6 @@ TIMES = (
     "Each worker's clock starts when all have come to a barrier.  A write is drawn in the middle "
     "of its exchange with the server."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """A gradient of one worker: which version it was computed with, and which it has made."""
-
-    rank: int
-    start: float
-    """In seconds of training, as are the next three: when it began to compute."""
-    pushed: float
-    """When it sent its gradient."""
-    released: float
-    """Until when the bound made it wait for others."""
-    end: float
-    staleness: int
-    version_read: int = 0
-    version_written: int = 0
-
-    @property
-    def written(self) -> float:
-        """When the server took the gradient, about."""
-        exchange = self.end - self.released
-        return self.pushed + min(exchange, self.end - self.pushed) / 2
-
-    @property
-    def waited(self) -> float:
-        """How long it waited for others."""
-        return self.released - self.pushed
-
-
-class Bounds(NamedTuple):
-    """The options of ``async`` that decide who waits for whom."""
-
-    period: int
-    """Gradients that make one update."""
-    bound: int
-    """Steps that a worker may be ahead of the slowest; -1: any number."""
 
 
 @final
@@ -297,46 +261,47 @@ def draw_versions(inspection: AsyncInspection, *, dark: bool = False) -> Figure:
     Up to 16 workers are drawn.
     """
     look, shown = shades(dark), inspection.window()
-    ranks = list(range(min(inspection.num_ranks, MAX_RANKS)))
+    ranks = range(min(inspection.num_ranks, MAX_RANKS))
     rest = inspection.num_ranks - len(ranks)
     notes = [inspection.words()[0]] + ([f"And {rest} more workers."] if rest > 0 else [])
     lines = [line for note in notes for line in wrapped(note)]
-    lanes, arrows = ROW * (len(ranks) + 1), ROW * len(ranks)
-    bottom = BOTTOM + NOTE_HEIGHT * len(lines)
-    height = 1.15 + lanes + arrows + AHEAD_HEIGHT + 2 * PANEL_GAP + bottom
+    heights = ROW * (len(ranks) + 1), ROW * len(ranks), AHEAD_HEIGHT
+    height = 1.15 + sum(heights) + 2 * PANEL_GAP + BOTTOM + NOTE_HEIGHT * len(lines)
     title = f"{inspection.title}: which version each worker reads and writes"
     figure = sheet(height, title, look)
-
-    def panel(top: float, size: float) -> Any:
-        place = (LEFT / WIDTH, 1 - (top + size) / height)
-        return figure.add_axes((*place, (WIDTH - LEFT - RIGHT) / WIDTH, size / height))
-
-    begin = min((each.start for each in shown), default=0.0)
-    end = max((each.end for each in shown), default=1.0)
+    scene = _Scene(
+        inspection=inspection,
+        shown=shown,
+        ranks=ranks,
+        begin=min((each.start for each in shown), default=0.0),
+        end=max((each.end for each in shown), default=1.0),
+        look=look,
+    )
     top = 1.15
-    lane_axes = panel(top, lanes)
-    _draw_lanes(lane_axes, inspection, shown, ranks, begin, end, look)
-    top += lanes + PANEL_GAP
-    _draw_arrows(panel(top, arrows), shown, ranks, look)
-    top += arrows + PANEL_GAP
-    _draw_ahead(panel(top, AHEAD_HEIGHT), inspection, ranks, begin, end, look)
-    _legend(lane_axes, look, lanes)
+    for size, draw in zip(heights, (_draw_lanes, _draw_arrows, _draw_ahead), strict=True):
+        place = (LEFT / WIDTH, 1 - (top + size) / height)
+        axes = figure.add_axes((*place, (WIDTH - LEFT - RIGHT) / WIDTH, size / height))
+        draw(axes, scene)
+        top += size + PANEL_GAP
+    _legend(figure.axes[0], look, heights[0])
     for index, line in enumerate(reversed(lines)):
         y = (0.32 + NOTE_HEIGHT * index) / height
         figure.text(0.3 / WIDTH, y, line, fontsize=SMALL_POINTS - 1, color=look.muted)
     return figure
 
 
-def _draw_lanes(
-    axes: Any,
-    inspection: AsyncInspection,
-    shown: Sequence[Update],
-    ranks: Sequence[int],
-    begin: float,
-    end: float,
-    look: Shades,
-) -> None:
+class _Scene(NamedTuple):
+    inspection: AsyncInspection
+    shown: Sequence[Update]
+    ranks: Sequence[int]
+    begin: float
+    end: float
+    look: Shades
+
+
+def _draw_lanes(axes: Any, scene: _Scene) -> None:
     """Draw the server above, with a tick for each version; a row for each worker below."""
+    inspection, shown, ranks, begin, end, look = scene
     scale, unit = time_unit(end - begin)
     _dress(axes, look, f"{unit} of training, from {begin:.3g} s on")
     axes.set_xlim(0, (end - begin) * scale)
@@ -352,9 +317,8 @@ def _draw_lanes(
             (moment - begin) * scale
             for moment in (each.start, each.pushed, each.released, each.end, each.written)
         )
-        axes.add_patch(
-            Rectangle((x0, row + 0.2), x1 - x0, 0.6, facecolor=colour, edgecolor=look.paper)
-        )
+        bar = Rectangle((x0, row + 0.2), x1 - x0, 0.6, facecolor=colour, edgecolor=look.paper)
+        axes.add_patch(bar)
         if each.waited > WAITED_SECONDS:
             wait = Rectangle((x1, row + 0.2), x2 - x1, 0.6, facecolor=look.paper)
             wait.set(edgecolor=PART_COLOURS["waiting"], hatch="////", linewidth=0.9)
@@ -378,11 +342,10 @@ def _draw_lanes(
             axes.text(x, mark.rank + 1.5, f"   {mark.text}", va="center", color=look.ink, zorder=5)
 
 
-def _draw_arrows(axes: Any, shown: Sequence[Update], ranks: Sequence[int], look: Shades) -> None:
-    """Draw an arrow for each gradient, from the version read to the one that it was added to."""
-    _dress(
-        axes, look, "version: arrows from the one read to the one that the gradient was added to"
-    )
+def _draw_arrows(axes: Any, scene: _Scene) -> None:
+    """Draw an arrow for each gradient, from the version read to that which was then updated."""
+    _, shown, ranks, _, _, look = scene
+    _dress(axes, look, "version: an arrow from the one that was read to the one that was updated")
     axes.set_ylim(len(ranks), 0)
     low = min((each.version_read for each in shown), default=0)
     high = max((each.version_written for each in shown), default=1)
@@ -401,23 +364,15 @@ def _draw_arrows(axes: Any, shown: Sequence[Update], ranks: Sequence[int], look:
         _name(axes, rank + 0.5, f"rank {rank}", look)
         text = f"{number(mean, 2)} on average" if own else "no gradient"
         style: dict[str, Any] = {"fontsize": SMALL_POINTS - 2.5, "color": look.muted}
-        axes.text(
-            1.0, rank + 0.06, text, transform=axes.get_yaxis_transform(), ha="right", va="top",
-            **style,
-        )  # fmt: skip
+        style |= {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "top"}
+        axes.text(1.0, rank + 0.06, text, **style)
         if rank:
             axes.axhline(rank, color=look.rule, linewidth=1.0)
 
 
-def _draw_ahead(
-    axes: Any,
-    inspection: AsyncInspection,
-    ranks: Sequence[int],
-    begin: float,
-    end: float,
-    look: Shades,
-) -> None:
+def _draw_ahead(axes: Any, scene: _Scene) -> None:
     """Draw how many steps each worker is ahead of the slowest, and the bound as a wall."""
+    inspection, _, ranks, begin, end, look = scene
     scale, unit = time_unit(end - begin)
     _dress(axes, look, f"{unit}: steps that each worker is ahead of the slowest")
     axes.set_xlim(0, (end - begin) * scale)
@@ -426,10 +381,7 @@ def _draw_ahead(
     most = 1.0
     for rank in ranks:
         values = np.asarray(ahead[rank])
-        axes.step(
-            x, values, where="post", color=COLOURS[rank % len(COLOURS)], linewidth=2.0,
-            label=f"rank {rank}",
-        )  # fmt: skip
+        axes.step(x, values, where="post", color=COLOURS[rank % len(COLOURS)], linewidth=2.0)
         inside = values[(np.asarray(moments) >= begin) & (np.asarray(moments) <= end)]
         most = max(most, float(np.nanmax(inside)) if np.isfinite(inside).any() else 0.0)
     bound = inspection.bounds.bound
@@ -483,25 +435,17 @@ def _dress(axes: Any, look: Shades, x_label: str) -> None:
 
 
 def _name(axes: Any, y: float, text: str, look: Shades) -> None:
-    axes.text(
-        -0.01, y, text, transform=axes.get_yaxis_transform(), ha="right", va="center",
-        fontsize=FONT_POINTS, color=look.ink, clip_on=False,
-    )  # fmt: skip
+    style: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": FONT_POINTS}
+    axes.text(-0.01, y, text, transform=axes.get_yaxis_transform(), color=look.ink, **style)
 
 
 def _legend(axes: Any, look: Shades, size: float) -> None:
     waits: dict[str, Any] = {"facecolor": look.paper, "edgecolor": PART_COLOURS["waiting"]}
-    axes.legend(
-        handles=[
-            Patch(facecolor=COLOURS[0], label="computes"),
-            Patch(facecolor=PART_COLOURS["communication"], label="exchanges with the server"),
-            Patch(label="waits for others", hatch="////", **waits),
-        ],
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0 + 0.06 / size),
-        ncols=3,
-        frameon=False,
-        fontsize=SMALL_POINTS - 1,
-        labelcolor=look.ink,
-        borderaxespad=0.0,
-    )
+    handles = [
+        Patch(facecolor=COLOURS[0], label="computes"),
+        Patch(facecolor=PART_COLOURS["communication"], label="exchanges with the server"),
+        Patch(label="waits for others", hatch="////", **waits),
+    ]
+    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0 + 0.06 / size)}
+    style: dict[str, Any] = {"fontsize": SMALL_POINTS - 1, "labelcolor": look.ink}
+    axes.legend(handles=handles, ncols=3, frameon=False, borderaxespad=0.0, **place, **style)
