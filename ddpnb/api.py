@@ -24,7 +24,8 @@ from ddpnb.reports.table import Table
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.cells import RunningCell, read_script
 from ddpnb.session.comparison import ComparisonSpec
-from ddpnb.session.session import this_session
+from ddpnb.session.inspection import Inspection, InspectionRequest
+from ddpnb.session.session import this_cell_number, this_session
 
 
 @typed
@@ -490,3 +491,69 @@ def last_trace() -> TraceResult:
     if (trace := this_session().last_trace) is None:
         raise UserError("No cell has been traced: begin one with %%ddp --trace.")
     return trace
+
+
+@typed
+def inspect(
+    model: str = "",
+    *,
+    batch: str = "",
+    loss: str = "",
+    optimizer: str = "",
+    task: str = "",
+    source: str = "",
+    strategy: str = "ddp",
+    bucket_cap: float | str = "",
+    batch_size: int | str | None = None,
+    link: str = "",
+    slow: str = "",
+    kill: str = "",
+    run: str = "",
+) -> Inspection:
+    """Return what happens in a training step; the twin of ``%ddp_inspect``.
+
+    All is measured on a copy: models, gradients, optimizers and random numbers stay as they are.
+
+    Args:
+        model: a model, or a DDP, of the ranks' cells; by default a task is inspected.
+        batch: an expression on the ranks for its input: a tensor; a tuple, the first of which the
+            model is called with; or a dict of its arguments.
+        loss: a scalar made of ``output`` on the ranks, or a function of the output and the rest of
+            the batch; by default the mean of the output.
+        optimizer: an optimizer on the ranks; by default plain SGD.
+        task: such as ``"digits"``; by default that of ``source``, or of the last comparison.
+        source: a cell that defines ``model()`` and ``data(split)``.
+        strategy: ``"ddp"``, ``"dp"``, or ``"async"``, which may have options.
+        bucket_cap: further values of DDP's ``bucket_cap_mb``, ``"0.01,1,25"``.
+        batch_size: the task's global batch.
+        link: an emulated network, ``"1Gbit,0.5ms"``.
+        slow: a straggler of an asynchronous run, ``"1:2x"``.
+        kill: a death in an asynchronous run, ``"1@1s"``.
+        run: a stored asynchronous run to draw.
+
+    Returns:
+        The result, with ``.figures()``, ``.table()`` and the numbers in ``.result``.
+
+    Raises:
+        UserError: there is nothing to inspect, or the model does not fit the batch.
+        RankError: the user's code failed on a rank.
+    """
+    named = {"batch_size": batch_size, "link": link, "slow": slow, "kill": kill}
+    given = {name: value for name, value in named.items() if value}
+    task_or_any = {} if source else {"task": task or "digits"}
+    training = make_training_spec(
+        given | task_or_any, source=source, cell=this_cell_number() if source else 0
+    )
+    request = InspectionRequest(
+        strategy=strategy,
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=optimizer,
+        bucket_caps=f"{bucket_cap}",
+        training=training,
+        has_task=bool(task or source),
+        given=tuple(given),
+        run=run,
+    )
+    return this_session().inspect(request)

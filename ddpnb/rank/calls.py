@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.inspection import DataParallelReport, DdpReport, Found, InspectSpec
 from ddpnb.protocol.messages import (
     CellReport,
     CellSpec,
@@ -30,7 +31,7 @@ from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import completions, description
-from ddpnb.rank.trace import collectives, replicas
+from ddpnb.rank.trace import collectives, data_parallel_steps, ddp_steps, replicas, subject
 from ddpnb.rank.training import loop
 
 received = variables.Received()
@@ -190,10 +191,66 @@ def samples(spec: SamplerSpec) -> RankSamples:
 
 
 @or_failure
+def find_inspected(spec: InspectSpec) -> Found:
+    """Look at the model that is to be inspected, on this rank alone."""
+    engine = this_engine()
+    state, namespace = engine.group.state(), engine.shell.user_ns
+    options = inspected_task(spec, engine)
+    return cells.interruptible(lambda: subject.find(spec, state, namespace, **options))
+
+
+@or_failure
+def inspect_ddp(spec: InspectSpec, finds_unused: bool) -> DdpReport:
+    """Make the steps of an inspection.  Takes part: every rank."""
+    engine = this_engine()
+    group = engine.group
+    options = inspected_task(spec, engine)
+    with group.collective_checks.trusting_torch():
+        return cells.interruptible(
+            lambda: ddp_steps.measure(
+                spec,
+                group.state(),
+                engine.shell.user_ns,
+                finds_unused=finds_unused,
+                folder=group.folder,
+                cancellation=group.cancellation,
+                **options,
+            )
+        )
+
+
+@or_failure
+def inspect_dp(spec: InspectSpec) -> DataParallelReport | None:
+    """Make steps of DataParallel on rank 0; the other ranks rest."""
+    engine = this_engine()
+    group = engine.group
+    if group.rank != 0:
+        return None
+    options = inspected_task(spec, engine)
+    return cells.interruptible(
+        lambda: data_parallel_steps.measure(
+            spec,
+            group.state(),
+            engine.shell.user_ns,
+            folder=group.folder,
+            cancellation=group.cancellation,
+            **options,
+        )
+    )
+
+
+@or_failure
 def show_collective(spec: CollectiveSpec) -> CollectiveShown | None:
     """Run one collective for show.  Takes part: every rank."""
     device = this_engine().group.device
     return cells.interruptible(lambda: collectives.show(spec, device=device))
+
+
+def inspected_task(spec: InspectSpec, engine: RankEngine) -> dict[str, Any]:
+    """Return what the context of an inspected task needs besides."""
+    if spec.task is None:
+        return {}
+    return {"filename": filename_of(spec.task, engine), "cache": engine.data_cache}
 
 
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:

@@ -20,6 +20,7 @@ from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
 from ddpnb.protocol.replicas import SamplerSpec
+from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout, handout_of_run
@@ -34,6 +35,7 @@ from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
 from ddpnb.session.cells import Prompt, RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.inside import collective_spec, show_collective
+from ddpnb.session.inspection import Inspection, InspectionRequest, inspect, inspect_run
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
 from ddpnb.session.variables import pull, push, remove_leftovers
 
@@ -53,6 +55,8 @@ class Session:
         self._cluster: Cluster | None = None
         self._jobs = Jobs()
         self._store: Store | None = None
+        self.last_training: TrainingSpec | None = None
+        """Of the latest comparison: what ``inspect`` inspects by default."""
         self._asked: Call | None = None
         """The latest call of ``ask``."""
         self.last_trace: TraceResult | None = None
@@ -280,6 +284,7 @@ class Session:
         self, spec: ComparisonSpec, *, wait: bool = True
     ) -> ComparisonResult | RunningComparison:
         """Train strategies and compare them live; see ``ddpnb.compare``."""
+        self.last_training = spec.training
         training = prepare(self._require_idle(), self.store, spec)
         if wait:
             return training.run()
@@ -297,6 +302,7 @@ class Session:
 
         ``shown_by`` shows the comparison; ``on_end`` is called, in another thread, at its end.
         """
+        self.last_training = spec.training
         if self._cluster is not None:
             self._require_idle()
 
@@ -307,6 +313,12 @@ class Session:
 
         ranks = () if self._cluster is None else self._cluster.ranks
         return self._jobs.begin(RunningComparison(start_and_prepare, ranks, on_end=on_end))
+
+    def inspect(self, request: InspectionRequest) -> Inspection:
+        """Show what happens in a step; see ``ddpnb.inspect``."""
+        if request.run:
+            return inspect_run(self.load([request.run]).comparison)
+        return inspect(self._require_idle(), request, self.last_training)
 
     # -- stored runs -----------------------------------------------------------------
 

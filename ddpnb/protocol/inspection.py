@@ -1,0 +1,165 @@
+"""What ``%ddp_inspect`` asks of a rank, and what the rank has measured (all processes)."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import RunSpec
+from ddpnb.protocol.notation import parse_link
+from ddpnb.protocol.trace import Span
+
+DEFAULT_CAP_MB = 25.0
+"""Torch's: then the first bucket has 1 MB, so that sending begins early."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectSpec:
+    """What to inspect: a model of the ranks' cells, or a task's."""
+
+    inspection_id: str
+    """Names the files of this inspection in the run folder."""
+    task: RunSpec | None = None
+    model: str = ""
+    """An expression on the ranks; so are the next three."""
+    batch: str = ""
+    """A tensor; a tuple, the first of which the model is called with; a dict of its arguments."""
+    loss: str = ""
+    """A scalar made of ``output``, or a function of the output and the rest of the batch."""
+    optimizer: str = ""
+    bucket_caps: tuple[float, ...] = ()
+    """In MB, besides the model's own."""
+    link: str = ""
+
+    def __post_init__(self) -> None:
+        if self.task is None and not self.batch:
+            raise UserError(
+                f"Name the model's input too, an expression on the ranks: "
+                f'%ddp_inspect {self.model} --batch "x, y".'
+            )
+        if any(cap <= 0 for cap in self.bucket_caps):
+            raise UserError("--bucket-cap takes sizes in MB above 0, such as 0.01,1,25.")
+        if self.link:
+            parse_link(self.link)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSize:
+    """A parameter that needs a gradient."""
+
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a rank has found, alone: the model fits the batch, and has gradients."""
+
+    rank: int
+    title: str
+    """Such as ``"model"``, ``"digits"``."""
+    parameters: tuple[ParameterSize, ...]
+    unused: tuple[str, ...]
+    """Parameters that had no part in the loss."""
+    num_samples: int | None = None
+    """Rows of the batch; None: not known."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Bytes by kind: parameters, gradients, buckets, optimizer, batch, activations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Gradients that one all-reduce sends."""
+
+    names: tuple[str, ...]
+    """Of the parameters, as they lie in the bucket."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapReport:
+    """What one rank has measured with one value of ``bucket_cap_mb``."""
+
+    cap_mb: float
+    first_buckets: tuple[Bucket, ...]
+    """Those of the first step."""
+    buckets: tuple[Bucket, ...]
+    """Those of the measured steps, in the order in which they are sent."""
+    steps: tuple[tuple[Span, ...], ...]
+    """What the rank did in each measured step."""
+    ready_seconds: dict[str, float]
+    """When each gradient was there: after the backward pass began, the median of the steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdpReport:
+    """What one rank has measured."""
+
+    rank: int
+    caps: tuple[CapReport, ...]
+    """The model's own first."""
+    plain_seconds: float
+    """The quickest step without the hooks that note all this."""
+    added_seconds: float
+    """By how much these make the quickest step longer."""
+    num_threads: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What one device does and holds in a step of DataParallel."""
+
+    name: str
+    num_samples: int
+    held: dict[str, int]
+    """Bytes by kind: parameters, gradients, optimizer, batch, activations, outputs."""
+    spans: tuple[Span, ...]
+    """``rank`` is the number of the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallelReport:
+    """A step of DataParallel, as rank 0 has measured it."""
+
+    num_samples: int
+    devices: tuple[Device, ...]
+    num_steps: int
+    """Steps that were measured; the median one is here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """A gradient of one worker: which version it was computed with, and which it has made."""
+
+    rank: int
+    start: float
+    """In seconds of training, as are the next three: when it began to compute."""
+    pushed: float
+    """When it sent its gradient."""
+    released: float
+    """Until when the bound made it wait for others."""
+    end: float
+    staleness: int
+    version_read: int = 0
+    version_written: int = 0
+
+    @property
+    def written(self) -> float:
+        """When the server took the gradient, about."""
+        exchange = self.end - self.released
+        return self.pushed + min(exchange, self.end - self.pushed) / 2
+
+    @property
+    def waited(self) -> float:
+        """How long it waited for others."""
+        return self.released - self.pushed
+
+
+class Bounds(NamedTuple):
+    """The options of ``async`` that decide who waits for whom."""
+
+    period: int
+    """Gradients that make one update."""
+    bound: int
+    """Steps that a worker may be ahead of the slowest; -1: any number."""

@@ -1,0 +1,373 @@
+"""What ``%ddp_inspect`` asks of the ranks: steps of DDP, DataParallel and async (kernel)."""
+
+import base64
+import io
+import math
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, final
+
+from IPython.display import display
+
+from ddpnb.cluster.call import CallEvent, Output
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.supervision import Watch
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.recorder import new_id
+from ddpnb.history.store import Store
+from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.inspection import DataParallelReport, DdpReport, Found, InspectSpec
+from ddpnb.protocol.messages import MarkKind, OnRank, RunSpec
+from ddpnb.protocol.notation import parse_strategy, spoken_ranks
+from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.reports.cell_output import PrintedLines
+from ddpnb.reports.result import ComparisonResult
+from ddpnb.reports.table import Table
+from ddpnb.session.cells import error_of, failures_of, warn_stale
+from ddpnb.session.comparison import ComparisonSpec, Training, prepare
+from ddpnb.session.errors import CellInterrupt, RankError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ddpnb.reports.inside.buckets import DdpInspection
+    from ddpnb.reports.inside.devices import DataParallelInspection
+    from ddpnb.reports.inside.versions import AsyncInspection
+
+    Result = DdpInspection | DataParallelInspection | AsyncInspection
+
+ONE_RANK = "One rank alone sends nothing: start more with %ddp_start -n 2, then inspect again."
+MOST_EPOCHS = 1000.0
+STEPS_PER_RANK = 24
+"""Of an asynchronous run: as many are made before it is stopped, at least."""
+AFTER_DEATH_SECONDS = 0.5
+MOST_SECONDS = 60.0
+"""Of such a run."""
+DEATHS = (MarkKind.KILLED, MarkKind.DIED)
+STRATEGIES = ("ddp", "dp", "async")
+"""Those that can be inspected."""
+NOTHING = (
+    'Name what to inspect: a model of the ranks, %ddp_inspect model --batch "x, y", or a task, '
+    "%ddp_inspect --task digits."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectionRequest:
+    """What the user wants to look into; without a model or a task, that of the last comparison."""
+
+    strategy: str = "ddp"
+    model: str = ""
+    """An expression on the ranks, as ``batch``, ``loss`` and ``optimizer`` are."""
+    batch: str = ""
+    loss: str = ""
+    optimizer: str = ""
+    bucket_caps: str = ""
+    """Sizes in MB, ``"0.01,1,25"``."""
+    training: TrainingSpec
+    """The task, where ``has_task``, and the options named in ``given``."""
+    has_task: bool = False
+    given: tuple[str, ...] = ()
+    run: str = ""
+    """A stored run to draw in place of a new one."""
+
+    def __post_init__(self) -> None:
+        name = parse_strategy(self.strategy).name
+        if name not in STRATEGIES:
+            raise one_of("strategy to inspect", name, STRATEGIES)
+        if name != "async" and name != self.strategy:
+            raise UserError(f"--strategy {name} is inspected as it is: leave its options out.")
+        if name != "ddp":
+            wrong = [name for name in ("bucket_caps", "optimizer") if getattr(self, name)]
+            wrong += ["model"] if self.model else []
+            if wrong:
+                option = {"bucket_caps": "--bucket-cap", "model": "a model"}.get(wrong[0], wrong[0])
+                raise UserError(
+                    f"--strategy {self.strategy} is shown with a task, --task digits or a "
+                    f"%%ddp_inspect cell: leave {option} out."
+                )
+        if self.model and self.has_task:
+            raise UserError(f"Inspect {self.model} or a task: leave one of them out.")
+        beside = [each for each in ("batch", "loss", "optimizer") if getattr(self, each)]
+        if beside and not self.model:
+            raise UserError(f"--{beside[0]} goes with a model: a task has its own.")
+
+    def caps(self) -> tuple[float, ...]:
+        """Return the sizes of buckets in MB."""
+        try:
+            return tuple(float(part) for part in self.bucket_caps.split(",") if part.strip())
+        except ValueError:
+            raise UserError(
+                f"--bucket-cap takes sizes in MB, such as 0.01,1,25, not {self.bucket_caps}."
+            ) from None
+
+    def task(self, last: TrainingSpec | None) -> TrainingSpec:
+        """Return the training to inspect.
+
+        Raises:
+            UserError: none is named, and nothing was compared before.
+        """
+        if self.has_task:
+            return self.training
+        if last is None:
+            raise UserError(NOTHING)
+        return replace(last, **{name: getattr(self.training, name) for name in self.given})
+
+
+@final
+class Inspection:
+    """What an inspection has found: shown in a notebook as pictures and a table.
+
+    Args:
+        result: the numbers; all pictures are drawn from these.
+    """
+
+    def __init__(self, result: "Result") -> None:
+        self.result = result
+
+    def table(self) -> Table:
+        """Return the numbers, and what they show."""
+        return self.result.table()
+
+    def figures(self, *, dark: bool = False) -> list["Figure"]:
+        """Return the pictures, for a light or a dark page."""
+        return [figure for figure, _ in self.result.figures(dark=dark)]
+
+    def __repr__(self) -> str:
+        return repr(self.result)
+
+    def _ipython_display_(self) -> None:
+        """Show pictures and table as outputs of the cell, which a saved notebook keeps."""
+        for figure, text in self.result.figures():
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="png")
+            png = base64.b64encode(buffer.getvalue()).decode()
+            display({"image/png": png, "text/plain": text}, raw=True)
+        table = self.table()
+        display({"text/html": table.html(), "text/plain": table.text()}, raw=True)
+
+
+def inspect(cluster: Cluster, request: InspectionRequest, last: TrainingSpec | None) -> Inspection:
+    """Make steps on the ranks, and return what happened in them.
+
+    Args:
+        cluster: its ranks are idle.
+        request: what to inspect.
+        last: the training of the latest comparison.
+    """
+    link = request.training.link
+    if request.model:
+        spec = InspectSpec(
+            inspection_id=new_id(),
+            model=request.model,
+            batch=request.batch,
+            loss=request.loss,
+            optimizer=request.optimizer,
+            bucket_caps=request.caps(),
+            link=link,
+        )
+        return Inspection(inspect_ddp(cluster, spec))
+    training = request.task(last)
+    if len(cluster.ranks) == 1:
+        raise UserError(ONE_RANK)
+    if request.strategy.startswith("async"):
+        return Inspection(inspect_async(cluster, request.strategy, training))
+    inspection_id = new_id()
+    chosen = asdict(training) | {"data_seed": training.seed}
+    spec = InspectSpec(
+        inspection_id=inspection_id,
+        task=RunSpec(run_id=inspection_id, strategy="ddp", **chosen),
+        bucket_caps=request.caps(),
+        link=training.link,
+    )
+    if request.strategy == "dp":
+        return Inspection(inspect_dp(cluster, spec))
+    return Inspection(inspect_ddp(cluster, spec))
+
+
+def inspect_run(comparison: Comparison) -> Inspection:
+    """Return what happened in a stored asynchronous run.
+
+    Raises:
+        UserError: it has none.
+    """
+    from ddpnb.reports.inside.versions import async_inspection  # noqa: PLC0415  matplotlib: 0.3 s
+
+    return Inspection(async_inspection(comparison))
+
+
+def inspect_async(cluster: Cluster, strategy: str, training: TrainingSpec) -> "AsyncInspection":
+    """Train for a moment; return which versions each worker has read and written.
+
+    What was trained is not stored.
+    """
+    from ddpnb.reports.inside.versions import async_inspection  # noqa: PLC0415  matplotlib: 0.3 s
+
+    short = replace(
+        training,
+        num_epochs=MOST_EPOCHS,
+        eval_every=0.0,
+        min_seconds=None,
+        save_every=0.0,
+        resume="",
+    )
+    spec = ComparisonSpec(strategies=(strategy,), training=short, name="inspect", baseline=False)
+    with tempfile.TemporaryDirectory(prefix="ddpnb-inspect-") as folder:
+        store = Store(Path(folder))
+        moment = _Moment(cluster, bool(short.kill))
+        moment.training = prepare(cluster, store, spec, cast("Any", moment))
+        comparison = moment.training.run().comparison
+        return async_inspection(comparison)
+
+
+@final
+class _Moment:
+    """Stops a training once there are enough steps to draw; shows nothing itself."""
+
+    def __init__(self, cluster: Cluster, awaits_death: bool) -> None:
+        self._num_wanted = STEPS_PER_RANK * len(cluster.ranks)
+        self._awaits_death = awaits_death
+        self._began = time.monotonic()
+        self.training: Training | None = None
+
+    def begin(self, comparison: Comparison) -> None:
+        """Show nothing."""
+
+    def is_due(self) -> bool:
+        """Look each time."""
+        return True
+
+    def update(self, comparison: Comparison) -> None:
+        """Stop if there are enough steps, those after a death among them."""
+        run = comparison.runs[-1] if comparison.runs else None
+        if run is None or self.training is None:
+            return
+        found, since = run.aggregate, 0.0
+        if self._awaits_death:
+            deaths = [mark.seconds for mark in run.marks if mark.kind in DEATHS]
+            since = min(deaths) + AFTER_DEATH_SECONDS if deaths else math.inf
+        is_enough = found.num_events >= self._num_wanted and found.seconds >= since
+        if is_enough or time.monotonic() - self._began > MOST_SECONDS:
+            self.training.stop()
+
+    def finish(self, result: ComparisonResult) -> None:
+        """Show nothing."""
+
+
+def inspect_ddp(cluster: Cluster, spec: InspectSpec) -> "DdpInspection":
+    """Make steps of DDP on all ranks; return what happened in them.
+
+    Raises:
+        UserError: there is nothing to inspect; nothing has been sent then.
+        RankError: the user's code failed in a step.
+    """
+    from ddpnb.reports.inside.buckets import DdpInspection  # noqa: PLC0415  matplotlib: 0.3 s
+
+    found = find(cluster, spec)
+    unused = {name for each in found.values() for name in each.unused}
+    returned = ask(cluster, OnRank("inspect_ddp"), spec, bool(unused))
+    reports = [returned[rank] for rank in sorted(returned)]
+    assert all(isinstance(report, DdpReport) for report in reports)
+    first = found[0]
+    return DdpInspection(
+        title=first.title,
+        parameters=first.parameters,
+        unused={name: ranks_of(name, found) for name in first_order(first, unused)},
+        reports=tuple(reports),
+        link=spec.link,
+        num_samples=first.num_samples,
+    )
+
+
+def inspect_dp(cluster: Cluster, spec: InspectSpec) -> "DataParallelInspection":
+    """Make steps of DataParallel, and of DDP to compare it with, of the same task."""
+    from ddpnb.reports.inside.devices import DataParallelInspection  # noqa: PLC0415  matplotlib
+
+    found = find(cluster, spec)
+    report = ask(cluster, OnRank("inspect_dp"), spec)[0]
+    assert isinstance(report, DataParallelReport)
+    return DataParallelInspection(
+        title=found[0].title,
+        report=report,
+        ddp=inspect_ddp(cluster, spec),
+        ddp_held=tuple(each.held for each in found.values()),
+        ddp_samples=tuple(each.num_samples or 0 for each in found.values()),
+    )
+
+
+def find(cluster: Cluster, spec: InspectSpec) -> dict[int, Found]:
+    """Have every rank look at the model on its own; return what each has found.
+
+    Raises:
+        UserError: there is no such model on some ranks, or it differs, or does not fit the batch.
+    """
+    if len(cluster.ranks) == 1:
+        raise UserError(ONE_RANK)
+    warn_stale(cluster.ensure_group())
+    returned = ask(cluster, OnRank("find_inspected"), spec)
+    found = {rank: each for rank, each in sorted(returned.items()) if isinstance(each, Found)}
+    shapes = {rank: [(p.name, p.shape) for p in each.parameters] for rank, each in found.items()}
+    others = [rank for rank, each in shapes.items() if each != shapes[0]]
+    if others:
+        raise UserError(
+            f"{found[0].title} has other parameters on {spoken_ranks(others)} than on rank 0: "
+            "DDP needs the same on every rank."
+        )
+    return found
+
+
+def ask(cluster: Cluster, function: OnRank, *arguments: Any) -> dict[int, Any]:
+    """Return what each rank answers; a failure on one frees the others.
+
+    Raises:
+        UserError: a mistake that a rank has found.
+        RankError: anything else that has failed on a rank.
+        KeyboardInterrupt: it was interrupted; the ranks have stopped.
+    """
+    printed = PrintedLines()
+
+    def handle(event: CallEvent) -> None:
+        if isinstance(event, Output):
+            printed.take(event.rank, event.kind, event.content)
+
+    printed.begin(cluster.ranks)
+    watch = Watch(
+        cluster=cluster,
+        call=cluster.submit(function, *arguments, ranks=cluster.ranks),
+        handle=handle,
+        tick=lambda: None,
+        abort_after_failure_seconds=cluster.timeouts.abort_validation_after_seconds,
+    )
+    try:
+        watch.run()
+    except KeyboardInterrupt:
+        raise CellInterrupt from None
+    finally:
+        printed.show()
+    failures = failures_of(watch)
+    by_text: dict[str, list[int]] = {}
+    for failure in failures:
+        if failure.name == UserError.__name__:
+            by_text.setdefault(failure.text, []).append(failure.rank)
+    if by_text:
+        text, ranks = min(by_text.items(), key=lambda item: min(item[1]))
+        on_all = len(ranks) == len(cluster.ranks)
+        raise UserError(text if on_all else f"On {spoken_ranks(ranks)} alone: {text}")
+    if failures:
+        raise RankError(failures)
+    if (error := error_of(watch)) is not None:
+        raise error
+    return watch.returned
+
+
+def first_order(found: Found, names: set[str]) -> list[str]:
+    """Return some of the parameters, in the model's order."""
+    return [each.name for each in found.parameters if each.name in names]
+
+
+def ranks_of(name: str, found: Mapping[int, Found]) -> tuple[int, ...]:
+    """Return the ranks where a parameter had no part in the loss."""
+    return tuple(rank for rank, each in found.items() if name in each.unused)
