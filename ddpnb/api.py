@@ -358,7 +358,7 @@ def load(*names: str) -> ComparisonResult:
 
 
 @typed
-def export(name: str, path: Path | str) -> str:
+def export(name: str, path: Path | str, *, strategy: str = "", sbatch: bool = False) -> str:
     """Write stored runs to a file; the twin of ``%ddp_export``.
 
     Args:
@@ -367,11 +367,13 @@ def export(name: str, path: Path | str) -> str:
             ``.runs.csv``: one row per run; ``.json``: everything; ``.html``: the report;
             ``.png``: the figure; ``.py``: the comparison's cell as a script for torchrun.
             Without an ending: a folder for TensorBoard.
+        strategy: which one a script trains with; by default ddp, if it was compared.
+        sbatch: whether to write a job file for Slurm beside a script.
 
     Returns:
-        A sentence about what was written.
+        A sentence about what was written; after that of a script, the lines that run it.
     """
-    return write_export(this_session().load([name]), path)
+    return write_export(this_session().load([name]), path, strategy=strategy, sbatch=sbatch)
 
 
 @typed

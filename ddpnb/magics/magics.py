@@ -326,6 +326,8 @@ class DdpMagics(Magics):
     @magic_arguments()
     @argument("name", help=f"a run or a comparison, {RUNS}")
     @argument("path", help="the file, or a folder for TensorBoard")
+    @argument("--strategy", default="", help="of a script: ddp | zero | fsdp | local-sgd")
+    @argument("--sbatch", action="store_true", help="write a job file for Slurm beside a script")
     @line_magic
     def ddp_export(self, line: str) -> None:
         """Write stored runs to a file; its ending chooses what.
@@ -335,7 +337,7 @@ class DdpMagics(Magics):
         Without an ending: a folder for TensorBoard.
         """
         args = arguments(self.ddp_export, line)
-        print(api.export(args.name, args.path))
+        print(api.export(args.name, args.path, strategy=args.strategy, sbatch=args.sbatch))
 
     @magic_arguments()
     @argument("text", nargs="*", help="only runs whose name, task or state contains this")

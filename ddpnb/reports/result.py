@@ -17,7 +17,7 @@ from ddpnb.protocol.notation import Target, parse_target
 from ddpnb.reports.data import document, evaluations_frame, runs_frame, steps_frame, write_events
 from ddpnb.reports.findings import results_table, sentence
 from ddpnb.reports.formatting import listed, title
-from ddpnb.reports.script import num_ranks_of, script
+from ddpnb.reports.script import write_script
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table, pairs_table
 
@@ -166,7 +166,9 @@ class ComparisonResult:
             raise NotImplementedError  # makes IPython use the bundle
 
 
-def export(result: ComparisonResult, path: Path | str) -> str:
+def export(
+    result: ComparisonResult, path: Path | str, *, strategy: str = "", sbatch: bool = False
+) -> str:
     """Write a comparison to a file, in the format that its ending names, or to a folder.
 
         race.csv        one row per step of each worker
@@ -180,17 +182,25 @@ def export(result: ComparisonResult, path: Path | str) -> str:
     Args:
         result: the comparison.
         path: as above; missing folders are created, an existing file is replaced.
+        strategy: which one a script trains with; empty: ddp if it was compared.
+        sbatch: whether to write a job file for Slurm beside a script.
 
     Returns:
-        One sentence about what was written.
+        One sentence about what was written; after that of a script, the lines that run it.
 
     Raises:
         UserError: the ending is unknown, or the file cannot be written.
     """
     target = Path(path)
+    is_script = target.suffix == ".py" and not str(path).endswith("/")
+    if (strategy or sbatch) and not is_script:
+        option = "--strategy" if strategy else "--sbatch"
+        raise UserError(f"{option} goes with a script, e.g. train.py, and not with {path}.")
     write = _writer(str(path), target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        if is_script:
+            return f"{target}: {write_script(result.comparison, target, strategy, sbatch)}"
         return f"{target}: {write(result, target)}."
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error}.") from error
@@ -268,8 +278,7 @@ def _write_json(result: ComparisonResult, path: Path) -> str:
 
 
 def _write_script(result: ComparisonResult, path: Path) -> str:
-    path.write_text(script(result.comparison, path.name), encoding="utf-8")
-    return f"run it with torchrun --nproc-per-node {num_ranks_of(result.comparison)} {path}"
+    return write_script(result.comparison, path)
 
 
 def _write_events(result: ComparisonResult, folder: Path) -> str:

@@ -1,13 +1,17 @@
 """The cell of a comparison as a script for torchrun (kernel).
 
-The script needs only torch and trains as ``ddp`` did: the same initial weights, the same
+The script needs only torch and trains as the strategy did: the same initial weights, the same
 samples in the same order, the same steps.
 """
 
 import ast
 import builtins
+import re
+import shlex
 import symtable
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from pathlib import Path
 from string import Template
 
 from ddpnb.history.comparison import Comparison, body_of, chosen
@@ -15,9 +19,45 @@ from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import parse_strategy
+from ddpnb.protocol.options import Value
+from ddpnb.reports.script_text import BEGINNING, IMPORTS
+from ddpnb.reports.script_training import TRAINING
 
-CARRIED = ("num_epochs", "batch_size", "batch_per_worker", "learning_rate", "momentum", "seed")
+CARRIED = {
+    *("task", "num_epochs", "min_seconds", "batch_size", "batch_per_worker", "learning_rate"),
+    *("momentum", "seed", "accumulate", "amp", "clip", "lr_scaling", "num_lr_warmup_epochs"),
+    *("sync_batchnorm", "num_data_workers", "save_every"),
+}
 """Settings that the script has; its docstring names the others that were used."""
+
+EXPORTED = {
+    "ddp": "torch's DistributedDataParallel",
+    "zero": "DistributedDataParallel and ZeroRedundancyOptimizer",
+    "fsdp": "torch's fully_shard (FSDP2)",
+    "local-sgd": "local SGD, which averages weights",
+}
+"""What can be written in a few lines of plain torch, and how its docstring says it."""
+
+_OWN_EXCHANGE = (
+    "exchanges what ddp does in a way of ddpnb's own: take ddp, its updates are the same"
+)
+_OWN_SERVER = "needs ddpnb's own server and memory shared by its ranks"
+REFUSED = {
+    "single": "is one process: take ddp, and start it with --nproc-per-node 1",
+    "dp": "is one process with threads, which torchrun does not start: take ddp",
+    "ddp-shm": _OWN_EXCHANGE,
+    "ddp-by-hand": _OWN_EXCHANGE,
+    "ddp-overlap-by-hand": _OWN_EXCHANGE,
+    "ring-by-hand": _OWN_EXCHANGE,
+    "central": _OWN_EXCHANGE,
+    "async": _OWN_SERVER,
+    "hogwild": _OWN_SERVER,
+    "diloco": "has an outer optimizer of ddpnb's own: take local-sgd, which is it without one",
+    "easgd": "needs ddpnb's own centre, which no rank waits for: take local-sgd",
+    "gossip": "needs ddpnb's own exchange with a random neighbour: take local-sgd",
+    "no-comm": "exchanges nothing, so there is no one model to train: take ddp",
+}
+"""Why the others cannot."""
 
 WRAPPED = {
     "bucket_cap_mb": "bucket_cap_mb",
@@ -27,6 +67,9 @@ WRAPPED = {
 }
 """Options of ``ddp`` that are arguments of ``DistributedDataParallel``, and their names there."""
 
+ALWAYS = frozenset({"ddp"})
+"""The tags of the imports that a cell may count on."""
+
 RANK_NAMES = {
     "rank": 'int(os.environ["RANK"])',
     "local_rank": 'int(os.environ["LOCAL_RANK"])',
@@ -35,249 +78,100 @@ RANK_NAMES = {
 }
 """What every rank's namespace holds, for a cell that uses it."""
 
-SCRIPT = Template('''\
-"""Train the model of the comparison $name with DistributedDataParallel.
-
-    torchrun --nproc-per-node $num_ranks $file
-$missing"""
-
-import inspect
-import os
-import random
-import sys
-from collections.abc import Mapping
-
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-
-NUM_EPOCHS, BATCH_SIZE, SEED = $num_epochs, $batch_size, $seed
-LEARNING_RATE, MOMENTUM = $learning_rate, $momentum
-MAX_JUDGED = 10_000  # samples of a split that the trained model is measured on
-
-
-def seed_everything(seed):
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+SBATCH = Template("""\
+#!/bin/bash
+# $num_ranks processes in all, shared by the nodes:  sbatch $file   or   sbatch --nodes 2 $file
+#SBATCH --job-name=$name
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --output=%x-%j.out
+#SBATCH --time=01:00:00
+#SBATCH --requeue
+$gpus
+if (( $num_ranks % SLURM_JOB_NUM_NODES )); then
+    echo "$num_ranks processes cannot be shared evenly by $$SLURM_JOB_NUM_NODES nodes." >&2
+    exit 1
+fi
+head=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
+# A job that was requeued goes on from its checkpoint, in a folder that all nodes share.
+srun torchrun \\
+    --nnodes "$$SLURM_JOB_NUM_NODES" --nproc-per-node "$$(( $num_ranks / SLURM_JOB_NUM_NODES ))" \\
+    --rdzv-id "$$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$$head:29400" \\
+    --max-restarts 3 $script --resume
+""")
 
 
-seed_everything(SEED)
-$rank_names
-# ---- the notebook's cell -----------------------------------------------------------------
+def write_script(
+    comparison: Comparison, path: Path, strategy: str = "", sbatch: bool = False
+) -> str:
+    """Write the script, and if asked for a job file for Slurm beside it.
 
-$cell
+    Args:
+        comparison: has a cell.
+        path: the file.
+        strategy: which one to write; empty: ddp if it was compared.
+        sbatch: whether to write the job file.
 
-# ---- samples -----------------------------------------------------------------------------
+    Returns:
+        Which strategy it has, what it has not, and the lines to run it.
 
-
-class Rows(Dataset):
-    """Samples held in a tensor, or in a dict or tuple of tensors: one row for each."""
-
-    def __init__(self, tree):
-        self.tree = mapped(torch.as_tensor, tree)
-        sizes = []
-        mapped(lambda leaf: sizes.append(len(leaf)), self.tree)
-        self.size = sizes[0]
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, numbers):
-        return mapped(lambda leaf: leaf[numbers], self.tree)
-
-
-class Batches:
-    """This rank's part of each global batch, as lists of sample numbers."""
-
-    def __init__(self, num_samples):
-        self.num_samples = num_samples
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        num_full, rest = divmod(num_samples, BATCH_SIZE)
-        self.steps_per_epoch = num_full + (rest >= self.world_size)
-        self.num_steps = max(1, round(NUM_EPOCHS * self.steps_per_epoch))
-
-    def __len__(self):
-        return self.num_steps
-
-    def __iter__(self):
-        for step in range(self.num_steps):
-            epoch, batch = divmod(step, self.steps_per_epoch)
-            if batch == 0:
-                generator = torch.Generator().manual_seed((SEED * 1_000_003 + epoch) % 2**63)
-                order = torch.randperm(self.num_samples, generator=generator)
-            whole = order[batch * BATCH_SIZE : (batch + 1) * BATCH_SIZE]
-            yield whole.tensor_split(self.world_size)[self.rank].tolist()
-
-    def weight(self, step):
-        """Return this rank's share of a step's global batch."""
-        start = step % self.steps_per_epoch * BATCH_SIZE
-        size = min(BATCH_SIZE, self.num_samples - start)
-        least, num_larger = divmod(size, self.world_size)
-        return (least + (self.rank < num_larger)) / size
+    Raises:
+        UserError: as ``script`` says.
+    """
+    spec = _spec_of(comparison, strategy)
+    notes = list(_notes(comparison, spec))
+    path.write_text(script(comparison, path.name, strategy), encoding="utf-8")
+    lines = [f"trains with {EXPORTED[parse_strategy(spec.strategy).name]}.", *notes]
+    if sbatch:
+        job, num_ranks = path.with_suffix(".sbatch"), num_ranks_of(comparison)
+        on_gpu = comparison.environment.get("GPUs", "none") != "none"
+        gpus = f"#SBATCH --gpus-per-node={num_ranks}\n" if on_gpu else ""
+        job.write_text(
+            SBATCH.substitute(
+                name=_id_of(comparison),
+                num_ranks=num_ranks,
+                file=shlex.quote(job.name),
+                script=shlex.quote(path.name),
+                gpus=gpus,
+            ),
+            encoding="utf-8",
+        )
+        lines.append(f"{job}: a job for Slurm; start it with  sbatch {shlex.quote(job.name)}")
+    return "\n".join([*lines, commands(comparison, str(path))])
 
 
-def mapped(function, tree):
-    """Return a dict or tuple, nested in any way, with a function of each of its parts."""
-    if isinstance(tree, Mapping):
-        return {key: mapped(function, each) for key, each in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        parts = [mapped(function, each) for each in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    return function(tree)
+def commands(comparison: Comparison, file: str) -> str:
+    """Return the lines that run the script, with a heading each."""
+    num, name = num_ranks_of(comparison), _id_of(comparison)
+    of_each = num // 2 if num % 2 == 0 else num
+    quoted = shlex.quote(file)
+    meeting = f"--rdzv-id {name} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
+    return f"""\
+On one machine; --max-restarts 3 starts workers that fail again, from the last checkpoint:
+    torchrun --standalone --nproc-per-node {num} {quoted}
+On each of two machines, of which HOST is one; --checkpoint in a folder that both see:
+    torchrun --nnodes 2 --nproc-per-node {of_each} {meeting} {quoted}
+Where there is no torchrun:
+    python -m torch.distributed.launch --use-env --nproc-per-node {num} {quoted}"""
 
 
-def moved(batch, device):
-    if hasattr(batch, "to"):
-        return batch.to(device)
-    return mapped(lambda each: each.to(device) if hasattr(each, "to") else each, batch)
+def script(comparison: Comparison, file: str, strategy: str = "") -> str:
+    """Return the text of the script.
 
-
-def load(split):
-    """Return a split, and what makes a batch of its items; None: torch's own."""
-    made, collate = data(split), globals().get("collate_fn")
-    if isinstance(made, DataLoader):
-        made, collate = made.dataset, collate or made.collate_fn
-    if isinstance(made, (torch.Tensor, np.ndarray, Mapping, tuple)):
-        return Rows(made), None
-    return list(made) if isinstance(made, IterableDataset) else made, collate
-
-
-def loader(samples, collate, batches):
-    """Return what yields a batch for each list of sample numbers."""
-    generator = torch.Generator()  # leaves the other random numbers alone
-    if isinstance(samples, Rows):
-        return DataLoader(samples, sampler=batches, batch_size=None, generator=generator)
-    return DataLoader(samples, batch_sampler=batches, collate_fn=collate, generator=generator)
-
-
-# ---- training ----------------------------------------------------------------------------
-
-
-def loss_of(net, batch):
-    if globals().get("training_step"):
-        result = training_step(net, batch)
-        return result["loss"] if isinstance(result, Mapping) else result
-    inputs, targets = batch
-    return (globals().get("loss") or nn.functional.cross_entropy)(net(inputs), targets)
-
-
-def make_optimizer(plain, batches):
-    """Return the optimizer, its scheduler or None, and how many steps make one of the latter's."""
-    parameters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
-    if not globals().get("optimizer"):
-        return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM), None, 1
-    names = list(inspect.signature(optimizer).parameters)
-    counted = {"num_steps": len(batches)} if "num_steps" in names else {}
-    made = optimizer(plain if names[:1] == ["model"] else parameters, **counted)
-    scheduler, every = None, 1
-    if isinstance(made, Mapping):
-        made, scheduler = made["optimizer"], made.get("lr_scheduler")
-        if scheduler is not None and not isinstance(scheduler, Mapping):
-            scheduler = {"scheduler": scheduler}
-    elif isinstance(made, (tuple, list)) and len(made) == 2:
-        made, scheduler = map(only, made)
-    if isinstance(scheduler, Mapping):
-        in_epochs = scheduler.get("interval", "epoch") == "epoch"
-        every = scheduler.get("frequency", 1) * (batches.steps_per_epoch if in_epochs else 1)
-        scheduler = scheduler["scheduler"]
-    return only(made), scheduler, every
-
-
-def only(made):
-    return made[0] if isinstance(made, (tuple, list)) else made
-
-
-def main():
-    on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    train, held_out = load("train"), load("test")
-    seed_everything(SEED)
-    plain = model().to(device)
-    seed_everything(SEED + 1 + dist.get_rank())  # dropout differs between ranks
-    wrapped = DistributedDataParallel(plain, device_ids=[device] if on_gpu else None$ddp)
-    batches = Batches(len(train[0]))
-    optimize, scheduler, every = make_optimizer(plain, batches)
-
-    for step, batch in enumerate(loader(*train, batches)):
-        optimize.zero_grad()
-        error = loss_of(wrapped, moved(batch, device))
-        # DDP divides by the number of ranks; the weight makes that a mean over samples.
-        (error * (dist.get_world_size() * batches.weight(step))).backward()
-        optimize.step()
-        if scheduler is not None and (step + 1) % every == 0:
-            scheduler.step()
-        if dist.get_rank() == 0 and step % max(1, len(batches) // 10) == 0:
-            print(f"step {step + 1} of {len(batches)}: loss {error.item():.4f}", flush=True)
-
-    if dist.get_rank() == 0:
-        print(f"final training loss {judge(plain, *train, device)['loss']:.6f}")
-        for name, value in judge(plain, *held_out, device, is_held_out=True).items():
-            print(f"held-out {name} {value:.6f}")
-    dist.destroy_process_group()
-
-
-@torch.no_grad()
-def judge(plain, samples, collate, device, is_held_out=False):
-    """Return means over a split, in evaluation mode: the loss and what the cell measures."""
-    plain.eval()
-    num = min(len(samples), MAX_JUDGED)
-    parts = [part.tolist() for part in (torch.arange(num) * len(samples) // num).split(512)]
-    totals, outputs, targets = {}, [], []
-    for part, batch in zip(parts, loader(samples, collate, parts)):
-        batch, found = moved(batch, device), {}
-        if is_held_out and globals().get("validation_step"):
-            found = named(validation_step, validation_step(plain, batch))
-        if "loss" not in found:
-            with torch.enable_grad():
-                found["loss"] = loss_of(plain, batch).item()
-        for name, value in found.items():
-            totals[name] = totals.get(name, 0.0) + float(value) * len(part)
-        if is_held_out and globals().get("metric"):
-            outputs.append(plain(batch[0]).cpu())
-            targets.append(batch[1].cpu())
-    means = {name: total / num for name, total in totals.items()}
-    if outputs:
-        means |= named(metric, metric(torch.cat(outputs), torch.cat(targets)))
-    return means
-
-
-def named(function, result):
-    name = getattr(function, "__name__", type(function).__name__)
-    return dict(result) if isinstance(result, Mapping) else {name: float(result)}
-
-
-if __name__ == "__main__":
-    main()
-    # With gloo, torch sometimes aborts a process at its normal end ("terminate called without
-    # an active exception"), and torchrun then reports a failure.
-    sys.stdout.flush()
-    os._exit(0)
-''')
-
-
-def script(comparison: Comparison, file: str) -> str:
-    """Return the text of the script; ``file`` is its name.
+    Args:
+        comparison: has a cell.
+        file: the script's name.
+        strategy: which one to write; empty: ddp if it was compared.
 
     Raises:
         UserError: the comparison has no cell, or several, or one that only a notebook can run, or
-            it trained with classes of the user's own alone.
+            its strategy is not a few lines of plain torch.
     """
-    specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
-    sources = dict.fromkeys(spec.source for spec in specs if spec.task == CELL_TASK)
-    if len(sources) != 1:
-        raise UserError(
-            "A script is made of the cell of one %%ddp_compare: "
-            f"{comparison.name} has {len(sources) or 'no'} such cell{'s' * (len(sources) > 1)}."
-        )
-    spec = _ddp_first(comparison, [spec for spec in specs if spec.task == CELL_TASK])
+    spec = _spec_of(comparison, strategy)
+    choice, options = parse_strategy(spec.strategy), _options(spec)
     cell = body_of(spec.source).strip()
     try:
-        unknown = _unknown_names(cell)
+        unknown, bound = _names(cell)
     except SyntaxError as error:
         raise UserError(
             f"Line {error.lineno} of the cell is not plain Python: only a notebook can run it."
@@ -287,20 +181,51 @@ def script(comparison: Comparison, file: str) -> str:
             f"The cell uses {others[0]}, which it does not define, and a script has nothing of "
             "other cells: import or define it in the cell."
         )
-    return SCRIPT.substitute(
+    tags = _tags(spec, bound)
+    imports = kept(IMPORTS, tags).rstrip()
+    text = kept(BEGINNING, tags) + "\n\n" + kept(TRAINING, tags)
+    imported = _imported(ast.parse(imports))
+    needed = {name for name in imported if bound.get(name, imported[name]) != imported[name]}
+    if others := sorted(needed | (bound.keys() & _defined_in(text))):
+        raise UserError(
+            f"The cell defines {others[0]}, which the script needs for something else: give it "
+            "another name in the cell."
+        )
+    wrapped = {WRAPPED[name]: value for name, value in options.items() if name in WRAPPED}
+    buckets = {}
+    if "powersgd" in tags and "bucket_cap_mb" in wrapped:
+        buckets["bucket_cap_mb"] = wrapped.pop("bucket_cap_mb")
+    given = "".join(f", {name}={value!r}" for name, value in wrapped.items())
+    ratio = f"args.batch_size / {spec.batch_per_worker}"
+    notes = "".join(f"\n{note}\n" for note in _notes(comparison, spec))
+    return Template(text).substitute(
         name=comparison.name,
-        file=file,
-        num_ranks=num_ranks_of(comparison),
-        missing=_missing(spec),
+        about=EXPORTED[choice.name],
+        commands=commands(comparison, file),
+        notes=notes,
+        imports=imports,
         num_epochs=repr(spec.num_epochs),
-        batch_size=repr(spec.global_batch(num_ranks_of(comparison))),
+        batch_size=repr(_batch_size(comparison, spec)),
         learning_rate=repr(spec.learning_rate),
         momentum=repr(spec.momentum),
         seed=repr(spec.seed),
+        accumulate=repr(spec.accumulate),
+        clip=repr(spec.clip),
+        every=repr(options.get("every", 8)),
+        after=repr(options.get("after", 0)),
+        reshard=repr(options.get("reshard", True)),
+        powersgd_rank=repr(options.get("powersgd_rank", 1)),
+        powersgd_start=repr(options.get("powersgd_start", 2)),
+        scale=f"math.sqrt({ratio})" if spec.lr_scaling == "sqrt" else ratio,
+        num_lr_warmup_epochs=repr(spec.num_lr_warmup_epochs),
+        num_data_workers=repr(spec.num_data_workers),
+        save_every=repr(spec.save_every or 1.0),
+        checkpoint=repr(f"{Path(file).stem}.pt"),
         cell=cell,
-        ddp="".join(
-            f", {WRAPPED[name]}={value!r}" for name, value in _ddp_options(spec) if name in WRAPPED
-        ),
+        collate="collate_fn" if "collate_fn" in bound else "None",
+        loss="loss" if "loss" in bound else "nn.functional.cross_entropy",
+        wrapped=given + ", **one_bucket" * ("powersgd" in tags),
+        buckets=repr(buckets),
         rank_names="".join(
             f"{name} = {value}\n"
             for name, value in RANK_NAMES.items()
@@ -309,52 +234,20 @@ def script(comparison: Comparison, file: str) -> str:
     )
 
 
-def _unknown_names(cell: str) -> set[str]:
-    """Return the names that a cell uses, and neither it nor the script's beginning defines.
-
-    Raises:
-        SyntaxError: it is not Python.
-    """
-    imported = SCRIPT.template.partition("import inspect")[2].partition("NUM_EPOCHS")[0]
-    used: set[str] = set()
-    bound = {"__name__", "__file__", *dir(builtins)}
-    for source in (cell, f"import inspect{imported}"):
-        tables = [symtable.symtable(source, "cell", "exec")]
-        while tables:
-            table = tables.pop()
-            tables += table.get_children()
-            for symbol in table.get_symbols():
-                is_global = symbol.is_global() or table.get_type() == "module"
-                if is_global and (symbol.is_assigned() or symbol.is_imported()):
-                    bound.add(symbol.get_name())
-                elif is_global and symbol.is_referenced():
-                    used.add(symbol.get_name())
-    has_star = any(
-        isinstance(each, ast.ImportFrom) and each.names[0].name == "*"
-        for each in ast.walk(ast.parse(cell))
-    )
-    return set() if has_star else used - bound
-
-
-def _ddp_first(comparison: Comparison, specs: Sequence[RunSpec]) -> RunSpec:
-    """Return the run whose options the script has: one of ``ddp``, if there is any."""
-    built_in = [spec for spec in specs if parse_strategy(spec.strategy).name in STRATEGIES]
-    if not built_in:
-        raise UserError(
-            f"A script trains with DistributedDataParallel, and {comparison.name} trained with "
-            f"{parse_strategy(specs[0].strategy).name}, a class of your own: compare ddp, too."
-        )
-    return min(
-        built_in, key=lambda spec: (parse_strategy(spec.strategy).name != "ddp", spec.strategy)
-    )
-
-
-def _ddp_options(spec: RunSpec) -> Iterator[tuple[str, object]]:
-    """Yield the options of ``ddp`` that differ from its defaults."""
-    choice = parse_strategy(spec.strategy)
-    if choice.name == "ddp":
-        options = STRATEGIES["ddp"].options
-        yield from (each for each in choice.options.items() if each[1] != options[each[0]].default)
+def kept(text: str, tags: Set[str]) -> str:
+    """Return the lines of a template whose tags hold, without the tags; see ``script_text``."""
+    lines, is_in = [], True
+    for line in text.splitlines():
+        code, mark, wanted = line.partition("#?")
+        names = wanted.split()
+        holds = any(name in tags or (name[0] == "!" and name[1:] not in tags) for name in names)
+        if names == ["}"]:
+            is_in = True
+        elif names[-1:] == ["{"]:
+            is_in = holds
+        elif is_in and (not mark or holds):
+            lines.append(code.rstrip())
+    return "\n".join(lines) + "\n"
 
 
 def num_ranks_of(comparison: Comparison) -> int:
@@ -362,7 +255,168 @@ def num_ranks_of(comparison: Comparison) -> int:
     return max((run.header.num_workers for run in comparison.runs if run.header), default=2)
 
 
-def _missing(spec: RunSpec) -> str:
-    used = [option.flag for name, option in chosen(spec) if name not in (*CARRIED, "task")]
-    used += [f"ddp:{name}={value}" for name, value in _ddp_options(spec) if name not in WRAPPED]
-    return f"\nThe comparison also used {', '.join(used)}: this script does not.\n" if used else ""
+def _spec_of(comparison: Comparison, strategy: str) -> RunSpec:
+    """Return the run that the script repeats.
+
+    Raises:
+        UserError: there is none.
+    """
+    specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
+    sources = dict.fromkeys(spec.source for spec in specs if spec.task == CELL_TASK)
+    if len(sources) != 1:
+        raise UserError(
+            "A script is made of the cell of one %%ddp_compare: "
+            f"{comparison.name} has {len(sources) or 'no'} such cell{'s' * (len(sources) > 1)}."
+        )
+    specs = sorted(
+        (spec for spec in specs if spec.task == CELL_TASK),
+        key=lambda spec: (spec.repeat, len(spec.strategy)),
+    )
+    if strategy:
+        name = parse_strategy(strategy).name
+        if name not in EXPORTED:
+            raise _refused(name)
+        same = [spec for spec in specs if spec.strategy == strategy]
+        alike = [spec for spec in specs if parse_strategy(spec.strategy).name == strategy]
+        return (same or alike or [replace(_built_in(comparison, specs), strategy=strategy)])[0]
+    _built_in(comparison, specs)
+    for name in EXPORTED:
+        for spec in specs:
+            if parse_strategy(spec.strategy).name == name:
+                return spec
+    raise _refused(parse_strategy(_built_in(comparison, specs).strategy).name)
+
+
+def _built_in(comparison: Comparison, specs: Sequence[RunSpec]) -> RunSpec:
+    """Return the run with the settings of a strategy that was not compared."""
+    for spec in specs:
+        if parse_strategy(spec.strategy).name in STRATEGIES:
+            return spec
+    raise UserError(
+        f"A script trains with DistributedDataParallel, and {comparison.name} trained with "
+        f"{parse_strategy(specs[0].strategy).name}, a class of your own: compare ddp, too."
+    )
+
+
+def _refused(name: str) -> UserError:
+    why = REFUSED.get(name, "is a class of your own, which runs in ddpnb: take ddp")
+    return UserError(f"{name} cannot be a script: it {why} (--strategy).")
+
+
+def _options(spec: RunSpec) -> dict[str, Value]:
+    """Return the options of the strategy that differ from its defaults."""
+    choice = parse_strategy(spec.strategy)
+    known = STRATEGIES[choice.name].options
+    given = choice.options.items()
+    return {name: value for name, value in given if value != known[name].default}
+
+
+def _tags(spec: RunSpec, bound: Mapping[str, str]) -> set[str]:
+    """Return what holds of a run: see ``script_text``."""
+    name, options = parse_strategy(spec.strategy).name, _options(spec)
+    short = {"local-sgd": "local"}.get(name, name)
+    defined = {
+        "optimizer": "optimizer",
+        "training_step": "step",
+        "validation_step": "validation",
+        "metric": "metric",
+    }
+    used = {
+        "accumulate": spec.accumulate > 1,
+        "amp": spec.amp != "none",
+        "clip": spec.clip is not None,
+        "scaling": spec.lr_scaling != "none",
+        "warmup": spec.num_lr_warmup_epochs > 0,
+        "sync": spec.sync_batchnorm and name != "local-sgd",
+        "after": bool(options.get("after")),
+    }
+    tags = {short} | {tag for name, tag in defined.items() if name in bound}
+    tags |= {tag for tag, is_used in used.items() if is_used}
+    return tags | {str(options["hook"])} if "hook" in options else tags
+
+
+def _notes(comparison: Comparison, spec: RunSpec) -> Iterator[str]:
+    """Yield a sentence for everything in which the script differs from the notebook."""
+    compared = [run.spec.strategy for run in comparison.runs if run.spec]
+    compared += [each.strategy for each in comparison.specs]
+    if spec.strategy not in compared:
+        yield f"{comparison.name} did not train {spec.strategy}; the settings are its own."
+    name, num_ranks = parse_strategy(spec.strategy).name, num_ranks_of(comparison)
+    if missing := [option.flag for field, option in chosen(spec) if field not in CARRIED]:
+        yield f"The comparison also used {', '.join(missing)}: this script does not."
+    batch_size, used = spec.global_batch(num_ranks), _batch_size(comparison, spec)
+    if used != batch_size:
+        yield (
+            f"The comparison's batch of {batch_size} is not a multiple of its {num_ranks} ranks, "
+            f"and DistributedSampler gives all as many: the script's is {used}, and its losses "
+            "differ."
+        )
+    if name == "local-sgd":
+        yield (
+            "Where the model has BatchNorm, its final losses differ: the notebook estimates the "
+            "statistics of averaged weights anew, and this script takes rank 0's."
+        )
+    if _options(spec).get("hook") == "powersgd":
+        yield "After a restart PowerSGD begins without the errors that it had kept."
+
+
+def _batch_size(comparison: Comparison, spec: RunSpec) -> int:
+    """Return the samples of each step, as many for each rank."""
+    num_ranks = num_ranks_of(comparison)
+    return spec.global_batch(num_ranks) // num_ranks * num_ranks
+
+
+def _id_of(comparison: Comparison) -> str:
+    """Return the comparison's name as one plain word of a command."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", comparison.name).strip("-") or "train"
+
+
+def _names(cell: str) -> tuple[set[str], dict[str, str]]:
+    """Return the names that only other cells can define, and those that this one does.
+
+    The latter are with what is imported there, or nothing.
+
+    Raises:
+        SyntaxError: it is not Python.
+        UserError: it imports ``*``.
+    """
+    tree = ast.parse(cell)
+    used: set[str] = set()
+    bound: set[str] = set()
+    tables = [symtable.symtable(cell, "cell", "exec")]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            is_global = symbol.is_global() or table.get_type() == "module"
+            if is_global and (symbol.is_assigned() or symbol.is_imported()):
+                bound.add(symbol.get_name())
+            elif is_global and symbol.is_referenced():
+                used.add(symbol.get_name())
+    imported = _imported(tree)
+    if "*" in imported:
+        raise UserError(
+            f"The cell imports * from {imported['*'].removesuffix('.*')}, and a script must know "
+            "what it has: import the names that it uses."
+        )
+    given = {"__name__", "__file__", *dir(builtins), *_imported(ast.parse(kept(IMPORTS, ALWAYS)))}
+    return used - bound - given, {name: imported.get(name, "") for name in bound}
+
+
+def _imported(tree: ast.Module) -> dict[str, str]:
+    """Return the names that are imported, and what each is: ``{"nn": "torch.nn"}``."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                first = each.name.partition(".")[0]
+                found[each.asname or first] = each.name if each.asname else first
+        elif isinstance(node, ast.ImportFrom):
+            for each in node.names:
+                found[each.asname or each.name] = f"{node.module}.{each.name}"
+    return found
+
+
+def _defined_in(text: str) -> set[str]:
+    """Return the names that the script itself defines."""
+    return set(re.findall(r"^(?:def |class )?(\w+)(?: = |\(|:)", text, re.MULTILINE))

@@ -121,7 +121,7 @@ def test_without_tensorboard_it_says_what_to_install(compared: Cell, kernel: Ker
 
 def test_the_script_trains_under_torchrun_to_the_same_loss(compared: Cell, kernel: Kernel):
     shown = kernel.run("%ddp_export out train.py").stdout
-    assert "torchrun --nproc-per-node 2 train.py" in shown
+    assert "\n    torchrun --standalone --nproc-per-node 2 train.py\n" in shown
     assert_same(
         kernel, "out", under_torchrun(kernel, "train.py"), "final training loss", "final_loss"
     )

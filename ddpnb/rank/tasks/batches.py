@@ -1,13 +1,14 @@
 """The samples of each step and each worker, as trees of tensors (ranks).
 
 Each epoch is one permutation of the training split, made from the seed and cut into global batches.
-A global batch is split into shards, one for each worker.  The shards of a step together are exactly
-the global batch, so every strategy sees the same samples in the same order.
+A global batch is dealt out in shards, one for each worker.  The shards of a step together are
+exactly the global batch, so every strategy sees the same samples in the same order.
 
-Torch's ``DistributedSampler.set_epoch`` is not needed: the seed of each permutation includes the
-epoch.  A data set's own ``set_epoch`` is not called.  ``Join`` is not needed either: every worker
-has a shard of each batch, even of an uneven last one, and averaged gradients are weighted by the
-shards' sizes.  So all synchronous workers make the same number of steps.
+It is the order of torch's ``DistributedSampler(seed=seed, drop_last=True)`` with ``set_epoch``,
+wherever the workers share a global batch evenly.  A data set's own ``set_epoch`` is not called.
+Torch's ``Join`` is not needed: every worker has a shard of each batch, even of an uneven one, and
+averaged gradients are weighted by the shards' sizes.  So all synchronous workers make the same
+number of steps.
 
 A batch is a tree: tensors in dicts, tuples and lists, nested in any way.  Texts, numbers and other
 objects may be among the tensors.  A list of texts, as torch's ``default_collate`` makes it, has one
@@ -46,8 +47,9 @@ def every_step(num_steps: int, *, part: int, num_parts: int) -> Iterator[Shard]:
 class BatchSchedule:
     """The global batches of a run; the same on every rank and for every strategy.
 
-    The last batch of an epoch may be smaller.  It is left out only if it has fewer samples than
-    there are ranks, so that every shard has at least one.
+    Of the n samples of an epoch's permutation the last n mod N are left out, with N ranks.  The
+    last batch may be smaller.  It is left out if it has fewer samples than there are ranks, so that
+    every shard has at least one; that can be only where N does not divide the batch size.
 
     Args:
         num_samples: size of the training split.
@@ -74,9 +76,10 @@ class BatchSchedule:
                 f"({num_samples} samples); give --batch-size {num_samples} or less."
             )
         self._num_samples = num_samples
+        self._num_used = num_samples - num_samples % num_ranks
         self._batch_size = batch_size
         self._seed = seed
-        num_full, rest = divmod(num_samples, batch_size)
+        num_full, rest = divmod(self._num_used, batch_size)
         self.steps_per_epoch = num_full + (rest >= num_ranks)
         self.num_steps = max(1, round(num_epochs * self.steps_per_epoch))
         self._epoch = -1
@@ -109,17 +112,17 @@ class BatchSchedule:
     def size(self, step: int) -> int:
         """Return how many samples the global batch of a step has."""
         start = step % self.steps_per_epoch * self._batch_size
-        return min(self._batch_size, self._num_samples - start)
+        return min(self._batch_size, self._num_used - start)
 
     def indices(self, shard: Shard) -> Tensor:
         """Return the samples of a shard: int64 indices into the training split.
 
-        Shards are contiguous parts of the permutation; their sizes differ by one at most.
+        The permutation is dealt out like cards; the sizes of shards differ by one at most.
         """
         epoch, batch = divmod(shard.step, self.steps_per_epoch)
         start = batch * self._batch_size
-        whole = self._permutation_of(epoch)[start : start + self._batch_size]
-        return whole.tensor_split(shard.num_parts)[shard.part]
+        end = start + self.size(shard.step)
+        return self._permutation_of(epoch)[start + shard.part : end : shard.num_parts]
 
     def smallest_shard(self, num_parts: int) -> Shard:
         """Return one of the run's smallest shards."""
@@ -130,7 +133,7 @@ class BatchSchedule:
     def _permutation_of(self, epoch: int) -> Tensor:
         """Return an epoch's permutation; the last one is kept."""
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
+            generator = torch.Generator().manual_seed(self._seed + epoch)
             self._permutation = torch.randperm(self._num_samples, generator=generator)
             self._epoch = epoch
         return self._permutation

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
@@ -28,19 +29,43 @@ def test_the_shards_of_a_step_together_are_the_global_batch(num_parts):
     whole = seen(order, 0, 1)
     for step, batch in enumerate(whole):
         shards = [part[step] for part in parts]
-        assert torch.equal(torch.cat(shards), batch)
+        dealt = torch.empty_like(batch)
+        for part, shard in enumerate(shards):
+            dealt[part::num_parts] = shard
+        assert torch.equal(dealt, batch)
         assert max(map(len, shards)) - min(map(len, shards)) <= 1
         assert order.size(step) == len(batch)
 
 
+@pytest.mark.parametrize("num_samples", [60, 64, 65])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_where_ranks_share_evenly_the_order_is_that_of_torchs_own_sampler(num_samples, num_ranks):
+    order = make(num_samples=num_samples, batch_size=30, num_epochs=3, num_ranks=num_ranks, seed=7)
+    for rank in range(num_ranks):
+        sampler = DistributedSampler(
+            range(num_samples), num_replicas=num_ranks, rank=rank, seed=7, drop_last=True
+        )
+        expected = []
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            expected += BatchSampler(sampler, 30 // num_ranks, drop_last=False)
+        assert [shard.tolist() for shard in seen(order, rank, num_ranks)] == expected
+
+
+def test_an_epoch_has_each_sample_once_but_for_those_that_no_rank_could_share():
+    first = torch.cat(seen(make(num_samples=64, num_ranks=3), 0, 1))
+    assert len(first) == len(first.unique()) == 63
+    assert make(num_samples=64, num_ranks=3, num_epochs=2).num_samples == 2 * 63
+
+
 def test_an_epoch_has_each_sample_once_and_the_next_another_order():
-    order = make(num_epochs=2)
+    order = make(num_epochs=2, num_ranks=2)
     batches = seen(order, 0, 1)
     first, second = torch.cat(batches[:7]), torch.cat(batches[7:])
     assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(64))
     assert not torch.equal(first, second)
-    assert torch.equal(torch.cat(seen(make(num_epochs=2), 0, 1)), torch.cat(batches))
-    assert not torch.equal(torch.cat(seen(make(seed=1), 0, 1)), first)
+    assert torch.equal(torch.cat(seen(make(num_epochs=2, num_ranks=2), 0, 1)), torch.cat(batches))
+    assert not torch.equal(torch.cat(seen(make(seed=1, num_ranks=2), 0, 1)), first)
 
 
 @pytest.mark.parametrize(("num_samples", "num_steps"), [(62, 6), (63, 7), (60, 6)])
