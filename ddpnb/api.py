@@ -38,6 +38,9 @@ def start(
     method: str | None = None,
     detach: float = 0.0,
     attach: bool | str = False,
+    hosts: str = "",
+    interface: str = "",
+    python: str = "",
 ) -> Table:
     """Start the ranks and form the process group; the twin of ``%ddp_start``.
 
@@ -53,12 +56,15 @@ def start(
         detach: seconds that the ranks outlive the kernel, so that another one can attach.
         attach: whether to take over ranks that have outlived their kernel, with their
             variables; the cluster's name if there are several.
+        hosts: hosts that ssh reaches, each with its number of ranks: ``"a:4,b:4"``.
+        interface: the network interface between them; by default the one that ssh came by.
+        python: the Python on them; by default this one's path if it exists, else ``python3``.
 
     Returns:
         The table of ranks.
 
     Raises:
-        UserError: this machine does not offer it.
+        UserError: this machine, or a host, does not offer it.
     """
     spec = ClusterSpec(
         num_ranks=n,
@@ -67,6 +73,9 @@ def start(
         num_threads=threads,
         method=method,
         detach_seconds=detach,
+        hosts=hosts,
+        interface=interface,
+        python=python,
     )
     if attach is False:
         return this_session().start(spec)

@@ -16,13 +16,14 @@ import psutil
 
 from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Timeouts
 from ddpnb.cluster.engines import Engines
+from ddpnb.cluster.hosts import HostProcesses
 from ddpnb.cluster.placement import (
     ClusterSpec,
     asks_for_gpus,
     controller_arguments,
     place_ranks,
 )
-from ddpnb.cluster.processes import HeldError, Processes
+from ddpnb.cluster.processes import HeldError, Processes, wait_for_file
 from ddpnb.cluster.run_folder import (
     SOCKET,
     ClusterRecord,
@@ -91,9 +92,11 @@ class Cluster(Engines):
             UserError: this host cannot run such a cluster.
             RuntimeError: a process failed; the message ends with its log.
         """
-        placement = None if asks_for_gpus(spec) else place_ranks(spec, 0)
+        placement = None if spec.hosts or asks_for_gpus(spec) else place_ranks(spec, 0)
         cluster = cls(spec, private_folder())
         cluster.placement = placement
+        if spec.hosts:
+            return cluster._start_on_hosts(progress)
         cluster.processes = Processes.start(
             folder=cluster.folder,
             controller_arguments=controller_arguments(cluster.profile),
@@ -229,9 +232,32 @@ class Cluster(Engines):
         self.processes.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _start_on_hosts(self, progress: Callable[[str], None]) -> "Cluster":
+        self.processes = processes = HostProcesses.start_on_hosts(
+            self.spec,
+            folder=self.folder,
+            home=self.home,
+            controller_arguments=controller_arguments(self.profile),
+            on_exit=self.note_exit,
+        )
+        try:
+            progress("the hosts import torch")
+            self.placement, self._master_port = processes.place()
+            wait_for_file(
+                self.profile / "security/ipcontroller-engine.json",
+                START_TIMEOUT_SECONDS,
+                self.raise_if_dead,
+            )
+            processes.connect_engines()
+            self._start_ranks(progress)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
     def _start_ranks(self, progress: Callable[[str], None]) -> None:
-        progress("importing torch")
         if self.placement is None:
+            progress("importing torch")
             gpus = self.processes.ready.result(START_TIMEOUT_SECONDS)
             self.placement = place_ranks(self.spec, len(gpus))
         ranks = range(self.placement.num_ranks)

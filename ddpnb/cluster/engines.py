@@ -142,7 +142,11 @@ class Engines:
             rank,
             environment=torchrun_environment(self.placement, rank, self._master_port),
             settings=rank_settings(
-                self.placement, rank, profile=self.profile, home=self.home, generation=generation
+                self.placement,
+                rank,
+                profile=self.processes.profile_of(rank, self.profile),
+                home=self.home,
+                generation=generation,
             ),
         )
 

@@ -1,7 +1,9 @@
 """The cluster that a user asks for: each rank's device, threads and settings (kernel)."""
 
 import math
+import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,12 @@ class ClusterSpec:
     """One of ``METHODS``; by default fork on Linux, spawn elsewhere."""
     detach_seconds: float = 0.0
     """How long the ranks outlive their kernel and wait for another."""
+    hosts: str = ""
+    """Hosts that ssh reaches, each with its number of ranks: ``"a:4,b:4"``; empty: this one."""
+    interface: str = ""
+    """The network interface between the hosts."""
+    python: str = ""
+    """The Python on the hosts."""
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -47,6 +55,57 @@ class ClusterSpec:
             )
         if self.device == "cpu" and self.backend == "nccl":
             raise UserError("NCCL works on GPUs only: use --backend gloo with --device cpu.")
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        if not self.hosts:
+            if given := "--interface" * bool(self.interface) or "--python" * bool(self.python):
+                raise UserError(f"{given} is for ranks on other hosts: name them with --hosts.")
+            return
+        parse_hosts(self.hosts)
+        if self.num_ranks is not None:
+            raise UserError("--hosts says how many ranks each host has (a:4,b:4): leave out -n.")
+        if self.detach_seconds:
+            raise UserError("--detach is for ranks of this host alone: leave it out with --hosts.")
+        if self.method == "spawn":
+            raise UserError("On other hosts ranks are forked: leave method out with --hosts.")
+
+
+_HOST = re.compile(r"([A-Za-z0-9_][\w.@-]*)(?::(\d+))?")
+
+
+def parse_hosts(text: str) -> tuple[tuple[str, int | None], ...]:
+    """Return the hosts of ``"a:4,b:4"``, each with its number of ranks, None where none is given.
+
+    Raises:
+        UserError: it is written in another way, or names a host twice.
+    """
+    found: list[tuple[str, int | None]] = []
+    for part in text.replace(" ", "").split(","):
+        match = _HOST.fullmatch(part)
+        if match is None or not 1 <= int(match[2] or 1) <= MAX_RANKS:
+            raise UserError(
+                f"Write --hosts as a:4,b:4, names that ssh knows and a number of ranks (1 to "
+                f"{MAX_RANKS}), not {part!r}; a user or a port goes into ~/.ssh/config."
+            )
+        if match[1] in [name for name, _ in found]:
+            raise UserError(f"--hosts names {match[1]} twice: add its ranks up.")
+        found.append((match[1], int(match[2]) if match[2] else None))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReport:
+    """What the agent of a host reports of it."""
+
+    name: str
+    """As the user wrote it."""
+    address: str
+    """By which the other hosts reach it."""
+    interface: str
+    """The network interface with this address."""
+    num_cores: int
+    num_gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +116,34 @@ class Placement:
     """The device of each rank, as ``torch.device`` spells it."""
     backend: str
     num_threads: int
+    hosts: tuple[HostReport, ...] = ()
+    """The hosts that ssh reaches; empty: all ranks are on the kernel's own."""
+    sizes: tuple[int, ...] = ()
+    """How many ranks each of these hosts has: the first ones are the first host's."""
 
     @property
     def num_ranks(self) -> int:
         """How many ranks there are."""
         return len(self.devices)
 
+    def host_of(self, rank: int) -> int:
+        """Return the number of a rank's host."""
+        host = 0
+        while host < len(self.sizes) - 1 and rank >= sum(self.sizes[: host + 1]):
+            host += 1
+        return host
+
+    def ranks_of(self, host: int) -> range:
+        """Return the ranks of a host."""
+        if not self.sizes:
+            return range(self.num_ranks)
+        first = sum(self.sizes[:host])
+        return range(first, first + self.sizes[host])
+
     def shares_device(self, rank: int) -> bool:
         """Return whether another rank computes on the same GPU."""
-        device = self.devices[rank]
-        return device != "cpu" and self.devices.count(device) > 1
+        device, neighbours = self.devices[rank], self.ranks_of(self.host_of(rank))
+        return device != "cpu" and [self.devices[each] for each in neighbours].count(device) > 1
 
 
 def asks_for_gpus(spec: ClusterSpec) -> bool:
@@ -94,6 +171,42 @@ def place_ranks(spec: ClusterSpec, num_gpus: int) -> Placement:
     )
 
 
+def place_on_hosts(spec: ClusterSpec, hosts: Sequence[HostReport]) -> Placement:
+    """Place the ranks host by host: on each one per GPU if all hosts have GPUs, else on the cores.
+
+    Raises:
+        UserError: a host has no such devices.
+    """
+    without = [host.name for host in hosts if not host.num_gpus]
+    if spec.device == "cuda" and without:
+        raise UserError(f"Host {without[0]} has no GPU: use --device cpu, or leave the host out.")
+    if spec.device == "auto" and 0 < len(without) < len(hosts):
+        raise UserError(
+            f"Host {without[0]} has no GPU and another has: use --device cpu, or leave it out."
+        )
+    on_gpus = not without and spec.device != "cpu"
+    sizes, devices, backends = [], [], []
+    for host, (_, asked) in zip(hosts, parse_hosts(spec.hosts), strict=True):
+        num_gpus = host.num_gpus if on_gpus else 0
+        size = asked or num_gpus or max(1, min(host.num_cores, MAX_DEFAULT_CPU_RANKS))
+        try:
+            backends.append(choose_backend(spec, size, num_gpus))
+        except UserError as error:
+            raise UserError(f"Host {host.name}: {error}") from None
+        sizes.append(size)
+        devices += [f"cuda:{n % num_gpus}" if num_gpus else "cpu" for n in range(size)]
+    if len(devices) > MAX_RANKS:
+        raise UserError(f"--hosts asks for {len(devices)} ranks: at most {MAX_RANKS} are possible.")
+    shares = [max(1, host.num_cores // size) for host, size in zip(hosts, sizes, strict=True)]
+    return Placement(
+        devices=tuple(devices),
+        backend="nccl" if set(backends) == {"nccl"} else "gloo",
+        num_threads=spec.num_threads or min(shares),
+        hosts=tuple(hosts),
+        sizes=tuple(sizes),
+    )
+
+
 def choose_backend(spec: ClusterSpec, num_ranks: int, num_gpus: int) -> str:
     """Return NCCL for one rank per GPU, else gloo: NCCL allows no two ranks on one GPU."""
     if spec.backend == "nccl" and num_gpus == 0:
@@ -116,26 +229,29 @@ def torchrun_environment(placement: Placement, rank: int, master_port: int) -> d
     accelerate and transformers train a model of its own in each process that has no GPU.
     """
     size = str(placement.num_ranks)
+    host = placement.host_of(rank)
+    neighbours = placement.ranks_of(host)
+    interface = placement.hosts[host].interface if placement.hosts else "lo"
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank - neighbours[0]),
         "ROLE_RANK": str(rank),
-        "GROUP_RANK": "0",
+        "GROUP_RANK": str(host),
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": str(len(neighbours)),
         "ROLE_WORLD_SIZE": size,
-        "GROUP_WORLD_SIZE": "1",
+        "GROUP_WORLD_SIZE": str(max(1, len(placement.hosts))),
         "ROLE_NAME": "default",
         "TORCHELASTIC_RUN_ID": f"ddpnb-{master_port}",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": placement.hosts[0].address if placement.hosts else "127.0.0.1",
         "MASTER_PORT": str(master_port),
         "OMP_NUM_THREADS": str(placement.num_threads),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "TP_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
         "ACCELERATE_USE_CPU": str(placement.devices[rank] == "cpu").lower(),
     }
 
@@ -195,4 +311,10 @@ def rank_settings(
         "generation": generation,
         "cells_folder": str(home),
         "engine_arguments": engine_arguments(profile, rank),
+        "host": placement.hosts[placement.host_of(rank)].name if placement.hosts else "",
+        "peers": [
+            host.address
+            for number, host in enumerate(placement.hosts)
+            if number != placement.host_of(rank)
+        ],
     }

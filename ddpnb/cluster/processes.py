@@ -64,6 +64,8 @@ class Exit:
     member: Member
     code: int | None
     """The exit code; the negative signal number where a signal ended it; None if not known."""
+    cause: str = ""
+    """How a rank ended whose host was lost, as the end of a sentence."""
 
 
 class Processes:
@@ -156,6 +158,14 @@ class Processes:
             op=KernelRequest.START_RANK, rank=rank, environment=environment, settings=settings
         )
 
+    def profile_of(self, rank: int, profile: Path) -> Path:
+        """Return ipyparallel's folder on a rank's host: where all is on one, that of the kernel."""
+        return profile
+
+    def unreachable(self) -> str:
+        """Return which hosts do not reach each other, as a part of a sentence; empty if all do."""
+        return ""
+
     def command(self, rank: int, command: RankCommand) -> "Future[Any]":
         """Have a rank's control thread carry out a command, and return its answer.
 
@@ -210,12 +220,18 @@ class Processes:
             except Exception:  # noqa: BLE001  the edge of the thread, which must hear the next event
                 traceback.print_exc()
         if not self._stopped:
-            code = self._server.wait(1.0)
+            code = self._exit_code()
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._server.pid, signal.SIGKILL)  # what its children had started
             self._on_exit(Exit(member=Service.FORK_SERVER, code=code))
         if not self.ready.done():
             self.ready.set_exception(RuntimeError("the fork server ended before it was ready"))
+
+    def _exit_code(self) -> int | None:
+        try:
+            return self._server.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return None
 
     def _receive(self) -> Event | None:
         """Wait for the next event; return None once either end of the pipe is closed."""
@@ -319,7 +335,7 @@ def member_of(name: str) -> Member:
 def describe_exit(exit_: Exit) -> str:
     """Say how a process ended: ``"was killed by SIGKILL"``, ``"ended with exit code 1"``."""
     if exit_.code is None:
-        return "has ended"
+        return exit_.cause or "has ended"
     if exit_.code >= 0:
         return f"ended with exit code {exit_.code}"
     try:

@@ -27,11 +27,12 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Protocol
 
 gc.disable()  # imports make few objects that die; they are frozen before the ranks are forked
 
@@ -48,6 +49,24 @@ from ddpnb.protocol.processes import ForkServerEvent, KernelRequest  # noqa: E40
 
 STOP_TIMEOUT_SECONDS = 3.0
 """How long children may take to end after SIGTERM before they are killed."""
+LOG_BYTES = 16_384
+"""As much of a rank's log is sent to a kernel on another host when the rank has ended."""
+
+
+class KernelPipe(Protocol):
+    """The pipe to the kernel: a ``Connection``, or an agent's standard input and output."""
+
+    def fileno(self) -> int:
+        """Return the descriptor to read from."""
+
+    def recv_bytes(self) -> bytes:
+        """Return the next message."""
+
+    def send_bytes(self, buf: bytes) -> None:
+        """Send a message."""
+
+    def close(self) -> None:
+        """Close both directions."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,7 +82,7 @@ class Child:
 class Forkserver:
     """The pipe to the kernel, and the children."""
 
-    kernel: Connection | None
+    kernel: KernelPipe | None
     """None while the server waits for another kernel."""
     folder: Path
     method: str
@@ -78,6 +97,12 @@ class Forkserver:
     sentinel: Connection | None = None
     """Carries nothing: it closes when this process ends, which the controller sees."""
     is_stopped: bool = False
+    silence_seconds: float | None = None
+    """How long the kernel may be silent; None: as long as the pipe is open."""
+    more_requests: Mapping[str, Callable[..., None]] = field(default_factory=dict)
+    """What carries out the requests that only the agent of another host has."""
+    more_ends: list[socket.socket] = field(default_factory=list)
+    """What a forked child closes besides the pipes."""
     _deadline: float = 0.0
     """Until when the server waits for another kernel, in ``time.monotonic()``."""
 
@@ -89,8 +114,11 @@ class Forkserver:
             self.selector.register(wakeup, selectors.EVENT_READ, self.on_sigchld)
             while not self.is_over:
                 seconds = None if self.kernel else max(0.0, self._deadline - time.monotonic())
-                for key, _ in self.selector.select(seconds):
+                ready = self.selector.select(self.silence_seconds if self.kernel else seconds)
+                for key, _ in ready:
                     key.data(key.fileobj)
+                if not ready and self.kernel is not None:
+                    self.is_stopped = True  # as when the connection was cut
 
     @property
     def is_over(self) -> bool:
@@ -101,7 +129,7 @@ class Forkserver:
         is_usable = "controller" in names and len(names) > 1
         return not is_usable or time.monotonic() >= self._deadline
 
-    def on_kernel(self, kernel: Connection) -> None:
+    def on_kernel(self, kernel: KernelPipe) -> None:
         """Carry out one request of the kernel."""
         try:
             request: Frame = json.loads(kernel.recv_bytes())
@@ -120,6 +148,10 @@ class Forkserver:
                 self.on_disconnect(kernel)
             case KernelRequest.STOP:
                 self.is_stopped = True
+            case KernelRequest.PING:
+                pass
+            case operation:
+                self.more_requests[operation](**request)
 
     def allow_detach(self, *, seconds: float, address: str) -> None:
         """Outlive the kernel from now on, and wait for the next one at ``address``."""
@@ -130,7 +162,7 @@ class Forkserver:
             self.listener.listen()
             self.selector.register(self.listener, selectors.EVENT_READ, self.on_connect)
 
-    def on_disconnect(self, kernel: Connection) -> None:
+    def on_disconnect(self, kernel: KernelPipe) -> None:
         """Go on without a kernel for ``detach_seconds``."""
         self.selector.unregister(kernel)
         kernel.close()
@@ -173,7 +205,7 @@ class Forkserver:
         """Fork a child that runs ``main`` and never returns here; return its pid."""
         pid = os.fork()
         if pid == 0:
-            for end in (self.kernel, self.listener, self.sentinel):
+            for end in (self.kernel, self.listener, self.sentinel, *self.more_ends):
                 if end is not None:
                     end.close()
             for child in self.children.values():
@@ -225,7 +257,20 @@ class Forkserver:
                     child.pipe.close()
                 code = os.waitstatus_to_exitcode(status)
                 self.exits[child.name] = code
-                self.report(event=ForkServerEvent.EXITED, name=child.name, code=code)
+                self.report(
+                    event=ForkServerEvent.EXITED,
+                    name=child.name,
+                    code=code,
+                    log=self.log_of(child.name),
+                )
+
+    def log_of(self, name: str) -> str:
+        """Return the end of a rank's log where the kernel cannot read it: it is on another host."""
+        if self.silence_seconds is None:
+            return ""
+        with contextlib.suppress(OSError):
+            return (self.folder / f"rank-{name}.log").read_text(errors="replace")[-LOG_BYTES:]
+        return ""
 
     def report(self, **event: object) -> None:
         """Send the kernel an event; ``serve`` notices a kernel that is gone."""
@@ -306,7 +351,8 @@ def main(kernel_fd: int) -> None:
         server.start_controller(request["controller_arguments"])
         if server.method == "fork":
             preload()
-        server.report(event=ForkServerEvent.READY, gpus=describe_gpus())
+        gpus = [] if server.method == "none" else describe_gpus()
+        server.report(event=ForkServerEvent.READY, gpus=gpus)
         server.serve()
     except Exception:  # noqa: BLE001  the edge of the process: the kernel shows the cause
         server.report(event=ForkServerEvent.FAILED, cause=traceback.format_exc())

@@ -67,6 +67,9 @@ class DdpMagics(Magics):
     @argument("--threads", metavar="N", type=int, help="CPU threads of each rank")
     @argument("--detach", metavar="SECONDS", type=float, default=0.0, help="outlive the kernel")
     @argument("--attach", metavar="NAME", nargs="?", const="", help="take over waiting ranks")
+    @argument("--hosts", metavar="a:4,b:4", default="", help="over ssh, each with its ranks")
+    @argument("--interface", metavar="NAME", default="", help="the network between the hosts")
+    @argument("--python", metavar="PATH", default="", help="the Python on the hosts")
     @line_magic
     def ddp_start(self, line: str) -> None:
         """Start the ranks and form the process group.
@@ -85,6 +88,9 @@ class DdpMagics(Magics):
             backend=args.backend,
             num_threads=args.threads,
             detach_seconds=args.detach,
+            hosts=args.hosts,
+            interface=args.interface,
+            python=args.python,
         )
         display, session = LiveDisplay(), this_session()
         if args.attach is None:

@@ -28,6 +28,20 @@ class KernelRequest(StrEnum):
     ALLOW_DETACH = "allow_detach"
     DETACH = "detach"
     STOP = "stop"
+    CHECK = "check"
+    """This and the next are for the agent of another host: describe that host."""
+    PROBE = "probe"
+    """Connect to the other hosts."""
+    PREPARE = "prepare"
+    """Import torch."""
+    CONNECT = "connect"
+    """Take the engines' connection file."""
+    PING = "ping"
+    """The kernel is there."""
+
+
+AGENT_GREETING = b"\nddpnb-agent\n"
+"""What an agent writes first: a login shell may have written something before."""
 
 
 class ForkServerEvent(StrEnum):

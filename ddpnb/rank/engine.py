@@ -122,8 +122,9 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
 
     Args:
         settings: ``device``, ``shares_device``, ``backend``, ``num_threads``,
-            ``generation`` (None: join no group yet), ``cells_folder`` (where cells run) and
-            ``engine_arguments`` (ipyparallel's command line).
+            ``generation`` (None: join no group yet), ``cells_folder`` (where cells run),
+            ``engine_arguments`` (ipyparallel's command line), ``host`` (its name, as the user
+            wrote it) and ``peers`` (the addresses of the other hosts).
         pipe: the pipe to the fork server.
         folder: the cluster's private run folder.
     """
@@ -143,6 +144,8 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         device=device,
         shares_device=settings["shares_device"],
         folder=folder,
+        host=settings["host"],
+        peers=frozenset(settings["peers"]),
     )
     adopted_group = AdoptedGroup(group)
     adopted_group.install()

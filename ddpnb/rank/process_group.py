@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -61,7 +62,8 @@ class Group:
     """This rank's membership in the default process group of ``torch.distributed``.
 
     The ranks of one host meet in a ``FileStore`` inside the private run folder.  Each new group has
-    a generation and a file of its own, so that no key of a dead group is ever read.
+    a generation and a file of its own, so that no key of a dead group is ever read.  The ranks of
+    several hosts meet in a ``TCPStore`` of rank 0's process, where each generation has a prefix.
     """
 
     rank: int
@@ -71,6 +73,12 @@ class Group:
     device: torch.device
     shares_device: bool
     folder: Path
+    host: str = ""
+    """The host's name, as the user wrote it; empty: as the host names itself."""
+    peers: frozenset[str] = frozenset()
+    """The addresses of the other hosts."""
+    server: dist.TCPStore | None = None
+    """Where the ranks of several hosts meet; in rank 0's process only."""
     generation: int = field(default=-1)
     joined_ns: int = 0
     """``time.time_ns()`` when this generation's group was formed."""
@@ -91,7 +99,7 @@ class Group:
             RuntimeError: a rank did not join within ``JOIN_TIMEOUT``.
         """
         self.leave()
-        store = dist.FileStore(str(self.folder / f"group-{generation}"), self.world_size)
+        store = self._store(generation)
         store.set_timeout(JOIN_TIMEOUT)
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
@@ -106,6 +114,19 @@ class Group:
         total = torch.ones(1, device=self.device)
         dist.all_reduce(total)
         assert total.item() == self.world_size
+
+    def _store(self, generation: int) -> dist.Store:
+        """Return where the ranks of a new group meet."""
+        if not self.peers:
+            return dist.FileStore(str(self.folder / f"group-{generation}"), self.world_size)
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if self.rank == 0 and self.server is None:
+            self.server = store_server(address, port)
+        # A connection of its own for each generation: an abort ends it with all others.
+        store = dist.TCPStore(
+            address, port, is_master=False, wait_for_workers=False, timeout=JOIN_TIMEOUT
+        )
+        return dist.PrefixStore(f"group-{generation}", store)
 
     def leave(self) -> None:
         """Leave the group, if there is one.
@@ -151,9 +172,23 @@ class Group:
                     sockets = peer.net_connections("tcp")
                     peers_ends |= {(each.laddr, each.raddr) for each in sockets if each.raddr}
         for own in psutil.Process().net_connections("tcp"):
-            if own.raddr and (own.raddr, own.laddr) in peers_ends:
+            if own.raddr and ((own.raddr, own.laddr) in peers_ends or self._leads_to_peer(own)):
                 num_aborted += shut_down(own.fd)
         return num_aborted
+
+    def _leads_to_peer(self, connection: Any) -> bool:
+        """Return whether a connection leads to a rank of another host, as far as can be known.
+
+        The ends of another host's ranks cannot be asked for when that host is gone.  So all
+        connections to such a host count whose two ports are of those that the system hands out:
+        a service that the user reaches there has a port of its own.
+        """
+        if connection.raddr.ip.removeprefix("::ffff:") not in self.peers:
+            return False
+        first, last = ephemeral_ports()
+        ports = (connection.laddr.port, connection.raddr.port)
+        master = int(os.environ["MASTER_PORT"])
+        return all(first <= port <= last or port == master for port in ports)
 
     def state(self) -> RankState:
         """Describe where this rank lives."""
@@ -163,7 +198,7 @@ class Group:
             local_rank=self.local_rank,
             world_size=self.world_size,
             pid=os.getpid(),
-            host=socket.gethostname(),
+            host=self.host or socket.gethostname(),
             device=str(self.device),
             device_name=torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
             num_threads=torch.get_num_threads(),
@@ -174,6 +209,31 @@ class Group:
                 *self.collective_checks.missing_features(),
             ),
         )
+
+
+def store_server(address: str, port: int) -> dist.TCPStore:
+    """Return a store that listens at one address, where torch's own would at every one."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((address, port))
+    listener.listen(1024)
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=JOIN_TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def ephemeral_ports() -> tuple[int, int]:
+    """Return the first and the last port that the system hands out by itself."""
+    try:
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except OSError:
+        return 1024, 65535
+    return int(first), int(last)
 
 
 def abort_groups(seconds: float) -> bool:

@@ -1,0 +1,380 @@
+"""The processes of a cluster on several hosts, with the interface of ``Processes`` (kernel).
+
+The kernel's own host has a fork server with the controller alone.  Each other host has an agent,
+which is the fork server of its ranks.  A host that is named twice in ssh's configuration, or is the
+kernel's own, is one like any other.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import secrets
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ddpnb.cluster.placement import ClusterSpec, HostReport, Placement, parse_hosts, place_on_hosts
+from ddpnb.cluster.processes import RECORDED_CALLS, Event, Exit, Processes, Service
+from ddpnb.cluster.ssh import explain, start_agent
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.processes import AGENT_GREETING, ForkServerEvent, KernelRequest, RankCommand
+
+CHECK_SECONDS = 30.0
+"""How long a host may take to start its agent, and the agent to answer."""
+PREPARE_SECONDS = 120.0
+"""How long a host may take to import torch."""
+PING_SECONDS = 2.0
+MAX_CLOCK_SECONDS = 5.0
+"""How far a host's clock may be off: times of runs and of checkpoints are compared."""
+NUM_SOCKETS = 12
+"""Sockets of the controller that are forwarded; ipyparallel has eight for engines."""
+
+
+class AgentProcesses(Processes):
+    """The agent of one host, and that host's ranks."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        pipe: Connection,
+        server: subprocess.Popen[bytes],
+        log: Path,
+        on_exit: Callable[[Exit], None],
+    ) -> None:
+        super().__init__(pipe=pipe, server=server, on_exit=on_exit)
+        self.name = name
+        self.log = log
+        self.report: Event = {}
+        """What the host has."""
+        self.ended = threading.Event()
+        self._reader.start()
+
+    def ask(self, operation: KernelRequest, timeout: float = CHECK_SECONDS, **fields: object) -> Any:
+        """Have the agent carry out a request, and return its answer.
+
+        Raises:
+            UserError: the agent did not start, or has ended.
+        """
+        answer: Future[Any] = Future()
+        request_id = next(self._command_ids)
+        self._answers[request_id] = answer
+        with contextlib.suppress(OSError):
+            self._send(op=operation, id=request_id, **fields)
+        self.wait(answer, timeout)
+        return answer.result()
+
+    def wait(self, future: "Future[Any]", timeout: float) -> None:
+        """Wait until a future is done; raises as ``ask``."""
+        deadline = time.monotonic() + timeout
+        while not future.done():
+            if self.ended.is_set() and not future.done():
+                version = importlib.metadata.version("ddpnb")
+                raise UserError(explain(self.name, self._exit_code(), self.log, version))
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"Host {self.name} has not answered within {timeout:g} s: it is too slow, or "
+                    "its connection was lost."
+                )
+            time.sleep(0.005)
+
+    def prepare(self, environment: Mapping[str, str]) -> None:
+        """Have the agent import torch; ``ready`` then has the names of the GPUs."""
+        self._send(op=KernelRequest.PREPARE, environment=environment)
+
+    def ping(self) -> None:
+        """Notify the agent that the kernel is there."""
+        with contextlib.suppress(OSError, ValueError):
+            self._send(op=KernelRequest.PING)
+
+    def _read(self) -> None:
+        try:
+            self._skip_to_greeting()
+            super()._read()
+        finally:
+            self.ended.set()
+
+    def _skip_to_greeting(self) -> None:
+        seen = b""
+        with contextlib.suppress(OSError):
+            while not seen.endswith(AGENT_GREETING):
+                if not (byte := os.read(self._pipe.fileno(), 1)):
+                    return
+                seen = (seen + byte)[-len(AGENT_GREETING) :]
+
+    def _handle(self, event: Event) -> None:
+        if event["event"] == ForkServerEvent.EXITED and (text := event.pop("log", "")):
+            self.log.with_name(f"rank-{event['name']}.log").write_text(text)
+        super()._handle(event)
+
+
+class HostProcesses(Processes):
+    """A fork server with the controller on this host, and the agents of the others."""
+
+    def __init__(self, local: Processes, spec: ClusterSpec, folder: Path, home: Path) -> None:
+        self._local = local
+        self.ready = local.ready
+        self._spec = spec
+        self._folder = folder
+        self._home = home
+        self._agents: dict[int, AgentProcesses] = {}
+        self._placement: Placement | None = None
+        self._is_over = threading.Event()
+        self._note: Callable[[Exit], None] = lambda _: None
+
+    @classmethod
+    def start_on_hosts(
+        cls,
+        spec: ClusterSpec,
+        *,
+        folder: Path,
+        home: Path,
+        controller_arguments: list[str],
+        on_exit: Callable[[Exit], None],
+    ) -> "HostProcesses":
+        """Start the controller here, and the hosts' agents; ``place`` waits for them."""
+        local = Processes.start(
+            folder=folder,
+            controller_arguments=controller_arguments,
+            num_threads=1,
+            method="none",
+            on_exit=on_exit,
+        )
+        processes = cls(local, spec, folder, home)
+        processes._note = on_exit
+        for number, (name, _) in enumerate(parse_hosts(spec.hosts)):
+            processes._agents[number] = processes._start_agent(number, name)
+        threading.Thread(target=processes._ping, name="ddpnb-ping", daemon=True).start()
+        return processes
+
+    def place(self) -> tuple[Placement, int]:
+        """Check the hosts and place the ranks; return also a free port of the first host.
+
+        Raises:
+            UserError: one sentence on the first host that cannot be used.
+        """
+        agents = list(self._agents.values())
+        self._check(agents)
+        self._probe(agents)
+        sizes = [size for _, size in parse_hosts(self._spec.hosts)]
+        shares = [
+            max(1, agent.report["num_cores"] // (size or agent.report["num_cores"]))
+            for agent, size in zip(agents, sizes, strict=True)
+        ]
+        self._environment = {
+            "OMP_NUM_THREADS": str(self._spec.num_threads or min(shares)),
+            "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS),
+        }
+        if preload := os.environ.get("DDPNB_PRELOAD"):
+            self._environment["DDPNB_PRELOAD"] = preload
+        for agent in agents:
+            agent.prepare(self._environment)
+        for agent in agents:
+            agent.wait(agent.ready, PREPARE_SECONDS)
+        self._placement = place_on_hosts(self._spec, [self._report(agent) for agent in agents])
+        return self._placement, int(agents[0].report["free_port"])
+
+    def connect_engines(self) -> None:
+        """Have every host's engines find the controller, which listens by now."""
+        for agent in self._agents.values():
+            self._connect(agent)
+
+    # -- the interface of Processes --------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        """The process id of this host's fork server."""
+        return self._local.pid
+
+    def start_rank(
+        self, rank: int, environment: Mapping[str, str], settings: Mapping[str, object]
+    ) -> None:
+        """Start one rank on its host."""
+        self._agent_of(rank).start_rank(rank, environment, settings)
+
+    def profile_of(self, rank: int, profile: Path) -> Path:
+        """Return ipyparallel's folder on a rank's host, where an agent is started if none runs."""
+        assert self._placement is not None
+        number = self._placement.host_of(rank)
+        if self._agents[number].ended.is_set():
+            self._agents[number] = agent = self._start_agent(number, self._agents[number].name)
+            self._check([agent])
+            agent.prepare(self._environment)
+            agent.wait(agent.ready, PREPARE_SECONDS)
+            self._connect(agent)
+        return Path(self._agents[number].report["folder"]) / "profile"
+
+    def unreachable(self) -> str:
+        """Return which hosts do not reach each other, as a part of a sentence; empty if all do."""
+        agents = [agent for agent in self._agents.values() if not agent.ended.is_set()]
+        try:
+            broken = self._broken_links(agents)
+        except UserError:  # it is being lost, which its end reports
+            return ""
+        return "; ".join(f"host {one} does not reach host {other}" for one, other, _ in broken)
+
+    def command(self, rank: int, command: RankCommand) -> "Future[Any]":
+        """Have a rank's control thread carry out a command; see ``Processes.command``."""
+        return self._agent_of(rank).command(rank, command)
+
+    def signal(self, ranks: list[int], number: int) -> None:
+        """Send a signal to those of the ranks that are alive."""
+        assert self._placement is not None
+        for host, agent in self._agents.items():
+            if here := [rank for rank in ranks if rank in self._placement.ranks_of(host)]:
+                agent.signal(here, number)
+
+    def allow_detach(self, seconds: float, address: Path) -> None:
+        """Refuse: agents end with their connections."""
+        raise UserError("--detach is for ranks of this host alone.")
+
+    def stop(self) -> None:
+        """End every process on every host and wait for it; may be called twice."""
+        self._is_over.set()
+        with ThreadPoolExecutor(len(self._agents) + 1) as pool:
+            for each in (*self._agents.values(), self._local):
+                pool.submit(each.stop)
+
+    # -- private ---------------------------------------------------------------------
+
+    def _start_agent(self, number: int, name: str) -> AgentProcesses:
+        log = self._folder / f"host-{number}.log"
+        log.unlink(missing_ok=True)
+        process, pipe = start_agent(
+            name,
+            secrets.token_hex(8),
+            python=self._spec.python,
+            sockets=[self._folder / f"engine-{n}" for n in range(NUM_SOCKETS)],
+            log=log,
+        )
+        return AgentProcesses(
+            name,
+            pipe=pipe,
+            server=process,
+            log=log,
+            on_exit=lambda exit_: self._on_exit(number, name, exit_),
+        )
+
+    def _on_exit(self, number: int, name: str, exit_: Exit) -> None:
+        """Note a rank's end, or the end of all ranks of a host with its agent."""
+        if exit_.member is not Service.FORK_SERVER:
+            return self._note(exit_)
+        if self._placement is not None and not self._is_over.is_set():
+            for rank in self._placement.ranks_of(number):
+                cause = f"was lost with host {name}: its connection or its agent ended"
+                self._note(Exit(member=rank, code=None, cause=cause))
+
+    def _agent_of(self, rank: int) -> AgentProcesses:
+        assert self._placement is not None
+        return self._agents[self._placement.host_of(rank)]
+
+    def _ping(self) -> None:
+        while not self._is_over.wait(PING_SECONDS):
+            for agent in list(self._agents.values()):
+                agent.ping()
+
+    def _check(self, agents: Sequence[AgentProcesses]) -> None:
+        """Have agents describe their hosts; raises a UserError where one is not fit."""
+        interface = self._spec.interface
+        question = {"home": str(self._home), "interface": interface}
+        for others in ([], None):
+            # asked again, only where a host was reached over loopback: it needs the others' addresses
+            known = [agent.report["reached"] for agent in self._agents.values() if agent.report]
+            for agent in agents:
+                if others is not None or agent.report["reached"].startswith("127."):
+                    agent.report = agent.ask(
+                        KernelRequest.CHECK, **question, others=known if others is None else []
+                    )
+        for agent in agents:
+            if sentence := unfit(agent.name, agent.report, self._home, interface):
+                raise UserError(sentence)
+
+    def _probe(self, agents: Sequence[AgentProcesses]) -> None:
+        for one, other, error in self._broken_links(agents):
+            raise UserError(
+                f"Host {one} does not reach host {other} at its address "
+                f"{self._report_of(other)['address']} ({error.lower()}): open the ports between "
+                "the hosts, or choose another network with --interface."
+            )
+
+    def _broken_links(self, agents: Sequence[AgentProcesses]) -> list[tuple[str, str, str]]:
+        """Return each pair of hosts of which the first does not reach the second, and the error."""
+        where = {a.name: (a.report["address"], a.report["port"]) for a in agents}
+
+        def probe(agent: AgentProcesses) -> list[tuple[str, str, str]]:
+            others = {name: place for name, place in where.items() if name != agent.name}
+            errors = agent.ask(KernelRequest.PROBE, others=others)
+            return [(agent.name, name, error) for name, error in errors.items() if error]
+
+        with ThreadPoolExecutor(max(1, len(agents))) as pool:
+            return [link for links in pool.map(probe, agents) for link in links]
+
+    def _report_of(self, name: str) -> Event:
+        return next(agent.report for agent in self._agents.values() if agent.name == name)
+
+    def _report(self, agent: AgentProcesses) -> HostReport:
+        return HostReport(
+            name=agent.name,
+            address=agent.report["address"],
+            interface=agent.report["interface"],
+            num_cores=agent.report["num_cores"],
+            num_gpus=len(agent.ready.result()),
+        )
+
+    def _connect(self, agent: AgentProcesses) -> None:
+        profile = self._folder / "profile"
+        path = profile / "security/ipcontroller-engine.json"
+        connection = json.loads(path.read_text())
+        names = sorted(each.name.removeprefix("socket") for each in profile.glob("socket*"))
+        names = [name for name in names if int(name.lstrip(":-")) in _numbers(connection)]
+        assert len(names) <= NUM_SOCKETS, names
+        for number, name in enumerate(names):
+            link = self._folder / f"engine-{number}"
+            if not link.is_symlink():
+                link.symlink_to(profile / f"socket{name}")
+        agent.ask(KernelRequest.CONNECT, connection=connection, sockets=names)
+
+
+def _numbers(connection: Mapping[str, Any]) -> set[int]:
+    """Return the numbers of the controller's sockets in the engines' connection file."""
+    found = set()
+    for value in connection.values():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, int) and not isinstance(each, bool):
+                found.add(each)
+    return found
+
+
+def unfit(name: str, report: Event, home: Path, interface: str) -> str:
+    """Return the sentence on why a host cannot be used; empty if it can."""
+    for package, here in (
+        ("Python", ".".join(platform.python_version_tuple()[:2])),
+        ("ddpnb", importlib.metadata.version("ddpnb")),
+        ("torch", importlib.metadata.version("torch").split("+")[0]),
+    ):
+        there = str(report[package.lower()])
+        if package == "Python":
+            there = ".".join(there.split(".")[:2])
+        if not there:
+            return f"Host {name} has no {package}: install {package} {here} there, as it is here."
+        if there.split("+")[0] != here:
+            return (
+                f"Host {name} has {package} {there}, and this one {here}: install the same "
+                "version, or name another Python with --python."
+            )
+    if not report["has_home"]:
+        return f"Host {name} has no folder {home}, in which this notebook's cells run: make it."
+    if abs(report["clock"] - time.time()) > MAX_CLOCK_SECONDS:
+        off = report["clock"] - time.time()
+        return f"The clock of host {name} is off by {off:+.0f} s: set it, or run NTP on both."
+    if interface and not report["address"]:
+        known = ", ".join(report["interfaces"])
+        return f"Host {name} has no interface {interface} with an IPv4 address; it has: {known}."
+    return ""

@@ -1,0 +1,123 @@
+"""How the agent of another host is started: over ssh, and why it could not be (kernel).
+
+Another way to start agents, such as a batch system, is another function with the signature of
+``start_agent``: a process that passes the frames on between this end of the pipe and the agent.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+CONNECT_SECONDS = 10
+SSH = (
+    "ssh",
+    "-T",  # no terminal
+    "-a",  # whatever the user's configuration says, the host gets no use of the user's keys
+    "-x",
+    *("-o", "BatchMode=yes"),  # no question that nobody would answer
+    *("-o", "StrictHostKeyChecking=yes"),
+    *("-o", f"ConnectTimeout={CONNECT_SECONDS}"),
+    *("-o", "ServerAliveInterval=1"),  # a host without power is noticed after 4 s
+    *("-o", "ServerAliveCountMax=3"),
+    *("-o", "ControlPath=none"),  # a shared connection would keep the forwarded sockets
+    *("-o", "ExitOnForwardFailure=yes"),
+    *("-o", "LogLevel=ERROR"),
+)
+NO_PYTHON = 127
+"""The exit code of a shell that does not find a program."""
+
+AGENT = """\
+python={python}
+[ -n "$python" ] || {{ python={same}; [ -x "$python" ] || python=python3; }}
+command -v "$python" >/dev/null || exit {no_python}
+exec 3<&0
+"$python" -m ddpnb.launcher.agent {token} <&3 3<&- &
+agent=$!
+exec 3<&- 0</dev/null
+trap '' HUP TERM INT PIPE
+wait $agent
+code=$?
+kill -9 -- -$agent 2>/dev/null
+rm -rf /dev/shm/ddpnb-{token} "${{TMPDIR:-/tmp}}/ddpnb-{token}" /tmp/ddpnb-{token}.*
+exit $code
+"""
+"""Runs in a shell on the host, which removes what an agent leaves behind that was killed."""
+
+
+def start_agent(
+    host: str, token: str, *, python: str, sockets: Sequence[Path], log: Path
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a host's agent; return the process on this host, and the pipe to the agent.
+
+    Args:
+        host: a name that ssh knows.
+        token: a part of the names of the host's files.
+        python: there; empty: this one's path if it exists there, else ``python3``.
+        sockets: those of this host that the agent reaches as ``agent.forwarded_socket``.
+        log: what ssh and the agent write to their stderr.
+    """
+    script = AGENT.format(
+        python=shlex.quote(python),
+        same=shlex.quote(sys.executable),
+        no_python=NO_PYTHON,
+        token=token,
+    )
+    forwards = [
+        word
+        for number, path in enumerate(sockets)
+        for word in ("-R", f"/tmp/ddpnb-{token}.{number}:{path}")
+    ]
+    pipe, theirs = Pipe()
+    with log.open("ab") as errors:
+        process = subprocess.Popen(
+            [*SSH, *forwards, "--", host, f"exec sh -c {shlex.quote(script)}"],
+            stdin=theirs.fileno(),
+            stdout=theirs.fileno(),
+            stderr=errors,
+            start_new_session=True,  # interrupts are for the kernel
+        )
+    theirs.close()
+    return process, pipe
+
+
+_REASONS = (
+    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "has another host key than in your known_hosts: {w}"),
+    ("Host key verification failed", "has a host key that ssh does not know: {w}"),
+    ("host key is known for", "has a host key that ssh does not know: {w}"),
+    ("Permission denied", "does not let you in: set up a key, so that `ssh {h}` asks for nothing."),
+    ("Could not resolve hostname", "is not known: add it to ~/.ssh/config."),
+    ("remote port forwarding failed", "does not forward Unix sockets: {f}"),
+    ("No module named ddpnb.launcher", "has another version of ddpnb: install {v} there."),
+    ("No module named 'ddpnb.launcher", "has another version of ddpnb: install {v} there."),
+    ("No module named ddpnb", "has no ddpnb in its Python: install {v} there, or give --python."),
+    ("No module named 'ddpnb", "has no ddpnb in its Python: install {v} there, or give --python."),
+    ("No module named", "lacks a package that ddpnb needs ({l}): install {v} there."),
+    ("Connection timed out", "cannot be reached: no answer within {s} s."),
+    ("Connection refused", "cannot be reached: no ssh server listens there."),
+    ("No route to host", "cannot be reached: there is no route to it."),
+)
+
+
+def explain(host: str, code: int | None, log: Path, version: str) -> str:
+    """Return the sentence on why a host's agent did not start, from ssh's exit code and stderr."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    last = (text.strip().splitlines() or [f"exit code {code}"])[-1].strip()
+    words = {
+        "h": host,
+        "w": f"check the key, then connect once with `ssh {host}`.",
+        "f": "its sshd needs AllowStreamLocalForwarding yes.",
+        "v": f"ddpnb {version}",
+        "l": re.sub(r".*No module named ", "", last),
+        "s": CONNECT_SECONDS,
+    }
+    for found, reason in _REASONS:
+        if found in text:
+            return f"Host {host} {reason.format(**words)}"
+    if code == NO_PYTHON:
+        return f"Host {host} has no such Python: name one with --python PATH."
+    return f"Host {host} could not be used: {last}"
