@@ -33,9 +33,12 @@ PRESETS: Mapping[str, LinkSpec] = {
     "NVLink-A100": _named(1840, 10),
     "NVLink-H100": _named(2880, 10),
 }
-"""Typical links: those of ``--link`` in a comparison, and faster ones.  Ethernet and InfiniBand have
-the rate of one port; latencies are those of one message of a collective, software included.  NVLink
-has what all-reduces reach within a host of 8: 130, 230 and 360 GB/s (NVIDIA's nccl-tests)."""
+"""Typical links: those of ``--link`` in a comparison, and faster ones.
+
+Ethernet and InfiniBand have the rate of one port; latencies are those of one message of a
+collective, software included.  NVLink has what all-reduces reach within a host of 8: 130, 230 and
+360 GB/s (the order of what NVIDIA's nccl-tests report).
+"""
 
 
 def link_named(text: str) -> LinkSpec:

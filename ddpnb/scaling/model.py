@@ -2,7 +2,7 @@
 
 A step is what a rank computes, and the part of its exchanges that nothing hides:
 
-    compute    c(b) = fixed + per_sample * b, b the samples of a rank; ranks that share cores take turns
+    compute    c(b) = fixed + per_sample * b, b the samples of a rank; on shared cores in turns
     exchanges  those of the table in docs/strategies.md, over a ``Network``
     waiting    of N ranks the slowest: c * variation * expected_max(N)
 
@@ -128,7 +128,8 @@ def buckets_of(work: Workload, num_bytes: float, cap_mb: float) -> list[Bucket]:
     if work.ready:
         scale = num_bytes / sum(bucket.num_bytes for bucket in work.ready)
         return [Bucket(each.num_bytes * scale, each.ready) for each in work.ready]
-    sizes, left = [], num_bytes
+    sizes: list[float] = []
+    left = num_bytes
     while left > 0:
         cap = (cap_mb if sizes else min(FIRST_BUCKET_MB, cap_mb)) * MEGABYTE
         sizes.append(min(cap, left))
@@ -174,16 +175,27 @@ class Situation:
 
     def message(self, num_bytes: float, *, count: float = 1.0) -> float:
         """Return how long messages between two ranks take."""
-        far = self.machine.network.farthest(self.num_ranks)
-        return message(far, num_bytes, count=count)
+        return message(self.far, num_bytes, count=count)
+
+    @property
+    def far(self) -> LinkSpec:
+        """The link between two ranks, or what the cores make of it where they are slower."""
+        link, own = self.machine.network.farthest(self.num_ranks), self.machine.on_cores
+        if own is None:
+            return link
+        return LinkSpec(
+            bits_per_second=min(link.bits_per_second, own.bits_per_second / self._busy),
+            latency_seconds=max(link.latency_seconds, own.latency_seconds * self._busy),
+        )
+
+    @property
+    def _busy(self) -> float:
+        """Ranks that want each core at once."""
+        return max(1.0, self.machine.on_host(self.num_ranks) / self.machine.cores_per_host)
 
     def _of(self, seconds: Callable[[Network], float]) -> float:
-        found = seconds(self.machine.network)
-        if self.machine.on_cores is None:
-            return found
-        own = seconds(Network(link=self.machine.on_cores))
-        here = int(self.machine.on_host(self.num_ranks))
-        return max(found, own * max(1.0, here / self.machine.cores_per_host))
+        found, own = seconds(self.machine.network), self.machine.on_cores
+        return found if own is None else max(found, self._busy * seconds(Network(link=own)))
 
 
 def _no_comm(case: Situation) -> float:
@@ -208,9 +220,8 @@ def _through_first(case: Situation) -> float:
 
 
 def _zero(case: Situation) -> float:
-    far = case.machine.network.farthest(case.num_ranks)
-    parts = broadcast(far, case.size, case.num_ranks)
-    parts += (case.num_ranks - 1) * broadcast(far, 0.0, case.num_ranks)
+    parts = broadcast(case.far, case.size, case.num_ranks)
+    parts += (case.num_ranks - 1) * broadcast(case.far, 0.0, case.num_ranks)
     return _in_one(case) + parts
 
 
@@ -247,11 +258,10 @@ def _gossip(case: Situation) -> float:
 def _async(case: Situation, num_shards: int = 1) -> float:
     """Rank 0 trains beside the server and uses no link, where there is one server."""
     compute = case.computing(meets=False)
-    far = case.machine.network.farthest(case.num_ranks)
     num_away = case.num_ranks - (1 if num_shards == 1 else 0)
     rate = 1 / compute if num_shards == 1 else 0.0
     if num_away:
-        rate += server_bound(far, case.size, compute, num_away, num_shards=num_shards)
+        rate += server_bound(case.far, case.size, compute, num_away, num_shards=num_shards)
     return case.num_ranks / rate
 
 
@@ -312,7 +322,9 @@ def stops_at(strategy: str, work: Workload, machine: Machine, most: int) -> int 
     while 2 * ranks <= most:
         if work.samples(2 * ranks) < 1:
             return ranks
-        now, then = (point(strategy, work, machine, n).samples_per_second for n in (ranks, 2 * ranks))
+        now, then = (
+            point(strategy, work, machine, n).samples_per_second for n in (ranks, 2 * ranks)
+        )
         if then < NO_GAIN * now:
             return ranks
         ranks *= 2
@@ -392,9 +404,7 @@ def _size(chosen: Choice, work: Workload) -> float:
     return work.num_bytes / 2 if halved else work.num_bytes
 
 
-def _with_links(
-    machine: Machine, *, rate: float = 1.0, latency: float | None = None
-) -> Machine:
+def _with_links(machine: Machine, *, rate: float = 1.0, latency: float | None = None) -> Machine:
     """Return a machine with links of ``rate`` times theirs, or of another latency."""
 
     def changed(spec: LinkSpec | None) -> LinkSpec | None:

@@ -1,7 +1,7 @@
 """What happens event by event, where no formula holds.  (Kernel.)
 
-Everything is deterministic: the same input gives the same times.  Where a formula holds, as for ranks
-that begin at once, these give what it gives; the tests compare them.
+Everything is deterministic: the same input gives the same times.  Where a formula holds, as for
+ranks that begin at once, these give what it gives; the tests compare them.
 """
 
 import heapq
@@ -97,7 +97,9 @@ def ring_all_reduce(spec: LinkSpec, size: float, starts: Sequence[float]) -> lis
             sent[rank] += 1
             links[rank].serve(
                 sending,
-                lambda: clock.at(clock.now + spec.latency_seconds, lambda: arrive((rank + 1) % num)),
+                lambda: clock.at(
+                    clock.now + spec.latency_seconds, lambda: arrive((rank + 1) % num)
+                ),
             )
 
     def arrive(rank: int) -> None:
@@ -241,7 +243,9 @@ SLICE_SECONDS = 3e-3
 """How long Linux lets one process run where others wait for the core."""
 
 
-def on_cores(work: float, num_ranks: int, num_cores: float, *, slice_: float = SLICE_SECONDS) -> float:
+def on_cores(
+    work: float, num_ranks: int, num_cores: float, *, slice_: float = SLICE_SECONDS
+) -> float:
     """Return when the last of some ranks has done its work, of which each needs one core.
 
     They take turns on the cores, a slice each, from one queue.  With k slices of work each,
