@@ -13,6 +13,7 @@ from ddpnb.protocol.options import typed
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.training_options import make_training_spec, takes_training_options
 from ddpnb.reports.inside.collective import CollectiveResult
+from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout
 from ddpnb.reports.inside.traces import TraceResult
@@ -21,10 +22,12 @@ from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.result import export as write_export
 from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Table
+from ddpnb.scaling.predict import Question, parse_numbers
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.cells import RunningCell, read_script
 from ddpnb.session.comparison import ComparisonSpec
 from ddpnb.session.inspection import Inspection, InspectionRequest
+from ddpnb.session.scaling import predicted
 from ddpnb.session.session import this_cell_number, this_session
 
 
@@ -568,3 +571,56 @@ def inspect(
         run=run,
     )
     return this_session().inspect(request)
+
+
+@typed
+def predict(
+    ranks: str | Sequence[int] = "1,2,4,8",
+    *,
+    link: str = "",
+    strategies: str | Sequence[str] = (),
+    hosts: int | None = None,
+    inside: str = "",
+    cores: int | None = None,
+    algorithm: str = "",
+    batch_per_worker: int | None = None,
+    samples: float | None = None,
+    critical_batch: float | None = None,
+    run: str = "",
+) -> PredictionResult:
+    """Predict throughput on other numbers of ranks; the twin of ``%ddp_predict``.
+
+    Args:
+        ranks: numbers of ranks, ``[1, 2, 64]`` or ``"1,2,64"``.
+        link: between the ranks, or with ``hosts`` between hosts: ``"100GbE"`` or ``"1Gbit,0.5ms"``.
+            By default this machine, as it was measured.
+        strategies: ``"ddp,async,async-shards=4"``, or a list; by default those compared.
+        hosts: ranks on each host.
+        inside: the link between the ranks of a host.
+        cores: that the ranks of a host share; by default each has a device of its own.
+        algorithm: of all-reduces: ``"ring"``, ``"double-tree"``, ``"best"`` ...
+        batch_per_worker: samples of each rank in a step; by default as in the comparison.
+        samples: that the smallest batches need to the target; with ``critical_batch``.
+        critical_batch: the batch size that needs twice as many.
+        run: the comparison to calibrate on; by default the last that can be used.
+
+    Returns:
+        The result, with ``.table()``, ``.plot()``, ``.save(path)``, ``.prediction``.
+
+    Raises:
+        UserError: there is nothing to calibrate on, or the question makes no sense.
+    """
+    names = strategies.split(",") if isinstance(strategies, str) else strategies
+    question = Question(
+        ranks=parse_numbers(ranks) if isinstance(ranks, str) else tuple(sorted(set(ranks))),
+        strategies=tuple(name.strip() for name in names if name.strip()),
+        link=link,
+        ranks_per_host=hosts,
+        inside=inside,
+        cores=cores,
+        algorithm=algorithm,
+        batch_per_worker=batch_per_worker,
+        samples=samples,
+        critical_batch=critical_batch,
+    )
+    return predicted(this_session().store, question, run)

@@ -57,7 +57,9 @@ class AgentProcesses(Processes):
         self.ended = threading.Event()
         self._reader.start()
 
-    def ask(self, operation: KernelRequest, timeout: float = CHECK_SECONDS, **fields: object) -> Any:
+    def ask(
+        self, operation: KernelRequest, timeout: float = CHECK_SECONDS, **fields: object
+    ) -> Any:
         """Have the agent carry out a request, and return its answer.
 
         Raises:

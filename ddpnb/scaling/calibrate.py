@@ -1,0 +1,225 @@
+"""What must a workload and a link be like, for the model to give what was measured?  (Kernel.)"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.notation import LinkSpec
+from ddpnb.scaling.links import Network
+from ddpnb.scaling.model import Cost, Machine, Workload, step_seconds
+
+GLOO_LATENCY_SECONDS = 40e-6
+"""Of one message between processes of a host, where it was not measured."""
+MOST_FIXED = 50.0
+"""The most that a step's fixed cost can be, in costs of the largest batch."""
+FREE = LinkSpec(bits_per_second=1e15, latency_seconds=0.0)
+"""Exchanges that cost nothing that could be measured."""
+
+
+class SizeClass(NamedTuple):
+    """Steps of one number of samples."""
+
+    num_samples: int
+    """Of one rank."""
+    seconds: float
+    """Median of a step."""
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A stored comparison, as far as the model needs it."""
+
+    name: str
+    """Such as ``digits-3``."""
+    batch_size: int
+    """Global; with ``is_weak`` of each rank."""
+    is_weak: bool
+    num_ranks: int
+    num_bytes: float
+    alone: tuple[SizeClass, ...]
+    """The steps of ``single``."""
+    together: tuple[SizeClass, ...]
+    """Of ``no-comm``: of each rank."""
+    rates: Mapping[str, float]
+    """Samples/s by strategy; ``single`` and ``no-comm`` among them."""
+    backward_share: float
+    optimizer_seconds: float
+    variation: float
+    device: str
+    """``"cpu"``, or that of a GPU."""
+    cores: int
+    """Of the machine that measured it."""
+    link: LinkSpec | None = None
+    """The emulated one; None: exchanges were as fast as they are here."""
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether ranks compute on cores that they share where there are more ranks."""
+        return self.device == "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """The model's constants, from one comparison."""
+
+    measured: Measured
+    work: Workload
+    here: Machine
+    """The machine as it is: its cores, and its link or the emulated one."""
+    knows_link: bool
+    """Whether an exchange was measured."""
+    sees_fixed: bool
+    """Whether batches of several sizes show what a step costs however small it is."""
+
+
+def calibrate(measured: Measured, latency: float = GLOO_LATENCY_SECONDS) -> Calibration:
+    """Fit the model.
+
+    1. *Computing.*  ``single`` takes fixed + per_sample b, ``no-comm`` the same times a factor k.
+       The ratio of the two is fitted to the median steps of each size, k and the level to the
+       rates.
+    2. *Exchanges.*  With an emulated link, ``overlap`` is what makes the model's ``ddp`` as fast
+       as the measured one.  Else it is the bytes a second of a link whose all-reduces, none of them
+       hidden, take what ``ddp`` takes beyond ``no-comm`` and beyond waiting for stragglers.
+    3. *Other strategies* that were measured have a factor on what they take beyond ``no-comm``.
+    """
+    ratio, sees_fixed = _fixed_over_per_sample(measured)
+    alone = _level(ratio, measured, "single", measured.alone, 1)
+    together = _level(ratio, measured, "no-comm", measured.together, measured.num_ranks)
+    work = Workload(
+        alone=alone,
+        together=together,
+        num_together=measured.num_ranks,
+        batch_size=measured.batch_size,
+        is_weak=measured.is_weak,
+        num_bytes=measured.num_bytes,
+        backward_share=measured.backward_share,
+        optimizer_seconds=min(measured.optimizer_seconds, alone.fixed),
+        variation=measured.variation,
+        overlap=0.0 if measured.link is None and measured.shares_cores else 1.0,
+    )
+    cores = float(measured.cores) if measured.shares_cores else math.inf
+    here = Machine(network=Network(link=measured.link or FREE), cores_per_host=cores)
+    if "ddp" in measured.rates:
+        work, here = _with_link(work, here, measured, latency)
+    factors = {
+        name: factor
+        for name in measured.rates
+        if name not in ("single", "no-comm", "ddp")
+        and (factor := _factor(name, work, here, measured)) is not None
+    }
+    return Calibration(
+        measured=measured,
+        work=replace(work, factors=factors),
+        here=here,
+        knows_link=measured.link is not None or "ddp" in measured.rates,
+        sees_fixed=sees_fixed,
+    )
+
+
+def seconds_of(measured: Measured, strategy: str) -> float:
+    """Return a measured step of one rank."""
+    trained = 1 if strategy == "single" else measured.num_ranks
+    batch = measured.batch_size * (trained if measured.is_weak else 1)
+    return batch / measured.rates[strategy]
+
+
+def _fixed_over_per_sample(measured: Measured) -> tuple[float, bool]:
+    """Return the ratio of a step's fixed cost and a sample's, and whether sizes have shown it."""
+    groups = [g for g in (measured.alone, measured.together) if _has_sizes(g)]
+    if not groups:
+        whole = seconds_of(measured, "single")
+        fixed = min(measured.optimizer_seconds, 0.5 * whole)
+        return measured.batch_size * fixed / (whole - fixed), False
+    largest = max(each.num_samples for group in groups for each in group)
+    ratios = np.concatenate([[0.0], largest * np.geomspace(1e-3, MOST_FIXED, 600)])
+
+    def spread(ratio: float) -> float:
+        """Return how much the sizes of a group disagree on the cost of a sample."""
+        total = 0.0
+        for group in groups:
+            logs = np.array([math.log(g.seconds / (ratio + g.num_samples)) for g in group])
+            weights = np.array([g.num_steps for g in group], dtype=float)
+            total += float(np.sum(weights * (logs - np.average(logs, weights=weights)) ** 2))
+        return total
+
+    return float(min(ratios, key=spread)), True
+
+
+def _has_sizes(group: tuple[SizeClass, ...]) -> bool:
+    sizes = [each.num_samples for each in group]
+    return len(sizes) > 1 and max(sizes) >= 1.2 * min(sizes)
+
+
+def _level(
+    ratio: float, measured: Measured, strategy: str, group: tuple[SizeClass, ...], num_ranks: int
+) -> Cost:
+    """Return the cost with this ratio that gives the measured rate.
+
+    Where ranks share cores, a rank's own work is the cores' share of the time of a step.
+    """
+    steps = sum(each.num_steps for each in group)
+    samples = sum(each.num_samples * each.num_steps for each in group) / steps
+    seconds = num_ranks * samples / measured.rates[strategy]
+    if measured.shares_cores:
+        seconds /= max(1.0, num_ranks / measured.cores)
+    per_sample = seconds / (ratio + samples)
+    return Cost(ratio * per_sample, per_sample)
+
+
+def _with_link(
+    work: Workload, here: Machine, measured: Measured, latency: float
+) -> tuple[Workload, Machine]:
+    wanted, num = seconds_of(measured, "ddp"), measured.num_ranks
+    if num == 1:
+        return work, here
+    if measured.link is not None or not measured.shares_cores:
+        overlap = _solve(
+            lambda share: step_seconds("ddp", replace(work, overlap=share), here, num), wanted
+        )
+        work = replace(work, overlap=overlap)
+        if measured.link is not None:
+            return work, here
+    # what is left is the link's: first as much of it as waiting may be, at most a half
+    even = replace(work, variation=0.0)
+    left = wanted - step_seconds("ddp", even, here, num)
+    if left <= 0:
+        return even, here
+    waiting = step_seconds("ddp", work, here, num) - step_seconds("ddp", even, here, num)
+    if waiting > left / 2:
+        work = replace(work, variation=work.variation * left / 2 / waiting)
+        waiting = left / 2
+    seconds = left - waiting
+    latency = min(latency, 0.5 * seconds / (2 * (num - 1)))
+    moved = 2 * (num - 1) / num * work.num_bytes
+    rate = moved * 8 / (seconds - 2 * (num - 1) * latency)
+    link = LinkSpec(bits_per_second=rate, latency_seconds=latency)
+    if not measured.shares_cores:
+        return work, replace(here, network=Network(link=link))
+    busy = max(1.0, num / measured.cores)  # the exchange itself is work for the cores
+    own = LinkSpec(bits_per_second=rate * busy, latency_seconds=latency / busy)
+    return work, replace(here, on_cores=own)
+
+
+def _solve(seconds_at: Callable[[float], float], wanted: float) -> float:
+    """Return the share between 0 and 1 at which a falling function comes closest to a value."""
+    shares = np.linspace(0.0, 1.0, 101)
+    return float(min(shares, key=lambda share: abs(seconds_at(float(share)) - wanted)))
+
+
+def _factor(name: str, work: Workload, here: Machine, measured: Measured) -> float | None:
+    """Return measured over modelled, of what a strategy takes beyond ``no-comm``."""
+    num = measured.num_ranks
+    try:
+        modelled = step_seconds(name, work, here, num)
+    except UserError:  # it cannot be predicted
+        return None
+    without = step_seconds("no-comm", work, here, num)
+    if modelled - without < 1e-3 * without:
+        return None
+    return max(0.0, (seconds_of(measured, name) - without) / (modelled - without))

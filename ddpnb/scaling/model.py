@@ -1,0 +1,434 @@
+"""How long does a step of each strategy take on N ranks?  (Kernel.)
+
+A step is what a rank computes, and the part of its exchanges that nothing hides:
+
+    compute    c(b) = fixed + per_sample * b, b the samples of a rank; on shared cores in turns
+    exchanges  those of the table in docs/strategies.md, over a ``Network``
+    waiting    of N ranks the slowest: c * variation * expected_max(N)
+
+docs/prediction.md has every formula with its source.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.errors import UserError, one_of
+from ddpnb.protocol.notation import Choice, LinkSpec, parse_strategy
+from ddpnb.scaling.chance import expected_max
+from ddpnb.scaling.links import Network, broadcast, message
+from ddpnb.scaling.simulate import Bucket, on_cores, overlapped, server_bound
+
+MEGABYTE = 2**20
+FIRST_BUCKET_MB = 1.0
+"""DDP sends its first bucket early, so that the link is soon in use."""
+NO_GAIN = 1.1
+"""Twice as many ranks that bring less than this times the throughput: it has stopped scaling."""
+
+
+class Cost(NamedTuple):
+    """The seconds that a rank computes in a step."""
+
+    fixed: float
+    per_sample: float
+
+    def of(self, samples: float) -> float:
+        """Return those of so many samples."""
+        return self.fixed + self.per_sample * samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is trained, measured on one rank and on several."""
+
+    alone: Cost
+    """Of one rank alone."""
+    together: Cost
+    """Of each of ``num_together`` ranks at once, which send nothing."""
+    num_together: int = 1
+    batch_size: float
+    """Of all ranks; with ``is_weak`` of each."""
+    is_weak: bool = False
+    num_bytes: float
+    """Of the gradients, and of the parameters."""
+    backward_share: float = 2 / 3
+    """Of forward and backward pass; 2/3 where it was not measured."""
+    optimizer_seconds: float = 0.0
+    """Of ``fixed``: what comes after the last exchange."""
+    variation: float = 0.0
+    """Of a rank's computing from step to step: standard deviation over mean."""
+    overlap: float = 1.0
+    """0: no bucket is sent before the backward pass has ended; 1: as soon as its bytes' share of
+    the backward pass is over."""
+    ready: tuple[Bucket, ...] = ()
+    """The real buckets, where they are known; else they are cut by DDP's rule."""
+    num_layers: int = 12
+    """Parts in which FSDP gathers the parameters."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """Of a strategy's exchanges: measured over modelled."""
+
+    def samples(self, num_ranks: int) -> float:
+        """Return the samples of one rank in a step."""
+        return self.batch_size if self.is_weak else self.batch_size / num_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where it is trained."""
+
+    network: Network
+    cores_per_host: float = math.inf
+    """That the ranks of a host share; infinite: each rank has a device of its own."""
+    ranks_per_host: float = math.inf
+    on_cores: LinkSpec | None = None
+    """What an exchange costs the cores themselves, where they do the work of a network card."""
+    is_crowded: bool = True
+    """Whether ranks of a host slow each other down as those measured here do."""
+
+    def on_host(self, num_ranks: int) -> float:
+        """Return how many ranks a host has."""
+        return min(num_ranks, self.ranks_per_host)
+
+
+class Point(NamedTuple):
+    """A strategy on so many ranks."""
+
+    num_ranks: int
+    step_seconds: float
+    samples_per_second: float
+    efficiency: float
+    """Over N times the throughput of one rank alone."""
+
+
+def cost(work: Workload, machine: Machine, num_ranks: int) -> Cost:
+    """Return what a step costs one of N ranks, between that alone and that measured together."""
+    busy = min(machine.on_host(num_ranks), machine.cores_per_host)
+    measured = min(work.num_together, machine.cores_per_host)
+    if not machine.is_crowded or measured <= 1:
+        share = 0.0
+    else:
+        share = min(1.0, (busy - 1) / (measured - 1))
+    return Cost(*(a + share * (b - a) for a, b in zip(work.alone, work.together, strict=True)))
+
+
+def computing(work: Workload, machine: Machine, num_ranks: int, *, meets: bool) -> float:
+    """Return how long a step's computing takes on each of N ranks; ``meets``: all in step."""
+    own = cost(work, machine, num_ranks).of(work.samples(num_ranks))
+    here, cores = machine.on_host(num_ranks), machine.cores_per_host
+    if not meets:
+        return own * max(1.0, here / cores)
+    turns = on_cores(own, int(here), cores) if math.isfinite(here) else own
+    return turns + own * work.variation * expected_max(num_ranks)
+
+
+def buckets_of(work: Workload, num_bytes: float, cap_mb: float) -> list[Bucket]:
+    """Return DDP's buckets, as if gradients came at an even rate; the last is ready at the end."""
+    if work.ready:
+        scale = num_bytes / sum(bucket.num_bytes for bucket in work.ready)
+        return [Bucket(each.num_bytes * scale, each.ready) for each in work.ready]
+    sizes: list[float] = []
+    left = num_bytes
+    while left > 0:
+        cap = (cap_mb if sizes else min(FIRST_BUCKET_MB, cap_mb)) * MEGABYTE
+        sizes.append(min(cap, left))
+        left -= sizes[-1]
+    ends = [sum(sizes[: at + 1]) / num_bytes for at in range(len(sizes))]
+    return [
+        Bucket(size, 1 - work.overlap * (1 - end)) for size, end in zip(sizes, ends, strict=True)
+    ]
+
+
+# -- the strategies ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """All that a strategy's formula is made of."""
+
+    work: Workload
+    machine: Machine
+    num_ranks: int
+    chosen: Choice
+    size: float
+    """Bytes of what is sent, after compression."""
+
+    def option(self, name: str) -> float:
+        """Return an option of the strategy, or its default."""
+        default = STRATEGIES[self.chosen.name].options[name].default
+        value = self.chosen.options.get(name, default)
+        assert isinstance(value, bool | int | float)
+        return float(value)
+
+    def computing(self, *, meets: bool = True) -> float:
+        """Return the seconds of a step's computing."""
+        return computing(self.work, self.machine, self.num_ranks, meets=meets)
+
+    def all_reduce(self, num_bytes: float) -> float:
+        """Return how long an all-reduce takes; the cores may be slower than the link."""
+        return self._of(lambda network: network.all_reduce(num_bytes, self.num_ranks))
+
+    def once_around(self, num_bytes: float) -> float:
+        """Return how long an all-gather or a reduce-scatter takes."""
+        return self._of(lambda network: network.once_around(num_bytes, self.num_ranks))
+
+    def message(self, num_bytes: float, *, count: float = 1.0) -> float:
+        """Return how long messages between two ranks take."""
+        return message(self.far, num_bytes, count=count)
+
+    @property
+    def far(self) -> LinkSpec:
+        """The link between two ranks, or what the cores make of it where they are slower."""
+        link, own = self.machine.network.farthest(self.num_ranks), self.machine.on_cores
+        if own is None:
+            return link
+        return LinkSpec(
+            bits_per_second=min(link.bits_per_second, own.bits_per_second / self._busy),
+            latency_seconds=max(link.latency_seconds, own.latency_seconds * self._busy),
+        )
+
+    @property
+    def _busy(self) -> float:
+        """Ranks that want each core at once."""
+        return max(1.0, self.machine.on_host(self.num_ranks) / self.machine.cores_per_host)
+
+    def _of(self, seconds: Callable[[Network], float]) -> float:
+        found, own = seconds(self.machine.network), self.machine.on_cores
+        return found if own is None else max(found, self._busy * seconds(Network(link=own)))
+
+
+def _no_comm(case: Situation) -> float:
+    return case.computing(meets=False)
+
+
+def _ddp(case: Situation) -> float:
+    compute = case.computing()
+    after = min(case.work.optimizer_seconds, compute)
+    backward = (compute - after) * case.work.backward_share
+    buckets = buckets_of(case.work, case.size, case.option("bucket_cap_mb"))
+    return compute - backward + overlapped(backward, buckets, case.all_reduce)
+
+
+def _in_one(case: Situation) -> float:
+    return case.computing() + case.all_reduce(case.size)
+
+
+def _through_first(case: Situation) -> float:
+    sent = (case.num_ranks - 1) * case.size
+    return case.computing() + 2 * case.message(sent, count=case.num_ranks - 1)
+
+
+def _zero(case: Situation) -> float:
+    parts = broadcast(case.far, case.size, case.num_ranks)
+    parts += (case.num_ranks - 1) * broadcast(case.far, 0.0, case.num_ranks)
+    return _in_one(case) + parts
+
+
+def _fsdp(case: Situation) -> float:
+    layers = case.work.num_layers
+    one = case.once_around(case.size / layers)
+    compute, exchanged = case.computing(), 3 * layers * one
+    if case.work.overlap == 0:
+        return compute + exchanged
+    return max(compute, exchanged - 2 * one) + 2 * one  # the first gather and the last scatter
+
+
+def _rounds(case: Situation) -> float:
+    every = case.option("every")
+    own, meeting = case.computing(meets=False), case.computing()
+    waiting = max(meeting - own, 0.0) / math.sqrt(every)
+    return own + waiting + case.all_reduce(case.size) / every
+
+
+def _easgd(case: Situation) -> float:
+    every = case.option("every")
+    own = case.computing(meets=False) + case.message(case.size, count=2) / every
+    shared = (case.num_ranks - 1) * case.message(case.size, count=0) / every
+    return max(own, shared)
+
+
+def _gossip(case: Situation) -> float:
+    if case.option("together"):
+        return case.computing() + case.message(case.size)
+    own = case.computing(meets=False) + case.message(case.size, count=2)
+    return max(own, 2 * case.message(case.size, count=0))
+
+
+def _async(case: Situation, num_shards: int = 1) -> float:
+    """Rank 0 trains beside the server and uses no link, where there is one server."""
+    compute = case.computing(meets=False)
+    num_away = case.num_ranks - (1 if num_shards == 1 else 0)
+    rate = 1 / compute if num_shards == 1 else 0.0
+    if num_away:
+        rate += server_bound(case.far, case.size, compute, num_away, num_shards=num_shards)
+    return case.num_ranks / rate
+
+
+FORMULAS: Mapping[str, Callable[[Situation], float]] = {
+    "single": _no_comm,
+    "no-comm": _no_comm,
+    "ddp": _ddp,
+    "ddp-by-hand": _in_one,
+    "ring-by-hand": _in_one,
+    "dp": _through_first,
+    "central": _through_first,
+    "zero": _zero,
+    "fsdp": _fsdp,
+    "local-sgd": _rounds,
+    "diloco": _rounds,
+    "easgd": _easgd,
+    "gossip": _gossip,
+    "async": _async,
+}
+"""The seconds of one step of one rank."""
+
+SHARDED = "async-shards"
+"""``async-shards=4``: a parameter server in 4 parts on hosts of their own; a prediction alone."""
+
+
+def step_seconds(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> float:
+    """Return how long a step of a strategy takes on N ranks.
+
+    Raises:
+        UserError: there is no such strategy, or it cannot be predicted.
+    """
+    chosen, formula = _formula_of(strategy)
+    if num_ranks == 1:
+        return cost(work, machine, 1).of(work.samples(1))
+    case = Situation(
+        work=work, machine=machine, num_ranks=num_ranks, chosen=chosen, size=_size(chosen, work)
+    )
+    seconds, factor = formula(case), work.factors.get(strategy, 1.0)
+    without = case.computing(meets=False)
+    return without + factor * (seconds - without)
+
+
+def point(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> Point:
+    """Return throughput and efficiency of a strategy on N ranks."""
+    seconds = step_seconds(strategy, work, machine, num_ranks)
+    trained = 1 if strategy == "single" else num_ranks
+    rate = trained * work.samples(trained) / seconds
+    alone = work.samples(1) / work.alone.of(work.samples(1))
+    return Point(num_ranks, seconds, rate, rate / num_ranks / alone)
+
+
+def stops_at(strategy: str, work: Workload, machine: Machine, most: int) -> int | None:
+    """Return the smallest power of two from which twice the ranks bring little; None up to most.
+
+    Little is less than ``NO_GAIN`` times the throughput; a rank with less than a sample is none.
+    """
+    ranks = 1
+    while 2 * ranks <= most:
+        if work.samples(2 * ranks) < 1:
+            return ranks
+        now, then = (
+            point(strategy, work, machine, n).samples_per_second for n in (ranks, 2 * ranks)
+        )
+        if then < NO_GAIN * now:
+            return ranks
+        ranks *= 2
+    return None
+
+
+def limit_of(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> str:
+    """Return what a step on N ranks would gain most without, in a few words."""
+    if num_ranks == 1:
+        return "one device"
+    whole = step_seconds(strategy, work, machine, num_ranks)
+    without: dict[str, tuple[Workload, Machine]] = {
+        "bandwidth": (work, _with_links(machine, rate=1e6)),
+        "latency": (work, _with_links(machine, latency=0.0)),
+        "stragglers": (replace(work, variation=0.0), machine),
+        "cores": (work, replace(machine, cores_per_host=math.inf)),
+        "a step's fixed cost": (_without_fixed(work), machine),
+    }
+    gains = {
+        name: whole - step_seconds(strategy, w, m, num_ranks) for name, (w, m) in without.items()
+    }
+    most = max(gains, key=lambda name: gains[name])
+    return most if gains[most] > 0.05 * whole else "computing"
+
+
+def amdahl(work: Workload, num_ranks: int) -> float:
+    """Return the most samples/s of N ranks where a step's fixed cost is on every rank.
+
+        1 / (s + (1 - s) / N)  times those of one,    s = fixed / (fixed + per_sample * batch)
+
+    Source: Amdahl, "Validity of the single processor approach ...", AFIPS 1967.  Where the batch
+    grows with the ranks it is N times those of one.
+    """
+    return num_ranks * work.samples(num_ranks) / work.alone.of(work.samples(num_ranks))
+
+
+def link_ceiling(work: Workload, machine: Machine, num_ranks: int) -> float:
+    """Return the most samples/s that a link lets through, if nothing else took any time.
+
+    A global batch for each all-reduce, of which only the bytes count: the slanted roof of Williams,
+    Waterman and Patterson, "Roofline", CACM 52(4), 2009, with the link in place of the memory.
+    """
+    free = _with_links(machine, latency=0.0)
+    seconds = free.network.all_reduce(work.num_bytes, num_ranks)
+    return num_ranks * work.samples(num_ranks) / seconds if seconds > 0 else math.inf
+
+
+def check_strategy(strategy: str) -> None:
+    """Raise a UserError unless there is such a strategy and it can be predicted."""
+    _formula_of(strategy)
+
+
+def _formula_of(strategy: str) -> tuple[Choice, Callable[[Situation], float]]:
+    if strategy.startswith(f"{SHARDED}="):
+        number = strategy.partition("=")[2]
+        if not number.isdecimal() or int(number) < 1:
+            raise UserError(f"Write {SHARDED}=4, with the number of shards, not {strategy}.")
+        return Choice(name="async"), lambda case: _async(case, int(number))
+    name = strategy.partition(":")[0]
+    if name not in STRATEGIES:
+        raise one_of("strategy", name, [*FORMULAS, SHARDED])
+    if STRATEGIES[name].needs_shared_memory:
+        raise UserError(
+            f"{name} trains in memory that its ranks share, which no link offers: it is measured "
+            "by %ddp_compare, not predicted."
+        )
+    chosen = parse_strategy(strategy)
+    if name not in FORMULAS or chosen.options.get("hook") == "powersgd":
+        raise UserError(
+            f"{strategy} cannot be predicted; these can: {', '.join([*FORMULAS, SHARDED])}."
+        )
+    return chosen, FORMULAS[name]
+
+
+def _size(chosen: Choice, work: Workload) -> float:
+    halved = chosen.options.get("hook") in ("fp16", "bf16")
+    return work.num_bytes / 2 if halved else work.num_bytes
+
+
+def _with_links(machine: Machine, *, rate: float = 1.0, latency: float | None = None) -> Machine:
+    """Return a machine with links of ``rate`` times theirs, or of another latency."""
+
+    def changed(spec: LinkSpec | None) -> LinkSpec | None:
+        if spec is None:
+            return None
+        return LinkSpec(
+            bits_per_second=spec.bits_per_second * rate,
+            latency_seconds=spec.latency_seconds if latency is None else latency,
+        )
+
+    network = machine.network
+    link = changed(network.link)
+    assert link is not None
+    return replace(
+        machine,
+        network=replace(network, link=link, inside=changed(network.inside)),
+        on_cores=changed(machine.on_cores),
+    )
+
+
+def _without_fixed(work: Workload) -> Workload:
+    return replace(
+        work,
+        alone=work.alone._replace(fixed=0.0),
+        together=work.together._replace(fixed=0.0),
+        optimizer_seconds=0.0,
+    )

@@ -1,0 +1,148 @@
+"""Predictions and advice: what was measured becomes the model's input (kernel)."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ddpnb.history.comparison import Comparison
+from ddpnb.history.metrics import step_split
+from ddpnb.history.model import RunSnapshot, Status
+from ddpnb.history.query import resolve
+from ddpnb.history.store import Store
+from ddpnb.history.summary import StrategySummary, summarise
+from ddpnb.protocol.catalogue import BASELINE, CEILING
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.notation import parse_link
+from ddpnb.protocol.processes import num_cores
+from ddpnb.reports.inside.prediction import PredictionResult
+from ddpnb.scaling.calibrate import GLOO_LATENCY_SECONDS, Measured, SizeClass, calibrate
+from ddpnb.scaling.predict import Question, predict
+
+NEEDED = (BASELINE, CEILING)
+FEWEST_STEPS = 4
+"""Of one size, for its median to count."""
+FLOAT_BYTES = 4
+
+
+def predicted(
+    store: Store, question: Question, run: str = "", latency: float | None = None
+) -> PredictionResult:
+    """Return a prediction, calibrated on a stored comparison.
+
+    Args:
+        store: the stored runs.
+        question: what is asked.
+        run: the comparison; empty: the last one that can be used.
+        latency: of a message between ranks here, where it was measured.
+    """
+    measured = measured_in(_comparison(store, run))
+    found = calibrate(measured, GLOO_LATENCY_SECONDS if latency is None else latency)
+    return PredictionResult(predict(found, question))
+
+
+def measured_in(comparison: Comparison) -> Measured:
+    """Return what the model needs of a comparison.
+
+    Raises:
+        UserError: ``single`` or ``no-comm`` is not in it, or has not finished.
+    """
+    summaries = {each.name: each for each in summarise(comparison) if _counts(each)}
+    if missing := [name for name in NEEDED if name not in summaries]:
+        raise UserError(
+            f"{comparison.name} has no {' and no '.join(missing)} that has finished, which a "
+            "prediction is calibrated on: compare without --no-baseline."
+        )
+    runs = {name: _runs_of(comparison, name) for name in summaries}
+    single, together = runs[BASELINE], runs[CEILING]
+    spec, header = single[0].spec, together[0].header
+    assert spec is not None
+    assert header is not None
+    split = step_split(single).parts
+    passes = split.data + split.forward + split.backward
+    environment = comparison.environment.get("CPU cores", "").split(",")[0]
+    return Measured(
+        name=comparison.name,
+        batch_size=spec.batch_per_worker or spec.batch_size,
+        is_weak=bool(spec.batch_per_worker),
+        num_ranks=header.num_workers,
+        num_bytes=_num_bytes(runs, header.num_parameters, header.num_workers),
+        alone=_sizes(single),
+        together=_sizes(together),
+        rates={name: each.samples_per_second.middle for name, each in summaries.items()},
+        backward_share=split.backward / passes if passes > 0 else 2 / 3,
+        optimizer_seconds=split.optimizer,
+        variation=_variation(together),
+        device=header.device.partition(":")[0],
+        cores=int(environment) if environment.isdecimal() else num_cores(),
+        link=parse_link(spec.link) if spec.link else None,
+    )
+
+
+def _comparison(store: Store, run: str) -> Comparison:
+    stored = store.list()
+    if run:
+        return store.load(resolve(run, stored)[-1].comparison_id)
+    names: dict[str, set[str]] = {}
+    for each in stored:
+        if each.status is Status.FINISHED:
+            names.setdefault(each.comparison_id, set()).add(each.name)
+    usable = [identity for identity, found in names.items() if found.issuperset(NEEDED)]
+    if not usable:
+        raise UserError(
+            "No stored comparison has single and no-comm, which a prediction is calibrated on: "
+            "run %ddp_compare ddp first."
+        )
+    return store.load(usable[-1])
+
+
+def _counts(summary: StrategySummary) -> bool:
+    is_measured = math.isfinite(summary.samples_per_second.middle)
+    return summary.status is Status.FINISHED and is_measured and not summary.is_emulated
+
+
+def _runs_of(comparison: Comparison, name: str) -> list[RunSnapshot]:
+    runs = [run for run in comparison.runs if run.name == name]
+    return [run for run in runs if run.status is Status.FINISHED]
+
+
+def _steps(runs: Sequence[RunSnapshot]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return samples, seconds and rank of every step."""
+    rows = np.concatenate([run.events for run in runs])
+    parts = ("data", "forward", "backward", "communication", "optimizer", "waiting")
+    seconds = np.sum([rows[part].astype(float) for part in parts], axis=0)
+    return rows["num_samples"], seconds, rows["rank"]
+
+
+def _sizes(runs: Sequence[RunSnapshot]) -> tuple[SizeClass, ...]:
+    samples, seconds, _ = _steps(runs)
+    found = []
+    for size in np.unique(samples[samples > 0]):
+        own = seconds[samples == size]
+        if len(own) >= FEWEST_STEPS and np.median(own) > 0:
+            found.append(SizeClass(int(size), float(np.median(own)), len(own)))
+    if not found:
+        found = [SizeClass(int(samples.max()), float(np.median(seconds)), len(samples))]
+    return tuple(found)
+
+
+def _variation(runs: Sequence[RunSnapshot]) -> float:
+    """Return how much a rank's steps of the most frequent size vary, over their median."""
+    samples, seconds, ranks = _steps(runs)
+    sizes, counts = np.unique(samples, return_counts=True)
+    chosen = samples == sizes[np.argmax(counts)]
+    shares = []
+    for rank in np.unique(ranks[chosen]):
+        own = seconds[chosen & (ranks == rank)]
+        low, middle, high = np.percentile(own, [16, 50, 84])
+        if middle > 0:
+            shares.append((high - low) / 2 / middle)
+    return float(np.mean(shares)) if shares else 0.0
+
+
+def _num_bytes(runs: dict[str, list[RunSnapshot]], num_parameters: int, num_ranks: int) -> float:
+    """Return the bytes of all gradients: from what ddp sent, else float32 of each parameter."""
+    sent = step_split(runs["ddp"]).num_bytes_sent if "ddp" in runs else math.nan
+    if math.isfinite(sent) and num_ranks > 1:
+        return sent * num_ranks / (2 * (num_ranks - 1))
+    return float(FLOAT_BYTES * num_parameters)
