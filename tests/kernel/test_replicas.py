@@ -102,7 +102,7 @@ def test_samples_are_handed_out_by_torchs_sampler_on_the_ranks(empty: Kernel):
     (output,) = (each for each in cell.outputs if "data" in each)
     assert {"image/png", "text/html", "text/plain"} <= set(output["data"])
     left = kernel.run("%ddp_samples -n 5 --epochs 1 --drop-last --shuffle")
-    assert "nobody's" in left.text
+    assert "left out: " in left.text
     kernel.run(
         """%%ddp
 from torch.utils.data import DataLoader, IterableDataset
@@ -128,6 +128,8 @@ stream = DataLoader(Stream())
     ):
         assert sentence in kernel.run(f"%ddp_samples {line}").error_text
     assert "--drop-last" in kernel.complete("%ddp_samples --d")
+    assert "loader" in kernel.complete("%ddp_samples loa")
+    assert "loader" in kernel.complete("%ddp_check stream.dataset loa")
 
 
 def test_shards_of_a_stored_run_are_shown_by_worker(kernel: Kernel):
@@ -144,4 +146,5 @@ def data(split): return torch.randn(1000, 8), torch.randint(2, (1000,))
     assert "shards/async: shards, in the order in which they were handed out" in handout
     owned = "sorted(int(n) for row in found.rows for each in row.handed_out for n in each)"
     assert kernel.value(f"{owned} == list(range(20))") == "True"
+    assert "shards/async" in kernel.complete("%ddp_samples sha")
     assert "was trained synchronously" in kernel.run("%ddp_samples shards/ddp").error_text

@@ -24,6 +24,7 @@ from ddpnb.protocol.replicas import (
     CHUNK_ELEMENTS,
     DIGEST_BYTES,
     Held,
+    Indices,
     Part,
     RankReplica,
     RankSamples,
@@ -37,8 +38,8 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 DATA = ("dataset", "data_source")
 """The attributes in which samplers keep their data set, which is not copied."""
-MAX_INDICES = 1_000_000
-"""Of all epochs together, on one rank."""
+MAX_INDICES = 2_000_000
+"""Of all epochs together, on one rank: 8 MB."""
 
 Named = Iterator[tuple[str, Any]]
 
@@ -355,19 +356,22 @@ def samples(
         )
     layers = layers_of(sampler)
     settable = [each for each in layers if hasattr(each, "set_epoch")]
-    most = MAX_INDICES // spec.num_epochs
-    epochs = []
+    epochs: list[Indices] = []
     with preserve_globals(device):
         for epoch in range(spec.num_epochs):
             for each in settable if spec.sets_epoch else ():
                 each.set_epoch(epoch)
-            epochs.append(list(itertools.islice(numbers(sampler), most + 1)))
+            left = MAX_INDICES - sum(map(len, epochs))
+            epochs.append(np.fromiter(itertools.islice(numbers(sampler), left + 1), dtype=np.int32))
+            if len(epochs[-1]) > left:
+                raise UserError(
+                    f"hands out more than {MAX_INDICES:,} samples: take --epochs 1, or fewer -n."
+                )
     return RankSamples(
         rank=rank,
         kind=type(layers[-1]).__name__,
         num_samples=num_samples,
-        epochs=tuple(np.array(each[:most], dtype=np.int64) for each in epochs),
-        is_cut=any(len(each) > most for each in epochs),
+        epochs=tuple(epochs),
         has_set_epoch=bool(settable),
     )
 
