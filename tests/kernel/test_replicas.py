@@ -35,6 +35,8 @@ def test_replicas_are_compared_and_a_skipped_step_is_named(empty: Kernel):
     cell = kernel.run("%ddp_check ddp optimizer")
     assert "The replicas are the same on ranks 0-1; buffers of ddp differ by design." in cell.text
     assert cell.text.count("✓ same") == 4
+    inner = kernel.run("%ddp_check model")  # DDP holds it, by another name
+    assert "buffers of model differ by design" in inner.text
     assert "random state" in cell.text
     assert "· different" in cell.text
     (html,) = cell.bundles("text/html")

@@ -31,6 +31,7 @@ from ddpnb.protocol.replicas import (
     SamplerSpec,
     TensorDigest,
 )
+from ddpnb.rank.process_group import held_by
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.batches import leaves
 
@@ -146,7 +147,7 @@ def meant(error: NameError, namespace: Mapping[str, Any]) -> str:
 def content_of(value: Any, namespace: Mapping[str, Any]) -> Content:
     """Return what is compared of a value."""
     if isinstance(value, nn.Module):
-        return module_content(value)
+        return module_content(value, namespace)
     if isinstance(value, torch.optim.Optimizer):
         return optimizer_content(value, namespace)
     if isinstance(value, Tensor):
@@ -171,9 +172,10 @@ def unwrapped(value: Any) -> Any:
     return value.module if isinstance(value, DistributedDataParallel) else value
 
 
-def module_content(wrapped: nn.Module) -> Content:
+def module_content(wrapped: nn.Module, namespace: Mapping[str, Any]) -> Content:
     """Return parameters, buffers and gradients; no ``state_dict``, which may call collectives."""
     module = unwrapped(wrapped)
+    ddp = ddp_around(wrapped, namespace)
     parameters = dict(module.named_parameters())
     gradients = {
         key: grad
@@ -193,14 +195,26 @@ def module_content(wrapped: nn.Module) -> Content:
             for name, _ in each.named_buffers(recurse=False)
         ),
     }
-    if isinstance(wrapped, DistributedDataParallel):
+    if ddp is not None:
         facts |= {
             "is_ddp": True,
-            "syncs_gradients": wrapped.require_backward_grad_sync,
-            "syncs_buffers": sends_buffers(wrapped),
+            "syncs_gradients": ddp.require_backward_grad_sync,
+            "syncs_buffers": sends_buffers(ddp),
         }
     parts = {Part.PARAMETERS: parameters, Part.BUFFERS: buffers, Part.GRADIENTS: gradients}
     return Content({part: found for part, found in parts.items() if found}, facts)
+
+
+def ddp_around(module: nn.Module, namespace: Mapping[str, Any]) -> DistributedDataParallel | None:
+    """Return the DDP that a module is, or is a part of, as far as a variable leads to it."""
+    variables = [(name, value) for name, value in namespace.items() if not name.startswith("_")]
+    for name, value in [("", module), *variables]:
+        for _, held in held_by(name, value):
+            if isinstance(held, DistributedDataParallel) and any(
+                each is module for each in held.modules()
+            ):
+                return held
+    return None
 
 
 def sends_buffers(ddp: DistributedDataParallel) -> bool:

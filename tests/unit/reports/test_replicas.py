@@ -114,9 +114,9 @@ def test_causes():
     )
     apart = [trained(data_seed=seed) for seed in (0, 1)]
     result = checked(apart, "model", "optimizer")
-    assert "nothing averages its gradients" in cause(result, Part.PARAMETERS)
+    assert "Nothing averages the gradients" in cause(result, Part.PARAMETERS)
     assert "own samples" in cause(result, Part.GRADIENTS)
-    assert "no DDP sends rank 0's" in cause(result, Part.BUFFERS)
+    assert "nothing sends rank 0's" in cause(result, Part.BUFFERS)
     assert "those of the ranks differ" in cause(result, Part.STATE)
     skipped = [trained(num_steps=3), trained(num_steps=2)]
     text = "A rank skipped a step: optimizer has counted 2 on rank 1 and 3 on rank 0."
@@ -184,7 +184,7 @@ def test_a_large_tensor_is_measured_in_part_and_says_so():
 def test_many_ranks_stay_readable():
     namespaces = [{"t": torch.full((3,), float(rank))} for rank in range(64)]
     text = checked(namespaces, "t").text()
-    assert "64 different ones on ranks 0-63, 3 of 3 elements (of 16 of the ranks)" in text
+    assert "another on each of ranks 0-63, 3 of 3 elements (of 16 of the ranks)" in text
 
 
 def test_nothing_to_compare_is_one_sentence():
