@@ -58,8 +58,6 @@ class TensorDigest:
 class Held:
     """What one rank holds under a name; one with a ``problem`` has no parts."""
 
-    kind: str = ""
-    """Its class, such as ``"Linear"``."""
     parts: Mapping[Part, Mapping[str, TensorDigest]] = field(default_factory=dict)
     """The tensors of each part by their names, in the order in which they are held."""
     sharded: Mapping[Part, int] = field(default_factory=dict)

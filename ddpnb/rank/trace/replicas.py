@@ -58,19 +58,25 @@ class CannotCompareError(Exception):
     """A value is none of those that can be compared."""
 
 
-def replica(names: Sequence[str], namespace: dict[str, Any], rank: int) -> RankReplica:
+def replica(
+    names: Sequence[str], namespace: dict[str, Any], *, rank: int, device: torch.device
+) -> RankReplica:
     """Return the digests of what this rank holds.
 
     Args:
         names: expressions; none: every module and optimizer among the variables.
         namespace: the variables of this rank's cells.
         rank: this one.
+        device: this rank's, which may have random numbers of its own.
     """
     with torch.no_grad():
         found = names or list(own_names(namespace))
         held = {name: held_under(name, namespace) for name in found}
         return RankReplica(
-            rank=rank, held=held, random=random_digests(), num_steps=dict(steps_in(namespace))
+            rank=rank,
+            held=held,
+            random=random_digests(device),
+            num_steps=dict(steps_in(namespace)),
         )
 
 
@@ -128,7 +134,6 @@ def held_under(name: str, namespace: dict[str, Any]) -> Held:
         if (num := sum(not has_values(each) for each in tensors.values()))
     }
     return Held(
-        kind=type(unwrapped(value)).__name__,
         parts={
             part: {key: digest(each) for key, each in tensors.items() if has_values(each)}
             for part, tensors in content.parts.items()
@@ -330,14 +335,14 @@ def hashed(content: Any) -> bytes:
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
-def random_digests() -> dict[str, TensorDigest]:
+def random_digests(device: torch.device) -> dict[str, TensorDigest]:
     """Return the digest of each library's global random numbers; reading moves none of them."""
     states: dict[str, bytes] = {
         "torch": bytes(torch.get_rng_state().numpy()),
         "Python's random": repr(random.getstate()).encode(),
     }
-    if torch.cuda.is_initialized():
-        states["torch on the GPU"] = bytes(torch.cuda.get_rng_state().numpy())
+    if device.type == "cuda":
+        states["torch on the GPU"] = bytes(torch.cuda.get_rng_state(device).numpy())
     if "numpy.random" in sys.modules:
         with contextlib.suppress(TypeError):  # another generator was put in its place
             kind, keys, *rest = np.random.get_state()

@@ -69,7 +69,8 @@ class Evidence:
                 return ROUNDING_CAUSE
             return (
                 "DDP averages gradients, not weights: after it had copied rank 0's, "
-                f"{_odd(finding)} skipped a step, or changed its own weights (load_state_dict, if rank == 0)."
+                f"{_odd(finding)} skipped a step, or changed its own weights (load_state_dict, "
+                "if rank == 0)."
             )
         if gradients is None:
             return (

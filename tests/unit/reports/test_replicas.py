@@ -21,11 +21,14 @@ from ddpnb.reports.inside.replicas import (
 )
 
 Namespace = dict[str, Any]
+CPU = torch.device("cpu")
 
 
 def checked(namespaces: Sequence[Namespace], *names: str, **facts: object) -> ReplicaCheck:
     """Compare as the session does, each rank's namespace in this process."""
-    found = [on_rank.replica(names, each, rank) for rank, each in enumerate(namespaces)]
+    found = [
+        on_rank.replica(names, each, rank=rank, device=CPU) for rank, each in enumerate(namespaces)
+    ]
     replicas = [
         RankReplica(
             rank=each.rank,
@@ -52,7 +55,6 @@ def checked(namespaces: Sequence[Namespace], *names: str, **facts: object) -> Re
 
 def with_facts(held: Held, facts: Mapping[str, object]) -> Held:
     return Held(
-        kind=held.kind,
         parts=held.parts,
         sharded=held.sharded,
         is_missing=held.is_missing,
@@ -209,7 +211,7 @@ def test_nothing_changes():
     version = namespace["model"][0].weight._version
     state, grad = torch.get_rng_state(), namespace["model"][0].weight.grad.clone()
     np_state = np.random.get_state()[1].copy()
-    on_rank.replica((), namespace, 0)
+    on_rank.replica((), namespace, rank=0, device=CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert np.array_equal(np.random.get_state()[1], np_state)
     assert torch.equal(namespace["model"][0].weight.grad, grad)
