@@ -223,6 +223,6 @@ def names(magic: str, namespace: dict[str, object], prefix: str) -> Iterator[Sim
             yield from of_kind("variable", sorted(here))
         case "ddp_run":
             yield from of_kind("path", scripts(prefix))
-        case "ddp_plot" | "ddp_runs" | "ddp_export":
+        case "ddp_plot" | "ddp_runs" | "ddp_export" | "ddp_samples":
             with contextlib.suppress(UserError):  # the store cannot be read
                 yield from of_kind("run", this_session().names())

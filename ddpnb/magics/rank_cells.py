@@ -25,8 +25,8 @@ PRIORITY = 100
 CELL = re.compile(r"\s*%%(?:rank[ \t]+(\d*)|ddp(?=[ \t]|$)(?:.*--ranks[ =](\d+))?)", re.MULTILINE)
 """The magic of a cell that runs on ranks, and the first rank that it names."""
 
-PULL = re.compile(r"[ \t]*(?:[^\W\d]\w*[ \t]*=[ \t]*)?%ddp_pull[ \t]+(.*)")
-"""A line whose expression is of the ranks, up to a place in it."""
+PULL = re.compile(r"[ \t]*(?:[^\W\d]\w*[ \t]*=[ \t]*)?%ddp_(?:pull|check|samples)[ \t]+(.*)")
+"""A line whose names are of the ranks, up to a place in it."""
 
 PULL_OPTION = re.compile(r"--(?:ranks[ =]+(\d*)\S*|as[ =]+\S*)[ \t]+")
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ DIGEST_BYTES = 16
 MAX_SAMPLES = 1_000_000
 MAX_EPOCHS = 20
 
-Indices = NDArray[np.int64]
+Indices = NDArray[np.integer[Any]]
 """Samples, in the order in which they are handed out."""
 
 
@@ -57,8 +58,6 @@ class TensorDigest:
 class Held:
     """What one rank holds under a name; one with a ``problem`` has no parts."""
 
-    kind: str = ""
-    """Its class, such as ``"Linear"``."""
     parts: Mapping[Part, Mapping[str, TensorDigest]] = field(default_factory=dict)
     """The tensors of each part by their names, in the order in which they are held."""
     sharded: Mapping[Part, int] = field(default_factory=dict)
@@ -123,6 +122,5 @@ class RankSamples:
     num_samples: int
     """Of the data set; 0 if not known."""
     epochs: tuple[Indices, ...]
-    is_cut: bool = False
-    """Whether an epoch has more than were read."""
     has_set_epoch: bool = True
+    """Whether an epoch may be chosen; if not, what is drawn at random is one draw of many."""

@@ -163,8 +163,12 @@ def pull(expression: str, path: str, classes: Collection[str], num_copies: int) 
 def digests(names: tuple[str, ...]) -> RankReplica:
     """Return digests of what this rank holds under some names; see ``replicas.replica``."""
     engine = this_engine()
-    namespace, rank = engine.shell.user_ns, engine.group.rank
-    return cells.interruptible(lambda: replicas.replica(names, namespace, rank))
+    state = engine.group.state()
+    return cells.interruptible(
+        lambda: replicas.replica(
+            names, engine.shell.user_ns, rank=state.rank, device=torch.device(state.device)
+        )
+    )
 
 
 @or_failure

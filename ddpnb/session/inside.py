@@ -15,6 +15,9 @@ from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, check_held, fin
 from ddpnb.reports.inside.samples import Handout, handout_of
 from ddpnb.session.variables import answers, cause_of
 
+ASK_SECONDS = 300.0
+"""How long an answer may take: a digest of 1 GB takes a second."""
+
 # -- are the replicas the same? ------------------------------------------------------------
 
 
@@ -42,7 +45,12 @@ def ask(
 ) -> list[Any]:
     """Return what each rank answers; raises a UserError where one does not, or where it fails."""
     chosen = cluster.ranks if ranks is None else ranks
-    found = answers(cluster, cluster.submit(OnRank(function), *arguments, ranks=chosen))
+    call = cluster.submit(OnRank(function), *arguments, ranks=chosen)
+    try:
+        found = answers(cluster, call, ASK_SECONDS)
+    except (KeyboardInterrupt, UserError):
+        cluster.interrupt(chosen)  # else they compute on
+        raise
     for each in found:
         if isinstance(each, Failure):
             is_ours = each.name == UserError.__name__

@@ -24,12 +24,14 @@ from ddpnb.protocol.replicas import (
     CHUNK_ELEMENTS,
     DIGEST_BYTES,
     Held,
+    Indices,
     Part,
     RankReplica,
     RankSamples,
     SamplerSpec,
     TensorDigest,
 )
+from ddpnb.rank.process_group import held_by
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.tasks.batches import leaves
 
@@ -37,8 +39,8 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 DATA = ("dataset", "data_source")
 """The attributes in which samplers keep their data set, which is not copied."""
-MAX_INDICES = 1_000_000
-"""Of all epochs together, on one rank."""
+MAX_INDICES = 2_000_000
+"""Of all epochs together, on one rank: 8 MB."""
 
 Named = Iterator[tuple[str, Any]]
 
@@ -56,19 +58,25 @@ class CannotCompareError(Exception):
     """A value is none of those that can be compared."""
 
 
-def replica(names: Sequence[str], namespace: dict[str, Any], rank: int) -> RankReplica:
+def replica(
+    names: Sequence[str], namespace: dict[str, Any], *, rank: int, device: torch.device
+) -> RankReplica:
     """Return the digests of what this rank holds.
 
     Args:
         names: expressions; none: every module and optimizer among the variables.
         namespace: the variables of this rank's cells.
         rank: this one.
+        device: this rank's, which may have random numbers of its own.
     """
     with torch.no_grad():
         found = names or list(own_names(namespace))
         held = {name: held_under(name, namespace) for name in found}
         return RankReplica(
-            rank=rank, held=held, random=random_digests(), num_steps=dict(steps_in(namespace))
+            rank=rank,
+            held=held,
+            random=random_digests(device),
+            num_steps=dict(steps_in(namespace)),
         )
 
 
@@ -126,7 +134,6 @@ def held_under(name: str, namespace: dict[str, Any]) -> Held:
         if (num := sum(not has_values(each) for each in tensors.values()))
     }
     return Held(
-        kind=type(unwrapped(value)).__name__,
         parts={
             part: {key: digest(each) for key, each in tensors.items() if has_values(each)}
             for part, tensors in content.parts.items()
@@ -145,7 +152,7 @@ def meant(error: NameError, namespace: Mapping[str, Any]) -> str:
 def content_of(value: Any, namespace: Mapping[str, Any]) -> Content:
     """Return what is compared of a value."""
     if isinstance(value, nn.Module):
-        return module_content(value)
+        return module_content(value, namespace)
     if isinstance(value, torch.optim.Optimizer):
         return optimizer_content(value, namespace)
     if isinstance(value, Tensor):
@@ -170,9 +177,10 @@ def unwrapped(value: Any) -> Any:
     return value.module if isinstance(value, DistributedDataParallel) else value
 
 
-def module_content(wrapped: nn.Module) -> Content:
+def module_content(wrapped: nn.Module, namespace: Mapping[str, Any]) -> Content:
     """Return parameters, buffers and gradients; no ``state_dict``, which may call collectives."""
     module = unwrapped(wrapped)
+    ddp = ddp_around(wrapped, namespace)
     parameters = dict(module.named_parameters())
     gradients = {
         key: grad
@@ -192,14 +200,26 @@ def module_content(wrapped: nn.Module) -> Content:
             for name, _ in each.named_buffers(recurse=False)
         ),
     }
-    if isinstance(wrapped, DistributedDataParallel):
+    if ddp is not None:
         facts |= {
             "is_ddp": True,
-            "syncs_gradients": wrapped.require_backward_grad_sync,
-            "syncs_buffers": sends_buffers(wrapped),
+            "syncs_gradients": ddp.require_backward_grad_sync,
+            "syncs_buffers": sends_buffers(ddp),
         }
     parts = {Part.PARAMETERS: parameters, Part.BUFFERS: buffers, Part.GRADIENTS: gradients}
     return Content({part: found for part, found in parts.items() if found}, facts)
+
+
+def ddp_around(module: nn.Module, namespace: Mapping[str, Any]) -> DistributedDataParallel | None:
+    """Return the DDP that a module is, or is a part of, as far as a variable leads to it."""
+    variables = [(name, value) for name, value in namespace.items() if not name.startswith("_")]
+    for name, value in [("", module), *variables]:
+        for _, held in held_by(name, value):
+            if isinstance(held, DistributedDataParallel) and any(
+                each is module for each in held.modules()
+            ):
+                return held
+    return None
 
 
 def sends_buffers(ddp: DistributedDataParallel) -> bool:
@@ -315,14 +335,14 @@ def hashed(content: Any) -> bytes:
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
-def random_digests() -> dict[str, TensorDigest]:
+def random_digests(device: torch.device) -> dict[str, TensorDigest]:
     """Return the digest of each library's global random numbers; reading moves none of them."""
     states: dict[str, bytes] = {
         "torch": bytes(torch.get_rng_state().numpy()),
         "Python's random": repr(random.getstate()).encode(),
     }
-    if torch.cuda.is_initialized():
-        states["torch on the GPU"] = bytes(torch.cuda.get_rng_state().numpy())
+    if device.type == "cuda":
+        states["torch on the GPU"] = bytes(torch.cuda.get_rng_state(device).numpy())
     if "numpy.random" in sys.modules:
         with contextlib.suppress(TypeError):  # another generator was put in its place
             kind, keys, *rest = np.random.get_state()
@@ -355,19 +375,22 @@ def samples(
         )
     layers = layers_of(sampler)
     settable = [each for each in layers if hasattr(each, "set_epoch")]
-    most = MAX_INDICES // spec.num_epochs
-    epochs = []
+    epochs: list[Indices] = []
     with preserve_globals(device):
         for epoch in range(spec.num_epochs):
             for each in settable if spec.sets_epoch else ():
                 each.set_epoch(epoch)
-            epochs.append(list(itertools.islice(numbers(sampler), most + 1)))
+            left = MAX_INDICES - sum(map(len, epochs))
+            epochs.append(np.fromiter(itertools.islice(numbers(sampler), left + 1), dtype=np.int32))
+            if len(epochs[-1]) > left:
+                raise UserError(
+                    f"hands out more than {MAX_INDICES:,} samples: take --epochs 1, or fewer -n."
+                )
     return RankSamples(
         rank=rank,
         kind=type(layers[-1]).__name__,
         num_samples=num_samples,
-        epochs=tuple(np.array(each[:most], dtype=np.int64) for each in epochs),
-        is_cut=any(len(each) > most for each in epochs),
+        epochs=tuple(epochs),
         has_set_epoch=bool(settable),
     )
 

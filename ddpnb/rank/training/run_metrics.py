@@ -1,5 +1,6 @@
 """What a rank measures in a run and reports about it (ranks)."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -51,10 +52,10 @@ class RunMetrics:
 
     def recorded(self, source: Iterator[tuple[Shard, Content]]) -> Iterator[tuple[Shard, Content]]:
         """Yield the shards handed out to this worker; note the first that it has trained on."""
-        for shard, content in source:
+        for shard, content in itertools.islice(source, MAX_SHARDS):
             yield shard, content
-            if len(self.shards) < MAX_SHARDS:
-                self.shards.append(shard.step * shard.num_parts + shard.part)
+            self.shards.append(shard.step * shard.num_parts + shard.part)
+        yield from source
 
     def start(self) -> None:
         """Start counting time."""

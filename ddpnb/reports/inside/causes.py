@@ -68,22 +68,23 @@ class Evidence:
             if self._is_rounding(finding):
                 return ROUNDING_CAUSE
             return (
-                "DDP averages gradients, not weights: after it had copied rank 0's weights, a rank "
-                "skipped a step, or changed its own weights (load_state_dict, if rank == 0)."
+                "DDP averages gradients, not weights: after it had copied rank 0's, "
+                f"{_odd(finding)} skipped a step, or changed its own weights (load_state_dict, "
+                "if rank == 0)."
             )
         if gradients is None:
             return (
-                "No DDP, and no gradients yet: each rank has drawn its own initial weights; seed "
-                "all alike before the model is made, or wrap it in DDP, which copies rank 0's."
+                f"No gradients yet, and {NO_DDP}: each rank has drawn its own initial weights; "
+                "seed all alike first, or wrap the model in DDP, which copies rank 0's."
             )
         if gradients.verdict is Verdict.SAME:
             return (
-                "No DDP holds the model. The gradients are the same now, so the weights began "
-                "apart (a seed), or a rank skipped a step."
+                f"The gradients are the same now, and {NO_DDP}: the weights began apart (a seed), "
+                "or a rank skipped a step."
             )
         return (
-            "No DDP holds the model, so nothing averages its gradients: each rank trains on its "
-            "own samples, by itself."
+            f"Nothing averages the gradients, as {NO_DDP}: each rank trains on its own samples, "
+            "by itself."
         )
 
     def _gradients(self, finding: Finding) -> str:
@@ -95,8 +96,8 @@ class Evidence:
             )
         if not self._is_ddp(finding):
             return (
-                "No DDP averages them: each rank's are those of its own samples, as its sampler "
-                "hands them out."
+                f"Nothing averages them, as {NO_DDP}: each rank's are those of its own samples, as "
+                "its sampler hands them out."
             )
         if not all(each.syncs_gradients for each in held):
             return "Inside no_sync(): DDP averages them in the first backward pass after it."
@@ -123,7 +124,7 @@ class Evidence:
         why = (
             "DDP was made with broadcast_buffers=False, so rank 0's are never sent"
             if self._is_ddp(finding)
-            else "no DDP sends rank 0's"
+            else f"nothing sends rank 0's, as {NO_DDP}"
         )
         return f"{own}: {why}. SyncBatchNorm, on GPUs, has common ones."
 
@@ -165,7 +166,7 @@ class Evidence:
         if finding.part is not Part.GRADIENTS or self._is_ddp(finding):
             return ""
         return (
-            "No DDP holds the model: the code averages them by hand, or all ranks train on the "
+            f"The same, and {NO_DDP}: the code averages them by hand, or all ranks train on the "
             "same samples (no DistributedSampler)."
         )
 
@@ -195,5 +196,14 @@ class Evidence:
     def _differs(self, part: Part) -> bool:
         return any(f.part is part and f.verdict is Verdict.DIFFERENT for f in self._findings)
 
+
+def _odd(finding: Finding) -> str:
+    """Return the ranks that are alone against most others; ``"a rank"`` if none are."""
+    groups = sorted(finding.first.groups, key=len) if finding.first is not None else []
+    is_clear = len(groups) == 2 and len(groups[0]) < len(groups[1])
+    return spoken_ranks(groups[0]) if is_clear else "a rank"
+
+
+NO_DDP = "no variable leads to a DDP that holds the model"
 
 ROUNDING_CAUSE = "So small that it may be rounding: sums were made in another order."

@@ -345,7 +345,9 @@ def _between(first: Difference) -> str:
         return listed(each[:MAX_SHOWN]) + (" ..." if len(each) > MAX_SHOWN else "")
     groups = [spoken_ranks(ranks) for ranks in first.groups]
     if first.lacking:
-        return f"{_has_none(first.lacking)}, {listed(groups[:MAX_SHOWN])} has one"
+        return f"{spoken_ranks(first.lacking)} {_has(first.lacking)} none, the others do"
+    if len(groups) > 2 and all(len(ranks) == 1 for ranks in first.groups):
+        return f"another on each of {spoken_ranks(sum(first.groups, ()))}"
     if len(groups) > MAX_SHOWN:
         return f"{len(groups)} different ones on {spoken_ranks(sum(first.groups, ()))}"
     return " against ".join(groups)
@@ -353,10 +355,6 @@ def _between(first: Difference) -> str:
 
 MAX_SHOWN = 4
 """Groups of ranks that are named one by one."""
-
-
-def _has_none(ranks: Sequence[int]) -> str:
-    return f"{spoken_ranks(ranks)} {_has(ranks)} none"
 
 
 def _size(first: Difference) -> str:

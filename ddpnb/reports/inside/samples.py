@@ -10,6 +10,7 @@ import numpy as np
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.model import RunSnapshot
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import MarkKind
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
 from ddpnb.protocol.replicas import Indices, RankSamples, SamplerSpec
 from ddpnb.reports.formatting import counted, listed, percent
@@ -55,13 +56,13 @@ class Row:
     handed_out: tuple[Indices, ...]
     """To each rank, in its order."""
 
-    def owners(self, cell: int) -> tuple[int, ...]:
-        """Return the ranks that get a sample; one that gets it twice is there twice."""
-        return tuple(
-            rank
-            for rank, indices in enumerate(self.handed_out)
-            for _ in range(int(np.count_nonzero(indices == cell)))
-        )
+    def owners(self) -> dict[int, list[int]]:
+        """Return the ranks that get each shown cell; one that gets it twice is there twice."""
+        owners: dict[int, list[int]] = {cell: [] for cell in self.cells() if cell is not None}
+        for rank, indices in enumerate(self.handed_out):
+            for cell in indices[np.isin(indices, list(owners))].tolist():
+                owners[cell].append(rank)
+        return owners
 
     def cells(self) -> list[int | None]:
         """Return the cells that are shown; None is the gap between the first and the last."""
@@ -108,8 +109,10 @@ class Handout:
     """One for each epoch."""
     notes: tuple[str, ...]
     """Sentences for below."""
+    absent: str
+    """The word for a cell that nobody has."""
     absent_note: str
-    """What it means that nobody has a cell."""
+    """What it means."""
 
     def sentence(self) -> str:
         """Return what the rows show, in a few sentences."""
@@ -121,7 +124,7 @@ class Handout:
             Column(title=self.unit + "s"),
             Column(title=f"each {self.who}"),
             Column(title="more than once", is_prose=True),
-            Column(title="nobody's", is_prose=True),
+            Column(title=self.absent, is_prose=True),
         )
         rows = [
             table_row(row.label, row.shares(), _numbers(row.repeated()), _numbers(row.absent()))
@@ -139,11 +142,10 @@ class Handout:
             lines += ["", f"{row.label}: {row.shares()}"]
             for rank, indices in enumerate(row.handed_out[:MAX_RANKS]):
                 lines.append(f"  {self.who} {rank}: {_numbers(indices)}")
-            if (num := len(row.handed_out) - MAX_RANKS) > 0:
-                lines.append(
-                    f"  {self.who}s {format_ranks(range(MAX_RANKS, MAX_RANKS + num))}: not listed"
-                )
-            for what, found in (("more than once", row.repeated()), ("nobody's", row.absent())):
+            if len(row.handed_out) > MAX_RANKS:
+                rest = format_ranks(range(MAX_RANKS, len(row.handed_out)))
+                lines.append(f"  {self.who}s {rest}: not listed")
+            for what, found in (("more than once", row.repeated()), (self.absent, row.absent())):
                 if len(found):
                     lines.append(f"  {what}: {_numbers(found)}")
         return "\n".join([*lines, "", *self.notes]).rstrip()
@@ -157,8 +159,9 @@ class Handout:
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
         """Return picture and table together, and each alone as a fallback."""
         png = self.plot().png()
-        whole = f"<details><summary>In words</summary><pre>{escape(self.text())}</pre></details>"
-        html = image_html(png, self.sentence()) + self.table().html() + whole
+        words = f"<summary>Who gets what, in words</summary><pre>{escape(self.text())}</pre>"
+        html = image_html(png, self.sentence()) + self.table().html()
+        html += f"<details>{words}</details>"
         return {"text/plain": self.text(), "text/html": html, "image/png": png}
 
 
@@ -183,10 +186,8 @@ def _hidden(rows: Sequence[Row]) -> list[str]:
 def handout_of(spec: SamplerSpec, found: Sequence[RankSamples]) -> Handout:
     """Return what the ranks' samplers hand out."""
     first = found[0]
-    largest = max(
-        (int(epoch.max(initial=-1)) for each in found for epoch in each.epochs), default=-1
-    )
-    num_samples = max(largest + 1, *(each.num_samples for each in found), 1)
+    seen = [int(epoch.max(initial=0)) + 1 for each in found for epoch in each.epochs]
+    num_samples = max(*seen, *(each.num_samples for each in found))
     rows = [
         Row(
             label=f"epoch {number}",
@@ -203,6 +204,7 @@ def handout_of(spec: SamplerSpec, found: Sequence[RankSamples]) -> Handout:
         who="rank",
         rows=tuple(rows),
         notes=(*_sampler_notes(spec, found, rows), *_hidden(rows)),
+        absent="left out",
         absent_note="no rank gets it: left out",
     )
 
@@ -223,9 +225,6 @@ def _sampler_notes(
         notes.append(f"The ranks have different samplers: {listed(list(kinds))}.")
     if len({each.num_samples for each in found}) > 1:
         notes.append("The ranks' data sets are not equally long.")
-    if any(each.is_cut for each in found):
-        notes.append("The epochs have more samples than were read.")
-    is_same = all(row.is_like(rows[0]) for row in rows)
     first = rows[0]
     sets = [np.sort(each) for each in first.handed_out]
     is_shared = len(found) > 1 and all(np.array_equal(each, sets[0]) for each in sets)
@@ -242,17 +241,11 @@ def _sampler_notes(
     if num := len(first.absent()):
         notes.append(f"{counted(num, 'sample')} of {first.label} left out.")
     if not found[0].has_set_epoch:
-        notes.append(
-            "It has no set_epoch: where it draws at random, these are draws like those to come, "
-            "not the same ones."
-        )
-    elif len(rows) > 1 and is_same:
-        notes.append(
-            "Every epoch is the same: without set_epoch(epoch) a sampler that shuffles does not "
-            "shuffle anew."
-            if not spec.sets_epoch
-            else "Every epoch is the same: nothing is shuffled."
-        )
+        notes.append("It has no set_epoch: what it draws at random is an example of an epoch.")
+    elif len(rows) > 1 and all(row.is_like(first) for row in rows):
+        is_stuck = not spec.sets_epoch and (spec.shuffle or spec.expression)
+        why = "without set_epoch(epoch) it is not shuffled anew" if is_stuck else "not shuffled"
+        notes.append(f"Every epoch is the same: {why}.")
     return notes
 
 
@@ -275,6 +268,9 @@ def handout_of_run(name: str, comparison: Comparison) -> Handout:
             )
         raise UserError(f"{name} has no record of its shards: train it again to have one.")
     shards = _shards_of(run)
+    died = sorted(
+        {mark.rank for mark in run.marks if mark.kind in (MarkKind.KILLED, MarkKind.DIED)}
+    )
     num_workers = max(max(shards) + 1, run.header.num_workers if run.header else 0)
     whole = [np.array(shards.get(rank, ()), dtype=np.int64) for rank in range(num_workers)]
     end = _known_until(run, shards)
@@ -294,8 +290,9 @@ def handout_of_run(name: str, comparison: Comparison) -> Handout:
         unit="shard",
         who="worker",
         rows=tuple(rows),
-        notes=(*_run_notes(run, shards, end), *_hidden(rows)),
-        absent_note="nobody has trained on it",
+        notes=(*_run_notes(run, died, end), *_hidden(rows)),
+        absent="not known" if died else "nobody's",
+        absent_note="not known: a worker died" if died else "nobody has trained on it",
     )
 
 
@@ -313,7 +310,7 @@ def _known_until(run: RunSnapshot, shards: dict[int, tuple[int, ...]]) -> int:
     return min(ends, default=max(map(max, shards.values())) + 1)
 
 
-def _run_notes(run: RunSnapshot, shards: dict[int, tuple[int, ...]], end: int) -> list[str]:
+def _run_notes(run: RunSnapshot, died: Sequence[int], end: int) -> list[str]:
     total = sum(report.num_steps for report in run.reports)
     parts = [
         f"worker {report.rank} trained on {percent(report.num_steps / total)}"
@@ -321,8 +318,8 @@ def _run_notes(run: RunSnapshot, shards: dict[int, tuple[int, ...]], end: int) -
         if report.num_steps
     ]
     notes = [f"Of {total:,} shards, {listed(parts)}."]
-    if died := sorted({mark.rank for mark in run.marks if mark.kind.value in ("killed", "died")}):
-        notes.append(f"What {spoken_ranks(died)} was given before its death is not known.")
+    if died:
+        notes.append(f"What {spoken_ranks(died)} trained on before its death is not known.")
     if end < total:
         notes.append(f"Who got which was noted for the first {end:,}.")
     return notes
@@ -347,32 +344,38 @@ def draw(handout: Handout) -> "Figure":
     width = min((WIDTH - LEFT - RIGHT) / num_columns, 0.62)
     for number, row in enumerate(rows):
         top = TOP + number * ROW
+        owners = row.owners()
         _text(axes, LEFT - 0.15, top + ROW / 2, row.label, ha="right")
         for column, cell in enumerate(row.cells()):
             left = LEFT + column * width
             if cell is None:
                 _text(axes, left + width / 2, top + ROW / 2, "…", ha="center")
             else:
-                _cell(axes, left, top, width, row.owners(cell))
-        _text(axes, LEFT + len(row.cells()) * width + 0.15, top + ROW / 2, _summary(row))
+                _cell(axes, left, top, width, owners[cell])
+        _text(
+            axes,
+            LEFT + len(row.cells()) * width + 0.15,
+            top + ROW / 2,
+            _summary(row, handout.absent),
+        )
     bottom = TOP + len(rows) * ROW
     if handout.unit == "sample":  # elsewhere each row has other numbers, which its label says
         _ticks(axes, rows[0].cells(), width, bottom + 0.16)
     for number, line in enumerate(legend):
         top = bottom + BOTTOM - 0.15 + number * ROW
-        for place, (owners, meaning) in enumerate(line):
-            left = LEFT + place * (WIDTH - LEFT) / (PER_LINE if len(line) > 2 else 2)
-            if owners is not None:
-                _cell(axes, left, top, 0.36, owners)
-            _text(axes, left + (0.44 if owners is not None else 0), top + ROW / 2, meaning)
+        for place, (example, meaning) in enumerate(line):
+            left = LEFT + place * (WIDTH - LEFT) / PER_LINE
+            if example is not None:
+                _cell(axes, left, top, 0.36, example)
+            _text(axes, left + (0.44 if example is not None else 0), top + ROW / 2, meaning)
     return figure
 
 
-def _summary(row: Row) -> str:
+def _summary(row: Row, absent_word: str) -> str:
     repeated, absent = len(row.repeated()), len(row.absent())
     parts = [row.shares()]
     parts += [f"{repeated:,} repeated"] if repeated else []
-    parts += [f"{absent:,} nobody's"] if absent else []
+    parts += [f"{absent:,} {absent_word}"] if absent else []
     return ", ".join(parts)
 
 
@@ -424,12 +427,11 @@ def _legend(
     if num > MAX_RANKS:
         rest = format_ranks(range(MAX_RANKS, num))
         lines.append([(None, f"{handout.who}s {rest}: the same colours, and their own numbers")])
-    marks: list[tuple[tuple[int, ...] | None, str]] = []
     if any(len(row.repeated()) for row in rows):
-        marks.append(((0, 1), "handed out more than once"))
+        lines.append([((0, 1), "handed out more than once")])
     if any(len(row.absent()) for row in rows):
-        marks.append(((), handout.absent_note))
-    return lines + ([marks] if marks else [])
+        lines.append([((), handout.absent_note)])
+    return lines
 
 
 def _text(

@@ -21,11 +21,14 @@ from ddpnb.reports.inside.replicas import (
 )
 
 Namespace = dict[str, Any]
+CPU = torch.device("cpu")
 
 
 def checked(namespaces: Sequence[Namespace], *names: str, **facts: object) -> ReplicaCheck:
     """Compare as the session does, each rank's namespace in this process."""
-    found = [on_rank.replica(names, each, rank) for rank, each in enumerate(namespaces)]
+    found = [
+        on_rank.replica(names, each, rank=rank, device=CPU) for rank, each in enumerate(namespaces)
+    ]
     replicas = [
         RankReplica(
             rank=each.rank,
@@ -52,7 +55,6 @@ def checked(namespaces: Sequence[Namespace], *names: str, **facts: object) -> Re
 
 def with_facts(held: Held, facts: Mapping[str, object]) -> Held:
     return Held(
-        kind=held.kind,
         parts=held.parts,
         sharded=held.sharded,
         is_missing=held.is_missing,
@@ -114,9 +116,9 @@ def test_causes():
     )
     apart = [trained(data_seed=seed) for seed in (0, 1)]
     result = checked(apart, "model", "optimizer")
-    assert "nothing averages its gradients" in cause(result, Part.PARAMETERS)
+    assert "Nothing averages the gradients" in cause(result, Part.PARAMETERS)
     assert "own samples" in cause(result, Part.GRADIENTS)
-    assert "no DDP sends rank 0's" in cause(result, Part.BUFFERS)
+    assert "nothing sends rank 0's" in cause(result, Part.BUFFERS)
     assert "those of the ranks differ" in cause(result, Part.STATE)
     skipped = [trained(num_steps=3), trained(num_steps=2)]
     text = "A rank skipped a step: optimizer has counted 2 on rank 1 and 3 on rank 0."
@@ -184,7 +186,7 @@ def test_a_large_tensor_is_measured_in_part_and_says_so():
 def test_many_ranks_stay_readable():
     namespaces = [{"t": torch.full((3,), float(rank))} for rank in range(64)]
     text = checked(namespaces, "t").text()
-    assert "64 different ones on ranks 0-63, 3 of 3 elements (of 16 of the ranks)" in text
+    assert "another on each of ranks 0-63, 3 of 3 elements (of 16 of the ranks)" in text
 
 
 def test_nothing_to_compare_is_one_sentence():
@@ -209,7 +211,7 @@ def test_nothing_changes():
     version = namespace["model"][0].weight._version
     state, grad = torch.get_rng_state(), namespace["model"][0].weight.grad.clone()
     np_state = np.random.get_state()[1].copy()
-    on_rank.replica((), namespace, 0)
+    on_rank.replica((), namespace, rank=0, device=CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert np.array_equal(np.random.get_state()[1], np_state)
     assert torch.equal(namespace["model"][0].weight.grad, grad)

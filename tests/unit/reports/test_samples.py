@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 
 from ddpnb.history.comparison import Comparison
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.messages import RunReport
+from ddpnb.protocol.messages import Mark, MarkKind, RunReport
 from ddpnb.protocol.replicas import RankSamples, SamplerSpec
 from ddpnb.rank.trace import replicas as on_rank
 from ddpnb.reports.inside.samples import MAX_CELLS, Handout, handout_of, handout_of_run
@@ -33,7 +33,7 @@ def texts(handout: Handout) -> list[str]:
 def test_padding_repeats_samples_and_drop_last_leaves_some_out():
     padded = handed_out(4, SamplerSpec(num_samples=30))
     assert [row.repeated().tolist() for row in padded.rows] == [[0, 1]] * 3
-    assert padded.rows[0].owners(0) == (0, 2)
+    assert padded.rows[0].owners()[0] == [0, 2]
     assert padded.rows[0].shares() == "8 each"
     assert "2 samples handed out more than once: padding" in padded.text()
     assert "handed out more than once" in texts(padded)
@@ -44,6 +44,8 @@ def test_padding_repeats_samples_and_drop_last_leaves_some_out():
 
 
 def test_set_epoch_shuffles_anew_and_its_absence_is_said():
+    in_order = handed_out(2, SamplerSpec(num_samples=20, sets_epoch=False))
+    assert "Every epoch is the same: not shuffled." in in_order.sentence()
     spec = SamplerSpec(num_samples=20, shuffle=True)
     shuffled = handed_out(2, spec)
     assert not shuffled.rows[1].is_like(shuffled.rows[0])
@@ -53,7 +55,10 @@ def test_set_epoch_shuffles_anew_and_its_absence_is_said():
     stuck = handed_out(2, replace(spec, sets_epoch=False))
     assert stuck.rows[1].is_like(stuck.rows[0])
     assert "epoch 1: the same" in stuck.text()
-    assert "without set_epoch(epoch)" in stuck.sentence()
+    assert (
+        "Every epoch is the same: without set_epoch(epoch) it is not shuffled anew."
+        in stuck.sentence()
+    )
 
 
 def test_a_loader_is_read_without_consuming_it():
@@ -131,6 +136,15 @@ def test_shards_of_an_asynchronous_run():
     cut = handout_of_run("race/async", run_with_shards((0, 3), (1, 2, 5), num_steps=50))
     assert cut.rows[0].num_cells == 4  # from there on not all were noted
     assert "Who got which was noted for the first 4." in cut.notes
+
+
+def test_shards_of_a_worker_that_died_are_not_called_nobodys():
+    comparison = run_with_shards((0, 2, 4))
+    marks = (Mark(rank=1, seconds=1.0, kind=MarkKind.DIED),)
+    comparison = replace(comparison, runs=(replace(comparison.runs[0], marks=marks),))
+    handout = handout_of_run("race", comparison)
+    assert "not known: 1 3" in handout.text()
+    assert "What rank 1 trained on before its death is not known." in handout.notes
 
 
 def test_a_run_without_shards_is_one_sentence():
