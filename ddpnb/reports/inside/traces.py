@@ -55,14 +55,13 @@ def joined(
     """Return what several ranks recorded as one trace."""
     spans = [span for each in recorded for span in each.spans]
     begin, end = bounds(spans)
-    most = max((len(each.spans) for each in recorded), default=0)
+    most = max((len(rank.spans) for rank in recorded), default=0)
     num_open = sum(each.num_open for each in recorded)
     notes = [CLOCK]
     if spans:
-        notes.append(
-            f"Recording costs about {in_units(CALL_SECONDS)} a call: {in_units(most * CALL_SECONDS)} "
-            f"of the {in_units(end - begin)} from the first call to the last end."
-        )
+        cost, shown = in_units(most * CALL_SECONDS), in_units(end - begin)
+        each = in_units(CALL_SECONDS)
+        notes.append(f"Recording costs about {each} a call, here {cost} of {shown}.")
     if backend == "nccl":
         notes.append(ON_GPU)
     if num_open:
