@@ -64,8 +64,6 @@ class RankSpans:
     num_dropped: int = 0
     num_open: int = 0
     """Calls that had not ended when the cell did; their spans end with the cell."""
-    own_seconds: float = 0.0
-    """How long the calls took longer because they were recorded."""
 
 
 # -- one collective, shown -----------------------------------------------------------------

@@ -211,7 +211,11 @@ class RunningCell(SupervisedCall):
         reports = self._watch.returned.values()
         recorded = [r.trace for r in reports if isinstance(r, CellReport) and r.trace is not None]
         number = self._spec.execution_count
-        name = Path(self._spec.script.name).name if self._spec.script else f"Cell {number}"
+        name = (
+            Path(self._spec.script.name).name
+            if self._spec.script
+            else f"Cell {number or ''}".strip()
+        )
         title = f"{name} on {counted(len(self.ranks), 'rank')}"
         states = self._cluster.states
         self.trace = TraceResult(joined(title, len(states), recorded, backend=states[0].backend))

@@ -92,7 +92,7 @@ def test_ranks_wait_for_the_one_that_is_late(ranks):
     assert begin[1] > max(begin[0], begin[2])
     waits = [e for e in chrome_trace(trace)["traceEvents"] if e.get("cat") == "wait"]
     assert {e["pid"] for e in waits} >= {1, 3}  # of ranks 0 and 2
-    assert any("Recording took" in note for note in trace.notes)
+    assert any("Recording costs" in note for note in trace.notes)
 
 
 def many(state, folder) -> RankSpans:

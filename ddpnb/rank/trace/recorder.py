@@ -1,10 +1,11 @@
 """Which collectives, messages and calls of the store are made while a cell runs?  (Ranks.)
 
-While a cell is traced, a kernel in torch's dispatcher stands directly before the backend's, so that
-it sees the calls of DDP and FSDP too, from C++ as well.  A span begins when the backend is called
-and ends when its work is complete: gloo's threads report that to Python, so an end may be seen late
-while another thread holds Python's lock.  All ranks of a host share the clock
-(``time.monotonic``).  Nothing of this is in place while no cell is traced.
+While a cell is traced, methods of ``ProcessGroup`` are wrapped, and for torch's calls from C++,
+such as DDP's, a kernel in torch's dispatcher stands directly before the backend's.  A span begins
+when the backend is called and ends when its work is complete.  Where nobody waits for it at once,
+one of gloo's threads reports that to Python, and the end may be seen late while another thread
+holds Python's lock.  All ranks of a host share the clock (``time.monotonic``).  Nothing of this is
+in place while no cell is traced.
 """
 
 import contextlib
@@ -18,7 +19,6 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Final, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -75,7 +75,6 @@ class TraceRecorder:
         self._calls: list[list[Any]] = []
         self._store_calls: list[Span] = []
         self._num_dropped = 0
-        self._own_seconds = 0.0
         self._waiter: threading.Thread | None = None
         self._waited: SimpleQueue[tuple[Any, Callable[[object], None]] | None] = SimpleQueue()
         self.is_open = True
@@ -87,11 +86,9 @@ class TraceRecorder:
         if len(self._calls) >= self._max_spans:
             self._num_dropped += 1
             return None
-        began = time.perf_counter()
         size = None if tensors is None else size_of(tensors)
         call = [name, 0.0, _OPEN, size, group, users_line()]
         self._calls.append(call)
-        self._own_seconds += time.perf_counter() - began
         call[_START] = time.monotonic()
         return call
 
@@ -101,7 +98,6 @@ class TraceRecorder:
         def end(_: object) -> None:
             call[_END] = time.monotonic()
 
-        began = time.perf_counter()
         try:
             work.get_future().add_done_callback(end)
         except RuntimeError:  # gloo's reduce_scatter has no future
@@ -109,7 +105,6 @@ class TraceRecorder:
                 self._waiter = threading.Thread(target=self._wait, name="ddpnb-trace", daemon=True)
                 self._waiter.start()
             self._waited.put((work, end))
-        self._own_seconds += time.perf_counter() - began
 
     def note(self, name: str, key: str, value: object, start: float) -> None:
         """Note a call of a store that has ended."""
@@ -156,7 +151,6 @@ class TraceRecorder:
             spans=(*spans, *self._store_calls),
             num_dropped=self._num_dropped,
             num_open=num_open,
-            own_seconds=self._own_seconds,
         )
 
     def _wait(self) -> None:
@@ -223,23 +217,34 @@ def _kernel(collective: Collective, recorder: TraceRecorder) -> Callable[..., An
 def _method(
     collective: Collective, recorder: TraceRecorder, original: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return the replacement of a method: in inference mode new tensors pass no kernel."""
+    """Return the replacement of a method of ``ProcessGroup``.
+
+    A call that its caller waits for at once is waited for here: the end is exact, and none of
+    gloo's threads has to wait for Python's lock.
+    """
     place = size_argument(collective)
 
     @torch_internals.not_compiled
     @functools.wraps(original)
     def method(group: dist.ProcessGroup, *arguments: Any, **options: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return original(group, *arguments, **options)
-        tensors = arguments[place] if place is not None and place < len(arguments) else None
+        if place is not None and place >= len(arguments):
+            return original(group, *arguments, **options)  # its kernel records it
+        tensors = None if place is None else arguments[place]
         call = recorder.begin(collective.name, tensors, ranks_of(group))
         recorder.seen.by_method = True
         try:
             work = original(group, *arguments, **options)
         finally:
             recorder.seen.by_method = False
-        if call is not None and isinstance(work, dist.Work):
+        if call is None:
+            return work
+        is_waited_for = not getattr(arguments[-1] if arguments else None, "asyncOp", True)
+        if work is not None and not is_waited_for:
             recorder.attend(call, work)
+            return work
+        if work is not None:
+            work.wait()
+        call[_END] = time.monotonic()
         return work
 
     return method

@@ -37,6 +37,7 @@ REDUCED = "#f0cf65"
 LEFT, BEFORE, AFTER, SENT, FORMULA, TIME = 0.3, 1.35, 6.25, 10.75, 11.95, 12.95
 """Inches from the left: the names of the ranks, the tensors, the columns of numbers."""
 CELLS_WIDTH = 4.3
+MAX_CHUNKS = 16
 ROW_HEIGHT, CELL_HEIGHT, LARGEST_CELL = 0.5, 0.36, 0.52
 GAP = 0.1
 """Inches between two chunks."""
@@ -359,7 +360,8 @@ def colour_of_rank(rank: int) -> str:
 
 def _num_cells(chunks: Sequence[Sequence[float]]) -> float:
     """Return the room that chunks take, in cells: a gap counts as a fifth of one."""
-    return sum(map(len, chunks)) + 0.2 * max(0, len(chunks) - 1)
+    shown = chunks[:MAX_CHUNKS]
+    return sum(map(len, shown)) + 0.2 * max(0, len(shown) - 1)
 
 
 def _cells(
@@ -378,18 +380,27 @@ def _cells(
         axes.text(left, middle, "–", fontsize=SMALL_POINTS, color=look.muted, va="center")
         return
     width = min(LARGEST_CELL, (CELLS_WIDTH - 0.3) / max(widest, 1))
-    x = left
-    for chunk in chunks:
+    x, places, colours = left, [], []
+    for chunk in chunks[:MAX_CHUNKS]:
         for value in chunk:
             rank = int(value // 10) - 1
-            colour = REDUCED if is_reduced else colour_of_rank(rank) if rank >= 0 else look.rule
-            place = {"align": "edge", "edgecolor": look.paper, "linewidth": 1.0}
-            axes.bar(x, CELL_HEIGHT, width, middle - CELL_HEIGHT / 2, color=colour, **place)
+            colours.append(REDUCED if is_reduced else colour_of_rank(rank))
+            places.append(x)
             text = f"{value:g}" if abs(value) < 1e5 else f"{value:.0e}".replace("e+0", "e")
             points = min(SMALL_POINTS - 1, width * 72 / (0.66 * max(len(text), 2)))
             options = {"fontsize": points, "color": INK, "ha": "center", "va": "center"}
             axes.text(x + width / 2, middle + 0.01, text, **options)
             x += width
         x += 0.2 * width
-    if num_numbers > sum(map(len, chunks)):
+    axes.bar(
+        places,
+        CELL_HEIGHT,
+        width,
+        middle - CELL_HEIGHT / 2,
+        color=colours,
+        align="edge",
+        edgecolor=look.paper,
+        linewidth=1.0,
+    )
+    if num_numbers > len(places):
         axes.text(x - 0.1 * width, middle, "…", fontsize=FONT_POINTS, color=look.muted, va="center")

@@ -26,6 +26,8 @@ from ddpnb.reports.table import Cell, Column, Table, table_row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+CALL_SECONDS = 20e-6
+"""What recording costs: 16 microseconds where a call is waited for at once, 22 elsewhere."""
 PNG_DPI = 100
 MAX_KEYS = 200
 """Keys that the store's table lists."""
@@ -53,12 +55,13 @@ def joined(
     """Return what several ranks recorded as one trace."""
     spans = [span for each in recorded for span in each.spans]
     begin, end = bounds(spans)
-    own = max((each.own_seconds for each in recorded), default=0.0)
+    most = max((len(rank.spans) for rank in recorded), default=0)
     num_open = sum(each.num_open for each in recorded)
     notes = [CLOCK]
     if spans:
-        shown = in_units(end - begin)
-        notes.append(f"Recording took {in_units(own)} of the {shown} shown, on the busiest rank.")
+        cost, shown = in_units(most * CALL_SECONDS), in_units(end - begin)
+        each = in_units(CALL_SECONDS)
+        notes.append(f"Recording costs about {each} a call, here {cost} of {shown}.")
     if backend == "nccl":
         notes.append(ON_GPU)
     if num_open:

@@ -1,0 +1,229 @@
+"""Traces as pictures, texts, tables and files, without a cluster."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec, RankSpans, Span, Trace
+from ddpnb.reports.inside.collective import GLOO, CollectiveResult, all_sent
+from ddpnb.reports.inside.spans import TimeAxis, last_arrivals
+from ddpnb.reports.inside.timeline import draw_timeline, timeline_text
+from ddpnb.reports.inside.traces import TraceResult, chrome_trace, joined
+from ddpnb.session.inside import collective_spec
+
+
+def call(rank: int, start: float, end: float, name: str = "all_reduce", **options) -> Span:
+    options = {"group": (0, 1), "num_bytes": 4000, "line": "line 3"} | options
+    return Span(rank=rank, lane="communication", name=name, start=start, end=end, **options)
+
+
+def trace_of(*spans: Span, num_ranks: int = 2, **options) -> Trace:
+    return Trace(title="Cell 3 on 2 ranks", num_ranks=num_ranks, spans=spans, **options)
+
+
+TWO = trace_of(call(0, 1.0, 1.5), call(1, 1.3, 1.5), call(0, 1.6, 1.7), call(1, 1.6, 1.7))
+
+
+def many_ranks(num_ranks: int) -> Trace:
+    group = tuple(range(num_ranks))
+    spans = [
+        replace(each, group=group)
+        for rank in group
+        for each in (
+            call(rank, 1.0 + 0.4 * rank / num_ranks, 1.5),
+            call(rank, 1.55, 1.6, "broadcast"),
+            Span(rank=rank, lane="compute", name="forward", start=0.5, end=1.0),
+        )
+    ]
+    return trace_of(*spans, num_ranks=num_ranks)
+
+
+def texts_in(figure) -> str:
+    found = [each.get_text() for axes in figure.axes for each in axes.texts]
+    return "\n".join([*found, *(each.get_text() for each in figure.texts)])
+
+
+def test_who_is_early_waits_for_the_last():
+    assert last_arrivals(TWO) == [1.3, 1.3, 1.6, 1.6]
+
+
+def test_the_kth_calls_meet_and_other_groups_do_not_count():
+    sub = [call(0, 0.0, 2.0, group=(0, 2)), call(2, 0.9, 2.0, group=(0, 2))]
+    assert last_arrivals(trace_of(*sub, *TWO.spans, num_ranks=3))[:3] == [0.9, 0.9, 1.3]
+
+
+def test_different_calls_do_not_meet():
+    assert last_arrivals(trace_of(call(0, 1, 3), call(1, 2, 3, "broadcast"))) == [1, 2]
+
+
+def test_a_receiver_waits_for_the_sender_and_not_the_other_way_round():
+    messages = [call(0, 2.0, 3.0, "send"), call(1, 1.0, 3.0, "recv")]
+    assert last_arrivals(trace_of(*messages)) == [2.0, 2.0]
+    messages = [call(0, 1.0, 3.0, "send"), call(1, 2.0, 3.0, "recv")]
+    assert last_arrivals(trace_of(*messages)) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 16, 64])
+def test_every_rank_has_its_row_up_to_sixteen(num_ranks, dark):
+    figure = draw_timeline(many_ranks(num_ranks), dark=dark)
+    lines = texts_in(figure).splitlines()
+    shown = [line for line in lines if line.startswith("rank ")]
+    assert shown == [f"rank {rank}" for rank in range(min(num_ranks, 16))]
+    assert ("And 48 more ranks, which are not drawn." in lines) == (num_ranks == 64)
+    assert figure.get_size_inches()[1] < 14
+
+
+def test_a_rank_without_a_span_is_named_too():
+    assert "nothing" in texts_in(draw_timeline(trace_of(call(0, 1, 2), num_ranks=2)))
+
+
+def test_the_text_says_who_waited_and_how_long():
+    text = timeline_text(replace(TWO, num_dropped=1_000_000))
+    assert "rank 0: 2 all_reduce (600 ms, 8.0 kB, 300 ms of it waiting for the last rank)" in text
+    assert "1,000,000 later calls are missing" in text
+    assert "rank 1 all_reduce, 200 ms, 4.0 kB, ranks 0-1, line 3" in text
+
+
+def test_a_long_trace_is_shortened_in_words_and_drawn_whole():
+    spans = [call(rank, k, k + 0.5) for k in range(5_000) for rank in (0, 1)]
+    assert timeline_text(trace_of(*spans)).endswith("and 9,960 more")
+    draw_timeline(trace_of(*spans))
+
+
+def test_long_times_without_a_call_are_folded():
+    spans = [call(0, 0.0, 0.1), call(0, 9.0, 9.1), call(0, 9.12, 9.2)]
+    axis = TimeAxis(spans)
+    assert axis.folds == [(0.1, 9.0)]
+    places = [axis.place(time) for time in (0.0, 0.1, 9.0, 9.1, 9.2)]
+    assert places == sorted(places)
+    assert axis.length == pytest.approx(0.3 * 1.03)
+    assert "8,900 ms" in texts_in(draw_timeline(trace_of(*spans))).replace("8.90 s", "8,900 ms")
+
+
+def test_the_file_has_a_process_per_rank_and_no_spans_that_cross():
+    overlapping = [*TWO.spans, call(0, 1.4, 1.9, "broadcast"), call(1, 1.4, 1.9, "broadcast")]
+    events = json.loads(json.dumps(chrome_trace(trace_of(*overlapping))))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {1: "rank 0", 2: "rank 1"}
+    spans = [e for e in events if e["ph"] == "X" and e["cat"] == "communication"]
+    assert spans[0]["args"]["bytes"] == 4000
+    assert spans[0]["args"]["line"] == "line 3"
+    assert spans[0]["args"]["Process Group Ranks"] == [0, 1]
+    threads: dict = {}
+    for each in sorted(spans, key=lambda e: e["ts"]):
+        place = each["pid"], each["tid"]
+        assert each["ts"] >= threads.get(place, 0)
+        threads[place] = each["ts"] + each["dur"]
+    arrows = [e for e in events if e["ph"] in "sf"]
+    assert {e["id"] for e in arrows if e["ph"] == "s"} == {e["id"] for e in arrows}
+
+
+def test_a_trace_is_saved_as_the_ending_says(tmp_path: Path):
+    result = TraceResult(TWO)
+    assert "ui.perfetto.dev" in result.save(tmp_path / "deep" / "trace.json")
+    assert (tmp_path / "deep" / "trace.json").read_text().startswith('{"schemaVersion"')
+    result.save(tmp_path / "trace.svg")
+    assert "<svg" in (tmp_path / "trace.svg").read_text()
+    with pytest.raises(UserError, match=r"end it with \.json"):
+        result.save(tmp_path / "trace.txt")
+
+
+def test_a_notebook_keeps_picture_and_text():
+    bundle = TraceResult(TWO)._repr_mimebundle_()
+    assert bundle.keys() == {"text/plain", "text/html", "image/png"}
+    assert bundle["text/plain"] in bundle["text/html"].replace("&gt;", ">")
+
+
+def test_a_cell_without_collectives_is_one_sentence():
+    result = TraceResult(joined("Cell 1", 2, [RankSpans(rank=r, spans=()) for r in (0, 1)]))
+    assert result._repr_mimebundle_() == {"text/plain": repr(result)}
+    assert repr(result).startswith("No rank called a collective")
+    with pytest.raises(UserError, match="nothing to draw"):
+        result.plot()
+
+
+def test_what_is_not_known_is_said():
+    open_one = RankSpans(rank=0, spans=(call(0, 1, 2),), num_open=1)
+    notes = joined("Cell 1", 2, [open_one], backend="nccl").notes
+    assert any("had not ended" in note for note in notes)
+    assert "Nothing is known of rank 1." in notes
+    assert any("queued on the GPU" in note for note in notes)
+
+
+def test_the_store_says_who_set_read_and_waited():
+    def asked(rank: int, name: str, seconds: float, value: str = "") -> Span:
+        return Span(
+            rank=rank, lane="store", name=name, start=1, end=1 + seconds, key="k", value=value
+        )
+
+    calls = [asked(0, "set", 0.0, "hello"), asked(1, "wait", 0.25), asked(1, "get", 0.0, "hello")]
+    table = TraceResult(trace_of(*calls)).store()
+    (row,) = table.rows
+    assert [cell.text for cell in row][:5] == ["k", "rank 0", "hello", "rank 1", "250 ms by rank 1"]
+    assert "new_group" in TraceResult(TWO).store().notes[0]
+
+
+# -- one collective ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num", range(1, 17))
+def test_formulas_add_up_to_what_the_ranks_receive(num):
+    """A tensor of B bytes must reach whom it is for: the least that all together send."""
+    least = {"broadcast": num - 1, "gather": num - 1, "scatter": num - 1, "all_gather": num - 1}
+    for name, share in least.items():
+        total = sum(GLOO[name].sent(1.0, num, place) for place in range(num))
+        assert total == pytest.approx(share * (num if name == "all_gather" else 1))
+    span = call(0, 0, 1, "all_reduce", group=tuple(range(num)), num_bytes=1000)
+    assert all_sent(span) == pytest.approx(2 * (num - 1) / num * 1000)
+
+
+def shown(num_ranks: int, **options) -> CollectiveResult:
+    spec = CollectiveSpec(name="all_gather", ranks=tuple(range(num_ranks)))
+    of_rank = [
+        CollectiveShown(
+            rank=rank,
+            before=((10.0 * (rank + 1),),),
+            after=tuple((10.0 * (other + 1),) for other in range(num_ranks)),
+            num_given=1_000_000,
+            num_got=1_000_000 * num_ranks,
+            seconds=0.004,
+            small_seconds=0.001,
+            num_bytes_sent=None,
+            backend="gloo",
+            **options,
+        )
+        for rank in range(num_ranks)
+    ]
+    return CollectiveResult(spec, of_rank)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 16, 64])
+def test_a_collective_is_drawn_up_to_sixteen_ranks(num_ranks, dark):
+    result = shown(num_ranks)
+    text = texts_in(result.plot(dark=dark))
+    assert ("And 48 more ranks, not drawn." in text) == (num_ranks == 64)
+    assert ("There is one rank: nothing is sent." in text) == (num_ranks == 1)
+    if num_ranks > 1:
+        assert "Bandwidth-bound at this size" in result.text()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("all_redduce", {}, "did you mean all_reduce"),
+        ("broadcast", {"op": "max"}, "leave --op out"),
+        ("all_reduce", {"op": "median"}, "no op 'median'"),
+        ("all_reduce", {"root": 1}, "leave --root out"),
+        ("reduce", {"root": 7}, "--root 7 does not take part"),
+        ("all_reduce", {"size": "many"}, "no size 'many'"),
+        ("all_reduce", {"size": "4GB"}, "at most 256MB"),
+    ],
+)
+def test_what_does_not_suit_a_collective_is_one_sentence(name, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        collective_spec(name, 4, **options)
