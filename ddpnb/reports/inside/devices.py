@@ -3,6 +3,7 @@
 Pure functions of what the ranks have measured.
 """
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -215,4 +216,4 @@ def _devices_named(figure: Figure) -> Figure:
 
 
 def _named(text: str) -> str:
-    return text.replace("rank ", "device ").replace("ranks ", "devices ")
+    return re.sub(r"\brank(s?)\b", r"device\1", text)

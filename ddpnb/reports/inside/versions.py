@@ -37,9 +37,10 @@ from ddpnb.reports.style import FONT_POINTS, PART_COLOURS, SMALL_POINTS
 from ddpnb.reports.table import Column, Table, table_row
 
 MAX_UPDATES = 36
-"""Gradients that are drawn, all workers together."""
+"""Gradients that are drawn, all workers together; of many workers, three of each."""
 WAITED_SECONDS = 1e-4
 """From which wait on a worker's next version is not the one that it has just written."""
+_DEATHS = (MarkKind.KILLED, MarkKind.DIED)
 COLOURS = (
     "#3f6fb0", "#c2703d", "#3d8a5f", "#8a5aa8", "#a8893a", "#b0486b", "#4a8c93", "#7a7a7a",
 )  # fmt: skip
@@ -68,12 +69,13 @@ class AsyncInspection:
 
     def window(self) -> tuple[Update, ...]:
         """Return the updates that are drawn: about a death, else after the first few."""
-        first = max(0, min(2 * self.num_ranks, len(self.updates) - MAX_UPDATES))
+        num = max(MAX_UPDATES, 3 * min(self.num_ranks, MAX_RANKS))
+        first = max(0, min(2 * self.num_ranks, len(self.updates) - num))
         deaths = [mark.seconds for mark in self.marks if mark.kind in _DEATHS]
         if deaths:
             before = sum(each.end <= deaths[0] for each in self.updates)
-            first = max(0, min(before - MAX_UPDATES // 2, len(self.updates) - MAX_UPDATES))
-        return self.updates[first : first + MAX_UPDATES]
+            first = max(0, min(before - num // 2, len(self.updates) - num))
+        return self.updates[first : first + num]
 
     def table(self) -> Table:
         """Return a row for each worker, with what they show as notes."""
@@ -128,9 +130,6 @@ class AsyncInspection:
 
     def __repr__(self) -> str:
         return f"{versions_text(self)}\n\n{self.table().text()}"
-
-
-_DEATHS = (MarkKind.KILLED, MarkKind.DIED)
 
 
 def async_inspection(comparison: Comparison) -> AsyncInspection:
