@@ -37,7 +37,7 @@ def namespace_of(state: RankState, wrapped: bool, has_unused: bool) -> dict[str,
     torch.manual_seed(0)
     model: nn.Module = Net(has_unused=has_unused)
     if wrapped:
-        model = DistributedDataParallel(model, bucket_cap_mb=0.0001)
+        model = DistributedDataParallel(model, bucket_cap_mb=0.01)
     torch.manual_seed(state.rank)
     x, y = torch.randn(6, 8), torch.randint(4, (6,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -76,12 +76,12 @@ def everything(names: dict[str, Any]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_the_traced_bytes_are_those_of_the_gradients_and_nothing_changes(ranks, wrapped: bool):
     loss = "nn.functional.cross_entropy(output, y)"
-    spec = spec_of(loss=loss, optimizer="optimizer", bucket_caps=(1.0,))
+    spec = spec_of(loss=loss, optimizer="optimizer", bucket_caps=(0.0001,))
     for rank, answer in enumerate(ranks(2).call(inspected, spec, wrapped, False)):
         found, report, is_same, _ = answer
         assert is_same
         total = sum(each.num_bytes for each in found.parameters)
-        assert [each.cap_mb for each in report.caps] == [0.0001 if wrapped else 25.0, 1.0]
+        assert [each.cap_mb for each in report.caps] == [0.01 if wrapped else 25.0, 0.0001]
         for cap in report.caps:
             assert sum(bucket.num_bytes for bucket in cap.buckets) == total
             assert set(cap.ready_seconds) == {each.name for each in found.parameters}
@@ -94,7 +94,7 @@ def test_the_traced_bytes_are_those_of_the_gradients_and_nothing_changes(ranks, 
                 names = [s.name for s in step if s.lane == "compute"]
                 assert names[:2] == ["forward", "backward"]
                 assert names[-1] == "update"
-        assert len(report.caps[0].buckets) == (3 if wrapped else 1)
+        assert [len(cap.buckets) for cap in report.caps] == [1, 3]
         assert found.held["optimizer"] == found.held["gradients"] == total
 
 
