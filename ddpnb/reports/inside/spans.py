@@ -1,8 +1,9 @@
 """What the spans of a trace say, as numbers and in words (kernel)."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, final
 
 from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.trace import Span, Trace
@@ -10,8 +11,14 @@ from ddpnb.reports.formatting import counted, number, size
 
 MAX_RANKS = 16
 """Ranks that are drawn; of the others only the number is said."""
+MAX_FOLDS = 8
+LEAST_FOLD = 0.15
+"""The share of the rest of the axis from which on a time without spans is folded."""
+FOLD_WIDTH = 0.03
+"""The width of a fold, as a share of the rest."""
 MAX_LINES = 40
 """Spans that the text lists."""
+MESSAGES = ("send", "recv")
 SERVER = -1
 """The rank of the parameter server."""
 
@@ -20,7 +27,7 @@ def timeline_text(trace: Trace) -> str:
     """Return a trace in words: what each rank did in all, who waited, and the first spans."""
     until = last_arrivals(trace)
     begin, end = bounds(trace.spans)
-    lines = [f"{trace.title}: {counted(trace.num_ranks, 'rank')}, {in_units(end - begin)}"]
+    lines = [f"{trace.title}: {in_units(end - begin)} from the first call to the last end"]
     for rank in shown_ranks(trace):
         name = "server" if rank == SERVER else f"rank {rank}"
         lines.append(f"{name}: {_sum_of(trace, rank, until) or 'nothing'}")
@@ -66,31 +73,40 @@ def in_units(seconds: float) -> str:
     return f"{number(seconds * scale)} {unit}"
 
 
-def last_arrivals(trace: Trace) -> list[float]:
-    """Return for each span until when it waited for the last rank to make the same call.
+def meetings(trace: Trace) -> list[list[int]]:
+    """Return which spans are one collective, or one message, as indices; the last to come is last.
 
     The k-th call of one rank in a group meets the k-th call of each other rank there; a ``send``
-    meets the receiver's ``recv``.  A span that did not wait, or of which the others' calls are not
-    known, has its own start.
+    meets the receiver's ``recv``.  Calls of which not every rank's is known are left out.
     """
     numbers: Counter[Any] = Counter()
-    meetings: dict[Any, list[int]] = defaultdict(list)
+    found: dict[Any, list[int]] = defaultdict(list)
     for index in sorted(range(len(trace.spans)), key=lambda index: trace.spans[index].start):
         span = trace.spans[index]
         if span.lane != "communication" or len(span.group) < 2:
             continue
-        meeting = "message" if span.name in ("send", "recv") else "collective"
-        place = meeting, span.group, span.rank
-        meetings[meeting, span.group, numbers[place]].append(index)
+        kind = "message" if span.name in MESSAGES else "collective"
+        place = kind, span.group, span.rank
+        found[kind, span.group, numbers[place]].append(index)
         numbers[place] += 1
+    return [
+        indices
+        for (kind, group, _), indices in found.items()
+        if len(indices) == len(group)
+        and (kind == "message" or len({trace.spans[index].name for index in indices}) == 1)
+    ]
+
+
+def last_arrivals(trace: Trace) -> list[float]:
+    """Return for each span until when it waited for the last rank to make the same call.
+
+    A span that did not wait, or of which the others' calls are not known, has its own start.
+    """
     found = [span.start for span in trace.spans]
-    for (meeting, group, _), indices in meetings.items():
-        spans = [trace.spans[index] for index in indices]
-        is_alike = meeting == "message" or len({span.name for span in spans}) == 1
-        if len(spans) != len(group) or not is_alike:
-            continue
-        last = max(span.start for span in spans)
-        for index, span in zip(indices, spans, strict=True):
+    for indices in meetings(trace):
+        last = trace.spans[indices[-1]].start
+        for index in indices:
+            span = trace.spans[index]
             if span.name != "send":  # it does not wait for the receiver
                 found[index] = min(last, span.end)
     return found
@@ -114,11 +130,61 @@ def notes_of(trace: Trace) -> list[str]:
     notes = list(trace.notes)
     if trace.num_dropped:
         notes.append(
-            f"{trace.num_dropped:,} later spans were not kept: a trace holds a limited number."
+            f"{trace.num_dropped:,} later calls are missing: a trace holds the first of each rank."
         )
     if rest := rest_of(trace):
         notes.append(f"{rest[0].upper()}{rest[1:]}, which are not drawn.")
     return notes
+
+
+@final
+class TimeAxis:
+    """Where a time is on an axis on which long times without any span are folded."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.begin, self.end = bounds(spans)
+        self.folds: list[tuple[float, float]] = []
+        """From when to when nothing is drawn, in order."""
+        gaps = _gaps(spans)
+        rest = self.end - self.begin
+        while gaps and len(self.folds) < MAX_FOLDS:
+            longest = max(gaps, key=lambda gap: gap[1] - gap[0])
+            if longest[1] - longest[0] < LEAST_FOLD * rest:
+                break
+            gaps.remove(longest)
+            self.folds.append(longest)
+            rest -= longest[1] - longest[0]
+        self.folds.sort()
+        self.fold_width = FOLD_WIDTH * rest
+
+    @property
+    def length(self) -> float:
+        """From the left to the right end."""
+        return self.place(self.end)
+
+    def place(self, time: float) -> float:
+        """Return where a time is, in seconds from the left end."""
+        found = time - self.begin
+        for start, end in self.folds:
+            if time >= end:
+                found += self.fold_width - (end - start)
+            elif time > start:
+                found -= (time - start) * (1 - self.fold_width / (end - start))
+        return found
+
+    def parts(self) -> list[tuple[float, float]]:
+        """Return the times between two folds."""
+        edges = [self.begin, *(edge for fold in self.folds for edge in fold), self.end]
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _gaps(spans: Sequence[Span]) -> list[tuple[float, float]]:
+    found, latest = [], math.inf
+    for start, end in sorted((span.start, span.end) for span in spans):
+        if start > latest:
+            found.append((latest, start))
+        latest = end if math.isinf(latest) else max(latest, end)
+    return found
 
 
 def bounds(spans: Sequence[Span]) -> tuple[float, float]:

@@ -17,12 +17,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from ddpnb.protocol.trace import Span, Trace
 from ddpnb.reports.formatting import size
 from ddpnb.reports.inside.spans import (
     SERVER,
-    bounds,
+    TimeAxis,
+    in_units,
     kind_of,
     last_arrivals,
     notes_of,
@@ -138,7 +140,9 @@ def draw_timeline(trace: Trace, *, dark: bool = False) -> Figure:
     bands = len({row.rank for row in rows})
     num_levels = sum(row.num_levels for row in rows) + 0.5 * bands
     level = min(max(MAX_ROWS_HEIGHT / max(num_levels, 1), LEAST_LEVEL_HEIGHT), LEVEL_HEIGHT)
-    notes = [line for note in notes_of(trace) for line in wrapped(note)]
+    time = TimeAxis(trace.spans)
+    folded = ["Grey: a time in which nothing was called, folded."] if time.folds else []
+    notes = [line for note in (*notes_of(trace), *folded) for line in wrapped(note)]
     rows_height = max(num_levels * level, 0.6)
     bottom = BOTTOM + NOTE_HEIGHT * len(notes)
     height = TOP + rows_height + bottom
@@ -146,12 +150,10 @@ def draw_timeline(trace: Trace, *, dark: bool = False) -> Figure:
     axes = figure.add_axes(
         (LEFT / WIDTH, bottom / height, (WIDTH - LEFT - RIGHT) / WIDTH, rows_height / height)
     )
-    begin, end = bounds(trace.spans)
-    scale, unit = time_unit(end - begin)
-    _look_of(axes, look, f"{unit} since the first span", (end - begin) * scale, num_levels)
-    pixel = (end - begin) / ((WIDTH - LEFT - RIGHT) * DPI)
+    _look_of(axes, look, num_levels)
+    _scale(axes, time, look)
     for row in rows:
-        _draw_row(axes, row, begin, scale, pixel, level, look)
+        _draw_row(axes, row, time, level, look)
     _name_rows(axes, rows, look, level)
     _legend(axes, rows, look, rows_height)
     for index, line in enumerate(reversed(notes)):
@@ -234,52 +236,46 @@ def _rows(trace: Trace) -> list[_Row]:
     return rows
 
 
-def _draw_row(
-    axes: Axes, row: _Row, begin: float, scale: float, pixel: float, level: float, look: Shades
-) -> None:
-    bars: dict[tuple[str, bool], list[Rectangle]] = defaultdict(list)
+def _draw_row(axes: Axes, row: _Row, time: TimeAxis, level: float, look: Shades) -> None:
+    bars: dict[tuple[str, bool, bool], list[Rectangle]] = defaultdict(list)
     drawn_to: dict[int, float] = {}
+    pixel = time.length / ((WIDTH - LEFT - RIGHT) * DPI)
     for span, until, slot in row.spans:
-        top = row.top + slot
-        if span.end < drawn_to.get(slot, -math.inf) + pixel / 2:
+        start, end = time.place(span.start), time.place(span.end)
+        if end < drawn_to.get(slot, -math.inf) + pixel / 2:
             continue  # less than half a pixel that is not yet drawn
-        drawn_to[slot] = max(span.end, span.start + pixel)
-        colour = colour_of(span)
-        width = max(span.seconds, pixel)
-        edge = Rectangle(((span.start - begin) * scale, top + 0.08), width * scale, 0.84)
-        bars[colour, span.lane == "wait"].append(edge)
-        if until - span.start >= pixel:
-            waiting = (until - span.start) * scale
-            bars[WAITING, True].append(Rectangle(edge.get_xy(), waiting, 0.84))
-        if level >= LABEL_LEVEL:
-            _label(axes, span, until, begin, scale, pixel, top)
-    for (colour, is_hatched), patches in bars.items():
+        drawn_to[slot] = max(end, start + pixel)
+        place, width = (start, row.top + slot + 0.08), max(end - start, pixel)
+        is_thin = width < 5 * pixel
+        bars[colour_of(span), span.lane == "wait", is_thin].append(Rectangle(place, width, 0.84))
+        waited = time.place(until) - start
+        if waited >= pixel:
+            bars[WAITING, True, False].append(Rectangle(place, waited, 0.84))
+        if level >= LABEL_LEVEL and span.lane != "wait":
+            _label(axes, span, start + waited, end, pixel, row.top + slot)
+    for (colour, is_hatched, is_thin), patches in bars.items():
         collection = PatchCollection(
             patches,
             facecolor=look.paper if is_hatched else colour,
             edgecolor=colour if is_hatched else look.paper,
-            linewidth=0.9 if is_hatched else 0.4,
+            linewidth=0.9 if is_hatched else 0.0 if is_thin else 0.4,
             hatch="////" if is_hatched else None,
             zorder=3 if is_hatched else 2,
         )
         axes.add_collection(collection, autolim=False)
 
 
-def _label(
-    axes: Axes, span: Span, since: float, begin: float, scale: float, pixel: float, top: float
-) -> None:
+def _label(axes: Axes, span: Span, start: float, end: float, pixel: float, top: float) -> None:
     """Write a span's name into its bar, with its size and line where there is room."""
-    room = (span.end - since) / pixel / DPI
+    room = (end - start) / pixel / DPI
     texts = [span.name]
     if span.num_bytes:
         texts.insert(0, f"{span.name} {size(span.num_bytes)}")
     if span.line:
         texts.insert(0, f"{texts[0]}, {span.line}")
     text = next((t for t in texts if (len(t) + 1) * CHARACTER <= room), "")
-    if not text or span.lane == "wait":
-        return
     axes.text(
-        ((since + span.end) / 2 - begin) * scale,
+        (start + end) / 2,
         top + 0.52,
         text,
         fontsize=SMALL_POINTS - 2.5,
@@ -297,17 +293,47 @@ def _on(colour: str) -> str:
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else PAPER
 
 
-def _look_of(axes: Axes, look: Shades, x_label: str, length: float, num_levels: float) -> None:
+def _look_of(axes: Axes, look: Shades, num_levels: float) -> None:
     axes.set_facecolor("none")
-    axes.set_xlim(0, length)
     axes.set_ylim(max(num_levels, 1), -0.2)
     axes.set_yticks([])
-    axes.set_xlabel(x_label, fontsize=SMALL_POINTS, color=look.muted)
     axes.tick_params(labelsize=SMALL_POINTS, labelcolor=look.muted, color=look.muted)
     axes.grid(axis="x", color=look.rule, linewidth=1.0)
     axes.set_axisbelow(True)
     for side in axes.spines.values():
         side.set_visible(False)
+
+
+def _scale(axes: Axes, time: TimeAxis, look: Shades) -> None:
+    """Write the times below the axis; a grey band is a time in which nothing happened."""
+    scale, unit = time_unit(time.length)
+    axes.set_xlim(0, time.length)
+    axes.set_xlabel(f"{unit} since the first call", fontsize=SMALL_POINTS, color=look.muted)
+    ticks: dict[float, str] = {}
+    for start, end in time.parts():
+        share = (end - start) / time.length
+        num_bins = max(1, round(9 * share))
+        low, high = (start - time.begin) * scale, (end - time.begin) * scale
+        marks = MaxNLocator(num_bins, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+        inside = [mark for mark in marks if low <= mark <= high]
+        for mark in inside:
+            ticks[time.place(mark / scale + time.begin)] = f"{round(mark, 6):,g}"
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    for start, end in time.folds:
+        left, right = time.place(start), time.place(end)
+        axes.axvspan(left, right, facecolor=look.rule, alpha=0.6, linewidth=0, zorder=1)
+        axes.text(
+            (left + right) / 2,
+            0.5,
+            in_units(end - start),
+            transform=axes.get_xaxis_transform(),
+            rotation=90,
+            fontsize=SMALL_POINTS - 3,
+            color=look.muted,
+            ha="center",
+            va="center",
+            zorder=4,
+        )
 
 
 def _name_rows(axes: Axes, rows: Sequence[_Row], look: Shades, level: float) -> None:

@@ -45,8 +45,8 @@ COLOURS = (
     "#3f6fb0", "#c2703d", "#3d8a5f", "#8a5aa8", "#a8893a", "#b0486b", "#4a8c93", "#7a7a7a",
 )  # fmt: skip
 """Of the workers, in turns."""
-ROW, PANEL_GAP = 0.44, 0.95
-"""Inches: a worker's row, and between two panels."""
+ROW, LEAST_ROW, ROWS_HEIGHT, PANEL_GAP = 0.44, 0.26, 3.6, 0.95
+"""Inches: a worker's row, with many workers, of all rows about; and between two panels."""
 AHEAD_HEIGHT = 1.5
 TIMES = (
     "Each worker's clock starts when all have come to a barrier.  A write is drawn in the middle "
@@ -264,7 +264,8 @@ def draw_versions(inspection: AsyncInspection, *, dark: bool = False) -> Figure:
     rest = inspection.num_ranks - len(ranks)
     notes = [inspection.words()[0]] + ([f"And {rest} more workers."] if rest > 0 else [])
     lines = [line for note in notes for line in wrapped(note)]
-    heights = ROW * (len(ranks) + 1), ROW * len(ranks), AHEAD_HEIGHT
+    row = max(LEAST_ROW, min(ROW, ROWS_HEIGHT / len(ranks)))
+    heights = row * (len(ranks) + 1), row * len(ranks), AHEAD_HEIGHT
     height = 1.15 + sum(heights) + 2 * PANEL_GAP + BOTTOM + NOTE_HEIGHT * len(lines)
     title = f"{inspection.title}: which version each worker reads and writes"
     figure = sheet(height, title, look)
@@ -389,8 +390,7 @@ def _draw_ahead(axes: Any, scene: _Scene) -> None:
         axes.axhline(bound + 0.5, color=look.ink, linewidth=3)
         style: dict[str, Any] = {"fontsize": SMALL_POINTS - 2.5, "color": look.ink}
         text = f"bound {bound}: a worker above it waits"
-        paper = {"facecolor": look.paper, "edgecolor": "none", "pad": 2.0}
-        axes.text((end - begin) * scale / 2, bound + 0.62, text, va="bottom", bbox=paper, **style)
+        axes.text(1.0, 1.03, text, transform=axes.transAxes, ha="right", va="bottom", **style)
         most = max(most, bound + 1)
     axes.set_ylim(-0.25, most + 0.6)
     axes.set_yticks(sorted({0, round(most)}))
