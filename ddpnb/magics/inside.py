@@ -5,7 +5,6 @@ from typing import Any
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument
-from IPython.display import display
 
 from ddpnb import api
 from ddpnb.magics.arguments import arguments, magic_arguments
@@ -13,6 +12,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, SHOWN
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout
+from ddpnb.session.inspection import Inspection
 
 
 @magics_class
@@ -101,7 +101,7 @@ class InsideMagics(Magics):
     @argument("--kill", metavar="1@1s", default="", help="async: rank 1 is killed after a second")
     @argument("--run", metavar="NAME", default="", help="async: draw this stored run")
     @line_cell_magic
-    def ddp_inspect(self, line: str, cell: str = "") -> None:
+    def ddp_inspect(self, line: str, cell: str = "") -> Inspection:
         """Show what happens in a step: ``%ddp_inspect model --batch "x, y" --loss "f(output, y)"``.
 
         DDP's buckets, and forward, backward, all-reduces and update of each rank on one time line.
@@ -109,22 +109,20 @@ class InsideMagics(Magics):
         Without a model: a task, the cell's own, or that of the last comparison.
         """
         args = arguments(self.ddp_inspect, line, unquote=True)
-        display(
-            api.inspect(
-                args.model,
-                batch=args.batch,
-                loss=args.loss,
-                optimizer=args.optimizer,
-                task=args.task,
-                source=f"# %%ddp_inspect {line}\n{cell}" if cell.strip() else "",
-                strategy=args.strategy,
-                bucket_cap=args.bucket_cap,
-                batch_size=args.batch_size,
-                link=args.link,
-                slow=args.slow,
-                kill=args.kill,
-                run=args.run,
-            )
+        return api.inspect(
+            args.model,
+            batch=args.batch,
+            loss=args.loss,
+            optimizer=args.optimizer,
+            task=args.task,
+            source=f"# %%ddp_inspect {line}\n{cell}" if cell.strip() else "",
+            strategy=args.strategy,
+            bucket_cap=args.bucket_cap,
+            batch_size=args.batch_size,
+            link=args.link,
+            slow=args.slow,
+            kill=args.kill,
+            run=args.run,
         )
 
     # -- scaling ---------------------------------------------------------------------

@@ -129,7 +129,7 @@ def subject_of(
     notes: tuple[str, ...] = ()
     if isinstance(model, DistributedDataParallel):
         options = _options(model)
-        cap_mb = model.bucket_bytes_cap / 2**20
+        cap_mb = float(f"{model.bucket_bytes_cap / 2**20:.3g}")
         plain = model.module
     else:
         plain = model.module if isinstance(model, nn.DataParallel) else model

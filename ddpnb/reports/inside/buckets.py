@@ -27,7 +27,7 @@ from ddpnb.reports.table import Column, Table, table_row
 
 NEARLY_ALL = 0.8
 """The share of all gradients from which on one bucket is pointed out."""
-MAX_BOXES, MAX_LINES = 6, 9
+MAX_BOXES, MAX_LINES = 5, 9
 """Buckets that are drawn with their parameters, and parameters that are named in each."""
 MAX_NAMES = 3
 LINE, HEAD, GAP = 0.235, 0.62, 0.16

@@ -3,6 +3,7 @@
 Pure functions of what the ranks have measured.
 """
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from ddpnb.protocol.inspection import DataParallelReport, Device
 from ddpnb.protocol.trace import Span, Trace
 from ddpnb.reports.formatting import counted, number, percent, size
 from ddpnb.reports.inside.buckets import DdpInspection
-from ddpnb.reports.inside.spans import MAX_RANKS, in_units, timeline_text
+from ddpnb.reports.inside.spans import MAX_RANKS, bounds, in_units, timeline_text
 from ddpnb.reports.inside.timeline import WIDTH, Shades, draw_timeline, shades, sheet, wrapped
 from ddpnb.reports.style import FONT_POINTS, SMALL_POINTS
 from ddpnb.reports.table import Column, Table, table_row
@@ -90,15 +91,21 @@ class DataParallelInspection:
 
     def words(self) -> list[str]:
         """Return what the devices show, one sentence or two each."""
+        begin, end = bounds(self.trace().spans)
         totals = [sum(each.held.values()) for each in self.report.devices]
         others = statistics.mean(totals[1:])
+        length = end - begin
+        shares = [sum(busy(each.spans)) / length for each in self.report.devices]
         by_rank = [sum(held.values()) for held in self.ddp_held]
         spread = max(by_rank) / max(min(by_rank), 1) - 1
         found = [
             f"The batch is cut into chunks, {self.chunks}.  In each step parameters go out, "
             "outputs are gathered and gradients are summed, all through device 0.",
             f"Device 0 holds {size(totals[0])}, {number(totals[0] / max(others, 1), 3)} times as "
-            f"much as the others; ranks of DDP differ by {percent(spread, 1)}.",
+            f"much as the others; ranks of DDP differ by {percent(spread, 1)}.  It alone "
+            "holds the optimizer's state, the whole batch and all outputs.",
+            f"Device 0 is busy in [{percent(shares[0])}] of the step, the others in "
+            f"[{percent(statistics.mean(shares[1:]))}].",
             HELD,
             "DataParallel is emulated on the threads of one process, so its times stand in "
             "brackets: they show the order of things, not its speed.",
@@ -215,4 +222,4 @@ def _devices_named(figure: Figure) -> Figure:
 
 
 def _named(text: str) -> str:
-    return text.replace("rank ", "device ").replace("ranks ", "devices ")
+    return re.sub(r"\brank(s?)\b", r"device\1", text)

@@ -37,15 +37,16 @@ from ddpnb.reports.style import FONT_POINTS, PART_COLOURS, SMALL_POINTS
 from ddpnb.reports.table import Column, Table, table_row
 
 MAX_UPDATES = 36
-"""Gradients that are drawn, all workers together."""
+"""Gradients that are drawn, all workers together; of many workers, three of each."""
 WAITED_SECONDS = 1e-4
 """From which wait on a worker's next version is not the one that it has just written."""
+_DEATHS = (MarkKind.KILLED, MarkKind.DIED)
 COLOURS = (
     "#3f6fb0", "#c2703d", "#3d8a5f", "#8a5aa8", "#a8893a", "#b0486b", "#4a8c93", "#7a7a7a",
 )  # fmt: skip
 """Of the workers, in turns."""
-ROW, PANEL_GAP = 0.44, 0.95
-"""Inches: a worker's row, and between two panels."""
+ROW, LEAST_ROW, ROWS_HEIGHT, PANEL_GAP = 0.44, 0.26, 3.6, 0.95
+"""Inches: a worker's row, with many workers, of all rows about; and between two panels."""
 AHEAD_HEIGHT = 1.5
 TIMES = (
     "Each worker's clock starts when all have come to a barrier.  A write is drawn in the middle "
@@ -68,12 +69,13 @@ class AsyncInspection:
 
     def window(self) -> tuple[Update, ...]:
         """Return the updates that are drawn: about a death, else after the first few."""
-        first = max(0, min(2 * self.num_ranks, len(self.updates) - MAX_UPDATES))
+        num = max(MAX_UPDATES, 3 * min(self.num_ranks, MAX_RANKS))
+        first = max(0, min(2 * self.num_ranks, len(self.updates) - num))
         deaths = [mark.seconds for mark in self.marks if mark.kind in _DEATHS]
         if deaths:
             before = sum(each.end <= deaths[0] for each in self.updates)
-            first = max(0, min(before - MAX_UPDATES // 2, len(self.updates) - MAX_UPDATES))
-        return self.updates[first : first + MAX_UPDATES]
+            first = max(0, min(before - num // 2, len(self.updates) - num))
+        return self.updates[first : first + num]
 
     def table(self) -> Table:
         """Return a row for each worker, with what they show as notes."""
@@ -128,9 +130,6 @@ class AsyncInspection:
 
     def __repr__(self) -> str:
         return f"{versions_text(self)}\n\n{self.table().text()}"
-
-
-_DEATHS = (MarkKind.KILLED, MarkKind.DIED)
 
 
 def async_inspection(comparison: Comparison) -> AsyncInspection:
@@ -265,7 +264,8 @@ def draw_versions(inspection: AsyncInspection, *, dark: bool = False) -> Figure:
     rest = inspection.num_ranks - len(ranks)
     notes = [inspection.words()[0]] + ([f"And {rest} more workers."] if rest > 0 else [])
     lines = [line for note in notes for line in wrapped(note)]
-    heights = ROW * (len(ranks) + 1), ROW * len(ranks), AHEAD_HEIGHT
+    row = max(LEAST_ROW, min(ROW, ROWS_HEIGHT / len(ranks)))
+    heights = row * (len(ranks) + 1), row * len(ranks), AHEAD_HEIGHT
     height = 1.15 + sum(heights) + 2 * PANEL_GAP + BOTTOM + NOTE_HEIGHT * len(lines)
     title = f"{inspection.title}: which version each worker reads and writes"
     figure = sheet(height, title, look)
@@ -390,8 +390,7 @@ def _draw_ahead(axes: Any, scene: _Scene) -> None:
         axes.axhline(bound + 0.5, color=look.ink, linewidth=3)
         style: dict[str, Any] = {"fontsize": SMALL_POINTS - 2.5, "color": look.ink}
         text = f"bound {bound}: a worker above it waits"
-        paper = {"facecolor": look.paper, "edgecolor": "none", "pad": 2.0}
-        axes.text((end - begin) * scale / 2, bound + 0.62, text, va="bottom", bbox=paper, **style)
+        axes.text(1.0, 1.03, text, transform=axes.transAxes, ha="right", va="bottom", **style)
         most = max(most, bound + 1)
     axes.set_ylim(-0.25, most + 0.6)
     axes.set_yticks(sorted({0, round(most)}))

@@ -1,0 +1,110 @@
+"""``%ddp_inspect`` in a notebook: pictures, a table, one sentence for a mistake."""
+
+import pytest
+
+from tests.kernel.client import Kernel
+
+MODEL = """%%ddp
+import torch
+from torch import nn
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        if rank == 1 and self.num_calls == fails_at:
+            raise ValueError("on purpose")
+        return self.body(x)
+
+model, fails_at = Net(), 0
+x, y = torch.randn(6, 8), torch.randint(4, (6,))
+if rank == 0:
+    only_here = model
+"""
+
+
+@pytest.fixture(scope="module")
+def with_model(kernel_of_module: Kernel) -> Kernel:
+    cell = kernel_of_module.run(MODEL)
+    assert not cell.error, cell.error_text
+    return kernel_of_module
+
+
+def test_a_step_of_ddp_is_shown_and_saved(with_model: Kernel):
+    cell = with_model.run(
+        '%ddp_inspect model --batch "x, y" --loss "nn.functional.cross_entropy(output, y)" '
+        "--bucket-cap 0.001"
+    )
+    assert not cell.error, cell.error_text
+    assert len(cell.bundles("image/png")) == 3  # the buckets, and a step with each of two sizes
+    (html,) = cell.bundles("text/html")
+    assert "0.001 MB" in html
+    assert "model is not DDP: a copy of it is wrapped for this." in cell.text
+    assert "body.2.weight (4 x 64), 1.0 kB" in cell.text
+    assert "One step of model with bucket_cap_mb=0.001: 2 ranks" in cell.text
+    assert with_model.value("_.result.gradient_bytes") == str(4 * (8 * 64 + 64 + 64 * 4 + 4))
+    assert with_model.run("%%ddp\nmodel.num_calls, model.body[0].weight.grad").by_rank == {
+        0: ["(0, None)"],
+        1: ["(0, None)"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("missing --batch x", "missing is not defined: define it in a %%ddp cell."),
+        ("only_here --batch x", "On rank 1 alone: only_here is not defined"),
+        ("model", "Name the model's input too"),
+        ("model --batch x --task digits", "Inspect model or a task: leave one of them out."),
+        ("--strategy fsdp --task digits", "There is no strategy to inspect 'fsdp'"),
+        ("--strategy dp --task digits --bucket-cap 1", "leave --bucket-cap out"),
+        ("model --batch x --bucket-cap 0", "--bucket-cap takes sizes in MB above 0"),
+        ("model --batch x --bucket-cap big", "--bucket-cap takes sizes in MB, such as 0.01,1,25"),
+        ("model --batch x --link 1Gbit", "has no latency"),
+        ("--task digits --loss y", "--loss goes with a model"),
+    ],
+)
+def test_a_mistake_is_one_sentence(with_model: Kernel, line: str, sentence: str):
+    cell = with_model.run(f"%ddp_inspect {line}")
+    assert cell.error == "UserError"
+    assert sentence in cell.error_text
+    assert len(cell.error_text.splitlines()) == 1
+
+
+def test_a_failure_on_one_rank_frees_the_others(with_model: Kernel):
+    with_model.run("%%ddp\nfails_at = 4")
+    cell = with_model.run("%ddp_inspect model --batch x")
+    assert cell.error == "RankError"
+    assert "ValueError: on purpose" in cell.error_text
+    with_model.run("%%ddp\nfails_at = 0")
+    again = with_model.run("%ddp_inspect model --batch x")
+    assert not again.error, again.error_text
+
+
+def test_versions_of_a_run_that_is_made_for_it_and_of_a_stored_one(with_model: Kernel):
+    cell = with_model.run(
+        "%ddp_inspect --strategy async:bound=2 --task digits --batch-size 32 --slow 1:2x"
+    )
+    assert not cell.error, cell.error_text
+    assert len(cell.bundles("image/png")) == len(cell.bundles("text/html")) == 1
+    assert "Rank 1 is 2x slower on purpose." in cell.text
+    assert with_model.value(
+        "[u.version_written for u in _.result.updates] == list(range(1, len(_.result.updates) + 1))"
+    ) == ("True")
+    with_model.run("%ddp_compare async --task digits --epochs 0.5 --name kept --no-baseline")
+    stored = with_model.run("%ddp_inspect --run kept")
+    assert not stored.error, stored.error_text
+    assert "async on digits: what the workers read and wrote" in stored.text
+    last = with_model.run("%ddp_inspect --strategy dp --batch-size 30")
+    assert not last.error, last.error_text  # the task of the last comparison
+    assert "30 -> 15, 15" in last.text
+
+
+def test_tab_completes_and_help_explains(with_model: Kernel):
+    assert "--bucket-cap" in with_model.complete("%ddp_inspect --b")
+    assert "ddp_inspect" in with_model.inspect("%ddp_inspect")
