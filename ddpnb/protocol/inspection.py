@@ -98,10 +98,8 @@ class DdpReport:
     rank: int
     caps: tuple[CapReport, ...]
     """The model's own first."""
-    plain_seconds: float
-    """The quickest step without the hooks that note all this."""
-    added_seconds: float
-    """By how much these make the quickest step longer."""
+    pairs: tuple[tuple[float, float], ...]
+    """Seconds of steps without the hooks that note all this, and with them, in turns."""
     num_threads: int
     notes: tuple[str, ...] = ()
 

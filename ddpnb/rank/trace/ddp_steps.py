@@ -76,7 +76,7 @@ def measure(
         others = [cap for cap in spec.bucket_caps if cap != subject.cap_mb]
         caps = list(dict.fromkeys([subject.cap_mb, *others]))
         plain = _Stepper(subject, caps[0], options, device, is_noted=False)
-        reports, plain_seconds, noted_seconds = [], list[float](), list[float]()
+        reports, pairs = [], list[tuple[float, float]]()
         for cap in caps:
             stepper = _Stepper(subject, cap, options, device)
             first = stepper.first_buckets()
@@ -88,14 +88,12 @@ def measure(
             for _ in range(_num_steps(min(seconds), device)):
                 steps.append(stepper.step())
                 if cap == caps[0]:
-                    noted_seconds.append(steps[-1].seconds)
-                    plain_seconds.append(plain.step().seconds)
+                    pairs.append((plain.step().seconds, steps[-1].seconds))
             reports.append(_report(cap, first, steps, stepper.notes))
     return DdpReport(
         rank=state.rank,
         caps=tuple(reports),
-        plain_seconds=min(plain_seconds),
-        added_seconds=min(noted_seconds) - min(plain_seconds),
+        pairs=tuple(pairs),
         num_threads=torch.get_num_threads(),
         notes=subject.notes,
     )
