@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddpnb.api import (
+        advise,
         compare,
         debug,
         delete,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UserError",
+    "advise",
     "compare",
     "debug",
     "delete",

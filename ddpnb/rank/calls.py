@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddpnb.protocol.catalogue import STRATEGIES
+from ddpnb.protocol.machine import MachineQuery, RankMeasured
 from ddpnb.protocol.messages import (
     CellReport,
     CellSpec,
@@ -20,7 +21,7 @@ from ddpnb.protocol.messages import (
 )
 from ddpnb.protocol.notation import parse_strategy
 from ddpnb.protocol.variables import Parcel
-from ddpnb.rank import cells, variables
+from ddpnb.rank import cells, machine, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
@@ -150,6 +151,19 @@ def pull(expression: str, path: str, classes: Collection[str], num_copies: int) 
             num_copies=num_copies,
         )
     )
+
+
+@or_failure
+def measure_machine(query: MachineQuery) -> RankMeasured:
+    """Measure this rank's device, and what lies between the ranks.  Takes part: every rank."""
+    engine = this_engine()
+    group = engine.group
+    with engine.adopted_group.during():
+        return cells.interruptible(
+            lambda: machine.measure(
+                query, group.state(), group.folder, group.cancellation, engine.shell.user_ns
+            )
+        )
 
 
 def filename_of(spec: RunSpec, engine: RankEngine) -> str:

@@ -17,9 +17,8 @@ from typing import NamedTuple
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.notation import Choice, LinkSpec, parse_strategy
-from ddpnb.scaling.chance import expected_max
 from ddpnb.scaling.links import Network, broadcast, message
-from ddpnb.scaling.simulate import Bucket, on_cores, overlapped, server_bound
+from ddpnb.scaling.simulate import Bucket, expected_max, on_cores, overlapped, server_bound
 
 MEGABYTE = 2**20
 FIRST_BUCKET_MB = 1.0

@@ -19,14 +19,18 @@ from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
+from ddpnb.reports.inside.advice import AdviceResult, link_of
+from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
+from ddpnb.scaling.predict import Question
 from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
 from ddpnb.session.cells import Prompt, RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
+from ddpnb.session.scaling import advice, predicted
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
 from ddpnb.session.variables import pull, push, remove_leftovers
 
@@ -46,6 +50,7 @@ class Session:
         self._cluster: Cluster | None = None
         self._jobs = Jobs()
         self._store: Store | None = None
+        self._advice: AdviceResult | None = None
         self._asked: Call | None = None
         """The latest call of ``ask``."""
 
@@ -273,6 +278,16 @@ class Session:
 
         ranks = () if self._cluster is None else self._cluster.ranks
         return self._jobs.begin(RunningComparison(start_and_prepare, ranks, on_end=on_end))
+
+    def advise(self, model: str = "", input_: str = "") -> AdviceResult:
+        """Measure the machine and say which strategy suits it; see ``ddpnb.advise``."""
+        self._advice = advice(self._require_idle(), model, input_)
+        return self._advice
+
+    def predict(self, question: Question, run: str = "") -> PredictionResult:
+        """Predict from a stored comparison; see ``ddpnb.predict``."""
+        link = None if self._advice is None else link_of(self._advice.ranks)
+        return predicted(self.store, question, run, link)
 
     # -- stored runs -----------------------------------------------------------------
 
