@@ -8,6 +8,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple, final
 
 import numpy as np
@@ -265,6 +266,7 @@ def on_cores(
 DISTRIBUTIONS = ("normal", "exponential")
 
 
+@cache
 def expected_max(num: int, distribution: str = "normal") -> float:
     """Return the expected maximum of ``num`` independent values, in standard deviations.
 
