@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddpnb.api import (
+        advise,
         check,
         compare,
         debug,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UserError",
+    "advise",
     "check",
     "compare",
     "debug",

@@ -12,6 +12,7 @@ from ddpnb.protocol.notation import parse_target
 from ddpnb.protocol.options import typed
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.training_options import make_training_spec, takes_training_options
+from ddpnb.reports.inside.advice import AdviceResult
 from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.reports.inside.replicas import ReplicaCheck
@@ -27,7 +28,6 @@ from ddpnb.session.background import RunningComparison
 from ddpnb.session.cells import RunningCell, read_script
 from ddpnb.session.comparison import ComparisonSpec
 from ddpnb.session.inspection import Inspection, InspectionRequest
-from ddpnb.session.scaling import predicted
 from ddpnb.session.session import this_cell_number, this_session
 
 
@@ -623,4 +623,24 @@ def predict(
         samples=samples,
         critical_batch=critical_batch,
     )
-    return predicted(this_session().store, question, run)
+    return this_session().predict(question, run)
+
+
+@typed
+def advise(*, model: str = "", input: str = "") -> AdviceResult:
+    """Measure this machine and recommend a strategy; the twin of ``%ddp_advise``.
+
+    It takes some seconds: compute, memory, all-reduces, and what connects GPUs.
+
+    Args:
+        model: a model on the ranks, by the name of its variable; its forward and backward pass are
+            measured on a copy.
+        input: the tensor on the ranks that it is called with; by default one is made up.
+
+    Returns:
+        The result, with ``.table()``, ``.measures()``, ``.advice``.
+
+    Raises:
+        UserError: no cluster is running, or the ranks have no such model.
+    """
+    return this_session().advise(model, input)

@@ -29,6 +29,8 @@ from ddpnb.protocol.notation import LINKS
 from ddpnb.protocol.options import Option
 from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, SHOWN
 from ddpnb.protocol.training_options import training_options
+from ddpnb.scaling.links import ALGORITHMS, PRESETS
+from ddpnb.scaling.model import PREDICTABLE
 from ddpnb.session.session import this_session
 
 Magic = TypeVar("Magic", bound=Callable[..., Any])
@@ -173,6 +175,17 @@ def following(
             yield from names("ddp_plot", namespace, prefix)
         case _ if name == "ddp_run" and any(word.endswith(".py") for word in words):
             return  # the script's own arguments
+        case "--link" | "--inside" if name == "ddp_predict":
+            yield from of_kind("value", PRESETS)
+        case "--algorithm":
+            yield from of_kind("value", ALGORITHMS)
+        case "--strategies":
+            before = prefix[: prefix.rfind(",") + 1]
+            yield from of_kind("strategy", (f"{before}{each}" for each in PREDICTABLE))
+        case "--run":
+            yield from names("ddp_plot", namespace, prefix)
+        case "--model" | "--input" if name == "ddp_advise":
+            yield from of_kind("variable", this_session().known_names())
         case option if option in VALUES:
             yield from of_kind("value", VALUES[option])
         case _:

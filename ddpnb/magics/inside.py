@@ -149,3 +149,15 @@ class InsideMagics(Magics):
         that has ``single`` and ``no-comm``; docs/prediction.md has every formula.
         """
         return api.predict(**vars(arguments(self.ddp_predict, line)))
+
+    @magic_arguments()
+    @argument("--model", metavar="NAME", default="", help="a model on the ranks, measured too")
+    @argument("--input", metavar="NAME", default="", help="the tensor that it is called with")
+    @line_magic
+    def ddp_advise(self, line: str) -> Any:
+        """Measure this machine, and recommend a strategy with its reasons.
+
+        ``%ddp_advise --model model --input x`` measures a model of the ranks too, on a copy.
+        """
+        args = arguments(self.ddp_advise, line)
+        return api.advise(model=args.model, input=args.input)

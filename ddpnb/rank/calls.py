@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.inspection import DataParallelReport, DdpReport, Found, InspectSpec
+from ddpnb.protocol.machine import MachineQuery, RankMeasured
 from ddpnb.protocol.messages import (
     CellReport,
     CellSpec,
@@ -26,7 +27,7 @@ from ddpnb.protocol.notation import parse_strategy
 from ddpnb.protocol.replicas import Part, RankReplica, RankSamples, SamplerSpec
 from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
-from ddpnb.rank import cells, variables
+from ddpnb.rank import cells, machine, variables
 from ddpnb.rank.engine import RankEngine
 from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
@@ -248,6 +249,19 @@ def show_collective(spec: CollectiveSpec) -> CollectiveShown | None:
     """Run one collective for show.  Takes part: every rank."""
     device = this_engine().group.device
     return cells.interruptible(lambda: collectives.show(spec, device=device))
+
+
+@or_failure
+def measure_machine(query: MachineQuery) -> RankMeasured:
+    """Measure this rank's device, and what lies between the ranks.  Takes part: every rank."""
+    engine = this_engine()
+    group = engine.group
+    with engine.adopted_group.during():
+        return cells.interruptible(
+            lambda: machine.measure(
+                query, group.state(), group.folder, group.cancellation, engine.shell.user_ns
+            )
+        )
 
 
 def inspected_task(spec: InspectSpec, engine: RankEngine) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def link_named(text: str) -> LinkSpec:
     """Parse a name in ``PRESETS``, or ``1Gbit,0.5ms``."""
     if text in PRESETS:
         return PRESETS[text]
-    if text[:1].isalpha():
+    if "bit" not in text.lower():
         raise one_of("link", text, PRESETS)
     return parse_link(text)
 

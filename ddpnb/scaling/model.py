@@ -17,9 +17,8 @@ from typing import NamedTuple
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.notation import Choice, LinkSpec, parse_strategy
-from ddpnb.scaling.chance import expected_max
 from ddpnb.scaling.links import Network, broadcast, message
-from ddpnb.scaling.simulate import Bucket, on_cores, overlapped, server_bound
+from ddpnb.scaling.simulate import Bucket, expected_max, on_cores, overlapped, server_bound
 
 MEGABYTE = 2**20
 FIRST_BUCKET_MB = 1.0
@@ -286,6 +285,9 @@ FORMULAS: Mapping[str, Callable[[Situation], float]] = {
 SHARDED = "async-shards"
 """``async-shards=4``: a parameter server in 4 parts on hosts of their own; a prediction alone."""
 
+PREDICTABLE = (*FORMULAS, f"{SHARDED}=")
+"""What users may name, for lists."""
+
 
 def step_seconds(strategy: str, work: Workload, machine: Machine, num_ranks: int) -> float:
     """Return how long a step of a strategy takes on N ranks.
@@ -385,7 +387,7 @@ def _formula_of(strategy: str) -> tuple[Choice, Callable[[Situation], float]]:
         return Choice(name="async"), lambda case: _async(case, int(number))
     name = strategy.partition(":")[0]
     if name not in STRATEGIES:
-        raise one_of("strategy", name, [*FORMULAS, SHARDED])
+        raise one_of("strategy", name, PREDICTABLE)
     if STRATEGIES[name].needs_shared_memory:
         raise UserError(
             f"{name} trains in memory that its ranks share, which no link offers: it is measured "
@@ -393,9 +395,7 @@ def _formula_of(strategy: str) -> tuple[Choice, Callable[[Situation], float]]:
         )
     chosen = parse_strategy(strategy)
     if name not in FORMULAS or chosen.options.get("hook") == "powersgd":
-        raise UserError(
-            f"{strategy} cannot be predicted; these can: {', '.join([*FORMULAS, SHARDED])}."
-        )
+        raise UserError(f"{strategy} cannot be predicted; these can: {', '.join(PREDICTABLE)}.")
     return chosen, FORMULAS[name]
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.notation import LinkSpec
 from ddpnb.scaling.calibrate import Calibration
-from ddpnb.scaling.chance import seconds_to_target
 from ddpnb.scaling.links import ALGORITHMS, Network, link_named
 from ddpnb.scaling.model import (
     Machine,
@@ -238,6 +237,28 @@ def _seen(found: Calibration, strategies: tuple[str, ...]) -> tuple[Seen, ...]:
         for name, rate in measured.rates.items()
         if name in ("single", "no-comm", *strategies)
     )
+
+
+# -- what a larger batch costs -------------------------------------------------------------
+
+
+def samples_at(batch_size: float, fewest_samples: float, critical_batch: float) -> float:
+    """Return the samples to a given loss with a batch size.
+
+        E(B) = E_min (1 + B / B_crit)
+
+    with E_min the samples that the smallest batches need.  Source: McCandlish, Kaplan and Amodei,
+    "An Empirical Model of Large-Batch Training", arXiv:1812.06162, 2018, equations 2.11 and 2.12:
+    (S / S_min - 1) (E / E_min - 1) = 1, E = B S and B_crit = E_min / S_min.
+    """
+    return fewest_samples * (1 + batch_size / critical_batch)
+
+
+def seconds_to_target(
+    samples_per_second: float, batch_size: float, fewest_samples: float, critical_batch: float
+) -> float:
+    """Return how long a training takes to a given loss: ``samples_at`` over the rate."""
+    return samples_at(batch_size, fewest_samples, critical_batch) / samples_per_second
 
 
 # -- every assumption, in words ------------------------------------------------------------

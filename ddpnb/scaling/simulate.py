@@ -1,4 +1,4 @@
-"""What happens event by event, where no formula holds.  (Kernel.)
+"""What happens event by event, where no formula holds; and stragglers, by chance.  (Kernel.)
 
 Everything is deterministic: the same input gives the same times.  Where a formula holds, as for
 ranks that begin at once, these give what it gives; the tests compare them.
@@ -8,7 +8,10 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple, final
+
+import numpy as np
 
 from ddpnb.protocol.notation import LinkSpec
 from ddpnb.scaling.links import message
@@ -256,3 +259,31 @@ def on_cores(
     num_slices = math.ceil(work / slice_)
     rounds = math.ceil(num_ranks * num_slices / num_cores)
     return rounds * work / num_slices
+
+
+# -- stragglers ----------------------------------------------------------------------------
+
+DISTRIBUTIONS = ("normal", "exponential")
+
+
+@cache
+def expected_max(num: int, distribution: str = "normal") -> float:
+    """Return the expected maximum of ``num`` independent values, in standard deviations.
+
+    Above their mean, of values with mean 0 and standard deviation 1:
+
+        normal       the integral of x d(F(x)^N), F the normal distribution; about sqrt(2 ln N)
+        exponential  1 + 1/2 + ... + 1/N - 1, of values that are never below -1
+
+    Source: David and Nagaraja, "Order Statistics", 2003, chapters 3 and 4.
+    """
+    if distribution not in DISTRIBUTIONS:
+        raise ValueError(f"no distribution {distribution!r}")
+    if num == 1:
+        return 0.0
+    if distribution == "exponential":
+        return float(np.sum(1.0 / np.arange(1, num + 1))) - 1.0
+    x = np.linspace(0.0, 10.0, 4001)
+    tail = np.array([0.5 * math.erfc(value / math.sqrt(2)) for value in x])
+    # E[max] = integral over x > 0 of 1 - F(x)^N - F(-x)^N
+    return float(np.trapezoid(1 - (1 - tail) ** num - tail**num, x))

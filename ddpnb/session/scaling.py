@@ -1,23 +1,32 @@
 """Predictions and advice: what was measured becomes the model's input (kernel)."""
 
 import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.supervision import Watch
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.metrics import step_split
 from ddpnb.history.model import RunSnapshot, Status
 from ddpnb.history.query import resolve
+from ddpnb.history.recorder import new_id
 from ddpnb.history.store import Store
 from ddpnb.history.summary import StrategySummary, summarise
 from ddpnb.protocol.catalogue import BASELINE, CEILING
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.notation import parse_link
+from ddpnb.protocol.machine import MachineQuery
+from ddpnb.protocol.messages import OnRank
+from ddpnb.protocol.notation import LinkSpec, parse_link
 from ddpnb.protocol.processes import num_cores
+from ddpnb.reports.inside.advice import AdviceResult
 from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.scaling.calibrate import GLOO_LATENCY_SECONDS, Measured, SizeClass, calibrate
 from ddpnb.scaling.predict import Question, predict
+from ddpnb.session.cells import error_of, failures_of
+from ddpnb.session.errors import CellInterrupt
 
 NEEDED = (BASELINE, CEILING)
 FEWEST_STEPS = 4
@@ -26,7 +35,7 @@ FLOAT_BYTES = 4
 
 
 def predicted(
-    store: Store, question: Question, run: str = "", latency: float | None = None
+    store: Store, question: Question, run: str = "", link: LinkSpec | None = None
 ) -> PredictionResult:
     """Return a prediction, calibrated on a stored comparison.
 
@@ -34,11 +43,47 @@ def predicted(
         store: the stored runs.
         question: what is asked.
         run: the comparison; empty: the last one that can be used.
-        latency: of a message between ranks here, where it was measured.
+        link: between ranks here, as ``%ddp_advise`` measured it; its latency is used.
     """
     measured = measured_in(_comparison(store, run))
-    found = calibrate(measured, GLOO_LATENCY_SECONDS if latency is None else latency)
+    found = calibrate(measured, link.latency_seconds if link else GLOO_LATENCY_SECONDS)
     return PredictionResult(predict(found, question))
+
+
+def advice(cluster: Cluster, model: str = "", input_: str = "") -> AdviceResult:
+    """Have the ranks measure the machine, and return which strategy suits it.
+
+    Args:
+        cluster: idle.
+        model: a variable on the ranks, which is measured too; empty: none.
+        input_: what it is called with, likewise; empty: it is made up.
+
+    Raises:
+        UserError: the model cannot be measured as it was named.
+        RankError: a rank failed.
+    """
+    if input_ and not model:
+        raise UserError("--input is what the model is called with: give --model too.")
+    query = MachineQuery(model=model, input=input_, name=new_id())
+    begun = time.monotonic()
+    watch = Watch(
+        cluster=cluster,
+        call=cluster.submit(OnRank("measure_machine"), query, ranks=cluster.ranks),
+        handle=lambda _: None,
+        tick=lambda: None,
+        abort_after_failure_seconds=cluster.timeouts.abort_validation_after_seconds,
+    )
+    try:
+        watch.run()
+    except KeyboardInterrupt:
+        raise CellInterrupt from None
+    for failure in failures_of(watch):
+        if failure.name == UserError.__name__:
+            raise UserError(failure.text)
+    if (error := error_of(watch)) is not None:
+        raise error
+    found = [watch.returned[rank] for rank in cluster.ranks]
+    return AdviceResult(found, time.monotonic() - begun)
 
 
 def measured_in(comparison: Comparison) -> Measured:

@@ -21,7 +21,9 @@ from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
 from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.reports.inside.advice import AdviceResult, link_of
 from ddpnb.reports.inside.collective import CollectiveResult
+from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout, handout_of_run
 from ddpnb.reports.inside.traces import TraceResult
@@ -30,12 +32,14 @@ from ddpnb.reports.live import Live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
+from ddpnb.scaling.predict import Question
 from ddpnb.session import inside
 from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
 from ddpnb.session.cells import Prompt, RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.inside import collective_spec, show_collective
 from ddpnb.session.inspection import Inspection, InspectionRequest, inspect, inspect_run
+from ddpnb.session.scaling import advice, predicted
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
 from ddpnb.session.variables import pull, push, remove_leftovers
 
@@ -57,6 +61,7 @@ class Session:
         self._store: Store | None = None
         self.last_training: TrainingSpec | None = None
         """Of the latest comparison: what ``inspect`` inspects by default."""
+        self._advice: AdviceResult | None = None
         self._asked: Call | None = None
         """The latest call of ``ask``."""
         self.last_trace: TraceResult | None = None
@@ -319,6 +324,16 @@ class Session:
         if request.run:
             return inspect_run(self.load([request.run]).comparison)
         return inspect(self._require_idle(), request, self.last_training)
+
+    def advise(self, model: str = "", input_: str = "") -> AdviceResult:
+        """Measure the machine and say which strategy suits it; see ``ddpnb.advise``."""
+        self._advice = advice(self._require_idle(), model, input_)
+        return self._advice
+
+    def predict(self, question: Question, run: str = "") -> PredictionResult:
+        """Predict from a stored comparison; see ``ddpnb.predict``."""
+        link = None if self._advice is None else link_of(self._advice.ranks)
+        return predicted(self.store, question, run, link)
 
     # -- stored runs -----------------------------------------------------------------
 

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -99,7 +98,9 @@ def losses(kernel: Kernel, name: str, strategy: str) -> list[float]:
 
 def printed(text: str) -> dict[int, float]:
     """The losses that a script has printed, by step."""
-    return {int(n): float(x) for n, x in re.findall(r"^step (\d+) of \d+: loss ([\d.]+)", text, re.M)}
+    return {
+        int(n): float(x) for n, x in re.findall(r"^step (\d+) of \d+: loss ([\d.]+)", text, re.M)
+    }
 
 
 def finals(text: str) -> list[float]:

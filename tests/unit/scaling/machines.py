@@ -1,0 +1,95 @@
+"""Measurements of an imaginary machine."""
+
+from dataclasses import replace
+
+from ddpnb.protocol.machine import ModelMeasured, RankMeasured
+from ddpnb.scaling.calibrate import Measured, SizeClass
+
+FIXED, PER_SAMPLE, CROWDED = 2e-3, 70e-6, 1.1
+
+
+def size_class(num_samples: int, factor: float, num_steps: int = 100) -> SizeClass:
+    return SizeClass(num_samples, factor * (FIXED + PER_SAMPLE * num_samples), num_steps)
+
+
+def measured(**changes: object) -> Measured:
+    """Return a comparison on two ranks of two cores, of steps that the model can explain."""
+    alone = (size_class(256, 1.0), size_class(100, 1.0, 25))
+    together = (size_class(128, CROWDED), size_class(50, CROWDED, 25))
+
+    def rate(group: tuple[SizeClass, ...], num: int) -> float:
+        samples = sum(each.num_samples * each.num_steps for each in group)
+        return num * samples / sum(each.seconds * each.num_steps for each in group)
+
+    found = Measured(
+        name="race",
+        batch_size=256,
+        is_weak=False,
+        num_ranks=2,
+        num_bytes=1.2e6,
+        alone=alone,
+        together=together,
+        rates={"single": rate(alone, 1), "no-comm": rate(together, 2), "ddp": 17_000.0},
+        backward_share=0.6,
+        optimizer_seconds=3e-4,
+        variation=0.0,
+        device="cpu",
+        cores=2,
+    )
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def rank(number: int = 0, **changes: object) -> RankMeasured:
+    """Return what one of two ranks on cores measured."""
+    found = RankMeasured(
+        rank=number,
+        host="a",
+        device="cpu",
+        device_name="CPU",
+        backend="gloo",
+        flops=1e11,
+        flops_alone=1e11 if number == 0 else 0.0,
+        memory=2e10,
+        latency=1e-4,
+        all_reduce_bytes=1 << 22,
+        all_reduce=4e-3,
+        shared_latency=3e-5,
+        shared_all_reduce=2e-3,
+        to_device=0.0,
+        from_device=0.0,
+        between=0.0,
+        between_latency=0.0,
+        has_peer_access=False,
+        connection="",
+    )
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def gpu(number: int = 0, **changes: object) -> RankMeasured:
+    own: dict[str, object] = {
+        "device": f"cuda:{number}",
+        "device_name": "V100",
+        "backend": "nccl",
+        "shared_latency": 0.0,
+        "shared_all_reduce": 0.0,
+        "to_device": 12e9,
+        "from_device": 12e9,
+        "between": 45e9,
+        "between_latency": 1e-5,
+        "has_peer_access": True,
+        "connection": "NV2",
+    }
+    return rank(number, **(own | changes))
+
+
+def model(**changes: object) -> ModelMeasured:
+    found = ModelMeasured(
+        num_parameters=1_000_000,
+        num_bytes=4_000_000,
+        num_samples=64,
+        seconds=0.01,
+        num_fewer=32,
+        fewer_seconds=0.006,
+        is_made_up=False,
+    )
+    return replace(found, **changes)  # type: ignore[arg-type]
