@@ -29,7 +29,7 @@ from ddpnb.rank.status import rank_status, users_stack
 from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.torchrun import AdoptedGroup, end_cells_with_exit, refuse_launchers
 
-Handler = Callable[[], object]
+Handler = Callable[..., object]
 
 
 def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, Handler]) -> None:
@@ -44,7 +44,7 @@ def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, H
             os.kill(os.getpid(), signal.SIGKILL)
         value: object = None
         try:
-            value = handlers[RankCommand(message["command"])]()
+            value = handlers[RankCommand(message["command"])](*message.get("arguments", ()))
         except Exception:  # noqa: BLE001  the edge of the thread, which must live on: to the log
             traceback.print_exc()
         answer = {"event": ForkServerEvent.ANSWER, "rank": rank, "id": message["id"]}
