@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.measure import Figure
-from benchmarks.ranks import rank_calls
+from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.rank.comm.client import connect, start_server
 from ddpnb.rank.comm.flat_buffers import PackedTensors

@@ -22,7 +22,7 @@ from torch import nn
 
 import ddpnb
 from benchmarks.measure import Figure
-from benchmarks.ranks import rank_calls
+from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.strategies import make_strategy

@@ -1,73 +1,93 @@
-"""How is code timed on ranks alone, without a notebook?"""
+"""What do many ranks on one machine cost?  One kernel for each number of ranks, oversubscribed.
 
-import contextlib
-import multiprocessing
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+``python -m benchmarks ranks:nums=2+64`` measures some numbers of ranks only.
+"""
 
-import torch
-import torch.distributed as dist
+import textwrap
 
-from ddpnb.protocol.messages import RankState
+from benchmarks.kernel import kernel
+from benchmarks.measure import Figure
 
-Job = Callable[..., Any]
-"""Called on each rank as ``job(state, folder, *arguments)``."""
+NUMS = (2, 8, 16, 32, 64)
+PROMISES = {
+    "an empty cell": "<= 0.15",
+    "the diagnosis of a barrier that one rank leaves out": "<= 10",
+}
+"""Seconds, at 64 ranks."""
+MOST_PER_RANK = 1.0
+"""How much longer a rank's share of the time may be at the most ranks than at 8."""
+
+STEPS = textwrap.dedent(
+    """
+    import contextlib, io, json, time
+    import psutil
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    shell.run_line_magic("load_ext", "ddpnb")
+    taken = {{}}
+
+    def processor_seconds():
+        this = psutil.Process()
+        total = 0.0
+        for process in [this, *this.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                total += sum(process.cpu_times()[:4])
+        return total
+
+    def timed(name, run, times=1):
+        for _ in range(times):
+            before, began = processor_seconds(), time.perf_counter()
+            with contextlib.suppress(Exception):
+                run()
+            took = time.perf_counter() - began
+            taken.setdefault(name, []).append([took, processor_seconds() - before])
+
+    def cell(source):
+        return lambda: shell.run_cell_magic("ddp", "", source)
+
+    BARRIER = "import torch.distributed as dist\\nif rank: dist.barrier()"
+    TRAINING = '''
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    net = DistributedDataParallel(torch.nn.Linear(64, 10))
+    for step in range(10):
+        net.zero_grad()
+        net(torch.randn(8, 64)).sum().backward()
+    '''
+
+    timed("start", lambda: shell.run_line_magic("ddp_start", "-n {num} --device cpu"))
+    cell("pass")()
+    timed("an empty cell", cell("pass"), 7)
+    timed("a line printed by each rank", cell("print(rank)"), 3)
+    timed("10 steps of DDP on a layer", cell(TRAINING), 2)
+    timed("the diagnosis of a barrier that one rank leaves out", cell(BARRIER))
+    timed("the next cell, in a new group", cell("pass"))
+    timed("%ddp_restart --ranks 1", lambda: shell.run_line_magic("ddp_restart", "--ranks 1"))
+    timed("stop", lambda: shell.run_line_magic("ddp_stop", ""))
+    print()
+    print(json.dumps(taken))
+    """
+)
 
 
-@contextlib.contextmanager
-def rank_calls(num_ranks: int) -> Iterator[Callable[..., list[Any]]]:
-    """Processes in one gloo group, one thread each; call what is yielded with a job."""
-    folder = Path(tempfile.mkdtemp(prefix="ddpnb-bench-", dir="/dev/shm"))
-    rendezvous = Path(tempfile.mkdtemp(prefix="ddpnb-bench-"))
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for rank in range(num_ranks):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(rank, num_ranks, folder, rendezvous, theirs))
-        process.start()
-        pipes.append(ours)
-        processes.append(process)
-
-    def call(job: Job, *arguments: object) -> list[Any]:
-        for pipe in pipes:
-            pipe.send((job, arguments))
-        return [pipe.recv() for pipe in pipes]
-
-    try:
-        yield call
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        shutil.rmtree(folder)
-        shutil.rmtree(rendezvous)
-
-
-def _serve(rank: int, num_ranks: int, folder: Path, rendezvous: Path, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    state = RankState(
-        rank=rank,
-        local_rank=rank,
-        world_size=num_ranks,
-        pid=0,
-        host="",
-        device="cpu",
-        device_name="CPU",
-        num_threads=1,
-        backend="gloo",
-    )
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(rendezvous / "store"), num_ranks),
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=300),
-    )
-    while True:
-        job, arguments = pipe.recv()
-        pipe.send(job(state, folder, *arguments))
+def measure(nums: str = "") -> list[Figure]:
+    """Measure the numbers of ranks that ``nums`` names, with ``+`` between them."""
+    figures = []
+    for num in [int(each) for each in nums.split("+") if each] or NUMS:
+        with kernel() as fresh:
+            taken = fresh.value(STEPS.format(num=num))
+        for name, pairs in taken.items():
+            seconds, processor = zip(*pairs, strict=True)
+            used = sorted(processor)[len(processor) // 2]
+            figures.append(
+                Figure(
+                    name=f"{name}, {num} ranks",
+                    unit="s",
+                    ours=list(seconds),
+                    limit=PROMISES.get(name, "") if num == NUMS[-1] else "",
+                    note=f"{used:.3f} s of processor time",
+                )
+            )
+            print(f"  {figures[-1].row()} {figures[-1].note}", flush=True)
+    return figures

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.measure import Figure
-from benchmarks.ranks import rank_calls
+from benchmarks.rank_calls import rank_calls
 from ddpnb.protocol.messages import RankState, RunReport, RunSpec
 from ddpnb.rank.training import loop
 

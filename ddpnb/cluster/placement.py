@@ -277,6 +277,7 @@ ENGINE = (
     "--log-level=ERROR",
     "--IPEngine.enable_nanny=False",  # the fork server handles signals and deaths
     "--IPEngine.max_heartbeat_misses=0",
+    "--IPEngine.timeout=120",  # s; many ranks register at once
 )
 
 

@@ -45,8 +45,15 @@ from ddpnb.launcher.child import (  # noqa: E402
     run_spawned_rank,
     spawn_rank,
 )
-from ddpnb.protocol.processes import ForkServerEvent, KernelRequest  # noqa: E402
+from ddpnb.protocol.connections import Ends, ends_of  # noqa: E402
+from ddpnb.protocol.processes import (  # noqa: E402
+    ForkServerEvent,
+    KernelRequest,
+    RankCommand,
+)
 
+CONNECTIONS_SECONDS = 0.2
+"""How old the list of connections may be: the ranks are freed one right after the other."""
 STOP_TIMEOUT_SECONDS = 3.0
 """How long children may take to end after SIGTERM before they are killed."""
 LOG_BYTES = 16_384
@@ -103,6 +110,9 @@ class Forkserver:
     """What carries out the requests that only the agent of another host has."""
     more_ends: list[socket.socket] = field(default_factory=list)
     """What a forked child closes besides the pipes."""
+    _ends: dict[int, set[Ends]] = field(default_factory=dict)
+    """The connections of each child, by pid, and when they were listed."""
+    _ends_at: float = -1.0
     _deadline: float = 0.0
     """Until when the server waits for another kernel, in ``time.monotonic()``."""
 
@@ -218,8 +228,19 @@ class Forkserver:
         """Pass a message on to a rank's control thread, unless the rank is dead."""
         for child in self.children.values():
             if child.name == str(rank) and child.pipe is not None:
+                if message["command"] == RankCommand.ABORT:
+                    message["arguments"] = [self.peers_ends(child)]
                 with contextlib.suppress(OSError):
                     child.pipe.send_bytes(json.dumps(message).encode())
+
+    def peers_ends(self, child: Child) -> list[Ends]:
+        """Return the other ranks' ends of their connections with one rank."""
+        if time.monotonic() - self._ends_at > CONNECTIONS_SECONDS:
+            ranks = [each.pid for each in self.children.values() if each.pipe is not None]
+            self._ends, self._ends_at = ends_of(ranks), time.monotonic()
+        turned = {(there, here) for here, there in self._ends.get(child.pid, ())}
+        others = (ends for pid, ends in self._ends.items() if pid != child.pid)
+        return sorted(set().union(*(turned & ends for ends in others)))
 
     def signal(self, *, ranks: list[int], number: int) -> None:
         """Send a signal to some ranks."""

@@ -59,7 +59,7 @@ class RankCommand(StrEnum):
     """A command of the kernel to a rank's control thread, which is never busy for long."""
 
     ABORT = "abort"
-    """Answered with how many waits were ended."""
+    """Answered with how many waits were ended; the fork server adds the peers' connections."""
     STATUS = "status"
     """Answered with the fields of a ``messages.RankStatus``."""
     STACK = "stack"

@@ -193,6 +193,8 @@ def errors_shown_by(shell: InteractiveShell) -> Iterator[list[BaseException]]:
             return
         if error is not None:  # else %tb shows an earlier error again
             shown.append(error)
+            if is_consequence(error):
+                setattr(error, "_render_traceback_", lambda: plain_traceback(error))  # noqa: B010
         show(exc_tuple, *args, **options)
 
     shell.showtraceback = record  # type: ignore[method-assign]
@@ -298,6 +300,8 @@ def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     is_enough = isinstance(error, BdbQuit) or (isinstance(error, NoPromptError) and not in_code)
     if is_enough or (isinstance(error, UserError | SystemExit) and frames is None):
         return []  # its message is enough
+    if is_consequence(error):
+        return plain_traceback(error)
     if isinstance(error, SyntaxError) and frames is None:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])
     else:
@@ -305,6 +309,16 @@ def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
             type(error), error, frames or error.__traceback__, tb_offset=0
         )
     return lines
+
+
+def plain_traceback(error: BaseException) -> list[str]:
+    """Return Python's own traceback from the user's first line on, as one string a line.
+
+    The notebook shows it only if no rank has the root of the failure.  IPython's takes a quarter of
+    a second, for it parses torch's files, and many ranks fail at once as a consequence of one.
+    """
+    frames = users_part(error.__traceback__) or error.__traceback__
+    return "".join(traceback.format_exception(type(error), error, frames)).splitlines()
 
 
 def users_part(frames: TracebackType | None) -> TracebackType | None:

@@ -24,12 +24,12 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.process_group import Group
 from ddpnb.rank.random_state import seed_everything
-from ddpnb.rank.shell import prepare
+from ddpnb.rank.shell import RankStream, prepare
 from ddpnb.rank.status import rank_status, users_stack
 from ddpnb.rank.tasks.samples import DataCache
 from ddpnb.rank.torchrun import AdoptedGroup, end_cells_with_exit, refuse_launchers
 
-Handler = Callable[[], object]
+Handler = Callable[..., object]
 
 
 def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, Handler]) -> None:
@@ -44,7 +44,7 @@ def serve_commands(rank: int, pipe: Connection, handlers: Mapping[RankCommand, H
             os.kill(os.getpid(), signal.SIGKILL)
         value: object = None
         try:
-            value = handlers[RankCommand(message["command"])]()
+            value = handlers[RankCommand(message["command"])](*message.get("arguments", ()))
         except Exception:  # noqa: BLE001  the edge of the thread, which must live on: to the log
             traceback.print_exc()
         answer = {"event": ForkServerEvent.ANSWER, "rank": rank, "id": message["id"]}
@@ -66,6 +66,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     async def complete_registration(self, *args: Any) -> None:
         """Prepare the shell as soon as the engine has one."""
         await super().complete_registration(*args)
+        self.log.setLevel(self.log_level)  # ipyparallel had set it to DEBUG: five records a cell
         self.kernel.pre_handler_hook = self.kernel.post_handler_hook = keep_signals
         shell = self.kernel.shell
         shell.loop_runner = CellLoop()
@@ -150,7 +151,9 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     adopted_group = AdoptedGroup(group)
     adopted_group.install()
     refuse_launchers(group)
-    engine = RankEngine.instance(group=group, adopted_group=adopted_group)
+    engine = RankEngine.instance(
+        group=group, adopted_group=adopted_group, out_stream_factory=RankStream
+    )
     handlers = {
         RankCommand.ABORT: group.abort,
         RankCommand.STATUS: lambda: asdict(rank_status(group, engine.shell)),

@@ -6,23 +6,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import destroy_process_group, init_process_group  # not the user's: torchrun
 
 from ddpnb.compat import torch_internals
+from ddpnb.protocol.connections import Address, TcpConnection, own_connections
 from ddpnb.protocol.messages import RankState, StaleVariable
 from ddpnb.protocol.processes import atomic_write
 from ddpnb.rank.collective_checks import CollectiveChecker
-from ddpnb.rank.comm.rendezvous import CancellationToken, host_processes
+from ddpnb.rank.comm.rendezvous import CancellationToken
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """How long the ranks wait for each other when they form a group."""
@@ -153,8 +153,11 @@ class Group:
         """Write this process's pid where the other ranks of this host find it."""
         atomic_write(self.folder / f"rank-{self.rank}.pid", str(os.getpid()).encode())
 
-    def abort(self) -> int:
+    def abort(self, peers_ends: Iterable[Sequence[Sequence[Any]]] = ()) -> int:
         """Free this rank from every wait for another rank; return how many waits were ended.
+
+        ``peers_ends``: the other ranks' ends of the connections with this one, each with the end
+        that lies here, as the fork server finds them.
 
         Called from another thread than the one that waits.  Gloo offers no way to end a wait, so
         this shuts down the TCP connections between this process and its peers, whichever group
@@ -164,26 +167,20 @@ class Group:
         if self.can_abort and dist.is_initialized() and not abort_groups(ABORT_SECONDS):
             print(f"{self.backend} did not abort in {ABORT_SECONDS:g} s.", file=sys.stderr)
         num_aborted = self.cancellation.abort()
-        peers_ends = set()
-        for rank, process in host_processes(self.folder):
-            if rank != self.rank and process is not None:
-                with contextlib.suppress(psutil.Error):
-                    peer = psutil.Process(process[0])
-                    sockets = peer.net_connections("tcp")
-                    peers_ends |= {(each.laddr, each.raddr) for each in sockets if each.raddr}
-        for own in psutil.Process().net_connections("tcp"):
-            if own.raddr and ((own.raddr, own.laddr) in peers_ends or self._leads_to_peer(own)):
+        ends = {(Address(*there), Address(*here)) for there, here in peers_ends}
+        for own in own_connections():
+            if (own.raddr, own.laddr) in ends or self._leads_to_peer(own):
                 num_aborted += shut_down(own.fd)
         return num_aborted
 
-    def _leads_to_peer(self, connection: Any) -> bool:
+    def _leads_to_peer(self, connection: TcpConnection) -> bool:
         """Return whether a connection leads to a rank of another host, as far as can be known.
 
         The ends of another host's ranks cannot be asked for when that host is gone.  So all
         connections to such a host count whose two ports are of those that the system hands out:
         a service that the user reaches there has a port of its own.
         """
-        if connection.raddr.ip.removeprefix("::ffff:") not in self.peers:
+        if connection.raddr.ip not in self.peers:
             return False
         first, last = ephemeral_ports()
         ports = (connection.laddr.port, connection.raddr.port)

@@ -164,9 +164,7 @@ def test_an_abort_that_hangs_holds_up_nothing(groups, tmp_path, monkeypatch, cap
     assert time.monotonic() - began < 10
 
     group = member(0, tmp_path)
-    monkeypatch.setattr(
-        group_module, "host_processes", lambda folder: groups.append("sockets") or []
-    )
+    monkeypatch.setattr(group_module, "own_connections", lambda: groups.append("sockets") or [])
     assert group.abort() == 0
     assert groups == ["abort"] * 4 + ["sockets"]  # the abort first, while its sockets stand
     assert group.cancellation.is_aborted

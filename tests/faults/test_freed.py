@@ -78,12 +78,12 @@ def test_what_is_tied_to_a_group_that_was_cut_is_named(cluster: Cluster):
 
 
 SLOW_CUT = """
-import psutil
-see = psutil.Process.net_connections
-def look(process, kind):
+from ddpnb.rank import process_group
+see = process_group.own_connections
+def look():
     if rank == slow: time.sleep(0.7)
-    return see(process, kind)
-psutil.Process.net_connections = look
+    return see()
+process_group.own_connections = look
 """
 
 
