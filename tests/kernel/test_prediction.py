@@ -22,7 +22,7 @@ def test_a_prediction_is_calibrated_on_a_stored_comparison(calibrated: Cell, ker
     assert "Fitted to measured: single on 1 rank, no-comm on 2" in cell.text
     assert len(cell.bundles("image/png")) == 1
     assert "<table" in cell.bundles("text/html")[0]
-    here = kernel.run("ddpnb.predict([2, 3, 4], run='measured/ddp').save('p.svg')")
+    here = kernel.run("import ddpnb\nddpnb.predict([2, 3, 4], run='measured/ddp').save('p.svg')")
     assert not here.error, here.error_text
     for wrong, sentence in (
         ("--ranks 0 --run measured", "--ranks 0: give numbers of ranks from 1"),

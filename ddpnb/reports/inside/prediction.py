@@ -142,7 +142,7 @@ def prediction_table(prediction: Prediction) -> Table:
         + (", then the time to the target." if prediction.seconds_to_target else ".")
     ]
     if more:
-        notes.append(f"{more} more numbers of ranks were asked for: they are in the picture.")
+        notes.append(f"{more} of the numbers of ranks are left out here: the picture has them.")
     notes.append(
         "It stops scaling where twice as many ranks bring less than a tenth more throughput."
     )
@@ -180,7 +180,10 @@ def draw(prediction: Prediction) -> "Figure":
     """Return throughput over ranks, both logarithmic, with every assumption beside it."""
     from matplotlib.figure import Figure  # noqa: PLC0415  takes 0.3 s
 
-    lines = _wrapped(prediction.assumptions)
+    limits, assumptions = _limits(prediction), prediction.assumptions
+    if prediction.roof and min(rate for _, rate in prediction.roof) >= limits[1]:
+        assumptions = (*assumptions, "The roof of the link's bytes alone lies above the picture.")
+    lines = _wrapped(assumptions)
     num_labels = 3 + len(prediction.points) + len(prediction.measured)
     height = max(HEIGHT, 1.9 + LINE_INCHES * (len(lines) + 1 + 1.3 * math.ceil(num_labels / 2)))
     figure = Figure(figsize=(WIDTH, height), dpi=100, facecolor=PAPER)
@@ -193,7 +196,6 @@ def draw(prediction: Prediction) -> "Figure":
         weight="bold",
     )
     axes = figure.add_axes((LEFT, 0.8 / height, PLOT_WIDTH, 1 - 1.85 / height))
-    limits = _limits(prediction)
     _draw_bounds(axes, prediction, limits)
     _draw_strategies(axes, prediction)
     _dress(axes, limits)
@@ -280,6 +282,8 @@ def _draw_strategies(axes: "Axes", prediction: Prediction) -> None:
 def _dress(axes: "Axes", limits: tuple[float, float]) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter  # noqa: PLC0415  as above
 
+    from ddpnb.reports.figures.axes import tick  # noqa: PLC0415  as above
+
     axes.set_facecolor("none")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -296,7 +300,7 @@ def _dress(axes: "Axes", limits: tuple[float, float]) -> None:
     axes.grid(color=RULE, linewidth=1.0)
     axes.set_axisbelow(True)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(labelsize=SMALL_POINTS, labelcolor=MUTED, color=MUTED)
 

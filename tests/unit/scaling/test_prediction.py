@@ -185,7 +185,7 @@ def test_all_is_shown_and_can_be_saved(tmp_path):
     assert "<table" in bundle["text/html"]
     text = bundle["text/plain"]
     assert "Predicted, not measured: ddp stops scaling at about" in text
-    assert "1 more numbers of ranks were asked for" in text
+    assert "1 of the numbers of ranks are left out here" in text
     for assumption in result.prediction.assumptions:
         assert assumption in text
     words = " ".join(each.get_text() for each in result.plot().figure.texts)
