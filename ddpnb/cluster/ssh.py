@@ -86,7 +86,10 @@ def start_agent(
 
 
 _REASONS = (
-    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "has another host key than in your known_hosts: {w}"),
+    (
+        "REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "has another host key than in your known_hosts: {w}",
+    ),
     ("Host key verification failed", "has a host key that ssh does not know: {w}"),
     ("host key is known for", "has a host key that ssh does not know: {w}"),
     ("Permission denied", "does not let you in: set up a key, so that `ssh {h}` asks for nothing."),
