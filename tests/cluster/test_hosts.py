@@ -20,7 +20,6 @@ from tests.cluster.rig import (
     DYNAMO,
     begin,
     finish,
-    is_alive,
     pull,
     run,
     wait_until,
@@ -210,7 +209,7 @@ def test_hosts_that_lose_each_other_are_named(cluster, hosts, tmp_path):
 def test_a_killed_agent_takes_its_ranks_and_files_along(cluster, hosts, tmp_path):
     cell = reducing(cluster, tmp_path)
     before = hosts.processes("b")
-    agent = hosts.agent("b")
+    (agent,) = hosts.agents("b")
     token = agent.cmdline()[-1]
     agent.kill()
     finish(cell)
@@ -241,21 +240,16 @@ def test_an_interrupt_reaches_every_host(cluster, tmp_path):
 
 
 def test_nothing_is_left_on_either_host(hosts):
+    earlier = [process for host in "ab" for process in hosts.processes(host)]
     cluster = Cluster.start(ClusterSpec(hosts="a:1,b:1", device="cpu"))
-    tokens = [hosts.agent(host).cmdline()[-1] for host in "ab"]
-    before = [
-        p
-        for host in "ab"
-        for p in hosts.processes(host)
-        if tokens[0] in str(p.cmdline()) or tokens[1] in str(p.cmdline())
-    ]
-    assert len(before) >= 6  # on each host a shell, an agent and a rank
     run(cluster, "import subprocess\nsubprocess.Popen(['sleep', '600'])")
+    found = [p for host in "ab" for p in hosts.processes(host) if p not in earlier]
+    tokens = [each.cmdline()[-1] for each in found if "ddpnb.launcher.agent" in each.cmdline()]
+    assert len(found) >= 8  # on each host a shell, an agent, a rank and what the cell started
+    assert all(map(files_of, tokens))
     cluster.stop()
-    wait_until_gone(before)
+    wait_until_gone(found)
     assert not any(map(files_of, tokens))
-    for host in "ab":
-        assert "sleep" not in [each.name() for each in hosts.processes(host) if is_alive(each)]
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,9 @@ Host impostor
 Host locked
   HostName {a}
   IdentityFile {folder}/wrong-key
-Host *
+Host * !locked
   IdentityFile {folder}/key
+Host *
   IdentitiesOnly yes
   UserKnownHostsFile {folder}/known-hosts
   GlobalKnownHostsFile none
@@ -75,14 +76,10 @@ class TwoHosts:
                     found.append(process)
         return found
 
-    def agent(self, host: str) -> psutil.Process:
-        """The host's agent: the parent of its ranks."""
-        (agent,) = (
-            each
-            for each in self.processes(host)
-            if "ddpnb.launcher.agent" in each.cmdline() and each.parent().name() == "sh"
-        )
-        return agent
+    def agents(self, host: str) -> list[psutil.Process]:
+        """The host's agents: each is the parent of its ranks, and its last word their files'."""
+        named = [p for p in self.processes(host) if "ddpnb.launcher.agent" in p.cmdline()]
+        return [each for each in named if each.ppid() not in [other.pid for other in named]]
 
     @contextlib.contextmanager
     def unplugged(self, host: str) -> Iterator[None]:
