@@ -66,6 +66,16 @@ class Engines:
         return tuple(rank for rank in self.ranks if rank not in self.living)
 
     @property
+    def is_local(self) -> bool:
+        """Whether the ranks are on the kernel's own host and share the run folder with it."""
+        return self.placement is None or not self.placement.hosts
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether there are ranks on more than one host."""
+        return self.placement is not None and len(self.placement.hosts) > 1
+
+    @property
     def lost(self) -> str | None:
         """Why the cluster as a whole is unusable, if it is."""
         for name in (Service.FORK_SERVER, Service.CONTROLLER):

@@ -217,7 +217,9 @@ class StopDetector:
 
 def stopped_ranks(cluster: Cluster, ranks: Iterable[int]) -> list[int]:
     """Return those of the ranks that the operating system reports as stopped."""
-    found = []
+    found: list[int] = []
+    if not cluster.is_local:
+        return found
     for rank in sorted(set(ranks) & set(cluster.living)):
         try:
             if psutil.Process(cluster.states[rank].pid).status() in STOPPED_STATES:

@@ -57,9 +57,7 @@ class AgentProcesses(Processes):
         self.ended = threading.Event()
         self._reader.start()
 
-    def ask(
-        self, operation: KernelRequest, timeout: float = CHECK_SECONDS, **fields: object
-    ) -> Any:
+    def ask(self, operation: KernelRequest, **fields: object) -> Any:
         """Have the agent carry out a request, and return its answer.
 
         Raises:
@@ -70,7 +68,7 @@ class AgentProcesses(Processes):
         self._answers[request_id] = answer
         with contextlib.suppress(OSError):
             self._send(op=operation, id=request_id, **fields)
-        self.wait(answer, timeout)
+        self.wait(answer, CHECK_SECONDS)
         return answer.result()
 
     def wait(self, future: "Future[Any]", timeout: float) -> None:
@@ -261,10 +259,10 @@ class HostProcesses(Processes):
             pipe=pipe,
             server=process,
             log=log,
-            on_exit=lambda exit_: self._on_exit(number, name, exit_),
+            on_exit=lambda exit_: self._note_end(number, name, exit_),
         )
 
-    def _on_exit(self, number: int, name: str, exit_: Exit) -> None:
+    def _note_end(self, number: int, name: str, exit_: Exit) -> None:
         """Note a rank's end, or the end of all ranks of a host with its agent."""
         if exit_.member is not Service.FORK_SERVER:
             return self._note(exit_)
@@ -285,15 +283,13 @@ class HostProcesses(Processes):
     def _check(self, agents: Sequence[AgentProcesses]) -> None:
         """Have agents describe their hosts; raises a UserError where one is not fit."""
         interface = self._spec.interface
-        question = {"home": str(self._home), "interface": interface}
-        for others in ([], None):
-            # asked again, only where a host was reached over loopback: it needs the others' addresses
-            known = [agent.report["reached"] for agent in self._agents.values() if agent.report]
-            for agent in agents:
-                if others is not None or agent.report["reached"].startswith("127."):
-                    agent.report = agent.ask(
-                        KernelRequest.CHECK, **question, others=known if others is None else []
-                    )
+        question: dict[str, object] = {"home": str(self._home), "interface": interface}
+        for agent in agents:
+            agent.report = agent.ask(KernelRequest.CHECK, **question, others=[])
+        others = [agent.report["reached"] for agent in self._agents.values() if agent.report]
+        for agent in agents:
+            if agent.report["reached"].startswith("127."):  # it must learn its way to the others
+                agent.report = agent.ask(KernelRequest.CHECK, **question, others=others)
         for agent in agents:
             if sentence := unfit(agent.name, agent.report, self._home, interface):
                 raise UserError(sentence)

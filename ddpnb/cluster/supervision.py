@@ -141,7 +141,8 @@ class Watch:
         finished = {rank: r.num_collectives for rank, r in reports if isinstance(r, CellReport)}
         if why := self._detector.check(finished):
             if not self._num_aborts:
-                self.hang = why
+                links = self.cluster.processes.unreachable()
+                self.hang = f"{why}; {links}" if links else why
             if self._num_aborts < MAX_ABORTS:
                 self._abort()
             else:

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -156,7 +157,7 @@ class Agent:
 
     def wait_until_prepared(self) -> bool:
         """Serve the kernel's first requests; return whether to go on."""
-        handlers = {
+        handlers: dict[KernelRequest, Callable[..., None]] = {
             KernelRequest.CHECK: self.check,
             KernelRequest.PROBE: self.probe,
             KernelRequest.PREPARE: self.prepare,

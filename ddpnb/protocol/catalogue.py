@@ -71,6 +71,8 @@ class StrategyEntry(Entry):
     """The ``training_options.TRANSPORTS`` that it supports; empty: it has no choice of them."""
     needs_shared_memory: bool = False
     """Whether its ranks must share memory, so that no link can lie between them."""
+    across_hosts: str = ""
+    """What trains across hosts in its place; empty: it does itself."""
 
 
 _TIMEOUT = Option(
@@ -124,6 +126,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#e76300", "dashed", "^"),
         aliases=("DataParallel",),
         may_be_emulated=True,
+        across_hosts="ddp",
     ),
     "ddp": StrategyEntry(
         about="torch DistributedDataParallel",
@@ -155,6 +158,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#174f86", "dashed", "h"),
         is_dense=True,
         needs_shared_memory=True,
+        across_hosts="ddp",
         options={"bucket_view": _BUCKET_VIEW},
     ),
     "ddp-by-hand": StrategyEntry(
@@ -186,6 +190,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#b9ac70", "dash-dot-dot", "P"),
         aliases=("CentralStorageStrategy",),
         is_dense=True,
+        across_hosts="ddp",
     ),
     "async": StrategyEntry(
         about="one parameter server, workers never wait for each other",
@@ -224,6 +229,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         is_asynchronous=True,
         transports=("auto", "shm"),
         needs_shared_memory=True,
+        across_hosts="async",
         options={"momentum": _MOMENTUM, "timeout": _TIMEOUT},
     ),
     "local-sgd": StrategyEntry(
@@ -250,6 +256,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "easgd": StrategyEntry(
         about="each rank trains alone; now and then a centre and it draw each other",
         import_path="ddpnb.rank.strategies.easgd:Easgd",
+        across_hosts="local-sgd",
         look=Look("#06464f", "dash-dot-dot", "$\\clubsuit$"),
         options={
             "every": Option(default=8, about="steps from one move to the next", least=1),
@@ -276,6 +283,7 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
     "gossip": StrategyEntry(
         about="each rank averages its weights with a random neighbour and waits for no other",
         import_path="ddpnb.rank.strategies.gossip:Gossip",
+        across_hosts="gossip:together=on",
         look=Look("#92dadd", "long", ">"),
         is_asynchronous=True,
         options={

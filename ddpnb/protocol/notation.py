@@ -300,6 +300,21 @@ def check_link(strategy: str, link: str, transport: str) -> None:
         )
 
 
+def check_across_hosts(strategy: str, transport: str) -> None:
+    """Check that a strategy trains on ranks of several hosts, which share no memory."""
+    choice = parse_strategy(strategy)
+    instead = STRATEGIES[choice.name].across_hosts if choice.name in STRATEGIES else ""
+    if instead and not choice.options.get("together"):
+        raise UserError(
+            f"{choice.name} trains in the memory of one host, and the ranks are on several: "
+            f"compare {instead}."
+        )
+    if transport == "shm" and has_transport(strategy):
+        raise UserError(
+            "--transport shm is for ranks of one host, and these are on several: leave it out."
+        )
+
+
 def _bits(rate: float) -> str:
     for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if rate >= size:

@@ -153,7 +153,7 @@ def pull(expression: str, path: str, classes: Collection[str], num_copies: int) 
         lambda: variables.give(
             expression,
             engine.shell.user_ns,
-            path=f"{path}-{engine.group.rank}",
+            path=f"{path}-{engine.group.rank}" if path else "",
             classes=classes,
             num_copies=num_copies,
         )

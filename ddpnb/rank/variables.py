@@ -89,11 +89,12 @@ def give(
         expression: the user's.
         namespace: the variables of this rank's cells.
         path: an empty file for large values.  The kernel removes it as soon as it has the answer,
-            or does not wait for one any longer; then nothing is evaluated.
+            or does not wait for one any longer; then nothing is evaluated.  Empty: the kernel is on
+            another host, and takes any value in its message.
         classes: names of the notebook's own classes.
         num_copies: on how many ranks the kernel asks for the value at the same time.
     """
-    if not os.path.exists(path):
+    if path and not os.path.exists(path):
         raise TimeoutError(NOBODY_WAITS)
     try:
         value = eval(expression, namespace)
@@ -107,7 +108,7 @@ def give(
         if name == whole:
             raise
         raise TypeError(f"{name}: {cause}") from cause
-    if size_of(parts) < LARGE_BYTES:
+    if size_of(parts) < LARGE_BYTES or not path:
         return in_message(parts)
     file = os.open(path, os.O_WRONLY)  # not created: where it is gone, nobody waits
     try:

@@ -19,6 +19,7 @@ from ddpnb.protocol.catalogue import BASELINE, CEILING, CELL_TASK, STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, OnRank, RunReport, RunSpec
 from ddpnb.protocol.notation import (
+    check_across_hosts,
     check_link,
     check_transport,
     format_ranks,
@@ -249,6 +250,8 @@ class Training:
         now = time.monotonic()
         if not self._is_stopped:
             return
+        if self.cluster.spans_hosts:  # ranks of two hosts cannot agree on the last step
+            self._interrupt_at = now
         self._interrupt_at = min(self._interrupt_at, now + GRACE_SECONDS)
         if self._watch is not None and now >= self._interrupt_at:
             self._watch.stop_requested = True
@@ -285,6 +288,9 @@ def prepare(
     Raises:
         UserError: the task or a strategy cannot be trained.  Nothing has been trained then.
     """
+    if cluster.spans_hosts:
+        for strategy in spec.strategies:
+            check_across_hosts(strategy, spec.training.transport)
     placed = with_checkpoints(spec.run_specs(), spec.strategies, store)
     if len(cluster.ranks) == 1:  # a rank alone never communicates
         placed = tuple(each for each in placed if not each.is_ceiling)

@@ -176,6 +176,10 @@ class Session:
             raise UserError(f"--debug {debug}: the cell does not run on rank {debug}.")
         if debug is not None and not wait:
             raise UserError("--debug needs the notebook's prompt: leave out --no-wait.")
+        if debug is not None and not cluster.is_local:
+            raise UserError(
+                "--debug is for ranks of this host: %ddp_why shows where the others are."
+            )
         cluster.require(chosen)
         prompt = None if debug is None else Prompt(cluster.folder)
         spec = CellSpec(

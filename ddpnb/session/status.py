@@ -32,7 +32,9 @@ def status_table(cluster: Cluster, busy: Collection[int], notes: Sequence[str] =
         doing = doing if state.rank in cluster.living or exit_ else "gone"
         rows.append(
             table_row(
-                *(state.rank, state.pid, Cell(text=state.device, quiet=state.device_name)),
+                state.rank,
+                *([state.host] if not cluster.is_local else []),
+                *(state.pid, Cell(text=state.device, quiet=state.device_name)),
                 *(state.num_threads, state.backend, doing),
             )
         )
@@ -44,6 +46,7 @@ def status_table(cluster: Cluster, busy: Collection[int], notes: Sequence[str] =
         caption=f"{counted(len(cluster.living), 'rank')} of {len(cluster.states)} alive",
         columns=(
             Column(title="rank"),
+            *([Column(title="host")] if not cluster.is_local else []),
             Column(title="pid", is_number=True),
             Column(title="device"),
             Column(title="threads", is_number=True),

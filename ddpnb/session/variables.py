@@ -36,8 +36,11 @@ def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]
         parts = dump(dict(variables), for_ranks=True)
     except Exception as error:
         raise UserError(explain(variables, error)) from error
-    if size_of(parts) < LARGE_BYTES:
-        send(cluster, in_message(parts), variables, ranks)
+    timeout = CALL_TIMEOUT_SECONDS + size_of(parts) / SLOWEST_BYTES_PER_SECOND
+    if size_of(parts) < LARGE_BYTES or not cluster.is_local:
+        send(
+            cluster, in_message(parts), variables, ranks, timeout * (1 + 9 * (not cluster.is_local))
+        )
         return
     with new_files(cluster.folder, [""]) as (path, (file,)):
         try:
@@ -45,7 +48,6 @@ def push(cluster: Cluster, variables: Mapping[str, object], ranks: Sequence[int]
         except MemoryError as error:
             names = ", ".join(variables)
             raise UserError(f"{names} cannot be sent to the ranks: {error}.") from error
-        timeout = CALL_TIMEOUT_SECONDS + size_of(parts) / SLOWEST_BYTES_PER_SECOND
         send(cluster, parcel, variables, ranks, timeout)
 
 
@@ -68,7 +70,12 @@ def pull(cluster: Cluster, expression: str, ranks: Sequence[int]) -> list[Any]:
     """Return the value of an expression on each rank; raises a UserError where one has none."""
     with new_files(cluster.folder, [f"-{rank}" for rank in ranks]) as (path, files):
         call = cluster.submit(
-            OnRank("pull"), expression, path, own_classes(), len(ranks), ranks=ranks
+            OnRank("pull"),
+            expression,
+            path if cluster.is_local else "",
+            own_classes(),
+            len(ranks),
+            ranks=ranks,
         )
         found = answers(cluster, call, has_advanced=growing(files))
         for value in found:

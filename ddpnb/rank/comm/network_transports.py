@@ -13,14 +13,17 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, final
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import rpc
+from torch.distributed.rendezvous import register_rendezvous_handler
 
-from ddpnb.compat.torch_internals import forget_rpc_agents
+from ddpnb.compat.torch_internals import forget_rpc_agents, group_store
 from ddpnb.rank.comm.flat_buffers import pack
 from ddpnb.rank.comm.parameter_server import (
     SERVER_RANK,
@@ -98,6 +101,7 @@ def _new_group(config: WorkerConfig, opened: ExitStack) -> dist.ProcessGroup:
 
 
 _SHUT_DOWN = "rpc-down"
+_SCHEME = "ddpnb"
 _servers: dict[str, ParameterServer] = {}
 """This process's server, by the run's name, for remote calls, which name a function; empty between
 runs."""
@@ -178,7 +182,7 @@ class _Agent:
                 rank=config.rank,
                 world_size=config.world_size,
                 rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-                    init_method=f"file://{self._path}",
+                    init_method=_meeting_place(self._path),
                     num_worker_threads=config.world_size + 1,  # each worker's call may block one
                     rpc_timeout=config.timeout_seconds,
                 ),
@@ -202,6 +206,21 @@ class _Agent:
             self._is_open = False
             rpc.shutdown(graceful=False)
             self._path.unlink(missing_ok=True)
+
+
+def _meeting_place(path: Path) -> str:
+    """Return where agents meet: a file, or on several hosts the process group's own store."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        return f"file://{path}"
+    with contextlib.suppress(RuntimeError):  # registered already
+        register_rendezvous_handler(_SCHEME, _group_rendezvous)
+    return f"{_SCHEME}://{path.name}"
+
+
+def _group_rendezvous(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """Meet in the process group's store, under the run's name, as ``dist.rendezvous`` does."""
+    name = urlsplit(url).netloc
+    yield dist.PrefixStore(name, group_store()), dist.get_rank(), dist.get_world_size()
 
 
 def _worker_name(rank: int) -> str:

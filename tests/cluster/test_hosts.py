@@ -1,0 +1,302 @@
+"""Do ranks on two hosts, started over ssh, work and end like those of one?"""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.history.store import Store
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.session.comparison import ComparisonSpec, prepare
+from ddpnb.session.status import status_table
+from tests.cluster.rig import (
+    ALL_REDUCE,
+    DYNAMO,
+    begin,
+    finish,
+    pull,
+    run,
+    wait_until,
+    wait_until_gone,
+)
+from tests.cluster.two_hosts import TwoHosts, two_hosts
+
+SECONDS = 30.0
+"""Nobody waits longer here, on however busy a machine; it takes 5 s on an idle one."""
+
+VARIABLES = [
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+]
+
+REDUCE_FOR_EVER = """
+from pathlib import Path
+kept = f"of rank {{rank}}"
+Path({sign!r} + str(rank)).touch()
+big = torch.ones(1_000_000)
+while True:
+    dist.all_reduce(big)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory) -> Iterator[TwoHosts]:
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def two_each(hosts) -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DDPNB_PRELOAD", DYNAMO["DDPNB_PRELOAD"])
+        cluster = Cluster.start(ClusterSpec(hosts="a:2,b:2", device="cpu", num_threads=1))
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def cluster(two_each) -> Cluster:
+    """Four living ranks on two hosts."""
+    if dead := two_each.dead:
+        two_each.bring_back(dead)
+    return two_each
+
+
+def total(cluster: Cluster) -> list[float]:
+    run(cluster, ALL_REDUCE)
+    return pull(cluster, "total.item()")
+
+
+def test_ranks_are_laid_out_host_by_host(cluster, hosts):
+    assert total(cluster) == [4.0] * 4
+    found = pull(cluster, f"[__import__('os').environ[name] for name in {VARIABLES}]")
+    address = hosts.address("a")
+    assert found == [
+        ["0", "0", "0", "2", "2", address],
+        ["1", "1", "0", "2", "2", address],
+        ["2", "0", "1", "2", "2", address],
+        ["3", "1", "1", "2", "2", address],
+    ]
+    table = status_table(cluster, ())
+    assert [row[1].text for row in table.rows] == ["a", "a", "b", "b"]
+
+
+def test_nothing_listens_beyond_the_interface_and_no_key_is_to_be_seen(cluster, hosts):
+    assert total(cluster) == [4.0] * 4
+    for host in "ab":
+        lines = hosts.call(host, "ss", "-Hltn").splitlines()
+        places = {line.split()[3].rsplit(":", 1)[0] for line in lines}
+        assert places <= {hosts.address(host), "127.0.0.1"}
+    here = psutil.Process(cluster.processes.pid)
+    own = [here, *here.children(recursive=True)]
+    for process in own:
+        listening = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        assert not listening
+    content = json.loads((cluster.profile / "security/ipcontroller-engine.json").read_text())
+    keys = [v.encode() for name, v in content.items() if "key" in name and v]
+    assert len(keys) >= 2
+    over_ssh = [each for each in psutil.Process().children() if each.name() == "ssh"]
+    for process in [*own, *over_ssh, *hosts.processes("a"), *hosts.processes("b")]:
+        folder = Path(f"/proc/{process.pid}")
+        seen = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+        assert not any(key in seen for key in keys), process
+
+
+CELL = """
+import torch
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Linear(8, 2)
+
+def data(split):
+    x = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
+    return x, (x.sum(dim=1) > 0).long()
+"""
+
+
+def a_comparison(*strategies: str, transport: str = "auto") -> ComparisonSpec:
+    training = TrainingSpec(source=CELL, num_epochs=1, batch_size=40, transport=transport)
+    return ComparisonSpec(strategies=strategies, training=training, baseline=False)
+
+
+def test_strategies_train_across_hosts(cluster, tmp_path):
+    spec = a_comparison("ddp", "async", "gossip:together=on")
+    found = prepare(cluster, Store(tmp_path), spec).run().comparison.runs
+    assert [each.status for each in found] == ["finished"] * 3
+    assert all({*each.events["rank"]} == {0, 1, 2, 3} for each in found)
+
+
+def test_rpc_meets_across_hosts(cluster, tmp_path):
+    spec = a_comparison("async", transport="rpc")
+    (found,) = prepare(cluster, Store(tmp_path), spec).run().comparison.runs
+    assert found.status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "instead"),
+    [
+        ("ddp-shm", "compare ddp"),
+        ("dp", "compare ddp"),
+        ("central", "compare ddp"),
+        ("hogwild", "compare async"),
+        ("gossip", "compare gossip:together=on"),
+        ("easgd", "compare local-sgd"),
+    ],
+)
+def test_shared_memory_is_refused_across_hosts(cluster, tmp_path, strategy, instead):
+    with pytest.raises(UserError, match=instead):
+        prepare(cluster, Store(tmp_path), a_comparison(strategy))
+
+
+def test_large_variables_cross(cluster):
+    run(cluster, "big = torch.full((200_000,), float(rank))")
+    assert [each.sum().item() for each in pull(cluster, "big")] == [0.0, 2e5, 4e5, 6e5]
+
+
+def test_a_rank_that_leaves_a_call_out_is_named(cluster):
+    ended = run(cluster, f"mine = rank\nif rank != 3:\n    {ALL_REDUCE.strip().splitlines()[-1]}")
+    assert "rank 3 finished the cell without calling it" in ended.watch.hang
+    assert pull(cluster, "mine") == [0, 1, 2, 3]
+    assert total(cluster) == [4.0] * 4
+
+
+def test_a_rank_that_dies_is_replaced_and_its_log_is_here(cluster):
+    run(cluster, "kept = rank")
+    ended = run(cluster, "import os, sys\nif rank == 2: os.abort()\ndist.barrier()")
+    assert "SIGABRT" in ended.lost[2]
+    assert "Fatal Python error: Aborted" in cluster.log_tail(2)
+    cluster.bring_back([2])
+    assert total(cluster) == [4.0] * 4
+    assert pull(cluster, "kept", ranks=[0, 1, 3]) == [0, 1, 3]
+
+
+def test_a_host_without_power_is_lost_and_the_others_are_freed(cluster, hosts, tmp_path):
+    cell = reducing(cluster, tmp_path)
+    with hosts.unplugged("b"):
+        assert finish(cell).seconds < SECONDS
+        assert set(cell.lost) == {2, 3}
+        assert "was lost with host b" in cell.lost[2]
+        assert set(cell.failures) == {0, 1}
+        assert pull(cluster, "kept", ranks=[0, 1]) == ["of rank 0", "of rank 1"]
+        left = hosts.processes("b")
+    wait_until_gone(left)  # they would have gone without the network too, a little later
+    cluster.bring_back([2, 3])
+    assert total(cluster) == [4.0] * 4
+
+
+def test_hosts_that_lose_each_other_are_named(cluster, hosts, tmp_path):
+    cell = reducing(cluster, tmp_path)
+    with hosts.parted():
+        finish(cell)
+    assert "host a does not reach host b" in cell.watch.hang
+    assert pull(cluster, "kept") == [f"of rank {rank}" for rank in range(4)]
+    assert total(cluster) == [4.0] * 4
+
+
+def test_a_killed_agent_takes_its_ranks_and_files_along(cluster, hosts, tmp_path):
+    cell = reducing(cluster, tmp_path)
+    before = hosts.processes("b")
+    (agent,) = hosts.agents("b")
+    token = agent.cmdline()[-1]
+    agent.kill()
+    finish(cell)
+    assert set(cell.lost) == {2, 3}
+    assert pull(cluster, "kept", ranks=[0, 1]) == ["of rank 0", "of rank 1"]
+    wait_until_gone(before)
+    assert not files_of(token)
+    cluster.bring_back([2, 3])
+    assert total(cluster) == [4.0] * 4
+
+
+def test_an_interrupt_reaches_every_host(cluster, tmp_path):
+    cell = begin(
+        cluster,
+        f"from pathlib import Path\nPath({str(tmp_path)!r} + '/go').touch()\n"
+        "import time\nkept = 1\nwhile True: time.sleep(0.01)",
+        timeout=None,
+    )
+    threading.Thread(
+        target=lambda: (
+            wait_until((tmp_path / "go").exists, "the cell"),
+            setattr(cell.watch, "stop_requested", True),
+        )
+    ).start()
+    finish(cell)
+    assert {failure.name for failure in cell.failures.values()} == {"KeyboardInterrupt"}
+    assert pull(cluster, "kept") == [1] * 4
+
+
+def test_nothing_is_left_on_either_host(hosts):
+    earlier = [process for host in "ab" for process in hosts.processes(host)]
+    cluster = Cluster.start(ClusterSpec(hosts="a:1,b:1", device="cpu"))
+    run(cluster, "import subprocess\nsubprocess.Popen(['sleep', '600'])")
+    found = [p for host in "ab" for p in hosts.processes(host) if p not in earlier]
+    tokens = [each.cmdline()[-1] for each in found if "ddpnb.launcher.agent" in each.cmdline()]
+    assert len(found) >= 8  # on each host a shell, an agent, a rank and what the cell started
+    assert all(map(files_of, tokens))
+    cluster.stop()
+    wait_until_gone(found)
+    assert not any(map(files_of, tokens))
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ({"hosts": "nobody:1"}, "Host nobody cannot be reached: no ssh server listens there"),
+        ({"hosts": "stranger:1"}, "Host stranger has a host key that ssh does not know"),
+        ({"hosts": "impostor:1"}, "Host impostor has another host key than"),
+        ({"hosts": "locked:1"}, "Host locked does not let you in: set up a key"),
+        ({"hosts": "a:1", "python": "/nowhere/python"}, "Host a has no such Python"),
+        ({"hosts": "a:1", "interface": "net7"}, "Host a has no interface net7 .* lo, net0"),
+        ({"hosts": "a:1", "device": "cuda"}, "Host a has no GPU"),
+        ({"hosts": "a:1,a:1"}, "--hosts names a twice"),
+        ({"hosts": "-oProxyCommand=x:1"}, "Write --hosts as a:4,b:4"),
+        ({"hosts": "a:1", "num_ranks": 2}, "leave out -n"),
+        ({"hosts": "a:1", "detach_seconds": 9.0}, "--detach"),
+        ({"interface": "net0"}, "name them with --hosts"),
+    ],
+)
+def test_what_cannot_be_used_is_said_before_anything_starts(hosts, spec, sentence):
+    with pytest.raises(UserError, match=sentence):
+        Cluster.start(ClusterSpec(**{"device": "cpu"} | spec))
+
+
+def test_a_folder_that_is_not_there_is_named(hosts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rename(tmp_path / "renamed")
+    monkeypatch.setattr(Path, "cwd", lambda: gone)
+    with pytest.raises(UserError, match=f"Host a has no folder {gone}"):
+        Cluster.start(ClusterSpec(hosts="a:1", device="cpu"))
+
+
+def test_closed_ports_between_hosts_are_named(hosts):
+    with hosts.parted(), pytest.raises(UserError, match="Host a does not reach host b"):
+        Cluster.start(ClusterSpec(hosts="a:1,b:1", device="cpu"))
+
+
+def reducing(cluster: Cluster, folder: Path):
+    """A cell in which all ranks sum, over and over."""
+    run(cluster, "import torch, torch.distributed as dist")
+    cell = begin(cluster, REDUCE_FOR_EVER.format(sign=f"{folder}/"))
+    wait_until(lambda: len(list(folder.iterdir())) == 4, "all ranks in the cell")
+    return cell
+
+
+def files_of(token: str) -> list[Path]:
+    return [*Path("/dev/shm").glob(f"ddpnb-{token}*"), *Path("/tmp").glob(f"ddpnb-{token}*")]

@@ -1,0 +1,191 @@
+"""Two hosts for tests: network namespaces on one bridge, each with a real sshd."""
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.system_packages import find_program, skip_or_fail
+
+ROOT = Path(__file__).parents[2]
+SSHD = """
+ListenAddress {address}
+Port 22
+HostKey {folder}/host-key
+AuthorizedKeysFile {folder}/key.pub
+StrictModes no
+UsePAM no
+PermitRootLogin prohibit-password
+PidFile none
+SetEnv PYTHONPATH={root}
+"""
+CONFIG = """
+Host a
+  HostName {a}
+Host b
+  HostName {b}
+Host nobody
+  HostName {nobody}
+Host stranger
+  HostName {a}
+  UserKnownHostsFile {folder}/no-hosts
+Host impostor
+  HostName {a}
+  UserKnownHostsFile {folder}/wrong-hosts
+Host locked
+  HostName {a}
+  IdentityFile {folder}/wrong-key
+Host * !locked
+  IdentityFile {folder}/key
+Host *
+  IdentitiesOnly yes
+  UserKnownHostsFile {folder}/known-hosts
+  GlobalKnownHostsFile none
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoHosts:
+    """Hosts ``a`` and ``b``, as the test's ssh knows them; this process is on neither."""
+
+    folder: Path
+    prefix: str
+    """Of the names of namespaces and interfaces."""
+    subnet: str
+
+    def address(self, host: str) -> str:
+        return f"{self.subnet}.{'ab'.index(host) + 1}"
+
+    def call(self, host: str, *words: str) -> str:
+        """Run a program on a host."""
+        return call("ip", "netns", "exec", f"{self.prefix}{host}", *words)
+
+    def processes(self, host: str) -> list[psutil.Process]:
+        """The host's processes, without its sshd."""
+        found = []
+        for pid in call("ip", "netns", "pids", f"{self.prefix}{host}").split():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(int(pid))
+                if process.name() != "sshd":
+                    found.append(process)
+        return found
+
+    def agents(self, host: str) -> list[psutil.Process]:
+        """The host's agents: each is the parent of its ranks, and its last word their files'."""
+        named = [p for p in self.processes(host) if "ddpnb.launcher.agent" in p.cmdline()]
+        return [each for each in named if each.ppid() not in [other.pid for other in named]]
+
+    @contextlib.contextmanager
+    def unplugged(self, host: str) -> Iterator[None]:
+        """Cut a host off from everything."""
+        call("ip", "link", "set", f"{self.prefix}v{host}", "down")
+        try:
+            yield
+        finally:
+            call("ip", "link", "set", f"{self.prefix}v{host}", "up")
+
+    @contextlib.contextmanager
+    def parted(self) -> Iterator[None]:
+        """Cut the way between the hosts; this process reaches both."""
+        for host, other in ("ab", "ba"):
+            self.call(host, "ip", "route", "add", "blackhole", f"{self.address(other)}/32")
+        try:
+            yield
+        finally:
+            for host, other in ("ab", "ba"):
+                self.call(host, "ip", "route", "del", "blackhole", f"{self.address(other)}/32")
+
+
+@contextlib.contextmanager
+def two_hosts(folder: Path) -> Iterator[TwoHosts]:
+    """Make two hosts and an ssh that knows them; skips where that cannot be done."""
+    find_program(["ip"], "needs iproute2")
+    sshd = find_program(["sshd", "/usr/sbin/sshd"], "needs openssh-server")
+    ssh = find_program(["ssh"], "needs openssh-client")
+    if os.geteuid() != 0:
+        skip_or_fail("needs root, to make network namespaces")
+    number = os.getpid()
+    hosts = TwoHosts(
+        folder=folder,
+        prefix=f"dd{number % 100_000}",
+        subnet=f"10.{100 + number % 100}.{number // 100 % 250}",
+    )
+    Path("/run/sshd").mkdir(exist_ok=True)
+    servers: list[subprocess.Popen[bytes]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            make_network(hosts)
+            make_keys(hosts, ssh)
+            for host in "ab":
+                config = folder / f"sshd-{host}.conf"
+                config.write_text(
+                    SSHD.format(address=hosts.address(host), folder=folder, root=ROOT)
+                )
+                words = ["ip", "netns", "exec", f"{hosts.prefix}{host}", sshd, "-D", "-f", config]
+                servers.append(subprocess.Popen(words, stderr=subprocess.DEVNULL))
+            patch.setenv("PATH", f"{folder}/bin", prepend=os.pathsep)
+            for host in "ab":
+                wait_for_server(host)
+            yield hosts
+        except subprocess.CalledProcessError as error:
+            skip_or_fail(f"{' '.join(map(str, error.cmd))}: {error.stderr}")
+        finally:
+            for server in servers:
+                for process in psutil.Process(server.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                server.kill()
+                server.wait()
+            for name in (f"{hosts.prefix}a", f"{hosts.prefix}b"):
+                subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+            bridge = ["ip", "link", "delete", f"{hosts.prefix}br"]
+            subprocess.run(bridge, check=False, capture_output=True)
+
+
+def make_network(hosts: TwoHosts) -> None:
+    bridge = f"{hosts.prefix}br"
+    call("ip", "link", "add", bridge, "type", "bridge")
+    call("ip", "addr", "add", f"{hosts.subnet}.254/24", "dev", bridge)
+    call("ip", "link", "set", bridge, "up")
+    for host in "ab":
+        name, outside = f"{hosts.prefix}{host}", f"{hosts.prefix}v{host}"
+        call("ip", "netns", "add", name)
+        call("ip", "link", "add", outside, "type", "veth", "peer", "name", "net0", "netns", name)
+        call("ip", "link", "set", outside, "master", bridge, "up")
+        call("ip", "-n", name, "addr", "add", f"{hosts.address(host)}/24", "dev", "net0")
+        for interface in ("lo", "net0"):
+            call("ip", "-n", name, "link", "set", interface, "up")
+
+
+def make_keys(hosts: TwoHosts, ssh: str) -> None:
+    folder = hosts.folder
+    for name in ("key", "wrong-key", "host-key"):
+        call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
+    places = f"{hosts.address('a')},{hosts.address('b')}"
+    for file, key in (("known-hosts", "host-key"), ("wrong-hosts", "wrong-key")):
+        (folder / file).write_text(f"{places} {(folder / f'{key}.pub').read_text()}")
+    addresses = {host: hosts.address(host) for host in "ab"} | {"nobody": f"{hosts.subnet}.254"}
+    (folder / "config").write_text(CONFIG.format(folder=folder, **addresses))
+    (folder / "bin").mkdir()
+    program = folder / "bin/ssh"
+    program.write_text(f'#!/bin/sh\nexec {ssh} -F {folder}/config "$@"\n')
+    program.chmod(0o755)
+
+
+def wait_for_server(host: str) -> None:
+    deadline = time.monotonic() + 30
+    words = ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", host, "true"]
+    while subprocess.run(words, check=False, capture_output=True).returncode:
+        assert time.monotonic() < deadline, f"no sshd on {host}"
+        time.sleep(0.05)
+
+
+def call(*words: str) -> str:
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=30)
+    return done.stdout
