@@ -151,6 +151,7 @@ class TraceRecorder:
             spans=(*spans, *self._store_calls),
             num_dropped=self._num_dropped,
             num_open=num_open,
+            clock_at=time.time() - time.monotonic(),
         )
 
     def _wait(self) -> None:

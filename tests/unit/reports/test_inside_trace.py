@@ -24,6 +24,7 @@ def trace_of(*spans: Span, num_ranks: int = 2, **options) -> Trace:
     return Trace(title="Cell 3 on 2 ranks", num_ranks=num_ranks, spans=spans, **options)
 
 
+HERE = ["here", "here"]
 TWO = trace_of(call(0, 1.0, 1.5), call(1, 1.3, 1.5), call(0, 1.6, 1.7), call(1, 1.6, 1.7))
 
 
@@ -138,7 +139,9 @@ def test_a_notebook_keeps_picture_and_text():
 
 
 def test_a_cell_without_collectives_is_one_sentence():
-    result = TraceResult(joined("Cell 1", 2, [RankSpans(rank=r, spans=()) for r in (0, 1)]))
+    result = TraceResult(
+        joined("Cell 1", [RankSpans(rank=r, spans=()) for r in (0, 1)], hosts=HERE)
+    )
     assert result._repr_mimebundle_() == {"text/plain": repr(result)}
     assert repr(result).startswith("No rank called a collective")
     with pytest.raises(UserError, match="nothing to draw"):
@@ -147,10 +150,21 @@ def test_a_cell_without_collectives_is_one_sentence():
 
 def test_what_is_not_known_is_said():
     open_one = RankSpans(rank=0, spans=(call(0, 1, 2),), num_open=1)
-    notes = joined("Cell 1", 2, [open_one], backend="nccl").notes
+    notes = joined("Cell 1", [open_one], hosts=HERE, backend="nccl").notes
     assert any("had not ended" in note for note in notes)
     assert "Nothing is known of rank 1." in notes
     assert any("queued on the GPU" in note for note in notes)
+    assert "known" not in " ".join(joined("Cell 1", [open_one], hosts=HERE, ranks=[0]).notes)
+
+
+def test_clocks_of_several_hosts_are_brought_together():
+    recorded = [
+        RankSpans(rank=0, spans=(call(0, 100.0, 101.0),), clock_at=1000.0),
+        RankSpans(rank=1, spans=(call(1, 5.5, 6.0),), clock_at=1095.0),
+    ]
+    trace = joined("Cell 1", recorded, hosts=["one", "two"])
+    assert [span.start for span in trace.spans] == [100.0, 100.5]
+    assert "time of day" in trace.notes[0]
 
 
 def test_the_store_says_who_set_read_and_waited():
