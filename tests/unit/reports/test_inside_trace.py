@@ -60,6 +60,11 @@ def test_different_calls_do_not_meet():
     assert last_arrivals(trace_of(call(0, 1, 3), call(1, 2, 3, "broadcast"))) == [1, 2]
 
 
+def test_a_root_that_is_done_before_the_last_comes_has_not_waited():
+    spans = [call(0, 1.0, 1.2, "broadcast"), call(1, 2.0, 2.1, "broadcast")]
+    assert last_arrivals(trace_of(*spans)) == [1.0, 2.0]
+
+
 def test_a_receiver_waits_for_the_sender_and_not_the_other_way_round():
     messages = [call(0, 2.0, 3.0, "send"), call(1, 1.0, 3.0, "recv")]
     assert last_arrivals(trace_of(*messages)) == [2.0, 2.0]
