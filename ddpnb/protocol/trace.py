@@ -64,6 +64,8 @@ class RankSpans:
     num_dropped: int = 0
     num_open: int = 0
     """Calls that had not ended when the cell did; their spans end with the cell."""
+    clock_at: float = 0.0
+    """``time.time()`` when the clock of its spans was 0."""
 
 
 # -- one collective, shown -----------------------------------------------------------------

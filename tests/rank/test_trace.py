@@ -87,7 +87,7 @@ def late(state, folder) -> RankSpans:
 
 
 def test_ranks_wait_for_the_one_that_is_late(ranks):
-    trace = joined("late", 3, ranks(3).call(late))
+    trace = joined("late", ranks(3).call(late), hosts=["here"] * 3)
     begin = {span.rank: span.start for span in trace.spans}
     assert begin[1] > max(begin[0], begin[2])
     waits = [e for e in chrome_trace(trace)["traceEvents"] if e.get("cat") == "wait"]
@@ -147,7 +147,7 @@ def by_torch(state, folder) -> dict:
 
 def test_the_file_is_built_as_that_of_torchs_profiler(ranks):
     torchs, _ = ranks(2).call(by_torch)
-    ours = chrome_trace(joined("one", 2, ranks(2).call(one_call)))
+    ours = chrome_trace(joined("one", ranks(2).call(one_call), hosts=["here"] * 2))
     assert {"schemaVersion", "traceEvents"} <= torchs.keys() & ours.keys()
     for kind in ("X", "M"):
         theirs = next(e for e in torchs["traceEvents"] if e["ph"] == kind)

@@ -151,6 +151,7 @@ class TraceRecorder:
             spans=(*spans, *self._store_calls),
             num_dropped=self._num_dropped,
             num_open=num_open,
+            clock_at=time.time() - time.monotonic(),
         )
 
     def _wait(self) -> None:
@@ -234,20 +235,26 @@ def _method(
         recorder.seen.by_method = True
         try:
             work = original(group, *arguments, **options)
+            is_waited_for = not getattr(arguments[-1] if arguments else None, "asyncOp", True)
+            if call is not None and work is not None and not is_waited_for:
+                recorder.attend(call, work)
+                return work
+            if call is not None and work is not None:
+                work.wait()
+        except RuntimeError:  # refused, or aborted
+            _end(call)
+            raise
         finally:
             recorder.seen.by_method = False
-        if call is None:
-            return work
-        is_waited_for = not getattr(arguments[-1] if arguments else None, "asyncOp", True)
-        if work is not None and not is_waited_for:
-            recorder.attend(call, work)
-            return work
-        if work is not None:
-            work.wait()
-        call[_END] = time.monotonic()
+        _end(call)
         return work
 
     return method
+
+
+def _end(call: list[Any] | None) -> None:
+    if call is not None:
+        call[_END] = time.monotonic()
 
 
 def size_argument(collective: Collective) -> int | None:

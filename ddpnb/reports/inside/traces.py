@@ -5,6 +5,7 @@ import io
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -35,6 +36,10 @@ CLOCK = (
     "A bar lasts from a rank's call until its exchange is complete, by the clock that all ranks of "
     "this host share; between bars a rank computes."
 )
+SEVERAL_CLOCKS = (
+    "A bar lasts from a rank's call until its exchange is complete; between bars a rank computes.  "
+    "The hosts' clocks are compared by the time of day, which may be milliseconds apart."
+)
 ON_GPU = "NCCL's bars end when a call is queued on the GPU, not when it is done there."
 NOTHING = (
     "No rank called a collective, sent or received in this cell, so there is nothing to draw: "
@@ -50,14 +55,35 @@ LANES = ("compute", "communication", "wait", "server", "store")
 
 
 def joined(
-    title: str, num_ranks: int, recorded: Sequence[RankSpans], *, backend: str = "gloo"
+    title: str,
+    recorded: Sequence[RankSpans],
+    *,
+    hosts: Sequence[str],
+    ranks: Sequence[int] = (),
+    backend: str = "gloo",
 ) -> Trace:
-    """Return what several ranks recorded as one trace."""
-    spans = [span for each in recorded for span in each.spans]
+    """Return what several ranks recorded as one trace.
+
+    Args:
+        title: above the picture.
+        recorded: by the ranks of which it is known.
+        hosts: where each rank of the cluster is.
+        ranks: those that ran the cell; empty: all.
+        backend: of the default group.
+    """
+    num_ranks = len(hosts)
+    shifts = _shifts(recorded) if len(set(hosts)) > 1 else {}
+    spans = [
+        replace(span, start=span.start + shifts[each.rank], end=span.end + shifts[each.rank])
+        if shifts
+        else span
+        for each in recorded
+        for span in each.spans
+    ]
     begin, end = bounds(spans)
     most = max((len(rank.spans) for rank in recorded), default=0)
     num_open = sum(each.num_open for each in recorded)
-    notes = [CLOCK]
+    notes = [SEVERAL_CLOCKS if shifts else CLOCK]
     if spans:
         cost, shown = in_units(most * CALL_SECONDS), in_units(end - begin)
         each = in_units(CALL_SECONDS)
@@ -68,8 +94,8 @@ def joined(
         notes.append(f"{counted(num_open, 'call')} had not ended when the cell did.")
     if num_ranks == 1:
         notes.append(ALONE)
-    missing = sorted(set(range(num_ranks)) - {each.rank for each in recorded})
-    if missing and num_ranks > 1:
+    missing = sorted(set(ranks or range(num_ranks)) - {each.rank for each in recorded})
+    if missing:
         notes.append(f"Nothing is known of rank {format_ranks(missing)}.")
     return Trace(
         title=title,
@@ -78,6 +104,11 @@ def joined(
         num_dropped=sum(each.num_dropped for each in recorded),
         notes=tuple(notes),
     )
+
+
+def _shifts(recorded: Sequence[RankSpans]) -> dict[int, float]:
+    """Return by how much each rank's clock is behind that of the first, by the time of day."""
+    return {each.rank: each.clock_at - recorded[0].clock_at for each in recorded}
 
 
 @final
@@ -91,13 +122,7 @@ class TraceResult:
     def exchanges(self) -> Trace:
         """The trace without what was asked of the store."""
         spans = [span for span in self.trace.spans if span.lane != "store"]
-        return Trace(
-            title=self.trace.title,
-            num_ranks=self.trace.num_ranks,
-            spans=spans,
-            num_dropped=self.trace.num_dropped,
-            notes=self.trace.notes,
-        )
+        return replace(self.trace, spans=spans)
 
     def plot(self, *, dark: bool = False) -> "Figure":
         """Return the time line as a matplotlib figure.
