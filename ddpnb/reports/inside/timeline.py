@@ -339,10 +339,9 @@ def _scale(axes: Axes, time: TimeAxis, look: Shades) -> None:
 def _name_rows(axes: Axes, rows: Sequence[_Row], look: Shades, level: float) -> None:
     """Write the ranks and their rows at the left; a line between two ranks."""
     across = axes.get_yaxis_transform()
-    tops = {row.rank: row.top for row in reversed(rows)}
-    for rank, top in tops.items():
+    for rank in dict.fromkeys(row.rank for row in rows):
         mine = [row for row in rows if row.rank == rank]
-        bottom = mine[-1].top + mine[-1].num_levels
+        top, bottom = mine[0].top, mine[-1].top + mine[-1].num_levels
         name = "server" if rank == SERVER else f"rank {rank}"
         place = 1 - (LEFT - 0.3) / (WIDTH - LEFT - RIGHT) - 1
         options: dict[str, Any] = {"transform": across, "va": "center", "clip_on": False}
