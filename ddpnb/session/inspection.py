@@ -218,9 +218,13 @@ def inspect_async(cluster: Cluster, strategy: str, training: TrainingSpec) -> "A
     with tempfile.TemporaryDirectory(prefix="ddpnb-inspect-") as folder:
         store = Store(Path(folder))
         moment = _Moment(cluster, bool(short.kill))
-        moment.training = prepare(cluster, store, spec, cast("Any", moment))
-        comparison = moment.training.run().comparison
-        return async_inspection(comparison)
+        moment.training = running = prepare(cluster, store, spec, cast("Any", moment))
+        try:
+            running.run()
+        except CellInterrupt:
+            if not moment.has_stopped:
+                raise  # else only the model's evaluation, which nobody reads, was interrupted
+        return async_inspection(running.recorder.comparison)
 
 
 @final
@@ -232,6 +236,7 @@ class _Moment:
         self._awaits_death = awaits_death
         self._began = time.monotonic()
         self.training: Training | None = None
+        self.has_stopped = False
 
     def begin(self, comparison: Comparison) -> None:
         """Show nothing."""
@@ -251,6 +256,7 @@ class _Moment:
             since = min(deaths) + AFTER_DEATH_SECONDS if deaths else math.inf
         is_enough = found.num_events >= self._num_wanted and found.seconds >= since
         if is_enough or time.monotonic() - self._began > MOST_SECONDS:
+            self.has_stopped = True
             self.training.stop()
 
     def finish(self, result: ComparisonResult) -> None:
