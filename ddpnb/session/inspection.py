@@ -89,6 +89,14 @@ class InspectionRequest:
                     f"--strategy {self.strategy} is shown with a task, --task digits or a "
                     f"%%ddp_inspect cell: leave {option} out."
                 )
+        is_async = name == "async" or bool(self.run)
+        flags = {"batch_size": "--batch-size", "slow": "--slow", "kill": "--kill"}
+        unfit = set() if is_async else {"slow", "kill"} | ({"batch_size"} if self.model else set())
+        if wrong := [flag for given, flag in flags.items() if given in unfit & {*self.given}]:
+            goes_with = "a task" if wrong[0] == "--batch-size" else "--strategy async"
+            raise UserError(f"{wrong[0]} goes with {goes_with}: leave it out here.")
+        if self.run and (self.model or self.has_task or self.given):
+            raise UserError(f"--run {self.run} draws what is stored: leave the other options out.")
         if self.model and self.has_task:
             raise UserError(f"Inspect {self.model} or a task: leave one of them out.")
         beside = [each for each in ("batch", "loss", "optimizer") if getattr(self, each)]
