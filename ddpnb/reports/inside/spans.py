@@ -107,8 +107,8 @@ def last_arrivals(trace: Trace) -> list[float]:
         last = trace.spans[indices[-1]].start
         for index in indices:
             span = trace.spans[index]
-            if span.name != "send":  # it does not wait for the receiver
-                found[index] = min(last, span.end)
+            if span.name != "send" and last <= span.end:  # else it has not waited for the last
+                found[index] = last
     return found
 
 
