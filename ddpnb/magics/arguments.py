@@ -171,7 +171,7 @@ def following(
             yield from of_kind("cluster", [record.name for record in detached()])
         case "--task":
             yield from of_kind("task", choices(TASKS, prefix))
-        case "--resume":
+        case "--resume" | "--run":
             yield from names("ddp_plot", namespace, prefix)
         case _ if name == "ddp_run" and any(word.endswith(".py") for word in words):
             return  # the script's own arguments
@@ -234,6 +234,8 @@ def names(magic: str, namespace: dict[str, object], prefix: str) -> Iterator[Sim
         case "ddp_push":
             here = [name for name in namespace if not name.startswith("_")]
             yield from of_kind("variable", sorted(here))
+        case "ddp_inspect":
+            yield from of_kind("variable", this_session().known_names())
         case "ddp_run":
             yield from of_kind("path", scripts(prefix))
         case "ddp_plot" | "ddp_runs" | "ddp_export" | "ddp_samples":

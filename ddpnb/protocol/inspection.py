@@ -155,7 +155,7 @@ class Update:
 
 
 class Bounds(NamedTuple):
-    """The options of ``async`` that decide who waits for whom."""
+    """The options of ``async`` that decide when a worker waits."""
 
     period: int
     """Gradients that make one update."""

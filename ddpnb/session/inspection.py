@@ -89,6 +89,14 @@ class InspectionRequest:
                     f"--strategy {self.strategy} is shown with a task, --task digits or a "
                     f"%%ddp_inspect cell: leave {option} out."
                 )
+        is_async = name == "async" or bool(self.run)
+        flags = {"batch_size": "--batch-size", "slow": "--slow", "kill": "--kill"}
+        unfit = set() if is_async else {"slow", "kill"} | ({"batch_size"} if self.model else set())
+        if wrong := [flag for given, flag in flags.items() if given in unfit & {*self.given}]:
+            goes_with = "a task" if wrong[0] == "--batch-size" else "--strategy async"
+            raise UserError(f"{wrong[0]} goes with {goes_with}: leave it out here.")
+        if self.run and (self.model or self.has_task or self.given):
+            raise UserError(f"--run {self.run} draws what is stored: leave the other options out.")
         if self.model and self.has_task:
             raise UserError(f"Inspect {self.model} or a task: leave one of them out.")
         beside = [each for each in ("batch", "loss", "optimizer") if getattr(self, each)]
@@ -218,9 +226,13 @@ def inspect_async(cluster: Cluster, strategy: str, training: TrainingSpec) -> "A
     with tempfile.TemporaryDirectory(prefix="ddpnb-inspect-") as folder:
         store = Store(Path(folder))
         moment = _Moment(cluster, bool(short.kill))
-        moment.training = prepare(cluster, store, spec, cast("Any", moment))
-        comparison = moment.training.run().comparison
-        return async_inspection(comparison)
+        moment.training = running = prepare(cluster, store, spec, cast("Any", moment))
+        try:
+            running.run()
+        except CellInterrupt:
+            if not moment.has_stopped:
+                raise  # else only the model's evaluation, which nobody reads, was interrupted
+        return async_inspection(running.recorder.comparison)
 
 
 @final
@@ -232,6 +244,7 @@ class _Moment:
         self._awaits_death = awaits_death
         self._began = time.monotonic()
         self.training: Training | None = None
+        self.has_stopped = False
 
     def begin(self, comparison: Comparison) -> None:
         """Show nothing."""
@@ -251,6 +264,7 @@ class _Moment:
             since = min(deaths) + AFTER_DEATH_SECONDS if deaths else math.inf
         is_enough = found.num_events >= self._num_wanted and found.seconds >= since
         if is_enough or time.monotonic() - self._began > MOST_SECONDS:
+            self.has_stopped = True
             self.training.stop()
 
     def finish(self, result: ComparisonResult) -> None:

@@ -46,7 +46,7 @@ def test_a_step_of_ddp_is_shown_and_saved(with_model: Kernel):
     assert "0.001 MB" in html
     assert "model is not DDP: a copy of it is wrapped for this." in cell.text
     assert "body.2.weight (4 x 64), 1.0 kB" in cell.text
-    assert "One step of model with bucket_cap_mb=0.001: 2 ranks" in cell.text
+    assert "One step of model with bucket_cap_mb=0.001" in cell.text
     assert with_model.value("_.result.gradient_bytes") == str(4 * (8 * 64 + 64 + 64 * 4 + 4))
     assert with_model.run("%%ddp\nmodel.num_calls, model.body[0].weight.grad").by_rank == {
         0: ["(0, None)"],
@@ -67,6 +67,9 @@ def test_a_step_of_ddp_is_shown_and_saved(with_model: Kernel):
         ("model --batch x --bucket-cap big", "--bucket-cap takes sizes in MB, such as 0.01,1,25"),
         ("model --batch x --link 1Gbit", "has no latency"),
         ("--task digits --loss y", "--loss goes with a model"),
+        ("--task digits --slow 1:2x", "--slow goes with --strategy async: leave it out here."),
+        ("model --batch x --batch-size 8", "--batch-size goes with a task: leave it out here."),
+        ("--run kept --task digits", "--run kept draws what is stored"),
     ],
 )
 def test_a_mistake_is_one_sentence(with_model: Kernel, line: str, sentence: str):
@@ -107,4 +110,5 @@ def test_versions_of_a_run_that_is_made_for_it_and_of_a_stored_one(with_model: K
 
 def test_tab_completes_and_help_explains(with_model: Kernel):
     assert "--bucket-cap" in with_model.complete("%ddp_inspect --b")
+    assert "only_here" in with_model.complete("%ddp_inspect only")
     assert "ddp_inspect" in with_model.inspect("%ddp_inspect")

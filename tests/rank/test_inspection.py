@@ -1,5 +1,10 @@
 """Does an inspection of DDP say what was sent, and does it leave everything as it was?"""
 
+import contextlib
+import os
+import socket
+import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +169,45 @@ def test_data_parallel_cuts_the_batch_and_the_first_device_holds_more(ranks):
     assert first.held["optimizer"] == first.held["parameters"] == first.held["gradients"]
     assert first.held["batch"] == 3 * others[0].held["batch"] + 30 * 8  # class numbers, int64
     assert first.held["outputs"] == 3 * others[0].held["outputs"]
+
+
+def on_the_sockets(state: RankState, folder: Path) -> tuple[int, Any]:
+    torch.manual_seed(0)
+    names = {"model": nn.Linear(300, 300), "x": torch.randn(4, 300)}
+    before = bytes_sent()
+    report = ddp_steps.measure(
+        spec_of(batch="x"),
+        state,
+        names,
+        finds_unused=False,
+        folder=folder,
+        cancellation=CancellationToken(),
+    )
+    return bytes_sent() - before, report
+
+
+def bytes_sent() -> int:
+    """What all TCP connections of this process have sent: ``tcpi_bytes_sent`` of Linux."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as copied:
+                info = copied.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)
+                total += struct.unpack_from("<Q", info, 200)[0]
+    return total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux counts for each connection")
+def test_the_traced_bytes_are_those_on_the_sockets(ranks):
+    answers = ranks(2).call(on_the_sockets)
+    (cap,) = answers[0][1].caps
+    traced = {sum(s.num_bytes or 0 for s in step) for step in cap.steps}
+    assert traced == {4 * (300 * 300 + 300)}
+    (size,) = traced
+    num_steps = 2 * (ddp_steps.NUM_WARMUP_STEPS + len(cap.steps))  # as many without hooks
+    by_formula = num_steps * 2 * size  # an all-reduce of two ranks: each sends its size once
+    wrapping = 2 * size  # rank 0 sends the weights of two copies
+    counted = sum(num for num, _ in answers)
+    assert by_formula + wrapping <= counted <= 1.02 * (by_formula + wrapping) + 100_000

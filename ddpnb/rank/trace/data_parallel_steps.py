@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -58,7 +59,7 @@ def measure(
     assert spec.task is not None, "a model alone has no optimizer and no step"
     with preserve_globals(torch.device(state.device)), contextlib.ExitStack() as opened:
         built = build_context(
-            spec.task,
+            replace(spec.task, accumulate=1),
             state,
             namespace,
             folder=folder,

@@ -24,6 +24,7 @@ from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.context import build_context
 
 _LEARNING_RATE = 0.01
+ACCUMULATE_NOTE = "--accumulate is left out: each rank's part of the batch is one pass here."
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 
@@ -174,6 +175,7 @@ def _of_task(
         optimizer=replica.optimizer(trained),
         options=_options(None),
         num_samples=batch.num_samples,
+        notes=(ACCUMULATE_NOTE,) if spec.task.accumulate > 1 else (),
     )
 
 

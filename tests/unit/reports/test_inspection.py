@@ -133,8 +133,8 @@ def test_ddp_is_drawn_for_any_number_of_ranks_and_buckets(num_ranks, num_buckets
     assert len(figures) == 3  # buckets, and a step with each of two sizes
     assert all(is_drawn(figure) and text for figure, text in figures)
     assert ("4 more ranks" in figures[1][1]) == (num_ranks == 20)
-    told = {text.get_text() for axes in figures[0][0].axes for text in axes.texts}
-    assert ("and 35 more" in told) == (num_buckets == 40)
+    shown = {text.get_text() for axes in figures[0][0].axes for text in axes.texts}
+    assert ("and 35 more" in shown) == (num_buckets == 40)
 
 
 def is_drawn(figure: Figure) -> bool:
