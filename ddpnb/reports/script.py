@@ -70,6 +70,10 @@ WRAPPED = {
 ALWAYS = frozenset({"ddp"})
 """The tags of the imports that a cell may count on."""
 
+FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+"""Without it torchrun keeps its store from one start of the workers to the next, and these find the
+addresses of those before."""
+
 RANK_NAMES = {
     "rank": 'int(os.environ["RANK"])',
     "local_rank": 'int(os.environ["LOCAL_RANK"])',
@@ -93,6 +97,7 @@ if (( $num_ranks % SLURM_JOB_NUM_NODES )); then
     exit 1
 fi
 head=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
+export $store  # workers that are started again must not find the old addresses
 # A job that was requeued goes on from its checkpoint, in a folder that all nodes share.
 srun torchrun \\
     --nnodes "$$SLURM_JOB_NUM_NODES" --nproc-per-node "$$(( $num_ranks / SLURM_JOB_NUM_NODES ))" \\
@@ -133,6 +138,7 @@ def write_script(
                 file=shlex.quote(job.name),
                 script=shlex.quote(path.name),
                 gpus=gpus,
+                store=FRESH_STORE,
             ),
             encoding="utf-8",
         )
@@ -145,12 +151,16 @@ def commands(comparison: Comparison, file: str) -> str:
     num, name = num_ranks_of(comparison), _id_of(comparison)
     of_each = num // 2 if num % 2 == 0 else num
     quoted = shlex.quote(file)
+    again = "--max-restarts 3"
     meeting = f"--rdzv-id {name} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
     return f"""\
-On one machine; --max-restarts 3 starts workers that fail again, from the last checkpoint:
+On one machine:
     torchrun --standalone --nproc-per-node {num} {quoted}
+The same; workers that fail are started again, and all go on from the last checkpoint:
+    torchrun --standalone {again} --nproc-per-node {num} {quoted}
 On each of two machines, of which HOST is one; --checkpoint in a folder that both see:
-    torchrun --nnodes 2 --nproc-per-node {of_each} {meeting} {quoted}
+    export {FRESH_STORE}
+    torchrun --nnodes 2 {again} --nproc-per-node {of_each} {meeting} {quoted}
 Where there is no torchrun:
     python -m torch.distributed.launch --use-env --nproc-per-node {num} {quoted}"""
 
