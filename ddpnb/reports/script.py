@@ -6,6 +6,7 @@ samples in the same order, the same steps.
 
 import ast
 import builtins
+import json
 import re
 import shlex
 import symtable
@@ -90,14 +91,15 @@ SBATCH = Template("""\
 #SBATCH --ntasks-per-node=1
 #SBATCH --output=%x-%j.out
 #SBATCH --time=01:00:00
-#SBATCH --requeue
-$gpus
+#SBATCH --requeue$gpus
+
 if (( $num_ranks % SLURM_JOB_NUM_NODES )); then
     echo "$num_ranks processes cannot be shared evenly by $$SLURM_JOB_NUM_NODES nodes." >&2
     exit 1
 fi
 head=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
-export $store  # workers that are started again must not find the old addresses
+# Workers that are started again must not find the old addresses.
+export $store
 # A job that was requeued goes on from its checkpoint, in a folder that all nodes share.
 srun torchrun \\
     --nnodes "$$SLURM_JOB_NUM_NODES" --nproc-per-node "$$(( $num_ranks / SLURM_JOB_NUM_NODES ))" \\
@@ -130,7 +132,7 @@ def write_script(
     if sbatch:
         job, num_ranks = path.with_suffix(".sbatch"), num_ranks_of(comparison)
         on_gpu = comparison.environment.get("GPUs", "none") != "none"
-        gpus = f"#SBATCH --gpus-per-node={num_ranks}\n" if on_gpu else ""
+        gpus = f"\n#SBATCH --gpus={num_ranks}" if on_gpu else ""
         job.write_text(
             SBATCH.substitute(
                 name=_id_of(comparison),
@@ -210,7 +212,7 @@ def script(comparison: Comparison, file: str, strategy: str = "") -> str:
     notes = "".join(f"\n{note}\n" for note in _notes(comparison, spec))
     return Template(text).substitute(
         name=comparison.name,
-        about=EXPORTED[choice.name],
+        about=f"{spec.strategy}, with {EXPORTED[choice.name]}",
         commands=commands(comparison, file),
         notes=notes,
         imports=imports,
@@ -230,7 +232,7 @@ def script(comparison: Comparison, file: str, strategy: str = "") -> str:
         num_lr_warmup_epochs=repr(spec.num_lr_warmup_epochs),
         num_data_workers=repr(spec.num_data_workers),
         save_every=repr(spec.save_every or 1.0),
-        checkpoint=repr(f"{Path(file).stem}.pt"),
+        checkpoint=json.dumps(f"{Path(file).stem}.pt"),
         cell=cell,
         collate="collate_fn" if "collate_fn" in bound else "None",
         loss="loss" if "loss" in bound else "nn.functional.cross_entropy",

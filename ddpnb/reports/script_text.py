@@ -44,7 +44,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 """
 
 BEGINNING = '''\
-"""Train the model of the comparison $name: $about.
+"""Train the model of the comparison $name by $about.
 
 $commands
 $notes"""
