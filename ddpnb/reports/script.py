@@ -6,6 +6,7 @@ samples in the same order, the same steps.
 
 import ast
 import builtins
+import json
 import re
 import shlex
 import symtable
@@ -70,6 +71,10 @@ WRAPPED = {
 ALWAYS = frozenset({"ddp"})
 """The tags of the imports that a cell may count on."""
 
+FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+"""Without it torchrun keeps its store from one start of the workers to the next, and these find the
+addresses of those before."""
+
 RANK_NAMES = {
     "rank": 'int(os.environ["RANK"])',
     "local_rank": 'int(os.environ["LOCAL_RANK"])',
@@ -86,13 +91,15 @@ SBATCH = Template("""\
 #SBATCH --ntasks-per-node=1
 #SBATCH --output=%x-%j.out
 #SBATCH --time=01:00:00
-#SBATCH --requeue
-$gpus
+#SBATCH --requeue$gpus
+
 if (( $num_ranks % SLURM_JOB_NUM_NODES )); then
     echo "$num_ranks processes cannot be shared evenly by $$SLURM_JOB_NUM_NODES nodes." >&2
     exit 1
 fi
 head=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
+# Workers that are started again must not find the old addresses.
+export $store
 # A job that was requeued goes on from its checkpoint, in a folder that all nodes share.
 srun torchrun \\
     --nnodes "$$SLURM_JOB_NUM_NODES" --nproc-per-node "$$(( $num_ranks / SLURM_JOB_NUM_NODES ))" \\
@@ -125,7 +132,7 @@ def write_script(
     if sbatch:
         job, num_ranks = path.with_suffix(".sbatch"), num_ranks_of(comparison)
         on_gpu = comparison.environment.get("GPUs", "none") != "none"
-        gpus = f"#SBATCH --gpus-per-node={num_ranks}\n" if on_gpu else ""
+        gpus = f"\n#SBATCH --gpus={num_ranks}" if on_gpu else ""
         job.write_text(
             SBATCH.substitute(
                 name=_id_of(comparison),
@@ -133,6 +140,7 @@ def write_script(
                 file=shlex.quote(job.name),
                 script=shlex.quote(path.name),
                 gpus=gpus,
+                store=FRESH_STORE,
             ),
             encoding="utf-8",
         )
@@ -145,12 +153,16 @@ def commands(comparison: Comparison, file: str) -> str:
     num, name = num_ranks_of(comparison), _id_of(comparison)
     of_each = num // 2 if num % 2 == 0 else num
     quoted = shlex.quote(file)
+    again = "--max-restarts 3"
     meeting = f"--rdzv-id {name} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
     return f"""\
-On one machine; --max-restarts 3 starts workers that fail again, from the last checkpoint:
+On one machine:
     torchrun --standalone --nproc-per-node {num} {quoted}
+The same; workers that fail are started again, and all go on from the last checkpoint:
+    torchrun --standalone {again} --nproc-per-node {num} {quoted}
 On each of two machines, of which HOST is one; --checkpoint in a folder that both see:
-    torchrun --nnodes 2 --nproc-per-node {of_each} {meeting} {quoted}
+    export {FRESH_STORE}
+    torchrun --nnodes 2 {again} --nproc-per-node {of_each} {meeting} {quoted}
 Where there is no torchrun:
     python -m torch.distributed.launch --use-env --nproc-per-node {num} {quoted}"""
 
@@ -200,7 +212,7 @@ def script(comparison: Comparison, file: str, strategy: str = "") -> str:
     notes = "".join(f"\n{note}\n" for note in _notes(comparison, spec))
     return Template(text).substitute(
         name=comparison.name,
-        about=EXPORTED[choice.name],
+        about=f"{spec.strategy}, with {EXPORTED[choice.name]}",
         commands=commands(comparison, file),
         notes=notes,
         imports=imports,
@@ -220,7 +232,7 @@ def script(comparison: Comparison, file: str, strategy: str = "") -> str:
         num_lr_warmup_epochs=repr(spec.num_lr_warmup_epochs),
         num_data_workers=repr(spec.num_data_workers),
         save_every=repr(spec.save_every or 1.0),
-        checkpoint=repr(f"{Path(file).stem}.pt"),
+        checkpoint=json.dumps(f"{Path(file).stem}.pt"),
         cell=cell,
         collate="collate_fn" if "collate_fn" in bound else "None",
         loss="loss" if "loss" in bound else "nn.functional.cross_entropy",

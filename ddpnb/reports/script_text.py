@@ -44,7 +44,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 """
 
 BEGINNING = '''\
-"""Train the model of the comparison $name: $about.
+"""Train the model of the comparison $name by $about.
 
 $commands
 $notes"""
@@ -189,16 +189,19 @@ def save_checkpoint(step, epoch, net, optim, scheduler):
 def load_checkpoint(net, optim, scheduler):
     """Return the step to go on from, with everything as it was then; 0 without a checkpoint."""
     path, rank, world_size = Path(args.checkpoint), dist.get_rank(), dist.get_world_size()
-    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    saved = torch.load(path, map_location="cpu") if path.exists() else None
+    saved = None
+    starts = [None] * world_size  # of each host: one counts only the restarts that it caused
+    dist.all_gather_object(starts, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
+    if args.resume or max(starts) > 0:
+        saved = torch.load(path, map_location="cpu") if path.exists() else None
+    elif path.exists():
+        sys.exit(f"{path} is there already: --resume goes on from it, --checkpoint names another.")
     steps = [None] * world_size
     dist.all_gather_object(steps, saved["step"] if saved else 0)
     if len(set(steps)) > 1:
         sys.exit(f"The hosts see different files at {path}: --checkpoint needs a shared folder.")
     if saved is None:
         return 0
-    if not (args.resume or is_restart):
-        sys.exit(f"{path} is there already: --resume goes on from it, --checkpoint names another.")
     #? local {
     if len(saved["ranks"]) != world_size:
         sys.exit(f"{path} has the weights of {len(saved['ranks'])} processes: start as many.")

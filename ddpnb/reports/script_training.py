@@ -234,12 +234,27 @@ def named(function, result):
 
 
 #? }
+def init_process_group(backend):
+    """Take rank, world size and address from torchrun's environment.
+
+    Where it starts workers again, torchrun keeps its store, with the addresses of those before.
+    So each start on one host has a part of the store of its own.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    if int(os.environ.get("GROUP_WORLD_SIZE", 1)) == 1:
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    elif rank == 0 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+            print("A restart on several hosts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
 def main():
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    init_process_group("nccl" if on_gpu else "gloo")
     try:
         run_training(device)
     finally:
