@@ -12,7 +12,7 @@ from ddpnb.protocol.notation import LinkSpec
 from ddpnb.scaling.links import Network
 from ddpnb.scaling.model import Cost, Machine, Workload, step_seconds
 
-GLOO_LATENCY_SECONDS = 40e-6
+GLOO_LATENCY_SECONDS = 30e-6
 """Of one message between processes of a host, where it was not measured."""
 MOST_FIXED = 50.0
 """The most that a step's fixed cost can be, in costs of the largest batch."""

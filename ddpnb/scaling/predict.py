@@ -329,7 +329,7 @@ def _where(found: Calibration, question: Question, machine: Machine) -> list[str
     if question.cores:
         lines.append(f"The ranks of a host share {question.cores} cores like those measured.")
     else:
-        lines.append(f"Every rank has a device of its own, like the {measured.device} measured.")
+        lines.append("Every rank has a device of its own, as fast as one rank alone here.")
     return lines
 
 
