@@ -281,6 +281,8 @@ def _assumptions(
         ),
         f"Gradients and parameters have {work.num_bytes / 1e6:.3g} MB each.",
     ]
+    if measured.short:
+        lines.append(f"Uncertain, as trained for less than 4 s: {', '.join(measured.short)}.")
     if work.is_weak:
         lines.append(f"Each rank has {work.batch_size:g} samples a step (weak scaling).")
     else:
