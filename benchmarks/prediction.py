@@ -7,6 +7,7 @@ else.
 """
 
 import statistics
+import tempfile
 import textwrap
 from collections.abc import Iterator
 
@@ -44,8 +45,8 @@ TASKS = {
 LINKS = {"digits": "1Gbit,1ms", "MLP, 5 MB of gradients": "500Mbit,1ms"}
 
 PREPARE = """
-import os, tempfile
-os.chdir(tempfile.mkdtemp(prefix="ddpnb-bench-"))
+import os
+os.chdir({folder!r})
 os.mkdir("data")
 import ddpnb, json
 """
@@ -69,8 +70,8 @@ print(json.dumps([point.step_seconds for point in points]))
 
 def measure() -> Iterator[Figure]:
     cases = [(task, "") for task in TASKS] + list(LINKS.items())
-    with kernel() as running:
-        running.run(PREPARE)
+    with tempfile.TemporaryDirectory(prefix="ddpnb-bench-") as folder, kernel() as running:
+        running.run(PREPARE.format(folder=folder))
         running.run("%load_ext ddpnb")
         running.run(f"%ddp_start -n {FITTED} --device cpu")
         running.run("ddpnb.advise()")

@@ -612,7 +612,7 @@ def predict(
     """
     names = strategies.split(",") if isinstance(strategies, str) else strategies
     question = Question(
-        ranks=parse_numbers(ranks) if isinstance(ranks, str) else tuple(sorted(set(ranks))),
+        ranks=parse_numbers(ranks if isinstance(ranks, str) else ",".join(map(str, ranks))),
         strategies=tuple(name.strip() for name in names if name.strip()),
         link=link,
         ranks_per_host=hosts,

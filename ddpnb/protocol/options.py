@@ -184,7 +184,7 @@ def typed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
 def _as_annotated(name: str, value: Any, hint: Any) -> Any:
     """Return a value as the type that it is annotated with; see ``as_kind``."""
-    kinds = typing.get_args(hint) or (hint,)
+    kinds = tuple(typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,))
     if object in kinds or any(type(value) is kind for kind in kinds):
         return value
     if isinstance(value, kinds) and not isinstance(value, bool | str | float):

@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import LinkSpec
 from ddpnb.scaling.links import Network
-from ddpnb.scaling.model import Cost, Machine, Workload, step_seconds
+from ddpnb.scaling.model import Cost, Machine, Workload, cost, step_seconds
+from ddpnb.scaling.simulate import expected_max
 
-GLOO_LATENCY_SECONDS = 40e-6
+GLOO_LATENCY_SECONDS = 30e-6
 """Of one message between processes of a host, where it was not measured."""
 MOST_FIXED = 50.0
 """The most that a step's fixed cost can be, in costs of the largest batch."""
@@ -56,6 +58,8 @@ class Measured:
     """Of the machine that measured it."""
     link: LinkSpec | None = None
     """The emulated one; None: exchanges were as fast as they are here."""
+    short: tuple[str, ...] = ()
+    """Strategies that were trained too briefly for their rates to be certain."""
 
     @property
     def shares_cores(self) -> bool:
@@ -83,9 +87,10 @@ def calibrate(measured: Measured, latency: float = GLOO_LATENCY_SECONDS) -> Cali
     1. *Computing.*  ``single`` takes fixed + per_sample b, ``no-comm`` the same times a factor k.
        The ratio of the two is fitted to the median steps of each size, k and the level to the
        rates.
-    2. *Exchanges.*  With an emulated link, ``overlap`` is what makes the model's ``ddp`` as fast
-       as the measured one.  Else it is the bytes a second of a link whose all-reduces, none of them
-       hidden, take what ``ddp`` takes beyond ``no-comm`` and beyond waiting for stragglers.
+    2. *Exchanges.*  At most half of what ``ddp`` takes beyond ``no-comm`` is waiting for
+       stragglers.  With an emulated link, ``overlap`` is what makes the model's ``ddp`` as fast
+       as the measured one; what is left then is DDP's own.  Else it is the bytes a second of the
+       link; on cores, which do both, nothing is hidden.
     3. *Other strategies* that were measured have a factor on what they take beyond ``no-comm``.
     """
     ratio, sees_fixed = _fixed_over_per_sample(measured)
@@ -175,41 +180,57 @@ def _level(
 def _with_link(
     work: Workload, here: Machine, measured: Measured, latency: float
 ) -> tuple[Workload, Machine]:
-    wanted, num = seconds_of(measured, "ddp"), measured.num_ranks
+    num = measured.num_ranks
+    wanted = seconds_of(measured, "ddp")
     if num == 1:
         return work, here
-    if measured.link is not None or not measured.shares_cores:
-        overlap = _solve(
-            lambda share: step_seconds("ddp", replace(work, overlap=share), here, num), wanted
+    work = _with_waiting(work, here, num, wanted)
+    if measured.link is not None:
+        overlap = _closest(
+            lambda share: step_seconds("ddp", replace(work, overlap=share), here, num),
+            np.linspace(0.0, 1.0, 101),
+            wanted,
         )
         work = replace(work, overlap=overlap)
-        if measured.link is not None:
-            return work, here
-    # what is left is the link's: first as much of it as waiting may be, at most a half
-    even = replace(work, variation=0.0)
-    left = wanted - step_seconds("ddp", even, here, num)
+        left = max(0.0, wanted - step_seconds("ddp", work, here, num))
+        busy = max(1.0, num / here.cores_per_host)
+        return replace(work, wrapper_seconds=left / busy), here
+    left = wanted - step_seconds("ddp", work, here, num)
     if left <= 0:
-        return even, here
-    waiting = step_seconds("ddp", work, here, num) - step_seconds("ddp", even, here, num)
-    if waiting > left / 2:
-        work = replace(work, variation=work.variation * left / 2 / waiting)
-        waiting = left / 2
-    seconds = left - waiting
-    latency = min(latency, 0.5 * seconds / (2 * (num - 1)))
-    moved = 2 * (num - 1) / num * work.num_bytes
-    rate = moved * 8 / (seconds - 2 * (num - 1) * latency)
-    link = LinkSpec(bits_per_second=rate, latency_seconds=latency)
-    if not measured.shares_cores:
-        return work, replace(here, network=Network(link=link))
-    busy = max(1.0, num / measured.cores)  # the exchange itself is work for the cores
-    own = LinkSpec(bits_per_second=rate * busy, latency_seconds=latency / busy)
-    return work, replace(here, on_cores=own)
+        return work, here
+    latency = min(latency, 0.25 * left / (num - 1))
+
+    def over(seconds: float) -> Machine:
+        """Return the machine if an all-reduce of everything takes so long, latencies apart."""
+        moved = 2 * (num - 1) / num * work.num_bytes
+        link = LinkSpec(bits_per_second=8 * moved / seconds, latency_seconds=latency)
+        if not measured.shares_cores:
+            return replace(here, network=Network(link=link))
+        busy = max(1.0, num / measured.cores)  # the exchange itself is work for the cores
+        own = LinkSpec(bits_per_second=link.bits_per_second * busy, latency_seconds=latency / busy)
+        return replace(here, on_cores=own)
+
+    seconds = _closest(
+        lambda seconds: step_seconds("ddp", work, over(seconds), num),
+        left * np.geomspace(0.1, 300.0, 1601),
+        wanted,
+    )
+    return work, over(seconds)
 
 
-def _solve(seconds_at: Callable[[float], float], wanted: float) -> float:
-    """Return the share between 0 and 1 at which a falling function comes closest to a value."""
-    shares = np.linspace(0.0, 1.0, 101)
-    return float(min(shares, key=lambda share: abs(seconds_at(float(share)) - wanted)))
+def _with_waiting(work: Workload, here: Machine, num_ranks: int, wanted: float) -> Workload:
+    """Let ranks vary so little that waiting is half of what ``ddp`` takes beyond ``no-comm``."""
+    without = step_seconds("no-comm", work, here, num_ranks)
+    own = cost(work, here, num_ranks).of(work.samples(num_ranks))
+    most = max(0.0, wanted - without) / 2 / (own * expected_max(num_ranks))
+    return replace(work, variation=min(work.variation, most))
+
+
+def _closest(
+    seconds_at: Callable[[float], float], values: NDArray[np.float64], wanted: float
+) -> float:
+    """Return the value at which a function comes closest to what is wanted."""
+    return float(min(values.tolist(), key=lambda value: abs(seconds_at(value) - wanted)))
 
 
 def _factor(name: str, work: Workload, here: Machine, measured: Measured) -> float | None:

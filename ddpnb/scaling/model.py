@@ -63,6 +63,8 @@ class Workload:
     the backward pass is over."""
     ready: tuple[Bucket, ...] = ()
     """The real buckets, where they are known; else they are cut by DDP's rule."""
+    wrapper_seconds: float = 0.0
+    """Of DDP itself, where its exchanges leave something unexplained."""
     num_layers: int = 12
     """Parts in which FSDP gathers the parameters."""
     factors: Mapping[str, float] = field(default_factory=dict)
@@ -183,18 +185,18 @@ class Situation:
         if own is None:
             return link
         return LinkSpec(
-            bits_per_second=min(link.bits_per_second, own.bits_per_second / self._busy),
-            latency_seconds=max(link.latency_seconds, own.latency_seconds * self._busy),
+            bits_per_second=min(link.bits_per_second, own.bits_per_second / self.busy),
+            latency_seconds=max(link.latency_seconds, own.latency_seconds * self.busy),
         )
 
     @property
-    def _busy(self) -> float:
+    def busy(self) -> float:
         """Ranks that want each core at once."""
         return max(1.0, self.machine.on_host(self.num_ranks) / self.machine.cores_per_host)
 
     def _of(self, seconds: Callable[[Network], float]) -> float:
         found, own = seconds(self.machine.network), self.machine.on_cores
-        return found if own is None else max(found, self._busy * seconds(Network(link=own)))
+        return found if own is None else max(found, self.busy * seconds(Network(link=own)))
 
 
 def _no_comm(case: Situation) -> float:
@@ -206,7 +208,8 @@ def _ddp(case: Situation) -> float:
     after = min(case.work.optimizer_seconds, compute)
     backward = (compute - after) * case.work.backward_share
     buckets = buckets_of(case.work, case.size, case.option("bucket_cap_mb"))
-    return compute - backward + overlapped(backward, buckets, case.all_reduce)
+    wrapper = case.work.wrapper_seconds * case.busy
+    return compute - backward + overlapped(backward, buckets, case.all_reduce) + wrapper
 
 
 def _in_one(case: Situation) -> float:

@@ -281,6 +281,8 @@ def _assumptions(
         ),
         f"Gradients and parameters have {work.num_bytes / 1e6:.3g} MB each.",
     ]
+    if measured.short:
+        lines.append(f"Uncertain, as trained for less than 4 s: {', '.join(measured.short)}.")
     if work.is_weak:
         lines.append(f"Each rank has {work.batch_size:g} samples a step (weak scaling).")
     else:
@@ -329,7 +331,7 @@ def _where(found: Calibration, question: Question, machine: Machine) -> list[str
     if question.cores:
         lines.append(f"The ranks of a host share {question.cores} cores like those measured.")
     else:
-        lines.append(f"Every rank has a device of its own, like the {measured.device} measured.")
+        lines.append("Every rank has a device of its own, as fast as one rank alone here.")
     return lines
 
 

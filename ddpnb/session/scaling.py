@@ -121,6 +121,7 @@ def measured_in(comparison: Comparison) -> Measured:
         device=header.device.partition(":")[0],
         cores=int(environment) if environment.isdecimal() else num_cores(),
         link=parse_link(spec.link) if spec.link else None,
+        short=tuple(name for name, each in summaries.items() if each.is_short),
     )
 
 

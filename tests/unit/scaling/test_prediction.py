@@ -74,6 +74,9 @@ def test_over_an_emulated_link_the_overlap_is_found():
     found = calibrate(measured(link=link, rates=rates, num_bytes=4e6))
     assert step_seconds("ddp", found.work, found.here, 2) == pytest.approx(step, rel=0.01)
     assert found.work.overlap == pytest.approx(0.5, abs=0.05)
+    rates["ddp"] /= 3  # longer than the link explains
+    found = calibrate(measured(link=link, rates=rates, num_bytes=4e6))
+    assert step_seconds("ddp", found.work, found.here, 2) == pytest.approx(3 * step, rel=0.01)
 
 
 def test_ranks_that_share_cores_are_slower_and_others_are_not():
@@ -209,3 +212,13 @@ def test_numbers_are_finite_even_where_exchanges_cost_nothing():
     found = calibrate(measured(rates={**measured().rates, "ddp": 99_000.0}))
     prediction = predict(found, Question(ranks=(1, 2, 3, 4)))
     assert all(math.isfinite(each.step_seconds) for each in prediction.points["ddp"])
+
+
+def test_the_link_between_gpus_is_found_behind_the_backward_pass():
+    link = parse_link("20Gbit,10us")
+    work = replace(calibrate(measured()).work, num_bytes=2e8, overlap=1.0)
+    step = step_seconds("ddp", work, Machine(network=Network(link=link)), 2)
+    rates = {**measured().rates, "ddp": 256 / step}
+    found = calibrate(measured(device="cuda", rates=rates, num_bytes=2e8), latency=10e-6)
+    assert found.here.network.link.bits_per_second == pytest.approx(20e9, rel=0.1)
+    assert step_seconds("ddp", found.work, found.here, 2) == pytest.approx(step, rel=0.01)

@@ -38,6 +38,7 @@ WRONG = {
         lambda: api.run_script("train.py", "--epochs 3")
     ),
     "ranks takes a text, not 3.": lambda: api.push(3, a=1),
+    "Write --ranks as 1,2,4,8, not 1,two.": lambda: api.predict([1, "two"]),
     "path takes a text, not 3.": lambda: api.export("race", 3),
     "epochs is too large a number.": lambda: api.compare("ddp", epochs=10**400),
     "compare: got an unexpected keyword argument 'epoch'; did you mean epochs?": lambda: (
