@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import describe, describe_stopped, stopped_ranks
+from ddpnb.cluster.placement import MAX_RANKS_PER_CORE
 from ddpnb.cluster.processes import describe_exit
 from ddpnb.cluster.run_folder import name_of
 from ddpnb.protocol.messages import RankStatus
@@ -17,8 +18,6 @@ from ddpnb.reports.table import Cell, Column, Table, table_row
 
 ANSWER_SECONDS = 3.0
 """How long a rank may take to report its position; a stopped process never does."""
-MAX_RANKS_PER_CORE = 4
-"""With more, ranks far outnumber the cores."""
 
 
 def status_table(cluster: Cluster, busy: Collection[int], notes: Sequence[str] = ()) -> Table:

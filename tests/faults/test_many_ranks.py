@@ -67,7 +67,10 @@ def test_many_that_wait_for_one_that_computes_are_left_alone(many: Cluster):
     ("num_ranks", "note"),
     [
         (8, ""),
-        (40, "40 ranks share 2 cores and take turns: what they compute is right, but how fast says"),
+        (
+            40,
+            "40 ranks share 2 cores and take turns: what they compute is right, but how fast says",
+        ),
     ],
 )
 def test_ranks_that_far_outnumber_the_cores_are_noted(num_ranks: int, note: str):
