@@ -20,6 +20,7 @@ from ddpnb.cluster.hosts import HostProcesses
 from ddpnb.cluster.placement import (
     ClusterSpec,
     asks_for_gpus,
+    common_imports,
     controller_arguments,
     place_ranks,
 )
@@ -103,6 +104,7 @@ class Cluster(Engines):
             num_threads=placement.num_threads if placement else spec.num_threads or num_cores(),
             method=spec.method or ("fork" if sys.platform == "linux" else "spawn"),
             on_exit=cluster.note_exit,
+            preload=common_imports(placement),
         )
         try:
             cluster._start_ranks(progress)

@@ -19,18 +19,30 @@ IDLE_SHARE = 0.2
 NUM_STOPPED_POLLS = 3
 """How often in a row a process must be found stopped: a profiler stops it for a moment only."""
 
+NUM_ASKED = 8
+"""How many ranks are asked at a time where they are; all of them once none of these goes on."""
+
 STOPPED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 @dataclass(kw_only=True, slots=True)
 class HangDetector:
-    """Polls the ranks that run a call, and finds out when they wait for each other without end."""
+    """Polls the ranks that run a call, and finds out when they wait for each other without end.
+
+    One rank that goes on is proof that the call does not hang.  So among many ranks only a few are
+    asked, first those that went on when all were asked.  Once the few stand still, all are asked.
+    """
 
     cluster: Cluster
     call: Call
     _answers: dict[int, "Future[Any]"] = field(default_factory=dict)
     _polled_at: float = field(default_factory=time.monotonic)
     _answered_at: float = field(default_factory=time.monotonic)
+    _few: tuple[RankStatus, ...] = ()
+    """What the few ranks answered last."""
+    _going: tuple[int, ...] = ()
+    """The ranks that went on when all were asked last."""
+    _asks_all: bool = False
     _first: tuple[RankStatus, ...] = ()
     """The ranks' statuses when all of them had begun to wait."""
     _waited: float = 0.0
@@ -45,16 +57,22 @@ class HangDetector:
         if self._answers:
             return self._collect(now, finished)
         if now - self._polled_at > self.cluster.timeouts.poll_seconds:
-            self._polled_at = now
-            ranks = sorted(self.call.running & set(self.cluster.living))
-            self._answers = {
-                rank: self.cluster.processes.command(rank, RankCommand.STATUS) for rank in ranks
-            }
+            self._ask(now)
         return ""
 
     def reset(self) -> None:
         """Start over: the ranks were just freed, and need time to notice."""
         self._answers, self._first = {}, ()
+        self._few, self._asks_all = (), False
+
+    def _ask(self, now: float) -> None:
+        self._polled_at = now
+        ranks = sorted(self.call.running & set(self.cluster.living))
+        if not self._asks_all:
+            ranks = sorted(ranks, key=lambda rank: rank not in self._going)[:NUM_ASKED]
+        self._answers = {
+            rank: self.cluster.processes.command(rank, RankCommand.STATUS) for rank in ranks
+        }
 
     def _collect(self, now: float, finished: Mapping[int, int]) -> str:
         """Judge once all ranks have answered; a stopped one answers when it continues."""
@@ -65,12 +83,27 @@ class HangDetector:
         found = [answer.result() for answer in answers]
         longest = self.cluster.timeouts.longest_gap_seconds
         passed, self._answered_at = min(now - self._answered_at, longest), now
-        return self._judge(passed, tuple(RankStatus(**each) for each in found if each), finished)
+        statuses = tuple(RankStatus(**each) for each in found if each)
+        if len(self.call.running) <= NUM_ASKED or self._asks_all:
+            return self._judge(passed, statuses, finished)
+        self._asks_all = bool(self._few) and still_wait(self._few, statuses, passed)
+        self._few = statuses
+        if self._asks_all:
+            self._ask(now)
+        return ""
 
     def _judge(
         self, passed: float, now: tuple[RankStatus, ...], finished: Mapping[int, int]
     ) -> str:
         self._waited += passed
+        first = {status.rank: status for status in self._first}
+        self._going = tuple(
+            status.rank
+            for status in now
+            if not status.call
+            or (first and not is_same_wait(first.get(status.rank), status, self._waited))
+        )
+        self._asks_all = not self._going
         if len(now) != len(self.call.running) or not all(status.call for status in now):
             self._first = ()
         elif not self._first or not still_wait(self._first, now, self._waited):

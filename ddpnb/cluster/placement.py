@@ -17,6 +17,8 @@ METHODS = ("fork", "spawn")
 """Ways to start ranks."""
 MAX_RANKS = 256
 MAX_DEFAULT_CPU_RANKS = 4
+MAX_RANKS_PER_CORE = 4
+"""With more, ranks on CPUs far outnumber the cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +207,16 @@ def place_on_hosts(spec: ClusterSpec, hosts: Sequence[HostReport]) -> Placement:
         hosts=tuple(hosts),
         sizes=tuple(sizes),
     )
+
+
+def common_imports(placement: Placement | None) -> str:
+    """Return which modules the fork server imports besides torch, with spaces between them.
+
+    The first DDP and the first optimizer import torch's compiler, which takes over a second.  A few
+    ranks do so at the same time; where they far outnumber the cores it is done once for all.
+    """
+    num = placement.devices.count("cpu") if placement else 0
+    return "torch._dynamo" if num > MAX_RANKS_PER_CORE * num_cores() else ""
 
 
 def choose_backend(spec: ClusterSpec, num_ranks: int, num_gpus: int) -> str:

@@ -98,6 +98,7 @@ class Processes:
         num_threads: int,
         method: str,
         on_exit: Callable[[Exit], None],
+        preload: str = "",
     ) -> "Processes":
         """Start the fork server, which starts the controller.
 
@@ -107,13 +108,19 @@ class Processes:
             num_threads: OpenMP threads of each rank; torch reads it when it is imported.
             method: ``"fork"``, or ``"spawn"`` where forking is not safe.
             on_exit: called from the reading thread when a process has ended.
+            preload: modules that the fork server imports, with those that the user names.
         """
         pipe, theirs = Pipe()
+        preload = f"{os.environ.get('DDPNB_PRELOAD', '')} {preload}".strip()
         server = subprocess.Popen(
             [sys.executable, "-m", "ddpnb.launcher.forkserver", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env=os.environ
-            | {"OMP_NUM_THREADS": str(num_threads), "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS)},
+            | {
+                "OMP_NUM_THREADS": str(num_threads),
+                "TORCH_FR_BUFFER_SIZE": str(RECORDED_CALLS),
+                "DDPNB_PRELOAD": preload,
+            },
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

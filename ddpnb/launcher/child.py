@@ -62,6 +62,15 @@ class LocalController(IPController):  # type: ignore[misc]  # has no type hints
         address, _, port = super().construct_url(kind, channel, index).rpartition("-")
         return f"{address}:{port}"
 
+    def init_hub(self) -> None:
+        """Have the hub read no copies of calls, results and output: it keeps none of them.
+
+        With many ranks, reading them was half of the controller's work.
+        """
+        super().init_hub()
+        unread = dict.fromkeys((b"in", b"out", b"iopub"), lambda *_: None)
+        getattr(self.hub, "monitor_handlers", {}).update(unread)
+
 
 def run_controller(arguments: list[str], sentinel: Connection, folder: Path) -> None:
     """Be ipyparallel's controller, and end what outlives the fork server.

@@ -66,6 +66,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     async def complete_registration(self, *args: Any) -> None:
         """Prepare the shell as soon as the engine has one."""
         await super().complete_registration(*args)
+        self.session.send = all_but_busy(self.session.send)
         self.log.setLevel(self.log_level)  # ipyparallel had set it to DEBUG: five records a cell
         self.kernel.pre_handler_hook = self.kernel.post_handler_hook = keep_signals
         shell = self.kernel.shell
@@ -85,6 +86,19 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     def shell(self) -> Any:
         """This rank's IPython; None while the engine starts."""
         return None if self.kernel is None else self.kernel.shell
+
+
+def all_but_busy(send: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave out the message that a call has begun: nobody reads it, and many ranks send it."""
+
+    def send_unless_busy(
+        stream: Any, msg_or_type: Any, content: Any = None, *args: Any, **options: Any
+    ) -> Any:
+        if msg_or_type == "status" and content == {"execution_state": "busy"}:
+            return None
+        return send(stream, msg_or_type, content, *args, **options)
+
+    return send_unless_busy
 
 
 def keep_signals() -> None:

@@ -150,7 +150,7 @@ def _to_descriptor(number: int, stream: Any) -> Any:
     return open(number, "w", buffering=1, errors="backslashreplace", closefd=False)
 
 
-class RankStream(OutStream):  # type: ignore[misc]  # ipykernel has no type hints
+class RankStream(OutStream):
     """A rank's ``sys.stdout`` or ``sys.stderr``; a flush of what is empty costs nothing.
 
     ipykernel and ipyparallel flush both twice a cell, and each flush waits for another thread: with
@@ -159,9 +159,9 @@ class RankStream(OutStream):  # type: ignore[misc]  # ipykernel has no type hint
 
     _has_written = False
 
-    def write(self, string: str) -> int | None:
-        """Write to the notebook."""
-        num: int | None = super().write(string)
+    def write(self, string: str) -> Any:
+        """Write to the notebook; return how many characters."""
+        num = super().write(string)
         self._has_written = True
         return num
 
@@ -169,7 +169,7 @@ class RankStream(OutStream):  # type: ignore[misc]  # ipykernel has no type hint
         """Send what was written, and return once it is sent."""
         if self._has_written:
             self._has_written = False
-            super().flush()
+            super().flush()  # type: ignore[no-untyped-call]
 
 
 class WarningFormat:

@@ -1,16 +1,18 @@
 """What every rank is doing, as a table and in sentences (kernel)."""
 
+import socket
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import describe, describe_stopped, stopped_ranks
+from ddpnb.cluster.placement import MAX_RANKS_PER_CORE
 from ddpnb.cluster.processes import describe_exit
 from ddpnb.cluster.run_folder import name_of
 from ddpnb.protocol.messages import RankStatus
 from ddpnb.protocol.notation import format_ranks
-from ddpnb.protocol.processes import RankCommand
+from ddpnb.protocol.processes import RankCommand, num_cores
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.table import Cell, Column, Table, table_row
 
@@ -111,10 +113,22 @@ def with_notes(table: Table, cluster: Cluster) -> Table:
     """Add to a table the features that are off, and whether the cluster outlives the kernel."""
     if cluster.lost is not None:
         return table
-    notes = list(cluster.missing)
+    here = [each for each in cluster.states if each.host == socket.gethostname()]
+    shared = sharing_note(sum(each.device == "cpu" for each in here), num_cores())
+    notes = [*([shared] if shared else []), *cluster.missing]
     if cluster.spec.detach_seconds:
         notes.append(
             f"outlives the kernel by {cluster.spec.detach_seconds:g} s: "
             f"%ddp_start --attach finds it again ({name_of(cluster.folder)})"
         )
     return replace(table, notes=(*table.notes, *notes))
+
+
+def sharing_note(num_ranks: int, num_cores: int) -> str:
+    """Return a sentence if ranks on CPUs far outnumber the cores that they share; else nothing."""
+    if num_ranks <= MAX_RANKS_PER_CORE * num_cores:
+        return ""
+    return (
+        f"{num_ranks} ranks share {counted(num_cores, 'core')} and take turns: what they compute "
+        f"is right, but how fast says little about {num_ranks} ranks with cores of their own"
+    )
