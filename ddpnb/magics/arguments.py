@@ -28,6 +28,7 @@ from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.notation import LINKS
 from ddpnb.protocol.options import Option
 from ddpnb.protocol.training_options import training_options
+from ddpnb.reports.script import EXPORTED
 from ddpnb.session.session import this_session
 
 Magic = TypeVar("Magic", bound=Callable[..., Any])
@@ -167,6 +168,9 @@ def following(
             yield from of_kind("task", choices(TASKS, prefix))
         case "--resume":
             yield from names("ddp_plot", namespace, prefix)
+        case "--strategy" if name == "ddp_export":
+            exported = {each: STRATEGIES[each] for each in EXPORTED}
+            yield from of_kind("strategy", choices(exported, prefix))
         case _ if name == "ddp_run" and any(word.endswith(".py") for word in words):
             return  # the script's own arguments
         case option if option in VALUES:
