@@ -29,6 +29,7 @@ from ddpnb.protocol.notation import LINKS
 from ddpnb.protocol.options import Option
 from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, SHOWN
 from ddpnb.protocol.training_options import training_options
+from ddpnb.reports.script import EXPORTED
 from ddpnb.scaling.links import ALGORITHMS, PRESETS
 from ddpnb.scaling.model import PREDICTABLE
 from ddpnb.session.session import this_session
@@ -173,6 +174,9 @@ def following(
             yield from of_kind("task", choices(TASKS, prefix))
         case "--resume" | "--run":
             yield from names("ddp_plot", namespace, prefix)
+        case "--strategy" if name == "ddp_export":
+            exported = {each: STRATEGIES[each] for each in EXPORTED}
+            yield from of_kind("strategy", choices(exported, prefix))
         case _ if name == "ddp_run" and any(word.endswith(".py") for word in words):
             return  # the script's own arguments
         case "--link" | "--inside" if name == "ddp_predict":
@@ -182,8 +186,6 @@ def following(
         case "--strategies":
             before = prefix[: prefix.rfind(",") + 1]
             yield from of_kind("strategy", (f"{before}{each}" for each in PREDICTABLE))
-        case "--run":
-            yield from names("ddp_plot", namespace, prefix)
         case "--model" | "--input" if name == "ddp_advise":
             yield from of_kind("variable", this_session().known_names())
         case option if option in VALUES:

@@ -339,7 +339,8 @@ class DdpMagics(Magics):
         """Write stored runs to a file; its ending chooses what.
 
         ``.csv``: every step; ``.runs.csv``: a line per run; ``.json``: everything; ``.html``: the
-        report; ``.png``: the figure; ``.py``: the comparison's cell as a script for torchrun.
+        report; ``.png``: the figure; ``.py``: the comparison's cell as a script for torchrun, e.g.
+        ``%ddp_export race train.py --strategy fsdp``, which prints the lines that run it.
         Without an ending: a folder for TensorBoard.
         """
         args = arguments(self.ddp_export, line)

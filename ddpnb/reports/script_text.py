@@ -10,6 +10,7 @@ import argparse
 import inspect  #? optimizer zero
 import math
 import os
+import pickle
 import random
 import sys
 from collections.abc import Mapping
@@ -193,7 +194,10 @@ def load_checkpoint(net, optim, scheduler):
     starts = [None] * world_size  # of each host: one counts only the restarts that it caused
     dist.all_gather_object(starts, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
     if args.resume or max(starts) > 0:
-        saved = torch.load(path, map_location="cpu") if path.exists() else None
+        try:
+            saved = torch.load(path, "cpu", weights_only=True) if path.exists() else None
+        except (pickle.UnpicklingError, RuntimeError, EOFError):
+            sys.exit(f"{path} is no checkpoint of this script.")
     elif path.exists():
         sys.exit(f"{path} is there already: --resume goes on from it, --checkpoint names another.")
     steps = [None] * world_size
@@ -201,6 +205,8 @@ def load_checkpoint(net, optim, scheduler):
     if len(set(steps)) > 1:
         sys.exit(f"The hosts see different files at {path}: --checkpoint needs a shared folder.")
     if saved is None:
+        if args.resume and rank == 0:
+            print(f"there is no {path} yet: starting at the beginning", flush=True)
         return 0
     #? local {
     if len(saved["ranks"]) != world_size:
