@@ -34,6 +34,7 @@ def intercepts_collectives() -> bool:
         return False
     ProcessGroup.allreduce = ProcessGroup.allreduce
     below_autograd()
+    below_lowest()
     CollectiveKernels({"barrier": next_kernel("barrier")}).remove()
     return True
 
@@ -85,6 +86,13 @@ def replace_function(name: str, make: Callable[[Callable[..., Any]], Callable[..
 def below_autograd() -> AbstractContextManager[None]:
     """Return a context in which calls bypass ``CollectiveKernels``."""
     guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowAutograd()
+    return guard
+
+
+def below_lowest() -> AbstractContextManager[None]:
+    """Return a context in which calls bypass the lowest ``CollectiveKernels`` alone."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(keys)
     return guard
 
 

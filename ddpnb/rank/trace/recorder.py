@@ -78,8 +78,6 @@ class TraceRecorder:
         self._waiter: threading.Thread | None = None
         self._waited: SimpleQueue[tuple[Any, Callable[[object], None]] | None] = SimpleQueue()
         self.is_open = True
-        self.seen = threading.local()
-        """``seen.by_method``: whether a method has recorded this thread's call already."""
 
     def begin(self, name: str, tensors: Any, group: tuple[int, ...]) -> list[Any] | None:
         """Note that a call begins; return what ``end`` takes, None if there is no room for it."""
@@ -197,8 +195,6 @@ def _kernel(collective: Collective, recorder: TraceRecorder) -> Callable[..., An
 
     @torch_internals.not_compiled
     def kernel(keys: Any, *arguments: Any) -> Any:
-        if getattr(recorder.seen, "by_method", False):
-            return backends_own(keys, *arguments)
         group = torch_internals.ProcessGroup.unbox(arguments[num])
         tensors = None if place is None else arguments[place]
         call = recorder.begin(collective.name, tensors, ranks_of(group))
@@ -232,9 +228,9 @@ def _method(
             return original(group, *arguments, **options)  # its kernel records it
         tensors = None if place is None else arguments[place]
         call = recorder.begin(collective.name, tensors, ranks_of(group))
-        recorder.seen.by_method = True
         try:
-            work = original(group, *arguments, **options)
+            with torch_internals.below_lowest():  # so that the kernel does not record it again
+                work = original(group, *arguments, **options)
             is_waited_for = not getattr(arguments[-1] if arguments else None, "asyncOp", True)
             if call is not None and work is not None and not is_waited_for:
                 recorder.attend(call, work)
@@ -244,8 +240,6 @@ def _method(
         except RuntimeError:  # refused, or aborted
             _end(call)
             raise
-        finally:
-            recorder.seen.by_method = False
         _end(call)
         return work
 
