@@ -183,9 +183,18 @@ def _connection(one: int, other: int) -> str:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
+    return connection_in(shown, one, other)
+
+
+def connection_in(shown: str, one: int, other: int) -> str:
+    """Return the cell of two GPUs in the table of ``nvidia-smi topo -m``; empty if it has none.
+
+    The row of a GPU has an X in its own column, which the row of heads has not.
+    """
     for line in shown.splitlines():
         cells = line.split()
-        if cells[:1] == [f"GPU{one}"] and len(cells) > other + 1:
+        has_both = cells[:1] == [f"GPU{one}"] and len(cells) > max(one, other) + 1
+        if has_both and cells[one + 1] == "X":
             return cells[other + 1]
     return ""
 

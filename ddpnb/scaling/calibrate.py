@@ -122,7 +122,8 @@ def calibrate(measured: Measured, latency: float = GLOO_LATENCY_SECONDS) -> Cali
         measured=measured,
         work=replace(work, factors=factors),
         here=here,
-        knows_link=measured.link is not None or "ddp" in measured.rates,
+        knows_link=measured.link is not None
+        or ("ddp" in measured.rates and measured.num_ranks > 1),
         sees_fixed=sees_fixed,
     )
 

@@ -135,8 +135,8 @@ def predict(found: Calibration, question: Question) -> Prediction:
     strategies = question.strategies or tuple(filter(_can, measured)) or STRATEGIES
     if not question.link and not found.knows_link:
         raise UserError(
-            f"{found.measured.name} has no ddp, so that an exchange on this machine is not known: "
-            "compare ddp too, or name a network with --link."
+            f"{found.measured.name} has no ddp on two ranks or more, so that an exchange on this "
+            "machine is not known: compare ddp too, or name a network with --link."
         )
     if (
         question.ranks_per_host

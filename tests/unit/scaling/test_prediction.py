@@ -163,9 +163,11 @@ def test_numbers_of_ranks():
 
 def test_what_cannot_be_answered_gets_one_sentence(tmp_path):
     without = {name: rate for name, rate in measured().rates.items() if name != "ddp"}
-    with pytest.raises(UserError, match="race has no ddp, so that an exchange on this machine"):
+    with pytest.raises(UserError, match="race has no ddp on two ranks or more, so that"):
         predict(calibrate(measured(rates=without)), Question(ranks=(4,)))
     assert predict(calibrate(measured(rates=without)), Question(ranks=(4,), link="10GbE"))
+    with pytest.raises(UserError, match="race has no ddp on two ranks or more"):
+        predict(calibrate(measured(num_ranks=1)), Question(ranks=(4,)))
     with pytest.raises(UserError, match="A batch of 256 has no sample for each of 512 ranks"):
         predict(calibrate(measured()), Question(ranks=(512,), link="10GbE"))
     with pytest.raises(UserError, match="No stored comparison has single and no-comm"):

@@ -67,6 +67,12 @@ def test_a_server_that_is_saturated_gains_from_shards_and_not_from_workers():
     assert server_bound(LINK, SIZE, 0.05, 128, num_shards=2) == pytest.approx(2 * one)
 
 
+def test_a_server_does_not_wait_for_a_straggler():
+    exchange = 2 * links.message(LINK, 1000)
+    rate = server_rate(LINK, 1000, [0.1, 0.1, 0.1, 0.4], num_steps=90)
+    assert rate == pytest.approx(3 / (0.1 + exchange) + 1 / (0.4 + exchange), rel=0.03)
+
+
 def test_buckets_use_one_link_in_turn_and_hide_behind_the_backward_pass():
     def seconds(num_bytes: float) -> float:
         return num_bytes * 1e-6
