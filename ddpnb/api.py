@@ -11,6 +11,7 @@ from ddpnb.protocol.messages import Script
 from ddpnb.protocol.notation import parse_target
 from ddpnb.protocol.options import typed
 from ddpnb.protocol.training_options import make_training_spec, takes_training_options
+from ddpnb.reports.inside.links import LinkMatrix
 from ddpnb.reports.listing import Details, runs_table
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.result import export as write_export
@@ -107,6 +108,15 @@ def why() -> str:
 def status() -> Table:
     """Return the table of what every rank is doing; the twin of ``%ddp_status``."""
     return this_session().status()
+
+
+def hosts() -> LinkMatrix:
+    """Measure latency and bandwidth between the ranks; the twin of ``%ddp_hosts``.
+
+    Returns:
+        A matrix, with ``.table()``, ``.plot()``, ``.latencies`` and ``.rates`` by pairs of ranks.
+    """
+    return this_session().links()
 
 
 @typed

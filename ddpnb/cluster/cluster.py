@@ -105,6 +105,7 @@ class Cluster(Engines):
             on_exit=cluster.note_exit,
         )
         try:
+            progress("importing torch")
             cluster._start_ranks(progress)
             cluster.allow_detach(spec.detach_seconds)
         except BaseException:
@@ -241,8 +242,8 @@ class Cluster(Engines):
             on_exit=self.note_exit,
         )
         try:
-            progress("the hosts import torch")
-            self.placement, self._master_port = processes.place()
+            progress("checking the hosts")
+            self.placement, self._master_port = processes.place(progress)
             wait_for_file(
                 self.profile / "security/ipcontroller-engine.json",
                 START_TIMEOUT_SECONDS,
@@ -257,7 +258,6 @@ class Cluster(Engines):
 
     def _start_ranks(self, progress: Callable[[str], None]) -> None:
         if self.placement is None:
-            progress("importing torch")
             gpus = self.processes.ready.result(START_TIMEOUT_SECONDS)
             self.placement = place_ranks(self.spec, len(gpus))
         ranks = range(self.placement.num_ranks)

@@ -211,6 +211,74 @@ class Group:
         )
 
 
+PROBE_SECONDS = 0.05
+"""Messages between two ranks grow until one takes so long."""
+MAX_PROBE_BYTES = 2**24
+NUM_ROUND_TRIPS = 40
+
+
+def measure_links(
+    ranks: Sequence[int], device: torch.device
+) -> list[tuple[int, int, float, float]]:
+    """Measure the connections between ranks, one pair after the other; takes part: every rank.
+
+    Returns:
+        For each pair in which this rank is the sender: from, to, seconds one way, bytes per second.
+    """
+    rank, found = dist.get_rank(), []
+    for one in ranks:
+        for other in ranks:
+            if one == other:
+                continue
+            dist.barrier()  # no other pair sends meanwhile
+            if rank == one:
+                found.append((one, other, *_measure(other, device)))
+            elif rank == other:
+                _answer(one, device)
+    dist.barrier()
+    return found
+
+
+def _measure(peer: int, device: torch.device) -> tuple[float, float]:
+    """Measure the connection to a rank that answers."""
+    byte, size = torch.zeros(1, dtype=torch.uint8, device=device), 2**16
+    trips = []
+    for _ in range(NUM_ROUND_TRIPS):
+        began = time.perf_counter()
+        dist.send(byte, peer)
+        dist.recv(byte, peer)
+        byte.cpu()  # until it is there
+        trips.append(time.perf_counter() - began)
+    trip = min(trips)
+    while True:
+        content = torch.zeros(size, dtype=torch.uint8, device=device)
+        began = time.perf_counter()
+        dist.send(content, peer)
+        dist.recv(byte, peer)
+        byte.cpu()
+        seconds = time.perf_counter() - began
+        is_last = seconds >= PROBE_SECONDS or size >= MAX_PROBE_BYTES
+        dist.send(torch.full_like(byte, is_last), peer)
+        if is_last:
+            return trip / 2, size / max(seconds - trip, 1e-9)
+        size *= 4
+
+
+def _answer(peer: int, device: torch.device) -> None:
+    """Answer a rank that measures."""
+    byte, size = torch.zeros(1, dtype=torch.uint8, device=device), 2**16
+    for _ in range(NUM_ROUND_TRIPS):
+        dist.recv(byte, peer)
+        dist.send(byte, peer)
+    while True:
+        dist.recv(torch.empty(size, dtype=torch.uint8, device=device), peer)
+        dist.send(byte, peer)
+        dist.recv(byte, peer)
+        if byte.item():
+            return
+        size *= 4
+
+
 def store_server(address: str, port: int) -> dist.TCPStore:
     """Return a store that listens at one address, where torch's own would at every one."""
     listener = socket.socket()

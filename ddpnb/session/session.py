@@ -19,6 +19,7 @@ from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
+from ddpnb.reports.inside.links import LinkMatrix
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
 from ddpnb.reports.result import ComparisonResult
@@ -27,6 +28,7 @@ from ddpnb.reports.table import Table
 from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
 from ddpnb.session.cells import Prompt, RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
+from ddpnb.session.inside import measure_links
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
 from ddpnb.session.variables import pull, push, remove_leftovers
 
@@ -128,6 +130,10 @@ class Session:
         cluster = self._require(allow_lost=True)
         table = status_table(cluster, self._jobs.busy_ranks, self._jobs.notes())
         return with_notes(table, cluster)
+
+    def links(self) -> LinkMatrix:
+        """Measure latency and bandwidth between the ranks."""
+        return measure_links(self._require_idle())
 
     def interrupt(self) -> str:
         """Stop what runs on the ranks in the background; return a sentence about it."""
