@@ -57,6 +57,10 @@ MAX_ITEMS = 1000
 """A larger container holds data, not models."""
 
 
+stuck_groups: list[Any] = []
+"""Aborted groups over several hosts: their end would wait for what ``FreeableWork`` has left."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Group:
     """This rank's membership in the default process group of ``torch.distributed``.
@@ -109,6 +113,7 @@ class Group:
         init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size)
         self.generation = generation
         self.cancellation = CancellationToken()
+        self.collective_checks.token = self.cancellation if self.peers else None
         self.joined_ns = time.time_ns()
         self.announce()
         total = torch.ones(1, device=self.device)
@@ -141,6 +146,8 @@ class Group:
                 ends_in_time([lambda: torch.cuda.synchronize(self.device)], DRAIN_SECONDS)
             if not abort_groups(ABORT_SECONDS):
                 raise RuntimeError(f"{self.backend} did not abort: restart this rank.")
+        if self.peers and self.cancellation.is_aborted:
+            stuck_groups.extend(torch_internals.process_groups())
         with contextlib.suppress(RuntimeError):  # the connections of an aborted group are closed
             destroy_process_group()
 

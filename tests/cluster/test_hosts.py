@@ -158,9 +158,9 @@ def a_comparison(*strategies: str, transport: str = "auto") -> ComparisonSpec:
 
 
 def test_strategies_train_across_hosts(cluster, tmp_path):
-    spec = a_comparison("ddp", "async", "gossip:together=on")
+    spec = a_comparison("ddp", "fsdp", "async", "gossip:together=on")
     found = prepare(cluster, Store(tmp_path), spec).run().comparison.runs
-    assert [each.status for each in found] == ["finished"] * 3
+    assert [each.status for each in found] == ["finished"] * 4
     assert all({*each.events["rank"]} == {0, 1, 2, 3} for each in found)
 
 
