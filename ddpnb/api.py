@@ -14,6 +14,7 @@ from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.training_options import make_training_spec, takes_training_options
 from ddpnb.reports.inside.advice import AdviceResult
 from ddpnb.reports.inside.collective import CollectiveResult
+from ddpnb.reports.inside.links import LinkMatrix
 from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout
@@ -116,6 +117,15 @@ def why() -> str:
 def status() -> Table:
     """Return the table of what every rank is doing; the twin of ``%ddp_status``."""
     return this_session().status()
+
+
+def hosts() -> LinkMatrix:
+    """Measure latency and bandwidth between the ranks; the twin of ``%ddp_hosts``.
+
+    Returns:
+        A matrix, with ``.table()``, ``.plot()``, ``.latencies`` and ``.rates`` by pairs of ranks.
+    """
+    return this_session().links()
 
 
 @typed

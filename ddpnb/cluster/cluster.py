@@ -107,6 +107,7 @@ class Cluster(Engines):
             preload=common_imports(placement),
         )
         try:
+            progress("importing torch")
             cluster._start_ranks(progress)
             cluster.allow_detach(spec.detach_seconds)
         except BaseException:
@@ -243,8 +244,8 @@ class Cluster(Engines):
             on_exit=self.note_exit,
         )
         try:
-            progress("the hosts import torch")
-            self.placement, self._master_port = processes.place()
+            progress("checking the hosts")
+            self.placement, self._master_port = processes.place(progress)
             wait_for_file(
                 self.profile / "security/ipcontroller-engine.json",
                 START_TIMEOUT_SECONDS,
@@ -259,7 +260,6 @@ class Cluster(Engines):
 
     def _start_ranks(self, progress: Callable[[str], None]) -> None:
         if self.placement is None:
-            progress("importing torch")
             gpus = self.processes.ready.result(START_TIMEOUT_SECONDS)
             self.placement = place_ranks(self.spec, len(gpus))
         ranks = range(self.placement.num_ranks)

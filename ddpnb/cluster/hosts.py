@@ -154,8 +154,10 @@ class HostProcesses(Processes):
         threading.Thread(target=processes._ping, name="ddpnb-ping", daemon=True).start()
         return processes
 
-    def place(self) -> tuple[Placement, int]:
+    def place(self, progress: Callable[[str], None]) -> tuple[Placement, int]:
         """Check the hosts and place the ranks; return also a free port of the first host.
+
+        ``progress`` is called with a few words on each phase.
 
         Raises:
             UserError: one sentence on the first host that cannot be used.
@@ -174,6 +176,7 @@ class HostProcesses(Processes):
         }
         if preload := os.environ.get("DDPNB_PRELOAD"):
             self._environment["DDPNB_PRELOAD"] = preload
+        progress("importing torch")
         for agent in agents:
             agent.prepare(self._environment)
         for agent in agents:

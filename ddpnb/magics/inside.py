@@ -7,9 +7,10 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument
 
 from ddpnb import api
-from ddpnb.magics.arguments import arguments, magic_arguments
+from ddpnb.magics.arguments import arguments, magic_arguments, no_arguments
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, SHOWN
+from ddpnb.reports.inside.links import LinkMatrix
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout
 from ddpnb.session.inspection import Inspection
@@ -161,3 +162,12 @@ class InsideMagics(Magics):
         """
         args = arguments(self.ddp_advise, line)
         return api.advise(model=args.model, input=args.input)
+
+    @line_magic
+    def ddp_hosts(self, line: str) -> LinkMatrix:
+        """Measure latency and bandwidth between each pair of ranks, and draw them as a matrix.
+
+        One pair at a time, in a few seconds; of more than eight ranks the first of each host.
+        """
+        no_arguments("%ddp_hosts", line)
+        return api.hosts()

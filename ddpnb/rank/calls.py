@@ -29,6 +29,7 @@ from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, machine, variables
 from ddpnb.rank.engine import RankEngine
+from ddpnb.rank.process_group import measure_links as measured
 from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import completions, description
@@ -137,6 +138,14 @@ def free_data() -> None:
     engine = this_engine()
     engine.data_cache.clear()
     shutil.rmtree(engine.group.folder / loop.CHECKS, ignore_errors=True)
+
+
+@or_failure
+def measure_links(ranks: tuple[int, ...]) -> list[tuple[int, int, float, float]]:
+    """Measure the connections between ranks; see ``process_group.measure_links``."""
+    engine = this_engine()
+    with engine.adopted_group.during():
+        return cells.interruptible(lambda: measured(ranks, engine.group.device))
 
 
 @or_failure

@@ -37,6 +37,7 @@ from ddpnb.rank.collective_log import (
     mark_of,
     settle_dispute,
 )
+from ddpnb.rank.comm.rendezvous import CancellationToken, FreeableWork
 
 FILES = "calls-{generation}-"
 CELLS = f"{os.sep}ipykernel_"
@@ -64,6 +65,8 @@ class CollectiveChecker:
         self._num_opened: Counter[str] = Counter()
         self._kernels: torch_internals.CollectiveKernels | None = None
         self._compared: dict[str, Collective] = {}
+        self.token: CancellationToken | None = None
+        """Ends the waits for collectives of Python code, where the ranks are on several hosts."""
 
     def begin(self, folder: Path, generation: int) -> None:
         """Start afresh with a new default group, and remove the files of older ones.
@@ -126,7 +129,10 @@ class CollectiveChecker:
                 return original(group, *arguments, **options)
             make = original, group, *arguments
             with torch_internals.below_autograd():
-                return self._compare_and_make(group, collective, arguments, root, *make, **options)
+                work = self._compare_and_make(group, collective, arguments, root, *make, **options)
+            if self.token is None or work is None:
+                return work
+            return FreeableWork(work, self.token)
 
         return method
 

@@ -57,6 +57,10 @@ MAX_ITEMS = 1000
 """A larger container holds data, not models."""
 
 
+stuck_groups: list[Any] = []
+"""Aborted groups over several hosts: their end would wait for what ``FreeableWork`` has left."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Group:
     """This rank's membership in the default process group of ``torch.distributed``.
@@ -109,6 +113,7 @@ class Group:
         init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size)
         self.generation = generation
         self.cancellation = CancellationToken()
+        self.collective_checks.token = self.cancellation if self.peers else None
         self.joined_ns = time.time_ns()
         self.announce()
         total = torch.ones(1, device=self.device)
@@ -141,6 +146,8 @@ class Group:
                 ends_in_time([lambda: torch.cuda.synchronize(self.device)], DRAIN_SECONDS)
             if not abort_groups(ABORT_SECONDS):
                 raise RuntimeError(f"{self.backend} did not abort: restart this rank.")
+        if self.peers and self.cancellation.is_aborted:
+            stuck_groups.extend(torch_internals.process_groups())
         with contextlib.suppress(RuntimeError):  # the connections of an aborted group are closed
             destroy_process_group()
 
@@ -206,6 +213,74 @@ class Group:
                 *self.collective_checks.missing_features(),
             ),
         )
+
+
+PROBE_SECONDS = 0.05
+"""Messages between two ranks grow until one takes so long."""
+MAX_PROBE_BYTES = 2**24
+NUM_ROUND_TRIPS = 40
+
+
+def measure_links(
+    ranks: Sequence[int], device: torch.device
+) -> list[tuple[int, int, float, float]]:
+    """Measure the connections between ranks, one pair after the other; takes part: every rank.
+
+    Returns:
+        For each pair in which this rank is the sender: from, to, seconds one way, bytes per second.
+    """
+    rank, found = dist.get_rank(), []
+    for one in ranks:
+        for other in ranks:
+            if one == other:
+                continue
+            dist.barrier()  # no other pair sends meanwhile
+            if rank == one:
+                found.append((one, other, *_measure(other, device)))
+            elif rank == other:
+                _answer(one, device)
+    dist.barrier()
+    return found
+
+
+def _measure(peer: int, device: torch.device) -> tuple[float, float]:
+    """Measure the connection to a rank that answers."""
+    byte, size = torch.zeros(1, dtype=torch.uint8, device=device), 2**16
+    trips = []
+    for _ in range(NUM_ROUND_TRIPS):
+        began = time.perf_counter()
+        dist.send(byte, peer)
+        dist.recv(byte, peer)
+        byte.cpu()  # until it is there
+        trips.append(time.perf_counter() - began)
+    trip = min(trips)
+    while True:
+        content = torch.zeros(size, dtype=torch.uint8, device=device)
+        began = time.perf_counter()
+        dist.send(content, peer)
+        dist.recv(byte, peer)
+        byte.cpu()
+        seconds = time.perf_counter() - began
+        is_last = seconds >= PROBE_SECONDS or size >= MAX_PROBE_BYTES
+        dist.send(torch.full_like(byte, is_last), peer)
+        if is_last:
+            return trip / 2, size / max(seconds - trip, 1e-9)
+        size *= 4
+
+
+def _answer(peer: int, device: torch.device) -> None:
+    """Answer a rank that measures."""
+    byte, size = torch.zeros(1, dtype=torch.uint8, device=device), 2**16
+    for _ in range(NUM_ROUND_TRIPS):
+        dist.recv(byte, peer)
+        dist.send(byte, peer)
+    while True:
+        dist.recv(torch.empty(size, dtype=torch.uint8, device=device), peer)
+        dist.send(byte, peer)
+        dist.recv(byte, peer)
+        if byte.item():
+            return
+        size *= 4
 
 
 def store_server(address: str, port: int) -> dist.TCPStore:

@@ -23,6 +23,7 @@ from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.advice import AdviceResult, link_of
 from ddpnb.reports.inside.collective import CollectiveResult
+from ddpnb.reports.inside.links import LinkMatrix
 from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.reports.inside.replicas import ReplicaCheck
 from ddpnb.reports.inside.samples import Handout, handout_of_run
@@ -37,7 +38,7 @@ from ddpnb.session import inside
 from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
 from ddpnb.session.cells import Prompt, RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
-from ddpnb.session.inside import collective_spec, show_collective
+from ddpnb.session.inside import collective_spec, measure_links, show_collective
 from ddpnb.session.inspection import Inspection, InspectionRequest, inspect, inspect_run
 from ddpnb.session.scaling import advice, predicted
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
@@ -145,6 +146,10 @@ class Session:
         cluster = self._require(allow_lost=True)
         table = status_table(cluster, self._jobs.busy_ranks, self._jobs.notes())
         return with_notes(table, cluster)
+
+    def links(self) -> LinkMatrix:
+        """Measure latency and bandwidth between the ranks."""
+        return measure_links(self._require_idle())
 
     def interrupt(self) -> str:
         """Stop what runs on the ranks in the background; return a sentence about it."""

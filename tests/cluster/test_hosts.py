@@ -1,6 +1,7 @@
 """Do ranks on two hosts, started over ssh, work and end like those of one?"""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session.comparison import ComparisonSpec, prepare
+from ddpnb.session.inside import measure_links
 from ddpnb.session.status import status_table
 from tests.cluster.rig import (
     ALL_REDUCE,
@@ -114,6 +116,29 @@ def test_nothing_listens_beyond_the_interface_and_no_key_is_to_be_seen(cluster, 
         assert not any(key in seen for key in keys), process
 
 
+def test_strangers_change_nothing(cluster, hosts):
+    assert total(cluster) == [4.0] * 4
+    lines = hosts.call("a", "ss", "-Hltn").splitlines()
+    ports = {int(line.split()[3].rsplit(":", 1)[1]) for line in lines} - {22}
+    for port in ports:
+        for content in (b"", b"\0" * 64, b"GET / HTTP/1.0\r\n\r\n") * 50:
+            with socket.create_connection((hosts.address("a"), port), timeout=SECONDS) as stranger:
+                stranger.sendall(content)
+    assert total(cluster) == [4.0] * 4
+    cluster.abort(cluster.ranks)
+    cluster.ensure_group()  # which the store, too, still serves
+    assert total(cluster) == [4.0] * 4
+
+
+def test_links_are_measured_between_all_ranks(cluster):
+    found = measure_links(cluster)
+    pairs = {(one, other) for one in range(4) for other in range(4) if one != other}
+    assert set(found.latencies) == set(found.rates) == pairs
+    assert all(0 < seconds < 10 for seconds in found.latencies.values())
+    assert found.png().startswith(b"\x89PNG")
+    assert "3 b" in repr(found)
+
+
 CELL = """
 import torch
 
@@ -133,9 +158,9 @@ def a_comparison(*strategies: str, transport: str = "auto") -> ComparisonSpec:
 
 
 def test_strategies_train_across_hosts(cluster, tmp_path):
-    spec = a_comparison("ddp", "async", "gossip:together=on")
+    spec = a_comparison("ddp", "fsdp", "async", "gossip:together=on")
     found = prepare(cluster, Store(tmp_path), spec).run().comparison.runs
-    assert [each.status for each in found] == ["finished"] * 3
+    assert [each.status for each in found] == ["finished"] * 4
     assert all({*each.events["rank"]} == {0, 1, 2, 3} for each in found)
 
 

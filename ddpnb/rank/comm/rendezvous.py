@@ -9,13 +9,15 @@ each time.
 """
 
 import contextlib
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import psutil
 import torch.distributed as dist
@@ -94,6 +96,37 @@ class CancellationToken:
             raise RunCancelledError("This rank was ended with the others.")
         if self.is_aborted:
             raise RuntimeError("Connection closed by peer: this rank was freed from its wait.")
+
+
+SLICE = timedelta(seconds=0.2)
+"""How soon a wait that is cut into slices notices that the group was aborted."""
+
+
+@final
+class FreeableWork:
+    """A collective in progress, with a wait that ends when the group is aborted.
+
+    A gloo that has received a part of a message goes on waiting for the rest when its connection
+    is closed.  Where the network between hosts is cut, that is how most waits look.
+    """
+
+    def __init__(self, work: Any, token: CancellationToken) -> None:
+        self._work = work
+        self._token = token
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self, timeout: timedelta | None = None) -> Any:
+        """Wait for the collective, as ``Work.wait`` does."""
+        deadline = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+        while True:
+            try:
+                return self._work.wait(SLICE)
+            except RuntimeError:
+                if self._work.is_completed() or time.monotonic() > deadline:
+                    raise
+                self._token.check()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
