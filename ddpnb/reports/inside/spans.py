@@ -41,7 +41,7 @@ def timeline_text(trace: Trace) -> str:
 
 
 def described(span: Span) -> str:
-    """Return a span in one line: who, what, how long, how much, with whom, and where."""
+    """Return a span in one line: who, what, how long, how much, which ranks, and where."""
     who = "server" if span.rank == SERVER else f"rank {span.rank}"
     parts = [f"{who} {span.name}", in_units(span.seconds)]
     parts += [size(span.num_bytes)] if span.num_bytes is not None else []

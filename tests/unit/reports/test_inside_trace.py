@@ -190,7 +190,7 @@ def test_the_store_says_who_set_read_and_waited():
 
 @pytest.mark.parametrize("num", range(1, 17))
 def test_formulas_add_up_to_what_the_ranks_receive(num):
-    """A tensor of B bytes must reach whom it is for: the least that all together send."""
+    """A tensor of B bytes must reach each rank that it is for: the least that all send."""
     least = {"broadcast": num - 1, "gather": num - 1, "scatter": num - 1, "all_gather": num - 1}
     for name, share in least.items():
         total = sum(GLOO[name].sent(1.0, num, place) for place in range(num))
