@@ -78,7 +78,8 @@ def test_diloco_without_an_outer_optimizer_is_local_sgd(ranks):
 # 35 steps, and 37: of the last round, which is not whole, the weights are averaged plainly.
 @pytest.mark.parametrize("num_epochs", [5, 37 / 7])
 def test_diloco_makes_nesterov_steps_on_the_averaged_change(ranks, num_epochs):
-    rate, momentum, problem = 0.7, 0.9, Problem(num_epochs=num_epochs)
+    # 0.9, with a gain of 7, would enlarge the rounding of other sums to 1e-5.
+    rate, momentum, problem = 0.7, 0.5, Problem(num_epochs=num_epochs)
     agreed = [p.detach().clone() for p in LONG.build().parameters()]
     velocity = [torch.zeros_like(p) for p in agreed]
 

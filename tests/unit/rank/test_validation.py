@@ -229,7 +229,7 @@ BATCHNORM = GOOD + "def model(): return nn.Sequential(nn.Linear(4, 3), nn.BatchN
         ("dp", 2, {"batch_size": 10, "accumulate": 4}),
         ("dp", 4, {"batch_size": 10}),  # DataParallel cuts 10 into 3, 3, 3 and 1
         ("dp", 4, {"batch_size": 10, "num_epochs": 0.5}),
-        ("dp", 3, {"batch_size": 20, "accumulate": 3}),  # 7, 7, 6, and 7 into 3, 3 and 1
+        ("dp", 4, {"batch_size": 20, "accumulate": 3}),  # 7, 7, 6, and 7 into 2, 2, 2 and 1
     ],
 )
 def test_the_smallest_batch_of_the_training_is_tried(strategy, num_ranks, choices):
@@ -244,7 +244,7 @@ def test_the_smallest_batch_of_the_training_is_tried(strategy, num_ranks, choice
         ("single", 2, {"accumulate": 5}),
         ("ddp", 2, {"accumulate": 2}),
         ("dp", 2, {"accumulate": 2}),
-        ("dp", 3, {"batch_size": 20, "accumulate": 2}),  # 10 into 4, 4 and 2
+        ("dp", 2, {"batch_size": 20, "accumulate": 3}),  # 7, 7, 6, and 7 into 4 and 3
         ("ddp", 4, {}),
         ("async", 2, {"accumulate": 2}),
     ],
