@@ -119,6 +119,7 @@ def status() -> Table:
     return this_session().status()
 
 
+@typed
 def hosts() -> LinkMatrix:
     """Measure latency and bandwidth between the ranks; the twin of ``%ddp_hosts``.
 

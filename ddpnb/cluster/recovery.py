@@ -106,6 +106,8 @@ class RankRecovery:
         else:
             self._mark(rank, MarkKind.KILLED if (exit_.code or 0) < 0 else MarkKind.DIED)
         self._training_again.discard(rank)
+        if self.cluster.spans_hosts:  # it could not join, and its host may be gone
+            return
         self._num_starts[rank] = self._num_starts.get(rank, 0) + 1
         if self._num_starts[rank] <= MAX_STARTS:
             self.cluster.restart_alone(rank)

@@ -6,12 +6,15 @@ Another way to start agents, such as a batch system, is another function with th
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+from ddpnb.protocol.errors import UserError
 
 CONNECT_SECONDS = 10
 SSH = (
@@ -60,7 +63,12 @@ def start_agent(
         python: there; empty: this one's path if it exists there, else ``python3``.
         sockets: those of this host that the agent reaches as ``agent.forwarded_socket``.
         log: what ssh and the agent write to their stderr.
+
+    Raises:
+        UserError: there is no ssh here.
     """
+    if shutil.which("ssh") is None:
+        raise UserError("There is no ssh on this host: install OpenSSH's client for --hosts.")
     script = AGENT.format(
         python=shlex.quote(python),
         same=shlex.quote(sys.executable),

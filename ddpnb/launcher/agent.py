@@ -10,6 +10,7 @@ ipyparallel listens on a network.
 """
 
 import contextlib
+import errno
 import importlib.metadata
 import ipaddress
 import json
@@ -208,7 +209,7 @@ def probe(others: dict[str, tuple[str, int]]) -> dict[str, str]:
                 code = connection.connect_ex((address, port))
             except OSError as error:
                 code = error.errno or 0
-            if code in (0, 115, 36):  # EINPROGRESS on Linux and macOS
+            if code in (0, errno.EINPROGRESS):
                 selector.register(connection, selectors.EVENT_WRITE, name)
             else:
                 found[name] = os.strerror(code)

@@ -80,6 +80,8 @@ class DdpMagics(Magics):
         Ranks started with ``--detach 600`` outlive their kernel by ten minutes.  In the next
         kernel ``%ddp_start --attach`` takes them over, with all their variables; it needs the
         cluster's name only if several wait.
+
+        ``--hosts a:4,b:4`` starts four ranks on each of two hosts that ssh reaches: docs/hosts.md.
         """
         args = arguments(self.ddp_start, line)
         spec = ClusterSpec(

@@ -236,7 +236,13 @@ class Training:
         dead = self.cluster.dead
         if not dead or self.cluster.lost is not None:
             return False
-        warn_stale(self.cluster.bring_back(dead))
+        try:
+            warn_stale(self.cluster.bring_back(dead))
+        except UserError as error:
+            if not self.cluster.spans_hosts:
+                raise
+            print(f"Rank {format_ranks(dead)} {how}. {error}", file=sys.stderr)
+            return False
         print(
             f"Rank {format_ranks(dead)} {how}; it is a new process now, without its variables.",
             file=sys.stderr,

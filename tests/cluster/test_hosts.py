@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,8 +154,10 @@ def data(split):
 """
 
 
-def a_comparison(*strategies: str, transport: str = "auto") -> ComparisonSpec:
-    training = TrainingSpec(source=CELL, num_epochs=1, batch_size=40, transport=transport)
+def a_comparison(
+    *strategies: str, transport: str = "auto", num_epochs: float = 1
+) -> ComparisonSpec:
+    training = TrainingSpec(source=CELL, num_epochs=num_epochs, batch_size=40, transport=transport)
     return ComparisonSpec(strategies=strategies, training=training, baseline=False)
 
 
@@ -244,6 +248,43 @@ def test_a_killed_agent_takes_its_ranks_and_files_along(cluster, hosts, tmp_path
     assert not files_of(token)
     cluster.bring_back([2, 3])
     assert total(cluster) == [4.0] * 4
+
+
+def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_path, capsys):
+    training = prepare(cluster, Store(tmp_path), a_comparison("async", num_epochs=60))
+    (agent,) = hosts.agents("b")
+
+    def kill_later() -> None:
+        def num_steps() -> int:
+            return sum(len(run.events) for run in training.recorder.comparison.runs)
+
+        wait_until(lambda: num_steps() > 40, "some steps", timeout=60)
+        agent.kill()
+
+    thread = threading.Thread(target=kill_later)
+    thread.start()
+    (found,) = training.run().comparison.runs
+    thread.join()
+    assert found.status == "finished"
+    assert {mark.rank for mark in found.marks} == {2, 3}
+    assert "Rank 2-3 died while the others continued" in capsys.readouterr().err
+    assert total(cluster) == [4.0] * 4
+
+
+def test_a_killed_kernel_leaves_nothing(hosts):
+    earlier = [process for host in "ab" for process in hosts.processes(host)]
+    source = (
+        "import ddpnb, time; ddpnb.start(hosts='a:1,b:1', device='cpu'); print('go', flush=True);"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as kernel:
+        assert kernel.stdout is not None
+        assert kernel.stdout.readline() == b"go\n"
+        found = [p for host in "ab" for p in hosts.processes(host) if p not in earlier]
+        tokens = [each.cmdline()[-1] for each in found if "ddpnb.launcher.agent" in each.cmdline()]
+        kernel.kill()
+    wait_until_gone(found)
+    assert not any(map(files_of, tokens))
 
 
 def test_an_interrupt_reaches_every_host(cluster, tmp_path):
