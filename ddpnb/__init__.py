@@ -15,20 +15,14 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddpnb.api import (
-        advise,
-        check,
         compare,
         debug,
         delete,
         details,
         export,
-        hosts,
-        inspect,
         interrupt,
-        last_trace,
         load,
         plot,
-        predict,
         pull,
         push,
         rename,
@@ -37,12 +31,20 @@ if TYPE_CHECKING:
         run_cell,
         run_script,
         runs,
-        samples,
-        show_collective,
         start,
         status,
         stop,
         why,
+    )
+    from ddpnb.inside import (
+        advise,
+        check,
+        hosts,
+        inspect,
+        last_trace,
+        predict,
+        samples,
+        show_collective,
     )
     from ddpnb.rank.publisher import log
 
@@ -90,8 +92,10 @@ def __getattr__(name: str) -> Any:
         raise UserError("ddpnb.log works on the ranks: call it in a %%ddp --name NAME cell.")
     if name != "log" and on_rank:
         raise UserError(f"ddpnb.{name} works in the notebook, not on the ranks: use %%local.")
-    module = "ddpnb.rank.publisher" if on_rank else "ddpnb.api"
-    return getattr(importlib.import_module(module), name)
+    if on_rank:
+        return importlib.import_module("ddpnb.rank.publisher").log
+    api = importlib.import_module("ddpnb.api")
+    return getattr(api if hasattr(api, name) else importlib.import_module("ddpnb.inside"), name)
 
 
 def __dir__() -> list[str]:

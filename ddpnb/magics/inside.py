@@ -6,7 +6,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument
 
-from ddpnb import api
+from ddpnb import inside
 from ddpnb.magics.arguments import arguments, magic_arguments, no_arguments
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, SHOWN
@@ -32,7 +32,7 @@ class InsideMagics(Magics):
         the same on all ranks, what the first difference is, and what has probably led to it.
         Without names all models and optimizers are compared.  Nothing on the ranks changes.
         """
-        return api.check(*arguments(self.ddp_check, line).names)
+        return inside.check(*arguments(self.ddp_check, line).names)
 
     @magic_arguments()
     @argument("name", nargs="?", default="", help="a sampler, a DataLoader, or a stored run")
@@ -51,7 +51,7 @@ class InsideMagics(Magics):
         worker got which shards in a stored asynchronous run.
         """
         args = arguments(self.ddp_samples, line)
-        return api.samples(
+        return inside.samples(
             args.name,
             n=args.n,
             epochs=args.epochs,
@@ -80,10 +80,10 @@ class InsideMagics(Magics):
         if args.what not in SHOWN:
             if args.save:
                 raise UserError("--save belongs to %ddp_show trace.")
-            return api.show_collective(args.what, **options)
+            return inside.show_collective(args.what, **options)
         if any(each not in ("", None) for each in options.values()):
             raise UserError(f"%ddp_show {args.what} takes no option of a collective.")
-        trace = api.last_trace()
+        trace = inside.last_trace()
         if args.save:
             return trace.save(args.save)
         return trace.store() if args.what == "store" else trace
@@ -110,7 +110,7 @@ class InsideMagics(Magics):
         Without a model: a task, the cell's own, or that of the last comparison.
         """
         args = arguments(self.ddp_inspect, line, unquote=True)
-        return api.inspect(
+        return inside.inspect(
             args.model,
             batch=args.batch,
             loss=args.loss,
@@ -149,7 +149,7 @@ class InsideMagics(Magics):
         ``%ddp_predict --ranks 1,2,4,8,64,1024 --link 100GbE``.  Calibrated on a stored comparison
         that has ``single`` and ``no-comm``; docs/prediction.md has every formula.
         """
-        return api.predict(**vars(arguments(self.ddp_predict, line)))
+        return inside.predict(**vars(arguments(self.ddp_predict, line)))
 
     @magic_arguments()
     @argument("--model", metavar="NAME", default="", help="a model on the ranks, measured too")
@@ -161,7 +161,7 @@ class InsideMagics(Magics):
         ``%ddp_advise --model model --input x`` measures a model of the ranks too, on a copy.
         """
         args = arguments(self.ddp_advise, line)
-        return api.advise(model=args.model, input=args.input)
+        return inside.advise(model=args.model, input=args.input)
 
     @line_magic
     def ddp_hosts(self, line: str) -> LinkMatrix:
@@ -170,4 +170,4 @@ class InsideMagics(Magics):
         One pair at a time, in a few seconds; of more than eight ranks the first of each host.
         """
         no_arguments("%ddp_hosts", line)
-        return api.hosts()
+        return inside.hosts()

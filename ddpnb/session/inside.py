@@ -23,7 +23,7 @@ ASK_SECONDS = 300.0
 # -- are the replicas the same? ------------------------------------------------------------
 
 
-def check(cluster: Cluster, names: Sequence[str]) -> ReplicaCheck:
+def check_replicas(cluster: Cluster, names: Sequence[str]) -> ReplicaCheck:
     """Compare what the ranks hold: by digests, then by the values of what differs first."""
     if len(cluster.ranks) < 2:
         raise UserError("There is one rank, and nothing to compare it with: %ddp_restart -n 2.")
@@ -64,7 +64,7 @@ def ask(
 # -- which rank gets which samples? --------------------------------------------------------
 
 
-def samples(cluster: Cluster, spec: SamplerSpec) -> Handout:
+def samples_of_sampler(cluster: Cluster, spec: SamplerSpec) -> Handout:
     """Return what a sampler hands out to each rank, as the ranks read it."""
     return handout_of(spec, ask(cluster, "samples", spec))
 
@@ -105,11 +105,15 @@ def collective_spec(
     return CollectiveSpec(name=name, ranks=chosen, num_bytes=num_bytes, root=root, op=op or "sum")
 
 
-def show_collective(cluster: Cluster, spec: CollectiveSpec) -> CollectiveResult:
+def run_collective(cluster: Cluster, spec: CollectiveSpec) -> CollectiveResult:
     """Run a collective on the ranks; return what each of them had, sent and measured."""
     cluster.ensure_group()
     call = cluster.submit(OnRank("show_collective"), spec, ranks=cluster.ranks)
-    found = answers(cluster, call)
+    try:
+        found = answers(cluster, call)
+    except (KeyboardInterrupt, UserError):
+        cluster.interrupt(cluster.ranks)  # else they wait on
+        raise
     for each in found:
         if isinstance(each, Failure):
             raise UserError(f"{spec.name} failed on rank {each.rank}: {cause_of(each)}")

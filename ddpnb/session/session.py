@@ -19,28 +19,17 @@ from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
-from ddpnb.protocol.replicas import SamplerSpec
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.reports.inside.advice import AdviceResult, link_of
-from ddpnb.reports.inside.collective import CollectiveResult
-from ddpnb.reports.inside.links import LinkMatrix
-from ddpnb.reports.inside.prediction import PredictionResult
-from ddpnb.reports.inside.replicas import ReplicaCheck
-from ddpnb.reports.inside.samples import Handout, handout_of_run
+from ddpnb.reports.inside.advice import AdviceResult
 from ddpnb.reports.inside.traces import TraceResult
 from ddpnb.reports.listing import ranks_table
 from ddpnb.reports.live import Live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
-from ddpnb.scaling.predict import Question
-from ddpnb.session import inside
 from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
 from ddpnb.session.cells import Prompt, RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
-from ddpnb.session.inside import collective_spec, measure_links, show_collective
-from ddpnb.session.inspection import Inspection, InspectionRequest, inspect, inspect_run
-from ddpnb.session.scaling import advice, predicted
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
 from ddpnb.session.variables import pull, push, remove_leftovers
 
@@ -62,7 +51,7 @@ class Session:
         self._store: Store | None = None
         self.last_training: TrainingSpec | None = None
         """Of the latest comparison: what ``inspect`` inspects by default."""
-        self._advice: AdviceResult | None = None
+        self.last_advice: AdviceResult | None = None
         self._asked: Call | None = None
         """The latest call of ``ask``."""
         self.last_trace: TraceResult | None = None
@@ -147,10 +136,6 @@ class Session:
         table = status_table(cluster, self._jobs.busy_ranks, self._jobs.notes())
         return with_notes(table, cluster)
 
-    def links(self) -> LinkMatrix:
-        """Measure latency and bandwidth between the ranks."""
-        return measure_links(self._require_idle())
-
     def interrupt(self) -> str:
         """Stop what runs on the ranks in the background; return a sentence about it."""
         if self._jobs.comparison is None:
@@ -173,7 +158,7 @@ class Session:
         trace: bool = False,
     ) -> RunningCell | TraceResult | None:
         """Run a cell, or a script, on ranks; see ``ddpnb.run_cell`` and ``ddpnb.run_script``."""
-        cluster = self._require_free()
+        cluster = self.free_cluster()
         chosen = parse_ranks(ranks, len(cluster.ranks))
         if timeout is not None and timeout <= 0:
             raise UserError(f"--timeout must be greater than 0 seconds, not {timeout:g}.")
@@ -243,7 +228,7 @@ class Session:
 
     def push(self, variables: Mapping[str, object], ranks: str | None = None) -> None:
         """Copy variables to ranks; see ``ddpnb.push``."""
-        cluster = self._require_free()
+        cluster = self.free_cluster()
         chosen = parse_ranks(ranks, len(cluster.ranks))
         push(cluster, variables, chosen)
         for rank in chosen:
@@ -252,7 +237,7 @@ class Session:
 
     def pull(self, expression: str, ranks: str | None = None) -> Any:
         """Return the value of an expression on ranks; see ``ddpnb.pull``."""
-        cluster = self._require_free()
+        cluster = self.free_cluster()
         chosen = parse_ranks(ranks, len(cluster.ranks))
         try:
             values = pull(cluster, expression, chosen)
@@ -263,29 +248,6 @@ class Session:
         if ranks is not None and len(chosen) == 1:
             return values[0]
         return dict(zip(chosen, values, strict=True))
-
-    # -- inside ----------------------------------------------------------------------
-
-    def check(self, names: Sequence[str]) -> ReplicaCheck:
-        """Compare what the ranks hold; see ``ddpnb.check``."""
-        return inside.check(self._require_idle(), names)
-
-    def samples(self, spec: SamplerSpec) -> Handout:
-        """Return which rank gets which samples; see ``ddpnb.samples``."""
-        name = spec.expression
-        if name and name in self.names():
-            return handout_of_run(name, self.store.load(name))
-        return inside.samples(self._require_idle(), spec)
-
-    def show_collective(self, name: str, **options: Any) -> CollectiveResult:
-        """Run one collective on the ranks; see ``ddpnb.show_collective``."""
-        cluster = self._require_free()
-        spec = collective_spec(name, len(cluster.ranks), **options)
-        try:
-            return show_collective(cluster, spec)
-        except (KeyboardInterrupt, UserError):
-            cluster.interrupt(cluster.ranks)  # else they wait on
-            raise
 
     # -- comparisons -----------------------------------------------------------------
 
@@ -299,7 +261,7 @@ class Session:
     ) -> ComparisonResult | RunningComparison:
         """Train strategies and compare them live; see ``ddpnb.compare``."""
         self.last_training = spec.training
-        training = prepare(self._require_idle(), self.store, spec)
+        training = prepare(self.idle_cluster(), self.store, spec)
         if wait:
             return training.run()
         return self._jobs.begin(RunningComparison(lambda: training, training.cluster.ranks))
@@ -318,7 +280,7 @@ class Session:
         """
         self.last_training = spec.training
         if self._cluster is not None:
-            self._require_idle()
+            self.idle_cluster()
 
         def start_and_prepare() -> Training:
             if self._cluster is None:
@@ -327,22 +289,6 @@ class Session:
 
         ranks = () if self._cluster is None else self._cluster.ranks
         return self._jobs.begin(RunningComparison(start_and_prepare, ranks, on_end=on_end))
-
-    def inspect(self, request: InspectionRequest) -> Inspection:
-        """Show what happens in a step; see ``ddpnb.inspect``."""
-        if request.run:
-            return inspect_run(self.load([request.run]).comparison)
-        return inspect(self._require_idle(), request, self.last_training)
-
-    def advise(self, model: str = "", input_: str = "") -> AdviceResult:
-        """Measure the machine and say which strategy suits it; see ``ddpnb.advise``."""
-        self._advice = advice(self._require_idle(), model, input_)
-        return self._advice
-
-    def predict(self, question: Question, run: str = "") -> PredictionResult:
-        """Predict from a stored comparison; see ``ddpnb.predict``."""
-        link = None if self._advice is None else link_of(self._advice.ranks)
-        return predicted(self.store, question, run, link)
 
     # -- stored runs -----------------------------------------------------------------
 
@@ -384,7 +330,7 @@ class Session:
         return cluster
 
     def _replace(self, ranks: str, progress: OnProgress) -> Table:
-        cluster = self._require_free()
+        cluster = self.free_cluster()
         chosen = parse_ranks(ranks, len(cluster.ranks))
         if dead := set(cluster.dead) - set(chosen):
             both = format_ranks(dead | set(chosen))
@@ -400,14 +346,14 @@ class Session:
             self._cluster.require(())
         return self._cluster
 
-    def _require_free(self) -> Cluster:
+    def free_cluster(self) -> Cluster:
         """Return the cluster; refuse while a comparison is training."""
         self._jobs.refuse_if_training()
         return self._require()
 
-    def _require_idle(self) -> Cluster:
+    def idle_cluster(self) -> Cluster:
         """Return the cluster; refuse while a comparison or a cell is running."""
-        cluster = self._require_free()
+        cluster = self.free_cluster()
         self._jobs.refuse_if_cells_run()
         return cluster
 

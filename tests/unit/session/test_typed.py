@@ -9,7 +9,7 @@ from types import NoneType
 import numpy as np
 import pytest
 
-from ddpnb import api
+from ddpnb import api, inside
 from ddpnb.history.database import to_text
 from ddpnb.protocol.errors import UserError
 from ddpnb.session.comparison import ComparisonSpec
@@ -38,7 +38,7 @@ WRONG = {
         lambda: api.run_script("train.py", "--epochs 3")
     ),
     "ranks takes a text, not 3.": lambda: api.push(3, a=1),
-    "Write --ranks as 1,2,4,8, not 1,two.": lambda: api.predict([1, "two"]),
+    "Write --ranks as 1,2,4,8, not 1,two.": lambda: inside.predict([1, "two"]),
     "path takes a text, not 3.": lambda: api.export("race", 3),
     "epochs is too large a number.": lambda: api.compare("ddp", epochs=10**400),
     "compare: got an unexpected keyword argument 'epoch'; did you mean epochs?": lambda: (
@@ -108,9 +108,10 @@ def compared(*strategies: str, **choices: object) -> ComparisonSpec:
 def test_all_twins_are_checked():
     twins: list[Callable[..., object]] = [
         function
-        for name, function in inspect.getmembers(api, inspect.isfunction)
-        if function.__module__ == api.__name__ and not name.startswith("_")
+        for module in (api, inside)
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
     ]
-    assert len(twins) > 10
+    assert len(twins) > 20
     for twin in twins:
         assert hasattr(twin, "__wrapped__"), twin
