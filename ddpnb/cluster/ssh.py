@@ -35,6 +35,7 @@ NO_PYTHON = 127
 """The exit code of a shell that does not find a program."""
 
 AGENT = """\
+trap 'rm -rf /dev/shm/ddpnb-{token} "${{TMPDIR:-/tmp}}/ddpnb-{token}" /tmp/ddpnb-{token}.*' EXIT
 python={python}
 [ -n "$python" ] || {{ python={same}; [ -x "$python" ] || python=python3; }}
 command -v "$python" >/dev/null || exit {no_python}
@@ -46,7 +47,6 @@ trap '' HUP TERM INT PIPE
 wait $agent
 code=$?
 kill -9 -- -$agent 2>/dev/null
-rm -rf /dev/shm/ddpnb-{token} "${{TMPDIR:-/tmp}}/ddpnb-{token}" /tmp/ddpnb-{token}.*
 exit $code
 """
 """Runs in a shell on the host, which removes what an agent leaves behind that was killed."""

@@ -336,8 +336,11 @@ def test_nothing_is_left_on_either_host(hosts):
     ],
 )
 def test_what_cannot_be_used_is_said_before_anything_starts(hosts, spec, sentence):
+    before = set(Path("/tmp").glob("ddpnb-*.*"))
     with pytest.raises(UserError, match=sentence):
         Cluster.start(ClusterSpec(**{"device": "cpu"} | spec))
+    left = [path for path in Path("/tmp").glob("ddpnb-*.0") if path not in before]
+    wait_until(lambda: not any(path.exists() for path in left), "no socket is left")
 
 
 def test_a_folder_that_is_not_there_is_named(hosts, tmp_path, monkeypatch):
