@@ -155,14 +155,14 @@ def optimizer(model, num_steps):
 
 def test_the_cells_own_scheduler_goes_on_after_a_death(compared: Cell, kernel: Kernel):
     line = "zero --epochs 2.5 --batch-size 40 --save-every 0.5"
-    compare(kernel, "own", line, SCHEDULED)
-    export(kernel, "own own.py")  # it trained zero alone
+    compare(kernel, "scheduled", line, SCHEDULED)
+    export(kernel, "scheduled scheduled.py")  # it trained zero alone
     (kernel.folder / "dying").touch()
-    words = ("--max-restarts", "1", "--nproc-per-node", "2", "own.py", "--log-every", "1")
+    words = ("--max-restarts", "1", "--nproc-per-node", "2", "scheduled.py", "--log-every", "1")
     ended = torchrun(kernel, *words)
     assert ended.returncode == 0, ended.stderr
-    assert "going on after step 12, from own.pt" in ended.stdout
-    assert_same(kernel, "own", "zero", ended.stdout)
+    assert "going on after step 12, from scheduled.pt" in ended.stdout
+    assert_same(kernel, "scheduled", "zero", ended.stdout)
 
 
 @pytest.fixture(scope="module")
