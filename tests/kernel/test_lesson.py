@@ -1,4 +1,4 @@
-"""Does the first lesson run without a browser?  It trains less; tests/browser runs it as saved."""
+"""Do the lessons run without a browser?  The first trains less than as it is saved."""
 
 import os
 from pathlib import Path
@@ -41,3 +41,25 @@ def test_the_lesson_runs_in_nbclient(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "dp (emulated)" in race.outputs[1].data["text/html"]
     assert notebook.cells[-1].outputs[0].text == "The cluster has stopped.\n"
     assert (tmp_path / "data" / "runs").is_dir()
+
+
+@pytest.mark.timeout(300)
+def test_the_lesson_on_a_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        monkeypatch.delenv(name)
+    for name, value in DIGITS.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "notebooks").mkdir()
+    notebook = nbformat.read(LESSON.with_name("04_inside_a_step.ipynb"), as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs or not cell.source.startswith("%ddp_")
+            cell.outputs = []
+    resources = {"metadata": {"path": str(tmp_path / "notebooks")}}
+    NotebookClient(notebook, timeout=200, resources=resources).execute()
+    checks = [cell.outputs[0] for cell in notebook.cells if cell.source == "%ddp_check net sgd"]
+    assert [output.data["text/plain"].split("\n")[0] for output in checks] == [
+        "The replicas are the same on ranks 0-2.",
+        "The replicas on ranks 0-2 differ: parameters of net.",
+    ]
