@@ -29,7 +29,6 @@ from ddpnb.protocol.trace import CollectiveShown, CollectiveSpec
 from ddpnb.protocol.variables import Parcel
 from ddpnb.rank import cells, machine, variables
 from ddpnb.rank.engine import RankEngine
-from ddpnb.rank.process_group import measure_links as measured
 from ddpnb.rank.process_group import stale_variables
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import completions, description
@@ -142,10 +141,10 @@ def free_data() -> None:
 
 @or_failure
 def measure_links(ranks: tuple[int, ...]) -> list[tuple[int, int, float, float]]:
-    """Measure the connections between ranks; see ``process_group.measure_links``."""
+    """Measure the connections between ranks; see ``machine.measure_links``."""
     engine = this_engine()
     with engine.adopted_group.during():
-        return cells.interruptible(lambda: measured(ranks, engine.group.device))
+        return cells.interruptible(lambda: machine.measure_links(ranks, engine.group.device))
 
 
 @or_failure

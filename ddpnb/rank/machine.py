@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +26,10 @@ NUM_SAMPLES: Final = 64
 """Of an input that is made up."""
 NUMBER: Final = 4
 """Bytes."""
+PROBE_SECONDS: Final = 0.05
+"""Messages between two ranks grow until one takes so long."""
+MAX_PROBE_BYTES: Final = 2**24
+NUM_ROUND_TRIPS: Final = 40
 
 
 def measure(
@@ -296,3 +300,65 @@ def _pass(model: nn.Module, batch: Tensor) -> None:
     while not isinstance(output, Tensor):
         output = next(iter(output.values() if isinstance(output, Mapping) else output))
     output.float().sum().backward()
+
+
+def measure_links(
+    ranks: Sequence[int], device: torch.device
+) -> list[tuple[int, int, float, float]]:
+    """Measure the connections between ranks, one pair after the other; takes part: every rank.
+
+    Returns:
+        For each pair in which this rank is the sender: from, to, seconds one way, bytes per second.
+    """
+    rank, found = dist.get_rank(), []
+    for one in ranks:
+        for other in ranks:
+            if one == other:
+                continue
+            dist.barrier()  # no other pair sends meanwhile
+            if rank == one:
+                found.append((one, other, *_measure_link(other, device)))
+            elif rank == other:
+                _answer_link(one, device)
+    dist.barrier()
+    return found
+
+
+def _measure_link(peer: int, device: torch.device) -> tuple[float, float]:
+    """Measure the connection to a rank that answers."""
+    byte, size = torch.zeros(1, dtype=torch.uint8, device=device), 2**16
+    trips = []
+    for _ in range(NUM_ROUND_TRIPS):
+        began = time.perf_counter()
+        dist.send(byte, peer)
+        dist.recv(byte, peer)
+        byte.cpu()  # until it is there
+        trips.append(time.perf_counter() - began)
+    trip = min(trips)
+    while True:
+        content = torch.zeros(size, dtype=torch.uint8, device=device)
+        began = time.perf_counter()
+        dist.send(content, peer)
+        dist.recv(byte, peer)
+        byte.cpu()
+        seconds = time.perf_counter() - began
+        is_last = seconds >= PROBE_SECONDS or size >= MAX_PROBE_BYTES
+        dist.send(torch.full_like(byte, is_last), peer)
+        if is_last:
+            return trip / 2, size / max(seconds - trip, 1e-9)
+        size *= 4
+
+
+def _answer_link(peer: int, device: torch.device) -> None:
+    """Answer a rank that measures."""
+    byte, size = torch.zeros(1, dtype=torch.uint8, device=device), 2**16
+    for _ in range(NUM_ROUND_TRIPS):
+        dist.recv(byte, peer)
+        dist.send(byte, peer)
+    while True:
+        dist.recv(torch.empty(size, dtype=torch.uint8, device=device), peer)
+        dist.send(byte, peer)
+        dist.recv(byte, peer)
+        if byte.item():
+            return
+        size *= 4
