@@ -149,6 +149,7 @@ class Cluster(Engines):
         """Free ranks from the collectives they wait in, which ends the process group."""
         self._group.is_aborted = True
         self._save()
+        self.processes.list_connections()
         for rank in set(ranks) & set(self.living):
             self._group.aborts[rank] = self.processes.command(rank, RankCommand.ABORT)
 

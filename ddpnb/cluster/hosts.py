@@ -227,6 +227,11 @@ class HostProcesses(Processes):
         """Have a rank's control thread carry out a command; see ``Processes.command``."""
         return self._agent_of(rank).command(rank, command)
 
+    def list_connections(self) -> None:
+        """Have each agent list which of its ranks are connected; see ``Processes``."""
+        for agent in self._agents.values():
+            agent.list_connections()
+
     def signal(self, ranks: list[int], number: int) -> None:
         """Send a signal to those of the ranks that are alive."""
         assert self._placement is not None

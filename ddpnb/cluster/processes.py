@@ -187,6 +187,11 @@ class Processes:
             )
         return answer
 
+    def list_connections(self) -> None:
+        """Have the fork server list which ranks are connected, before some of them are freed."""
+        with contextlib.suppress(OSError):
+            self._send(op=KernelRequest.LIST_CONNECTIONS)
+
     def signal(self, ranks: list[int], number: int) -> None:
         """Send a signal to those of the ranks that are alive."""
         with contextlib.suppress(OSError):

@@ -52,8 +52,6 @@ from ddpnb.protocol.processes import (  # noqa: E402
     RankCommand,
 )
 
-CONNECTIONS_SECONDS = 0.2
-"""How old the list of connections may be: the ranks are freed one right after the other."""
 STOP_TIMEOUT_SECONDS = 3.0
 """How long children may take to end after SIGTERM before they are killed."""
 LOG_BYTES = 16_384
@@ -111,8 +109,7 @@ class Forkserver:
     more_ends: list[socket.socket] = field(default_factory=list)
     """What a forked child closes besides the pipes."""
     _ends: dict[int, set[Ends]] = field(default_factory=dict)
-    """The connections of each child, by pid, and when they were listed."""
-    _ends_at: float = -1.0
+    """The connections of each rank, by pid, when they were last listed."""
     _deadline: float = 0.0
     """Until when the server waits for another kernel, in ``time.monotonic()``."""
 
@@ -150,6 +147,8 @@ class Forkserver:
                 self.start_rank(**request)
             case KernelRequest.FORWARD:
                 self.forward(**request)
+            case KernelRequest.LIST_CONNECTIONS:
+                self.list_connections()
             case KernelRequest.SIGNAL:
                 self.signal(**request)
             case KernelRequest.ALLOW_DETACH:
@@ -233,11 +232,13 @@ class Forkserver:
                 with contextlib.suppress(OSError):
                     child.pipe.send_bytes(json.dumps(message).encode())
 
+    def list_connections(self) -> None:
+        """List which ranks are connected: once, before the first of them is freed."""
+        ranks = [each.pid for each in self.children.values() if each.pipe is not None]
+        self._ends = ends_of(ranks)
+
     def peers_ends(self, child: Child) -> list[Ends]:
         """Return the other ranks' ends of their connections with one rank."""
-        if time.monotonic() - self._ends_at > CONNECTIONS_SECONDS:
-            ranks = [each.pid for each in self.children.values() if each.pipe is not None]
-            self._ends, self._ends_at = ends_of(ranks), time.monotonic()
         turned = {(there, here) for here, there in self._ends.get(child.pid, ())}
         others = (ends for pid, ends in self._ends.items() if pid != child.pid)
         return sorted(set().union(*(turned & ends for ends in others)))

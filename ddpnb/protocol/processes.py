@@ -23,6 +23,8 @@ class KernelRequest(StrEnum):
     START_RANK = "start_rank"
     FORWARD = "forward"
     """A ``RankCommand``."""
+    LIST_CONNECTIONS = "list_connections"
+    """Which ranks are connected, before the commands that free some of them."""
     SIGNAL = "signal"
     """To a rank's process: an interrupt, a kill, or SIGCONT."""
     ALLOW_DETACH = "allow_detach"

@@ -8,24 +8,24 @@ from tests.kernel.client import Cell, Kernel
 @pytest.fixture(scope="module")
 def calibrated(kernel_of_module: Kernel) -> Cell:
     cell = kernel_of_module.run(
-        "%ddp_compare ddp --task digits --epochs 2 --name measured", timeout=120
+        "%ddp_compare ddp --task digits --epochs 2 --name calibrated", timeout=120
     )
     assert not cell.error, cell.error_text
     return cell
 
 
 def test_a_prediction_is_calibrated_on_a_stored_comparison(calibrated: Cell, kernel: Kernel):
-    line = "%ddp_predict --ranks 1,2,4,64 --link 100GbE --strategies ddp,async --run measured"
+    line = "%ddp_predict --ranks 1,2,4,64 --link 100GbE --strategies ddp,async --run calibrated"
     cell = kernel.run(line)
     assert not cell.error, cell.error_text
-    assert "Predicted: measured on up to 64 ranks" in cell.text
-    assert "Fitted to measured: single on 1 rank, no-comm on 2" in cell.text
+    assert "Predicted: calibrated on up to 64 ranks" in cell.text
+    assert "Fitted to calibrated: single on 1 rank, no-comm on 2" in cell.text
     assert len(cell.bundles("image/png")) == 1
     assert "<table" in cell.bundles("text/html")[0]
-    here = kernel.run("import ddpnb\nddpnb.predict([2, 3, 4], run='measured/ddp').save('p.svg')")
+    here = kernel.run("import ddpnb\nddpnb.predict([2, 3, 4], run='calibrated/ddp').save('p.svg')")
     assert not here.error, here.error_text
     for wrong, sentence in (
-        ("--ranks 0 --run measured", "--ranks 0: give numbers of ranks from 1"),
+        ("--ranks 0 --run calibrated", "--ranks 0: give numbers of ranks from 1"),
         ("--link 1Gbit", "--link 1Gbit has no latency"),
         ("--strategies ddb", "There is no strategy 'ddb'"),
         ("--run nothing", "There is no run 'nothing'"),
