@@ -9,7 +9,10 @@ import contextlib
 import os
 import socket
 import stat
+import struct
 from collections.abc import Collection, Iterator
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -39,19 +42,52 @@ Ends = tuple[Address, Address]
 def ends_of(pids: Collection[int]) -> dict[int, set[Ends]]:
     """Return the ends of all connections of some processes of this user, by process."""
     found: dict[int, set[Ends]] = {pid: set() for pid in pids}
-    for pid, each in _listed(pids):
-        if each.raddr and pid in found:
-            found[pid].add((_address(each.laddr), _address(each.raddr)))
+    if psutil.LINUX:
+        connections = _connections_by_inode()
+        for pid in pids:
+            found[pid] = {connections[each] for each in _inodes(pid) if each in connections}
+        return found
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            for each in psutil.Process(pid).net_connections("tcp"):
+                if each.raddr:
+                    found[pid].add((_address(each.laddr), _address(each.raddr)))
     return found
 
 
-def _listed(pids: Collection[int]) -> Iterator[tuple[int, Any]]:
-    if psutil.LINUX:  # elsewhere only root may list all; here each process costs the whole list
-        yield from ((each.pid, each) for each in psutil.net_connections("tcp"))
-        return
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            yield from ((pid, each) for each in psutil.Process(pid).net_connections("tcp"))
+def _inodes(pid: int) -> set[str]:
+    """Return the inodes of a process's sockets."""
+    found = set()
+    with contextlib.suppress(OSError):  # it has ended
+        for each in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if (target := os.readlink(each.path)).startswith("socket:["):
+                    found.add(target[len("socket:[") : -1])
+    return found
+
+
+def _connections_by_inode() -> dict[str, Ends]:
+    """Return the system's TCP connections, by their sockets' inodes.
+
+    psutil names one process of each; but a ``DataLoader``'s workers have the sockets of their rank.
+    """
+    found: dict[str, Ends] = {}
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        with contextlib.suppress(OSError):  # no IPv6
+            lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+            for fields in map(str.split, lines):
+                here, there, inode = fields[1], fields[2], fields[9]
+                found[inode] = _read_address(here, family), _read_address(there, family)
+    return found
+
+
+@lru_cache(maxsize=65536)
+def _read_address(text: str, family: socket.AddressFamily) -> Address:
+    """Return an address as ``/proc/net/tcp`` has it: words in the machine's order of bytes."""
+    ip, port = text.split(":")
+    words = [int(ip[at : at + 8], 16) for at in range(0, len(ip), 8)]
+    packed = struct.pack(f"={len(words)}I", *words)
+    return _address((socket.inet_ntop(family, packed), int(port, 16)))
 
 
 def own_connections() -> Iterator[TcpConnection]:

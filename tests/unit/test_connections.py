@@ -1,0 +1,62 @@
+"""Which connections does a process have?  Those that it shares with a child are its own, too."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from ddpnb.protocol.connections import Address, ends_of, own_connections
+
+
+@pytest.fixture
+def connected() -> Iterator[list[socket.socket]]:
+    """Two connections over IPv4, one of them to a socket of both versions; both ends of each."""
+    with ExitStack() as stack:
+        old = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        new = stack.enter_context(
+            socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        )
+        made = []
+        for server in (old, new):
+            port = server.getsockname()[1]
+            made.append(stack.enter_context(socket.create_connection(("127.0.0.1", port))))
+            made.append(stack.enter_context(server.accept()[0]))
+        yield made
+
+
+def addresses(end: socket.socket) -> tuple[Address, Address]:
+    own, other = end.getsockname(), end.getpeername()
+    return (
+        Address(own[0].removeprefix("::ffff:"), own[1]),
+        Address(other[0].removeprefix("::ffff:"), other[1]),
+    )
+
+
+def test_the_system_and_the_process_itself_know_the_same_connections(connected):
+    expected = {addresses(end) for end in connected}
+    assert expected <= ends_of([os.getpid()])[os.getpid()]
+    assert expected <= {(each.laddr, each.raddr) for each in own_connections()}
+
+
+def test_a_connection_that_a_child_has_inherited_belongs_to_both(connected):
+    child = subprocess.Popen(
+        [sys.executable, "-c", "input()"],
+        stdin=subprocess.PIPE,
+        pass_fds=[end.fileno() for end in connected],
+    )
+    try:
+        found = ends_of([os.getpid(), child.pid])
+    finally:
+        child.kill()
+        child.communicate()
+    assert {addresses(end) for end in connected} <= found[os.getpid()] & found[child.pid]
+
+
+def test_a_process_that_has_ended_has_none():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    assert ends_of([child.pid]) == {child.pid: set()}
