@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ from ddpnb.protocol.notation import format_ranks
 
 if TYPE_CHECKING:
     from ddpnb.cluster.client import EngineClient
+
+SIGNAL_SECONDS = 1.0
+"""How long a call waits until earlier interrupts have been sent."""
 
 
 class Engines:
@@ -47,6 +51,8 @@ class Engines:
         self._master_port = free_port()
         self._client: EngineClient | None = None
         self._exit_lock = threading.Lock()
+        self._interrupts: list[Future[Any]] = []
+        """Interrupts that may be on their way to the ranks."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -96,6 +102,8 @@ class Engines:
         Raises a UserError if one of the ranks has died, or the whole cluster.
         """
         self.require(ranks)
+        sent, self._interrupts = self._interrupts, []
+        wait(sent, SIGNAL_SECONDS)  # a late one would end the call that begins now
         return self.client.submit(function, *arguments, ranks=ranks)
 
     def gather(
@@ -122,7 +130,8 @@ class Engines:
 
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Send ranks SIGINT, which raises ``KeyboardInterrupt`` in a running cell."""
-        self.processes.signal(sorted(set(ranks) & set(self.living)), signal.SIGINT)
+        living = sorted(set(ranks) & set(self.living))
+        self._interrupts += self.processes.signal(living, signal.SIGINT)
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill ranks."""

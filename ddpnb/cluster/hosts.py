@@ -232,12 +232,14 @@ class HostProcesses(Processes):
         for agent in self._agents.values():
             agent.list_connections()
 
-    def signal(self, ranks: list[int], number: int) -> None:
-        """Send a signal to those of the ranks that are alive."""
+    def signal(self, ranks: list[int], number: int) -> "list[Future[Any]]":
+        """Send a signal to those of the ranks that are alive; see ``Processes.signal``."""
         assert self._placement is not None
+        sent: list[Future[Any]] = []
         for host, agent in self._agents.items():
             if here := [rank for rank in ranks if rank in self._placement.ranks_of(host)]:
-                agent.signal(here, number)
+                sent += agent.signal(here, number)
+        return sent
 
     def allow_detach(self, seconds: float, address: Path) -> None:
         """Refuse: agents end with their connections."""

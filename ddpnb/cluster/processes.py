@@ -192,10 +192,18 @@ class Processes:
         with contextlib.suppress(OSError):
             self._send(op=KernelRequest.LIST_CONNECTIONS)
 
-    def signal(self, ranks: list[int], number: int) -> None:
-        """Send a signal to those of the ranks that are alive."""
+    def signal(self, ranks: list[int], number: int) -> "list[Future[Any]]":
+        """Send a signal to those of the ranks that are alive.
+
+        Returns:
+            What is done once the signal has been sent; never, if the cluster is gone.
+        """
+        signal_id = next(self._command_ids)
+        answer: Future[Any] = Future()
+        self._answers[signal_id] = answer
         with contextlib.suppress(OSError):
-            self._send(op=KernelRequest.SIGNAL, ranks=ranks, number=number)
+            self._send(op=KernelRequest.SIGNAL, ranks=ranks, number=number, signal_id=signal_id)
+        return [answer]
 
     def allow_detach(self, seconds: float, address: Path) -> None:
         """Have the processes outlive this one and wait for another at ``address``."""

@@ -243,13 +243,14 @@ class Forkserver:
         others = (ends for pid, ends in self._ends.items() if pid != child.pid)
         return sorted(set().union(*(turned & ends for ends in others)))
 
-    def signal(self, *, ranks: list[int], number: int) -> None:
-        """Send a signal to some ranks."""
+    def signal(self, *, ranks: list[int], number: int, signal_id: int) -> None:
+        """Send a signal to some ranks, and answer once it is sent."""
         names = {str(rank) for rank in ranks}
         for child in self.children.values():
             if child.name in names:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, number)
+        self.report(event=ForkServerEvent.ANSWER, id=signal_id, value=None)
 
     def on_rank(self, pipe: Connection) -> None:
         """Pass a rank's answer on to the kernel."""
