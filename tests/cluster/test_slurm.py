@@ -1,0 +1,264 @@
+"""Do ranks in a job of Slurm, or started by MPI, work and end like those over ssh?"""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.history.store import Store
+from ddpnb.protocol.errors import UserError
+from ddpnb.session.comparison import prepare
+from ddpnb.session.status import status_table
+from tests.cluster.rig import DYNAMO, begin, finish, pull, run, wait_until, wait_until_gone
+from tests.cluster.simulated_slurm import jobs, simulated_slurm
+from tests.cluster.test_hosts import REDUCE_FOR_EVER, VARIABLES, a_comparison, total
+from tests.cluster.two_hosts import two_hosts
+from tests.system_packages import find_program
+
+KEPT_AWAY = "begin=now+1hour"
+"""An option with which a job waits for longer than any test."""
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[None]:
+    with simulated_slurm():
+        yield
+
+
+@pytest.fixture(scope="module")
+def two_each(slurm) -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DDPNB_PRELOAD", DYNAMO["DDPNB_PRELOAD"])
+        cluster = Cluster.start(in_slurm(4, num_threads=1))
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def cluster(two_each) -> Cluster:
+    """Four living ranks on two nodes."""
+    if dead := two_each.dead:
+        two_each.bring_back(dead)
+    return two_each
+
+
+@pytest.fixture
+def mpi(monkeypatch) -> None:
+    find_program(["mpiexec"], "needs openmpi-bin")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+
+
+def in_slurm(num_ranks: int, **options) -> ClusterSpec:
+    options = {"ranks_per_host": num_ranks // 2, "device": "cpu"} | options
+    return ClusterSpec(engines="slurm", num_ranks=num_ranks, **options)
+
+
+def agents() -> list[psutil.Process]:
+    """Agents and their shells on this machine, which is all nodes."""
+    found = psutil.process_iter(["cmdline"])
+    return [
+        each for each in found if "ddpnb.launcher.agent" in " ".join(each.info["cmdline"] or [])
+    ]
+
+
+def test_ranks_are_laid_out_node_by_node(cluster):
+    assert total(cluster) == [4.0] * 4
+    found = pull(cluster, f"[__import__('os').environ[name] for name in {VARIABLES}]")
+    address = "127.0.0.1"
+    assert found == [
+        ["0", "0", "0", "2", "2", address],
+        ["1", "1", "0", "2", "2", address],
+        ["2", "0", "1", "2", "2", address],
+        ["3", "1", "1", "2", "2", address],
+    ]
+    table = status_table(cluster, ())
+    assert [row[1].text for row in table.rows] == ["n1", "n1", "n2", "n2"]
+    names = pull(cluster, "[n for n in __import__('os').environ if n.startswith('SLURM_PROC')]")
+    assert names == [[]] * 4  # by which Lightning would number the ranks
+
+
+def test_ddp_trains_in_slurm(cluster, tmp_path):
+    (found,) = prepare(cluster, Store(tmp_path), a_comparison("ddp")).run().comparison.runs
+    assert found.status == "finished"
+    assert {*found.events["rank"]} == {0, 1, 2, 3}
+
+
+def test_strangers_change_nothing_and_no_key_is_to_be_seen(cluster):
+    assert total(cluster) == [4.0] * 4
+    content = json.loads((cluster.profile / "security/ipcontroller-engine.json").read_text())
+    address = content["interface"].removeprefix("tcp://")
+    assert address == "127.0.0.1"
+    for port in [value for value in content.values() if isinstance(value, int) and value > 1]:
+        for sent in (b"", b"\0" * 64, b"GET / HTTP/1.0\r\n\r\n") * 50:
+            with socket.create_connection((address, port), timeout=30) as stranger:
+                stranger.sendall(sent)
+    assert total(cluster) == [4.0] * 4
+    cluster.abort(cluster.ranks)  # which closes connections between hosts, not those to engines
+    cluster.ensure_group()
+    assert total(cluster) == [4.0] * 4
+    keys = [v.encode() for name, v in content.items() if "key" in name and v]
+    assert len(keys) >= 2
+    server = psutil.Process(cluster.processes.pid)
+    for process in [*psutil.Process().children(recursive=True), server, *agents()]:
+        folder = Path(f"/proc/{process.pid}")
+        seen = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+        assert not any(key in seen for key in keys), process
+    assert not list(Path.home().glob(".ddpnb-*.json"))
+
+
+def test_a_killed_agent_is_replaced(cluster, tmp_path):
+    run(cluster, "import torch, torch.distributed as dist\nkept = rank")
+    cell = begin(cluster, REDUCE_FOR_EVER.format(sign=f"{tmp_path}/"))
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 4, "all ranks in the cell")
+    parents = {psutil.Process(each.pid).ppid() for each in cluster.states[2:]}
+    (agent,) = parents
+    psutil.Process(agent).kill()
+    finish(cell)
+    assert set(cell.lost) == {2, 3}
+    assert "was lost with host n2: its connection or its agent ended" in cell.lost[2]
+    assert pull(cluster, "kept", ranks=[0, 1]) == ["of rank 0", "of rank 1"]
+    cluster.bring_back([2, 3])
+    assert total(cluster) == [4.0] * 4
+
+
+def test_a_job_that_is_cancelled_is_named_and_nothing_is_left(slurm):
+    earlier = {each.pid for each in agents()}
+    cluster = Cluster.start(in_slurm(2, slurm="time=10 comment=mine"))
+    try:
+        job = newest_job()
+        cell = begin(cluster, "import time\nwhile True: time.sleep(0.01)", timeout=None)
+        subprocess.run(["scancel", job], check=True)
+        finish(cell)
+        assert set(cell.lost) == {0, 1}
+        assert f"was lost with host n1: job {job} of Slurm has ended (CANCELLED)" in cell.lost[0]
+        with pytest.raises(UserError, match=f"Job {job} of Slurm has ended .*%ddp_restart"):
+            cluster.bring_back([0])
+    finally:
+        cluster.stop()
+        cluster.stop()
+    wait_until(lambda: job not in jobs(), "the job's end")
+    wait_until_gone([each for each in agents() if each.pid not in earlier])
+
+
+def test_stop_leaves_no_job(slurm):
+    earlier = {each.pid for each in agents()}
+    cluster = Cluster.start(in_slurm(2))
+    run(cluster, "import subprocess\nsubprocess.Popen(['sleep', '600'])")
+    found = [each for each in agents() if each.pid not in earlier]
+    found += [child for each in found for child in each.children(recursive=True)]
+    job = newest_job()
+    cluster.stop()
+    wait_until(lambda: job not in jobs(), "the job's end")
+    wait_until_gone(found)
+
+
+def test_a_killed_kernel_leaves_no_job(slurm):
+    earlier = {each.pid for each in agents()}
+    source = (
+        "import ddpnb, time; ddpnb.start(2, engines='slurm', ranks_per_host=1, device='cpu');"
+        "print('go', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as kernel:
+        assert kernel.stdout is not None
+        assert kernel.stdout.readline() == b"go\n"
+        found, job = [each for each in agents() if each.pid not in earlier], newest_job()
+        assert found
+        kernel.kill()
+    wait_until(lambda: job not in jobs(), "the job's end", timeout=60)
+    wait_until_gone(found)
+
+
+def test_a_job_that_waits_for_ever_ends_at_the_timeout(slurm):
+    said = []
+    sentence = r"has waited for 2 s and is cancelled \(its reason to wait: BeginTime\).*--timeout"
+    with pytest.raises(UserError, match=sentence):
+        Cluster.start(in_slurm(2, slurm=KEPT_AWAY, timeout=2.0), said.append)
+    assert "waiting in Slurm's queue: BeginTime" in said
+    assert "PENDING" not in jobs()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"slurm": "partition=nowhere"}, "Slurm gave no job: .*[Ii]nvalid partition"),
+        ({"slurm": "colour=red"}, "Slurm gave no job: .*"),
+    ],
+)
+def test_what_slurm_refuses_is_said(slurm, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        Cluster.start(in_slurm(2, **options))
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ({"engines": "pbs"}, "--engines is slurm or mpi, not 'pbs': .*--engines mpi"),
+        ({"slurm": "time=1"}, "--slurm is for --engines slurm"),
+        ({"engines": "mpi", "timeout": 5.0}, "--timeout is for --engines slurm"),
+        ({"engines": "slurm"}, "--engines slurm needs -n"),
+        ({"engines": "slurm", "hosts": "a:2"}, "Slurm chooses the hosts"),
+        ({"engines": "slurm", "num_ranks": 2, "timeout": 0.0}, "seconds above 0, not 0"),
+        ({"engines": "slurm", "num_ranks": 3, "ranks_per_host": 2}, "-n 3 is no multiple"),
+        ({"num_ranks": 4, "ranks_per_host": 2}, "--ranks-per-host is for --engines"),
+        ({"engines": "slurm", "num_ranks": 2, "slurm": "gpu please!"}, "not 'please!'"),
+        ({"engines": "slurm", "num_ranks": 2, "slurm": "nodes=3"}, "--slurm nodes: leave it out"),
+        ({"engines": "slurm", "num_ranks": 2, "detach_seconds": 9.0}, "--detach is for"),
+    ],
+)
+def test_options_that_do_not_go_together(spec, sentence):
+    with pytest.raises(UserError, match=sentence):
+        ClusterSpec(**spec)
+
+
+@pytest.mark.parametrize(
+    ("engines", "sentence"),
+    [("slurm", "There is no salloc on this host"), ("mpi", "There is no mpiexec on this host")],
+)
+def test_a_launcher_that_is_not_installed_is_named(monkeypatch, tmp_path, engines, sentence):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=sentence):
+        Cluster.start(ClusterSpec(engines=engines, num_ranks=2))
+
+
+def test_mpi_starts_trains_and_stops(mpi, tmp_path):
+    earlier = {each.pid for each in agents()}
+    cluster = Cluster.start(ClusterSpec(engines="mpi", num_ranks=2, device="cpu", num_threads=1))
+    try:
+        assert total(cluster) == [2.0] * 2
+        (found,) = prepare(cluster, Store(tmp_path), a_comparison("ddp")).run().comparison.runs
+        assert found.status == "finished"
+        names = pull(cluster, "[n for n in __import__('os').environ if n.startswith('OMPI_COMM')]")
+        assert names == [[]] * 2
+        left = [each for each in agents() if each.pid not in earlier]
+        assert left
+    finally:
+        cluster.stop()
+    wait_until_gone(left)
+
+
+def test_mpi_reaches_two_hosts(mpi, tmp_path):
+    with two_hosts(tmp_path) as hosts:
+        names = ",".join(f"{hosts.address(host)}:1" for host in "ab")
+        cluster = Cluster.start(ClusterSpec(engines="mpi", hosts=names, device="cpu"))
+        try:
+            assert total(cluster) == [2.0] * 2
+            assert pull(cluster, "__import__('os').environ['GROUP_RANK']") == ["0", "1"]
+            left = [process for host in "ab" for process in hosts.processes(host)]
+        finally:
+            cluster.stop()
+        wait_until_gone(left)
+
+
+def newest_job() -> str:
+    """The number of the job that was submitted last."""
+    return max(jobs().splitlines(), key=lambda line: int(line.split()[0])).split()[0]
