@@ -181,8 +181,12 @@ class HostProcesses(Processes):
             raise
         only_hosts = replace(
             spec,
-            **{"hosts": starter.hosts, "engines": "", "num_ranks": None, "ranks_per_host": None},
-            **{"slurm": "", "timeout": None},
+            hosts=starter.hosts,
+            engines="",
+            num_ranks=None,
+            ranks_per_host=None,
+            slurm="",
+            timeout=None,
         )
         processes = cls(local, starter, only_hosts, folder, home)
         processes._note = on_exit

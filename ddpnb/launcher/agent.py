@@ -44,8 +44,11 @@ SILENCE_SECONDS = 30.0
 """How long the kernel, which reports every few seconds, may be silent."""
 SHARED_SECONDS = 10.0
 """How long a file of another host may take to appear on a disk that both share."""
-TASK_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
-TASK_VARIABLES += ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP")
+TASK_VARIABLES = (
+    *("OMPI_", "PMIX_", "PMI_"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP"),
+)
 """Variables, or their beginnings, by which libraries would take a rank for the launcher's task."""
 PROBE_SECONDS = 3.0
 """How long a connection to another host may take."""

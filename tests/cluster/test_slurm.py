@@ -16,11 +16,18 @@ from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.session.comparison import prepare
 from ddpnb.session.status import status_table
-from tests.cluster.rig import DYNAMO, begin, finish, pull, run, wait_until, wait_until_gone
+from tests.cluster.rig import (
+    DYNAMO,
+    allow_mpi,
+    begin,
+    finish,
+    pull,
+    run,
+    wait_until,
+    wait_until_gone,
+)
 from tests.cluster.simulated_slurm import jobs, simulated_slurm
 from tests.cluster.test_hosts import REDUCE_FOR_EVER, VARIABLES, a_comparison, total
-from tests.cluster.two_hosts import two_hosts
-from tests.system_packages import find_program
 
 KEPT_AWAY = "begin=now+1hour"
 """An option with which a job waits for longer than any test."""
@@ -49,13 +56,6 @@ def cluster(two_each) -> Cluster:
     if dead := two_each.dead:
         two_each.bring_back(dead)
     return two_each
-
-
-@pytest.fixture
-def mpi(monkeypatch) -> None:
-    find_program(["mpiexec"], "needs openmpi-bin")
-    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
-    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
 
 
 def in_slurm(num_ranks: int, **options) -> ClusterSpec:
@@ -230,7 +230,8 @@ def test_a_launcher_that_is_not_installed_is_named(monkeypatch, tmp_path, engine
         Cluster.start(ClusterSpec(engines=engines, num_ranks=2))
 
 
-def test_mpi_starts_trains_and_stops(mpi, tmp_path):
+def test_mpi_starts_trains_and_stops(monkeypatch, tmp_path):
+    allow_mpi(monkeypatch)
     earlier = {each.pid for each in agents()}
     cluster = Cluster.start(ClusterSpec(engines="mpi", num_ranks=2, device="cpu", num_threads=1))
     try:
@@ -244,19 +245,6 @@ def test_mpi_starts_trains_and_stops(mpi, tmp_path):
     finally:
         cluster.stop()
     wait_until_gone(left)
-
-
-def test_mpi_reaches_two_hosts(mpi, tmp_path):
-    with two_hosts(tmp_path) as hosts:
-        names = ",".join(f"{hosts.address(host)}:1" for host in "ab")
-        cluster = Cluster.start(ClusterSpec(engines="mpi", hosts=names, device="cpu"))
-        try:
-            assert total(cluster) == [2.0] * 2
-            assert pull(cluster, "__import__('os').environ['GROUP_RANK']") == ["0", "1"]
-            left = [process for host in "ab" for process in hosts.processes(host)]
-        finally:
-            cluster.stop()
-        wait_until_gone(left)
 
 
 def newest_job() -> str:
