@@ -28,8 +28,10 @@ QUEUE_SECONDS = 600.0
 """How long a job may wait in Slurm's queue, if nothing else is said."""
 POLL_SECONDS = 0.1
 REPORT_SECONDS = 2.0
-ANSWER_SECONDS = 30.0
-"""How long Slurm's and MPI's programs may take to answer a question."""
+ANSWER_SECONDS = 5.0
+"""How long Slurm may take to answer a question; without an answer, it is not asked again."""
+LIST_SECONDS = 60.0
+"""How long MPI may take to list its hosts."""
 END_SECONDS = 15.0
 """How long Slurm may take to end a job."""
 NUM_PORTS = 12
@@ -89,6 +91,7 @@ class Slurm(AgentStarter):
                     f"There is no {program} on this host: --engines slurm needs Slurm's programs."
                 )
         assert spec.num_ranks is not None
+        seconds = QUEUE_SECONDS if spec.timeout is None else spec.timeout
         self._size = spec.ranks_per_host or spec.num_ranks
         self._num_hosts = spec.num_ranks // self._size
         self._name = f"ddpnb-{secrets.token_hex(4)}"
@@ -103,6 +106,7 @@ class Slurm(AgentStarter):
                     f"--nodes={self._num_hosts}",
                     f"--ntasks-per-node={self._size}",
                     f"--job-name={self._name}",
+                    f"--immediate={int(seconds) + 2}",  # if this process is killed meanwhile
                     *parse_slurm(spec.slurm),
                     *("sh", "-c", "echo $SLURM_JOB_ID; scontrol show hostnames; exec cat"),
                 ],
@@ -113,9 +117,7 @@ class Slurm(AgentStarter):
                 start_new_session=True,  # interrupts are for the kernel
             )
         try:
-            self.job, *names = self._wait(
-                QUEUE_SECONDS if spec.timeout is None else spec.timeout, progress
-            )
+            self.job, *names = self._wait(seconds, progress)
             self.hosts = ",".join(f"{name}:{self._size}" for name in names)
             node = answer_of("scontrol", "show", "node", names[0], "--oneliner")
             found = re.search(r"NodeAddr=(\S+)", node)
@@ -215,14 +217,20 @@ class Mpi(AgentStarter):
         return explain(host, code, log, version)
 
     def _known_hosts(self, spec: ClusterSpec) -> str:
-        done = subprocess.run(
-            ["mpiexec", "--map-by", "ppr:1:node", "hostname"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=ANSWER_SECONDS,
-        )
+        try:
+            done = subprocess.run(
+                ["mpiexec", "--map-by", "ppr:1:node", "hostname"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=LIST_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(
+                f"mpiexec has not listed its hosts within {LIST_SECONDS:g} s: one of them may not "
+                "answer; name those to use with --hosts a:4,b:4."
+            ) from None
         refuse_root(done.stderr)
         names = list(dict.fromkeys(done.stdout.split()))
         if done.returncode or not names:
@@ -297,11 +305,11 @@ def free_ports(address: str) -> list[int]:
     So none is taken before the controller listens, and a connection to it is told from one
     between ranks, which ``Group.abort`` closes.
     """
-    first = 32768
+    first, last = 32_768, 60_999
     path = Path("/proc/sys/net/ipv4/ip_local_port_range")
     if path.exists():
-        first = int(path.read_text().split()[0])
-    candidates = list(range(10_000, first)) or list(range(10_000, 65_536))
+        first, last = map(int, path.read_text().split())
+    candidates = [*range(10_000, first), *range(last + 1, 65_536)] or list(range(10_000, 65_536))
     random.shuffle(candidates)
     found: list[int] = []
     for port in candidates:

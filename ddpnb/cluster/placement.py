@@ -153,8 +153,10 @@ def parse_slurm(text: str) -> list[str]:
         UserError: it is written in another way, or names what ddpnb itself chooses.
     """
     found = []
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":  # as a magic's line has it
+        text = text[1:-1]
     try:
-        parts = [part for word in shlex.split(text) for part in shlex.split(word)]
+        parts = shlex.split(text)
     except ValueError as error:
         raise UserError(f"--slurm {text}: {error}.") from None
     for part in parts:

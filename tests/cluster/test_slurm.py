@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.cluster.placement import ClusterSpec, parse_slurm
 from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.session.comparison import prepare
@@ -187,16 +187,38 @@ def test_a_job_that_waits_for_ever_ends_at_the_timeout(slurm):
     assert "PENDING" not in jobs()
 
 
+def test_a_kernel_that_is_killed_while_its_job_waits_leaves_none_in_the_queue(slurm):
+    spec = f"num_ranks=2, engines='slurm', slurm={KEPT_AWAY!r}, timeout=3.0"
+    source = (
+        "from ddpnb.cluster.cluster import Cluster, ClusterSpec\n"
+        f"Cluster.start(ClusterSpec({spec}), lambda words: print('go', flush=True))"
+    )
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as kernel:
+        assert kernel.stdout is not None
+        assert kernel.stdout.readline() == b"go\n"
+        wait_until(lambda: "PENDING" in jobs(), "the job")
+        kernel.kill()
+    wait_until(lambda: "PENDING" not in jobs(), "the job's end", timeout=60)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"slurm": "partition=nowhere"}, "Slurm gave no job: .*[Ii]nvalid partition"),
         ({"slurm": "colour=red"}, "Slurm gave no job: .*"),
+        ({"python": "/nowhere/python"}, "Host n1 has no such Python"),
+        ({"device": "cuda"}, "Host n1 has no GPU"),
     ],
 )
 def test_what_slurm_refuses_is_said(slurm, options, sentence):
     with pytest.raises(UserError, match=sentence):
         Cluster.start(in_slurm(2, **options))
+    wait_until(lambda: len(jobs().splitlines()) <= 1, "only the shared cluster's job")
+
+
+def test_slurms_options_are_read_as_in_a_magic():
+    words = parse_slurm("\"partition=gpu time=1:00:00 exclusive comment='two words'\"")
+    assert words == ["--partition=gpu", "--time=1:00:00", "--exclusive", "--comment=two words"]
 
 
 @pytest.mark.parametrize(
