@@ -88,7 +88,7 @@ class DdpMagics(Magics):
         ``--hosts a:4,b:4`` starts four ranks on each of two hosts that ssh reaches,
         ``--engines slurm -n 16 --ranks-per-host 8`` sixteen in a job of two: docs/hosts.md.
         """
-        args = arguments(self.ddp_start, line)
+        args = arguments(self.ddp_start, line, abbreviated=False)  # --ranks is not --ranks-per-host
         spec = ClusterSpec(
             num_ranks=args.n,
             device=args.device,
