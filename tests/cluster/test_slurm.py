@@ -1,6 +1,8 @@
 """Do ranks in a job of Slurm, or started by MPI, work and end like those over ssh?"""
 
+import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -64,11 +66,14 @@ def in_slurm(num_ranks: int, **options) -> ClusterSpec:
 
 
 def agents() -> list[psutil.Process]:
-    """Agents and their shells on this machine, which is all nodes."""
-    found = psutil.process_iter(["cmdline"])
-    return [
-        each for each in found if "ddpnb.launcher.agent" in " ".join(each.info["cmdline"] or [])
-    ]
+    """Agents in this Slurm's jobs, and their shells; other tests have agents here too."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if "ddpnb.launcher.agent" in " ".join(process.info["cmdline"] or []):
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SLURM_CONF") == os.environ["SLURM_CONF"]:
+                    found.append(process)
+    return found
 
 
 def test_ranks_are_laid_out_node_by_node(cluster):
@@ -254,7 +259,6 @@ def test_a_launcher_that_is_not_installed_is_named(monkeypatch, tmp_path, engine
 
 def test_mpi_starts_trains_and_stops(monkeypatch, tmp_path):
     allow_mpi(monkeypatch)
-    earlier = {each.pid for each in agents()}
     cluster = Cluster.start(ClusterSpec(engines="mpi", num_ranks=2, device="cpu", num_threads=1))
     try:
         assert total(cluster) == [2.0] * 2
@@ -262,8 +266,9 @@ def test_mpi_starts_trains_and_stops(monkeypatch, tmp_path):
         assert found.status == "finished"
         names = pull(cluster, "[n for n in __import__('os').environ if n.startswith('OMPI_COMM')]")
         assert names == [[]] * 2
-        left = [each for each in agents() if each.pid not in earlier]
-        assert left
+        (mpiexec,) = [each for each in psutil.Process().children() if each.name() == "mpiexec"]
+        left = [mpiexec, *mpiexec.children(recursive=True)]
+        assert len(left) >= 5  # a shell, the agent and two ranks
     finally:
         cluster.stop()
     wait_until_gone(left)
