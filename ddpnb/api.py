@@ -36,6 +36,10 @@ def start(
     hosts: str = "",
     interface: str = "",
     python: str = "",
+    engines: str = "",
+    ranks_per_host: int | None = None,
+    slurm: str = "",
+    timeout: float | None = None,
 ) -> Table:
     """Start the ranks and form the process group; the twin of ``%ddp_start``.
 
@@ -54,6 +58,10 @@ def start(
         hosts: hosts that ssh reaches, each with its number of ranks: ``"a:4,b:4"``.
         interface: the network interface between them; by default the one that ssh came by.
         python: the Python on them; by default this one's path if it exists, else ``python3``.
+        engines: ``"slurm"`` or ``"mpi"`` to have that start the ranks; by default ssh does.
+        ranks_per_host: of ``n``, with ``engines``; by default all on one host of Slurm.
+        slurm: options of Slurm's job: ``"partition=gpu time=1:00:00"``.
+        timeout: seconds in Slurm's queue; 600 by default.
 
     Returns:
         The table of ranks.
@@ -71,6 +79,10 @@ def start(
         hosts=hosts,
         interface=interface,
         python=python,
+        engines=engines,
+        ranks_per_host=ranks_per_host,
+        slurm=slurm,
+        timeout=timeout,
     )
     if attach is False:
         return this_session().start(spec)

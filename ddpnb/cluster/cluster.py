@@ -93,10 +93,10 @@ class Cluster(Engines):
             UserError: this host cannot run such a cluster.
             RuntimeError: a process failed; the message ends with its log.
         """
-        placement = None if spec.hosts or asks_for_gpus(spec) else place_ranks(spec, 0)
+        placement = None if spec.is_remote or asks_for_gpus(spec) else place_ranks(spec, 0)
         cluster = cls(spec, private_folder())
         cluster.placement = placement
-        if spec.hosts:
+        if spec.is_remote:
             return cluster._start_on_hosts(progress)
         cluster.processes = Processes.start(
             folder=cluster.folder,
@@ -237,13 +237,17 @@ class Cluster(Engines):
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start_on_hosts(self, progress: Callable[[str], None]) -> "Cluster":
-        self.processes = processes = HostProcesses.start_on_hosts(
-            self.spec,
-            folder=self.folder,
-            home=self.home,
-            controller_arguments=controller_arguments(self.profile),
-            on_exit=self.note_exit,
-        )
+        try:
+            self.processes = processes = HostProcesses.start_on_hosts(
+                self.spec,
+                folder=self.folder,
+                home=self.home,
+                on_exit=self.note_exit,
+                progress=progress,
+            )
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
         try:
             progress("checking the hosts")
             self.placement, self._master_port = processes.place(progress)

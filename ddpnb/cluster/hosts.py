@@ -16,15 +16,29 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ddpnb.cluster.placement import ClusterSpec, HostReport, Placement, parse_hosts, place_on_hosts
+from ddpnb.cluster.allocation import AgentStarter, free_ports, starter_for
+from ddpnb.cluster.placement import (
+    ClusterSpec,
+    HostReport,
+    Placement,
+    controller_arguments,
+    parse_hosts,
+    place_on_hosts,
+)
 from ddpnb.cluster.processes import RECORDED_CALLS, Event, Exit, Processes, Service
-from ddpnb.cluster.ssh import explain, start_agent
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import AGENT_GREETING, ForkServerEvent, KernelRequest, RankCommand
+from ddpnb.protocol.processes import (
+    AGENT_GREETING,
+    ForkServerEvent,
+    KernelRequest,
+    RankCommand,
+    atomic_write,
+)
 
 CHECK_SECONDS = 30.0
 """How long a host may take to start its agent, and the agent to answer."""
@@ -47,11 +61,13 @@ class AgentProcesses(Processes):
         pipe: Connection,
         server: subprocess.Popen[bytes],
         log: Path,
+        starter: AgentStarter,
         on_exit: Callable[[Exit], None],
     ) -> None:
         super().__init__(pipe=pipe, server=server, on_exit=on_exit)
         self.name = name
         self.log = log
+        self._starter = starter
         self.report: Event = {}
         """What the host has."""
         self.ended = threading.Event()
@@ -77,7 +93,9 @@ class AgentProcesses(Processes):
         while not future.done():
             if self.ended.is_set() and not future.done():
                 version = importlib.metadata.version("ddpnb")
-                raise UserError(explain(self.name, self._exit_code(), self.log, version))
+                raise UserError(
+                    self._starter.explain(self.name, self._exit_code(), self.log, version)
+                )
             if time.monotonic() > deadline:
                 raise UserError(
                     f"Host {self.name} has not answered within {timeout:g} s: it is too slow, or "
@@ -118,8 +136,11 @@ class AgentProcesses(Processes):
 class HostProcesses(Processes):
     """A fork server with the controller on this host, and the agents of the others."""
 
-    def __init__(self, local: Processes, spec: ClusterSpec, folder: Path, home: Path) -> None:
+    def __init__(
+        self, local: Processes, starter: AgentStarter, spec: ClusterSpec, folder: Path, home: Path
+    ) -> None:
         self._local = local
+        self._starter = starter
         self.ready = local.ready
         self._spec = spec
         self._folder = folder
@@ -136,21 +157,45 @@ class HostProcesses(Processes):
         *,
         folder: Path,
         home: Path,
-        controller_arguments: list[str],
         on_exit: Callable[[Exit], None],
+        progress: Callable[[str], None],
     ) -> "HostProcesses":
-        """Start the controller here, and the hosts' agents; ``place`` waits for them."""
-        local = Processes.start(
-            folder=folder,
-            controller_arguments=controller_arguments,
-            num_threads=1,
-            method="none",
-            on_exit=on_exit,
+        """Start the controller here, and the hosts' agents; ``place`` waits for them.
+
+        Raises:
+            UserError: the hosts cannot be had.
+        """
+        starter = starter_for(spec, folder, progress)
+        try:
+            address = starter.address
+            ports = free_ports(address) if address else ()
+            local = Processes.start(
+                folder=folder,
+                controller_arguments=controller_arguments(folder / "profile", address, ports),
+                num_threads=1,
+                method="none",
+                on_exit=on_exit,
+            )
+        except BaseException:
+            starter.stop()
+            raise
+        only_hosts = replace(
+            spec,
+            hosts=starter.hosts,
+            engines="",
+            num_ranks=None,
+            ranks_per_host=None,
+            slurm="",
+            timeout=None,
         )
-        processes = cls(local, spec, folder, home)
+        processes = cls(local, starter, only_hosts, folder, home)
         processes._note = on_exit
-        for number, (name, _) in enumerate(parse_hosts(spec.hosts)):
-            processes._agents[number] = processes._start_agent(number, name)
+        try:
+            for number, (name, _) in enumerate(parse_hosts(starter.hosts)):
+                processes._agents[number] = processes._start_agent(number, name)
+        except BaseException:
+            processes.stop()
+            raise
         threading.Thread(target=processes._ping, name="ddpnb-ping", daemon=True).start()
         return processes
 
@@ -251,13 +296,14 @@ class HostProcesses(Processes):
         with ThreadPoolExecutor(len(self._agents) + 1) as pool:
             for each in (*self._agents.values(), self._local):
                 pool.submit(each.stop)
+        self._starter.stop()
 
     # -- private ---------------------------------------------------------------------
 
     def _start_agent(self, number: int, name: str) -> AgentProcesses:
         log = self._folder / f"host-{number}.log"
         log.unlink(missing_ok=True)
-        process, pipe = start_agent(
+        process, pipe = self._starter.start(
             name,
             secrets.token_hex(8),
             python=self._spec.python,
@@ -269,6 +315,7 @@ class HostProcesses(Processes):
             pipe=pipe,
             server=process,
             log=log,
+            starter=self._starter,
             on_exit=lambda exit_: self._note_end(number, name, exit_),
         )
 
@@ -277,8 +324,9 @@ class HostProcesses(Processes):
         if exit_.member is not Service.FORK_SERVER:
             return self._note(exit_)
         if self._placement is not None and not self._is_over.is_set():
+            reason = self._starter.ended() or "its connection or its agent ended"
             for rank in self._placement.ranks_of(number):
-                cause = f"was lost with host {name}: its connection or its agent ended"
+                cause = f"was lost with host {name}: {reason}"
                 self._note(Exit(member=rank, code=None, cause=cause))
 
     def _agent_of(self, rank: int) -> AgentProcesses:
@@ -297,6 +345,7 @@ class HostProcesses(Processes):
         for agent in agents:
             agent.report = agent.ask(KernelRequest.CHECK, **question, others=[])
         others = [agent.report["reached"] for agent in self._agents.values() if agent.report]
+        others += [self._starter.address] if self._starter.address else []
         for agent in agents:
             if agent.report["reached"].startswith("127."):  # it must learn its way to the others
                 agent.report = agent.ask(KernelRequest.CHECK, **question, others=others)
@@ -339,6 +388,8 @@ class HostProcesses(Processes):
     def _connect(self, agent: AgentProcesses) -> None:
         profile = self._folder / "profile"
         path = profile / "security/ipcontroller-engine.json"
+        if self._starter.address:
+            return self._connect_to_ports(agent, path.read_bytes())
         connection = json.loads(path.read_text())
         names = sorted(each.name.removeprefix("socket") for each in profile.glob("socket*"))
         names = [name for name in names if int(name.lstrip(":-")) in _numbers(connection)]
@@ -348,6 +399,20 @@ class HostProcesses(Processes):
             if not link.is_symlink():
                 link.symlink_to(profile / f"socket{name}")
         agent.ask(KernelRequest.CONNECT, connection=connection, sockets=names)
+
+    def _connect_to_ports(self, agent: AgentProcesses, content: bytes) -> None:
+        """Have engines use the controller's ports; keys go through a file, not through the pipe."""
+        keys = Path.home() / f".ddpnb-{secrets.token_hex(8)}.json"
+        atomic_write(keys, content, mode=0o600)
+        try:
+            error = agent.ask(KernelRequest.CONNECT, connection={}, sockets=[], keys=str(keys))
+        finally:
+            keys.unlink(missing_ok=True)
+        if error:
+            raise UserError(
+                f"Host {agent.name} does not share your home folder, through which it is given the "
+                f"keys of this cluster: {keys.parent} must be the same there."
+            )
 
 
 def _numbers(connection: Mapping[str, Any]) -> set[int]:

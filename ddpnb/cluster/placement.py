@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 METHODS = ("fork", "spawn")
 """Ways to start ranks."""
+ENGINES = ("slurm", "mpi")
+"""What starts ranks on other hosts, besides ssh."""
+CHOSEN_IN_SLURM = ("nodes", "ntasks", "ntasks-per-node", "job-name", "no-shell", "chdir")
 MAX_RANKS = 256
 MAX_DEFAULT_CPU_RANKS = 4
 MAX_RANKS_PER_CORE = 4
@@ -39,6 +43,18 @@ class ClusterSpec:
     """The network interface between the hosts."""
     python: str = ""
     """The Python on the hosts."""
+    engines: str = ""
+    """What starts ranks on other hosts: one of ``ENGINES``; empty: ssh."""
+    ranks_per_host: int | None = None
+    slurm: str = ""
+    """Options of Slurm's job: ``"partition=gpu time=1:00:00"``."""
+    timeout: float | None = None
+    """How many seconds Slurm's job may wait in the queue."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the ranks are started by agents, on hosts that may be others."""
+        return bool(self.hosts or self.engines)
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -60,17 +76,48 @@ class ClusterSpec:
         self._check_hosts()
 
     def _check_hosts(self) -> None:
-        if not self.hosts:
+        if self.engines and self.engines not in ENGINES:
+            raise UserError(
+                f"--engines is slurm or mpi, not {self.engines!r}: in a job of another "
+                "batch system, use --engines mpi; without a batch system, --hosts a:4,b:4."
+            )
+        self._check_job()
+        if not self.is_remote:
             if given := "--interface" * bool(self.interface) or "--python" * bool(self.python):
                 raise UserError(f"{given} is for ranks on other hosts: name them with --hosts.")
             return
-        parse_hosts(self.hosts)
-        if self.num_ranks is not None:
+        if self.hosts:
+            parse_hosts(self.hosts)
+        if self.hosts and self.num_ranks is not None:
             raise UserError("--hosts says how many ranks each host has (a:4,b:4): leave out -n.")
         if self.detach_seconds:
             raise UserError("--detach is for ranks of this host alone: leave it out with --hosts.")
         if self.method == "spawn":
             raise UserError("On other hosts ranks are forked: leave method out with --hosts.")
+
+    def _check_job(self) -> None:
+        """Check the options of Slurm and MPI."""
+        if self.engines != "slurm":
+            for name, value in (("--slurm", self.slurm or None), ("--timeout", self.timeout)):
+                if value is not None:
+                    raise UserError(f"{name} is for --engines slurm: add that, or leave it out.")
+        if self.ranks_per_host is not None:
+            if not self.engines:
+                raise UserError("--ranks-per-host is for --engines slurm or mpi: add that.")
+            if self.hosts or self.num_ranks is None:
+                raise UserError("--ranks-per-host goes with -n, the number of all ranks.")
+            if self.ranks_per_host < 1 or self.num_ranks % self.ranks_per_host:
+                raise UserError(
+                    f"-n {self.num_ranks} is no multiple of --ranks-per-host {self.ranks_per_host}."
+                )
+        if self.engines == "slurm":
+            if self.hosts:
+                raise UserError("Slurm chooses the hosts: leave out --hosts with --engines slurm.")
+            if self.num_ranks is None:
+                raise UserError("--engines slurm needs -n, the number of ranks to ask Slurm for.")
+            if self.timeout is not None and not 0 < self.timeout < math.inf:
+                raise UserError(f"--timeout is a number of seconds above 0, not {self.timeout:g}.")
+            parse_slurm(self.slurm)
 
 
 _HOST = re.compile(r"([A-Za-z0-9_][\w.@-]*)(?::(\d+))?")
@@ -94,6 +141,38 @@ def parse_hosts(text: str) -> tuple[tuple[str, int | None], ...]:
             raise UserError(f"--hosts names {match[1]} twice: add its ranks up.")
         found.append((match[1], int(match[2]) if match[2] else None))
     return tuple(found)
+
+
+_SLURM_OPTION = re.compile(r"-{0,2}([a-z][a-z-]*[a-z])(=\S.*)?")
+
+
+def parse_slurm(text: str) -> list[str]:
+    """Return Slurm's command line for ``"partition=gpu time=1:00:00"``.
+
+    Raises:
+        UserError: it is written in another way, or names what ddpnb itself chooses.
+    """
+    found = []
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":  # as a magic's line has it
+        text = text[1:-1]
+    try:
+        parts = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"--slurm {text}: {error}.") from None
+    for part in parts:
+        match = _SLURM_OPTION.fullmatch(part)
+        if match is None:
+            raise UserError(
+                f'Write --slurm as "partition=gpu time=1:00:00", long names of sbatch\'s options, '
+                f"not {part!r}."
+            )
+        if match[1] in CHOSEN_IN_SLURM:
+            raise UserError(
+                f"--slurm {match[1]}: leave it out, -n and --ranks-per-host say how many nodes and "
+                "tasks there are."
+            )
+        found.append(f"--{match[1]}{match[2] or ''}")
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +355,7 @@ def free_port() -> int:
 
 
 CONTROLLER = (
-    "--IPController.transport=ipc",  # see ``LocalController``
+    *(f"--IPController.{use}_transport=ipc" for use in ("client", "monitor")),
     "--location=127.0.0.1",
     "--log-level=ERROR",
     "--IPController.enable_curve=True",
@@ -293,9 +372,21 @@ ENGINE = (
 )
 
 
-def controller_arguments(profile: Path) -> list[str]:
-    """Return ipyparallel's command line for the controller."""
-    return [f"--profile-dir={profile}", f"--ip={profile / 'socket'}", *CONTROLLER]
+def controller_arguments(profile: Path, address: str = "", ports: Sequence[int] = ()) -> list[str]:
+    """Return ipyparallel's command line for the controller.
+
+    Engines connect to its ``ports`` at an ``address`` of this host; without one, all its sockets
+    are files: see ``LocalController``.
+    """
+    place = str(profile / "socket")
+    return [
+        f"--profile-dir={profile}",
+        *(f"--IPController.{use}_ip={place}" for use in ("client", "monitor")),
+        f"--IPController.engine_ip={address or place}",
+        f"--IPController.engine_transport={'tcp' if address else 'ipc'}",
+        *([f"--IPController.engine_ports={','.join(map(str, ports))}"] if ports else []),
+        *CONTROLLER,
+    ]
 
 
 def engine_arguments(profile: Path, rank: int) -> list[str]:

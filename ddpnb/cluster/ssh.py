@@ -1,7 +1,7 @@
 """How the agent of another host is started: over ssh, and why it could not be (kernel).
 
-Another way to start agents, such as a batch system, is another function with the signature of
-``start_agent``: a process that passes the frames on between this end of the pipe and the agent.
+``allocation.py`` has the other ways to start agents: each is a process that passes the frames on
+between this end of the pipe and the agent, in whose shell ``agent_script`` runs.
 """
 
 import re
@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -69,24 +69,37 @@ def start_agent(
     """
     if shutil.which("ssh") is None:
         raise UserError("There is no ssh on this host: install OpenSSH's client for --hosts.")
-    script = AGENT.format(
-        python=shlex.quote(python),
-        same=shlex.quote(sys.executable),
-        no_python=NO_PYTHON,
-        token=token,
-    )
     forwards = [
         word
         for number, path in enumerate(sockets)
         for word in ("-R", f"/tmp/ddpnb-{token}.{number}:{path}")
     ]
+    script = agent_script(token, python)
+    return connected([*SSH, *forwards, "--", host, f"exec sh -c {shlex.quote(script)}"], log)
+
+
+def agent_script(token: str, python: str) -> str:
+    """Return what a shell on the host runs; see ``start_agent``."""
+    return AGENT.format(
+        python=shlex.quote(python),
+        same=shlex.quote(sys.executable),
+        no_python=NO_PYTHON,
+        token=token,
+    )
+
+
+def connected(
+    words: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a program; return it, and the pipe to its standard input and output."""
     pipe, theirs = Pipe()
     with log.open("ab") as errors:
         process = subprocess.Popen(
-            [*SSH, *forwards, "--", host, f"exec sh -c {shlex.quote(script)}"],
+            words,
             stdin=theirs.fileno(),
             stdout=theirs.fileno(),
             stderr=errors,
+            env=environment,
             start_new_session=True,  # interrupts are for the kernel
         )
     theirs.close()

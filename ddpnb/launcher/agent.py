@@ -42,6 +42,14 @@ from ddpnb.protocol.processes import (
 
 SILENCE_SECONDS = 30.0
 """How long the kernel, which reports every few seconds, may be silent."""
+SHARED_SECONDS = 10.0
+"""How long a file of another host may take to appear on a disk that both share."""
+TASK_VARIABLES = (
+    *("OMPI_", "PMIX_", "PMI_"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP"),
+)
+"""Variables, or their beginnings, by which libraries would take a rank for the launcher's task."""
 PROBE_SECONDS = 3.0
 """How long a connection to another host may take."""
 
@@ -73,8 +81,8 @@ class StandardPipe:
         return self._input.recv_bytes()
 
     def send_bytes(self, buf: bytes) -> None:
-        """Send a message."""
-        self._output.send_bytes(buf)
+        """Send a message; it ends a line, because ``srun`` passes on whole lines."""
+        self._output.send_bytes(buf + b"\n")
 
     def close(self) -> None:
         """Close both directions."""
@@ -136,18 +144,22 @@ class Agent:
         """Report the error of connecting to each of the ``others``; empty where it works."""
         self.answer(id, probe(others))
 
-    def connect(self, *, id: int, connection: Frame, sockets: list[str]) -> None:
+    def connect(self, *, id: int, connection: Frame, sockets: list[str], keys: str = "") -> None:
         """Write the engines' connection file, and name the forwarded sockets as it does.
 
-        ``sockets`` has the last part of the name of each of the controller's sockets.
+        ``sockets`` has the last part of the name of each of the controller's sockets; without
+        them, engines use its ports, and ``keys`` is the file with the whole connection.
         """
+        if keys and not (connection := read_shared(Path(keys))):
+            return self.answer(id, "does not see it")
         profile = self.folder / "profile"
         (profile / "security").mkdir(parents=True, exist_ok=True)
         for number, name in enumerate(sockets):
             link = profile / f"socket{name}"
             link.unlink(missing_ok=True)
             link.symlink_to(forwarded_socket(self.token, number))
-        connection["interface"] = f"ipc://{profile / 'socket'}"
+        if sockets:
+            connection["interface"] = f"ipc://{profile / 'socket'}"
         path = profile / "security/ipcontroller-engine.json"
         atomic_write(path, json.dumps(connection).encode(), mode=0o600)
         self.answer(id, None)
@@ -176,6 +188,17 @@ class Agent:
             if operation is not KernelRequest.PING:
                 handlers[operation](**request)
         return True
+
+
+def read_shared(path: Path) -> Frame:
+    """Read a JSON file that another host has just written; empty if it does not appear here."""
+    deadline = time.monotonic() + SHARED_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError):
+            found: Frame = json.loads(path.read_text())
+            return found
+        time.sleep(0.05)
+    return {}
 
 
 def own_address() -> str:
@@ -256,6 +279,8 @@ def main(token: str) -> None:
     with contextlib.suppress(PermissionError):
         os.setsid()  # what this process ends with itself is its process group
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in [each for each in os.environ if each.startswith(TASK_VARIABLES)]:
+        del os.environ[name]
     agent = Agent(kernel=StandardPipe(), token=token, folder=run_folder(token))
     from ddpnb.launcher import forkserver  # noqa: PLC0415  what it imports would delay the greeting
 

@@ -51,7 +51,7 @@ def run_child(main: Callable[[], None]) -> NoReturn:
 
 
 class LocalController(IPController):  # type: ignore[misc]  # has no type hints
-    """A controller whose sockets are files in the run folder.
+    """A controller whose sockets are files in the run folder, where nothing else is asked for.
 
     ipyparallel's ports are chosen first and bound later: another process may have taken one by
     then, and the ranks would wait for each other without end.
@@ -59,7 +59,10 @@ class LocalController(IPController):  # type: ignore[misc]  # has no type hints
 
     def construct_url(self, kind: str, channel: str, index: object = None) -> str:
         """Return the address of a channel, spelled as ipyparallel's clients and engines do."""
-        address, _, port = super().construct_url(kind, channel, index).rpartition("-")
+        url = super().construct_url(kind, channel, index)
+        if not url.startswith("ipc:"):
+            return str(url)
+        address, _, port = url.rpartition("-")
         return f"{address}:{port}"
 
     def init_hub(self) -> None:

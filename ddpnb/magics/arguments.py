@@ -57,12 +57,16 @@ def options(magic: object) -> list[str]:
     return options_of(parser)
 
 
-def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False) -> Namespace:
+def arguments(
+    magic: Callable[..., object], line: str, *, unquote: bool = False, abbreviated: bool = True
+) -> Namespace:
     """Parse a magic's line; a UserError names the word that is wrong, and the problem.
 
     ``unquote``: remove quotation marks as a shell does; by default they are part of the words.
+    ``abbreviated``: take the beginning of an option's name for the whole.
     """
     parser: argparse.ArgumentParser = magic.parser  # type: ignore[attr-defined]
+    parser.allow_abbrev = abbreviated
     name = magic.__name__
     try:
         parsed, unknown = parser.parse_known_args(arg_split(line, posix=unquote))

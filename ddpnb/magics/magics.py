@@ -70,6 +70,10 @@ class DdpMagics(Magics):
     @argument("--hosts", metavar="a:4,b:4", default="", help="over ssh, each with its ranks")
     @argument("--interface", metavar="NAME", default="", help="the network between the hosts")
     @argument("--python", metavar="PATH", default="", help="the Python on the hosts")
+    @argument("--engines", default="", help="slurm | mpi: what starts ranks on other hosts")
+    @argument("--ranks-per-host", metavar="N", type=int, help="of -n, with --engines")
+    @argument("--slurm", metavar="OPTIONS", default="", help='"partition=gpu time=1:00:00"')
+    @argument("--timeout", metavar="SECONDS", type=float, help="in Slurm's queue; 600 by default")
     @line_magic
     def ddp_start(self, line: str) -> None:
         """Start the ranks and form the process group.
@@ -81,9 +85,10 @@ class DdpMagics(Magics):
         kernel ``%ddp_start --attach`` takes them over, with all their variables; it needs the
         cluster's name only if several wait.
 
-        ``--hosts a:4,b:4`` starts four ranks on each of two hosts that ssh reaches: docs/hosts.md.
+        ``--hosts a:4,b:4`` starts four ranks on each of two hosts that ssh reaches,
+        ``--engines slurm -n 16 --ranks-per-host 8`` sixteen in a job of two: docs/hosts.md.
         """
-        args = arguments(self.ddp_start, line)
+        args = arguments(self.ddp_start, line, abbreviated=False)  # --ranks is not --ranks-per-host
         spec = ClusterSpec(
             num_ranks=args.n,
             device=args.device,
@@ -93,6 +98,10 @@ class DdpMagics(Magics):
             hosts=args.hosts,
             interface=args.interface,
             python=args.python,
+            engines=args.engines,
+            ranks_per_host=args.ranks_per_host,
+            slurm=args.slurm,
+            timeout=args.timeout,
         )
         display, session = LiveDisplay(), this_session()
         if args.attach is None:

@@ -18,6 +18,7 @@ from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank
 from ddpnb.session.variables import pull as pull_variable
+from tests.system_packages import find_program
 
 ALL_REDUCE = """
 import torch, torch.distributed as dist
@@ -33,6 +34,13 @@ DYNAMO = {"DDPNB_PRELOAD": "torch._dynamo"}
 """The fork server imports what each rank's first step or first DDP would import: over a second."""
 DIGITS = {"DDPNB_PRELOAD": "torch._dynamo ddpnb.rank.tasks.digits"}
 """The same, and what the digits come with, which takes as long again."""
+
+
+def allow_mpi(patch: pytest.MonkeyPatch) -> None:
+    """Have Open MPI run as root too; skips where it is missing."""
+    find_program(["mpiexec"], "needs openmpi-bin")
+    patch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    patch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
 
 
 def waits_for(sign: Path) -> str:

@@ -22,6 +22,7 @@ from ddpnb.session.status import status_table
 from tests.cluster.rig import (
     ALL_REDUCE,
     DYNAMO,
+    allow_mpi,
     begin,
     finish,
     pull,
@@ -316,6 +317,22 @@ def test_nothing_is_left_on_either_host(hosts):
     cluster.stop()
     wait_until_gone(found)
     assert not any(map(files_of, tokens))
+
+
+def test_mpi_starts_ranks_on_both_hosts(hosts, monkeypatch):
+    allow_mpi(monkeypatch)
+    earlier = [process for host in "ab" for process in hosts.processes(host)]
+    names = ",".join(f"{hosts.address(host)}:1" for host in "ab")
+    cluster = Cluster.start(ClusterSpec(engines="mpi", hosts=names, device="cpu"))
+    try:
+        assert total(cluster) == [2.0] * 2
+        assert pull(cluster, "__import__('os').environ['GROUP_RANK']") == ["0", "1"]
+        content = json.loads((cluster.profile / "security/ipcontroller-engine.json").read_text())
+        assert content["interface"] == f"tcp://{hosts.subnet}.254"
+        found = [p for host in "ab" for p in hosts.processes(host) if p not in earlier]
+    finally:
+        cluster.stop()
+    wait_until_gone(found)
 
 
 @pytest.mark.parametrize(
