@@ -18,14 +18,20 @@ from ddpnb.cluster.call import (
     Asked,
     Call,
     Events,
+    Lost,
     Output,
     OutputEnded,
     Returned,
 )
 from ddpnb.cluster.processes import wait_for_file
 from ddpnb.compat import cloudpickle_internals, ipyparallel_internals, python_internals
-from ddpnb.protocol.messages import OnRank, Question
+from ddpnb.protocol.messages import OnRank, Question, RankState
 
+ASK_AGAIN_SECONDS = 2.0
+"""How long a new engine may take to answer until it is asked again: the controller drops a message
+that comes before its own connection with the engine stands."""
+WAIT_SECONDS = 0.05
+"""How long an answer is waited for until it is checked again whether it can still come."""
 SUBSCRIBE_ATTEMPTS = 6
 SUBSCRIBE_ATTEMPT_SECONDS = 0.5
 """How often and how long an attached kernel checks that the ranks' output reaches it."""
@@ -35,7 +41,7 @@ class EngineClient:
     """Sends calls to the ranks, once the controller listens; ``while_waiting`` raises to give up.
 
     A rank asks for its own number as its engine's id.  Where a dead engine still has that
-    id, the new one gets another, and is asked for its rank.
+    id, the new one gets another: each new engine is asked for its rank.
     """
 
     def __init__(self, profile: Path, while_waiting: Callable[[], None]) -> None:
@@ -58,7 +64,7 @@ class EngineClient:
         call = Call(ranks=tuple(ranks))
         self._calls = [other for other in self._calls if not other.done] + [call]
         for rank in ranks:
-            self._send(call, rank, function, arguments)
+            self._send(call, rank, self._engine_of.get(rank, rank), function, arguments)
         return call
 
     def wait_for_output(self, ranks: Sequence[int]) -> None:
@@ -95,33 +101,44 @@ class EngineClient:
         self._engine_of.update(engine_of)
         self._known = set(self._client.ids)
 
-    def wait_for(self, ranks: set[int], while_waiting: Callable[[], None]) -> None:
-        """Wait until the engines of ``ranks``, which were started, have registered.
+    def wait_for(self, num: int, while_waiting: Callable[[], None]) -> list[RankState]:
+        """Wait until so many ranks, which were started, answer; return their states in order.
 
         ``while_waiting`` is called repeatedly, and raises to give up.
 
         Raises:
-            TimeoutError: some did not register.
+            TimeoutError: some did not come, or did not answer.
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while len(new := self.new_engines) < len(ranks):
+        while len(new := self.new_engines) < num:
             while_waiting()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"only {len(new)} of {len(ranks)} ranks came")
+                raise TimeoutError(f"only {len(new)} of {num} ranks came")
             time.sleep(0.002)
-        if new == ranks:
-            self._known |= new
-            self._engine_of.update((rank, rank) for rank in ranks)
-        else:
-            self.identify(new)
+        return self.identify(new, while_waiting)
 
-    def identify(self, engines: set[int]) -> None:
-        """Ask engines for their ranks, and note the answers."""
+    def identify(self, engines: set[int], while_waiting: Callable[[], None]) -> list[RankState]:
+        """Ask engines for their states until each has answered, and note which rank it is."""
         self._known |= engines
-        for engine in engines:
-            self._engine_of[-1] = engine  # no rank has this number
-            (state,) = self.submit(OnRank("state"), ranks=[-1]).results()
-            self._engine_of[state.rank] = engine
+        call = Call(ranks=tuple(engines))
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        ask_at = 0.0
+        states: list[RankState] = []
+        while call.running:
+            while_waiting()
+            if (now := time.monotonic()) > deadline:
+                raise TimeoutError(f"{len(call.running)} of {len(engines)} ranks did not answer")
+            if now >= ask_at:
+                for engine in call.running:
+                    self._send(call, engine, engine, OnRank("state"), ())
+                ask_at = now + ASK_AGAIN_SECONDS
+            for event in call.events(WAIT_SECONDS):
+                if isinstance(event, Lost):
+                    raise RuntimeError(event.cause)
+                if isinstance(event, Returned):
+                    states.append(event.value)
+                    self._engine_of[event.value.rank] = event.rank
+        return sorted(states, key=lambda state: state.rank)
 
     def close(self, ranks: Iterable[int], cause: str) -> None:
         """Disconnect; calls in progress on ``ranks`` end with ``cause``."""
@@ -129,9 +146,9 @@ class EngineClient:
             self.lose(rank, cause)
         self._client.close()
 
-    def _send(self, call: Call, rank: int, function: OnRank, arguments: tuple[object, ...]) -> None:
-        engine = self._engine_of.get(rank, rank)
-
+    def _send(
+        self, call: Call, rank: int, engine: int, function: OnRank, arguments: tuple[object, ...]
+    ) -> None:
         def receive(kind: str, content: Any) -> None:
             match kind:
                 case "result" if isinstance(content, RemoteError):

@@ -184,7 +184,7 @@ class Cluster(Engines):
             self.start_rank(rank, generation=self.generation)
         others = [rank for rank in self.ranks if rank not in ranks]
         call = self.submit(OnRank("form_group"), self.generation, False, ranks=others)
-        self.client.wait_for(set(ranks), self.raise_if_dead)
+        self.client.wait_for(len(ranks), self.raise_if_dead)
         stale = call.results()
         self.states = tuple(self.gather(OnRank("state")))
         self._note_formed(is_checked=False)
@@ -204,10 +204,10 @@ class Cluster(Engines):
         if not (new := self.client.new_engines):
             return False
         try:
-            self.client.identify(new)
-            states = {state.rank: state for state in self.gather(OnRank("state"), ranks=[rank])}
+            answers = self.client.identify(new, lambda: self.require([rank]))
         except (RuntimeError, UserError):  # it has died again, which is in ``exits``
             return False
+        states = {state.rank: state for state in answers}
         self.states = tuple(states.get(state.rank, state) for state in self.states)
         return True
 
@@ -274,8 +274,7 @@ class Cluster(Engines):
         self.processes.ready.result(START_TIMEOUT_SECONDS)
         write_owners(self.folder, [os.getpid(), self.processes.pid])
         progress(f"{len(ranks)} ranks form a process group")
-        client.wait_for(set(ranks), self.raise_if_dead)
-        self.states = tuple(client.submit(OnRank("state"), ranks=ranks).results())
+        self.states = tuple(client.wait_for(len(ranks), self.raise_if_dead))
 
     def _restore(self, record: ClusterRecord) -> None:
         """Take the state over from the kernel that has left."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from playwright.sync_api import Browser, Locator, Page
+from playwright.sync_api import Browser, Locator, Page, TimeoutError
 
 from ddpnb.reports.figures.figure import DPI
 from ddpnb.reports.style import SMALL_POINTS
@@ -66,6 +66,19 @@ def use_theme(page: Page, name: str) -> None:
     page.locator("#jupyterlab-splash").wait_for(state="detached", timeout=30_000)
 
 
+def figure_of(page: Page, cell: Locator) -> Locator:
+    """Wait for a cell's figure, and fail with what the notebook says where none comes."""
+    picture = cell.locator(".jp-RenderedImage img")
+    failed = page.locator('[data-mime-type="application/vnd.jupyter.error"]')
+    try:
+        picture.or_(failed).first.wait_for(timeout=180_000)
+    except TimeoutError:
+        said = "\n\n".join(page.locator(".jp-OutputArea").all_inner_texts())
+        pytest.fail(f"no figure came; the outputs so far:\n{said}")
+    assert not failed.count(), failed.first.inner_text()
+    return picture
+
+
 def points_of_smallest_text(picture: Locator) -> float:
     """Return how large the figure's smallest text appears, in points of the screen."""
     shown = picture.evaluate("image => image.getBoundingClientRect().width / image.naturalWidth")
@@ -96,8 +109,7 @@ def test_the_figure_changes_while_it_trains_and_the_table_stands_at_the_end(less
     race = lesson.locator(".jp-CodeCell").nth(RACE - 1)
     race.scroll_into_view_if_needed()
     command(lesson, "notebook:run-all-cells")
-    picture = race.locator(".jp-RenderedImage img")
-    picture.wait_for(timeout=180_000)
+    picture = figure_of(lesson, race)
     race.scroll_into_view_if_needed()
     seen: dict[str | None, str] = {}
     progress = race.locator("[role=progressbar]")

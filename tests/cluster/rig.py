@@ -43,6 +43,15 @@ def allow_mpi(patch: pytest.MonkeyPatch) -> None:
     patch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
 
 
+def shown(process: psutil.Process) -> bytes:
+    """Return what ``ps e`` shows of a process, as long as it runs."""
+    folder = Path(f"/proc/{process.pid}")
+    try:
+        return (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 def waits_for(sign: Path) -> str:
     """Source that waits until a file is there, for a minute at most."""
     return (

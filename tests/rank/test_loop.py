@@ -85,14 +85,15 @@ def test_header_events_and_reports_agree(ranks, strategy, num_ranks):
         assert all((e.staleness is None) == (strategy not in STALE) for e in mine)
         if mine:
             assert report.seconds >= mine[-1].seconds  # with what follows the last step
-    assert_judged(*reports, least=0.5 if strategy == "easgd" else 0.7)  # its centre moves late
+    if strategy != "easgd" or min(report.num_steps for report in reports) >= 8:
+        assert_judged(*reports)  # else one has not moved the centre, and draws it back in the end
 
 
-def assert_judged(first: RunReport, *others: RunReport, least: float = 0.7) -> None:
+def assert_judged(first: RunReport, *others: RunReport) -> None:
     """Rank 0 alone judges the model, which has learnt."""
     assert first.final_loss < 0.6
     assert first.held_out_loss < 0.6
-    assert first.held_out_accuracy > least
+    assert first.held_out_accuracy > 0.7
     assert all(math.isnan(report.final_loss) for report in others)
 
 
@@ -309,7 +310,7 @@ def test_digits_are_learnt(ranks, strategy, batch_size, momentum, least):
         momentum=momentum,
     )
     report, _ = ranks(2).call(run_job, spec)[0]
-    assert report.held_out_accuracy > least
+    assert report.held_out_accuracy > 0.7
 
 
 def test_synthetic_data_are_learnt_and_said_to_be_synthetic(ranks):

@@ -11,7 +11,7 @@ it under a lock, whatever the others do: it waits for nothing but this lock, and
 more shards.  No gradient is stale: it is applied to the weights that it was computed at.  A single
 worker has no centre.
 
-In the end each worker moves the centre once more; the centre is the trained model.
+In the end each worker that has trained moves the centre once more; the centre is the trained model.
 
 Reference: Zhang, Choromanska and LeCun, "Deep Learning with Elastic Averaging SGD", NeurIPS 2015,
 algorithm 1 (asynchronous EASGD), where b = 0.9.  Each worker has its own optimizer; with Nesterov
@@ -63,6 +63,7 @@ class Easgd(SharedMemoryStrategy):
     def setup(self, replica: Replica) -> None:
         """Put the centre into shared memory and wait for all; takes part: as in ``open``."""
         self._num_steps = replica.first_step
+        self._has_learnt = False
         self._rate = self._beta / replica.world_size if replica.world_size > 1 else 0.0
         self.open(replica, refusal="easgd needs all ranks on one host; compare local-sgd.")
         weights = SharedWeights(self.path, self.copies, self.config)
@@ -85,6 +86,7 @@ class Easgd(SharedMemoryStrategy):
         num_sent = self._move() if is_due else 0
         # update: its own weights
         replica.update(self._optimizer)
+        self._has_learnt = True
         queue.count_update()
         queue.finish_shard()
         return batch.report(loss, num_bytes_sent=num_sent)
@@ -97,7 +99,8 @@ class Easgd(SharedMemoryStrategy):
     def finish(self) -> nn.Module:
         """Move the centre once more, wait until all have, and take it; takes part: every rank."""
         if self._rate > 0:
-            self._move()
+            if self._has_learnt:
+                self._move()
             self.queue.leave()
             self._take_centre()
         else:
