@@ -12,6 +12,7 @@ import pytest
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.run_folder import OWNERS, PREFIX, parent_folder
+from ddpnb.compat import ipyparallel_internals
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import num_cores
 from tests.cluster.rig import (
@@ -129,6 +130,23 @@ def test_stop_leaves_nothing_and_may_be_called_twice():
         cluster.stop()
     with pytest.raises((UserError, AssertionError)):
         run(cluster, "1")
+
+
+def test_a_start_survives_a_lost_message(monkeypatch: pytest.MonkeyPatch):
+    """As when the controller's connection with an engine stands later than the engine's own."""
+    send, sent = ipyparallel_internals.send, []
+
+    def lose_the_first(*arguments) -> None:
+        sent.append(arguments)
+        if len(sent) > 1:
+            send(*arguments)
+
+    monkeypatch.setattr(ipyparallel_internals, "send", lose_the_first)
+    with started(2) as cluster:
+        assert [state.rank for state in cluster.states] == [0, 1]
+        assert len(sent) > 2
+        run(cluster, ALL_REDUCE)
+        assert pull(cluster, "total.item()") == [2.0] * 2
 
 
 def folders() -> set[Path]:

@@ -1,0 +1,68 @@
+"""What does ``%%ddp --trace`` cost a training, on and off?
+
+Two kernels with two ranks each train the digits' network in turns: nothing is ever traced in the
+second one.  The first one trains traced, and then with the trace off again.
+"""
+
+import textwrap
+
+from benchmarks.kernel import Kernel, kernel
+from benchmarks.loop import rate_in
+from benchmarks.measure import Figure
+
+NUM_ROUNDS = 15
+NUM_STEPS = 100
+NUM_SAMPLES = 128
+"""Of a rank in a step: a global batch of 256."""
+
+PREPARE = "%%ddp\n" + textwrap.dedent(
+    f"""
+    import time
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from ddpnb.rank.tasks.digits import make_model
+
+    torch.manual_seed(0)
+    net = DistributedDataParallel(make_model())
+    sgd = torch.optim.SGD(net.parameters(), lr=0.01)
+    images, targets = torch.randn({NUM_SAMPLES}, 1, 8, 8), torch.randint(0, 10, ({NUM_SAMPLES},))
+
+    def rate():
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range({NUM_STEPS}):
+            sgd.zero_grad()
+            nn.functional.cross_entropy(net(images), targets).backward()
+            sgd.step()
+        dist.barrier()
+        seconds = time.perf_counter() - began
+        if dist.get_rank() == 0:
+            print("rate", {NUM_STEPS * NUM_SAMPLES} * dist.get_world_size() / seconds, flush=True)
+    """
+)
+
+
+def measure() -> list[Figure]:
+    on, off, never = [], [], []
+    with kernel() as traced, kernel() as untraced:
+        for running in (traced, untraced):
+            running.run("%load_ext ddpnb\n%ddp_start -n 2")
+            running.run(PREPARE)
+        for _ in range(1 + NUM_ROUNDS):
+            never.append(_rate(untraced, "%%ddp"))
+            on.append(_rate(traced, "%%ddp --trace"))
+            off.append(_rate(traced, "%%ddp"))
+        for running in (traced, untraced):
+            running.run("%ddp_stop")
+    name = "a DDP loop, digits CNN, global batch 256, {} against never traced"
+    return [
+        Figure(
+            name=name.format(what), unit="samples/s", ours=ours[1:], theirs=never[1:], limit=limit
+        )
+        for what, ours, limit in (("traced", on, ">= 0.90"), ("trace off", off, ">= 0.99"))
+    ]
+
+
+def _rate(running: Kernel, magic: str) -> float:
+    return rate_in(running.run(f"{magic}\nrate()"))
