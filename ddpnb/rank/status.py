@@ -26,6 +26,7 @@ from ddpnb.compat import torch_internals
 from ddpnb.protocol.messages import RankStatus
 from ddpnb.rank.collective_checks import BACKWARD
 from ddpnb.rank.comm.link import is_exchanging
+from ddpnb.rank.comm.shared_all_reduce import num_sums
 from ddpnb.rank.process_group import Group
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}
@@ -133,9 +134,9 @@ def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
 
 
 def num_collectives() -> int:
-    """Return how many collectives of the default group have begun on this rank."""
+    """Return how many collectives of all ranks have begun on this rank."""
     with contextlib.suppress(RuntimeError):
-        return torch_internals.num_collectives()
+        return torch_internals.num_collectives() + num_sums()
     return 0
 
 

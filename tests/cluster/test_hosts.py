@@ -5,9 +5,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -16,7 +18,8 @@ from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.session.comparison import ComparisonSpec, prepare
+from ddpnb.session.comparison import ComparisonSpec, Training, prepare
+from ddpnb.session.errors import RankError
 from ddpnb.session.inside import measure_links
 from ddpnb.session.status import status_table
 from tests.cluster.rig import (
@@ -168,6 +171,17 @@ def test_strategies_train_across_hosts(cluster, tmp_path):
     assert all({*each.events["rank"]} == {0, 1, 2, 3} for each in found)
 
 
+def test_sums_in_the_memory_of_each_host_train_as_ddp(cluster, tmp_path):
+    found = prepare(cluster, Store(tmp_path), a_comparison("ddp", "ddp-shm")).run().comparison.runs
+    ddp, shm = (np.sort(each.events, order=["rank", "step"]) for each in found)
+    assert len(ddp) == len(shm) == 4 * 10
+    np.testing.assert_allclose(shm["loss"], ddp["loss"], atol=1e-5)
+    sent = [{*shm["num_bytes_sent"][shm["rank"] == rank]} for rank in range(4)]
+    size = 4 * (8 * 2 + 2)
+    assert sent == [{3 * size}, {size}, {3 * size}, {size}]
+    assert any("on each of 2 hosts" in note for note in found[1].header.notes)
+
+
 def test_rpc_meets_across_hosts(cluster, tmp_path):
     spec = a_comparison("async", transport="rpc")
     (found,) = prepare(cluster, Store(tmp_path), spec).run().comparison.runs
@@ -177,7 +191,6 @@ def test_rpc_meets_across_hosts(cluster, tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "instead"),
     [
-        ("ddp-shm", "compare ddp"),
         ("dp", "compare ddp"),
         ("central", "compare ddp"),
         ("hogwild", "compare async"),
@@ -255,10 +268,7 @@ def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_pat
     (agent,) = hosts.agents("b")
 
     def kill_later() -> None:
-        def num_steps() -> int:
-            return sum(len(run.events) for run in training.recorder.comparison.runs)
-
-        wait_until(lambda: num_steps() > 40, "some steps", timeout=60)
+        wait_until_it_trains(training)
         agent.kill()
 
     thread = threading.Thread(target=kill_later)
@@ -268,6 +278,34 @@ def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_pat
     assert found.status == "finished"
     assert {mark.rank for mark in found.marks} == {2, 3}
     assert "Rank 2-3 died while the others continued" in capsys.readouterr().err
+    assert total(cluster) == [4.0] * 4
+
+
+def test_a_run_in_the_memory_of_each_host_ends_with_a_lost_one(cluster, hosts, tmp_path):
+    run(cluster, "kept = f'of rank {rank}'")
+    training = prepare(cluster, Store(tmp_path), a_comparison("ddp-shm", num_epochs=1000))
+    is_over = threading.Event()
+    cut_at: list[float] = []
+
+    def cut() -> None:
+        wait_until_it_trains(training)
+        with hosts.unplugged("b"):
+            cut_at.append(time.monotonic())
+            is_over.wait(2 * SECONDS)
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    with pytest.raises(RankError) as caught:
+        training.run()
+    seconds = time.monotonic() - cut_at[0]
+    assert pull(cluster, "kept", ranks=[0, 1]) == ["of rank 0", "of rank 1"]
+    left = hosts.processes("b")
+    is_over.set()
+    thread.join()
+    assert seconds < SECONDS
+    assert "was lost with host b" in str(caught.value)
+    wait_until_gone(left)
+    cluster.bring_back([2, 3])
     assert total(cluster) == [4.0] * 4
 
 
@@ -381,6 +419,13 @@ def reducing(cluster: Cluster, folder: Path):
     cell = begin(cluster, REDUCE_FOR_EVER.format(sign=f"{folder}/"))
     wait_until(lambda: len(list(folder.iterdir())) == 4, "all ranks in the cell")
     return cell
+
+
+def wait_until_it_trains(training: Training) -> None:
+    def num_steps() -> int:
+        return sum(len(run.events) for run in training.recorder.comparison.runs)
+
+    wait_until(lambda: num_steps() > 40, "some steps", timeout=60)
 
 
 def files_of(token: str) -> list[Path]:
