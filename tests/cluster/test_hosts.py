@@ -303,7 +303,7 @@ def test_a_run_in_the_memory_of_each_host_ends_with_a_lost_one(cluster, hosts, t
     is_over.set()
     thread.join()
     assert seconds < SECONDS
-    assert "was lost with host b" in str(caught.value)
+    assert "ranks 2-3 were lost with host b" in str(caught.value)
     wait_until_gone(left)
     cluster.bring_back([2, 3])
     assert total(cluster) == [4.0] * 4

@@ -100,9 +100,9 @@ def stress(state, folder, num_rounds):
     return num_wrong
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
 def test_tensors_of_many_pieces_are_right(ranks, sizes):
-    assert ranks(sum(sizes)).call(on_hosts, sizes, stress, 21) == [0] * sum(sizes)
+    assert ranks(sum(sizes)).call(on_hosts, sizes, stress, 14) == [0] * sum(sizes)
 
 
 def test_what_lies_between_hosts_is_communication(ranks):

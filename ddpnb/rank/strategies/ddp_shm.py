@@ -44,9 +44,9 @@ from ddpnb.rank.strategies.base import Plan
 from ddpnb.rank.strategies.ddp import DdpStrategy, observe, observe_buffers
 from ddpnb.rank.strategies.replica import Replica, Timer
 
-_NO_SHARING_NOTE = "ddp-shm: the ranks cannot share memory here; gradients went through gloo."
+_NO_SHARING_NOTE = "the ranks cannot share memory here; gradients went through gloo."
 _HOSTS_NOTE = (
-    "ddp-shm: gradients were summed in shared memory on each of {num} hosts, "
+    "gradients were summed in shared memory on each of {num} hosts, "
     "and through gloo between their first ranks."
 )
 _GPU_NOTE = "ddp-shm is for CPU ranks; on GPUs gradients went through the group's own backend."
