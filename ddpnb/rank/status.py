@@ -48,6 +48,7 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
     frames = list(main_thread_frames())
     call, peer = distributed_call(frames)
     may_wait = call or sleeps_on_lock()
+    may_wait = may_wait and not any(map(is_shared_sum, frames))  # a leader's alone has a tensor
     pending = torch_internals.pending_collective(group.joined_ns) if may_wait else None
     if not call and pending is not None:
         call = pending.name
@@ -121,12 +122,16 @@ def is_training(frame: FrameType) -> bool:
     return frame.f_code.co_filename.endswith(TRAINING)
 
 
+def is_shared_sum(frame: FrameType) -> bool:
+    """Return whether a frame sums in shared memory, or between hosts what was summed there."""
+    return frame.f_code.co_filename.endswith(SHARED_ALL_REDUCE)
+
+
 def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
     """Return the call of several ranks that is in progress, and its peer if it has one."""
     inside = [frame for frame in frames if frame.f_code.co_filename.endswith(DISTRIBUTED)]
     if not inside:
-        adds = any(frame.f_code.co_filename.endswith(SHARED_ALL_REDUCE) for frame in frames)
-        return "all_reduce" if adds else "", None
+        return "all_reduce" if any(map(is_shared_sum, frames)) else "", None
     outermost = inside[-1]
     name = outermost.f_code.co_name
     peer = outermost.f_locals.get(POINT_TO_POINT.get(name, ""))
