@@ -66,6 +66,7 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
         tensor=pending.tensor if call and pending else "",
         peer=peer,
         num_collectives=num_collectives(),
+        num_bytes_between_hosts=group.num_bytes_between_hosts(),
         cpu_seconds=time.process_time(),
     )
 

@@ -325,6 +325,14 @@ def test_a_killed_kernel_leaves_nothing(hosts):
     assert not any(map(files_of, tokens))
 
 
+def test_a_slow_network_is_no_hang(cluster, hosts):
+    """9 MB leave each host, in 4.5 s in which all ranks are idle."""
+    with hosts.slow("16mbit"):
+        ended = run(cluster, f"{ALL_REDUCE}\nx = torch.ones(1_500_000)\ndist.all_reduce(x)")
+    assert not ended.watch.hang
+    assert pull(cluster, "x.sum().item()") == [6e6] * 4
+
+
 def test_an_interrupt_reaches_every_host(cluster, tmp_path):
     cell = begin(
         cluster,
