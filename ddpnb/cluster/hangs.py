@@ -131,6 +131,8 @@ def is_same_wait(before: RankStatus | None, now: RankStatus, seconds: float) -> 
     """Return whether a rank is at the same place as before, and was idle in between."""
     if before is None or (before.call, before.file, before.line) != (now.call, now.file, now.line):
         return False
+    if before.num_bytes_between_hosts != now.num_bytes_between_hosts:  # a slow network is no hang
+        return False
     is_idle = now.cpu_seconds - before.cpu_seconds < IDLE_SHARE * seconds
     return before.num_collectives == now.num_collectives and is_idle
 

@@ -158,7 +158,6 @@ STRATEGIES: Mapping[str, StrategyEntry] = {
         look=Look("#174f86", "dashed", "h"),
         is_dense=True,
         needs_shared_memory=True,
-        across_hosts="ddp",
         options={"bucket_view": _BUCKET_VIEW},
     ),
     "ddp-by-hand": StrategyEntry(

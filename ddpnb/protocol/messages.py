@@ -431,6 +431,8 @@ class RankStatus:
     peer: int | None = None
     """The rank that it sends to or receives from."""
     num_collectives: int = 0
-    """Collectives of the default group that have begun here."""
+    """Collectives of all ranks that have begun here."""
+    num_bytes_between_hosts: int = 0
+    """What has come and gone between this rank and those of other hosts."""
     cpu_seconds: float = 0.0
     """Processor time that the process has used."""

@@ -18,7 +18,12 @@ from torch import nn
 from torch.distributed import destroy_process_group, init_process_group  # not the user's: torchrun
 
 from ddpnb.compat import torch_internals
-from ddpnb.protocol.connections import Address, TcpConnection, own_connections
+from ddpnb.protocol.connections import (
+    Address,
+    TcpConnection,
+    num_bytes_moved,
+    own_connections,
+)
 from ddpnb.protocol.messages import RankState, StaleVariable
 from ddpnb.protocol.processes import atomic_write
 from ddpnb.rank.collective_checks import CollectiveChecker
@@ -193,6 +198,17 @@ class Group:
         ports = (connection.laddr.port, connection.raddr.port)
         master = int(os.environ["MASTER_PORT"])
         return all(first <= port <= last or port == master for port in ports)
+
+    def num_bytes_between_hosts(self) -> int:
+        """Return how many bytes ranks of other hosts and this one have sent each other so far."""
+        if not self.peers:
+            return 0
+        master = int(os.environ["MASTER_PORT"])  # the store's, which waiting ranks poll
+        return sum(
+            num_bytes_moved(own.fd)
+            for own in own_connections()
+            if own.raddr.ip in self.peers and master not in (own.laddr.port, own.raddr.port)
+        )
 
     def state(self) -> RankState:
         """Describe where this rank lives."""

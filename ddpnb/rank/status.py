@@ -26,6 +26,7 @@ from ddpnb.compat import torch_internals
 from ddpnb.protocol.messages import RankStatus
 from ddpnb.rank.collective_checks import BACKWARD
 from ddpnb.rank.comm.link import is_exchanging
+from ddpnb.rank.comm.shared_all_reduce import num_sums
 from ddpnb.rank.process_group import Group
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}
@@ -47,6 +48,7 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
     frames = list(main_thread_frames())
     call, peer = distributed_call(frames)
     may_wait = call or sleeps_on_lock()
+    may_wait = may_wait and not any(map(is_shared_sum, frames))  # a leader's alone has a tensor
     pending = torch_internals.pending_collective(group.joined_ns) if may_wait else None
     if not call and pending is not None:
         call = pending.name
@@ -64,6 +66,7 @@ def rank_status(group: Group, shell: Any) -> RankStatus:
         tensor=pending.tensor if call and pending else "",
         peer=peer,
         num_collectives=num_collectives(),
+        num_bytes_between_hosts=group.num_bytes_between_hosts(),
         cpu_seconds=time.process_time(),
     )
 
@@ -120,12 +123,16 @@ def is_training(frame: FrameType) -> bool:
     return frame.f_code.co_filename.endswith(TRAINING)
 
 
+def is_shared_sum(frame: FrameType) -> bool:
+    """Return whether a frame sums in shared memory, or between hosts what was summed there."""
+    return frame.f_code.co_filename.endswith(SHARED_ALL_REDUCE)
+
+
 def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
     """Return the call of several ranks that is in progress, and its peer if it has one."""
     inside = [frame for frame in frames if frame.f_code.co_filename.endswith(DISTRIBUTED)]
     if not inside:
-        adds = any(frame.f_code.co_filename.endswith(SHARED_ALL_REDUCE) for frame in frames)
-        return "all_reduce" if adds else "", None
+        return "all_reduce" if any(map(is_shared_sum, frames)) else "", None
     outermost = inside[-1]
     name = outermost.f_code.co_name
     peer = outermost.f_locals.get(POINT_TO_POINT.get(name, ""))
@@ -133,9 +140,9 @@ def distributed_call(frames: list[FrameType]) -> tuple[str, int | None]:
 
 
 def num_collectives() -> int:
-    """Return how many collectives of the default group have begun on this rank."""
+    """Return how many collectives of all ranks have begun on this rank."""
     with contextlib.suppress(RuntimeError):
-        return torch_internals.num_collectives()
+        return torch_internals.num_collectives() + num_sums()
     return 0
 
 

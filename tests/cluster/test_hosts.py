@@ -5,9 +5,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -16,12 +19,14 @@ from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.session.comparison import ComparisonSpec, prepare
+from ddpnb.session.comparison import ComparisonSpec, Training, prepare
+from ddpnb.session.errors import RankError
 from ddpnb.session.inside import measure_links
 from ddpnb.session.status import status_table
 from tests.cluster.rig import (
     ALL_REDUCE,
     DYNAMO,
+    Ended,
     allow_mpi,
     begin,
     finish,
@@ -168,6 +173,16 @@ def test_strategies_train_across_hosts(cluster, tmp_path):
     assert all({*each.events["rank"]} == {0, 1, 2, 3} for each in found)
 
 
+def test_sums_in_the_memory_of_each_host_train_as_ddp(cluster, tmp_path):
+    found = prepare(cluster, Store(tmp_path), a_comparison("ddp", "ddp-shm")).run().comparison.runs
+    ddp, shm = (np.sort(each.events, order=["rank", "step"]) for each in found)
+    assert len(ddp) == len(shm) == 4 * 10
+    np.testing.assert_allclose(shm["loss"], ddp["loss"], atol=1e-5)
+    sent = [{*shm["num_bytes_sent"][shm["rank"] == rank]} for rank in range(4)]
+    size = 4 * (8 * 2 + 2)
+    assert sent == [{3 * size}, {size}, {3 * size}, {size}]
+
+
 def test_rpc_meets_across_hosts(cluster, tmp_path):
     spec = a_comparison("async", transport="rpc")
     (found,) = prepare(cluster, Store(tmp_path), spec).run().comparison.runs
@@ -177,7 +192,6 @@ def test_rpc_meets_across_hosts(cluster, tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "instead"),
     [
-        ("ddp-shm", "compare ddp"),
         ("dp", "compare ddp"),
         ("central", "compare ddp"),
         ("hogwild", "compare async"),
@@ -255,10 +269,7 @@ def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_pat
     (agent,) = hosts.agents("b")
 
     def kill_later() -> None:
-        def num_steps() -> int:
-            return sum(len(run.events) for run in training.recorder.comparison.runs)
-
-        wait_until(lambda: num_steps() > 40, "some steps", timeout=60)
+        wait_until_it_trains(training)
         agent.kill()
 
     thread = threading.Thread(target=kill_later)
@@ -268,6 +279,33 @@ def test_an_asynchronous_run_goes_on_without_a_lost_host(cluster, hosts, tmp_pat
     assert found.status == "finished"
     assert {mark.rank for mark in found.marks} == {2, 3}
     assert "Rank 2-3 died while the others continued" in capsys.readouterr().err
+    assert total(cluster) == [4.0] * 4
+
+
+def test_a_run_in_the_memory_of_each_host_ends_with_a_lost_one(cluster, hosts, tmp_path):
+    run(cluster, "kept = f'of rank {rank}'")
+    training = prepare(cluster, Store(tmp_path), a_comparison("ddp-shm", num_epochs=1000))
+    is_over = threading.Event()
+    cut_at: list[float] = []
+
+    def cut() -> None:
+        wait_until_it_trains(training)
+        with hosts.unplugged("b"):
+            cut_at.append(time.monotonic())
+            is_over.wait(2 * SECONDS)
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    with pytest.raises(RankError) as caught:
+        training.run()
+    seconds, left = time.monotonic() - cut_at[0], hosts.processes("b")
+    is_over.set()
+    thread.join()
+    wait_until_gone(left)
+    assert pull(cluster, "kept", ranks=[0, 1]) == ["of rank 0", "of rank 1"]
+    assert seconds < SECONDS
+    assert "lost with host b" in str(caught.value)
+    cluster.bring_back([2, 3])
     assert total(cluster) == [4.0] * 4
 
 
@@ -287,6 +325,14 @@ def test_a_killed_kernel_leaves_nothing(hosts):
     assert not any(map(files_of, tokens))
 
 
+def test_a_slow_network_is_no_hang(cluster, hosts):
+    """9 MB leave each host, in 4.5 s in which all ranks are idle."""
+    with hosts.slow("16mbit"):
+        ended = run(cluster, f"{ALL_REDUCE}\nx = torch.ones(1_500_000)\ndist.all_reduce(x)")
+    assert not ended.watch.hang
+    assert pull(cluster, "x.sum().item()") == [6e6] * 4
+
+
 def test_an_interrupt_reaches_every_host(cluster, tmp_path):
     cell = begin(
         cluster,
@@ -294,15 +340,25 @@ def test_an_interrupt_reaches_every_host(cluster, tmp_path):
         "import time\nkept = 1\nwhile True: time.sleep(0.01)",
         timeout=None,
     )
-    threading.Thread(
-        target=lambda: (
-            wait_until((tmp_path / "go").exists, "the cell"),
-            setattr(cell.watch, "stop_requested", True),
-        )
-    ).start()
-    finish(cell)
+    stop_when((tmp_path / "go").exists, cell)
     assert {failure.name for failure in cell.failures.values()} == {"KeyboardInterrupt"}
     assert pull(cluster, "kept") == [1] * 4
+
+
+def test_an_interrupt_leaves_no_rank_a_call_ahead(cluster, tmp_path, monkeypatch):
+    """Ranks 1 to 3 wait for rank 0, and have time to end by themselves before they are freed."""
+    late = replace(cluster.timeouts, abort_after_interrupt_seconds=1.5)
+    monkeypatch.setattr(cluster, "timeouts", late)
+    cell = begin(
+        cluster,
+        "import time, torch, torch.distributed as dist\nfrom pathlib import Path\n"
+        f"Path({str(tmp_path)!r}, str(rank)).touch()\nif rank == 0: time.sleep(600)\n"
+        "dist.all_reduce(torch.full((1,), 100.0))",
+        timeout=None,
+    )
+    stop_when(lambda: len([*tmp_path.iterdir()]) == 4, cell)
+    assert {failure.name for failure in cell.failures.values()} == {"KeyboardInterrupt"}
+    assert total(cluster) == [4.0] * 4
 
 
 def test_nothing_is_left_on_either_host(hosts):
@@ -381,6 +437,24 @@ def reducing(cluster: Cluster, folder: Path):
     cell = begin(cluster, REDUCE_FOR_EVER.format(sign=f"{folder}/"))
     wait_until(lambda: len(list(folder.iterdir())) == 4, "all ranks in the cell")
     return cell
+
+
+def stop_when(is_there: Callable[[], bool], cell: Ended) -> None:
+    """Interrupt a cell once ranks are there, and see it end."""
+
+    def stop() -> None:
+        wait_until(is_there, "ranks in the cell")
+        cell.watch.stop_requested = True
+
+    threading.Thread(target=stop).start()
+    finish(cell)
+
+
+def wait_until_it_trains(training: Training) -> None:
+    def has_begun() -> bool:
+        return any(len(run.events) > 40 for run in training.recorder.comparison.runs)
+
+    wait_until(has_begun, "some steps", timeout=60)
 
 
 def files_of(token: str) -> list[Path]:

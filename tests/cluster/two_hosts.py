@@ -91,6 +91,22 @@ class TwoHosts:
             call("ip", "link", "set", f"{self.prefix}v{host}", "up")
 
     @contextlib.contextmanager
+    def slow(self, rate: str) -> Iterator[None]:
+        """Have so many bits a second leave each host; skips where that cannot be done."""
+        device = ("dev", "net0", "root")
+        words = ("tbf", "rate", rate, "burst", "32kb", "latency", "400ms")
+        try:
+            for host in "ab":
+                self.call(host, "tc", "qdisc", "add", *device, *words)
+        except subprocess.CalledProcessError as error:
+            skip_or_fail(f"{' '.join(error.cmd)}: {error.stderr}")
+        try:
+            yield
+        finally:
+            for host in "ab":
+                self.call(host, "tc", "qdisc", "del", *device)
+
+    @contextlib.contextmanager
     def parted(self) -> Iterator[None]:
         """Cut the way between the hosts; this process reaches both."""
         for host, other in ("ab", "ba"):

@@ -117,16 +117,32 @@ class FreeableWork:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
-    def wait(self, timeout: timedelta | None = None) -> Any:
-        """Wait for the collective, as ``Work.wait`` does."""
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the collective, as ``Work.wait`` does.
+
+        That does not end by SIGINT either: ranks that left a collective alone would be out of step,
+        and the next one would give wrong numbers.  The abort that follows ends it.
+        """
         deadline = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+        interrupt: KeyboardInterrupt | None = None
         while True:
             try:
-                return self._work.wait(SLICE)
-            except RuntimeError:
-                if self._work.is_completed() or time.monotonic() > deadline:
+                try:
+                    self._work.wait(SLICE)
+                    break
+                except RuntimeError:
+                    if self._work.is_completed() or time.monotonic() > deadline:
+                        raise
+                    self._token.check()
+            except KeyboardInterrupt as error:
+                interrupt = error
+            except RuntimeError as error:
+                if interrupt is None:
                     raise
-                self._token.check()
+                raise interrupt from error
+        if interrupt is not None:
+            raise interrupt
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
