@@ -12,6 +12,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from playwright.sync_api import Page
+
 from tests.system_packages import find_program
 
 CHROMIUM_FLAGS = [
@@ -24,7 +26,16 @@ CHROMIUM_FLAGS = [
     "--disable-sync",
 ]
 START_TIMEOUT_SECONDS = 60
+KERNEL_IS_THERE = """() => {
+  const kernel = jupyterapp.shell.currentWidget?.context?.sessionContext?.session?.kernel
+  return kernel?.connectionStatus === "connected" && kernel.status === "idle"
+}"""
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+
+
+def wait_for_kernel(page: Page) -> None:
+    """Wait for the kernel: before, a command to run cells does nothing, whatever the page says."""
+    page.wait_for_function(KERNEL_IS_THERE, timeout=90_000)
 
 
 def find_chromium() -> str:

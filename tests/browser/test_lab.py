@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Locator, Page, TimeoutError
 
 from ddpnb.reports.figures.figure import DPI
 from ddpnb.reports.style import SMALL_POINTS
-from tests.browser.lab import SCREENSHOTS
+from tests.browser.lab import SCREENSHOTS, wait_for_kernel
 
 LESSON = Path(__file__).parents[2] / "notebooks" / "01_first_comparison.ipynb"
 RACE = 4
@@ -43,6 +43,7 @@ def lesson(chromium: Browser, lab_address: str, folder: Path) -> Iterator[Page]:
     """The lesson, open in JupyterLab in a folder of its own."""
     page = chromium.new_page(viewport={"width": 1600, "height": 900})
     open_notebook(page, lab_address, LESSON.name)
+    wait_for_kernel(page)
     yield page
     use_theme(page, "JupyterLab Light")
     page.close()
@@ -53,8 +54,6 @@ def open_notebook(page: Page, address: str, name: str) -> None:
     page.goto(address.format(path=f"lesson/notebooks/{name}"))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
     page.wait_for_selector(".jp-NotebookPanel-toolbar")
-    # A command to run cells does nothing before the kernel is there.
-    page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=90_000)
     page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's own news
 
 

@@ -11,6 +11,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from tests.browser.lab import wait_for_kernel
 from tests.browser.test_lab import command, screenshot
 
 PANEL, AFTER = 1, 2
@@ -33,7 +34,7 @@ def lab(chromium: Browser, lab_folder: Path, lab_address: str) -> Iterator[tuple
     page = chromium.new_page(viewport={"width": 1600, "height": 1250})
     page.goto(address)
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
-    page.get_by_text("| Idle").wait_for(timeout=90_000)  # the kernel is there
+    wait_for_kernel(page)
     page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's own news
     for index in (0, PANEL):
         run_cell(page, index)
