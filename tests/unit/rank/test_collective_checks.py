@@ -1,20 +1,24 @@
 """Calls that differ in a group's log: at most one reaches the backend, and none is refused for
 another that the backend refuses."""
 
+import json
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from ddpnb.rank.collective_log import (
+    FILES,
     METHODS,
     NO_ROOT,
     CollectiveLog,
     CollectiveMismatchError,
+    find_mismatch,
+    kept_calls,
     settle_dispute,
 )
 
@@ -98,3 +102,41 @@ def test_of_calls_that_differ_one_alone_reaches_the_backend(tmp_path: Path) -> N
 
         in_threads(go)
         assert len(reached) == 1, (sizes, pauses)
+
+
+def on_two_hosts(folder: Path, ranks: Sequence[int]) -> list[CollectiveLog]:
+    """Logs of a group of two: its ranks share no file, but its name."""
+    name = FILES.format(generation=0) + "group-1"
+    for host in "ab":
+        (folder / host).mkdir()
+    return [CollectiveLog(folder / "ab"[n] / name, place=n, ranks=ranks) for n in range(2)]
+
+
+def found_between(folder: Path) -> str:
+    sent = json.dumps([call for host in "ab" for call in kept_calls(folder / host)])
+    return find_mismatch(json.loads(sent))
+
+
+def test_calls_of_two_hosts_are_compared_afterwards(tmp_path: Path) -> None:
+    one, other = on_two_hosts(tmp_path, ranks=[5, 2])
+    for log in (one, other):
+        for _ in range(100):  # more than are kept
+            assert write(log, 3) == (log._num_calls, True)
+    write(one, 7)  # the other host has not called that one, nor refused it
+    assert found_between(tmp_path) == ""
+    assert write(other, 4) == (101, True)
+    write(other, 5)
+    assert found_between(tmp_path) == (
+        "the calls of the ranks do not match: rank 2 calls all_reduce with Float [4], "
+        "but rank 5 calls all_reduce with Float [7]"
+    )
+
+
+def test_a_call_that_was_refused_is_not_compared_with_other_hosts(tmp_path: Path) -> None:
+    one, other = on_two_hosts(tmp_path, ranks=[0, 1])
+    write(one, 3)
+    one.take_back()
+    write(other, 4)
+    assert found_between(tmp_path) == ""
+    write(one, 4)
+    assert found_between(tmp_path) == ""
