@@ -21,6 +21,7 @@ from ddpnb.rank.collective_log import (
     kept_calls,
     settle_dispute,
 )
+from ddpnb.rank.comm.rendezvous import CancellationToken, FreeableWork
 
 RANKS = range(3)
 
@@ -140,3 +141,29 @@ def test_a_call_that_was_refused_is_not_compared_with_other_hosts(tmp_path: Path
     assert found_between(tmp_path) == ""
     write(one, 4)
     assert found_between(tmp_path) == ""
+
+
+class EndsJustAfterASlice:
+    """Work of torch's that ends between the first slice of a wait and the look at it."""
+
+    def __init__(self, error: str = "") -> None:
+        self._error = error
+        self._num_waits = 0
+
+    def is_completed(self) -> bool:
+        return self._num_waits > 0
+
+    def wait(self, timeout: object = None) -> bool:
+        self._num_waits += 1
+        if self._num_waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self._error:
+            raise RuntimeError(self._error)
+        return True
+
+
+def test_work_that_ends_just_after_a_slice_of_waiting_has_ended_well() -> None:
+    assert FreeableWork(EndsJustAfterASlice(), CancellationToken()).wait()
+    failed = FreeableWork(EndsJustAfterASlice("Connection closed"), CancellationToken())
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        failed.wait()
