@@ -6,8 +6,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
-
 from ddpnb.cluster.call import Call
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.messages import RankStatus
@@ -21,8 +19,6 @@ NUM_STOPPED_POLLS = 3
 
 NUM_ASKED = 8
 """How many ranks are asked at a time where they are; all of them once none of these goes on."""
-
-STOPPED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -251,17 +247,9 @@ class StopDetector:
 
 
 def stopped_ranks(cluster: Cluster, ranks: Iterable[int]) -> list[int]:
-    """Return those of the ranks that the operating system reports as stopped."""
-    found: list[int] = []
-    if not cluster.is_local:
-        return found
-    for rank in sorted(set(ranks) & set(cluster.living)):
-        try:
-            if psutil.Process(cluster.states[rank].pid).status() in STOPPED_STATES:
-                found.append(rank)
-        except psutil.NoSuchProcess:
-            continue  # the fork server reports its death
-    return found
+    """Return those of the ranks that received SIGSTOP, as the fork server of each reports."""
+    stopped = cluster.processes.stopped_members
+    return [rank for rank in sorted(set(ranks) & set(cluster.living)) if rank in stopped]
 
 
 def describe_stopped(cluster: Cluster, ranks: Iterable[int]) -> str:
@@ -270,8 +258,12 @@ def describe_stopped(cluster: Cluster, ranks: Iterable[int]) -> str:
     subject, them = f"Ranks {format_ranks(chosen)} are", "them"
     if len(chosen) == 1:
         subject, them = f"Rank {chosen[0]} is", "it"
-    pids = " ".join(str(cluster.states[rank].pid) for rank in chosen)
+    pids: dict[str, list[str]] = {}
+    for rank in chosen:
+        host = "" if cluster.is_local else f" on host {cluster.states[rank].host}"
+        pids.setdefault(host, []).append(str(cluster.states[rank].pid))
+    kills = " and ".join(f"`kill -CONT {' '.join(each)}`{host}" for host, each in pids.items())
     return (
-        f"{subject} stopped (SIGSTOP): `kill -CONT {pids}` lets {them} go on, "
+        f"{subject} stopped (SIGSTOP): {kills} {'lets' if len(pids) == 1 else 'let'} {them} go on, "
         f"%ddp_restart --ranks {format_ranks(chosen)} starts {them} anew."
     )

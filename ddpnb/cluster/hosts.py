@@ -9,7 +9,6 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import platform
 import secrets
 import subprocess
 import threading
@@ -30,7 +29,8 @@ from ddpnb.cluster.placement import (
     parse_hosts,
     place_on_hosts,
 )
-from ddpnb.cluster.processes import RECORDED_CALLS, Event, Exit, Processes, Service
+from ddpnb.cluster.processes import RECORDED_CALLS, Event, Exit, Member, Processes, Service
+from ddpnb.cluster.ssh import unfit
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import (
     AGENT_GREETING,
@@ -45,8 +45,6 @@ CHECK_SECONDS = 30.0
 PREPARE_SECONDS = 120.0
 """How long a host may take to import torch."""
 PING_SECONDS = 2.0
-MAX_CLOCK_SECONDS = 5.0
-"""How far a host's clock may be off: times of runs and of checkpoints are compared."""
 NUM_SOCKETS = 12
 """Sockets of the controller that are forwarded; ipyparallel has eight for engines."""
 
@@ -69,7 +67,7 @@ class AgentProcesses(Processes):
         self.log = log
         self._starter = starter
         self.report: Event = {}
-        """What the host has."""
+        """What the host has; ``clock`` is by how many seconds it is ahead."""
         self.ended = threading.Event()
         self._reader.start()
 
@@ -86,6 +84,11 @@ class AgentProcesses(Processes):
             self._send(op=operation, id=request_id, **fields)
         self.wait(answer, CHECK_SECONDS)
         return answer.result()
+
+    def check(self, **question: object) -> None:
+        """Have the agent describe its host; raises as ``ask``."""
+        self.report = self.ask(KernelRequest.CHECK, **question)
+        self.report["clock"] -= time.time()  # now: other hosts may take longer to answer
 
     def wait(self, future: "Future[Any]", timeout: float) -> None:
         """Wait until a future is done; raises as ``ask``."""
@@ -241,6 +244,11 @@ class HostProcesses(Processes):
         """The process id of this host's fork server."""
         return self._local.pid
 
+    @property
+    def stopped_members(self) -> frozenset[Member]:
+        """The ranks that received SIGSTOP and have not gone on, on any host."""
+        return frozenset().union(*(each.stopped_members for each in self._agents.values()))
+
     def start_rank(
         self, rank: int, environment: Mapping[str, str], settings: Mapping[str, object]
     ) -> None:
@@ -267,6 +275,15 @@ class HostProcesses(Processes):
         except UserError:  # it is being lost, which its end reports
             return ""
         return "; ".join(f"host {one} does not reach host {other}" for one, other, _ in broken)
+
+    def mismatch(self) -> str:
+        """Return which calls of ranks of different hosts do not match; see ``Processes``."""
+        calls: list[Any] = []
+        sentence = ""
+        for agent in self._agents.values():
+            with contextlib.suppress(UserError):  # it is gone, and its calls with it
+                calls, sentence = agent.ask(KernelRequest.COMPARE_CALLS, others=calls)
+        return sentence
 
     def command(self, rank: int, command: RankCommand) -> "Future[Any]":
         """Have a rank's control thread carry out a command; see ``Processes.command``."""
@@ -343,12 +360,12 @@ class HostProcesses(Processes):
         interface = self._spec.interface
         question: dict[str, object] = {"home": str(self._home), "interface": interface}
         for agent in agents:
-            agent.report = agent.ask(KernelRequest.CHECK, **question, others=[])
+            agent.check(**question, others=[])
         others = [agent.report["reached"] for agent in self._agents.values() if agent.report]
         others += [self._starter.address] if self._starter.address else []
         for agent in agents:
             if agent.report["reached"].startswith("127."):  # it must learn its way to the others
-                agent.report = agent.ask(KernelRequest.CHECK, **question, others=others)
+                agent.check(**question, others=others)
         for agent in agents:
             if sentence := unfit(agent.name, agent.report, self._home, interface):
                 raise UserError(sentence)
@@ -423,31 +440,3 @@ def _numbers(connection: Mapping[str, Any]) -> set[int]:
             if isinstance(each, int) and not isinstance(each, bool):
                 found.add(each)
     return found
-
-
-def unfit(name: str, report: Event, home: Path, interface: str) -> str:
-    """Return the sentence on why a host cannot be used; empty if it can."""
-    for package, here in (
-        ("Python", ".".join(platform.python_version_tuple()[:2])),
-        ("ddpnb", importlib.metadata.version("ddpnb")),
-        ("torch", importlib.metadata.version("torch").split("+")[0]),
-    ):
-        there = str(report[package.lower()])
-        if package == "Python":
-            there = ".".join(there.split(".")[:2])
-        if not there:
-            return f"Host {name} has no {package}: install {package} {here} there, as it is here."
-        if there.split("+")[0] != here:
-            return (
-                f"Host {name} has {package} {there}, and this one {here}: install the same "
-                "version, or name another Python with --python."
-            )
-    if not report["has_home"]:
-        return f"Host {name} has no folder {home}, in which this notebook's cells run: make it."
-    if abs(report["clock"] - time.time()) > MAX_CLOCK_SECONDS:
-        off = report["clock"] - time.time()
-        return f"The clock of host {name} is off by {off:+.0f} s: set it, or run NTP on both."
-    if interface and not report["address"]:
-        known = ", ".join(report["interfaces"])
-        return f"Host {name} has no interface {interface} with an IPv4 address; it has: {known}."
-    return ""

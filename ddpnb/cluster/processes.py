@@ -85,6 +85,7 @@ class Processes:
         self._stopped = False
         self.ready: Future[list[str]] = Future()
         """Resolves to the names of the GPUs once ranks can be started."""
+        self._stopped_members: set[Member] = set()
         self._pipe = pipe
         self._server = server
         self._reader = threading.Thread(target=self._read, name="ddpnb-processes", daemon=True)
@@ -157,6 +158,11 @@ class Processes:
         """The fork server's process id."""
         return self._server.pid
 
+    @property
+    def stopped_members(self) -> frozenset[Member]:
+        """The processes that received SIGSTOP and have not gone on."""
+        return frozenset(self._stopped_members)
+
     def start_rank(
         self, rank: int, environment: Mapping[str, str], settings: Mapping[str, object]
     ) -> None:
@@ -171,6 +177,13 @@ class Processes:
 
     def unreachable(self) -> str:
         """Return which hosts do not reach each other, as a part of a sentence; empty if all do."""
+        return ""
+
+    def mismatch(self) -> str:
+        """Return which calls of ranks of different hosts do not match, as a sentence; or nothing.
+
+        On one host, the ranks themselves compare their calls.
+        """
         return ""
 
     def command(self, rank: int, command: RankCommand) -> "Future[Any]":
@@ -270,7 +283,12 @@ class Processes:
             case ForkServerEvent.ANSWER:
                 if (answer := self._answers.pop(event["id"], None)) is not None:
                     answer.set_result(event["value"])
+            case ForkServerEvent.STOPPED if event["is_stopped"]:
+                self._stopped_members.add(member_of(event["name"]))
+            case ForkServerEvent.STOPPED:
+                self._stopped_members.discard(member_of(event["name"]))
             case ForkServerEvent.EXITED:
+                self._stopped_members.discard(member_of(event["name"]))
                 if not self._stopped:
                     self._on_exit(Exit(member=member_of(event["name"]), code=event["code"]))
 

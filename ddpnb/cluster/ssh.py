@@ -1,9 +1,11 @@
-"""How the agent of another host is started: over ssh, and why it could not be (kernel).
+"""How the agent of another host is started: over ssh, and why it or the host is of no use (kernel).
 
 ``allocation.py`` has the other ways to start agents: each is a process that passes the frames on
 between this end of the pipe and the agent, in whose shell ``agent_script`` runs.
 """
 
+import importlib.metadata
+import platform
 import re
 import shlex
 import shutil
@@ -13,10 +15,13 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from ddpnb.protocol.errors import UserError
 
 CONNECT_SECONDS = 10
+MAX_CLOCK_SECONDS = 5.0
+"""How far a host's clock may be off: times of runs and of checkpoints are compared."""
 SSH = (
     "ssh",
     "-T",  # no terminal
@@ -145,3 +150,30 @@ def explain(host: str, code: int | None, log: Path, version: str) -> str:
     if code == NO_PYTHON:
         return f"Host {host} has no such Python: name one with --python PATH."
     return f"Host {host} could not be used: {last}"
+
+
+def unfit(name: str, report: Mapping[str, Any], home: Path, interface: str) -> str:
+    """Return the sentence on why a host cannot be used; empty if it can."""
+    for package, here in (
+        ("Python", ".".join(platform.python_version_tuple()[:2])),
+        ("ddpnb", importlib.metadata.version("ddpnb")),
+        ("torch", importlib.metadata.version("torch").split("+")[0]),
+    ):
+        there = str(report[package.lower()])
+        if package == "Python":
+            there = ".".join(there.split(".")[:2])
+        if not there:
+            return f"Host {name} has no {package}: install {package} {here} there, as it is here."
+        if there.split("+")[0] != here:
+            return (
+                f"Host {name} has {package} {there}, and this one {here}: install the same "
+                "version, or name another Python with --python."
+            )
+    if not report["has_home"]:
+        return f"Host {name} has no folder {home}, in which this notebook's cells run: make it."
+    if abs(off := report["clock"]) > MAX_CLOCK_SECONDS:
+        return f"The clock of host {name} is off by {off:+.0f} s: set it, or run NTP on both."
+    if interface and not report["address"]:
+        known = ", ".join(report["interfaces"])
+        return f"Host {name} has no interface {interface} with an IPv4 address; it has: {known}."
+    return ""

@@ -144,6 +144,13 @@ class Agent:
         """Report the error of connecting to each of the ``others``; empty where it works."""
         self.answer(id, probe(others))
 
+    def compare_calls(self, *, id: int, others: list[Any]) -> None:
+        """Add this host's calls to the ``others``, and say which calls do not match."""
+        from ddpnb.rank import collective_log  # noqa: PLC0415  imports torch
+
+        calls = [*others, *collective_log.kept_calls(self.folder)]
+        self.answer(id, [calls, collective_log.find_mismatch(calls)])
+
     def connect(self, *, id: int, connection: Frame, sockets: list[str], keys: str = "") -> None:
         """Write the engines' connection file, and name the forwarded sockets as it does.
 
@@ -289,7 +296,11 @@ def main(token: str) -> None:
         folder=agent.folder,
         method="fork",
         silence_seconds=SILENCE_SECONDS,
-        more_requests={KernelRequest.PROBE: agent.probe, KernelRequest.CONNECT: agent.connect},
+        more_requests={
+            KernelRequest.PROBE: agent.probe,
+            KernelRequest.CONNECT: agent.connect,
+            KernelRequest.COMPARE_CALLS: agent.compare_calls,
+        },
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:

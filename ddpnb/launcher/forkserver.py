@@ -94,6 +94,8 @@ class Forkserver:
     children: dict[int, Child] = field(default_factory=dict)
     exits: dict[str, int] = field(default_factory=dict)
     """Exit codes, by name, of children that have ended and not been replaced."""
+    stopped: set[str] = field(default_factory=set)
+    """The names of children that received SIGSTOP and have not gone on."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     detach_seconds: float = 0.0
     """How long the cluster outlives a kernel."""
@@ -190,6 +192,8 @@ class Forkserver:
         self.kernel = kernel
         self.selector.register(kernel, selectors.EVENT_READ, self.on_kernel)
         self.report(event=ForkServerEvent.ATTACHED, exits=self.exits)
+        for name in self.stopped:
+            self.report(event=ForkServerEvent.STOPPED, name=name, is_stopped=True)
 
     def start_rank(self, *, rank: int, environment: dict[str, str], settings: Frame) -> None:
         """Fork or spawn a rank."""
@@ -264,20 +268,25 @@ class Forkserver:
         self.report(**answer)
 
     def on_sigchld(self, wakeup: int) -> None:
-        """Reap children and report how each ended."""
+        """Reap children and report how each ended, was stopped, or went on."""
         os.read(wakeup, 4096)
         while self.children:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
+            if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
+                if (child := self.children.get(pid)) is not None:
+                    self.note_stop(child.name, is_stopped=os.WIFSTOPPED(status))
+                continue
             if (child := self.children.pop(pid, None)) is not None:
                 if child.pipe is not None:
                     with contextlib.suppress(KeyError):
                         self.selector.unregister(child.pipe)
                     child.pipe.close()
+                self.stopped.discard(child.name)
                 code = os.waitstatus_to_exitcode(status)
                 self.exits[child.name] = code
                 self.report(
@@ -286,6 +295,11 @@ class Forkserver:
                     code=code,
                     log=self.log_of(child.name),
                 )
+
+    def note_stop(self, name: str, *, is_stopped: bool) -> None:
+        """Report that a child received SIGSTOP, or that it goes on."""
+        (self.stopped.add if is_stopped else self.stopped.discard)(name)
+        self.report(event=ForkServerEvent.STOPPED, name=name, is_stopped=is_stopped)
 
     def log_of(self, name: str) -> str:
         """Return the end of a rank's log where the kernel cannot read it: it is on another host."""

@@ -38,6 +38,8 @@ class KernelRequest(StrEnum):
     """Import torch."""
     CONNECT = "connect"
     """Take the engines' connection file."""
+    COMPARE_CALLS = "compare_calls"
+    """Add the calls of the host's ranks to those of other hosts, and compare all."""
     PING = "ping"
     """The kernel is there."""
 
@@ -52,6 +54,8 @@ class ForkServerEvent(StrEnum):
     READY = "ready"
     FAILED = "failed"
     EXITED = "exited"
+    STOPPED = "stopped"
+    """A rank received SIGSTOP, or SIGCONT after it: ``is_stopped``."""
     ANSWER = "answer"
     ATTACHED = "attached"
     REFUSED = "refused"
@@ -66,6 +70,8 @@ class RankCommand(StrEnum):
     """Answered with the fields of a ``messages.RankStatus``."""
     STACK = "stack"
     """Answered with the lines of the user's stack."""
+    EXPECT_STOP = "expect_stop"
+    """Look for the last step, which a rank of another host may choose; not needed on one host."""
     STOP = "stop"
     """End the run in progress after its current step; not answered with anything."""
 

@@ -123,6 +123,7 @@ def train(spec: RunSpec, rejoin_info: RejoinInfo | None = None) -> RunReport:
                 publish=publisher.publish,
                 namespace=engine.shell.user_ns,
                 should_stop=engine.stop_wanted.is_set,
+                expects_stop=engine.stop_expected.is_set if group.peers else None,
                 filename=filename_of(spec, engine),
                 rejoin_info=rejoin_info,
                 cancellation=group.cancellation,
@@ -136,6 +137,7 @@ def free_data() -> None:
     """Free the data of the comparison that has ended, and remove the files of its checks."""
     engine = this_engine()
     engine.data_cache.clear()
+    engine.stop_expected.clear()
     shutil.rmtree(engine.group.folder / loop.CHECKS, ignore_errors=True)
 
 

@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from ddpnb.compat import torch_internals
 from ddpnb.compat.probe import sentence
 from ddpnb.rank.collective_log import (
+    FILES,
     METHODS,
     NO_ROOT,
     Collective,
@@ -39,7 +40,6 @@ from ddpnb.rank.collective_log import (
 )
 from ddpnb.rank.comm.rendezvous import CancellationToken, FreeableWork
 
-FILES = "calls-{generation}-"
 CELLS = f"{os.sep}ipykernel_"
 """A part of the file name of every cell's code."""
 _users_file = CELLS
@@ -86,6 +86,11 @@ class CollectiveChecker:
             for name, collective in self._compared.items():
                 torch_internals.replace_method(name, partial(self._method, collective))
             self._intercept_torch()
+
+    def digests(self) -> dict[str, int]:
+        """Return for each group a number that is the same on ranks with the same last calls."""
+        logs = [log for _, log in self._logs.values() if log is not None]
+        return {log.name: log.digest() for log in logs}
 
     def missing_features(self) -> tuple[str, ...]:
         """Return a sentence if this version of torch lets only some collectives be compared."""

@@ -62,6 +62,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     """What the cell of the comparison in progress has loaded."""
     stop_wanted = Instance(threading.Event, ())
     """Set when the run in progress is to end early."""
+    stop_expected = Instance(threading.Event, ())
+    """Set when a rank of another host may end the run early; until the comparison ends."""
 
     async def complete_registration(self, *args: Any) -> None:
         """Prepare the shell as soon as the engine has one."""
@@ -172,6 +174,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         RankCommand.ABORT: group.abort,
         RankCommand.STATUS: lambda: asdict(rank_status(group, engine.shell)),
         RankCommand.STACK: lambda: users_stack(engine.shell),
+        RankCommand.EXPECT_STOP: engine.stop_expected.set,
         RankCommand.STOP: engine.stop_wanted.set,
     }
     threading.Thread(

@@ -118,7 +118,8 @@ class Group:
         init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size)
         self.generation = generation
         self.cancellation = CancellationToken()
-        self.collective_checks.token = self.cancellation if self.peers else None
+        waits_in_slices = self.peers and not self.can_abort  # to NCCL a slice's end is a failure
+        self.collective_checks.token = self.cancellation if waits_in_slices else None
         self.joined_ns = time.time_ns()
         self.announce()
         total = torch.ones(1, device=self.device)

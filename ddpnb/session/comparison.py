@@ -5,7 +5,9 @@ import math
 import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from ddpnb.cluster.call import CallEvent, Events, Output, Returned
 from ddpnb.cluster.cluster import Cluster
@@ -136,6 +138,8 @@ class Training:
     _is_stopped: bool = False
     _next_stop_at: float = 0.0
     _interrupt_at: float = math.inf
+    _expecting: "dict[int, Future[Any]]" = field(default_factory=dict)
+    """What each rank answers that was asked to expect a stop."""
 
     def stop(self) -> None:
         """End the current run early and start no other; from any thread, also twice.
@@ -256,15 +260,22 @@ class Training:
         now = time.monotonic()
         if not self._is_stopped:
             return
-        if self.cluster.spans_hosts:  # ranks of two hosts cannot agree on the last step
-            self._interrupt_at = now
         self._interrupt_at = min(self._interrupt_at, now + GRACE_SECONDS)
         if self._watch is not None and now >= self._interrupt_at:
             self._watch.stop_requested = True
-        if now >= self._next_stop_at:  # a request before the first step was ignored
-            self._next_stop_at = now + STOP_INTERVAL_SECONDS
+        if now >= self._next_stop_at and self._all_expect_stop():
+            self._next_stop_at = now + STOP_INTERVAL_SECONDS  # before the first step it was ignored
             for rank in self.cluster.living:
                 self.cluster.processes.command(rank, RankCommand.STOP)
+
+    def _all_expect_stop(self) -> bool:
+        """Return whether all ranks look for the last step; those of one host always do."""
+        if not self.cluster.spans_hosts:
+            return True
+        living = self.cluster.living
+        for rank in set(living) - set(self._expecting):
+            self._expecting[rank] = self.cluster.processes.command(rank, RankCommand.EXPECT_STOP)
+        return all(self._expecting[rank].done() for rank in living)
 
     def _print_lost_samples(self, recovery: RankRecovery, report: object) -> None:
         if recovery.restarted and isinstance(report, RunReport):

@@ -164,6 +164,11 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
             subprocess.run(bridge, check=False, capture_output=True)
 
 
+def files_of(token: str) -> list[Path]:
+    """What an agent, or the ssh connection to it, keeps on its host."""
+    return [*Path("/dev/shm").glob(f"ddpnb-{token}*"), *Path("/tmp").glob(f"ddpnb-{token}*")]
+
+
 def make_network(hosts: TwoHosts) -> None:
     bridge = f"{hosts.prefix}br"
     call("ip", "link", "add", bridge, "type", "bridge")

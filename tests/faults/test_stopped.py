@@ -76,7 +76,7 @@ def test_the_status_shows_a_stopped_rank_and_the_ways_out(
     three: Cluster, stopped: psutil.Process
 ) -> None:
     stopped.suspend()
-    wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, "the signal to arrive")
+    wait_until(lambda: three.processes.stopped_members == {1}, "the signal to be reported")
     table = status_table(three, ())
     assert [row[-1].text for row in table.rows] == ["idle", "stopped", "idle"]
     ways_out = (
@@ -86,6 +86,7 @@ def test_the_status_shows_a_stopped_rank_and_the_ways_out(
     assert table.notes == (ways_out,)
     assert describe_ranks(three) == f"rank 0 is idle\n{ways_out}\nrank 2 is idle"
     stopped.resume()
+    wait_until(lambda: not three.processes.stopped_members, "the rank to go on")
     table = status_table(three, ())
     assert [row[-1].text for row in table.rows] == ["idle"] * 3
     assert table.notes == ()

@@ -131,7 +131,10 @@ class FreeableWork:
                     self._work.wait(SLICE)
                     break
                 except RuntimeError:
-                    if self._work.is_completed() or time.monotonic() > deadline:
+                    if self._work.is_completed():  # it has failed, or ended just after the slice
+                        self._work.wait()
+                        break
+                    if time.monotonic() > deadline:
                         raise
                     self._token.check()
             except KeyboardInterrupt as error:

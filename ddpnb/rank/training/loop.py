@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, RunSpec
 from ddpnb.rank.comm.rendezvous import CancellationToken, RunOverError, announce_failure
@@ -137,6 +138,7 @@ def run(
     publish: Publish,
     namespace: Mapping[str, object],
     should_stop: Callable[[], bool],
+    expects_stop: Callable[[], bool] | None = None,
     filename: str = UNNAMED,
     rejoin_info: RejoinInfo | None = None,
     cancellation: CancellationToken | None = None,
@@ -154,6 +156,8 @@ def run(
         publish: takes the header (on rank 0, before the first step) and an event for each step.
         namespace: the user's variables on this rank; left as they are.
         should_stop: called before each step; if it is true on one rank, the run ends on all.
+        expects_stop: the same on every rank, some time before: only then do ranks of several hosts
+            look for the last step; None: all ranks are on one host.
         filename: what tracebacks call the comparison's cell.
         rejoin_info: where this rank joins if the others train already; it is in no group then.
         cancellation: ends waits that are not the group's.
@@ -183,12 +187,12 @@ def run(
         context = opened.enter_context(linked(context))
         if rejoin_info is not None:
             try:
-                return _perform(context, publish, should_stop)
+                return _perform(context, publish, should_stop, expects_stop)
             except RunOverError:
                 return no_part
         # -- prepare ... evaluate ---------------------------------------------------------
         with _announced_failure(context, "t"):
-            return _perform(context, publish, should_stop)
+            return _perform(context, publish, should_stop, expects_stop)
 
 
 def _announced_failure(context: RunContext, phase: str) -> contextlib.AbstractContextManager[None]:
@@ -198,14 +202,20 @@ def _announced_failure(context: RunContext, phase: str) -> contextlib.AbstractCo
     return announce_failure(context.name(phase), context.state.rank)
 
 
-def _perform(context: RunContext, publish: Publish, should_stop: Callable[[], bool]) -> RunReport:
+def _perform(
+    context: RunContext,
+    publish: Publish,
+    should_stop: Callable[[], bool],
+    expects_stop: Callable[[], bool] | None,
+) -> RunReport:
     spec = context.spec
     metrics = RunMetrics(context=context, publish=publish, clock=clock_of(context.device))
     with contextlib.ExitStack() as opened:
         # -- prepare ----------------------------------------------------------------------
         fault_injector = _fault_injector(context, metrics)
         strategy = opened.enter_context(closing(context.strategy()))
-        stop = opened.enter_context(closing(Stop(context, metrics.clock, should_stop)))
+        stop = Stop(context, metrics.clock, should_stop, expects_stop)
+        opened.callback(stop.close)
         replica = context.replica(
             "t",
             num_steps=context.num_steps,
@@ -356,19 +366,28 @@ class Stop:
     the chosen step by then, and none misses the file before it is removed.  Asynchronous workers
     do not wait for each other; each stops as soon as it sees the file.
 
-    Ranks of another host do not see the file: there a stop needs the group to be aborted.
+    Ranks of several hosts have the process group's store in place of the file.  Looking takes a
+    message there, so they look only from when they expect a stop, all of them before one is asked.
 
     Args:
         context: the run.
         clock: the run's.
         wanted: returns whether this rank has been asked to stop.
+        expected: returns whether this rank is to look; None: all ranks are on one host.
     """
 
-    def __init__(self, context: RunContext, clock: Clock, wanted: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        clock: Clock,
+        wanted: Callable[[], bool],
+        expected: Callable[[], bool] | None = None,
+    ) -> None:
         num_steps_ahead = clock.num_steps_ahead + context.plan.num_steps_ahead
         self._path = context.folder / f"{context.name('t')}.stop"
         self._margin = 2 * (num_steps_ahead + 1) if context.plan.synchronous else 0
         self._wanted = wanted
+        self._expected = expected
         self._last: int | None = None
 
     def before(self, step: int) -> bool:
@@ -385,6 +404,9 @@ class Stop:
 
     def _announce(self, step: int) -> None:
         """Write the step unless another rank was first; the file appears with its content."""
+        if self._expected is not None:
+            group_store().compare_set(self._path.name, "", str(step))
+            return
         draft = self._path.with_suffix(f".{os.getpid()}")
         draft.write_text(str(step))
         with contextlib.suppress(FileExistsError):
@@ -392,6 +414,9 @@ class Stop:
         draft.unlink()
 
     def _read(self) -> int | None:
+        if self._expected is not None:
+            is_there = self._expected() and group_store().check([self._path.name])
+            return int(group_store().get(self._path.name)) if is_there else None
         if not self._path.exists():
             return None
         return int(self._path.read_text())

@@ -1,22 +1,27 @@
 """Calls that differ in a group's log: at most one reaches the backend, and none is refused for
 another that the backend refuses."""
 
+import json
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from ddpnb.rank.collective_log import (
+    FILES,
     METHODS,
     NO_ROOT,
     CollectiveLog,
     CollectiveMismatchError,
+    find_mismatch,
+    kept_calls,
     settle_dispute,
 )
+from ddpnb.rank.comm.rendezvous import CancellationToken, FreeableWork
 
 RANKS = range(3)
 
@@ -98,3 +103,67 @@ def test_of_calls_that_differ_one_alone_reaches_the_backend(tmp_path: Path) -> N
 
         in_threads(go)
         assert len(reached) == 1, (sizes, pauses)
+
+
+def on_two_hosts(folder: Path, ranks: Sequence[int]) -> list[CollectiveLog]:
+    """Logs of a group of two: its ranks share no file, but its name."""
+    name = FILES.format(generation=0) + "group-1"
+    for host in "ab":
+        (folder / host).mkdir()
+    return [CollectiveLog(folder / "ab"[n] / name, place=n, ranks=ranks) for n in range(2)]
+
+
+def found_between(folder: Path) -> str:
+    sent = json.dumps([call for host in "ab" for call in kept_calls(folder / host)])
+    return find_mismatch(json.loads(sent))
+
+
+def test_calls_of_two_hosts_are_compared_afterwards(tmp_path: Path) -> None:
+    one, other = on_two_hosts(tmp_path, ranks=[5, 2])
+    for log in (one, other):
+        for _ in range(100):  # more than are kept
+            assert write(log, 3) == (log._num_calls, True)
+    write(one, 7)  # the other host has not called that one, nor refused it
+    assert found_between(tmp_path) == ""
+    assert write(other, 4) == (101, True)
+    write(other, 5)
+    assert found_between(tmp_path) == (
+        "the calls of the ranks do not match: rank 2 calls all_reduce with Float [4], "
+        "but rank 5 calls all_reduce with Float [7]"
+    )
+
+
+def test_a_call_that_was_refused_is_not_compared_with_other_hosts(tmp_path: Path) -> None:
+    one, other = on_two_hosts(tmp_path, ranks=[0, 1])
+    write(one, 3)
+    one.take_back()
+    write(other, 4)
+    assert found_between(tmp_path) == ""
+    write(one, 4)
+    assert found_between(tmp_path) == ""
+
+
+class EndsJustAfterASlice:
+    """Work of torch's that ends between the first slice of a wait and the look at it."""
+
+    def __init__(self, error: str = "") -> None:
+        self._error = error
+        self._num_waits = 0
+
+    def is_completed(self) -> bool:
+        return self._num_waits > 0
+
+    def wait(self, timeout: object = None) -> bool:
+        self._num_waits += 1
+        if self._num_waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self._error:
+            raise RuntimeError(self._error)
+        return True
+
+
+def test_work_that_ends_just_after_a_slice_of_waiting_has_ended_well() -> None:
+    assert FreeableWork(EndsJustAfterASlice(), CancellationToken()).wait()
+    failed = FreeableWork(EndsJustAfterASlice("Connection closed"), CancellationToken())
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        failed.wait()

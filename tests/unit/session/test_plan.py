@@ -6,8 +6,10 @@ import pytest
 
 from ddpnb.cluster.placement import (
     ClusterSpec,
+    HostReport,
     Placement,
     free_port,
+    place_on_hosts,
     place_ranks,
     torchrun_environment,
 )
@@ -137,3 +139,34 @@ def test_hyper_threads_of_one_core_count_once(tmp_path: Path):
         (folder / "thread_siblings_list").write_text("0-63\n")
     assert num_cores(tmp_path) == 1
     assert num_cores(tmp_path / "unknown") == len(cpus)
+
+
+def on_hosts(*num_gpus: int, **choices: str) -> Placement:
+    """Place three ranks on each of some hosts."""
+    names = [f"h{number}" for number in range(len(num_gpus))]
+    reports = [
+        HostReport(name=name, address="", interface="", num_cores=2, num_gpus=num)
+        for name, num in zip(names, num_gpus, strict=True)
+    ]
+    hosts = ",".join(f"{name}:3" for name in names)
+    return place_on_hosts(ClusterSpec(hosts=hosts, **choices), reports)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "choices", "sentence"),
+    [
+        ((3, 0), {"device": "cuda"}, "Host h1 has no GPU: use --device cpu, or leave the host out"),
+        ((3, 0), {}, "Host h1 has no GPU and another has"),
+        ((3, 2), {"backend": "nccl"}, "Host h1: NCCL allows one rank per GPU, and 3 ranks do not"),
+    ],
+)
+def test_a_host_with_fewer_gpus_than_asked_is_named(num_gpus, choices, sentence):
+    with pytest.raises(UserError, match=sentence):
+        on_hosts(*num_gpus, **choices)
+
+
+def test_hosts_share_their_gpus_as_one_host_does():
+    assert on_hosts(3, 3).backend == "nccl"
+    plan = on_hosts(3, 2)
+    assert plan.backend == "gloo"
+    assert plan.devices[3:] == ("cuda:0", "cuda:1", "cuda:0")

@@ -1,0 +1,109 @@
+"""Is a host that ddpnb cannot use named before anything starts?"""
+
+import secrets
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.protocol.errors import UserError
+from tests.cluster.rig import wait_until
+from tests.cluster.two_hosts import TwoHosts, files_of, two_hosts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hosts(tmp_path_factory) -> Iterator[TwoHosts]:
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as found:
+        yield found
+
+
+def refused(folder: Path, sentence: str, setting: str, python: str = sys.executable) -> None:
+    """Start a rank on host a with a Python of another environment, which is refused."""
+    program = folder / "python"
+    program.write_text(f'#!/bin/sh\nexec env {setting} {python} "$@"\n')
+    program.chmod(0o755)
+    with pytest.raises(UserError, match=sentence):
+        Cluster.start(ClusterSpec(hosts="a:1", device="cpu", python=str(program)))
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ("import platform; platform.python_version = lambda: '3.9.1'", r"Host a has Python 3\.9, "),
+        (
+            "import time; real = time.time; time.time = lambda: real() + 600",
+            "clock of host a is off",
+        ),
+    ],
+)
+def test_another_python_and_another_clock(tmp_path, lines, sentence):
+    """The host's Python says what they would."""
+    (tmp_path / "sitecustomize.py").write_text(lines)
+    refused(tmp_path, sentence, f"PYTHONPATH={tmp_path}:$PYTHONPATH")
+
+
+@pytest.mark.parametrize("package", ["torch", "ddpnb"])
+def test_another_version_of_a_package(tmp_path, package):
+    installed = tmp_path / f"{package}-0.0.9.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Name: {package}\nVersion: 0.0.9\n")
+    sentence = rf"Host a has {package} 0\.0\.9, and this one [\d.]+: install the same version"
+    refused(tmp_path, sentence, f"PYTHONPATH={tmp_path}:$PYTHONPATH")
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("PYTHONPATH=", "Host a has no ddpnb in its Python"),
+        ("PYTHONPATH=$PYTHONPATH", "Host a lacks a package that ddpnb needs"),
+    ],
+)
+def test_a_python_without_packages(tmp_path, setting, sentence):
+    venv.create(tmp_path / "empty")
+    refused(tmp_path, sentence, setting, str(tmp_path / "empty/bin/python"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ({"hosts": "nobody:1"}, "Host nobody cannot be reached: no ssh server listens there"),
+        ({"hosts": "stranger:1"}, "Host stranger has a host key that ssh does not know"),
+        ({"hosts": "impostor:1"}, "Host impostor has another host key than"),
+        ({"hosts": "locked:1"}, "Host locked does not let you in: set up a key"),
+        ({"hosts": "a:1", "python": "/nowhere/python"}, "Host a has no such Python"),
+        ({"hosts": "a:1", "interface": "net7"}, "Host a has no interface net7 .* lo, net0"),
+        ({"hosts": "a:1", "device": "cuda"}, "Host a has no GPU"),
+        ({"hosts": "a:1,a:1"}, "--hosts names a twice"),
+        ({"hosts": "-oProxyCommand=x:1"}, "Write --hosts as a:4,b:4"),
+        ({"hosts": "a:1", "num_ranks": 2}, "leave out -n"),
+        ({"hosts": "a:1", "detach_seconds": 9.0}, "--detach"),
+        ({"interface": "net0"}, "name them with --hosts"),
+    ],
+)
+def test_what_cannot_be_used_is_said_before_anything_starts(spec, sentence, monkeypatch):
+    tokens: list[str] = []
+    token_hex = secrets.token_hex
+    monkeypatch.setattr(secrets, "token_hex", lambda n: tokens.append(token_hex(n)) or tokens[-1])
+    with pytest.raises(UserError, match=sentence):
+        Cluster.start(ClusterSpec(**{"device": "cpu"} | spec))
+    wait_until(lambda: not any(map(files_of, tokens)), "no file is left")
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rename(tmp_path / "renamed")
+    monkeypatch.setattr(Path, "cwd", lambda: gone)
+    with pytest.raises(UserError, match=f"Host a has no folder {gone}"):
+        Cluster.start(ClusterSpec(hosts="a:1", device="cpu"))
+
+
+def test_closed_ports_between_hosts_are_named(hosts):
+    with hosts.parted(), pytest.raises(UserError, match="Host a does not reach host b"):
+        Cluster.start(ClusterSpec(hosts="a:1,b:1", device="cpu"))
