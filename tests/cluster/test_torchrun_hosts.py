@@ -75,7 +75,8 @@ def test_a_worker_killed_under_torchrun_costs_one_interval(hosts, tmp_path, monk
     finally:
         for each in running:
             each.kill()
-    assert [each.returncode for each in running] == [0, 0], "\n".join(texts)
+    errors = [(folder / f"{host}.err").read_text() for host in "ab"]
+    assert [each.returncode for each in running] == [0, 0], "\n".join([*texts, *errors])
     before, _, after = texts[0].partition("going on after step 10, from train.pt")
     assert max(printed(before)) == 12
     assert list(printed(after)) == [11, 12, 13, 14, 15]
@@ -121,13 +122,14 @@ def torchrun(hosts: TwoHosts, host: str, folder: Path, shown: str) -> "subproces
         *(each.replace("eth0", "net0") for each in exported),
         f"torchrun {own} {line.replace(str(folder / 'train.py'), 'train.py --log-every 1')}",
     ]
-    return subprocess.Popen(
-        ["ssh", host, "\n".join(lines)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    with (folder / f"{host}.err").open("w") as errors:
+        return subprocess.Popen(
+            ["ssh", host, "\n".join(lines)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
 
 
 def printed(text: str) -> dict[int, float]:
