@@ -124,7 +124,9 @@ class FreeableWork:
             try:
                 return self._work.wait(SLICE)
             except RuntimeError:
-                if self._work.is_completed() or time.monotonic() > deadline:
+                if self._work.is_completed():  # it has failed; or it ended just after the slice
+                    return self._work.wait(SLICE)
+                if time.monotonic() > deadline:
                     raise
                 self._token.check()
 
