@@ -161,8 +161,11 @@ On one machine:
 The same; workers that fail are started again, and all go on from the last checkpoint:
     torchrun --standalone {again} --nproc-per-node {num} {quoted}
 On each of two machines, of which HOST is one; --checkpoint in a folder that both see:
-    export {FRESH_STORE}
+    export {FRESH_STORE}  # or workers started again find old addresses
     torchrun --nnodes 2 {again} --nproc-per-node {of_each} {meeting} {quoted}
+Where a machine's own name does not lead to its address (often to 127.0.1.1), also name on each
+the interface, and after torchrun --local-addr ADDRESS, on HOST --rdzv-conf is_host=1 too:
+    export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
 Where there is no torchrun:
     python -m torch.distributed.launch --use-env --nproc-per-node {num} {quoted}"""
 

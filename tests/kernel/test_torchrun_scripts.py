@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -11,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.rig import wait_until
-from tests.cluster.two_hosts import two_hosts
 from tests.kernel.client import Cell, Kernel
 
 CELL = """%%ddp_compare {line} --no-baseline --seed 3 --name {name}
@@ -205,37 +202,6 @@ def test_the_lines_that_are_printed_run_it(compared: Cell, kernel: Kernel):
     assert ended.returncode == 0, error
     *_, train, held_out = losses(kernel, "plain", "ddp")
     assert final == finals(out) == pytest.approx([train, held_out], abs=1e-6)
-
-
-def test_two_hosts_run_it_and_a_worker_killed_costs_one_interval(
-    compared: Cell, kernel: Kernel, tmp_path: Path
-):
-    """As typed on each of them over ssh; the two have one name, so torchrun needs addresses."""
-    lines = re.findall(
-        r"^    (export .*|torchrun --nnodes 2 .*)$", export(kernel, "plain two.py"), re.M
-    )
-    with two_hosts(tmp_path) as hosts:
-        (kernel.folder / "dying").touch()
-        started = []
-        for is_first, host in ((1, "a"), (0, "b")):
-            chosen = f"torchrun --local-addr {hosts.address(host)} --rdzv-conf is_host={is_first} "
-            line = lines[1].replace("torchrun ", chosen).replace("HOST", hosts.address("a"))
-            words = [
-                f"cd {kernel.folder}; export PATH={Path(sys.executable).parent}:$PATH",
-                "unset PYTHONPATH; export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=net0",
-                lines[0],
-                f"timeout 150 {line} --log-every 1",
-            ]
-            started.append(shell(kernel, f"ssh {host} {shlex.quote('; '.join(words))}"))
-        texts = [each.communicate(timeout=180) for each in started]
-        assert [each.returncode for each in started] == [0, 0], texts
-        wait_until(lambda: not hosts.processes("a") + hosts.processes("b"), "torchrun to end")
-    assert not (kernel.folder / "dying").exists()
-    ((text, _),) = [each for each in texts if "step 1 " in each[0]]  # that of rank 0
-    before, _, after = text.partition("going on after step 12, from ")
-    assert max(printed(before)) == 13
-    assert list(printed(after)) == [13, 14, 15]
-    assert_same(kernel, "plain", "ddp", text)
 
 
 def shell(kernel: Kernel, line: str) -> "subprocess.Popen[str]":

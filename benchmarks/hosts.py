@@ -1,0 +1,207 @@
+"""What do strategies gain where the network between two hosts is slow, and how quick is a start?
+
+Two network namespaces, each with a real sshd, those of the tests; needs root.
+``python -m benchmarks hosts:part=links`` or ``hosts:part=start`` measures one of the two.
+"""
+
+import contextlib
+import io
+import shlex
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.claims import Unseen
+from benchmarks.kernel import kernel
+from benchmarks.measure import Figure, in_turns
+from benchmarks.start import SCRIPT
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.history.store import Store
+from ddpnb.history.summary import samples_per_second
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.notation import check_across_hosts
+from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.session.comparison import ComparisonSpec, prepare
+from ddpnb.session.inside import measure_links
+from tests.cluster.two_hosts import TwoHosts, call, two_hosts
+
+STRATEGIES = ("ddp", "ddp-shm", "local-sgd", "diloco", "async")
+RATES = {"1gbit": ("128kb", 96), "100mbit": ("32kb", 24)}
+"""What may leave a host at once, and how many steps are trained then: more than the first few,
+and no more than the slowest strategy makes in some seconds."""
+DELAY = "10ms"
+BATCH_SIZE = 64
+NUM_FLOATS = 1_001_000
+TASK = f"""
+import torch
+from torch import nn
+
+def model():
+    return nn.Linear(1000, 1000)
+
+def data(split):
+    torch.manual_seed(0)
+    return torch.randn({BATCH_SIZE}, 1000), torch.randint(1000, ({BATCH_SIZE},))
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.01)
+"""
+START = textwrap.dedent(
+    """
+    import json, time
+    from IPython import get_ipython
+    began = time.perf_counter()
+    get_ipython().run_line_magic("ddp_start", "--hosts {hosts} --device cpu")
+    get_ipython().run_cell_magic("ddp", "", "import torch.distributed as dist; dist.barrier()")
+    took = time.perf_counter() - began
+    get_ipython().run_line_magic("ddp_stop", "")
+    print(json.dumps(took))
+    """
+)
+
+
+def measure(part: str = "", rounds: int = 3, each: int = 2) -> list[Figure]:
+    """Measure with so many repeats of each strategy, and so many ranks on each host."""
+    with tempfile.TemporaryDirectory() as folder, two_hosts(Path(folder)) as hosts:
+        figures = []
+        if part in ("", "start"):
+            figures.append(start(hosts, rounds, each))
+        if part in ("", "links"):
+            figures += links(hosts, rounds, each)
+        return figures
+
+
+def start(hosts: TwoHosts, rounds: int, each: int) -> Figure:
+    """Compare a start with that of a script that does the same, both over ssh."""
+    names = f"a:{each},b:{each}"
+
+    def ours() -> float:
+        with kernel() as fresh:
+            fresh.run("%load_ext ddpnb")
+            return float(str(fresh.value(START.format(hosts=names))))
+
+    def theirs() -> float:
+        return torchrun_seconds(hosts, each)
+
+    found = in_turns(ours, theirs, 2 * rounds)
+    return Figure(
+        name=f"%ddp_start --hosts {names} to a finished collective, against torchrun over ssh",
+        unit="s",
+        ours=found[0],
+        theirs=found[1],
+        limit="<= 0.8",
+    )
+
+
+def torchrun_seconds(hosts: TwoHosts, each: int) -> float:
+    script = hosts.folder / "script.py"
+    script.write_text(SCRIPT)
+    began = time.time()
+    started = [
+        subprocess.Popen(
+            ["ssh", host, torchrun_line(hosts, host, each, script)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for host in "ab"
+    ]
+    texts = [process.communicate(timeout=120)[0] for process in started]
+    return float("".join(texts).split()[-1]) - began
+
+
+def torchrun_line(hosts: TwoHosts, host: str, each: int, script: Path) -> str:
+    """As written by hand for hosts that share one name."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    words += ["--nproc-per-node", str(each), "--rdzv-backend", "c10d", "--rdzv-id", "start"]
+    words += ["--rdzv-endpoint", f"{hosts.address('a')}:29400"]
+    words += ["--local-addr", hosts.address(host), "--rdzv-conf", f"is_host={int(host == 'a')}"]
+    return f"GLOO_SOCKET_IFNAME=net0 {shlex.join([*words, str(script)])}"
+
+
+def links(hosts: TwoHosts, rounds: int, each: int) -> Iterator[Figure]:
+    """Compare strategies under each rate, and with a delay where the kernel can make one."""
+    spec = ClusterSpec(hosts=f"a:{each},b:{each}", device="cpu", num_threads=1)
+    cluster = Cluster.start(spec)
+    try:
+        names = [name for name in STRATEGIES if is_allowed(name)]
+        for rate, (burst, num_steps) in RATES.items():
+            for delay in ("", DELAY):
+                with shaped(hosts, rate, burst, delay) as is_made:
+                    if is_made:
+                        link = f"{rate}, {delay} of delay" if delay else rate
+                        where = f"2 hosts of {each} ranks, {link}"
+                        yield from compared(cluster, names, num_steps, rounds, where)
+    finally:
+        cluster.stop()
+
+
+def is_allowed(strategy: str) -> bool:
+    """Whether a strategy trains across hosts; if not, its sentence is printed."""
+    try:
+        check_across_hosts(strategy, "auto")
+    except UserError as error:
+        print(f"{strategy} is left out: {error}")
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def shaped(hosts: TwoHosts, rate: str, burst: str, delay: str) -> Iterator[bool]:
+    """Limit what leaves each host; yields whether that could be done."""
+    limit = ("handle", "1:", "tbf", "rate", rate, "burst", burst, "limit", "4mb")
+    later = ("parent", "1:", "netem", "delay", delay, "limit", "100000")
+    names = [f"{hosts.prefix}{host}" for host in "ab"]
+    try:
+        for name in names:
+            call("tc", "-n", name, "qdisc", "add", "dev", "net0", "root", *limit)
+            if delay:
+                call("tc", "-n", name, "qdisc", "add", "dev", "net0", *later)
+    except subprocess.CalledProcessError as error:
+        print(f"{rate} with {delay or 'no'} delay is left out: {error.stderr.strip()}")
+        yield False
+    else:
+        yield True
+    finally:
+        for name in names:
+            words = ["tc", "-n", name, "qdisc", "delete", "dev", "net0", "root"]
+            subprocess.run(words, check=False, capture_output=True)
+
+
+def compared(
+    cluster: Cluster, names: list[str], num_steps: int, rounds: int, where: str
+) -> Iterator[Figure]:
+    """All strategies in one comparison, in turns; each repeat begins with another one."""
+    found = measure_links(cluster)
+    pair = (0, len(cluster.ranks) - 1)
+    measured = f"{8e-6 * found.rates[pair]:.0f} Mbit/s, {1e3 * found.latencies[pair]:.2f} ms"
+    training = TrainingSpec(source=TASK, num_epochs=num_steps, batch_size=BATCH_SIZE, eval_every=0)
+    spec = ComparisonSpec(
+        strategies=tuple(names), training=training, num_repeats=rounds, baseline=False
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(Store(Path(folder))) as store,
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        runs = prepare(cluster, store, spec, Unseen()).run().comparison.runs  # type: ignore[arg-type]
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    for run in runs:
+        assert run.spec is not None
+        assert run.status == "finished", run
+        rates[run.spec.strategy].append(samples_per_second(run))
+    for name in names[1:]:
+        yield Figure(
+            name=f"{name} against ddp, {where}, a layer of {NUM_FLOATS / 1e6:.0f} M floats",
+            unit="samples/s",
+            ours=rates[name],
+            theirs=rates["ddp"],
+            note=f"between the hosts as %ddp_hosts measures it: {measured}",
+        )

@@ -1,0 +1,143 @@
+"""An exported script trains under torchrun on two hosts as the notebook did, also after a kill."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpnb.cluster.cluster import Cluster
+from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.history.store import Store
+from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.reports.script import write_script
+from ddpnb.session.comparison import ComparisonSpec, prepare
+from tests.cluster.rig import DYNAMO, wait_until
+from tests.cluster.two_hosts import TwoHosts, two_hosts
+
+SECONDS = 240.0
+"""Nobody waits longer here, on however busy a machine; it takes 20 s on an idle one."""
+
+CELL = """
+import os, time
+from pathlib import Path
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 2))
+
+def data(split):
+    x = torch.randn(200, 8, generator=torch.Generator().manual_seed(len(split)))
+    return x, (x.sum(dim=1) > 0).long()
+
+folder, calls = Path({folder!r}), 0
+
+def loss(outputs, targets):
+    global calls
+    calls += outputs.requires_grad
+    if calls == 13 and os.environ["RANK"] == "3" and (folder / "hold").exists():
+        (folder / "held.tmp").write_text(str(os.getpid()))
+        (folder / "held.tmp").rename(folder / "held")
+        time.sleep({seconds})
+    return nn.functional.cross_entropy(outputs, targets)
+"""
+"""Five steps an epoch, and a checkpoint after each; where asked to, rank 3 waits in step 13."""
+
+
+@pytest.fixture
+def hosts(tmp_path) -> Iterator[TwoHosts]:
+    with two_hosts(tmp_path) as found:
+        yield found
+
+
+def test_a_worker_killed_under_torchrun_costs_one_interval(hosts, tmp_path, monkeypatch):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    losses, final, shown = trained_and_exported(folder, monkeypatch)
+    (folder / "hold").touch()
+    running = [torchrun(hosts, host, folder, shown) for host in "ab"]
+    try:
+        wait_until(
+            lambda: (folder / "held").exists() or any(each.poll() is not None for each in running),
+            "step 13",
+            timeout=SECONDS,
+        )
+        if (folder / "held").exists():
+            assert (folder / "train.pt").exists()
+            os.kill(int((folder / "held").read_text()), signal.SIGKILL)
+        texts = [each.communicate(timeout=SECONDS)[0] for each in running]
+    finally:
+        for each in running:
+            each.kill()
+    errors = [(folder / f"{host}.err").read_text() for host in "ab"]
+    assert [each.returncode for each in running] == [0, 0], "\n".join([*texts, *errors])
+    before, _, after = texts[0].partition("going on after step 10, from train.pt")
+    assert max(printed(before)) == 12
+    assert list(printed(after)) == [11, 12, 13, 14, 15]
+    assert printed(texts[0]) == pytest.approx(losses, abs=1e-6)
+    assert finals(after) == pytest.approx(final, abs=1e-6)
+    wait_until(lambda: not any(map(hosts.processes, "ab")), "hosts without processes")
+
+
+def trained_and_exported(
+    folder: Path, patch: pytest.MonkeyPatch
+) -> tuple[dict[int, float], list[float], str]:
+    """Return the notebook's losses by step, its final ones, and the lines to run the script."""
+    source = CELL.format(folder=str(folder), seconds=SECONDS)
+    training = TrainingSpec(source=source, num_epochs=3, batch_size=40, seed=3)
+    spec = ComparisonSpec(strategies=("ddp",), training=training, baseline=False)
+    patch.setenv("DDPNB_PRELOAD", DYNAMO["DDPNB_PRELOAD"])
+    cluster = Cluster.start(ClusterSpec(hosts="a:2,b:2", device="cpu", num_threads=1))
+    try:
+        comparison = prepare(cluster, Store(folder / "data"), spec).run().comparison
+    finally:
+        cluster.stop()
+    (run,) = comparison.runs
+    assert run.status == "finished"
+    of_rank_0 = run.events[run.events["rank"] == 0]
+    losses = {int(each["step"]) + 1: float(each["loss"]) for each in of_rank_0}
+    final = [run.reports[0].final_loss, run.reports[0].held_out_loss]
+    return losses, final, write_script(comparison, folder / "train.py")
+
+
+def torchrun(hosts: TwoHosts, host: str, folder: Path, shown: str) -> "subprocess.Popen[str]":
+    """Run the lines for two machines on one of them, over ssh, as one types them.
+
+    Both hosts have this machine's name, which leads to neither.
+    """
+    (line,) = re.findall(r"^    torchrun (--nnodes 2 .*)$", shown, re.MULTILINE)
+    line = line.replace("HOST:29400", f"{hosts.address('a')}:29400")
+    line = line.replace("--max-restarts 3", "--max-restarts 1")
+    own = f"--local-addr {hosts.address(host)}" + " --rdzv-conf is_host=1" * (host == "a")
+    exported = re.findall(r"^    (export .*)$", shown, re.MULTILINE)
+    lines = [
+        f"cd {shlex.quote(str(folder))}",
+        f"export PATH={Path(sys.executable).parent}:$PATH",
+        *(each.replace("eth0", "net0") for each in exported),
+        f"torchrun {own} {line.replace(str(folder / 'train.py'), 'train.py --log-every 1')}",
+    ]
+    with (folder / f"{host}.err").open("w") as errors:
+        return subprocess.Popen(
+            ["ssh", host, "\n".join(lines)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+
+
+def printed(text: str) -> dict[int, float]:
+    """Return the losses that the script has printed, by step."""
+    found = re.findall(r"^step (\d+) of \d+: loss ([\d.]+)", text, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in found}
+
+
+def finals(text: str) -> list[float]:
+    found = re.findall(r"^(?:final training|held-out) loss ([\d.]+)", text, re.MULTILINE)
+    return [float(loss) for loss in found]
