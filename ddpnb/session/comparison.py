@@ -134,6 +134,7 @@ class Training:
     options: PlotOptions = EVERYTHING
     printed: PrintedLines = field(default_factory=PrintedLines)
     """What the cell has printed on the ranks."""
+    grace_seconds: float = GRACE_SECONDS
     _watch: Watch | None = None
     _is_stopped: bool = False
     _next_stop_at: float = 0.0
@@ -247,10 +248,8 @@ class Training:
                 raise
             print(f"Rank {format_ranks(dead)} {how}. {error}", file=sys.stderr)
             return False
-        print(
-            f"Rank {format_ranks(dead)} {how}; it is a new process now, without its variables.",
-            file=sys.stderr,
-        )
+        how += "; it is a new process now, without its variables."
+        print(f"Rank {format_ranks(dead)} {how}", file=sys.stderr)
         return True
 
     def _tick(self, recovery: RankRecovery) -> None:
@@ -260,7 +259,7 @@ class Training:
         now = time.monotonic()
         if not self._is_stopped:
             return
-        self._interrupt_at = min(self._interrupt_at, now + GRACE_SECONDS)
+        self._interrupt_at = min(self._interrupt_at, now + self.grace_seconds)
         if self._watch is not None and now >= self._interrupt_at:
             self._watch.stop_requested = True
         if now >= self._next_stop_at and self._all_expect_stop():

@@ -227,6 +227,7 @@ def inspect_async(cluster: Cluster, strategy: str, training: TrainingSpec) -> "A
         store = Store(Path(folder))
         moment = _Moment(cluster, bool(short.kill))
         moment.training = running = prepare(cluster, store, spec, cast("Any", moment))
+        running.grace_seconds = MOST_SECONDS  # an interrupt would cost the user's own DDP its group
         try:
             running.run()
         except CellInterrupt:

@@ -19,7 +19,6 @@ from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.session import comparison
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.errors import RankError
 from ddpnb.session.inside import measure_links
@@ -226,9 +225,9 @@ def test_sums_in_the_memory_of_each_host_train_as_ddp(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "async"])
-def test_a_run_that_is_stopped_is_judged(cluster, tmp_path, monkeypatch, strategy):
-    monkeypatch.setattr(comparison, "GRACE_SECONDS", SECONDS)
+def test_a_run_that_is_stopped_is_judged(cluster, tmp_path, strategy):
     training = prepare(cluster, Store(tmp_path), a_comparison(strategy, num_epochs=100_000))
+    training.grace_seconds = SECONDS
 
     def stop_later() -> None:
         try:
