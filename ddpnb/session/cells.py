@@ -321,9 +321,10 @@ def warn_stale(stale: Mapping[StaleVariable, Sequence[int]]) -> None:
     for variable, ranks in stale.items():
         remedy = REMEDIES[variable.kind].format(name=variable.name)
         article = "an" if variable.kind.startswith("FSDP") else "a"
+        where = f"rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}"
         print(
-            f"`{variable.name}` on rank {format_ranks(ranks)} is {article} {variable.kind} of a "
-            f"process group that was aborted: {remedy}.",
+            f"`{variable.name}` on {where} is {article} {variable.kind} of a process group that "
+            f"was aborted: {remedy}.",
             file=sys.stderr,
         )
 
