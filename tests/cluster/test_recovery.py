@@ -25,7 +25,7 @@ class Deadly(nn.Linear):
     num_calls = 0
 
     def forward(self, x):
-        time.sleep(0.01)
+        time.sleep(0.01 * self.training)
         Deadly.num_calls += 1
         deadline = time.monotonic() + 60
         while rank != 1 and Path({hold!r}).exists() and time.monotonic() < deadline:
