@@ -272,7 +272,7 @@ def _assumptions(
     lines = [
         f"Fitted to {measured.name}: single on 1 rank, no-comm on {measured.num_ranks}, "
         f"{measured.cores} cores.",
-        f"A step costs {1e3 * work.alone.fixed:.3g} ms and {1e6 * work.alone.per_sample:.3g} us a "
+        f"A step costs {1e3 * work.alone.fixed:.3g} ms and {1e6 * work.alone.per_sample:.3g} µs a "
         f"sample on one rank; the first is {100 * share:.2g} % of it."
         + (
             ""
@@ -339,5 +339,5 @@ def _spoken(link: LinkSpec) -> str:
     if link.bits_per_second >= 1e15:
         return "nothing that could be measured"
     return (
-        f"{8e9 / link.bits_per_second:.3g} s a GB and {1e6 * link.latency_seconds:.3g} us a message"
+        f"{8e9 / link.bits_per_second:.3g} s a GB and {1e6 * link.latency_seconds:.3g} µs a message"
     )

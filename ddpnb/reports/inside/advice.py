@@ -293,7 +293,7 @@ def _measures(ranks: Sequence[RankMeasured]) -> dict[str, str]:
         assert link is not None
         shown[f"all-reduce by {first.backend}"] = (
             _all_reduce(first, _mean(ranks, "latency"), _mean(ranks, "all_reduce"))
-            + f"; as a ring: {number(1e6 * link.latency_seconds)} us a message, "
+            + f"; as a ring: {number(1e6 * link.latency_seconds)} µs a message, "
             + (f"{short(link.bits_per_second / 8)}B/s")
         )
     if first.shared_all_reduce:
@@ -308,7 +308,7 @@ def _measures(ranks: Sequence[RankMeasured]) -> dict[str, str]:
         peers = "peer access" if first.has_peer_access else "no peer access"
         named = f", {first.connection}" if first.connection else ""
         shown["GPU to GPU"] = (
-            f"{short(first.between)}B/s, {1e6 * first.between_latency:.3g} us, {peers}{named}"
+            f"{short(first.between)}B/s, {1e6 * first.between_latency:.3g} µs, {peers}{named}"
         )
     if (model := first.model) is not None:
         made = " (its input is made up)" if model.is_made_up else ""
@@ -321,6 +321,6 @@ def _measures(ranks: Sequence[RankMeasured]) -> dict[str, str]:
 
 def _all_reduce(first: RankMeasured, latency: float, seconds: float) -> str:
     return (
-        f"{number(1e6 * latency)} us for a number, {number(1e3 * seconds)} ms for "
+        f"{number(1e6 * latency)} µs for a number, {number(1e3 * seconds)} ms for "
         f"{size(first.all_reduce_bytes)}"
     )
