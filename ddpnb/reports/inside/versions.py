@@ -303,8 +303,7 @@ def _draw_lanes(axes: Any, scene: _Scene) -> None:
     """Draw the server above, with a tick for each version; a row for each worker below."""
     inspection, shown, ranks, begin, end, look = scene
     scale, unit = time_unit(end - begin)
-    later = f", from {begin:.3g} s on" if begin >= 1e-3 else ""
-    _dress(axes, look, f"{unit} of training{later}")
+    _dress(axes, look, f"{unit} of training" + f", from {begin:.3g} s on" * (begin >= 1e-3))
     axes.set_xlim(0, (end - begin) * scale)
     axes.set_ylim(len(ranks) + 1, -0.15)
     _name(axes, 0.5, "server", look)
