@@ -123,13 +123,14 @@ fine = 2
     ("expression", "expected"),
     [
         ("(i for i in range(3))", "give (i for i in range(3)): TypeError: cannot pickle 'gen"),
-        ("state", "Rank 0 cannot give state: TypeError: state['lock']: cannot pickle '_thread"),
-        ("sta", "NameError: name 'sta' is not defined; did you mean state?"),
+        ("zigzag", "Rank 0 cannot give zigzag: TypeError: zigzag['lock']: cannot pickle '_thread"),
+        ("zigza", "NameError: name 'zigza' is not defined; did you mean zigzag?"),
         ("1 / 0", "Rank 0 cannot give 1 / 0: ZeroDivisionError: division by zero."),
     ],
 )
 def test_what_a_rank_cannot_give_is_named(kernel: Kernel, expression: str, expected: str):
-    kernel.run("%%ddp\nimport threading\nstate = {'lock': threading.Lock()}")
+    # A name like no other: the ranks still hold what other files left on them.
+    kernel.run("%%ddp\nimport threading\nzigzag = {'lock': threading.Lock()}")
     cell = kernel.run(f"%ddp_pull {expression}", timeout=20)
     assert cell.error == "UserError"
     assert expected in cell.error_text
