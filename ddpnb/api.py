@@ -37,6 +37,7 @@ def start(
     interface: str = "",
     python: str = "",
     engines: str = "",
+    profile: str = "",
     ranks_per_host: int | None = None,
     slurm: str = "",
     timeout: float | None = None,
@@ -59,9 +60,10 @@ def start(
         interface: the network interface between them; by default the one that ssh came by.
         python: the Python on them; by default this one's path if it exists, else ``python3``.
         engines: ``"slurm"`` or ``"mpi"`` to have that start the ranks; by default ssh does.
-        ranks_per_host: of ``n``, with ``engines``; by default all on one host of Slurm.
+        profile: of ipyparallel, to have its launcher (PBS, LSF, SGE, ...) start the ranks.
+        ranks_per_host: of ``n``, with ``engines`` or ``profile``; by default all on one host.
         slurm: options of Slurm's job: ``"partition=gpu time=1:00:00"``.
-        timeout: seconds in Slurm's queue; 600 by default.
+        timeout: seconds in the queue; 600 by default.
 
     Returns:
         The table of ranks.
@@ -80,6 +82,7 @@ def start(
         interface=interface,
         python=python,
         engines=engines,
+        profile=profile,
         ranks_per_host=ranks_per_host,
         slurm=slurm,
         timeout=timeout,

@@ -1,27 +1,23 @@
-"""How agents are started: over ssh, in a job of Slurm, or by MPI (kernel).
+"""How agents are started: over ssh, in a job of Slurm, by MPI, or by a profile (kernel).
 
 Whichever starts them, a process on this host passes the frames on between the kernel and an agent.
-Over ssh the engines' sockets are forwarded too.  Slurm and MPI forward none: there the engines
+Over ssh the engines' sockets are forwarded too.  The others forward none: there the engines
 connect to the controller's ports, which CurveZMQ guards, with keys from a file in the user's home.
 """
 
-import abc
 import os
-import random
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-import psutil
-
 from ddpnb.cluster.placement import ClusterSpec, parse_hosts, parse_slurm
+from ddpnb.cluster.profile import Profile
 from ddpnb.cluster.ssh import agent_script, connected, explain, start_agent
+from ddpnb.cluster.starter import AgentStarter, Started, own_address
 from ddpnb.protocol.errors import UserError
 
 QUEUE_SECONDS = 600.0
@@ -34,36 +30,6 @@ LIST_SECONDS = 60.0
 """How long MPI may take to list its hosts."""
 END_SECONDS = 15.0
 """How long Slurm may take to end a job."""
-NUM_PORTS = 12
-"""Ports for the controller to choose from; ipyparallel has eight for engines."""
-
-Started = tuple[subprocess.Popen[bytes], Connection]
-
-
-class AgentStarter(abc.ABC):
-    """Where agents are started, and how."""
-
-    hosts: str = ""
-    """The hosts, each with its number of ranks, as ``parse_hosts`` reads them."""
-    address: str = ""
-    """Of this host, where the engines reach the controller; empty: at forwarded sockets."""
-
-    @abc.abstractmethod
-    def start(
-        self, host: str, token: str, *, python: str, sockets: Sequence[Path], log: Path
-    ) -> Started:
-        """Start a host's agent; see ``ssh.start_agent``."""
-
-    def explain(self, host: str, code: int | None, log: Path, version: str) -> str:
-        """Return the sentence on why a host's agent did not start."""
-        return explain(host, code, log, version)
-
-    def ended(self) -> str:
-        """Say why all the hosts are lost at once; empty if they are not."""
-        return ""
-
-    def stop(self) -> None:  # noqa: B027  not abstract: there may be nothing to give back
-        """Give the hosts back; may be called twice."""
 
 
 class Ssh(AgentStarter):
@@ -255,6 +221,8 @@ class Mpi(AgentStarter):
 
 def starter_for(spec: ClusterSpec, folder: Path, progress: Callable[[str], None]) -> AgentStarter:
     """Return what starts the agents that a user asks for; a job is there when it returns."""
+    if spec.profile:
+        return Profile(spec, folder, progress)
     match spec.engines:
         case "slurm":
             return Slurm(spec, folder, progress)
@@ -272,56 +240,6 @@ def own_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name in kept or not name.startswith("SLURM_")
     }
-
-
-def own_address(interface: str, hosts: Sequence[str]) -> str:
-    """Return this host's address on the way to the hosts, or that of an interface.
-
-    Raises:
-        UserError: there is no such interface or way.
-    """
-    if interface:
-        found = psutil.net_if_addrs().get(interface, [])
-        if address := next((each.address for each in found if each.family == socket.AF_INET), ""):
-            return address
-        raise UserError(f"This host has no interface {interface} with an IPv4 address.")
-    addresses = []
-    for host in hosts:
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-                way.connect((socket.gethostbyname(host), 9))  # sends nothing
-                addresses.append(str(way.getsockname()[0]))
-        except OSError as error:
-            raise UserError(
-                f"Host {host} has no address that is known here ({error}): choose the network "
-                "between the hosts with --interface."
-            ) from error
-    return next((each for each in addresses if not each.startswith("127.")), addresses[0])
-
-
-def free_ports(address: str) -> list[int]:
-    """Return free ports of an address, of those that the system does not hand out by itself.
-
-    So none is taken before the controller listens, and a connection to it is told from one
-    between ranks, which ``Group.abort`` closes.
-    """
-    first, last = 32_768, 60_999
-    path = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    if path.exists():
-        first, last = map(int, path.read_text().split())
-    candidates = [*range(10_000, first), *range(last + 1, 65_536)] or list(range(10_000, 65_536))
-    random.shuffle(candidates)
-    found: list[int] = []
-    for port in candidates:
-        with socket.socket() as probe:
-            try:
-                probe.bind((address, port))
-            except OSError:
-                continue
-        found.append(port)
-        if len(found) == NUM_PORTS:
-            return found
-    raise UserError(f"There are no free ports at {address}.")
 
 
 def refuse_root(text: str) -> None:

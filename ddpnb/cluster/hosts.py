@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ddpnb.cluster.allocation import AgentStarter, free_ports, starter_for
+from ddpnb.cluster.allocation import starter_for
 from ddpnb.cluster.placement import (
     ClusterSpec,
     HostReport,
@@ -31,6 +31,7 @@ from ddpnb.cluster.placement import (
 )
 from ddpnb.cluster.processes import RECORDED_CALLS, Event, Exit, Member, Processes, Service
 from ddpnb.cluster.ssh import unfit
+from ddpnb.cluster.starter import AgentStarter, free_ports
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import (
     AGENT_GREETING,
@@ -46,7 +47,7 @@ PREPARE_SECONDS = 120.0
 """How long a host may take to import torch."""
 PING_SECONDS = 2.0
 NUM_SOCKETS = 12
-"""Sockets of the controller that are forwarded; ipyparallel has eight for engines."""
+"""Sockets or ports for the controller to choose from; ipyparallel has eight for engines."""
 
 
 class AgentProcesses(Processes):
@@ -171,7 +172,7 @@ class HostProcesses(Processes):
         starter = starter_for(spec, folder, progress)
         try:
             address = starter.address
-            ports = free_ports(address) if address else ()
+            ports = free_ports(address, NUM_SOCKETS) if address else ()
             local = Processes.start(
                 folder=folder,
                 controller_arguments=controller_arguments(folder / "profile", address, ports),
@@ -186,6 +187,7 @@ class HostProcesses(Processes):
             spec,
             hosts=starter.hosts,
             engines="",
+            profile="",
             num_ranks=None,
             ranks_per_host=None,
             slurm="",

@@ -45,16 +45,18 @@ class ClusterSpec:
     """The Python on the hosts."""
     engines: str = ""
     """What starts ranks on other hosts: one of ``ENGINES``; empty: ssh."""
+    profile: str = ""
+    """Of ipyparallel, whose launcher starts ranks on other hosts."""
     ranks_per_host: int | None = None
     slurm: str = ""
     """Options of Slurm's job: ``"partition=gpu time=1:00:00"``."""
     timeout: float | None = None
-    """How many seconds Slurm's job may wait in the queue."""
+    """How many seconds a job may wait in a queue."""
 
     @property
     def is_remote(self) -> bool:
         """Whether the ranks are started by agents, on hosts that may be others."""
-        return bool(self.hosts or self.engines)
+        return bool(self.hosts or self.engines or self.profile)
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -78,8 +80,8 @@ class ClusterSpec:
     def _check_hosts(self) -> None:
         if self.engines and self.engines not in ENGINES:
             raise UserError(
-                f"--engines is slurm or mpi, not {self.engines!r}: in a job of another "
-                "batch system, use --engines mpi; without a batch system, --hosts a:4,b:4."
+                f"--engines is slurm or mpi, not {self.engines!r}: for another batch system name a "
+                "profile of ipyparallel, --profile NAME; for none, --hosts a:4,b:4."
             )
         self._check_job()
         if not self.is_remote:
@@ -96,27 +98,31 @@ class ClusterSpec:
             raise UserError("On other hosts ranks are forked: leave method out with --hosts.")
 
     def _check_job(self) -> None:
-        """Check the options of Slurm and MPI."""
-        if self.engines != "slurm":
-            for name, value in (("--slurm", self.slurm or None), ("--timeout", self.timeout)):
-                if value is not None:
-                    raise UserError(f"{name} is for --engines slurm: add that, or leave it out.")
+        """Check the options of Slurm, MPI and profiles."""
+        if self.slurm and self.engines != "slurm":
+            raise UserError("--slurm is for --engines slurm: add that, or leave it out.")
+        if self.timeout is not None and not (self.engines == "slurm" or self.profile):
+            raise UserError("--timeout is for --engines slurm and --profile: add one of them.")
+        if self.timeout is not None and not 0 < self.timeout < math.inf:
+            raise UserError(f"--timeout is a number of seconds above 0, not {self.timeout:g}.")
         if self.ranks_per_host is not None:
-            if not self.engines:
-                raise UserError("--ranks-per-host is for --engines slurm or mpi: add that.")
+            if not (self.engines or self.profile):
+                raise UserError("--ranks-per-host is for --engines and --profile: add one of them.")
             if self.hosts or self.num_ranks is None:
                 raise UserError("--ranks-per-host goes with -n, the number of all ranks.")
             if self.ranks_per_host < 1 or self.num_ranks % self.ranks_per_host:
                 raise UserError(
                     f"-n {self.num_ranks} is no multiple of --ranks-per-host {self.ranks_per_host}."
                 )
+        if self.profile and (self.engines or self.hosts):
+            raise UserError("--profile starts the ranks: leave out --engines and --hosts.")
+        if self.profile and self.num_ranks is None:
+            raise UserError("--profile needs -n, the number of ranks to start.")
         if self.engines == "slurm":
             if self.hosts:
                 raise UserError("Slurm chooses the hosts: leave out --hosts with --engines slurm.")
             if self.num_ranks is None:
                 raise UserError("--engines slurm needs -n, the number of ranks to ask Slurm for.")
-            if self.timeout is not None and not 0 < self.timeout < math.inf:
-                raise UserError(f"--timeout is a number of seconds above 0, not {self.timeout:g}.")
             parse_slurm(self.slurm)
 
 

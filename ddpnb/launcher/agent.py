@@ -118,8 +118,8 @@ class Agent:
         if not interface and ipaddress.ip_address(address or "127.0.0.1").is_loopback:
             far = [each for each in others if not ipaddress.ip_address(each).is_loopback]
             address = next((route_to(each) for each in far if route_to(each)), address)
-        if address:
-            self.listener = self.listener or socket.create_server((address, 0))
+        if address and (self.listener is None or self.listener.getsockname()[0] != address):
+            self.listener = socket.create_server((address, 0))
         self.answer(
             id,
             {

@@ -71,9 +71,10 @@ class DdpMagics(Magics):
     @argument("--interface", metavar="NAME", default="", help="the network between the hosts")
     @argument("--python", metavar="PATH", default="", help="the Python on the hosts")
     @argument("--engines", default="", help="slurm | mpi: what starts ranks on other hosts")
-    @argument("--ranks-per-host", metavar="N", type=int, help="of -n, with --engines")
+    @argument("--profile", metavar="NAME", default="", help="of ipyparallel, to start ranks")
+    @argument("--ranks-per-host", metavar="N", type=int, help="of -n, with --engines or --profile")
     @argument("--slurm", metavar="OPTIONS", default="", help='"partition=gpu time=1:00:00"')
-    @argument("--timeout", metavar="SECONDS", type=float, help="in Slurm's queue; 600 by default")
+    @argument("--timeout", metavar="SECONDS", type=float, help="in the queue; 600 by default")
     @line_magic
     def ddp_start(self, line: str) -> None:
         """Start the ranks and form the process group.
@@ -86,7 +87,8 @@ class DdpMagics(Magics):
         cluster's name only if several wait.
 
         ``--hosts a:4,b:4`` starts four ranks on each of two hosts that ssh reaches,
-        ``--engines slurm -n 16 --ranks-per-host 8`` sixteen in a job of two: docs/hosts.md.
+        ``--engines slurm -n 16 --ranks-per-host 8`` sixteen in a job of two, ``--profile NAME``
+        instead those that a profile of ipyparallel gives: docs/hosts.md.
         """
         args = arguments(self.ddp_start, line, abbreviated=False)  # --ranks is not --ranks-per-host
         spec = ClusterSpec(
@@ -99,6 +101,7 @@ class DdpMagics(Magics):
             interface=args.interface,
             python=args.python,
             engines=args.engines,
+            profile=args.profile,
             ranks_per_host=args.ranks_per_host,
             slurm=args.slurm,
             timeout=args.timeout,

@@ -228,7 +228,7 @@ def test_slurms_options_are_read_as_in_a_magic():
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ({"engines": "pbs"}, "--engines is slurm or mpi, not 'pbs': .*--engines mpi"),
+        ({"engines": "pbs"}, "--engines is slurm or mpi, not 'pbs': .*--profile NAME"),
         ({"slurm": "time=1"}, "--slurm is for --engines slurm"),
         ({"engines": "mpi", "timeout": 5.0}, "--timeout is for --engines slurm"),
         ({"engines": "slurm"}, "--engines slurm needs -n"),

@@ -1,0 +1,233 @@
+"""Hosts that a profile of ipyparallel gives: by PBS, LSF, SGE, HTCondor or what it names (kernel).
+
+ipyparallel's launcher starts, in place of engines, a program that connects back over CurveZMQ and
+waits for an agent's script: ``launcher/tunnel.py``.  A process here for each host passes the frames
+on, and another one holds the launcher, which ends what it started when this process is gone.
+"""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import zmq
+from IPython.core.profiledir import ProfileDir, ProfileDirError
+from IPython.paths import get_ipython_dir
+from jupyter_client.localinterfaces import public_ips
+
+from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.cluster.ssh import agent_script, connected
+from ddpnb.cluster.starter import AgentStarter, Started, free_ports, own_address
+from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.processes import atomic_write
+
+WAIT_SECONDS = 600.0
+"""How long hosts may take to come, if nothing else is said."""
+POLL_SECONDS = 0.1
+REPORT_SECONDS = 2.0
+AGAIN_SECONDS = 15.0
+"""How long a host may take to come again after its agent has ended."""
+STOP_SECONDS = 60.0
+"""How long a launcher may take to end what it started."""
+STRICT = {"TRAITLETS_APPLICATION_RAISE_CONFIG_FILE_ERROR": "1"}
+"""Else a profile with an error in it is read as an empty one, whose engines are local."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Tunnel:
+    """The process here that passes on what comes from a host, and goes there."""
+
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    arrived: Path
+    """Appears when the host has come, and holds its name."""
+
+    @property
+    def host(self) -> str:
+        """What the host is called; empty before it has come."""
+        return self.arrived.read_text() if self.arrived.exists() else ""
+
+
+class Profile(AgentStarter):
+    """Hosts that the launcher of a profile gives."""
+
+    def __init__(
+        self, spec: ClusterSpec, folder: Path, progress: Callable[[str], None] = lambda _: None
+    ) -> None:
+        assert spec.num_ranks is not None
+        self._name = spec.profile
+        self._directory = find_profile(spec.profile)
+        self._folder = folder
+        size = spec.ranks_per_host or spec.num_ranks
+        num_hosts = spec.num_ranks // size
+        self.address = own_address(spec.interface, public_ips()[:1] or ["127.0.0.1"])
+        self._ports = free_ports(self.address, num_hosts)
+        self._server, self._client = (
+            [key.decode() for key in zmq.curve_keypair()] for _ in range(2)
+        )
+        self._file = Path.home() / f".ddpnb-{secrets.token_hex(8)}.json"
+        self._tunnels: list[Tunnel] = []
+        self._names: list[str] = []
+        self._holder: subprocess.Popen[bytes] | None = None
+        try:
+            self._tunnels = [self._tunnel(number) for number in range(num_hosts)]
+            self._launch(spec.python or sys.executable)
+            seconds = WAIT_SECONDS if spec.timeout is None else spec.timeout
+            self._wait(seconds, progress)
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            self._file.unlink(missing_ok=True)
+        self._names = distinct([tunnel.host for tunnel in self._tunnels])
+        self._used = [False] * num_hosts
+        self.hosts = ",".join(f"{name}:{size}" for name in self._names)
+
+    def start(
+        self, host: str, token: str, *, python: str, sockets: Sequence[Path], log: Path
+    ) -> Started:
+        """Start a host's agent; see ``ssh.start_agent``."""
+        number = self._names.index(host)
+        if self._used[number]:
+            self._tunnels[number] = self._tunnel(number)
+            deadline = time.monotonic() + AGAIN_SECONDS
+            while not self._tunnels[number].host:
+                if time.monotonic() > deadline:
+                    end(self._tunnels[number])
+                    raise UserError(
+                        f"Host {host} has not come again: what profile {self._name} started there "
+                        "has ended. Start anew with %ddp_restart."
+                    )
+                time.sleep(POLL_SECONDS)
+        self._used[number] = True
+        tunnel = self._tunnels[number]
+        tunnel.pipe.send_bytes(agent_script(token, python).encode())
+        return tunnel.process, tunnel.pipe
+
+    def ended(self) -> str:
+        """Say that the launcher has ended; empty if it has not."""
+        assert self._holder is not None
+        if self._holder.poll() is None:
+            return ""
+        return f"the launcher of profile {self._name} has ended"
+
+    def stop(self) -> None:
+        """Have the launcher end what it started; may be called twice."""
+        for tunnel in self._tunnels:
+            end(tunnel)
+        if self._holder is not None:
+            assert self._holder.stdin is not None
+            self._holder.stdin.close()
+            try:
+                self._holder.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._holder.kill()
+                self._holder.wait()
+
+    def _tunnel(self, number: int) -> Tunnel:
+        place = self._folder / f"tunnel-{number}.json"
+        arrived = place.with_suffix(".txt")
+        arrived.unlink(missing_ok=True)
+        words = {
+            "address": self.address,
+            "port": self._ports[number],
+            "server": self._server,
+            "client": self._client[:1],
+            "arrived": str(arrived),
+            "log": str(self._folder / f"host-{number}.log"),
+        }
+        atomic_write(place, json.dumps(words).encode(), mode=0o600)
+        program = [sys.executable, "-m", "ddpnb.launcher.tunnel", "serve", str(place)]
+        process, pipe = connected(program, place.with_suffix(".log"))
+        return Tunnel(process=process, pipe=pipe, arrived=arrived)
+
+    def _launch(self, python: str) -> None:
+        """Have the profile's launcher start the hosts' programs."""
+        place = {
+            "address": self.address,
+            "ports": self._ports,
+            "server": self._server[0],
+            "client": self._client,
+        }
+        atomic_write(self._file, json.dumps(place).encode(), mode=0o600)
+        program = [python, "-m", "ddpnb.launcher.tunnel", "come", str(self._file)]
+        words = [self._name, str(len(self._ports)), str(self._folder), *program]
+        log = self._folder / "launcher.log"
+        with log.open("wb") as errors:
+            self._holder = subprocess.Popen(
+                [sys.executable, "-m", "ddpnb.launcher.profile", *words],
+                stdin=subprocess.PIPE,  # it closes with this process, however that ends
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=os.environ | STRICT,
+                start_new_session=True,  # interrupts are for the kernel
+            )
+        assert self._holder.stdout is not None
+        answer = self._holder.stdout.readline()
+        if not answer:
+            last = (log.read_text(errors="replace").strip().splitlines() or ["no reason"])[-1]
+            raise UserError(f"Profile {self._name} cannot be used: {last}.")
+        if error := json.loads(answer):
+            raise UserError(f"The launcher of profile {self._name} has started nothing: {error}.")
+
+    def _wait(self, seconds: float, progress: Callable[[str], None]) -> None:
+        """Wait until all hosts have come."""
+        began = next_report = time.monotonic()
+        while num_missing := [tunnel.host for tunnel in self._tunnels].count(""):
+            num_hosts = len(self._tunnels)
+            here = f"{num_hosts - num_missing} of {num_hosts}"
+            if time.monotonic() > began + seconds:
+                raise UserError(
+                    f"{here} hosts of profile {self._name} have come within {seconds:g} s: see "
+                    f"{self._directory / 'log'}, or give them longer with --timeout."
+                )
+            if reason := self.ended():
+                raise UserError(f"{reason[0].upper()}{reason[1:]}, with {here} hosts there.")
+            if time.monotonic() > next_report:
+                progress(f"waiting for the hosts of profile {self._name}: {here}")
+                next_report = time.monotonic() + min(REPORT_SECONDS, seconds / 4)
+            time.sleep(POLL_SECONDS)
+
+
+def end(tunnel: Tunnel) -> None:
+    """End a tunnel's process, and with it what runs at the other end."""
+    tunnel.pipe.close()
+    try:
+        tunnel.process.wait(5.0)
+    except subprocess.TimeoutExpired:
+        tunnel.process.kill()
+        tunnel.process.wait()
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Return names that differ, where the launcher has used a host twice: ``["n", "n-2"]``."""
+    found: list[str] = []
+    for name in names:
+        again = 1 + names[: len(found)].count(name)
+        found.append(f"{name}-{again}" if again > 1 else name)
+    return found
+
+
+def find_profile(name: str) -> Path:
+    """Return the folder of a profile of ipyparallel.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    try:
+        found = ProfileDir.find_profile_dir_by_name(get_ipython_dir(), name)
+    except ProfileDirError:
+        folder = Path(get_ipython_dir())
+        known = sorted(each.name.removeprefix("profile_") for each in folder.glob("profile_*"))
+        there = f"; there is {', '.join(known)}" if known else ""
+        raise UserError(
+            f"There is no profile {name} in {folder}{there}: make one with `ipython profile create "
+            f"--parallel --profile={name}`, and name a launcher in its ipcluster_config.py."
+        ) from None
+    return Path(found.location)

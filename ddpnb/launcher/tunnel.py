@@ -1,0 +1,224 @@
+"""The way to an agent on a host that a batch system has chosen: bytes over CurveZMQ (both ends).
+
+On each such host ipyparallel's launcher starts ``python -m ddpnb.launcher.tunnel come FILE``.  It
+connects to a port of the kernel's host, tells its host's name, and runs the script that it is
+sent.  The process at that port, ``... serve FILE``, passes on what the script reads and writes, as
+ssh does: its own standard input and output are the kernel's pipe.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from ddpnb.protocol.processes import atomic_write
+
+HELLO, WELCOME, TAKEN, ALIVE = b"hello", b"welcome", b"taken", b"alive"
+RUN, INPUT, OUTPUT, ERRORS, ENDED = b"run", b"input", b"output", b"errors", b"ended"
+HEARTBEAT_MS = 1000
+LOST_MS = 3000
+"""After so long without a heartbeat, which ZMQ's own thread answers, the other host is lost."""
+POLL_MS = 500
+COME_SECONDS = 600.0
+"""How long a host goes on asking for something to run: an agent that has ended may be replaced."""
+LOST = 255
+"""The exit code where the host was lost, which is also ssh's."""
+
+Place = dict[str, Any]
+"""What a file says of a port: address, number, and the keys of ``zmq.curve_keypair``."""
+Router = zmq.Socket  # of the process that serves
+Dealer = zmq.Socket  # of the host that comes
+
+
+class OneClient:
+    """Admits the client with the key that is in the user's home."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a key is the client's."""
+        return key == self._key
+
+
+def serve(place: Place) -> int:
+    """Wait for a host and pass bytes on; return the exit code of what ran there."""
+    context = zmq.Context()
+    guard = ThreadAuthenticator(context)
+    guard.start()
+    guard.configure_curve_callback("*", OneClient(place["client"][0].encode()))
+    router = context.socket(zmq.ROUTER)
+    router.curve_publickey, router.curve_secretkey = map(str.encode, place["server"])
+    router.curve_server = True
+    router.router_mandatory = True  # to send to a host that is lost is an error then
+    watch_over(router)
+    try:
+        router.bind(f"tcp://{place['address']}:{place['port']}")
+        return pass_on(router, Path(place["arrived"]), Path(place["log"]))
+    finally:
+        router.close()
+        guard.stop()
+        context.term()
+
+
+def pass_on(router: "Router[bytes]", arrived: Path, log: Path) -> int:
+    """Pass bytes on between the kernel's pipe and the host that comes first.
+
+    The first message in the pipe is the script.  The host's name goes into the file ``arrived``,
+    what the script writes to its stderr into ``log``.
+    """
+    pipe = Connection(os.dup(0), writable=False)
+    poller = zmq.Poller()
+    poller.register(router, zmq.POLLIN)
+    poller.register(0, zmq.POLLIN)
+    peer, word, waiting = b"", RUN, list[tuple[bytes, bytes]]()
+    while True:
+        events = dict(poller.poll(POLL_MS))
+        if 0 in events:
+            try:
+                data = pipe.recv_bytes() if word == RUN else os.read(0, 1 << 16)
+            except (EOFError, OSError):
+                data = b""
+            if not data and (word == RUN or not peer):
+                return 0
+            if not data:
+                poller.unregister(0)
+            waiting.append((word, data))
+            word = INPUT
+        if router in events:
+            sender, what, data = router.recv_multipart()
+            if what == HELLO:
+                with contextlib.suppress(zmq.ZMQError):
+                    router.send_multipart([sender, TAKEN if peer else WELCOME, b""])
+                if not peer:
+                    peer = sender
+                    atomic_write(arrived, data)
+            elif sender == peer and what == OUTPUT:
+                write(1, data)
+            elif sender == peer and what == ERRORS:
+                with log.open("ab") as errors:
+                    errors.write(data)
+            elif sender == peer and what == ENDED:
+                return int(data)
+        if peer:
+            try:
+                for message in [*waiting, (ALIVE, b"")]:
+                    router.send_multipart([peer, *message])
+            except zmq.ZMQError:
+                return LOST
+            waiting.clear()
+
+
+def come(place: Place) -> None:
+    """Run what the kernel's host sends, one script after the other, until it sends none."""
+    deadline = time.monotonic() + COME_SECONDS
+    while time.monotonic() < deadline:
+        for port in place["ports"]:
+            with connected(place, port) as (dealer, monitor):
+                dealer.send_multipart([HELLO, socket.gethostname().encode()])
+                if dealer.poll(LOST_MS) and dealer.recv_multipart()[0] == WELCOME:
+                    run_scripts(dealer, monitor)
+                    deadline = time.monotonic() + COME_SECONDS
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def connected(place: Place, port: int) -> "Iterator[tuple[Dealer[bytes], zmq.Socket[bytes]]]":
+    """Yield a socket that is connected to a port, and one that tells of its end."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.curve_publickey, dealer.curve_secretkey = map(str.encode, place["client"])
+        dealer.curve_serverkey = place["server"].encode()
+        watch_over(dealer)
+        dealer.reconnect_ivl = -1
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        dealer.connect(f"tcp://{place['address']}:{port}")
+        try:
+            yield dealer, monitor
+        finally:
+            dealer.disable_monitor()
+
+
+def run_scripts(dealer: "Dealer[bytes]", monitor: "zmq.Socket[bytes]") -> None:
+    """Wait for a script, run it, and say how it ended."""
+    poller = zmq.Poller()
+    poller.register(dealer, zmq.POLLIN)
+    poller.register(monitor, zmq.POLLIN)
+    while monitor not in dict(poller.poll()):
+        word, data = dealer.recv_multipart()
+        if word == RUN:
+            with subprocess.Popen(
+                ["sh", "-c", data.decode()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # a batch system's signals come to an end by its pipe
+            ) as shell:
+                pass_script(dealer, poller, shell)
+            dealer.send_multipart([ENDED, str(shell.returncode).encode()])
+            return
+
+
+def pass_script(
+    dealer: "Dealer[bytes]", poller: zmq.Poller, shell: "subprocess.Popen[bytes]"
+) -> None:
+    """Pass bytes on between the connection and a script, until it has closed its output."""
+    assert shell.stdin is not None
+    assert shell.stdout is not None
+    assert shell.stderr is not None
+    words = {shell.stdout.fileno(): OUTPUT, shell.stderr.fileno(): ERRORS}
+    for end in words:
+        poller.register(end, zmq.POLLIN)
+    while OUTPUT in words.values():
+        for found, _ in poller.poll():
+            if found is dealer:
+                word, data = dealer.recv_multipart()
+                with contextlib.suppress(BrokenPipeError):
+                    if word == INPUT and data:
+                        write(shell.stdin.fileno(), data)
+                if word == INPUT and not data:
+                    shell.stdin.close()
+            elif found in words:
+                data = os.read(found, 1 << 16)
+                dealer.send_multipart([words[found], data])
+                if not data:
+                    poller.unregister(found)
+                    del words[found]
+            else:  # the kernel's host is lost: the script ends with its input
+                shell.stdin.close()
+                poller.unregister(found)
+
+
+def watch_over(end: "zmq.Socket[bytes]") -> None:
+    """Have a lost connection noticed, and no message dropped for there being many."""
+    end.heartbeat_ivl, end.heartbeat_timeout, end.heartbeat_ttl = HEARTBEAT_MS, LOST_MS, LOST_MS
+    end.sndhwm = end.rcvhwm = 0
+    end.linger = 1000
+
+
+def write(end: int, data: bytes) -> None:
+    """Write all of the data."""
+    while data:
+        data = data[os.write(end, data) :]
+
+
+def main() -> int:
+    """Be one of the ends; launchers may add words of their own to the line."""
+    place = json.loads(Path(sys.argv[2]).read_text())
+    if sys.argv[1] == "serve":
+        return serve(place)
+    come(place)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
