@@ -103,7 +103,11 @@ class Slurm(AgentStarter):
             *("--nodes=1", "--ntasks=1", "--overlap", "--mem=0", "--cpu-bind=none", "--mpi=none"),
         ]
         script = agent_script(token, python)
-        return connected([*words, "sh", "-c", script], log, own_environment())
+
+        assert self._holder.stdin is not None
+        return connected(
+            [*words, "sh", "-c", script], log, own_environment(), self._holder.stdin.fileno()
+        )
 
     def explain(self, host: str, code: int | None, log: Path, version: str) -> str:
         """Return the sentence on why a host's agent did not start."""
@@ -230,6 +234,26 @@ def starter_for(spec: ClusterSpec, folder: Path, progress: Callable[[str], None]
             return Mpi(spec)
         case _:
             return Ssh(spec.hosts)
+
+
+class Attached(AgentStarter):
+    """Hosts of a job that an earlier kernel was given: it ends with their connections."""
+
+    def __init__(self, hosts: str, address: str) -> None:
+        self.hosts, self.address = hosts, address
+
+    def start(
+        self, host: str, token: str, *, python: str, sockets: Sequence[Path], log: Path
+    ) -> Started:
+        """Refuse: the job is not this kernel's."""
+        raise UserError(
+            f"Host {host} was lost, and its job is another kernel's: start anew with %ddp_restart."
+        )
+
+
+def starter_after(spec: ClusterSpec, hosts: str, address: str) -> AgentStarter:
+    """Return what starts agents on the hosts of an earlier kernel, at that kernel's address."""
+    return Ssh(hosts) if spec.hosts and not spec.engines else Attached(hosts, address)
 
 
 def own_environment() -> dict[str, str]:

@@ -124,9 +124,12 @@ class Cluster(Engines):
         """
         cluster = cls(record.spec, record.folder)
         try:
-            cluster.processes = Processes.attach(
-                record.folder / SOCKET, record.server, cluster.note_exit
-            )
+            if record.hosts:
+                cluster.processes = HostProcesses.attach_to_hosts(record, cluster.note_exit)
+            else:
+                cluster.processes = Processes.attach(
+                    record.folder / SOCKET, record.server, cluster.note_exit
+                )
         except HeldError:
             raise held_error(record.name, None) from None
         except (OSError, EOFError) as error:
@@ -258,6 +261,7 @@ class Cluster(Engines):
             )
             processes.connect_engines()
             self._start_ranks(progress)
+            self.allow_detach(self.spec.detach_seconds)
         except BaseException:
             self.stop()
             raise
@@ -324,6 +328,7 @@ class Cluster(Engines):
                 generation=self.generation,
                 group_is_aborted=self._group.is_aborted,
                 group_is_checked=self._group.is_checked,
+                hosts=self.processes.kept(),
             ).write()
 
 

@@ -6,21 +6,19 @@ kernel's own, is one like any other.
 """
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import secrets
-import subprocess
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from ddpnb.cluster.allocation import starter_for
+from ddpnb.cluster.agents import AgentProcesses
+from ddpnb.cluster.allocation import starter_after, starter_for
 from ddpnb.cluster.placement import (
     ClusterSpec,
     HostReport,
@@ -29,112 +27,28 @@ from ddpnb.cluster.placement import (
     parse_hosts,
     place_on_hosts,
 )
-from ddpnb.cluster.processes import RECORDED_CALLS, Event, Exit, Member, Processes, Service
+from ddpnb.cluster.processes import (
+    RECORDED_CALLS,
+    AdoptedServer,
+    Event,
+    Exit,
+    Member,
+    Processes,
+    Service,
+    connect,
+    member_of,
+)
+from ddpnb.cluster.run_folder import SOCKET, ClusterRecord
 from ddpnb.cluster.ssh import unfit
 from ddpnb.cluster.starter import AgentStarter, free_ports
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import (
-    AGENT_GREETING,
-    ForkServerEvent,
-    KernelRequest,
-    RankCommand,
-    atomic_write,
-)
+from ddpnb.protocol.processes import KernelRequest, ProcessId, RankCommand, atomic_write
 
-CHECK_SECONDS = 30.0
-"""How long a host may take to start its agent, and the agent to answer."""
 PREPARE_SECONDS = 120.0
 """How long a host may take to import torch."""
 PING_SECONDS = 2.0
 NUM_SOCKETS = 12
 """Sockets or ports for the controller to choose from; ipyparallel has eight for engines."""
-
-
-class AgentProcesses(Processes):
-    """The agent of one host, and that host's ranks."""
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        pipe: Connection,
-        server: subprocess.Popen[bytes],
-        log: Path,
-        starter: AgentStarter,
-        on_exit: Callable[[Exit], None],
-    ) -> None:
-        super().__init__(pipe=pipe, server=server, on_exit=on_exit)
-        self.name = name
-        self.log = log
-        self._starter = starter
-        self.report: Event = {}
-        """What the host has; ``clock`` is by how many seconds it is ahead."""
-        self.ended = threading.Event()
-        self._reader.start()
-
-    def ask(self, operation: KernelRequest, **fields: object) -> Any:
-        """Have the agent carry out a request, and return its answer.
-
-        Raises:
-            UserError: the agent did not start, or has ended.
-        """
-        answer: Future[Any] = Future()
-        request_id = next(self._command_ids)
-        self._answers[request_id] = answer
-        with contextlib.suppress(OSError):
-            self._send(op=operation, id=request_id, **fields)
-        self.wait(answer, CHECK_SECONDS)
-        return answer.result()
-
-    def check(self, **question: object) -> None:
-        """Have the agent describe its host; raises as ``ask``."""
-        self.report = self.ask(KernelRequest.CHECK, **question)
-        self.report["clock"] -= time.time()  # now: other hosts may take longer to answer
-
-    def wait(self, future: "Future[Any]", timeout: float) -> None:
-        """Wait until a future is done; raises as ``ask``."""
-        deadline = time.monotonic() + timeout
-        while not future.done():
-            if self.ended.is_set() and not future.done():
-                version = importlib.metadata.version("ddpnb")
-                raise UserError(
-                    self._starter.explain(self.name, self._exit_code(), self.log, version)
-                )
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"Host {self.name} has not answered within {timeout:g} s: it is too slow, or "
-                    "its connection was lost."
-                )
-            time.sleep(0.005)
-
-    def prepare(self, environment: Mapping[str, str]) -> None:
-        """Have the agent import torch; ``ready`` then has the names of the GPUs."""
-        self._send(op=KernelRequest.PREPARE, environment=environment)
-
-    def ping(self) -> None:
-        """Notify the agent that the kernel is there."""
-        with contextlib.suppress(OSError, ValueError):
-            self._send(op=KernelRequest.PING)
-
-    def _read(self) -> None:
-        try:
-            self._skip_to_greeting()
-            super()._read()
-        finally:
-            self.ended.set()
-
-    def _skip_to_greeting(self) -> None:
-        seen = b""
-        with contextlib.suppress(OSError):
-            while not seen.endswith(AGENT_GREETING):
-                if not (byte := os.read(self._pipe.fileno(), 1)):
-                    return
-                seen = (seen + byte)[-len(AGENT_GREETING) :]
-
-    def _handle(self, event: Event) -> None:
-        if event["event"] == ForkServerEvent.EXITED and (text := event.pop("log", "")):
-            self.log.with_name(f"rank-{event['name']}.log").write_text(text)
-        super()._handle(event)
 
 
 class HostProcesses(Processes):
@@ -151,6 +65,8 @@ class HostProcesses(Processes):
         self._home = home
         self._agents: dict[int, AgentProcesses] = {}
         self._placement: Placement | None = None
+        self._environment: dict[str, str] = {}
+        self._detach_seconds = 0.0
         self._is_over = threading.Event()
         self._note: Callable[[Exit], None] = lambda _: None
 
@@ -183,17 +99,8 @@ class HostProcesses(Processes):
         except BaseException:
             starter.stop()
             raise
-        only_hosts = replace(
-            spec,
-            hosts=starter.hosts,
-            engines="",
-            profile="",
-            num_ranks=None,
-            ranks_per_host=None,
-            slurm="",
-            timeout=None,
-        )
-        processes = cls(local, starter, only_hosts, folder, home)
+        spec = only_hosts(spec, starter.hosts)
+        processes = cls(local, starter, spec, folder, home)
         processes._note = on_exit
         try:
             for number, (name, _) in enumerate(parse_hosts(starter.hosts)):
@@ -201,6 +108,23 @@ class HostProcesses(Processes):
         except BaseException:
             processes.stop()
             raise
+        threading.Thread(target=processes._ping, name="ddpnb-ping", daemon=True).start()
+        return processes
+
+    @classmethod
+    def attach_to_hosts(
+        cls, record: ClusterRecord, on_exit: Callable[[Exit], None]
+    ) -> "HostProcesses":
+        """Take over the processes of a cluster on several hosts; see ``Processes.attach``."""
+        local = Processes.attach(record.folder / SOCKET, record.server, on_exit)
+        kept = record.hosts
+        spec = only_hosts(record.spec, kept["hosts"])
+        starter = starter_after(record.spec, kept["hosts"], kept["address"])
+        processes = cls(local, starter, spec, record.folder, record.home)
+        processes._note, processes._detach_seconds = on_exit, record.spec.detach_seconds
+        processes._placement, processes._environment = record.placement, kept["environment"]
+        for number, agent in enumerate(kept["agents"]):
+            processes._agents[number] = processes._take_agent(number, **agent)
         threading.Thread(target=processes._ping, name="ddpnb-ping", daemon=True).start()
         return processes
 
@@ -306,8 +230,35 @@ class HostProcesses(Processes):
         return sent
 
     def allow_detach(self, seconds: float, address: Path) -> None:
-        """Refuse: agents end with their connections."""
-        raise UserError("--detach is for ranks of this host alone.")
+        """Have the processes of all hosts outlive this one; see ``Processes``."""
+        self._detach_seconds = seconds
+        for number, agent in self._agents.items():
+            agent.allow_detach(seconds, self._folder / f"host-{number}.sock")
+        self._local.allow_detach(seconds, address)
+
+    def kept(self) -> dict[str, Any]:
+        """Return what another kernel needs to know of the hosts; see ``ClusterRecord``."""
+        agents = [
+            {
+                "name": agent.name,
+                "process": agent.process,
+                "report": agent.report,
+                "gpus": agent.ready.result(),
+            }
+            for agent in self._agents.values()
+        ]
+        return {
+            "hosts": self._spec.hosts,
+            "address": self._starter.address,
+            "environment": self._environment,
+            "agents": agents,
+        }
+
+    def detach(self) -> None:
+        """Leave the processes of all hosts to the next kernel; may be called twice."""
+        self._is_over.set()
+        for each in (*self._agents.values(), self._local):
+            each.detach()
 
     def stop(self) -> None:
         """End every process on every host and wait for it; may be called twice."""
@@ -322,6 +273,7 @@ class HostProcesses(Processes):
     def _start_agent(self, number: int, name: str) -> AgentProcesses:
         log = self._folder / f"host-{number}.log"
         log.unlink(missing_ok=True)
+        log.with_suffix(".sock").unlink(missing_ok=True)
         process, pipe = self._starter.start(
             name,
             secrets.token_hex(8),
@@ -329,7 +281,7 @@ class HostProcesses(Processes):
             sockets=[self._folder / f"engine-{n}" for n in range(NUM_SOCKETS)],
             log=log,
         )
-        return AgentProcesses(
+        agent = AgentProcesses(
             name,
             pipe=pipe,
             server=process,
@@ -337,6 +289,34 @@ class HostProcesses(Processes):
             starter=self._starter,
             on_exit=lambda exit_: self._note_end(number, name, exit_),
         )
+        if self._detach_seconds:
+            agent.allow_detach(self._detach_seconds, self._folder / f"host-{number}.sock")
+        return agent
+
+    def _take_agent(
+        self, number: int, *, name: str, process: ProcessId, report: Event, gpus: list[str]
+    ) -> AgentProcesses:
+        """Take over the agent of an earlier kernel, or note that its host is lost."""
+        try:
+            pipe, exits = connect(self._folder / f"host-{number}.sock", process)
+        except (OSError, EOFError):
+            pipe, other = Pipe()
+            other.close()
+            exits = {}
+        agent = AgentProcesses(
+            name,
+            pipe=pipe,
+            server=AdoptedServer(process=process),
+            log=self._folder / f"host-{number}.log",
+            starter=self._starter,
+            on_exit=lambda exit_: self._note_end(number, name, exit_),
+            is_known=True,
+        )
+        agent.report = report
+        agent.ready.set_result(gpus)
+        for member, code in exits.items():
+            self._note(Exit(member=member_of(member), code=code))
+        return agent
 
     def _note_end(self, number: int, name: str, exit_: Exit) -> None:
         """Note a rank's end, or the end of all ranks of a host with its agent."""
@@ -432,6 +412,20 @@ class HostProcesses(Processes):
                 f"Host {agent.name} does not share your home folder, through which it is given the "
                 f"keys of this cluster: {keys.parent} must be the same there."
             )
+
+
+def only_hosts(spec: ClusterSpec, hosts: str) -> ClusterSpec:
+    """Return the spec once it is known which hosts there are."""
+    return replace(
+        spec,
+        hosts=hosts,
+        engines="",
+        profile="",
+        num_ranks=None,
+        ranks_per_host=None,
+        slurm="",
+        timeout=None,
+    )
 
 
 def _numbers(connection: Mapping[str, Any]) -> set[int]:

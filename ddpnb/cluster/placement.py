@@ -92,8 +92,6 @@ class ClusterSpec:
             parse_hosts(self.hosts)
         if self.hosts and self.num_ranks is not None:
             raise UserError("--hosts says how many ranks each host has (a:4,b:4): leave out -n.")
-        if self.detach_seconds:
-            raise UserError("--detach is for ranks of this host alone: leave it out with --hosts.")
         if self.method == "spawn":
             raise UserError("On other hosts ranks are forked: leave method out with --hosts.")
 

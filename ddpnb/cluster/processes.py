@@ -222,6 +222,10 @@ class Processes:
         """Have the processes outlive this one and wait for another at ``address``."""
         self._send(op=KernelRequest.ALLOW_DETACH, seconds=seconds, address=str(address))
 
+    def kept(self) -> dict[str, Any]:
+        """Return what another kernel needs to know of the hosts, if there are several."""
+        return {}
+
     def detach(self) -> None:
         """Leave the processes to the next kernel; may be called twice."""
         self._stopped = True

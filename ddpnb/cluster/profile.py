@@ -25,7 +25,7 @@ from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.ssh import agent_script, connected
 from ddpnb.cluster.starter import AgentStarter, Started, free_ports, own_address
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import atomic_write
+from ddpnb.protocol.processes import KernelRequest, atomic_write
 
 WAIT_SECONDS = 600.0
 """How long hosts may take to come, if nothing else is said."""
@@ -75,6 +75,7 @@ class Profile(AgentStarter):
         self._tunnels: list[Tunnel] = []
         self._names: list[str] = []
         self._holder: subprocess.Popen[bytes] | None = None
+        self._held, self._hold = os.pipe()  # it ends what it started once the second is closed
         try:
             self._tunnels = [self._tunnel(number) for number in range(num_hosts)]
             self._launch(spec.python or sys.executable)
@@ -84,6 +85,7 @@ class Profile(AgentStarter):
             self.stop()
             raise
         finally:
+            os.close(self._held)
             self._file.unlink(missing_ok=True)
         self._names = distinct([tunnel.host for tunnel in self._tunnels])
         self._used = [False] * num_hosts
@@ -107,7 +109,8 @@ class Profile(AgentStarter):
                 time.sleep(POLL_SECONDS)
         self._used[number] = True
         tunnel = self._tunnels[number]
-        tunnel.pipe.send_bytes(agent_script(token, python).encode())
+        script = {"op": KernelRequest.RUN, "script": agent_script(token, python)}
+        tunnel.pipe.send_bytes(json.dumps(script).encode())
         return tunnel.process, tunnel.pipe
 
     def ended(self) -> str:
@@ -121,9 +124,10 @@ class Profile(AgentStarter):
         """Have the launcher end what it started; may be called twice."""
         for tunnel in self._tunnels:
             end(tunnel)
+        if self._hold >= 0:
+            os.close(self._hold)
+            self._hold = -1
         if self._holder is not None:
-            assert self._holder.stdin is not None
-            self._holder.stdin.close()
             try:
                 self._holder.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
@@ -144,7 +148,7 @@ class Profile(AgentStarter):
         }
         atomic_write(place, json.dumps(words).encode(), mode=0o600)
         program = [sys.executable, "-m", "ddpnb.launcher.tunnel", "serve", str(place)]
-        process, pipe = connected(program, place.with_suffix(".log"))
+        process, pipe = connected(program, place.with_suffix(".log"), kept_open=self._hold)
         return Tunnel(process=process, pipe=pipe, arrived=arrived)
 
     def _launch(self, python: str) -> None:
@@ -162,7 +166,7 @@ class Profile(AgentStarter):
         with log.open("wb") as errors:
             self._holder = subprocess.Popen(
                 [sys.executable, "-m", "ddpnb.launcher.profile", *words],
-                stdin=subprocess.PIPE,  # it closes with this process, however that ends
+                stdin=self._held,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env=os.environ | STRICT,

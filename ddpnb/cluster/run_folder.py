@@ -11,11 +11,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpnb.cluster.placement import ClusterSpec, Placement
+from ddpnb.cluster.placement import ClusterSpec, HostReport, Placement
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.processes import ProcessId, atomic_write, is_alive, process_id
@@ -96,6 +96,8 @@ class ClusterRecord:
     """The process group's number."""
     group_is_aborted: bool
     group_is_checked: bool
+    hosts: dict[str, Any] = field(default_factory=dict)
+    """Of several hosts: their spelling, their agents, what ranks find in the environment."""
 
     @property
     def name(self) -> str:
@@ -139,7 +141,14 @@ def _parse(folder: Path, text: str) -> ClusterRecord:
         "home": Path(content["home"]),
         "server": tuple(content["server"]),
         "spec": ClusterSpec(**content["spec"]),
-        "placement": Placement(**placement | {"devices": tuple(placement["devices"])}),
+        "placement": Placement(
+            **placement
+            | {
+                "devices": tuple(placement["devices"]),
+                "hosts": tuple(HostReport(**host) for host in placement["hosts"]),
+                "sizes": tuple(placement["sizes"]),
+            }
+        ),
         "states": tuple(
             RankState(**state | {"missing": tuple(state["missing"])}) for state in content["states"]
         ),

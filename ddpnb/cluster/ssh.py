@@ -94,17 +94,29 @@ def agent_script(token: str, python: str) -> str:
 
 
 def connected(
-    words: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    words: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    kept_open: int | None = None,
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start a program; return it, and the pipe to its standard input and output."""
+    """Start a program that leads to an agent; return its keeper, and the pipe to the agent.
+
+    Args:
+        words: the program's command line.
+        log: what it writes to its stderr.
+        environment: of the program, by default this process's.
+        kept_open: a descriptor that the keeper holds open as long as it lives.
+    """
     pipe, theirs = Pipe()
+    kept = [theirs.fileno()] if kept_open is None else [theirs.fileno(), kept_open]
     with log.open("ab") as errors:
         process = subprocess.Popen(
-            words,
-            stdin=theirs.fileno(),
-            stdout=theirs.fileno(),
+            [sys.executable, "-m", "ddpnb.launcher.keeper", str(theirs.fileno()), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=errors,
             env=environment,
+            pass_fds=kept,
             start_new_session=True,  # interrupts are for the kernel
         )
     theirs.close()

@@ -135,7 +135,7 @@ class Forkserver:
         if self.is_stopped or self.kernel is not None:
             return self.is_stopped
         names = {child.name for child in self.children.values()}
-        is_usable = "controller" in names and len(names) > 1
+        is_usable = "controller" in names and (len(names) > 1 or self.method == "none")
         return not is_usable or time.monotonic() >= self._deadline
 
     def on_kernel(self, kernel: KernelPipe) -> None:
@@ -159,6 +159,8 @@ class Forkserver:
                 self.on_disconnect(kernel)
             case KernelRequest.STOP:
                 self.is_stopped = True
+            case KernelRequest.ATTACH:
+                self.introduce()
             case KernelRequest.PING:
                 pass
             case operation:
@@ -191,6 +193,10 @@ class Forkserver:
             return kernel.close()
         self.kernel = kernel
         self.selector.register(kernel, selectors.EVENT_READ, self.on_kernel)
+        self.introduce()
+
+    def introduce(self) -> None:
+        """Tell another kernel which children have ended, and which are stopped."""
         self.report(event=ForkServerEvent.ATTACHED, exits=self.exits)
         for name in self.stopped:
             self.report(event=ForkServerEvent.STOPPED, name=name, is_stopped=True)

@@ -86,7 +86,7 @@ def pass_on(router: "Router[bytes]", arrived: Path, log: Path) -> int:
         events = dict(poller.poll(POLL_MS))
         if 0 in events:
             try:
-                data = pipe.recv_bytes() if word == RUN else os.read(0, 1 << 16)
+                data = read_script(pipe) if word == RUN else os.read(0, 1 << 16)
             except (EOFError, OSError):
                 data = b""
             if not data and (word == RUN or not peer):
@@ -117,6 +117,11 @@ def pass_on(router: "Router[bytes]", arrived: Path, log: Path) -> int:
             except zmq.ZMQError:
                 return LOST
             waiting.clear()
+
+
+def read_script(pipe: Connection) -> bytes:
+    """Read the kernel's first frame."""
+    return str(json.loads(pipe.recv_bytes())["script"]).encode()
 
 
 def come(place: Place) -> None:

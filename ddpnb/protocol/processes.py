@@ -30,6 +30,8 @@ class KernelRequest(StrEnum):
     ALLOW_DETACH = "allow_detach"
     DETACH = "detach"
     STOP = "stop"
+    RUN = "run"
+    """Before there is an agent: run the script that starts it."""
     CHECK = "check"
     """This and the next are for the agent of another host: describe that host."""
     PROBE = "probe"
@@ -41,7 +43,9 @@ class KernelRequest(StrEnum):
     COMPARE_CALLS = "compare_calls"
     """Add the calls of the host's ranks to those of other hosts, and compare all."""
     PING = "ping"
-    """The kernel is there."""
+    """The kernel, or who keeps its place, is there."""
+    ATTACH = "attach"
+    """There is another kernel now."""
 
 
 AGENT_GREETING = b"\nddpnb-agent\n"

@@ -1,5 +1,6 @@
 """Do ranks that a profile of ipyparallel starts work and end like those over ssh?"""
 
+import functools
 import json
 import socket
 import subprocess
@@ -43,16 +44,16 @@ srun --mem=0 --cpu-bind=none --mpi=none {program_and_args}
 
 @pytest.fixture
 def profile(monkeypatch, tmp_path) -> Callable[[str], str]:
-    """Write a profile; return its name."""
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    return functools.partial(write_profile, monkeypatch, tmp_path)
 
-    def write(config: str) -> str:
-        folder = tmp_path / "ipython/profile_site"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "ipcluster_config.py").write_text(f"c = get_config()\n{config}")
-        return "site"
 
-    return write
+def write_profile(monkeypatch: pytest.MonkeyPatch, folder: Path, config: str) -> str:
+    """Write a profile of ipyparallel into a folder that is this process's; return its name."""
+    monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
+    place = folder / "ipython/profile_site"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "ipcluster_config.py").write_text(f"c = get_config()\n{config}")
+    return "site"
 
 
 @pytest.fixture
@@ -198,7 +199,6 @@ def test_a_profile_that_is_not_there_is_named(profile):
         ({"engines": "slurm"}, "--profile starts the ranks"),
         ({"num_ranks": 3}, "-n 3 is no multiple"),
         ({"timeout": 0.0}, "seconds above 0, not 0"),
-        ({"detach_seconds": 9.0}, "--detach is for"),
     ],
 )
 def test_options_that_do_not_go_together(options, sentence):

@@ -238,7 +238,6 @@ def test_slurms_options_are_read_as_in_a_magic():
         ({"num_ranks": 4, "ranks_per_host": 2}, "--ranks-per-host is for --engines"),
         ({"engines": "slurm", "num_ranks": 2, "slurm": "gpu please!"}, "not 'please!'"),
         ({"engines": "slurm", "num_ranks": 2, "slurm": "nodes=3"}, "--slurm nodes: leave it out"),
-        ({"engines": "slurm", "num_ranks": 2, "detach_seconds": 9.0}, "--detach is for"),
     ],
 )
 def test_options_that_do_not_go_together(spec, sentence):
