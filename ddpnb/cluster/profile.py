@@ -64,6 +64,7 @@ class Profile(AgentStarter):
         self._name = spec.profile
         self._directory = find_profile(spec.profile)
         self._folder = folder
+        self._log = folder / "launcher.log"
         size = spec.ranks_per_host or spec.num_ranks
         num_hosts = spec.num_ranks // size
         self.address = own_address(spec.interface, public_ips()[:1] or ["127.0.0.1"])
@@ -162,8 +163,7 @@ class Profile(AgentStarter):
         atomic_write(self._file, json.dumps(place).encode(), mode=0o600)
         program = [python, "-m", "ddpnb.launcher.tunnel", "come", str(self._file)]
         words = [self._name, str(len(self._ports)), str(self._folder), *program]
-        log = self._folder / "launcher.log"
-        with log.open("wb") as errors:
+        with self._log.open("wb") as errors:
             self._holder = subprocess.Popen(
                 [sys.executable, "-m", "ddpnb.launcher.profile", *words],
                 stdin=self._held,
@@ -175,10 +175,14 @@ class Profile(AgentStarter):
         assert self._holder.stdout is not None
         answer = self._holder.stdout.readline()
         if not answer:
-            last = (log.read_text(errors="replace").strip().splitlines() or ["no reason"])[-1]
-            raise UserError(f"Profile {self._name} cannot be used: {last}.")
+            raise UserError(f"Profile {self._name} cannot be used{self._last()}.")
         if error := json.loads(answer):
             raise UserError(f"The launcher of profile {self._name} has started nothing: {error}.")
+
+    def _last(self) -> str:
+        """Return what the launcher has written last, as the end of a sentence."""
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return f": {lines[-1].strip().removesuffix('.')}" if lines else ""
 
     def _wait(self, seconds: float, progress: Callable[[str], None]) -> None:
         """Wait until all hosts have come."""
@@ -192,7 +196,9 @@ class Profile(AgentStarter):
                     f"{self._directory / 'log'}, or give them longer with --timeout."
                 )
             if reason := self.ended():
-                raise UserError(f"{reason[0].upper()}{reason[1:]}, with {here} hosts there.")
+                raise UserError(
+                    f"{reason[0].upper()}{reason[1:]}, with {here} hosts there{self._last()}."
+                )
             if time.monotonic() > next_report:
                 progress(f"waiting for the hosts of profile {self._name}: {here}")
                 next_report = time.monotonic() + min(REPORT_SECONDS, seconds / 4)

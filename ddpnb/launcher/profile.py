@@ -2,14 +2,18 @@
 
 ``python -m ddpnb.launcher.profile PROFILE NUM FOLDER WORDS...`` has the launcher start so many
 times the program of those words, in place of engines: PBS, LSF, SGE, HTCondor, Slurm or MPI, as the
-profile's ``ipcluster_config.py`` says.  It prints what it did, and ends it when its stdin closes.
+profile's ``ipcluster_config.py`` says.  It prints whether it could, ends them when its stdin
+closes, and then removes the file that the last word names.
 """
 
 import asyncio
 import inspect
 import json
 import logging
+import os
 import sys
+from asyncio import FIRST_COMPLETED
+from pathlib import Path
 from typing import Any
 
 import ipyparallel as ipp
@@ -34,11 +38,16 @@ async def main(profile: str, num: str, folder: str, *words: str) -> None:
         print(json.dumps(f"{type(error).__name__}: {error}"), flush=True)
         return
     print(json.dumps(None), flush=True)
-    try:
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
-    finally:
-        await result_of(launcher.stop())
-        launcher.get_output(remove=True)
+    over = asyncio.Event()
+    launcher.on_stop(lambda _: over.set())  # batch systems do not tell
+    kernel = asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
+    await asyncio.wait([asyncio.ensure_future(over.wait()), kernel], return_when=FIRST_COMPLETED)
+    Path(words[-1]).unlink(missing_ok=True)  # with keys; the kernel may have been killed
+    if over.is_set():
+        print(launcher.get_output(remove=True), file=sys.stderr, flush=True)
+        os._exit(1)  # the thread that waits for the kernel would go on
+    await result_of(launcher.stop())
+    launcher.get_output(remove=True)
 
 
 async def result_of(answer: Any) -> None:

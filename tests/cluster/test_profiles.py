@@ -49,6 +49,7 @@ def profile(monkeypatch, tmp_path) -> Callable[[str], str]:
 
 def write_profile(monkeypatch: pytest.MonkeyPatch, folder: Path, config: str) -> str:
     """Write a profile of ipyparallel into a folder that is this process's; return its name."""
+    monkeypatch.setenv("HOME", str(folder))  # where keys are for a moment
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
     place = folder / "ipython/profile_site"
     place.mkdir(parents=True, exist_ok=True)
@@ -184,6 +185,13 @@ def test_a_profile_that_starts_nothing_is_named(profile, config, sentence):
         Cluster.start(two_each(profile(config)))
     assert not started()
     assert not list(Path.home().glob(".ddpnb-*.json"))
+
+
+def test_a_host_that_cannot_run_the_program_is_not_waited_for(profile):
+    sentence = "The launcher of profile site has ended, with 0 of 2 hosts there: .*No module named"
+    with pytest.raises(UserError, match=sentence):
+        Cluster.start(two_each(profile(LOCAL), python="/usr/bin/python3"))
+    assert not started()
 
 
 def test_a_profile_that_is_not_there_is_named(profile):
