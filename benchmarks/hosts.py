@@ -29,12 +29,14 @@ from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session.comparison import ComparisonSpec, prepare
 from ddpnb.session.inside import measure_links
 from tests.cluster.two_hosts import TwoHosts, call, two_hosts
+from tests.delayed import INTERFACE, delayed_link
 
 STRATEGIES = ("ddp", "ddp-shm", "local-sgd", "diloco", "async")
 RATES = {"1gbit": ("128kb", 96), "100mbit": ("32kb", 24)}
 """What may leave a host at once, and how many steps are trained then: more than the first few,
 and no more than the slowest strategy makes in some seconds."""
-DELAY = "10ms"
+DELAY = 0.01
+"""Seconds, each way."""
 BATCH_SIZE = 64
 NUM_FLOATS = 1_001_000
 TASK = f"""
@@ -126,20 +128,21 @@ def torchrun_line(hosts: TwoHosts, host: str, each: int, script: Path) -> str:
 
 
 def links(hosts: TwoHosts, rounds: int, each: int) -> Iterator[Figure]:
-    """Compare strategies under each rate, and with a delay where the kernel can make one."""
-    spec = ClusterSpec(hosts=f"a:{each},b:{each}", device="cpu", num_threads=1)
-    cluster = Cluster.start(spec)
-    try:
-        names = [name for name in STRATEGIES if is_allowed(name)]
-        for rate, (burst, num_steps) in RATES.items():
-            for delay in ("", DELAY):
-                with shaped(hosts, rate, burst, delay) as is_made:
-                    if is_made:
-                        link = f"{rate}, {delay} of delay" if delay else rate
-                        where = f"2 hosts of {each} ranks, {link}"
+    """Compare strategies under each rate, without and with a delay."""
+    names = [name for name in STRATEGIES if is_allowed(name)]
+    spaces = (f"{hosts.prefix}a", f"{hosts.prefix}b")
+    with delayed_link(spaces, subnet="10.77.1", seconds=DELAY):
+        for interface, delay in (("net0", ""), (INTERFACE, f", {1e3 * DELAY:.0f} ms of delay")):
+            ranks = f"a:{each},b:{each}"
+            spec = ClusterSpec(hosts=ranks, device="cpu", num_threads=1, interface=interface)
+            cluster = Cluster.start(spec)
+            try:
+                for rate, (burst, num_steps) in RATES.items():
+                    with shaped(spaces, interface, rate, burst):
+                        where = f"2 hosts of {each} ranks, {rate}{delay}"
                         yield from compared(cluster, names, num_steps, rounds, where)
-    finally:
-        cluster.stop()
+            finally:
+                cluster.stop()
 
 
 def is_allowed(strategy: str) -> bool:
@@ -153,25 +156,16 @@ def is_allowed(strategy: str) -> bool:
 
 
 @contextlib.contextmanager
-def shaped(hosts: TwoHosts, rate: str, burst: str, delay: str) -> Iterator[bool]:
-    """Limit what leaves each host; yields whether that could be done."""
-    limit = ("handle", "1:", "tbf", "rate", rate, "burst", burst, "limit", "4mb")
-    later = ("parent", "1:", "netem", "delay", delay, "limit", "100000")
-    names = [f"{hosts.prefix}{host}" for host in "ab"]
+def shaped(spaces: tuple[str, str], interface: str, rate: str, burst: str) -> Iterator[None]:
+    """Limit what leaves each host."""
+    limit = ("root", "tbf", "rate", rate, "burst", burst, "limit", "4mb")
+    for space in spaces:
+        call("tc", "-n", space, "qdisc", "add", "dev", interface, *limit)
     try:
-        for name in names:
-            call("tc", "-n", name, "qdisc", "add", "dev", "net0", "root", *limit)
-            if delay:
-                call("tc", "-n", name, "qdisc", "add", "dev", "net0", *later)
-    except subprocess.CalledProcessError as error:
-        print(f"{rate} with {delay or 'no'} delay is left out: {error.stderr.strip()}")
-        yield False
-    else:
-        yield True
+        yield
     finally:
-        for name in names:
-            words = ["tc", "-n", name, "qdisc", "delete", "dev", "net0", "root"]
-            subprocess.run(words, check=False, capture_output=True)
+        for space in spaces:
+            call("tc", "-n", space, "qdisc", "delete", "dev", interface, "root")
 
 
 def compared(
