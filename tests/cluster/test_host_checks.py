@@ -80,7 +80,6 @@ def test_a_python_without_packages(tmp_path, setting, sentence):
         ({"hosts": "a:1,a:1"}, "--hosts names a twice"),
         ({"hosts": "-oProxyCommand=x:1"}, "Write --hosts as a:4,b:4"),
         ({"hosts": "a:1", "num_ranks": 2}, "leave out -n"),
-        ({"hosts": "a:1", "detach_seconds": 9.0}, "--detach"),
         ({"interface": "net0"}, "name them with --hosts"),
     ],
 )
