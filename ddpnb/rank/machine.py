@@ -27,9 +27,13 @@ NUM_SAMPLES: Final = 64
 NUMBER: Final = 4
 """Bytes."""
 PROBE_SECONDS: Final = 0.05
-"""Messages between two ranks grow until one takes so long."""
+PROBE_TRIPS: Final = 10
+"""Messages between two ranks grow until one takes so long, and so many round trips: the first
+ones over a long way are slowed down by TCP, which sends more after each answer."""
 MAX_PROBE_BYTES: Final = 2**24
 NUM_ROUND_TRIPS: Final = 40
+TRIPS_SECONDS: Final = 0.2
+"""Fewer round trips where they take longer than this, five at least."""
 
 
 def measure(
@@ -327,8 +331,12 @@ def measure_links(
 def _measure_link(peer: int, device: torch.device) -> tuple[float, float]:
     """Measure the connection to a rank that answers."""
     byte, size = torch.zeros(1, dtype=torch.uint8, device=device), 2**16
-    trips = []
-    for _ in range(NUM_ROUND_TRIPS):
+    trips: list[float] = []
+    while not byte.item():
+        is_last = len(trips) + 1 >= NUM_ROUND_TRIPS or (
+            len(trips) > 3 and sum(trips) > TRIPS_SECONDS
+        )
+        byte.fill_(is_last)
         began = time.perf_counter()
         dist.send(byte, peer)
         dist.recv(byte, peer)
@@ -342,7 +350,8 @@ def _measure_link(peer: int, device: torch.device) -> tuple[float, float]:
         dist.recv(byte, peer)
         byte.cpu()
         seconds = time.perf_counter() - began
-        is_last = seconds >= PROBE_SECONDS or size >= MAX_PROBE_BYTES
+        is_long = seconds >= max(PROBE_SECONDS, PROBE_TRIPS * trip)
+        is_last = is_long or size >= MAX_PROBE_BYTES
         dist.send(torch.full_like(byte, is_last), peer)
         if is_last:
             return trip / 2, size / max(seconds - trip, 1e-9)
@@ -352,7 +361,7 @@ def _measure_link(peer: int, device: torch.device) -> tuple[float, float]:
 def _answer_link(peer: int, device: torch.device) -> None:
     """Answer a rank that measures."""
     byte, size = torch.zeros(1, dtype=torch.uint8, device=device), 2**16
-    for _ in range(NUM_ROUND_TRIPS):
+    while not byte.item():
         dist.recv(byte, peer)
         dist.send(byte, peer)
     while True:

@@ -1,6 +1,7 @@
 """What the tests of a real cluster share."""
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -189,3 +190,12 @@ def wait_until_gone(processes: Sequence[psutil.Process], timeout: float = 30.0) 
     while left := [process for process in processes if is_alive(process)]:
         assert time.monotonic() < deadline, f"still there after {timeout:g} s: {left}"
         time.sleep(0.01)
+
+
+def knock(places: list[tuple[str, int]], times: int = 10_000) -> None:
+    """Connect to addresses as strangers do: silent, with garbage, with another protocol."""
+    contents = (b"", b"\0" * 64, b"GET / HTTP/1.0\r\n\r\n")
+    for number in range(times):
+        place = places[number % len(places)]
+        with socket.create_connection(place, timeout=30) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(contents[number // len(places) % 3])

@@ -1,7 +1,6 @@
 """Do ranks on two hosts, started over ssh, work and end like those of one?"""
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import pytest
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
+from ddpnb.cluster.processes import log_tail
 from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.training_options import TrainingSpec
@@ -30,6 +30,7 @@ from tests.cluster.rig import (
     allow_mpi,
     begin,
     finish,
+    knock,
     pull,
     run,
     shown,
@@ -119,11 +120,13 @@ def two_each(hosts) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def cluster(two_each) -> Cluster:
-    """Four living ranks on two hosts."""
+def cluster(two_each) -> Iterator[Cluster]:
+    """Four living ranks on two hosts; a failed test shows what its dead ranks wrote."""
     if dead := two_each.dead:
         two_each.bring_back(dead)
-    return two_each
+    yield two_each
+    for rank in two_each.dead:
+        print(f"rank {rank}:", log_tail(two_each.folder, rank, 60))
 
 
 def total(cluster: Cluster) -> list[float]:
@@ -159,7 +162,7 @@ def test_nothing_listens_beyond_the_interface_and_no_key_is_to_be_seen(cluster, 
     content = json.loads((cluster.profile / "security/ipcontroller-engine.json").read_text())
     keys = [v.encode() for name, v in content.items() if "key" in name and v]
     assert len(keys) >= 2
-    over_ssh = [each for each in psutil.Process().children() if each.name() == "ssh"]
+    over_ssh = psutil.Process().children(recursive=True)
     for process in [*own, *over_ssh, *hosts.processes("a"), *hosts.processes("b")]:
         assert not any(key in shown(process) for key in keys), process
 
@@ -168,10 +171,7 @@ def test_strangers_change_nothing(cluster, hosts):
     assert total(cluster) == [4.0] * 4
     lines = hosts.call("a", "ss", "-Hltn").splitlines()
     ports = {int(line.split()[3].rsplit(":", 1)[1]) for line in lines} - {22}
-    for port in ports:
-        for content in (b"", b"\0" * 64, b"GET / HTTP/1.0\r\n\r\n") * 50:
-            with socket.create_connection((hosts.address("a"), port), timeout=SECONDS) as stranger:
-                stranger.sendall(content)
+    knock([(hosts.address("a"), port) for port in ports])
     assert total(cluster) == [4.0] * 4
     cluster.abort(cluster.ranks)
     cluster.ensure_group()  # which the store, too, still serves

@@ -21,6 +21,7 @@ from ddpnb.session.status import status_table
 from tests.cluster.rig import (
     begin,
     finish,
+    knock,
     pull,
     run,
     shown,
@@ -122,10 +123,7 @@ def test_a_host_whose_program_is_gone_is_named_and_not_waited_for_long(here):
 def test_strangers_change_nothing_and_no_key_is_to_be_seen(here):
     servers = [p for p in psutil.Process().children() if "serve" in p.cmdline()]
     places = [json.loads(Path(each.cmdline()[-1]).read_text()) for each in servers]
-    for place in places:
-        for sent in (b"", b"\0" * 64, b"GET / HTTP/1.0\r\n\r\n") * 50:
-            with socket.create_connection((place["address"], place["port"]), timeout=30) as other:
-                other.sendall(sent)
+    knock([(place["address"], place["port"]) for place in places])
     assert total(here) == [4.0] * 4
     keys = [key.encode() for key in places[0]["server"]]
     for process in [*psutil.Process().children(recursive=True), *started()]:

@@ -28,7 +28,7 @@ class LinkMatrix:
 
     Args:
         latencies: seconds one way, half of a round trip of one byte.
-        rates: bytes per second in one direction, of a message that takes 50 ms or is 16 MB.
+        rates: bytes per second in one direction, of a large message.
         states: of all ranks.
         seconds: how long measuring took.
     """
