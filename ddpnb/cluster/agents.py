@@ -33,8 +33,9 @@ class AgentProcesses(Processes):
         log: Path,
         starter: AgentStarter,
         on_exit: Callable[[Exit], None],
-        is_known: bool = False,
+        gpus: list[str] | None = None,
     ) -> None:
+        """Take the pipe to an agent; ``gpus`` are those that it told an earlier kernel, if any."""
         super().__init__(pipe=pipe, server=server, on_exit=on_exit)
         self.process = (
             server.process if isinstance(server, AdoptedServer) else process_id(server.pid)
@@ -42,7 +43,9 @@ class AgentProcesses(Processes):
         self.name = name
         self.log = log
         self._starter = starter
-        self._is_known = is_known  # to an earlier kernel, which it has greeted
+        self._is_known = gpus is not None
+        if gpus is not None:
+            self.ready.set_result(gpus)
         self.report: Event = {}
         """What the host has; ``clock`` is by how many seconds it is ahead."""
         self.ended = threading.Event()

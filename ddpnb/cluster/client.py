@@ -30,6 +30,8 @@ from ddpnb.protocol.messages import OnRank, Question, RankState
 ASK_AGAIN_SECONDS = 2.0
 """How long a new engine may take to answer until it is asked again: the controller drops a message
 that comes before its own connection with the engine stands."""
+CONNECT_SECONDS = 20.0
+"""How long the controller may take to answer a new client until it is asked again."""
 WAIT_SECONDS = 0.05
 """How long an answer is waited for until it is checked again whether it can still come."""
 SUBSCRIBE_ATTEMPTS = 6
@@ -47,7 +49,7 @@ class EngineClient:
     def __init__(self, profile: Path, while_waiting: Callable[[], None]) -> None:
         path = profile / "security/ipcontroller-client.json"
         wait_for_file(path, START_TIMEOUT_SECONDS, while_waiting)
-        self._client = ipp.Client(str(path), timeout=START_TIMEOUT_SECONDS)
+        self._client = connected_client(path, while_waiting)
         self._engine_of: dict[int, int] = {}
         self._known: set[int] = set()
         """The engines whose rank is known."""
@@ -167,3 +169,15 @@ class EngineClient:
                     call.inbox.put(Output(rank=rank, kind=kind, content=content))
 
         ipyparallel_internals.send(self._client, engine, function, list(arguments), receive)
+
+
+def connected_client(path: Path, while_waiting: Callable[[], None]) -> ipp.Client:
+    """Return a client that the controller has answered, if need be to a later question."""
+    deadline = time.monotonic() + START_TIMEOUT_SECONDS
+    while True:
+        try:
+            return ipp.Client(str(path), timeout=CONNECT_SECONDS)
+        except TimeoutError:
+            while_waiting()
+            if time.monotonic() > deadline:
+                raise

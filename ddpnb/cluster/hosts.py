@@ -310,10 +310,9 @@ class HostProcesses(Processes):
             log=self._folder / f"host-{number}.log",
             starter=self._starter,
             on_exit=lambda exit_: self._note_end(number, name, exit_),
-            is_known=True,
+            gpus=gpus,
         )
         agent.report = report
-        agent.ready.set_result(gpus)
         for member, code in exits.items():
             self._note(Exit(member=member_of(member), code=code))
         return agent

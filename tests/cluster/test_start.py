@@ -6,6 +6,7 @@ import stat
 import threading
 from pathlib import Path
 
+import ipyparallel as ipp
 import psutil
 import pytest
 
@@ -130,6 +131,22 @@ def test_stop_leaves_nothing_and_may_be_called_twice():
         cluster.stop()
     with pytest.raises((UserError, AssertionError)):
         run(cluster, "1")
+
+
+def test_a_controller_that_does_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    connect = ipp.Client._connect
+
+    def leave_the_first_unanswered(client: ipp.Client, *args: object) -> None:
+        asked.append(client)
+        if len(asked) == 1:
+            raise TimeoutError("Hub connection request timed out")
+        connect(client, *args)
+
+    monkeypatch.setattr(ipp.Client, "_connect", leave_the_first_unanswered)
+    with started(2) as cluster:
+        assert len(asked) == 2
+        assert pull(cluster, "rank") == [0, 1]
 
 
 def test_a_start_survives_a_lost_message(monkeypatch: pytest.MonkeyPatch):

@@ -11,52 +11,41 @@ from pathlib import Path
 
 import pytest
 
+from tests.delayed import INTERFACE, delayed_link
 from tests.rank.shaped import TRAININGS, step_seconds
 from tests.system_packages import find_program, skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 RATE = "100Mbit"
-DELAY = "2ms"
-VETH_LATENCY = "0.05ms"
-"""Of the real one without a delay: what the kernel takes from one end to the other."""
+DELAY_MS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapedLink:
     namespaces: tuple[str, str]
-    interface: str
     figures: str
     """As for ``--link``."""
 
 
 @pytest.fixture(scope="module")
 def shaped() -> Iterator[ShapedLink]:
-    """Two network namespaces, connected by a pair of interfaces of limited rate."""
+    """Two network namespaces, connected by a link of limited rate on which all comes later."""
     ip = find_program(["ip"], "needs iproute2")
     tc = find_program(["tc"], "needs iproute2")
     if os.geteuid() != 0:
         skip_or_fail("needs root, to make network namespaces")
-    names = tuple(f"ddpnb-{os.getpid()}-{rank}" for rank in range(2))
+    if not Path("/dev/net/tun").exists():
+        skip_or_fail("needs /dev/net/tun, to make a link that delays")
+    first, second = names = (f"ddpnb-{os.getpid()}-0", f"ddpnb-{os.getpid()}-1")
     try:
         for name in names:
             call(ip, "netns", "add", name)
-        first, second = names
-        peer = ("peer", "name", "shaped", "netns", second)
-        call(ip, "link", "add", "shaped", "netns", first, "type", "veth", *peer)
-        latency = VETH_LATENCY
-        for rank, name in enumerate(names):
-            call(ip, "-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "shaped")
-            for interface in ("lo", "shaped"):
-                call(ip, "-n", name, "link", "set", interface, "up")
-            call(ip, "-n", name, "link", "set", "shaped", "mtu", "9000")  # few headers
-            rate = ("handle", "1:", "tbf", "rate", RATE, "burst", "16kb", "limit", "16mb")
-            call(tc, "-n", name, "qdisc", "add", "dev", "shaped", "root", *rate)
-            delay = ("parent", "1:", "netem", "delay", DELAY, "limit", "100000")
-            if has_netem(tc, name, delay):
-                latency = DELAY
-        yield ShapedLink(
-            namespaces=(first, second), interface="shaped", figures=f"{RATE},{latency}"
-        )
+            call(ip, "-n", name, "link", "set", "lo", "up")
+        with delayed_link((first, second), subnet="10.77.0", seconds=DELAY_MS / 1000):
+            for name in names:
+                rate = ("rate", RATE, "burst", "16kb", "limit", "16mb")
+                call(tc, "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *rate)
+            yield ShapedLink(namespaces=(first, second), figures=f"{RATE},{DELAY_MS}ms")
     except subprocess.CalledProcessError as error:
         skip_or_fail(f"{' '.join(error.cmd)}: {error.stderr}")
     finally:
@@ -66,12 +55,6 @@ def shaped() -> Iterator[ShapedLink]:
 
 def call(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, text=True, timeout=30)
-
-
-def has_netem(tc: str, namespace: str, delay: tuple[str, ...]) -> bool:
-    """Whether this kernel can delay what goes out; then it does."""
-    words = [tc, "-n", namespace, "qdisc", "add", "dev", "shaped", *delay]
-    return subprocess.run(words, check=False, capture_output=True).returncode == 0
 
 
 def in_namespace(name: str) -> list[str]:
@@ -84,7 +67,7 @@ def test_an_emulated_link_is_as_slow_as_a_shaped_one(ranks, shaped):
             subprocess.Popen(
                 [*in_namespace(name), sys.executable, "-m", "tests.rank.shaped", str(rank), folder],
                 cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": shaped.interface},
+                env=os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": INTERFACE},
                 stdout=subprocess.PIPE,
                 text=True,
             )
