@@ -50,6 +50,8 @@ USUAL_DEPTH = 5
 """How far up the stack the user's line is if a cell calls a function of ``torch.distributed``."""
 BACKWARD = torch.autograd.backward.__code__.co_filename
 """The file of torch that computes gradients."""
+DDP_FRAMES = 3
+"""Between torch's function and its caller are those of a decorator."""
 MAX_FRAMES = 24
 """How far up the stack to look for the user's line."""
 
@@ -135,7 +137,7 @@ class CollectiveChecker:
             make = original, group, *arguments
             with torch_internals.below_autograd():
                 work = self._compare_and_make(group, collective, arguments, root, *make, **options)
-            if self.token is None or work is None:
+            if self.token is None or work is None or _called_by_ddp():
                 return work
             return FreeableWork(work, self.token)
 
@@ -237,6 +239,18 @@ def _root_of(collective: Collective, arguments: Sequence[Any]) -> int | None:
         return NO_ROOT
     root: int | None = getattr(arguments[-1], "rootRank", None)
     return root
+
+
+def _called_by_ddp() -> bool:
+    """Return whether DDP's Python code calls: under ``Join`` its work goes on to C++, as it is."""
+    frame: FrameType | None = sys._getframe(3)
+    for _ in range(DDP_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == "torch.nn.parallel.distributed":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _users_place() -> tuple[int, bool]:
