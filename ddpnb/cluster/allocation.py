@@ -16,8 +16,9 @@ from pathlib import Path
 
 from ddpnb.cluster.placement import ClusterSpec, parse_hosts, parse_slurm
 from ddpnb.cluster.profile import Profile
-from ddpnb.cluster.ssh import agent_script, connected, explain, start_agent
+from ddpnb.cluster.ssh import explain, start_agent
 from ddpnb.cluster.starter import AgentStarter, Started, own_address
+from ddpnb.cluster.tunnels import Tunnels
 from ddpnb.protocol.errors import UserError
 
 QUEUE_SECONDS = 600.0
@@ -88,6 +89,7 @@ class Slurm(AgentStarter):
             node = answer_of("scontrol", "show", "node", names[0], "--oneliner")
             found = re.search(r"NodeAddr=(\S+)", node)
             self.address = own_address(spec.interface, [found[1] if found else names[0]])
+            self._ways = Tunnels(self.address, folder)
         except BaseException:
             self.stop()
             raise
@@ -102,11 +104,14 @@ class Slurm(AgentStarter):
             f"--nodelist={host}",
             *("--nodes=1", "--ntasks=1", "--overlap", "--mem=0", "--cpu-bind=none", "--mpi=none"),
         ]
-        script = agent_script(token, python)
-
         assert self._holder.stdin is not None
-        return connected(
-            [*words, "sh", "-c", script], log, own_environment(), self._holder.stdin.fileno()
+        return self._ways.start_agent(
+            words,
+            token,
+            python=python,
+            log=log,
+            environment=own_environment(),
+            kept_open=self._holder.stdin.fileno(),
         )
 
     def explain(self, host: str, code: int | None, log: Path, version: str) -> str:
@@ -167,19 +172,20 @@ class Slurm(AgentStarter):
 class Mpi(AgentStarter):
     """The hosts that ``mpiexec`` knows: those of the job it is called in, or those named."""
 
-    def __init__(self, spec: ClusterSpec) -> None:
+    def __init__(self, spec: ClusterSpec, folder: Path) -> None:
         if shutil.which("mpiexec") is None:
             raise UserError("There is no mpiexec on this host: --engines mpi needs Open MPI.")
         self.hosts = spec.hosts or self._known_hosts(spec)
         names = [name for name, _ in parse_hosts(self.hosts)]
         self.address = own_address(spec.interface, names)
+        self._ways = Tunnels(self.address, folder)
 
     def start(
         self, host: str, token: str, *, python: str, sockets: Sequence[Path], log: Path
     ) -> Started:
         """Start a host's agent."""
         words = ["mpiexec", "-n", "1", "--host", host, "--bind-to", "none"]
-        return connected([*words, "sh", "-c", agent_script(token, python)], log)
+        return self._ways.start_agent(words, token, python=python, log=log)
 
     def explain(self, host: str, code: int | None, log: Path, version: str) -> str:
         """Return the sentence on why a host's agent did not start."""
@@ -231,7 +237,7 @@ def starter_for(spec: ClusterSpec, folder: Path, progress: Callable[[str], None]
         case "slurm":
             return Slurm(spec, folder, progress)
         case "mpi":
-            return Mpi(spec)
+            return Mpi(spec, folder)
         case _:
             return Ssh(spec.hosts)
 

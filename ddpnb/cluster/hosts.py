@@ -42,7 +42,7 @@ from ddpnb.cluster.run_folder import SOCKET, ClusterRecord
 from ddpnb.cluster.ssh import unfit
 from ddpnb.cluster.starter import AgentStarter, free_ports
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import KernelRequest, ProcessId, RankCommand, atomic_write
+from ddpnb.protocol.processes import KernelRequest, ProcessId, RankCommand
 
 PREPARE_SECONDS = 120.0
 """How long a host may take to import torch."""
@@ -384,33 +384,19 @@ class HostProcesses(Processes):
         )
 
     def _connect(self, agent: AgentProcesses) -> None:
+        """Have a host's engines use the controller's ports, or its sockets as ssh forwards them."""
         profile = self._folder / "profile"
-        path = profile / "security/ipcontroller-engine.json"
-        if self._starter.address:
-            return self._connect_to_ports(agent, path.read_bytes())
-        connection = json.loads(path.read_text())
-        names = sorted(each.name.removeprefix("socket") for each in profile.glob("socket*"))
-        names = [name for name in names if int(name.lstrip(":-")) in _numbers(connection)]
+        connection = json.loads((profile / "security/ipcontroller-engine.json").read_text())
+        names: list[str] = []
+        if not self._starter.address:
+            names = sorted(each.name.removeprefix("socket") for each in profile.glob("socket*"))
+            names = [name for name in names if int(name.lstrip(":-")) in _numbers(connection)]
         assert len(names) <= NUM_SOCKETS, names
         for number, name in enumerate(names):
             link = self._folder / f"engine-{number}"
             if not link.is_symlink():
                 link.symlink_to(profile / f"socket{name}")
         agent.ask(KernelRequest.CONNECT, connection=connection, sockets=names)
-
-    def _connect_to_ports(self, agent: AgentProcesses, content: bytes) -> None:
-        """Have engines use the controller's ports; keys go through a file, not through the pipe."""
-        keys = Path.home() / f".ddpnb-{secrets.token_hex(8)}.json"
-        atomic_write(keys, content, mode=0o600)
-        try:
-            error = agent.ask(KernelRequest.CONNECT, connection={}, sockets=[], keys=str(keys))
-        finally:
-            keys.unlink(missing_ok=True)
-        if error:
-            raise UserError(
-                f"Host {agent.name} does not share your home folder, through which it is given the "
-                f"keys of this cluster: {keys.parent} must be the same there."
-            )
 
 
 def only_hosts(spec: ClusterSpec, hosts: str) -> ClusterSpec:

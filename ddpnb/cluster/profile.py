@@ -7,25 +7,21 @@ on, and another one holds the launcher, which ends what it started when this pro
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-import zmq
 from IPython.core.profiledir import ProfileDir, ProfileDirError
 from IPython.paths import get_ipython_dir
 from jupyter_client.localinterfaces import public_ips
 
 from ddpnb.cluster.placement import ClusterSpec
-from ddpnb.cluster.ssh import agent_script, connected
+from ddpnb.cluster.ssh import agent_script
 from ddpnb.cluster.starter import AgentStarter, Started, free_ports, own_address
+from ddpnb.cluster.tunnels import Tunnel, Tunnels
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import KernelRequest, atomic_write
 
 WAIT_SECONDS = 600.0
 """How long hosts may take to come, if nothing else is said."""
@@ -37,21 +33,6 @@ STOP_SECONDS = 60.0
 """How long a launcher may take to end what it started."""
 STRICT = {"TRAITLETS_APPLICATION_RAISE_CONFIG_FILE_ERROR": "1"}
 """Else a profile with an error in it is read as an empty one, whose engines are local."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Tunnel:
-    """The process here that passes on what comes from a host, and goes there."""
-
-    process: subprocess.Popen[bytes]
-    pipe: Connection
-    arrived: Path
-    """Appears when the host has come, and holds its name."""
-
-    @property
-    def host(self) -> str:
-        """What the host is called; empty before it has come."""
-        return self.arrived.read_text() if self.arrived.exists() else ""
 
 
 class Profile(AgentStarter):
@@ -68,11 +49,9 @@ class Profile(AgentStarter):
         size = spec.ranks_per_host or spec.num_ranks
         num_hosts = spec.num_ranks // size
         self.address = own_address(spec.interface, public_ips()[:1] or ["127.0.0.1"])
+        self._ways = Tunnels(self.address, folder)
         self._ports = free_ports(self.address, num_hosts)
-        self._server, self._client = (
-            [key.decode() for key in zmq.curve_keypair()] for _ in range(2)
-        )
-        self._file = Path.home() / f".ddpnb-{secrets.token_hex(8)}.json"
+        self._file = self._ways.write_file(self._ports, is_once=False)
         self._tunnels: list[Tunnel] = []
         self._names: list[str] = []
         self._holder: subprocess.Popen[bytes] | None = None
@@ -102,17 +81,14 @@ class Profile(AgentStarter):
             deadline = time.monotonic() + AGAIN_SECONDS
             while not self._tunnels[number].host:
                 if time.monotonic() > deadline:
-                    end(self._tunnels[number])
+                    self._tunnels[number].end()
                     raise UserError(
                         f"Host {host} has not come again: what profile {self._name} started there "
                         "has ended. Start anew with %ddp_restart."
                     )
                 time.sleep(POLL_SECONDS)
         self._used[number] = True
-        tunnel = self._tunnels[number]
-        script = {"op": KernelRequest.RUN, "script": agent_script(token, python)}
-        tunnel.pipe.send_bytes(json.dumps(script).encode())
-        return tunnel.process, tunnel.pipe
+        return self._tunnels[number].run(agent_script(token, python))
 
     def ended(self) -> str:
         """Say that the launcher has ended; empty if it has not."""
@@ -124,7 +100,7 @@ class Profile(AgentStarter):
     def stop(self) -> None:
         """Have the launcher end what it started; may be called twice."""
         for tunnel in self._tunnels:
-            end(tunnel)
+            tunnel.end()
         if self._hold >= 0:
             os.close(self._hold)
             self._hold = -1
@@ -136,31 +112,11 @@ class Profile(AgentStarter):
                 self._holder.wait()
 
     def _tunnel(self, number: int) -> Tunnel:
-        place = self._folder / f"tunnel-{number}.json"
-        arrived = place.with_suffix(".txt")
-        arrived.unlink(missing_ok=True)
-        words = {
-            "address": self.address,
-            "port": self._ports[number],
-            "server": self._server,
-            "client": self._client[:1],
-            "arrived": str(arrived),
-            "log": str(self._folder / f"host-{number}.log"),
-        }
-        atomic_write(place, json.dumps(words).encode(), mode=0o600)
-        program = [sys.executable, "-m", "ddpnb.launcher.tunnel", "serve", str(place)]
-        process, pipe = connected(program, place.with_suffix(".log"), kept_open=self._hold)
-        return Tunnel(process=process, pipe=pipe, arrived=arrived)
+        log = self._folder / f"host-{number}.log"
+        return self._ways.open(self._ports[number], log, kept_open=self._hold)
 
     def _launch(self, python: str) -> None:
         """Have the profile's launcher start the hosts' programs."""
-        place = {
-            "address": self.address,
-            "ports": self._ports,
-            "server": self._server[0],
-            "client": self._client,
-        }
-        atomic_write(self._file, json.dumps(place).encode(), mode=0o600)
         program = [python, "-m", "ddpnb.launcher.tunnel", "come", str(self._file)]
         words = [self._name, str(len(self._ports)), str(self._folder), *program]
         with self._log.open("wb") as errors:
@@ -203,16 +159,6 @@ class Profile(AgentStarter):
                 progress(f"waiting for the hosts of profile {self._name}: {here}")
                 next_report = time.monotonic() + min(REPORT_SECONDS, seconds / 4)
             time.sleep(POLL_SECONDS)
-
-
-def end(tunnel: Tunnel) -> None:
-    """End a tunnel's process, and with it what runs at the other end."""
-    tunnel.pipe.close()
-    try:
-        tunnel.process.wait(5.0)
-    except subprocess.TimeoutExpired:
-        tunnel.process.kill()
-        tunnel.process.wait()
 
 
 def distinct(names: Sequence[str]) -> list[str]:

@@ -37,13 +37,19 @@ SSH = (
     *("-o", "LogLevel=ERROR"),
 )
 NO_PYTHON = 127
-"""The exit code of a shell that does not find a program."""
+"""The exit code of a shell that does not find a program; also in ``CHOOSE_PYTHON``."""
 
-AGENT = """\
-trap 'rm -rf /dev/shm/ddpnb-{token} "${{TMPDIR:-/tmp}}/ddpnb-{token}" /tmp/ddpnb-{token}.*' EXIT
+CHOOSE_PYTHON = """\
 python={python}
 [ -n "$python" ] || {{ python={same}; [ -x "$python" ] || python=python3; }}
-command -v "$python" >/dev/null || exit {no_python}
+command -v "$python" >/dev/null || exit 127
+"""
+AGENT = (
+    """\
+trap 'rm -rf /dev/shm/ddpnb-{token} "${{TMPDIR:-/tmp}}/ddpnb-{token}" /tmp/ddpnb-{token}.*' EXIT
+"""
+    + CHOOSE_PYTHON
+    + """\
 exec 3<&0
 "$python" -m ddpnb.launcher.agent {token} <&3 3<&- &
 agent=$!
@@ -54,6 +60,7 @@ code=$?
 kill -9 -- -$agent 2>/dev/null
 exit $code
 """
+)
 """Runs in a shell on the host, which removes what an agent leaves behind that was killed."""
 
 
@@ -88,7 +95,6 @@ def agent_script(token: str, python: str) -> str:
     return AGENT.format(
         python=shlex.quote(python),
         same=shlex.quote(sys.executable),
-        no_python=NO_PYTHON,
         token=token,
     )
 
@@ -138,6 +144,11 @@ _REASONS = (
     ("No module named ddpnb", "has no ddpnb in its Python: install {v} there, or give --python."),
     ("No module named 'ddpnb", "has no ddpnb in its Python: install {v} there, or give --python."),
     ("No module named", "lacks a package that ddpnb needs ({l}): install {v} there."),
+    ("no file with keys", "does not share your home folder: {l}."),
+    (
+        "no answer at",
+        "does not reach this one ({l}): open its ports, or choose another --interface.",
+    ),
     ("Connection timed out", "cannot be reached: no answer within {s} s."),
     ("Connection refused", "cannot be reached: no ssh server listens there."),
     ("No route to host", "cannot be reached: there is no route to it."),

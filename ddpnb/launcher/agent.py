@@ -42,8 +42,6 @@ from ddpnb.protocol.processes import (
 
 SILENCE_SECONDS = 30.0
 """How long the kernel, which reports every few seconds, may be silent."""
-SHARED_SECONDS = 10.0
-"""How long a file of another host may take to appear on a disk that both share."""
 TASK_VARIABLES = (
     *("OMPI_", "PMIX_", "PMI_"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
@@ -81,8 +79,8 @@ class StandardPipe:
         return self._input.recv_bytes()
 
     def send_bytes(self, buf: bytes) -> None:
-        """Send a message; it ends a line, because ``srun`` passes on whole lines."""
-        self._output.send_bytes(buf + b"\n")
+        """Send a message."""
+        self._output.send_bytes(buf)
 
     def close(self) -> None:
         """Close both directions."""
@@ -151,14 +149,12 @@ class Agent:
         calls = [*others, *collective_log.kept_calls(self.folder)]
         self.answer(id, [calls, collective_log.find_mismatch(calls)])
 
-    def connect(self, *, id: int, connection: Frame, sockets: list[str], keys: str = "") -> None:
+    def connect(self, *, id: int, connection: Frame, sockets: list[str]) -> None:
         """Write the engines' connection file, and name the forwarded sockets as it does.
 
         ``sockets`` has the last part of the name of each of the controller's sockets; without
-        them, engines use its ports, and ``keys`` is the file with the whole connection.
+        them, engines use its ports.
         """
-        if keys and not (connection := read_shared(Path(keys))):
-            return self.answer(id, "does not see it")
         profile = self.folder / "profile"
         (profile / "security").mkdir(parents=True, exist_ok=True)
         for number, name in enumerate(sockets):
@@ -195,17 +191,6 @@ class Agent:
             if operation is not KernelRequest.PING:
                 handlers[operation](**request)
         return True
-
-
-def read_shared(path: Path) -> Frame:
-    """Read a JSON file that another host has just written; empty if it does not appear here."""
-    deadline = time.monotonic() + SHARED_SECONDS
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError):
-            found: Frame = json.loads(path.read_text())
-            return found
-        time.sleep(0.05)
-    return {}
 
 
 def own_address() -> str:

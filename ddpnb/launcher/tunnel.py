@@ -1,9 +1,9 @@
 """The way to an agent on a host that a batch system has chosen: bytes over CurveZMQ (both ends).
 
-On each such host ipyparallel's launcher starts ``python -m ddpnb.launcher.tunnel come FILE``.  It
-connects to a port of the kernel's host, tells its host's name, and runs the script that it is
-sent.  The process at that port, ``... serve FILE``, passes on what the script reads and writes, as
-ssh does: its own standard input and output are the kernel's pipe.
+On each such host Slurm, MPI or ipyparallel's launcher starts ``python -m ddpnb.launcher.tunnel come
+FILE``.  It connects to a port of the kernel's host, tells its host's name, and runs the script that
+it is sent.  The process at that port, ``... serve FILE``, passes on what the script reads and
+writes, as ssh does: its own standard input and output are the kernel's pipe.
 """
 
 import contextlib
@@ -31,6 +31,12 @@ LOST_MS = 3000
 POLL_MS = 500
 COME_SECONDS = 600.0
 """How long a host goes on asking for something to run: an agent that has ended may be replaced."""
+ONCE_SECONDS = 20.0
+"""The same where the kernel waits for it."""
+SHARED_SECONDS = 10.0
+"""How long a file of another host may take to appear on a disk that both share."""
+END_SECONDS = 5.0
+"""How long the command that had the host come may take to end."""
 LOST = 255
 """The exit code where the host was lost, which is also ssh's."""
 
@@ -64,14 +70,36 @@ def serve(place: Place) -> int:
     watch_over(router)
     try:
         router.bind(f"tcp://{place['address']}:{place['port']}")
-        return pass_on(router, Path(place["arrived"]), Path(place["log"]))
+        with command_of(place) as command:
+            return pass_on(router, place, command)
     finally:
+        Path(place["remove"] or place["arrived"]).unlink(missing_ok=True)
         router.close()
         guard.stop()
         context.term()
 
 
-def pass_on(router: "Router[bytes]", arrived: Path, log: Path) -> int:
+@contextlib.contextmanager
+def command_of(place: Place) -> "Iterator[subprocess.Popen[bytes] | None]":
+    """Have the host come, if there is a command for it, and end that command."""
+    if not place["command"]:
+        yield None
+        return
+    command = subprocess.Popen(place["command"], stdin=subprocess.DEVNULL, stdout=2)
+    try:
+        yield command
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.wait(END_SECONDS if command.poll() is None else 0)
+        command.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.wait(END_SECONDS)
+        command.kill()
+
+
+def pass_on(
+    router: "Router[bytes]", place: Place, command: "subprocess.Popen[bytes] | None"
+) -> int:
     """Pass bytes on between the kernel's pipe and the host that comes first.
 
     The first message in the pipe is the script.  The host's name goes into the file ``arrived``,
@@ -84,6 +112,8 @@ def pass_on(router: "Router[bytes]", arrived: Path, log: Path) -> int:
     peer, word, waiting = b"", RUN, list[tuple[bytes, bytes]]()
     while True:
         events = dict(poller.poll(POLL_MS))
+        if command is not None and not peer and not events and command.poll() is not None:
+            return abs(command.returncode) or LOST
         if 0 in events:
             try:
                 data = read_script(pipe) if word == RUN else os.read(0, 1 << 16)
@@ -102,11 +132,12 @@ def pass_on(router: "Router[bytes]", arrived: Path, log: Path) -> int:
                     router.send_multipart([sender, TAKEN if peer else WELCOME, b""])
                 if not peer:
                     peer = sender
-                    atomic_write(arrived, data)
+                    atomic_write(Path(place["arrived"]), data)
+                    Path(place["remove"] or os.devnull).unlink(missing_ok=True)
             elif sender == peer and what == OUTPUT:
                 write(1, data)
             elif sender == peer and what == ERRORS:
-                with log.open("ab") as errors:
+                with Path(place["log"]).open("ab") as errors:
                     errors.write(data)
             elif sender == peer and what == ENDED:
                 return int(data)
@@ -124,17 +155,22 @@ def read_script(pipe: Connection) -> bytes:
     return str(json.loads(pipe.recv_bytes())["script"]).encode()
 
 
-def come(place: Place) -> None:
+def come(place: Place) -> int:
     """Run what the kernel's host sends, one script after the other, until it sends none."""
-    deadline = time.monotonic() + COME_SECONDS
+    seconds = ONCE_SECONDS if place["is_once"] else COME_SECONDS
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         for port in place["ports"]:
             with connected(place, port) as (dealer, monitor):
                 dealer.send_multipart([HELLO, socket.gethostname().encode()])
                 if dealer.poll(LOST_MS) and dealer.recv_multipart()[0] == WELCOME:
                     run_scripts(dealer, monitor)
-                    deadline = time.monotonic() + COME_SECONDS
+                    if place["is_once"]:
+                        return 0
+                    deadline = time.monotonic() + seconds
         time.sleep(0.2)
+    print(f"no answer at {place['address']}, port {place['ports'][0]}", file=sys.stderr)
+    return 1
 
 
 @contextlib.contextmanager
@@ -218,11 +254,15 @@ def write(end: int, data: bytes) -> None:
 
 def main() -> int:
     """Be one of the ends; launchers may add words of their own to the line."""
-    place = json.loads(Path(sys.argv[2]).read_text())
-    if sys.argv[1] == "serve":
-        return serve(place)
-    come(place)
-    return 0
+    path = Path(sys.argv[2])
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            print(f"no file with keys, {path}", file=sys.stderr)
+            return 1
+        time.sleep(0.05)
+    place = json.loads(path.read_text())
+    return serve(place) if sys.argv[1] == "serve" else come(place)
 
 
 if __name__ == "__main__":
