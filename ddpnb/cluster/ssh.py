@@ -164,11 +164,11 @@ def explain(host: str, code: int | None, log: Path, version: str) -> str:
         "w": f"check the key, then connect once with `ssh {host}`.",
         "f": "its sshd needs AllowStreamLocalForwarding yes.",
         "v": f"ddpnb {version}",
-        "l": re.sub(r".*No module named ", "", last),
         "s": CONNECT_SECONDS,
     }
     for found, reason in _REASONS:
-        if found in text:
+        if line := next((each for each in text.splitlines() if found in each), ""):
+            words["l"] = re.sub(r".*No module named ", "", line)
             return f"Host {host} {reason.format(**words)}"
     if code == NO_PYTHON:
         return f"Host {host} has no such Python: name one with --python PATH."

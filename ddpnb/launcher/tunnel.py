@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -31,12 +32,12 @@ LOST_MS = 3000
 POLL_MS = 500
 COME_SECONDS = 600.0
 """How long a host goes on asking for something to run: an agent that has ended may be replaced."""
-ONCE_SECONDS = 20.0
+ONCE_SECONDS = 10.0
 """The same where the kernel waits for it."""
 SHARED_SECONDS = 10.0
 """How long a file of another host may take to appear on a disk that both share."""
 END_SECONDS = 5.0
-"""How long the command that had the host come may take to end."""
+"""How long the command that had the host come may take to end by itself."""
 LOST = 255
 """The exit code where the host was lost, which is also ssh's."""
 
@@ -79,6 +80,14 @@ def serve(place: Place) -> int:
         context.term()
 
 
+def after(command: "subprocess.Popen[bytes] | None", code: int) -> int:
+    """Return the code once the command has noticed that all has ended at the other end."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        if command is not None:
+            command.wait(END_SECONDS)
+    return code
+
+
 @contextlib.contextmanager
 def command_of(place: Place) -> "Iterator[subprocess.Popen[bytes] | None]":
     """Have the host come, if there is a command for it, and end that command."""
@@ -89,12 +98,11 @@ def command_of(place: Place) -> "Iterator[subprocess.Popen[bytes] | None]":
     try:
         yield command
     finally:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            command.wait(END_SECONDS if command.poll() is None else 0)
-        command.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            command.wait(END_SECONDS)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for each in psutil.Process(command.pid).children(recursive=True):
+                each.kill()  # mpiexec's ssh, which a lost host does not end
         command.kill()
+        command.wait()
 
 
 def pass_on(
@@ -140,7 +148,7 @@ def pass_on(
                 with Path(place["log"]).open("ab") as errors:
                     errors.write(data)
             elif sender == peer and what == ENDED:
-                return int(data)
+                return after(command, int(data))
         if peer:
             try:
                 for message in [*waiting, (ALIVE, b"")]:

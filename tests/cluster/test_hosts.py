@@ -1,5 +1,6 @@
 """Do ranks on two hosts, started over ssh, work and end like those of one?"""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -508,6 +509,26 @@ def test_mpi_starts_ranks_on_both_hosts(hosts, monkeypatch):
     finally:
         cluster.stop()
     wait_until_gone(found)
+
+
+def test_a_host_of_mpi_without_power_is_lost(hosts, monkeypatch, tmp_path):
+    allow_mpi(monkeypatch)
+    names = ",".join(f"{hosts.address(host)}:1" for host in "ab")
+    cluster = Cluster.start(ClusterSpec(engines="mpi", hosts=names, device="cpu"))
+    try:
+        run(cluster, "import torch, torch.distributed as dist")
+        cell = begin(cluster, REDUCE_FOR_EVER.format(sign=f"{tmp_path}/"))
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, "both ranks in the cell")
+        with hosts.unplugged("b"):
+            finish(cell)
+        assert set(cell.lost) == {1}
+        assert f"was lost with host {hosts.address('b')}" in cell.lost[1]
+        assert pull(cluster, "kept", ranks=[0]) == ["of rank 0"]
+    finally:
+        cluster.stop()
+        for each in hosts.processes("b"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()  # what mpiexec left there, which hears nothing
 
 
 def reducing(cluster: Cluster, folder: Path):

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -13,6 +13,7 @@ import pytest
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec, parse_slurm
+from ddpnb.cluster.tunnels import Tunnels
 from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.session.comparison import prepare
@@ -216,6 +217,28 @@ def test_what_slurm_refuses_is_said(slurm, options, sentence):
     with pytest.raises(UserError, match=sentence):
         Cluster.start(in_slurm(2, **options))
     wait_until(lambda: len(jobs().splitlines()) <= 1, "only the shared cluster's job")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("write_file", "/nowhere/key.json", "does not share your home folder: no file with keys"),
+        ("address", "192.0.2.77", r"does not reach this one \(no answer at 192.0.2.77, port"),
+    ],
+)
+def test_a_host_that_cannot_come_is_named(slurm, monkeypatch, name, value, sentence):
+    write_file = Tunnels.write_file
+
+    def written(tunnels: Tunnels, ports: Sequence[int], *, is_once: bool) -> Path:
+        if name == "write_file":
+            return Path(value)
+        file = write_file(tunnels, ports, is_once=is_once)
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"address": value}))
+        return file
+
+    monkeypatch.setattr(Tunnels, "write_file", written)
+    with pytest.raises(UserError, match=f"Host n1 {sentence}"):
+        Cluster.start(in_slurm(2))
 
 
 def test_slurms_options_are_read_as_in_a_magic():
