@@ -74,10 +74,16 @@ def serve(place: Place) -> int:
         with command_of(place) as command:
             return pass_on(router, place, command)
     finally:
-        Path(place["remove"] or place["arrived"]).unlink(missing_ok=True)
+        remove_file(place)
         router.close()
         guard.stop()
         context.term()
+
+
+def remove_file(place: Place) -> None:
+    """Remove the file by which the host has come, if it is for this one alone."""
+    if place["remove"]:
+        Path(place["remove"]).unlink(missing_ok=True)
 
 
 def after(command: "subprocess.Popen[bytes] | None", code: int) -> int:
@@ -141,7 +147,7 @@ def pass_on(
                 if not peer:
                     peer = sender
                     atomic_write(Path(place["arrived"]), data)
-                    Path(place["remove"] or os.devnull).unlink(missing_ok=True)
+                    remove_file(place)
             elif sender == peer and what == OUTPUT:
                 write(1, data)
             elif sender == peer and what == ERRORS:
