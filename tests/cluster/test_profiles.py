@@ -1,5 +1,6 @@
 """Do ranks that a profile of ipyparallel starts work and end like those over ssh?"""
 
+import contextlib
 import functools
 import json
 import socket
@@ -75,10 +76,17 @@ def two_each(name: str, **options) -> ClusterSpec:
 
 def started() -> list[psutil.Process]:
     """What the profile's launcher has started for this process's clusters, and all below it."""
+    holders = children_with("ddpnb.launcher.profile")
+    return [*holders, *(below for each in holders for below in each.children(recursive=True))]
+
+
+def children_with(word: str) -> list[psutil.Process]:
+    """This process's children with a word in their command line."""
     found = []
     for child in psutil.Process().children():
-        if "ddpnb.launcher.profile" in " ".join(child.cmdline()):
-            found += [child, *child.children(recursive=True)]
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if word in child.cmdline():
+                found.append(child)
     return found
 
 
@@ -121,8 +129,8 @@ def test_a_host_whose_program_is_gone_is_named_and_not_waited_for_long(here):
 
 
 def test_strangers_change_nothing_and_no_key_is_to_be_seen(here):
-    servers = [p for p in psutil.Process().children() if "serve" in p.cmdline()]
-    places = [json.loads(Path(each.cmdline()[-1]).read_text()) for each in servers]
+    keepers = children_with("serve")
+    places = [json.loads(Path(each.cmdline()[-1]).read_text()) for each in keepers]
     knock([(place["address"], place["port"]) for place in places])
     assert total(here) == [4.0] * 4
     keys = [key.encode() for key in places[0]["server"]]

@@ -113,7 +113,7 @@ def test_stop_ends_a_cell_in_the_background_in_one_sentence(kernel: Kernel):
         ("-n 0", "-n must be between 1 and 256, not 0."),
         ("--threads 0", "--threads must be at least 1, not 0."),
         ("--device cpu --backend nccl", "NCCL works on GPUs only: use --backend gloo"),
-        ("--engines pbs", "--engines is slurm or mpi, not 'pbs': in a job of another batch"),
+        ("--engines pbs", "--engines is slurm or mpi, not 'pbs': for another batch system"),
         ('--engines slurm -n 4 --slurm "nodes=3"', "--slurm nodes: leave it out"),
         ("-n two", "argument -n: invalid int value: 'two'; %ddp_start? explains it."),
         ("--ranks 2", "ddp_start has no option --ranks; its options are: -n, "),
