@@ -104,10 +104,13 @@ def command_of(place: Place) -> "Iterator[subprocess.Popen[bytes] | None]":
     try:
         yield command
     finally:
+        below: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
-            for each in psutil.Process(command.pid).children(recursive=True):
-                each.kill()  # mpiexec's ssh, which a lost host does not end
+            below = psutil.Process(command.pid).children(recursive=True)
         command.kill()
+        for each in below:  # mpiexec's ssh, which a lost host does not end
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
         command.wait()
 
 
