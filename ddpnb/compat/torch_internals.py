@@ -116,7 +116,7 @@ class CollectiveKernels:
             self._library.impl(operation, kernel, key, with_keyset=True)
 
     def remove(self) -> None:
-        """Restore the backends' own kernels."""
+        """Restore the backends' own kernels; may be called twice."""
         self._library._destroy()
 
 

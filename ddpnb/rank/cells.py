@@ -239,8 +239,8 @@ def num_unread(descriptor: int) -> int:
 
 
 def aborted(engine: RankEngine) -> BaseException | None:
-    """Return an error if NCCL was aborted during the cell, which then saw meaningless tensors."""
-    if engine.group.can_abort:
+    """Return an error if the cell saw meaningless tensors: a collective of it was aborted."""
+    if engine.group.can_abort or engine.group.cancellation.has_lost_result:
         try:
             engine.group.cancellation.check()
         except RuntimeError as error:

@@ -38,7 +38,7 @@ from ddpnb.rank.collective_log import (
     mark_of,
     settle_dispute,
 )
-from ddpnb.rank.comm.rendezvous import CancellationToken, FreeableWork
+from ddpnb.rank.comm.rendezvous import CancellationToken, FreeableWork, freeable_future
 
 CELLS = f"{os.sep}ipykernel_"
 """A part of the file name of every cell's code."""
@@ -52,6 +52,8 @@ BACKWARD = torch.autograd.backward.__code__.co_filename
 """The file of torch that computes gradients."""
 DDP_FRAMES = 3
 """Between torch's function and its caller are those of a decorator."""
+ALL_REDUCE = "allreduce_"
+"""The operation of DDP's backward pass, in which computation goes on beside it."""
 MAX_FRAMES = 24
 """How far up the stack to look for the user's line."""
 
@@ -113,16 +115,20 @@ class CollectiveChecker:
             yield
             return
         self._kernels.remove()
+        if self.token is not None:
+            self._intercept_torch(compares=False)
         try:
             yield
         finally:
+            self._kernels.remove()
             self._intercept_torch()
 
-    def _intercept_torch(self) -> None:
+    def _intercept_torch(self, *, compares: bool = True) -> None:
         """Put a kernel between torch's own callers and the backends."""
         by_operation = {each.operation: each for each in self._compared.values()}
+        make = self._kernel if compares else self._freeing_kernel
         self._kernels = torch_internals.CollectiveKernels(
-            {operation: self._kernel(collective) for operation, collective in by_operation.items()}
+            {operation: make(collective) for operation, collective in by_operation.items()}
         )
 
     def _method(self, collective: Collective, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,15 +143,18 @@ class CollectiveChecker:
             make = original, group, *arguments
             with torch_internals.below_autograd():
                 work = self._compare_and_make(group, collective, arguments, root, *make, **options)
-            if self.token is None or work is None or _called_by_ddp():
+            if self.token is None or work is None:
                 return work
+            if _called_by_ddp():
+                future = freeable_future(work, self.token)
+                return torch_internals.unboxed_work(torch_internals.work_of(future))
             return FreeableWork(work, self.token)
 
         return method
 
     def _kernel(self, collective: Collective) -> Callable[..., Any]:
         """Return what the dispatcher calls before the backend's own kernel."""
-        backends_own = torch_internals.next_kernel(collective.operation)
+        make_freeable = self._freeing_kernel(collective)
         num = collective.num_tensors
 
         @torch_internals.not_compiled
@@ -153,8 +162,27 @@ class CollectiveChecker:
             group, rest = ProcessGroup.unbox(arguments[num]), arguments[num + 1 :]
             root = NO_ROOT if collective.root is None else rest[collective.root]
             compared = arguments[:num] + rest
-            make = backends_own, keys, *arguments
+            make = make_freeable, keys, *arguments
             return self._compare_and_make(group, collective, compared, root, *make)
+
+        return kernel
+
+    def _freeing_kernel(self, collective: Collective) -> Callable[..., Any]:
+        """Return a kernel that makes a call, and work that an abort of the group ends."""
+        backends_own = torch_internals.next_kernel(collective.operation)
+
+        @torch_internals.not_compiled
+        def kernel(keys: Any, *arguments: Any) -> Any:
+            made = backends_own(keys, *arguments)
+            if self.token is None:
+                return made
+            *tensors, boxed = made if isinstance(made, tuple) else (made,)
+            work = torch_internals.unboxed_work(boxed)
+            if collective.operation != ALL_REDUCE:  # torch's C++ code waits for these at once
+                FreeableWork(work, self.token).wait()
+                return made
+            freeable = torch_internals.work_of(freeable_future(work, self.token))
+            return (*tensors, freeable) if tensors else freeable
 
         return kernel
 

@@ -62,6 +62,17 @@ while True:
     dist.all_reduce(big)
 """
 
+STEP_FOR_EVER = """
+from pathlib import Path
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+kept = f"of rank {{rank}}"
+ddp = DistributedDataParallel(nn.Linear(1000, 2000), bucket_cap_mb=2)
+Path({sign!r} + str(rank)).touch()
+while True:
+    ddp(torch.ones(1, 1000)).sum().backward()
+"""
+
 
 DIFFERENT = {
     "call": (
@@ -370,6 +381,22 @@ def test_hosts_that_lose_each_other_are_named(cluster, hosts, tmp_path):
     assert total(cluster) == [4.0] * 4
 
 
+@pytest.mark.parametrize("cut", ["hosts", "power"])
+def test_a_cut_within_ddps_own_messages_costs_no_variables(cluster, hosts, tmp_path, cut):
+    """Gloo waits without end for the rest of a message, and DDP waits for gloo in C++."""
+    with hosts.slow("50mbit"):
+        cell = reducing(cluster, tmp_path, STEP_FOR_EVER)
+        time.sleep(3.0)  # a step takes 2.6 s: all connections have half a message under way
+        with hosts.parted() if cut == "hosts" else hosts.unplugged("b"):
+            assert finish(cell).seconds < SECONDS
+    survivors = [0, 1] if cut == "power" else [0, 1, 2, 3]
+    assert set(cell.failures) == set(survivors)
+    assert pull(cluster, "kept", ranks=survivors) == [f"of rank {rank}" for rank in survivors]
+    if cut == "power":
+        cluster.bring_back([2, 3])
+    assert total(cluster) == [4.0] * 4
+
+
 def test_a_killed_agent_takes_its_ranks_and_files_along(cluster, hosts, tmp_path):
     cell = reducing(cluster, tmp_path)
     before = hosts.processes("b")
@@ -531,10 +558,10 @@ def test_a_host_of_mpi_without_power_is_lost(hosts, monkeypatch, tmp_path):
                 each.kill()  # what mpiexec left there, which hears nothing
 
 
-def reducing(cluster: Cluster, folder: Path):
+def reducing(cluster: Cluster, folder: Path, source: str = REDUCE_FOR_EVER):
     """A cell in which all ranks sum, over and over."""
     run(cluster, "import torch, torch.distributed as dist")
-    cell = begin(cluster, REDUCE_FOR_EVER.format(sign=f"{folder}/"))
+    cell = begin(cluster, source.format(sign=f"{folder}/"))
     wait_until(lambda: len(list(folder.iterdir())) == 4, "all ranks in the cell")
     return cell
 

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any, final
 
 import psutil
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpnb.compat.torch_internals import group_store
+from ddpnb.compat import torch_internals
 from ddpnb.protocol.processes import ProcessId, is_alive, process_id
 from ddpnb.rank.comm.link import NO_LINK, Link
 
@@ -60,6 +61,8 @@ class CancellationToken:
         self._callbacks: list[Callable[[], None]] = []
         self.is_aborted = False
         """Whether all waits have been ended."""
+        self.has_lost_result = False
+        """Whether a collective of C++ code was ended: some of it goes on as if all were well."""
 
     def abort(self) -> int:
         """End all waits, present and future; return how many there were.  May be called twice."""
@@ -146,6 +149,35 @@ class FreeableWork:
         if interrupt is not None:
             raise interrupt
         return True
+
+
+def freeable_future(work: Any, token: CancellationToken) -> Any:
+    """Return a future that ends with a collective, or fails when the group is aborted.
+
+    It is for torch's C++ code, which does not wait in slices.
+    """
+    future = torch_internals.future_of(work)
+    ended: Any = torch.futures.Future()
+    held = contextlib.ExitStack()
+
+    def end(_: object = None) -> None:
+        held.close()
+        with contextlib.suppress(RuntimeError):  # the collective ended as the group was aborted
+            ended.set_result(None)
+
+    def free() -> None:  # in a thread of its own: what follows on it may wait for another
+        threading.Thread(target=end, name="ddpnb-freed", daemon=True).start()
+
+    def result(_: object) -> Any:
+        if not future.done():
+            token.has_lost_result = True
+            token.check()
+        return future.value()  # raises the backend's error
+
+    freeable = ended.then(result)
+    held.enter_context(token.held(free))
+    future.add_done_callback(end)
+    return freeable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,4 +305,4 @@ def host_processes(folder: Path) -> Iterator[tuple[int, ProcessId | None]]:
 
 
 def _store(name: str) -> dist.Store:
-    return dist.PrefixStore(f"ddpnb/{name}", group_store())
+    return dist.PrefixStore(f"ddpnb/{name}", torch_internals.group_store())

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from ddpnb.rank.collective_log import (
     kept_calls,
     settle_dispute,
 )
-from ddpnb.rank.comm.rendezvous import CancellationToken, FreeableWork
+from ddpnb.rank.comm.rendezvous import CancellationToken, FreeableWork, freeable_future
 
 RANKS = range(3)
 
@@ -167,3 +168,32 @@ def test_work_that_ends_just_after_a_slice_of_waiting_has_ended_well() -> None:
     failed = FreeableWork(EndsJustAfterASlice("Connection closed"), CancellationToken())
     with pytest.raises(RuntimeError, match="Connection closed"):
         failed.wait()
+
+
+class InCpp:
+    """Work of torch's with a future of its own."""
+
+    def __init__(self) -> None:
+        self.future: Any = torch.futures.Future()
+
+    def get_future(self) -> Any:
+        return self.future
+
+
+@pytest.mark.parametrize("num_aborts", [0, 1, 3])
+def test_a_future_ends_with_its_collective_or_with_the_group(num_aborts: int) -> None:
+    token, work, after = CancellationToken(), InCpp(), InCpp()
+    freeable = freeable_future(work, token)
+    following = freeable.then(lambda _: freeable_future(after, token).wait())  # as PowerSGD waits
+    for _ in range(num_aborts):
+        token.abort()
+    if num_aborts:
+        with pytest.raises(RuntimeError, match="this rank was freed"):
+            following.wait()
+    after.future.set_result(None)
+    work.future.set_result([torch.ones(2)])
+    if not num_aborts:
+        assert freeable.wait()[0].tolist() == [1.0, 1.0]
+        assert following.wait() is None
+    assert token.has_lost_result == (num_aborts > 0)
+    assert token.abort() == 0
