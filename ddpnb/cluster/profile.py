@@ -170,6 +170,12 @@ def distinct(names: Sequence[str]) -> list[str]:
     return found
 
 
+def profiles() -> list[str]:
+    """Return the names of the user's profiles."""
+    folders = Path(get_ipython_dir()).glob("profile_*")
+    return sorted(each.name.removeprefix("profile_") for each in folders)
+
+
 def find_profile(name: str) -> Path:
     """Return the folder of a profile of ipyparallel.
 
@@ -179,11 +185,10 @@ def find_profile(name: str) -> Path:
     try:
         found = ProfileDir.find_profile_dir_by_name(get_ipython_dir(), name)
     except ProfileDirError:
-        folder = Path(get_ipython_dir())
-        known = sorted(each.name.removeprefix("profile_") for each in folder.glob("profile_*"))
-        there = f"; there is {', '.join(known)}" if known else ""
+        known = ", ".join(profiles())
+        there = f"{get_ipython_dir()}; there is {known}" if known else get_ipython_dir()
         raise UserError(
-            f"There is no profile {name} in {folder}{there}: make one with `ipython profile create "
+            f"There is no profile {name} in {there}: make one with `ipython profile create "
             f"--parallel --profile={name}`, and name a launcher in its ipcluster_config.py."
         ) from None
     return Path(found.location)

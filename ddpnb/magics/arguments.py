@@ -20,7 +20,8 @@ from IPython.core.magic import Magics
 from IPython.core.magic_arguments import ArgDecorator
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
-from ddpnb.cluster.placement import BACKENDS, DEVICES
+from ddpnb.cluster.placement import BACKENDS, DEVICES, ENGINES
+from ddpnb.cluster.profile import profiles
 from ddpnb.cluster.run_folder import detached
 from ddpnb.compat.python_internals import options_of
 from ddpnb.protocol.catalogue import CELL_TASK, STRATEGIES, TASKS, Entry
@@ -133,6 +134,7 @@ VALUES = {
     "--op": REDUCTIONS,
     "--device": DEVICES,
     "--backend": BACKENDS,
+    "--engines": ENGINES,
     "--link": tuple(LINKS),
 } | {option.flag: option.choices for _, option in training_options() if option.choices}
 """The values that an option takes."""
@@ -174,6 +176,8 @@ def following(
     match words[-1]:
         case "--attach":
             yield from of_kind("cluster", [record.name for record in detached()])
+        case "--profile":
+            yield from of_kind("profile", profiles())
         case "--task":
             yield from of_kind("task", choices(TASKS, prefix))
         case "--resume" | "--run":

@@ -136,13 +136,22 @@ def measure_links(cluster: Cluster) -> LinkMatrix:
     ranks = measured_ranks([state.host for state in cluster.states])
     began = time.monotonic()
     call = cluster.submit(OnRank("measure_links"), ranks, ranks=cluster.ranks)
-    try:
-        found = answers(cluster, call, LINK_SECONDS)
-    except (UserError, KeyboardInterrupt):
+
+    def free() -> None:
         cluster.abort(cluster.ranks)  # else they would wait for each other
+
+    try:
+        found = answers(cluster, call, LINK_SECONDS, on_failure=free)
+    except UserError as error:
+        free()
+        if broken := cluster.processes.unreachable():
+            raise UserError(f"Measuring failed: {broken}.") from error
         raise
-    if failure := next((each for each in found if isinstance(each, Failure)), None):
-        cluster.abort(cluster.ranks)
+    except KeyboardInterrupt:
+        free()
+        raise
+    failures = [each for each in found if isinstance(each, Failure)]
+    for failure in sorted(failures, key=lambda each: each.is_consequence):
         raise UserError(f"Measuring failed on rank {failure.rank}: {cause_of(failure)}")
     links = [link for each in found for link in each]
     return LinkMatrix(

@@ -20,6 +20,7 @@ from ddpnb.cluster.processes import log_tail
 from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.training_options import TrainingSpec
+from ddpnb.session import inside
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.errors import RankError
 from ddpnb.session.inside import measure_links
@@ -198,6 +199,20 @@ def test_links_are_measured_between_all_ranks(cluster):
     assert all(0 < seconds < 10 for seconds in found.latencies.values())
     assert found.png().startswith(b"\x89PNG")
     assert "3 b" in repr(found)
+
+
+def test_links_that_cannot_be_measured_are_named_at_once(cluster, hosts, monkeypatch):
+    run(cluster, "from ddpnb.rank import machine\nmeasure = machine._measure_link")
+    run(cluster, "if rank == 2: machine._measure_link = lambda *_: 1 / 0")
+    began = time.monotonic()
+    with pytest.raises(UserError, match="Measuring failed on rank 2: ZeroDivisionError"):
+        measure_links(cluster)
+    assert time.monotonic() - began < SECONDS  # of the 60 that the others would wait
+    run(cluster, "machine._measure_link = measure")
+    monkeypatch.setattr(inside, "LINK_SECONDS", 2.0)
+    with hosts.parted(), pytest.raises(UserError, match="failed: host a does not reach host b"):
+        measure_links(cluster)
+    assert total(cluster) == [4.0] * 4
 
 
 CELL = """
@@ -389,10 +404,12 @@ def test_a_cut_within_ddps_own_messages_costs_no_variables(cluster, hosts, tmp_p
         time.sleep(3.0)  # a step takes 2.6 s: all connections have half a message under way
         with hosts.parted() if cut == "hosts" else hosts.unplugged("b"):
             assert finish(cell).seconds < SECONDS
+            left = hosts.processes("b")
     survivors = [0, 1] if cut == "power" else [0, 1, 2, 3]
     assert set(cell.failures) == set(survivors)
     assert pull(cluster, "kept", ranks=survivors) == [f"of rank {rank}" for rank in survivors]
     if cut == "power":
+        wait_until_gone(left)
         cluster.bring_back([2, 3])
     assert total(cluster) == [4.0] * 4
 

@@ -348,6 +348,8 @@ def test_help_shows_what_a_magic_takes(shared_kernel: Kernel, source: str, expec
         ("%ddp_start --", {"--device", "--backend", "--threads"}),
         ("%ddp_start --device ", {"auto", "cpu", "cuda"}),
         ("%ddp_start --backend g", {"gloo"}),
+        ("%ddp_start --engines ", {"slurm", "mpi"}),
+        ("%ddp_start --profile de", {"default"}),
         ("%%ddp --n", {"--no-wait", "--name"}),
         ("%ddp_compare d", {"dp", "ddp"}),
         ("%%ddp_compare dp a", {"async"}),
