@@ -38,7 +38,13 @@ from ddpnb.rank.collective_log import (
     mark_of,
     settle_dispute,
 )
-from ddpnb.rank.comm.rendezvous import CancellationToken, FreeableWork, freeable_future
+from ddpnb.rank.comm.flat_buffers import num_bytes
+from ddpnb.rank.comm.rendezvous import (
+    CancellationToken,
+    FreeableMessage,
+    FreeableWork,
+    freeable_future,
+)
 
 CELLS = f"{os.sep}ipykernel_"
 """A part of the file name of every cell's code."""
@@ -54,6 +60,8 @@ DDP_FRAMES = 3
 """Between torch's function and its caller are those of a decorator."""
 ALL_REDUCE = "allreduce_"
 """The operation of DDP's backward pass, in which computation goes on beside it."""
+WHOLE_BYTES = 1000
+"""A message of so many bytes comes as a whole or not at all; gloo's end of it can be closed."""
 MAX_FRAMES = 24
 """How far up the stack to look for the user's line."""
 
@@ -89,6 +97,8 @@ class CollectiveChecker:
             self._compared = {name: each for name, each in METHODS.items() if is_known(each)}
             for name, collective in self._compared.items():
                 torch_internals.replace_method(name, partial(self._method, collective))
+            for name in ("send", "recv", "recv_anysource"):
+                torch_internals.replace_method(name, self._message)
             self._intercept_torch()
 
     def digests(self) -> dict[str, int]:
@@ -149,6 +159,19 @@ class CollectiveChecker:
                 future = freeable_future(work, self.token)
                 return torch_internals.unboxed_work(torch_internals.work_of(future))
             return FreeableWork(work, self.token)
+
+        return method
+
+    def _message(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the replacement of a method of ``ProcessGroup`` for messages between two ranks."""
+
+        @torch_internals.not_compiled
+        @functools.wraps(original)
+        def method(group: ProcessGroup, tensors: list[torch.Tensor], *rest: Any) -> Any:
+            work = original(group, tensors, *rest)
+            if self.token is None or work is None or num_bytes(tensors) <= WHOLE_BYTES:
+                return work
+            return FreeableMessage(work, self.token)
 
         return method
 

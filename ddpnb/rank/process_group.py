@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import destroy_process_group, init_process_group  # not the user's: torchrun
 
-from ddpnb.compat import torch_internals
+from ddpnb.compat import gloo_internals, torch_internals
 from ddpnb.protocol.connections import (
     Address,
     TcpConnection,
@@ -63,7 +63,7 @@ MAX_ITEMS = 1000
 
 
 stuck_groups: list[Any] = []
-"""Aborted groups over several hosts: their end would wait for what ``FreeableWork`` has left."""
+"""Groups over several hosts whose end would wait for what ``FreeableWork`` has left."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -120,6 +120,8 @@ class Group:
         self.cancellation = CancellationToken()
         waits_in_slices = self.peers and not self.can_abort  # to NCCL a slice's end is a failure
         self.collective_checks.token = self.cancellation if waits_in_slices else None
+        if waits_in_slices:
+            gloo_internals.survive_long_messages()
         self.joined_ns = time.time_ns()
         self.announce()
         total = torch.ones(1, device=self.device)
@@ -152,7 +154,8 @@ class Group:
                 ends_in_time([lambda: torch.cuda.synchronize(self.device)], DRAIN_SECONDS)
             if not abort_groups(ABORT_SECONDS):
                 raise RuntimeError(f"{self.backend} did not abort: restart this rank.")
-        if self.peers and self.cancellation.is_aborted:
+        is_stuck = self.cancellation.is_aborted or gloo_internals.num_stopped_threads()
+        if self.peers and is_stuck:
             stuck_groups.extend(torch_internals.process_groups())
         with contextlib.suppress(RuntimeError):  # the connections of an aborted group are closed
             destroy_process_group()
@@ -227,6 +230,7 @@ class Group:
             shares_device=self.shares_device,
             missing=(
                 *torch_internals.missing_features(can_abort=self.can_abort),
+                *(gloo_internals.missing_features() if self.peers else ()),
                 *self.collective_checks.missing_features(),
             ),
         )

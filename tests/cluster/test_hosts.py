@@ -74,6 +74,15 @@ while True:
     ddp(torch.ones(1, 1000)).sum().backward()
 """
 
+SEND_FOR_EVER = """
+from pathlib import Path
+kept = f"of rank {{rank}}"
+big = torch.ones(2_000_000)
+Path({sign!r} + str(rank)).touch()
+while True:
+    dist.send(big, rank + 2) if rank < 2 else dist.recv(big, rank - 2)
+"""
+
 
 DIFFERENT = {
     "call": (
@@ -95,6 +104,11 @@ DIFFERENT = {
         "if rank < 2: dist.all_reduce(torch.ones(3))\ndist.all_reduce(torch.ones(7))",
         "ranks 0,1 call all_reduce with Float [3] (line 1)",
         "ranks 2,3 call all_reduce with Float [7] (line 2)",
+    ),
+    "long tensors": (
+        "dist.all_reduce(torch.ones(100_000 if rank < 2 else 300_000))",
+        "ranks 0,1 call all_reduce with Float [100000] (line 1)",
+        "ranks 2,3 call all_reduce with Float [300000] (line 1)",
     ),
     "a sub-group": (
         "pair = dist.new_group([1, 2])\ndist.all_reduce(torch.ones(3 + rank), group=pair)",
@@ -314,10 +328,19 @@ def test_calls_that_do_not_match_across_hosts_are_named(cluster, case):
     texts = [failure.text for failure in ended.failures.values() if not failure.is_consequence]
     found = [ended.watch.hang, *ended.lost.values(), *texts]
     assert any(f"{one}, but {other}" in sentence for sentence in found), found
-    living = cluster.living
-    assert pull(cluster, "kept", ranks=living) == list(living)
-    if dead := cluster.dead:  # gloo ends a rank that receives more than it expects
-        cluster.bring_back(dead)
+    assert not cluster.dead  # gloo would end a rank that receives more than it expects
+    assert pull(cluster, "kept") == [0, 1, 2, 3]
+    assert total(cluster) == [4.0] * 4
+
+
+def test_a_message_that_is_too_long_costs_no_variables(cluster):
+    run(cluster, "import torch, torch.distributed as dist\nkept = rank")
+    numbers = "torch.ones(3000 if rank == 0 else 1000)"
+    call = f"if rank in (0, 2): (dist.recv if rank else dist.send)({numbers}, 2 - rank)"
+    ended = run(cluster, call)
+    assert "rank 2 waits in recv from rank 0" in ended.watch.hang
+    assert "longer than this rank expects" in ended.printed[2]
+    assert pull(cluster, "kept") == [0, 1, 2, 3]
     assert total(cluster) == [4.0] * 4
 
 
@@ -396,11 +419,15 @@ def test_hosts_that_lose_each_other_are_named(cluster, hosts, tmp_path):
     assert total(cluster) == [4.0] * 4
 
 
-@pytest.mark.parametrize("cut", ["hosts", "power"])
-def test_a_cut_within_ddps_own_messages_costs_no_variables(cluster, hosts, tmp_path, cut):
-    """Gloo waits without end for the rest of a message, and DDP waits for gloo in C++."""
+@pytest.mark.parametrize(
+    ("source", "cut"),
+    [(STEP_FOR_EVER, "hosts"), (STEP_FOR_EVER, "power"), (SEND_FOR_EVER, "power")],
+    ids=["ddp-hosts", "ddp-power", "send-power"],
+)
+def test_a_cut_within_a_message_costs_no_variables(cluster, hosts, tmp_path, source, cut):
+    """Gloo waits without end for the rest of a message; DDP waits for gloo in C++."""
     with hosts.slow("50mbit"):
-        cell = reducing(cluster, tmp_path, STEP_FOR_EVER)
+        cell = reducing(cluster, tmp_path, source)
         time.sleep(3.0)  # a step takes 2.6 s: all connections have half a message under way
         with hosts.parted() if cut == "hosts" else hosts.unplugged("b"):
             assert finish(cell).seconds < SECONDS

@@ -151,6 +151,48 @@ class FreeableWork:
         return True
 
 
+@final
+class FreeableMessage:
+    """A message between two ranks in progress, like ``FreeableWork``.
+
+    Gloo gives such a wait up for good at the end of a slice.  So it is made in a thread of its own,
+    which costs 0.06 ms and is left behind by an abort.
+    """
+
+    def __init__(self, work: Any, token: CancellationToken) -> None:
+        self._work = work
+        self._token = token
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self, *timeout: timedelta) -> bool:
+        """Wait for the message, as ``Work.wait`` does; SIGINT does not end it either."""
+        over, errors, is_done = threading.Event(), list[BaseException](), False
+
+        def wait() -> None:
+            nonlocal is_done
+            try:
+                self._work.wait(*timeout)
+                is_done = True
+            except RuntimeError as error:
+                errors.append(error)
+            over.set()
+
+        threading.Thread(target=wait, name="ddpnb-message", daemon=True).start()
+        with self._token.held(over.set):
+            while not over.is_set():
+                try:
+                    over.wait()
+                except KeyboardInterrupt as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+        if not is_done:
+            self._token.check()
+        return True
+
+
 def freeable_future(work: Any, token: CancellationToken) -> Any:
     """Return a future that ends with a collective, or fails when the group is aborted.
 
