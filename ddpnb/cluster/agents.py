@@ -88,7 +88,8 @@ class AgentProcesses(Processes):
 
     def prepare(self, environment: Mapping[str, str]) -> None:
         """Have the agent import torch; ``ready`` then has the names of the GPUs."""
-        self._send(op=KernelRequest.PREPARE, environment=environment)
+        with contextlib.suppress(OSError):  # it has ended, as waiting for it says
+            self._send(op=KernelRequest.PREPARE, environment=environment)
 
     def ping(self) -> None:
         """Notify the agent that the kernel is there."""

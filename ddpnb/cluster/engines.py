@@ -155,6 +155,7 @@ class Engines:
         ``generation`` is that of the process group to join; None: join none.
         """
         assert self.placement is not None
+        profile = self.processes.profile_of(rank, self.profile)  # where it fails, the rank is dead
         self.exits.pop(rank, None)
         self.names.pop(rank, None)
         self.processes.start_rank(
@@ -163,7 +164,7 @@ class Engines:
             settings=rank_settings(
                 self.placement,
                 rank,
-                profile=self.processes.profile_of(rank, self.profile),
+                profile=profile,
                 home=self.home,
                 generation=generation,
             ),

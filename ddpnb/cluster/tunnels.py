@@ -4,6 +4,7 @@ Slurm, MPI and other launchers start a program on a host that comes back here, o
 given an agent's script.  A process here, one for each, passes on what goes there and comes back.
 """
 
+import contextlib
 import json
 import secrets
 import shlex
@@ -42,7 +43,8 @@ class Tunnel:
     def run(self, script: str) -> Started:
         """Have the host run a script, once it has come; return the pipe to it."""
         frame = {"op": KernelRequest.RUN, "script": script}
-        self.pipe.send_bytes(json.dumps(frame).encode())
+        with contextlib.suppress(OSError):  # it is lost again, as the pipe's other end says
+            self.pipe.send_bytes(json.dumps(frame).encode())
         return self.process, self.pipe
 
     def end(self) -> None:

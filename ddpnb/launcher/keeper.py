@@ -41,11 +41,13 @@ class Keeper:
     def serve(self) -> None:
         """Pass frames on until the agent ends, or there is no kernel to wait for."""
         self.pass_greeting()
+        next_ping = 0.0
         while self.kernel is not None or time.monotonic() < self.deadline:
             ends = [end for end in (self.kernel, self.agent, self.listener) if end is not None]
             ready = wait(ends, PING_SECONDS)
-            if self.kernel is None:
+            if time.monotonic() > next_ping:  # a kernel that is busy for long sends none
                 self.to_agent(op=KernelRequest.PING)
+                next_ping = time.monotonic() + PING_SECONDS
             for end in ready:
                 if end is self.listener:
                     self.take_kernel()

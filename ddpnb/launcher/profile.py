@@ -7,6 +7,7 @@ closes, and then removes the file that the last word names.
 """
 
 import asyncio
+import contextlib
 import inspect
 import json
 import logging
@@ -35,9 +36,10 @@ async def main(profile: str, num: str, folder: str, *words: str) -> None:
     try:
         await result_of(launcher.start(int(num)))
     except Exception as error:  # noqa: BLE001  the edge of the process: the kernel shows it
-        print(json.dumps(f"{type(error).__name__}: {error}"), flush=True)
+        answer(f"{type(error).__name__}: {error}")
+        Path(words[-1]).unlink(missing_ok=True)
         return
-    print(json.dumps(None), flush=True)
+    answer(None)
     over = asyncio.Event()
     launcher.on_stop(lambda _: over.set())  # batch systems do not tell
     kernel = asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
@@ -48,6 +50,12 @@ async def main(profile: str, num: str, folder: str, *words: str) -> None:
         os._exit(1)  # the thread that waits for the kernel would go on
     await result_of(launcher.stop())
     launcher.get_output(remove=True)
+
+
+def answer(error: str | None) -> None:
+    """Say whether the programs were started, to a kernel that may have been killed meanwhile."""
+    with contextlib.suppress(OSError):
+        print(json.dumps(error), flush=True)
 
 
 async def result_of(answer: Any) -> None:

@@ -154,8 +154,8 @@ def pass_on(
             elif sender == peer and what == OUTPUT:
                 write(1, data)
             elif sender == peer and what == ERRORS:
-                with Path(place["log"]).open("ab") as errors:
-                    errors.write(data)
+                with contextlib.suppress(OSError), Path(place["log"]).open("ab") as errors:
+                    errors.write(data)  # the folder goes before the last host has ended
             elif sender == peer and what == ENDED:
                 return after(command, int(data))
         if peer:
@@ -176,11 +176,13 @@ def come(place: Place) -> int:
     """Run what the kernel's host sends, one script after the other, until it sends none."""
     seconds = ONCE_SECONDS if place["is_once"] else COME_SECONDS
     deadline = time.monotonic() + seconds
+    ports = place["ports"]
     while time.monotonic() < deadline:
-        for port in place["ports"]:
+        for port in ports:
             with connected(place, port) as (dealer, monitor):
                 dealer.send_multipart([HELLO, socket.gethostname().encode()])
                 if dealer.poll(LOST_MS) and dealer.recv_multipart()[0] == WELCOME:
+                    ports = [port]  # which is this host's from now on
                     run_scripts(dealer, monitor)
                     if place["is_once"]:
                         return 0
@@ -222,7 +224,7 @@ def run_scripts(dealer: "Dealer[bytes]", monitor: "zmq.Socket[bytes]") -> None:
                 start_new_session=True,  # a batch system's signals come to an end by its pipe
             ) as shell:
                 pass_script(dealer, poller, shell)
-            dealer.send_multipart([ENDED, str(shell.returncode).encode()])
+            send(dealer, ENDED, str(shell.returncode).encode())
             return
 
 
@@ -247,13 +249,19 @@ def pass_script(
                     shell.stdin.close()
             elif found in words:
                 data = os.read(found, 1 << 16)
-                dealer.send_multipart([words[found], data])
+                send(dealer, words[found], data)
                 if not data:
                     poller.unregister(found)
                     del words[found]
             else:  # the kernel's host is lost: the script ends with its input
                 shell.stdin.close()
                 poller.unregister(found)
+
+
+def send(dealer: "Dealer[bytes]", word: bytes, data: bytes) -> None:
+    """Send a message, or drop it where the connection is lost: it would wait without end."""
+    with contextlib.suppress(zmq.Again):  # there is no limit to what waits to be sent
+        dealer.send_multipart([word, data], zmq.NOBLOCK)
 
 
 def watch_over(end: "zmq.Socket[bytes]") -> None:

@@ -31,6 +31,9 @@ CANNOT_ASK = (
     "%ddp_debug 1 after an error."
 )
 
+AROUND = ("IPython.*", "ipykernel.*", "ddpnb.*")
+"""Modules in which the debugger does not stop: a cell's last line returns to them."""
+
 MAX_NAMES = 1000
 """How many names of variables are sent to the notebook after a cell."""
 
@@ -104,7 +107,7 @@ def questions(spec: CellSpec, rank: int) -> Iterator[None]:
         sys.breakpointhook = lambda *args, **options: None
     else:
         builtins.input = Asking(spec.debug_socket)
-        sys.breakpointhook = lambda *args, **options: Pdb().set_trace(sys._getframe(1))
+        sys.breakpointhook = lambda *args, **options: Pdb(skip=AROUND).set_trace(sys._getframe(1))
     try:
         yield
     finally:

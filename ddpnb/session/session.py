@@ -367,7 +367,7 @@ class Session:
 
     def _keep_running(self, spec: ClusterSpec) -> Table:
         cluster = self._require()
-        print(describe_running(cluster, spec.num_ranks))
+        print(describe_running(cluster, spec))
         if spec.detach_seconds:
             cluster.allow_detach(spec.detach_seconds)
         return with_notes(ranks_table(cluster.states), cluster)

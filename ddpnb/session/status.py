@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import describe, describe_stopped, stopped_ranks
-from ddpnb.cluster.placement import MAX_RANKS_PER_CORE
+from ddpnb.cluster.placement import MAX_RANKS_PER_CORE, ClusterSpec
 from ddpnb.cluster.processes import describe_exit
 from ddpnb.cluster.run_folder import name_of
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankStatus
 from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.processes import RankCommand, num_cores
@@ -90,23 +91,41 @@ def _no_answer(rank: int) -> str:
     return f"rank {rank} does not answer: it may run code that keeps all other threads waiting"
 
 
-def describe_running(cluster: Cluster, num_ranks: int | None) -> str:
-    """Say why no ranks are started: a cluster is already running.
+def describe_running(cluster: Cluster, asked: ClusterSpec) -> str:
+    """Say why no ranks are started as asked: a cluster is already running.
 
-    ``num_ranks`` is the number that the user asked for; None: any.
+    Raises:
+        UserError: others are asked for, on other hosts.
     """
+    for name in ("hosts", "engines", "profile"):
+        if getattr(asked, name) not in ("", getattr(cluster.spec, name)):
+            raise UserError(
+                f"A cluster of {len(cluster.ranks)} ranks is already running: %ddp_stop ends it, "
+                f"then --{name} {getattr(asked, name)} starts another."
+            )
     if dead := cluster.dead:
         return (
             f"A cluster is already running, but its rank {format_ranks(dead)} is dead: "
             "%ddp_restart brings the ranks back."
         )
-    if num_ranks not in (None, len(cluster.ranks)):
+    if asked.num_ranks not in (None, len(cluster.ranks)):
         return (
             f"A cluster of {len(cluster.ranks)} ranks is already running: "
-            f"%ddp_restart -n {num_ranks} changes that."
+            f"%ddp_restart -n {asked.num_ranks} changes that."
         )
+    first = cluster.states[0]
+    unlike = [
+        option
+        for option, wanted, there in (
+            ("--device", asked.device, first.device.partition(":")[0]),
+            ("--backend", asked.backend, first.backend),
+            ("--threads", asked.num_threads, first.num_threads),
+        )
+        if wanted not in (None, "auto", there)
+    ]
+    change = f"; for another {' and '.join(unlike)}, %ddp_stop ends it first" if unlike else ""
     ranks = format_ranks(cluster.ranks)
-    return f"The cluster is already running, with ranks {ranks}: it is used as it is."
+    return f"The cluster is already running, with ranks {ranks}: it is used as it is{change}."
 
 
 def with_notes(table: Table, cluster: Cluster) -> Table:

@@ -56,6 +56,16 @@ def test_a_rank_stops_at_a_breakpoint_while_the_others_wait(kernel: Kernel):
     check_usable(kernel)
 
 
+@pytest.mark.parametrize("last", ["breakpoint()", "breakpoint()\nz = y", "breakpoint();"])
+def test_a_breakpoint_in_the_last_lines_shows_the_cells_variables(kernel: Kernel, last: str):
+    cell, prompts = kernel.answer(f"%%ddp --debug 1\ny = rank + 100\n{last}", "p y * 10", "c")
+    assert not cell.error, cell.error_text
+    assert len(prompts) == 2
+    assert "1010" in cell.by_rank[1]
+    assert "IPython" not in cell.text
+    check_usable(kernel)
+
+
 def test_quitting_at_a_breakpoint_ends_the_cell(kernel: Kernel):
     cell, _ = kernel.answer(f"%%ddp --debug 1\n{STOPPING}", "q")
     assert "rank 1 failed: BdbQuit: the debugger was left with quit" in cell.error_text

@@ -4,6 +4,7 @@ A cell runs in a copy of the rank's namespace.  It sees what earlier cells defin
 nothing.
 """
 
+import ast
 import contextlib
 import copy
 import gc
@@ -20,13 +21,25 @@ from typing import Any, final
 import numpy as np
 from torch import Tensor, nn
 
-from ddpnb.protocol.errors import UserError, kind_of
+from ddpnb.protocol.errors import UserError, closest, kind_of
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.tasks.base import Supervised, Task
 from ddpnb.rank.tasks.optimizers import default_optimizer, own_optimizer
 from ddpnb.rank.tasks.samples import DataCache, Samples, as_samples
 
 _OWN_OPTIMIZER_NOTE = "The cell's optimizer sets the learning rate; --lr is not used."
+
+_FUNCTIONS = (
+    "model",
+    "data",
+    "collate_fn",
+    "loss",
+    "metric",
+    "optimizer",
+    "training_step",
+    "validation_step",
+)
+"""What a cell may define."""
 
 _SHARED = (Tensor, np.ndarray, FunctionType, type, ModuleType)
 """What all runs of a comparison have in common; so they have long texts."""
@@ -86,7 +99,9 @@ def cell_task(
         train, held_out = _loaded_once(load, data, scope, namespace, cache, key)
     else:
         train, held_out = load()
-    notes = (_OWN_OPTIMIZER_NOTE,) if make_optimizer else ()
+    notes = _misspelt(spec.source, defined)
+    if make_optimizer:
+        notes = (_OWN_OPTIMIZER_NOTE, *notes)
     return Task(
         model=lambda: _plain_module(make_model()),
         train=train,
@@ -307,6 +322,19 @@ def _names_in(code: CodeType) -> set[str]:
     """Return the global names, and attributes, in a code and in the functions it defines."""
     inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
     return set(code.co_names).union(*inner)
+
+
+def _misspelt(source: str, defined: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a note on each function that nothing in the cell uses and whose name is nearly one."""
+    nodes = list(ast.walk(ast.parse(source)))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    made = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    missing = [name for name in _FUNCTIONS if name not in defined]
+    return tuple(
+        f"The cell's {name}() is used by nothing; did you mean {meant}()?"
+        for name in sorted(made & defined.keys() - used - set(_FUNCTIONS))
+        if (meant := closest(name, missing))
+    )
 
 
 def _required(defined: Mapping[str, Any], call: str, example: str) -> Callable[..., Any]:

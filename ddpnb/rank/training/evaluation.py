@@ -254,7 +254,8 @@ def number_of(value: Any, call: str) -> float:
     """
     try:
         is_text = isinstance(value, str | bytes)
-        return float("not a number" if is_text else value)
+        number = value.detach() if isinstance(value, Tensor) else value
+        return float("not a number" if is_text else number)
     except (TypeError, ValueError, RuntimeError):
         what = shape_of(value) if isinstance(value, Tensor) else kind_of(value)
         raise UserError(

@@ -11,7 +11,9 @@ from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.rank.strategies import fsdp
+from ddpnb.rank.tasks import cell_task
 from ddpnb.rank.training import loop
+from ddpnb.rank.training.evaluation import number_of
 from tests.rank.ranks import make_state
 
 MODEL = "from torch import nn\nimport torch\ndef model(): return nn.Linear(4, 3)\n"
@@ -546,3 +548,24 @@ def test_what_an_earlier_cell_has_bound_too_counts_where_the_cell_binds_it():
     check(DATA_ALONE + "model = make\n", make=make, model=make)
     with pytest.raises(UserError, match="defines no model"):
         check(DATA_ALONE, model=make)
+
+
+@pytest.mark.parametrize(
+    ("more", "note"),
+    [
+        ("def optimiser(params): pass", "The cell's optimiser() is used by nothing; did you mean "),
+        ("def metrics(o, t): return 1", "The cell's metrics() is used by nothing; did you mean "),
+        ("def metrics(o, t): return 1\ndef metric(o, t): return metrics(o, t)", ""),
+        ("def optimiser(params): pass\noptimizer = None\nkept = optimiser", ""),
+        ("def noise(): return 1", ""),
+    ],
+)
+def test_a_misspelt_function_is_told(more, note):
+    spec = RunSpec(run_id="r", strategy="ddp", source=GOOD + more)
+    notes = cell_task(spec, {}, "cell").notes
+    assert [each.startswith(note) for each in notes] == [True] * bool(note), notes
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_number_may_be_a_tensor_of_the_graph():
+    assert number_of(torch.ones(1, requires_grad=True) * 2, "training_step()") == 2.0
