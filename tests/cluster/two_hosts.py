@@ -158,10 +158,12 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
                         process.kill()
                 server.kill()
                 server.wait()
-            for name in (f"{hosts.prefix}a", f"{hosts.prefix}b"):
-                subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-            bridge = ["ip", "link", "delete", f"{hosts.prefix}br"]
-            subprocess.run(bridge, check=False, capture_output=True)
+            # The links by name: a namespace, and its end of them, goes some time after "delete".
+            for words in (
+                *(("link", "delete", f"{hosts.prefix}{link}") for link in ("va", "vb", "br")),
+                *(("netns", "delete", f"{hosts.prefix}{host}") for host in "ab"),
+            ):
+                subprocess.run(["ip", *words], check=False, capture_output=True)
 
 
 def files_of(token: str) -> list[Path]:
