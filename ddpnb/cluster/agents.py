@@ -15,7 +15,7 @@ from typing import Any
 from ddpnb.cluster.processes import AdoptedServer, Event, Exit, Processes
 from ddpnb.cluster.starter import AgentStarter
 from ddpnb.protocol.errors import UserError
-from ddpnb.protocol.processes import AGENT_GREETING, ForkServerEvent, KernelRequest, process_id
+from ddpnb.protocol.processes import AGENT_GREETING, ForkServerEvent, KernelRequest
 
 CHECK_SECONDS = 30.0
 """How long a host may take to start its agent, and the agent to answer."""
@@ -37,9 +37,6 @@ class AgentProcesses(Processes):
     ) -> None:
         """Take the pipe to an agent; ``gpus`` are those that it told an earlier kernel, if any."""
         super().__init__(pipe=pipe, server=server, on_exit=on_exit)
-        self.process = (
-            server.process if isinstance(server, AdoptedServer) else process_id(server.pid)
-        )
         self.name = name
         self.log = log
         self._starter = starter
@@ -113,6 +110,11 @@ class AgentProcesses(Processes):
                 seen = (seen + byte)[-len(AGENT_GREETING) :]
 
     def _handle(self, event: Event) -> None:
-        if event["event"] == ForkServerEvent.EXITED and (text := event.pop("log", "")):
-            self.log.with_name(f"rank-{event['name']}.log").write_text(text)
+        if event["event"] == ForkServerEvent.EXITED:
+            self.keep_log(event["name"], event.pop("log", ""))
         super()._handle(event)
+
+    def keep_log(self, name: str, text: str) -> None:
+        """Write the log of a rank that has ended where those of this host's ranks are."""
+        if text:
+            self.log.with_name(f"rank-{name}.log").write_text(text)

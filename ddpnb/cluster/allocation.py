@@ -61,6 +61,7 @@ class Slurm(AgentStarter):
         seconds = QUEUE_SECONDS if spec.timeout is None else spec.timeout
         self._size = spec.ranks_per_host or spec.num_ranks
         self._num_hosts = spec.num_ranks // self._size
+        self._ways: Tunnels | None = None
         self._name = f"ddpnb-{secrets.token_hex(4)}"
         self.job = ""
         """Its number, once it runs."""
@@ -104,6 +105,7 @@ class Slurm(AgentStarter):
             f"--nodelist={host}",
             *("--nodes=1", "--ntasks=1", "--overlap", "--mem=0", "--cpu-bind=none", "--mpi=none"),
         ]
+        assert self._ways is not None
         assert self._holder.stdin is not None
         return self._ways.start_agent(
             words,
@@ -133,6 +135,8 @@ class Slurm(AgentStarter):
         """End the job; may be called twice."""
         assert self._holder.stdin is not None
         self._holder.stdin.close()
+        if self._ways is not None:
+            self._ways.remove_files()
         if not self.job:
             self._holder.terminate()  # it waits in the queue
         try:
@@ -191,6 +195,10 @@ class Mpi(AgentStarter):
         """Return the sentence on why a host's agent did not start."""
         refuse_root(log.read_text(errors="replace"))
         return explain(host, code, log, version)
+
+    def stop(self) -> None:
+        """Remove what no host has come by; may be called twice."""
+        self._ways.remove_files()
 
     def _known_hosts(self, spec: ClusterSpec) -> str:
         try:

@@ -187,10 +187,14 @@ class HostProcesses(Processes):
         number = self._placement.host_of(rank)
         if self._agents[number].ended.is_set():
             self._agents[number] = agent = self._start_agent(number, self._agents[number].name)
-            self._check([agent])
-            agent.prepare(self._environment)
-            agent.wait(agent.ready, PREPARE_SECONDS)
-            self._connect(agent)
+            try:
+                self._check([agent])
+                agent.prepare(self._environment)
+                agent.wait(agent.ready, PREPARE_SECONDS)
+                self._connect(agent)
+            except BaseException:
+                agent.stop()  # else the next attempt would take it as ready
+                raise
         return Path(self._agents[number].report["folder"]) / "profile"
 
     def unreachable(self) -> str:
@@ -298,11 +302,11 @@ class HostProcesses(Processes):
     ) -> AgentProcesses:
         """Take over the agent of an earlier kernel, or note that its host is lost."""
         try:
-            pipe, exits = connect(self._folder / f"host-{number}.sock", process)
+            pipe, answer = connect(self._folder / f"host-{number}.sock", process)
         except (OSError, EOFError):
             pipe, other = Pipe()
             other.close()
-            exits = {}
+            answer = {"exits": {}, "logs": {}}
         agent = AgentProcesses(
             name,
             pipe=pipe,
@@ -313,7 +317,8 @@ class HostProcesses(Processes):
             gpus=gpus,
         )
         agent.report = report
-        for member, code in exits.items():
+        for member, code in answer["exits"].items():
+            agent.keep_log(member, answer["logs"].get(member, ""))
             self._note(Exit(member=member_of(member), code=code))
         return agent
 

@@ -23,12 +23,15 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ddpnb.protocol.processes import (
     ForkServerEvent,
     KernelRequest,
     ProcessId,
     RankCommand,
     is_alive,
+    process_id,
 )
 
 STOP_TIMEOUT_SECONDS = 8.0
@@ -65,7 +68,7 @@ class Exit:
     code: int | None
     """The exit code; the negative signal number where a signal ended it; None if not known."""
     cause: str = ""
-    """How a rank ended whose host was lost, as the end of a sentence."""
+    """How a rank ended whose host was lost, or was not started, as the end of a sentence."""
 
 
 class Processes:
@@ -88,6 +91,10 @@ class Processes:
         self._stopped_members: set[Member] = set()
         self._pipe = pipe
         self._server = server
+        self.process = (
+            server.process if isinstance(server, AdoptedServer) else process_id(server.pid)
+        )
+        """The fork server, or what leads to an agent."""
         self._reader = threading.Thread(target=self._read, name="ddpnb-processes", daemon=True)
 
     @classmethod
@@ -145,10 +152,10 @@ class Processes:
             HeldError: another kernel holds it.
             OSError: it has ended.
         """
-        pipe, exits = connect(address, server)
+        pipe, answer = connect(address, server)
         processes = cls(pipe=pipe, server=AdoptedServer(process=server), on_exit=on_exit)
         processes.ready.set_result([])  # the ranks were started long ago
-        for name, code in exits.items():
+        for name, code in answer["exits"].items():
             on_exit(Exit(member=member_of(name), code=code))
         processes._reader.start()
         return processes
@@ -242,7 +249,7 @@ class Processes:
         try:
             self._server.wait(STOP_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            self._server.kill()
+            self._kill_group()
             self._server.wait(STOP_TIMEOUT_SECONDS)
         self._pipe.close()
 
@@ -258,11 +265,17 @@ class Processes:
                 traceback.print_exc()
         if not self._stopped:
             code = self._exit_code()
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._server.pid, signal.SIGKILL)  # what its children had started
+            self._kill_group()
             self._on_exit(Exit(member=Service.FORK_SERVER, code=code))
         if not self.ready.done():
             self.ready.set_exception(RuntimeError("the fork server ended before it was ready"))
+
+    def _kill_group(self) -> None:
+        """Kill the server if it lives, and what its children had started."""
+        if psutil.pid_exists(self.pid) and not is_alive(self.process):
+            return  # nothing of it is left: the number is another process's
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def _exit_code(self) -> int | None:
         try:
@@ -294,7 +307,8 @@ class Processes:
             case ForkServerEvent.EXITED:
                 self._stopped_members.discard(member_of(event["name"]))
                 if not self._stopped:
-                    self._on_exit(Exit(member=member_of(event["name"]), code=event["code"]))
+                    end = {"code": event["code"], "cause": event.get("cause", "")}
+                    self._on_exit(Exit(member=member_of(event["name"]), **end))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,18 +330,15 @@ class AdoptedServer:
                 raise subprocess.TimeoutExpired("ddpnb.launcher.forkserver", timeout)
             time.sleep(0.005)
 
-    def kill(self) -> None:
-        """Kill it."""
-        if is_alive(self.process):
-            os.kill(self.pid, signal.SIGKILL)
-
 
 class HeldError(Exception):
     """Another kernel holds the fork server."""
 
 
-def connect(address: Path, server: ProcessId) -> tuple[Connection, dict[str, int]]:
-    """Connect to a fork server; return the pipe, and the exit codes of ended processes by name.
+def connect(address: Path, server: ProcessId) -> tuple[Connection, Event]:
+    """Connect to a fork server; return the pipe, and what it says of processes that have ended.
+
+    That is ``exits``, their exit codes, and ``logs``, both by name.
 
     Raises:
         HeldError: another kernel still holds it after ``CONNECT_SECONDS``.
@@ -347,7 +358,7 @@ def connect(address: Path, server: ProcessId) -> tuple[Connection, dict[str, int
             raise TimeoutError("the fork server does not answer")
         answer: Event = json.loads(pipe.recv_bytes())
         if answer["event"] == ForkServerEvent.ATTACHED:
-            return pipe, answer["exits"]
+            return pipe, answer
         pipe.close()
         if time.monotonic() > deadline:
             raise HeldError

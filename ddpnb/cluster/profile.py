@@ -5,6 +5,7 @@ waits for an agent's script: ``launcher/tunnel.py``.  A process here for each ho
 on, and another one holds the launcher, which ends what it started when this process is gone.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -66,8 +67,9 @@ class Profile(AgentStarter):
             raise
         finally:
             os.close(self._held)
-            self._file.unlink(missing_ok=True)
-        self._names = distinct([tunnel.host for tunnel in self._tunnels])
+            self._ways.remove_files()
+        self._came = [tunnel.host for tunnel in self._tunnels]
+        self._names = distinct(self._came)
         self._used = [False] * num_hosts
         self.hosts = ",".join(f"{name}:{size}" for name in self._names)
 
@@ -87,6 +89,12 @@ class Profile(AgentStarter):
                         "has ended. Start anew with %ddp_restart."
                     )
                 time.sleep(POLL_SECONDS)
+            if (other := self._tunnels[number].host) != self._came[number]:
+                self._tunnels[number].end()
+                raise UserError(
+                    f"In place of host {host}, profile {self._name} gives {other}: start anew with "
+                    "%ddp_restart."
+                )
         self._used[number] = True
         return self._tunnels[number].run(agent_script(token, python))
 
@@ -101,6 +109,7 @@ class Profile(AgentStarter):
         """Have the launcher end what it started; may be called twice."""
         for tunnel in self._tunnels:
             tunnel.end()
+        self._ways.remove_files()
         if self._hold >= 0:
             os.close(self._hold)
             self._hold = -1
@@ -155,6 +164,13 @@ class Profile(AgentStarter):
                 raise UserError(
                     f"{reason[0].upper()}{reason[1:]}, with {here} hosts there{self._last()}."
                 )
+            for tunnel in self._tunnels:
+                if tunnel.process.poll() is not None:
+                    host = f"Host {tunnel.host}" if tunnel.host else "The way to a host"
+                    raise UserError(
+                        f"{host} of profile {self._name} was lost with {here} hosts there: start "
+                        "again with %ddp_start."
+                    )
             if time.monotonic() > next_report:
                 progress(f"waiting for the hosts of profile {self._name}: {here}")
                 next_report = time.monotonic() + min(REPORT_SECONDS, seconds / 4)
@@ -165,8 +181,8 @@ def distinct(names: Sequence[str]) -> list[str]:
     """Return names that differ, where the launcher has used a host twice: ``["n", "n-2"]``."""
     found: list[str] = []
     for name in names:
-        again = 1 + names[: len(found)].count(name)
-        found.append(f"{name}-{again}" if again > 1 else name)
+        candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        found.append(next(each for each in candidates if each not in found))
     return found
 
 

@@ -6,8 +6,10 @@ given an agent's script.  A process here, one for each, passes on what goes ther
 
 import contextlib
 import json
+import os
 import secrets
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -53,7 +55,7 @@ class Tunnel:
         try:
             self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
 
@@ -66,6 +68,7 @@ class Tunnels:
     def __init__(self, address: str, folder: Path) -> None:
         self._address = address
         self._folder = folder
+        self._files: list[Path] = []
         self._server, self._client = (
             [key.decode() for key in zmq.curve_keypair()] for _ in range(2)
         )
@@ -113,8 +116,14 @@ class Tunnels:
             "client": self._client,
             "is_once": is_once,
         }
+        self._files.append(file)
         atomic_write(file, json.dumps(content).encode(), mode=0o600)
         return file
+
+    def remove_files(self) -> None:
+        """Remove what no host has come by; may be called twice."""
+        for file in self._files:
+            file.unlink(missing_ok=True)
 
     def open(
         self,

@@ -177,6 +177,9 @@ class Agent:
             KernelRequest.CHECK: self.check,
             KernelRequest.PROBE: self.probe,
             KernelRequest.PREPARE: self.prepare,
+            # and what is asked of all hosts while this one is started anew, without ranks
+            KernelRequest.COMPARE_CALLS: lambda id, others: self.answer(id, [others, ""]),
+            KernelRequest.SIGNAL: lambda signal_id, **_: self.answer(signal_id, None),
         }
         while not self.environment:
             if not self.kernel.poll(SILENCE_SECONDS):
@@ -188,8 +191,8 @@ class Agent:
             operation = KernelRequest(request.pop("op"))
             if operation is KernelRequest.STOP:
                 return False
-            if operation is not KernelRequest.PING:
-                handlers[operation](**request)
+            if (handler := handlers.get(operation)) is not None:
+                handler(**request)
         return True
 
 

@@ -113,30 +113,35 @@ class Forkserver:
     _ends: dict[int, set[Ends]] = field(default_factory=dict)
     """The connections of each rank, by pid, when they were last listed."""
     _deadline: float = 0.0
-    """Until when the server waits for another kernel, in ``time.monotonic()``."""
+    """Until when the server waits for the kernel, or for another one, in ``time.monotonic()``."""
 
     def serve(self) -> None:
         """Serve the kernel and the ranks until there is no kernel to serve or to wait for."""
         assert self.kernel is not None
+        self._deadline = time.monotonic() + (self.silence_seconds or 0.0)
         self.selector.register(self.kernel, selectors.EVENT_READ, self.on_kernel)
         with sigchld_wakeup() as wakeup:
             self.selector.register(wakeup, selectors.EVENT_READ, self.on_sigchld)
             while not self.is_over:
-                seconds = None if self.kernel else max(0.0, self._deadline - time.monotonic())
-                ready = self.selector.select(self.silence_seconds if self.kernel else seconds)
-                for key, _ in ready:
+                is_patient = self.kernel is not None and self.silence_seconds is None
+                seconds = None if is_patient else max(0.0, self._deadline - time.monotonic())
+                for key, _ in self.selector.select(seconds):
                     key.data(key.fileobj)
-                if not ready and self.kernel is not None:
-                    self.is_stopped = True  # as when the connection was cut
 
     @property
     def is_over(self) -> bool:
-        """Whether to end: on request, or when no kernel may come or nothing is left for it."""
-        if self.is_stopped or self.kernel is not None:
-            return self.is_stopped
+        """Whether to end: on request, or when no kernel may come or nothing is left for it.
+
+        A kernel that is silent for too long is lost, as when its connection was cut.
+        """
+        if self.is_stopped:
+            return True
+        is_late = time.monotonic() >= self._deadline
+        if self.kernel is not None:
+            return self.silence_seconds is not None and is_late
         names = {child.name for child in self.children.values()}
         is_usable = "controller" in names and (len(names) > 1 or self.method == "none")
-        return not is_usable or time.monotonic() >= self._deadline
+        return not is_usable or is_late
 
     def on_kernel(self, kernel: KernelPipe) -> None:
         """Carry out one request of the kernel."""
@@ -144,6 +149,7 @@ class Forkserver:
             request: Frame = json.loads(kernel.recv_bytes())
         except (EOFError, OSError):
             return self.on_disconnect(kernel)
+        self._deadline = time.monotonic() + (self.silence_seconds or 0.0)
         match request.pop("op"):
             case KernelRequest.START_RANK:
                 self.start_rank(**request)
@@ -197,17 +203,22 @@ class Forkserver:
 
     def introduce(self) -> None:
         """Tell another kernel which children have ended, and which are stopped."""
-        self.report(event=ForkServerEvent.ATTACHED, exits=self.exits)
+        logs = {name: self.log_of(name) for name in self.exits}
+        self.report(event=ForkServerEvent.ATTACHED, exits=self.exits, logs=logs)
         for name in self.stopped:
             self.report(event=ForkServerEvent.STOPPED, name=name, is_stopped=True)
 
     def start_rank(self, *, rank: int, environment: dict[str, str], settings: Frame) -> None:
         """Fork or spawn a rank."""
-        ours, theirs = Pipe()
-        if self.method == "fork":
-            pid = self.fork(lambda: run_rank(rank, environment, settings, theirs, self.folder))
-        else:
-            pid = spawn_rank(rank, environment, settings, theirs, self.folder)
+        try:
+            ours, theirs = Pipe()
+            if self.method == "fork":
+                pid = self.fork(lambda: run_rank(rank, environment, settings, theirs, self.folder))
+            else:
+                pid = spawn_rank(rank, environment, settings, theirs, self.folder)
+        except OSError as error:  # the system is out of processes, memory or descriptors
+            cause = f"could not be started ({error})"
+            return self.report(event=ForkServerEvent.EXITED, name=str(rank), code=None, cause=cause)
         theirs.close()
         self.children[pid] = Child(name=str(rank), pid=pid, pipe=ours)
         self.exits.pop(str(rank), None)
@@ -222,15 +233,17 @@ class Forkserver:
 
     def fork(self, main: Callable[[], None]) -> int:
         """Fork a child that runs ``main`` and never returns here; return its pid."""
-        pid = os.fork()
-        if pid == 0:
-            for end in (self.kernel, self.listener, self.sentinel, *self.more_ends):
+
+        def run() -> None:
+            pipes = (child.pipe for child in self.children.values())
+            for end in (self.kernel, self.listener, self.sentinel, *self.more_ends, *pipes):
                 if end is not None:
                     end.close()
-            for child in self.children.values():
-                if child.pipe is not None:
-                    child.pipe.close()
-            run_child(main)
+            main()
+
+        pid = os.fork()
+        if pid == 0:
+            run_child(run)
         return pid
 
     def forward(self, *, rank: int, message: Frame) -> None:
@@ -323,6 +336,7 @@ class Forkserver:
 
     def stop(self) -> None:
         """End all children, whatever they started, and this process."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which another one would cut short
         for number, timeout in ((signal.SIGTERM, STOP_TIMEOUT_SECONDS), (signal.SIGKILL, 1.0)):
             for pid in self.children:
                 with contextlib.suppress(ProcessLookupError):

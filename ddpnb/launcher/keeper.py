@@ -130,7 +130,8 @@ def main(kernel: str, *words: str) -> int:
         agent.close()
         return abs(program.wait(END_SECONDS))
     finally:
-        program.kill()
+        if program.poll() is None:
+            os.killpg(0, signal.SIGKILL)  # it, what it has started, and this process
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ writes, as ssh does: its own standard input and output are the kernel's pipe.
 
 import contextlib
 import json
+import math
 import os
 import socket
 import subprocess
@@ -38,6 +39,8 @@ SHARED_SECONDS = 10.0
 """How long a file of another host may take to appear on a disk that both share."""
 END_SECONDS = 5.0
 """How long the command that had the host come may take to end by itself."""
+CLOSE_SECONDS = 10.0
+"""How long the agent may take to end its ranks once the kernel has closed its pipe."""
 LOST = 255
 """The exit code where the host was lost, which is also ssh's."""
 
@@ -45,6 +48,35 @@ Place = dict[str, Any]
 """What a file says of a port: address, number, and the keys of ``zmq.curve_keypair``."""
 Router = zmq.Socket  # of the process that serves
 Dealer = zmq.Socket  # of the host that comes
+
+
+class Outlet:
+    """Bytes on their way to a descriptor, which need not take them at once.
+
+    A program that writes before it goes on reading must not meet one here that does the same.
+    """
+
+    def __init__(self, end: int, poller: zmq.Poller) -> None:
+        self.end = end
+        self.waiting = bytearray()
+        self._poller = poller
+
+    def put(self, data: bytes) -> None:
+        """Have data written as soon as ``poller`` says that it can be."""
+        os.set_blocking(self.end, False)
+        self.waiting += data
+        self._poller.register(self.end, zmq.POLLOUT)
+
+    def write(self) -> None:
+        """Write what the descriptor takes now; nobody may read there any more."""
+        try:
+            del self.waiting[: os.write(self.end, self.waiting)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.waiting.clear()
+        if not self.waiting:
+            self._poller.unregister(self.end)
 
 
 class OneClient:
@@ -126,9 +158,14 @@ def pass_on(
     poller = zmq.Poller()
     poller.register(router, zmq.POLLIN)
     poller.register(0, zmq.POLLIN)
+    outlet = Outlet(1, poller)
     peer, word, waiting = b"", RUN, list[tuple[bytes, bytes]]()
-    while True:
+    code: int | None = None
+    deadline = math.inf
+    while time.monotonic() < deadline:
         events = dict(poller.poll(POLL_MS))
+        if 1 in events:
+            outlet.write()
         if command is not None and not peer and not events and command.poll() is not None:
             return abs(command.returncode) or LOST
         if 0 in events:
@@ -140,6 +177,7 @@ def pass_on(
                 return 0
             if not data:
                 poller.unregister(0)
+                deadline = time.monotonic() + CLOSE_SECONDS
             waiting.append((word, data))
             word = INPUT
         if router in events:
@@ -152,19 +190,23 @@ def pass_on(
                     atomic_write(Path(place["arrived"]), data)
                     remove_file(place)
             elif sender == peer and what == OUTPUT:
-                write(1, data)
+                outlet.put(data)
             elif sender == peer and what == ERRORS:
                 with contextlib.suppress(OSError), Path(place["log"]).open("ab") as errors:
                     errors.write(data)  # the folder goes before the last host has ended
             elif sender == peer and what == ENDED:
-                return after(command, int(data))
-        if peer:
+                code, deadline = int(data), time.monotonic() + CLOSE_SECONDS
+        if code is not None:
+            if not outlet.waiting:
+                return after(command, code)
+        elif peer:
             try:
                 for message in [*waiting, (ALIVE, b"")]:
                     router.send_multipart([peer, *message])
             except zmq.ZMQError:
                 return LOST
             waiting.clear()
+    return LOST
 
 
 def read_script(pipe: Connection) -> bytes:
@@ -231,21 +273,28 @@ def run_scripts(dealer: "Dealer[bytes]", monitor: "zmq.Socket[bytes]") -> None:
 def pass_script(
     dealer: "Dealer[bytes]", poller: zmq.Poller, shell: "subprocess.Popen[bytes]"
 ) -> None:
-    """Pass bytes on between the connection and a script, until it has closed its output."""
+    """Pass bytes on between the connection and a script, until it has closed its output.
+
+    A script that does not read, because it waits until its own output is read, is no reason to
+    wait here.
+    """
     assert shell.stdin is not None
     assert shell.stdout is not None
     assert shell.stderr is not None
     words = {shell.stdout.fileno(): OUTPUT, shell.stderr.fileno(): ERRORS}
     for end in words:
         poller.register(end, zmq.POLLIN)
+    outlet, is_over = Outlet(shell.stdin.fileno(), poller), False
     while OUTPUT in words.values():
         for found, _ in poller.poll():
             if found is dealer:
                 word, data = dealer.recv_multipart()
-                with contextlib.suppress(BrokenPipeError):
-                    if word == INPUT and data:
-                        write(shell.stdin.fileno(), data)
-                if word == INPUT and not data:
+                if word == INPUT and not shell.stdin.closed:
+                    outlet.put(data)
+                    is_over = is_over or not data
+            elif found == outlet.end:
+                outlet.write()
+                if is_over and not outlet.waiting:
                     shell.stdin.close()
             elif found in words:
                 data = os.read(found, 1 << 16)
@@ -254,6 +303,8 @@ def pass_script(
                     poller.unregister(found)
                     del words[found]
             else:  # the kernel's host is lost: the script ends with its input
+                with contextlib.suppress(KeyError):
+                    poller.unregister(outlet.end)
                 shell.stdin.close()
                 poller.unregister(found)
 
@@ -267,14 +318,9 @@ def send(dealer: "Dealer[bytes]", word: bytes, data: bytes) -> None:
 def watch_over(end: "zmq.Socket[bytes]") -> None:
     """Have a lost connection noticed, and no message dropped for there being many."""
     end.heartbeat_ivl, end.heartbeat_timeout, end.heartbeat_ttl = HEARTBEAT_MS, LOST_MS, LOST_MS
+    end.handshake_ivl = LOST_MS  # how long a stranger may hold a connection
     end.sndhwm = end.rcvhwm = 0
     end.linger = 1000
-
-
-def write(end: int, data: bytes) -> None:
-    """Write all of the data."""
-    while data:
-        data = data[os.write(end, data) :]
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from tests.cluster.rig import run
 cluster = Cluster.start(ClusterSpec(device="cpu", num_threads=1, **json.loads(sys.argv[1])))
-run(cluster, "kept = 7 + 10 * rank")
+run(cluster, "import os; kept = 7 + 10 * rank; os.write(2, f'last words of {rank}'.encode())")
 pids = [each.pid for each in psutil.Process().children(recursive=True)]
 pids += [state.pid for state in cluster.states]
 print(json.dumps([str(cluster.folder), pids]), flush=True)
@@ -112,6 +112,8 @@ def test_what_ended_meanwhile_is_reported(hosts):
             (left,) = cluster.living
             assert left in (0, 1)
             assert pull(cluster, "kept", ranks=[left]) == [7 + 10 * left]
+            log = cluster.folder / f"rank-{1 - left}.log"
+            assert f"last words of {1 - left}" in log.read_text()
             cluster.bring_back(cluster.dead)
             assert total(cluster) == [4.0] * 4
 

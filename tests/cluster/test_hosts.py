@@ -566,6 +566,21 @@ def test_nothing_is_left_on_either_host(hosts):
     assert not any(map(files_of, tokens))
 
 
+def test_a_stopped_agent_is_left_by_all_that_is_here(hosts):
+    earlier = [*psutil.Process().children(recursive=True), *hosts.processes("b")]
+    cluster = Cluster.start(ClusterSpec(hosts="a:1,b:1", device="cpu", num_threads=1))
+    here = [each for each in psutil.Process().children(recursive=True) if each not in earlier]
+    there = [each for each in hosts.processes("b") if each not in earlier]
+    (agent,) = [each for each in hosts.agents("b") if each not in earlier]
+    agent.suspend()
+    try:
+        cluster.stop()
+        wait_until_gone([each for each in here if each not in there], timeout=1)
+    finally:
+        agent.resume()
+    wait_until_gone(there)
+
+
 def test_mpi_starts_ranks_on_both_hosts(hosts, monkeypatch):
     allow_mpi(monkeypatch)
     earlier = [process for host in "ab" for process in hosts.processes(host)]

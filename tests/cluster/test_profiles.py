@@ -126,6 +126,33 @@ def test_a_host_whose_program_is_gone_is_named_and_not_waited_for_long(here):
     wait_until(lambda: set(here.dead) == {2, 3}, "the end of both ranks")
     with pytest.raises(UserError, match=r"has not come again.*%ddp_restart"):
         here.bring_back([2, 3])
+    assert here.dead == (2, 3)
+
+
+def test_a_way_to_a_host_that_is_lost_is_made_anew(here, tmp_path):
+    program = psutil.Process(here.states[2].pid).parents()
+    for keeper in children_with("serve"):
+        (serve,) = keeper.children()
+        place = json.loads(Path(keeper.cmdline()[-1]).read_text())
+        if place["log"].endswith("host-1.log"):
+            serve.kill()
+    wait_until(lambda: here.dead == (2, 3), "the end of both ranks")
+    wait_until_gone(program[:1])
+    here.bring_back([2, 3])
+    assert total(here) == [4.0] * 4
+    assert psutil.Process(here.states[2].pid).parents()[-3:] == program[-3:]
+
+
+def test_a_host_that_comes_in_place_of_another_is_not_taken(here):
+    here.processes._starter._came[1] = "other"  # as where a queue starts a job again elsewhere
+    agent = psutil.Process(here.states[2].pid).parent()
+    agent.kill()
+    wait_until(lambda: here.dead == (2, 3), "the end of both ranks")
+    with pytest.raises(
+        UserError, match=r"In place of host .*-2, profile site gives .*: start anew"
+    ):
+        here.bring_back([2, 3])
+    assert here.dead == (2, 3)
 
 
 def test_strangers_change_nothing_and_no_key_is_to_be_seen(here):
@@ -178,6 +205,42 @@ def test_a_job_of_a_profile_that_waits_for_ever_ends_at_the_timeout(slurm, profi
     wait_until(lambda: not jobs(), "the job's end")
 
 
+BATCH = """
+c.Cluster.engine_launcher_class = "slurm"
+c.SlurmEngineSetLauncher.batch_template = "#!/bin/sh"
+c.SlurmEngineSetLauncher.submit_command = ["sh", "-c", "{submit}; echo 7"]
+c.SlurmEngineSetLauncher.delete_command = ["sh", "-c", "touch {deleted}"]
+"""
+"""A batch system whose jobs never start."""
+
+
+def test_a_way_that_is_lost_while_hosts_are_waited_for_is_named(profile, tmp_path):
+    def lose(said: str) -> None:
+        for keeper in children_with("serve"):
+            keeper.children()[0].kill()
+
+    deleted = tmp_path / "deleted"
+    name = profile(BATCH.format(submit="true", deleted=deleted))
+    with pytest.raises(UserError, match="The way to a host of profile site was lost with 0 of 2"):
+        Cluster.start(two_each(name), lose)
+    assert deleted.exists()
+    assert not started()
+
+
+def test_a_kernel_that_is_killed_while_a_job_is_submitted_leaves_none(profile, tmp_path):
+    asked, deleted = tmp_path / "asked", tmp_path / "deleted"
+    name = profile(BATCH.format(submit=f"touch {asked}; sleep 2", deleted=deleted))
+    options = f"profile={name!r}, ranks_per_host=1, device='cpu', timeout=60"
+    source = f"import ddpnb; ddpnb.start(2, {options})"
+    with subprocess.Popen([sys.executable, "-c", source]) as kernel:
+        wait_until(asked.exists, "the job")
+        left = psutil.Process(kernel.pid).children(recursive=True)
+        kernel.kill()
+    wait_until(deleted.exists, "the job's end")
+    wait_until_gone(left)
+    assert not list(Path.home().glob(".ddpnb-*.json"))
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
@@ -222,3 +285,4 @@ def test_options_that_do_not_go_together(options, sentence):
 
 def test_hosts_of_one_name_are_told_apart():
     assert distinct(["a", "b", "a", "a"]) == ["a", "b", "a-2", "a-3"]
+    assert distinct(["a", "a", "a-2"]) == ["a", "a-2", "a-2-2"]

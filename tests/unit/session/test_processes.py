@@ -1,5 +1,6 @@
 """Processes as the kernel sees them: events that go wrong, damaged files, files that are whole."""
 
+import errno
 import json
 import os
 import shutil
@@ -11,22 +12,29 @@ from pathlib import Path
 
 import pytest
 
-from ddpnb.cluster.processes import Exit, Member, Processes, Service
+from ddpnb.cluster.processes import (
+    AdoptedServer,
+    Exit,
+    Member,
+    Processes,
+    Service,
+    describe_exit,
+)
 from ddpnb.cluster.run_folder import RECORD_FILE, detached, find, name_of, private_folder
+from ddpnb.launcher.forkserver import Forkserver
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import atomic_write, is_alive, process_id
 
+ENDED = AdoptedServer(process=(2**22 + 1, 0.0))
+"""A fork server that is gone; its pid is nobody's process group."""
 
-class EndedServer:
-    """A fork server that is gone; its pid is nobody's process group."""
 
-    pid = 2**22 + 1
-
-    def wait(self, timeout: float) -> int | None:
-        return 0
-
-    def kill(self) -> None:
-        pass
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A run folder that this process needs."""
+    made = private_folder()
+    yield made
+    shutil.rmtree(made)
 
 
 @pytest.mark.parametrize("error", [OSError, TypeError, KeyError])
@@ -39,7 +47,7 @@ def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception],
         if exit_.member == 0:
             raise error("a handler failed")
 
-    processes = Processes(pipe=ours, server=EndedServer(), on_exit=note)
+    processes = Processes(pipe=ours, server=ENDED, on_exit=note)
     processes._reader.start()
     for rank in (0, 1):
         event = {"event": "exited", "name": str(rank), "code": -9}
@@ -50,12 +58,31 @@ def test_a_handler_that_fails_does_not_deafen_the_kernel(error: type[Exception],
     assert "a handler failed" in capsys.readouterr().err
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A run folder that this process needs."""
-    made = private_folder()
-    yield made
-    shutil.rmtree(made)
+def test_a_number_that_is_another_process_by_now_is_not_killed():
+    ours, theirs = Pipe()
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as other:
+        ended = AdoptedServer(process=(other.pid, process_id(other.pid)[1] - 100))
+        processes = Processes(pipe=ours, server=ended, on_exit=lambda _: None)
+        processes._reader.start()
+        theirs.close()
+        processes._reader.join(10)
+        assert other.poll() is None
+        other.kill()
+
+
+def test_a_rank_that_the_system_does_not_start_ends_alone(monkeypatch, folder):
+    def fork() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    ours, theirs = Pipe()
+    monkeypatch.setattr(os, "fork", fork)
+    server = Forkserver(kernel=theirs, folder=folder, method="fork")
+    server.start_rank(rank=3, environment={}, settings={})
+    ended: list[Exit] = []
+    processes = Processes(pipe=ours, server=ENDED, on_exit=ended.append)
+    processes._handle(json.loads(ours.recv_bytes()))
+    said = "could not be started ([Errno 11] Resource temporarily unavailable)"
+    assert [describe_exit(each) for each in ended] == [said]
 
 
 VERSION_BEFORE = {
