@@ -374,6 +374,8 @@ class Failure:
     """As IPython on the rank shows it."""
     failed_at: float
     """``time.time()`` on the rank when the exception was caught."""
+    line: int = 0
+    """Where the cell, or the script, was; 0 if in neither."""
     is_consequence: bool = False
     """Whether the rank failed only because another did: its connection was closed."""
     was_waiting: bool = True

@@ -269,10 +269,21 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
         text=text_of(error),
         traceback=tuple(traceback_of(error, engine)),
         failed_at=time.time(),
+        line=line_of(error, engine),
         is_consequence=is_consequence(error),
         was_waiting=not isinstance(error, RunCancelledError),
         breaks_group=isinstance(error, CollectiveMismatchError),
     )
+
+
+def line_of(error: BaseException, engine: RankEngine) -> int:
+    """Return the line that the cell or the script was in; 0 if neither was."""
+    lines = [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if is_users(frame, engine.shell)
+    ]
+    return lines[-1] if lines else 0
 
 
 def text_of(error: BaseException) -> str:

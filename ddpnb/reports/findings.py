@@ -43,6 +43,8 @@ RANGES = {
     "tenths": "samples/s: mean of the run, and range over its tenths",
 }
 """The note that explains a range, by what the range is over."""
+MAX_SHARE_OF_CEILING = 1.05
+"""Strategies that hardly communicate are now above ``no-comm``'s speed by so much, now below."""
 
 
 def results_table(comparison: Comparison, target: Target | None = None) -> Table:
@@ -129,6 +131,11 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
             "efficiency = machine × communication: no-comm over workers × single, "
             "and the strategy over no-comm"
         )
+    if quicker := [s.name for s in summaries if _outran_ceiling(s)]:
+        found.append(
+            f"no-comm was slower than {listed(quicker)}, so other programs took its time: "
+            "it is no ceiling here, and efficiency is not parted; --repeats 3 evens that out"
+        )
     if any(s.is_emulated for s in summaries):
         found.append(
             "in brackets: copies in shared memory, no PCIe, no devices; "
@@ -196,10 +203,16 @@ def _speed_cell(summary: StrategySummary) -> Cell:
 def _efficiency(summary: StrategySummary) -> Cell:
     """Return the efficiency, and below it its parts: machine × communication."""
     whole = _judged(summary, percent(summary.efficiency))
-    if math.isnan(summary.machine) or math.isnan(summary.share_of_ceiling):
+    unknown = math.isnan(summary.machine) or math.isnan(summary.share_of_ceiling)
+    if unknown or _outran_ceiling(summary):
         return whole
     parts = percent(summary.machine), percent(summary.share_of_ceiling)
     return replace(whole, quiet=" × ".join(parts))
+
+
+def _outran_ceiling(summary: StrategySummary) -> bool:
+    """Return whether other programs took so much of ``no-comm``'s time that it is no ceiling."""
+    return summary.share_of_ceiling > MAX_SHARE_OF_CEILING and not summary.is_emulated
 
 
 def _judged(summary: StrategySummary, text: str) -> Cell:

@@ -9,7 +9,9 @@ import builtins
 import json
 import re
 import shlex
+import shutil
 import symtable
+import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -145,7 +147,11 @@ def write_script(
             encoding="utf-8",
         )
         lines.append(f"{job}: a job for Slurm; start it with  sbatch {shlex.quote(job.name)}")
-    return "\n".join([*lines, commands(comparison, str(path))])
+    lines.append(commands(comparison, str(path)))
+    if shutil.which("torchrun") is None:  # as where JupyterLab was called by its path
+        instead = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
+        lines.append(f"There is no torchrun on this PATH: write  {instead}  in its place.")
+    return "\n".join(lines)
 
 
 def commands(comparison: Comparison, file: str) -> str:

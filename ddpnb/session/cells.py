@@ -42,6 +42,7 @@ from ddpnb.session.errors import (
     HangError,
     RankError,
     render_error,
+    where_stopped,
 )
 
 
@@ -140,7 +141,7 @@ class RunningCell(SupervisedCall):
         try:
             self._watch.run()
         except KeyboardInterrupt:
-            raise CellInterrupt from None
+            raise CellInterrupt(self._where()) from None
         finally:
             if self._prompt is not None:
                 self._prompt.close()
@@ -236,8 +237,15 @@ class RunningCell(SupervisedCall):
 
     def _ending_error(self) -> BaseException | None:
         if self._watch.timed_out:
-            return CellTimeoutError(self._watch.timeout or 0.0)
-        return CellInterrupt() if self._watch.stop_requested else error_of(self._watch)
+            return CellTimeoutError(self._watch.timeout or 0.0, self._where())
+        if self._watch.stop_requested:
+            return CellInterrupt(self._where())
+        return error_of(self._watch)
+
+    def _where(self) -> str:
+        reports = [r for r in self._watch.returned.values() if isinstance(r, CellReport)]
+        lines = {r.rank: r.failure.line if r.failure else None for r in reports}
+        return where_stopped(lines)
 
 
 def read_script(path: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """How failures of ranks are shown: the root cause first, identical ones once (kernel)."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ddpnb.protocol.errors import OneLine
 from ddpnb.protocol.messages import Failure
@@ -38,9 +38,9 @@ class RankError(Exception):
 class CellTimeoutError(OneLine, TimeoutError):
     """A cell took longer than its ``--timeout`` and was stopped."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, where: str = "") -> None:
         super().__init__(
-            f"the cell took longer than {seconds:g} s and was stopped on all ranks; "
+            f"the cell took longer than {seconds:g} s and was stopped on all ranks{where}; "
             "their variables are kept"
         )
 
@@ -48,8 +48,8 @@ class CellTimeoutError(OneLine, TimeoutError):
 class CellInterrupt(OneLine, KeyboardInterrupt):
     """A cell or run was interrupted, and its ranks have stopped."""
 
-    def __init__(self) -> None:
-        super().__init__("the ranks have stopped; their variables are kept")
+    def __init__(self, where: str = "") -> None:
+        super().__init__(f"the ranks have stopped{where}; their variables are kept")
 
 
 CellInterrupt.__name__ = "KeyboardInterrupt"  # what Jupyter's clients know
@@ -67,6 +67,21 @@ class HangError(OneLine, Exception):
                 f"%ddp_restart --ranks {ranks} brings it back, the other ranks keep theirs."
             )
         super().__init__(f"{why}. {ending}")
+
+
+def where_stopped(lines: Mapping[int, int | None]) -> str:
+    """Say where ranks were, e.g. ``" (ranks 0,2 in line 4; rank 1 had finished)"``.
+
+    Args:
+        lines: by rank; 0 if it is not known, None if the rank had finished.
+    """
+    by_line: dict[int | None, list[int]] = {}
+    for rank, line in sorted(lines.items()):
+        by_line.setdefault(line, []).append(rank)
+    done = by_line.pop(None, [])
+    known = [f"{spoken_ranks(ranks)} in line {line}" for line, ranks in by_line.items() if line]
+    finished = [f"{spoken_ranks(done)} had finished"] if done else []
+    return f" ({', '.join([*known, *finished])})" if known else ""
 
 
 def render_error(error: BaseException) -> str:

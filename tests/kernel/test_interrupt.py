@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import threading
 import time
@@ -110,6 +111,7 @@ def test_a_timeout_stops_every_rank_and_keeps_the_variables(kernel: Kernel, body
     cell = kernel.run(f"%%ddp --timeout 0.5\n{body}")
     assert cell.error == "CellTimeoutError"
     assert "took longer than 0.5 s" in cell.error_text
+    assert re.search(r"stopped on all ranks \(ranks 0-1 in line \d+\);", cell.error_text)
     assert 0.5 <= cell.seconds < 15
     check_it_goes_on(kernel)
 

@@ -185,6 +185,10 @@ def test_the_options_of_the_training_are_in_the_script(
 
 def test_the_lines_that_are_printed_run_it(compared: Cell, kernel: Kernel):
     shown = export(kernel, "plain lines.py --sbatch")
+    kernel.run("import os; path = os.environ.pop('PATH')")
+    alone = export(kernel, "plain alone.py")
+    kernel.run("os.environ['PATH'] = path")
+    assert alone.endswith(f"write  {sys.executable} -m torch.distributed.run  in its place.\n")
     lines = re.findall(r"^    (.*lines\.py)$", shown, re.MULTILINE)
     assert [line.split()[0] for line in lines] == ["torchrun"] * 3 + ["python"]
     text = (kernel.folder / "lines.py").read_text()

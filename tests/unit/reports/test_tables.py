@@ -18,7 +18,15 @@ from ddpnb.reports.progress import progress_of
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Cell, Column, Table, in_two_lines
-from tests.unit.history.fake_runs import batch, fake_comparison, fake_run, header, run_of, spec
+from tests.unit.history.fake_runs import (
+    STEP_SECONDS,
+    batch,
+    fake_comparison,
+    fake_run,
+    header,
+    run_of,
+    spec,
+)
 from tests.unit.history.test_summary import timed
 
 EVIL = "<script>alert('x')</script>"
@@ -450,7 +458,8 @@ def test_a_ceiling_has_no_part_in_the_sentence_and_never_misses_a_target():
     assert column(table, "to loss 1e-09") == ["never", "–", "never"]
 
 
-def test_efficiency_is_parted():
+def test_efficiency_is_parted(monkeypatch):
+    monkeypatch.setitem(STEP_SECONDS, "no-comm", 0.0140)
     table = results_table(fake_comparison(("single", "no-comm", "ddp")))
     at = [each.title for each in table.columns].index("efficiency")
     single, _, ddp = (row[at] for row in table.rows)
@@ -459,6 +468,16 @@ def test_efficiency_is_parted():
     whole = float(ddp.text.split()[0])
     assert whole / 100 == pytest.approx(machine * communication / 1e4, abs=0.02)
     assert "efficiency = machine × communication" in table.text()
+
+
+def test_a_ceiling_that_other_programs_have_slowed_parts_nothing(monkeypatch):
+    monkeypatch.setitem(STEP_SECONDS, "no-comm", 0.0180)
+    table = results_table(fake_comparison(("single", "no-comm", "dp", "ddp")))
+    at = [each.title for each in table.columns].index("efficiency")
+    *_, ddp = (row[at] for row in table.rows)
+    assert ddp.text.endswith(" %")
+    assert not ddp.quiet
+    assert "no-comm was slower than ddp, so other programs took its time" in table.text()
 
 
 def test_hidden_communication_on_a_cpu_is_said_to_take_time():

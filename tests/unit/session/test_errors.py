@@ -8,6 +8,7 @@ from ddpnb.session.errors import (
     render_error,
     render_failures,
     summarize,
+    where_stopped,
 )
 
 
@@ -91,6 +92,13 @@ def test_ipython_shows_the_rendered_lines():
 def test_a_timeout_and_an_interrupt_are_one_line():
     assert CellTimeoutError(2.5)._render_traceback_() == [
         "CellTimeoutError: the cell took longer than 2.5 s and was stopped on all ranks; "
+        "their variables are kept"
+    ]
+    where = where_stopped({0: 4, 1: 6, 2: None, 3: 4, 4: 0})
+    assert where == " (ranks 0,3 in line 4, rank 1 in line 6, rank 2 had finished)"
+    assert where_stopped({0: 0, 1: None}) == ""
+    assert CellTimeoutError(2.5, where)._render_traceback_() == [
+        f"CellTimeoutError: the cell took longer than 2.5 s and was stopped on all ranks{where}; "
         "their variables are kept"
     ]
     assert isinstance(CellTimeoutError(1), TimeoutError)
