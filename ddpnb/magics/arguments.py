@@ -31,6 +31,7 @@ from ddpnb.protocol.options import Option
 from ddpnb.protocol.trace import COLLECTIVES, REDUCTIONS, SHOWN
 from ddpnb.protocol.training_options import training_options
 from ddpnb.reports.script import EXPORTED
+from ddpnb.reports.style import ACROSS
 from ddpnb.scaling.links import ALGORITHMS, PRESETS
 from ddpnb.scaling.model import PREDICTABLE
 from ddpnb.session.session import this_session
@@ -136,6 +137,7 @@ VALUES = {
     "--backend": BACKENDS,
     "--engines": ENGINES,
     "--link": tuple(LINKS),
+    "--x": ACROSS,
 } | {option.flag: option.choices for _, option in training_options() if option.choices}
 """The values that an option takes."""
 
@@ -189,6 +191,9 @@ def following(
             return  # the script's own arguments
         case "--link" | "--inside" if name == "ddp_predict":
             yield from of_kind("value", PRESETS)
+        case "--y" if name == "ddp_plot":
+            with contextlib.suppress(UserError):  # none of the words is a run
+                yield from of_kind("number", this_session().measured(words[1:]))
         case "--algorithm":
             yield from of_kind("value", ALGORITHMS)
         case "--strategies":

@@ -306,6 +306,11 @@ class Session:
             raise one_of("number", options.y, found.measured)
         return ComparisonResult(found, options)
 
+    def measured(self, words: Sequence[str]) -> tuple[str, ...]:
+        """Return what the steps of runs measured beside the loss; other words are ignored."""
+        found = set(words) & set(self.names())
+        return self.store.load(*found).measured if found else ()
+
     def names(self) -> tuple[str, ...]:
         """Return every name that ``load`` takes."""
         return all_names(self.store.list())

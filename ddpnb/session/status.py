@@ -125,7 +125,8 @@ def describe_running(cluster: Cluster, asked: ClusterSpec) -> str:
     ]
     change = f"; for another {' and '.join(unlike)}, %ddp_stop ends it first" if unlike else ""
     ranks = format_ranks(cluster.ranks)
-    return f"The cluster is already running, with ranks {ranks}: it is used as it is{change}."
+    but = ", but for --detach" if asked.detach_seconds else ""
+    return f"The cluster is already running, with ranks {ranks}: it is used as it is{but}{change}."
 
 
 def with_notes(table: Table, cluster: Cluster) -> Table:

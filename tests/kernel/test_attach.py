@@ -230,6 +230,8 @@ def test_attach_and_detach_where_a_cluster_runs(kernel: Kernel):
     )
     kept = kernel.run("%%ddp\nkept = 3\n")
     assert not kept.error
-    assert "outlives the kernel by 60 s" in kernel.run("import ddpnb; ddpnb.start(detach=60)").text
+    changed = kernel.run("import ddpnb; ddpnb.start(detach=60)")
+    assert "it is used as it is, but for --detach." in changed.stdout
+    assert "outlives the kernel by 60 s" in changed.text
     assert kernel.run("%%ddp\nkept").stdout == "[0-1] 3\n"
     assert kernel.run("%ddp_stop").stdout == "The cluster has stopped.\n"

@@ -366,6 +366,7 @@ def test_help_shows_what_a_magic_takes(shared_kernel: Kernel, source: str, expec
         ("%ddp_auto ", {"on", "off"}),
         ("%ddp_plot sma", {"small", "small/ddp", "small/async"}),
         ("drawn = %ddp_plot sma", {"small", "small/ddp"}),
+        ("%ddp_plot small --x ", {"samples", "seconds"}),
         ("%ddp_push shared_na", {"shared_name"}),
     ],
 )
