@@ -108,6 +108,8 @@ class StrategySummary:
     is_ceiling: bool = False
     """Whether it was added as the ceiling, for its speed alone."""
     is_emulated: bool = False
+    has_even_shares: bool = True
+    """Whether all workers train on equally many samples, as those of ``no-comm`` do."""
     """Whether it is emulated, so that its speed says nothing about the real strategy's."""
     is_short: bool = False
     """Whether a run was over before its speed could be measured."""
@@ -347,6 +349,7 @@ def _summary(
         is_on_cpu=any(header.device == "cpu" for header in headers),
         is_ceiling=any(run.spec is not None and run.spec.is_ceiling for run in counted),
         is_emulated=is_emulated(runs),
+        has_even_shares=all(header.synchronous for header in headers),
         is_short=any(map(_is_short, runs)),
         notes=_notes(runs) + stability_notes(counted, staleness_median(stale)),
     )

@@ -44,7 +44,7 @@ RANGES = {
 }
 """The note that explains a range, by what the range is over."""
 MAX_SHARE_OF_CEILING = 1.05
-"""Strategies that hardly communicate are now above ``no-comm``'s speed by so much, now below."""
+"""By so much a strategy that hardly communicates may be above ``no-comm``'s speed by chance."""
 
 
 def results_table(comparison: Comparison, target: Target | None = None) -> Table:
@@ -122,9 +122,15 @@ def _workers_differ(summaries: Sequence[StrategySummary]) -> bool:
 
 
 def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) -> tuple[str, ...]:
-    overs = dict.fromkeys(s.samples_per_second.over for s in summaries)
+    overs: dict[str, list[str]] = {}
+    for s in summaries:
+        if s.samples_per_second.over:
+            overs.setdefault(s.samples_per_second.over, []).append(s.name)
     is_stale = any(math.isfinite(s.staleness_max) for s in summaries)
-    found = [RANGES[over] for over in overs if over]
+    found = [
+        RANGES[over] + (f" ({listed(names)})" if len(overs) > 1 else "")
+        for over, names in overs.items()
+    ]
     found += ["staleness: median / maximum"] if is_stale else []
     if "efficiency" in shown and any(math.isfinite(s.machine) for s in summaries):
         found.append(
@@ -133,8 +139,8 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
         )
     if quicker := [s.name for s in summaries if _outran_ceiling(s)]:
         found.append(
-            f"no-comm was slower than {listed(quicker)}, so other programs took its time: "
-            "it is no ceiling here, and efficiency is not parted; --repeats 3 evens that out"
+            f"the machine was slower when no-comm was measured than for {listed(quicker)}, whose "
+            "efficiency is therefore not parted: --repeats 3 evens that out"
         )
     if any(s.is_emulated for s in summaries):
         found.append(
@@ -211,8 +217,9 @@ def _efficiency(summary: StrategySummary) -> Cell:
 
 
 def _outran_ceiling(summary: StrategySummary) -> bool:
-    """Return whether other programs took so much of ``no-comm``'s time that it is no ceiling."""
-    return summary.share_of_ceiling > MAX_SHARE_OF_CEILING and not summary.is_emulated
+    """Return whether ``no-comm`` is no ceiling: the machine was slower when it was measured."""
+    is_like_it = summary.has_even_shares and not summary.is_emulated
+    return summary.share_of_ceiling > MAX_SHARE_OF_CEILING and is_like_it
 
 
 def _judged(summary: StrategySummary, text: str) -> Cell:

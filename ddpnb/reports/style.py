@@ -132,7 +132,7 @@ SPARE_STYLES: Sequence[Style] = (
 """For hand-written loops, and for strategies that are the user's own classes."""
 
 VARIANT_DASHES: Sequence[Dashes] = [dashes for dashes in DASHES.values() if dashes != "-"]
-VARIANT_SHADES = (0.72, 1.22, 0.52)
+VARIANT_SHADES = (0.6, 1.4, 0.42)
 """Factors for the colour of a variant: darker or lighter than its strategy."""
 
 

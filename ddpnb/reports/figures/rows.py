@@ -225,7 +225,7 @@ def _look(part: str) -> dict[str, Any]:
 class RankRow(Row):
     """One lane per rank: the slower its own work, the darker; blank while it was gone."""
 
-    title = "Own work of each rank"
+    title = "Own work by rank"
     below = "seconds; darker: slower"
     room = (0.9, 1.12)
     is_of_time = True

@@ -280,7 +280,7 @@ def titles(comparison: Comparison, options: PlotOptions = EVERYTHING) -> list[st
     return [axes.get_title(loc="left") for axes in draw(comparison, options).axes]
 
 
-BELOW = ["Samples per second", "Time of one step, ms", "Own work of each rank", "Staleness"]
+BELOW = ["Samples per second", "Time of one step, ms", "Own work by rank", "Staleness"]
 
 
 def test_bars_stand_below_where_there_is_something_to_tell():

@@ -472,12 +472,14 @@ def test_efficiency_is_parted(monkeypatch):
 
 def test_a_ceiling_that_other_programs_have_slowed_parts_nothing(monkeypatch):
     monkeypatch.setitem(STEP_SECONDS, "no-comm", 0.0180)
-    table = results_table(fake_comparison(("single", "no-comm", "dp", "ddp")))
+    monkeypatch.setitem(STEP_SECONDS, "async", 0.0250)
+    table = results_table(fake_comparison(("single", "no-comm", "dp", "ddp", "async")))
     at = [each.title for each in table.columns].index("efficiency")
-    *_, ddp = (row[at] for row in table.rows)
+    *_, dp, ddp, async_ = (row[at] for row in table.rows)
     assert ddp.text.endswith(" %")
     assert not ddp.quiet
-    assert "no-comm was slower than ddp, so other programs took its time" in table.text()
+    assert all("×" in each.quiet for each in (dp, async_))  # threads, and uneven shares
+    assert "slower when no-comm was measured than for ddp, whose efficiency" in table.text()
 
 
 def test_hidden_communication_on_a_cpu_is_said_to_take_time():
