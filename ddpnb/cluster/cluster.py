@@ -138,6 +138,8 @@ class Cluster(Engines):
             ) from error
         try:
             cluster._restore(read(record.folder))  # only this kernel writes it from now on
+            for rank in cluster.living:  # it may wait for an answer of the earlier kernel
+                cluster.processes.command(rank, RankCommand.ANSWER, None)
         except BaseException:
             cluster.detach()
             raise

@@ -215,9 +215,9 @@ class HostProcesses(Processes):
                 calls, sentence = agent.ask(KernelRequest.COMPARE_CALLS, others=calls)
         return sentence
 
-    def command(self, rank: int, command: RankCommand) -> "Future[Any]":
+    def command(self, rank: int, command: RankCommand, *arguments: object) -> "Future[Any]":
         """Have a rank's control thread carry out a command; see ``Processes.command``."""
-        return self._agent_of(rank).command(rank, command)
+        return self._agent_of(rank).command(rank, command, *arguments)
 
     def list_connections(self) -> None:
         """Have each agent list which of its ranks are connected; see ``Processes``."""

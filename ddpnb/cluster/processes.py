@@ -193,7 +193,7 @@ class Processes:
         """
         return ""
 
-    def command(self, rank: int, command: RankCommand) -> "Future[Any]":
+    def command(self, rank: int, command: RankCommand, *arguments: object) -> "Future[Any]":
         """Have a rank's control thread carry out a command, and return its answer.
 
         The answer never comes if the rank, or the whole cluster, is gone.
@@ -202,9 +202,8 @@ class Processes:
         answer: Future[Any] = Future()
         self._answers[command_id] = answer
         with contextlib.suppress(OSError):
-            self._send(
-                op=KernelRequest.FORWARD, rank=rank, message={"command": command, "id": command_id}
-            )
+            message = {"command": command, "id": command_id, "arguments": arguments}
+            self._send(op=KernelRequest.FORWARD, rank=rank, message=message)
         return answer
 
     def list_connections(self) -> None:

@@ -349,8 +349,6 @@ class CellSpec:
     """The script whose text ``source`` is; None: a cell."""
     debug_rank: int | None = None
     """The rank that may ask questions, with ``breakpoint()`` or ``input()``."""
-    debug_socket: str = ""
-    """Where it receives the answers."""
     is_traced: bool = False
     """Whether its collectives are recorded."""
 

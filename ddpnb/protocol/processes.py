@@ -70,6 +70,8 @@ class RankCommand(StrEnum):
 
     ABORT = "abort"
     """Answered with how many waits were ended; the fork server adds the peers' connections."""
+    ANSWER = "answer"
+    """Give a rank that is debugged the user's line, or None: there is no prompt any more."""
     STATUS = "status"
     """Answered with the fields of a ``messages.RankStatus``."""
     STACK = "stack"

@@ -122,7 +122,7 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     faults = children_page_faults()
     warn_again()
     try:
-        with errors_shown_by(shell) as shown, questions(spec, engine.group.rank):
+        with errors_shown_by(shell) as shown, questions(spec, engine.group.rank, engine.answers):
             error = execute(spec, engine)
         wait_for_children_output(children_page_faults() > faults)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended

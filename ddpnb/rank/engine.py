@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     adopted_group = Instance(AdoptedGroup)
     publisher: Any = None
     """The publisher of the cell or run in progress."""
+    answers = Instance(Queue, ())
+    """The user's lines, for the rank that is debugged; None: there will be none."""
     data_cache = Instance(DataCache, ())
     """What the cell of the comparison in progress has loaded."""
     stop_wanted = Instance(threading.Event, ())
@@ -172,6 +175,7 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
     )
     handlers = {
         RankCommand.ABORT: group.abort,
+        RankCommand.ANSWER: engine.answers.put,
         RankCommand.STATUS: lambda: asdict(rank_status(group, engine.shell)),
         RankCommand.STACK: lambda: users_stack(engine.shell),
         RankCommand.EXPECT_STOP: engine.stop_expected.set,

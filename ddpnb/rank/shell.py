@@ -6,14 +6,13 @@ or to the screen of a forked child is output here too, and what would ask says w
 
 import builtins
 import contextlib
-import json
 import linecache
 import os
 import sys
 import types
 import warnings
 from collections.abc import Iterator
-from multiprocessing.connection import Client
+from queue import Queue
 from typing import Any, NoReturn
 
 from ipykernel.iostream import OutStream
@@ -95,10 +94,15 @@ def description(shell: Any, source: str, offset: int, detail_level: int) -> dict
 
 
 @contextlib.contextmanager
-def questions(spec: CellSpec, rank: int) -> Iterator[None]:
+def questions(spec: CellSpec, rank: int, answers: "Queue[str | None]") -> Iterator[None]:
     """Have one rank's ``input`` and ``breakpoint`` ask the notebook during a cell.
 
     The other ranks do not stop at ``breakpoint()``.
+
+    Args:
+        spec: of the cell.
+        rank: this one.
+        answers: where its control thread puts the user's lines.
     """
     if spec.debug_rank is None:
         yield
@@ -106,7 +110,9 @@ def questions(spec: CellSpec, rank: int) -> Iterator[None]:
     if spec.debug_rank != rank:
         sys.breakpointhook = lambda *args, **options: None
     else:
-        builtins.input = Asking(spec.debug_socket)
+        while not answers.empty():
+            answers.get()
+        builtins.input = Asking(answers)
         sys.breakpointhook = lambda *args, **options: Pdb(skip=AROUND).set_trace(sys._getframe(1))
     try:
         yield
@@ -117,13 +123,13 @@ def questions(spec: CellSpec, rank: int) -> Iterator[None]:
 
 
 class Asking:
-    """Stands for ``input``: publishes the question, and waits for the answer on a socket.
+    """Stands for ``input``: publishes the question, and waits for the answer.
 
-    The end of the kernel, or its interrupt, is the end of the input.
+    An interrupt of the kernel is the end of the input, and so is the coming of another kernel.
     """
 
-    def __init__(self, address: str) -> None:
-        self._pipe = Client(address, "AF_UNIX")
+    def __init__(self, answers: "Queue[str | None]") -> None:
+        self._answers = answers
         self._num_asked = 0
 
     def __call__(self, prompt: object = "") -> str:
@@ -132,7 +138,7 @@ class Asking:
         sys.stderr.flush()
         publish_data({f"question {self._num_asked}": Question(str(prompt))})
         self._num_asked += 1
-        answer: str | None = json.loads(self._pipe.recv_bytes())
+        answer = self._answers.get()
         if answer is None:
             raise EOFError("the notebook was interrupted, or has no prompt")
         return answer

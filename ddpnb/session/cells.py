@@ -1,15 +1,12 @@
 """A cell that runs on ranks, from its source to its last output; a training's check (kernel)."""
 
-import contextlib
 import contextvars
-import json
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import decode_source
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 from IPython.display import display
@@ -18,7 +15,7 @@ from ddpnb.cluster.call import Asked, CallEvent, Events, Output, Silent
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.history.model import Status
-from ddpnb.history.recorder import Recorder, new_id
+from ddpnb.history.recorder import Recorder
 from ddpnb.protocol.errors import UserError, closest
 from ddpnb.protocol.messages import (
     CellReport,
@@ -31,6 +28,7 @@ from ddpnb.protocol.messages import (
     StaleVariable,
 )
 from ddpnb.protocol.notation import format_ranks, spoken_ranks
+from ddpnb.protocol.processes import RankCommand
 from ddpnb.reports.cell_output import CellOutput, PrintedLines
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.inside.traces import TraceResult, joined
@@ -94,7 +92,6 @@ class RunningCell(SupervisedCall):
         recorder: records what ``ddpnb.log`` publishes; None if the cell names no run.
         timeout: seconds after which the ranks are interrupted.
         is_checked: whether torch compares every collective across the ranks.
-        prompt: answers the questions of the rank that is debugged.
         on_trace: takes the trace of a cell that is traced, once it has ended.
     """
 
@@ -107,7 +104,6 @@ class RunningCell(SupervisedCall):
         recorder: Recorder | None = None,
         timeout: float | None = None,
         is_checked: bool = False,
-        prompt: "Prompt | None" = None,
         on_trace: Callable[[TraceResult], None] = lambda _: None,
     ) -> None:
         super().__init__(ranks)
@@ -117,7 +113,7 @@ class RunningCell(SupervisedCall):
         self._spec = spec
         self._cluster = cluster
         self._recorder = recorder
-        self._prompt = prompt
+        self._prompt = None if spec.debug_rank is None else Prompt(cluster, spec.debug_rank)
         self._live: Live | None = None
         self._output = CellOutput(ranks, self._appear)
         self._started = time.strftime("%H:%M:%S")
@@ -143,8 +139,6 @@ class RunningCell(SupervisedCall):
         except KeyboardInterrupt:
             raise CellInterrupt(self._where()) from None
         finally:
-            if self._prompt is not None:
-                self._prompt.close()
             self._output.close()
             self._note_names()
             self._end_run()
@@ -172,7 +166,7 @@ class RunningCell(SupervisedCall):
         elif isinstance(event, Asked):
             self._output.show(at_once=True)
             if self._prompt is not None:
-                self._prompt.answer(f"[{event.rank}] {event.text}", is_over=self._watch.is_stopping)
+                self._prompt.answer(event.text, is_over=self._watch.is_stopping)
         elif isinstance(event, Events):
             self._record(event.batch)
         elif isinstance(event, Silent):
@@ -269,23 +263,20 @@ class Prompt:
     """Asks the user what a rank asks, with the notebook's own ``input``.
 
     Args:
-        folder: a private folder, for the socket.
+        cluster: of the rank.
+        rank: the one that asks.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.address = str(folder / f"answers-{new_id()}.sock")
-        self._listener = Listener(self.address, "AF_UNIX")
-        self._pipe: Connection | None = None
+    def __init__(self, cluster: Cluster, rank: int) -> None:
+        self._cluster = cluster
+        self._rank = rank
         self._is_over = False
 
     def answer(self, question: str, *, is_over: bool = False) -> None:
         """Ask the user; send the answer, or that there will be none any more."""
         self._is_over |= is_over
-        if self._pipe is None:
-            self._pipe = self._listener.accept()  # the rank connects before it asks
-        answer = None if self._is_over else self._ask(question)
-        with contextlib.suppress(OSError):  # the rank has ended meanwhile, which is reported
-            self._pipe.send_bytes(json.dumps(answer).encode())
+        answer = None if self._is_over else self._ask(f"[{self._rank}] {question}")
+        self._cluster.processes.command(self._rank, RankCommand.ANSWER, answer)
 
     def _ask(self, question: str) -> str | None:
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -299,12 +290,6 @@ class Prompt:
         finally:
             signal.signal(signal.SIGINT, handler)
         return None
-
-    def close(self) -> None:
-        """End the rank's wait for an answer, if there is one; may be called twice."""
-        if self._pipe is not None:
-            self._pipe.close()
-        self._listener.close()
 
 
 def cell_thread(function: Callable[[], None]) -> threading.Thread:

@@ -28,7 +28,7 @@ from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
-from ddpnb.session.cells import Prompt, RunningCell, warn_stale
+from ddpnb.session.cells import RunningCell, warn_stale
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
 from ddpnb.session.variables import pull, push, remove_leftovers
@@ -166,19 +166,13 @@ class Session:
             raise UserError(f"--debug {debug}: the cell does not run on rank {debug}.")
         if debug is not None and not wait:
             raise UserError("--debug needs the notebook's prompt: leave out --no-wait.")
-        if debug is not None and not cluster.is_local:
-            raise UserError(
-                "--debug is for ranks of this host: %ddp_why shows where the others are."
-            )
         cluster.require(chosen)
-        prompt = None if debug is None else Prompt(cluster.folder)
         spec = CellSpec(
             source=source,
             execution_count=this_cell_number(),
             run_id=new_id() if name else "",
             script=script,
             debug_rank=debug,
-            debug_socket=prompt.address if prompt else "",
             is_traced=trace,
         )
         recorder = self._record_cell(name, spec, len(chosen)) if name else None
@@ -189,7 +183,6 @@ class Session:
             recorder=recorder,
             timeout=timeout,
             is_checked=check,
-            prompt=prompt,
             on_trace=self._keep_trace,
         )
         if wait:

@@ -19,8 +19,10 @@ from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.processes import log_tail
 from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
+from ddpnb.protocol.messages import CellSpec
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session import inside
+from ddpnb.session.cells import RunningCell
 from ddpnb.session.comparison import ComparisonSpec, Training, prepare
 from ddpnb.session.errors import RankError
 from ddpnb.session.inside import measure_links
@@ -306,6 +308,17 @@ def test_rpc_meets_across_hosts(cluster, tmp_path):
 def test_shared_memory_is_refused_across_hosts(cluster, tmp_path, strategy, instead):
     with pytest.raises(UserError, match=instead):
         prepare(cluster, Store(tmp_path), a_comparison(strategy))
+
+
+def test_a_rank_of_another_host_is_debugged(cluster, monkeypatch, capsys):
+    lines = iter(["p here * 100", "c"])
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(lines))
+    source = "import torch.distributed as dist\nhere = rank + 5\nbreakpoint()\ndist.barrier()"
+    spec = CellSpec(source=source, execution_count=1, debug_rank=3)
+    RunningCell(cluster, spec, cluster.ranks).run()
+    assert asked == ["[3] ipdb> "] * 2
+    assert "800" in capsys.readouterr().out
 
 
 def test_large_variables_cross(cluster):

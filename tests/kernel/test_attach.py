@@ -97,6 +97,18 @@ def test_a_new_kernel_finds_the_ranks_of_the_old_one(own_kernel: Kernel, now: bo
     )
 
 
+def test_a_question_of_an_earlier_kernel_is_over(own_kernel: Kernel):
+    kernel = own_kernel
+    kernel.run(DETACHABLE)
+    kernel.begin("%%ddp --debug 1\nkept = rank + 10\ninput('? ')", allow_stdin=True)
+    assert kernel.client.get_stdin_msg(timeout=30)["content"]["prompt"] == "[1] ? "
+    kernel.restart(now=True)
+    assert not kernel.run("%ddp_start --attach").error
+    assert kernel.run(ALL_REDUCE).by_rank == both("2.0")
+    assert kernel.run("%%ddp\nkept").by_rank == {0: ["10"], 1: ["11"]}
+    kernel.run("%ddp_stop")
+
+
 def test_without_detach_a_restart_ends_everything(own_kernel: Kernel):
     kernel = own_kernel
     assert "outlives" not in kernel.run("%ddp_start -n 2 --device cpu").text
