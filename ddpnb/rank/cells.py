@@ -1,15 +1,10 @@
 """Runs the user's code as an IPython cell, interrupts it, and says how it failed (ranks)."""
 
 import contextlib
-import fcntl
 import gc
-import os
 import re
-import resource
 import signal
-import stat
 import sys
-import termios
 import time
 import traceback
 import warnings
@@ -28,7 +23,7 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellReport, CellSpec, Failure
 from ddpnb.rank.collective_log import CollectiveMismatchError
 from ddpnb.rank.comm.rendezvous import RankLostError, RunCancelledError
-from ddpnb.rank.engine import RankEngine
+from ddpnb.rank.engine import RankEngine, id_of
 from ddpnb.rank.publisher import Publisher
 from ddpnb.rank.shell import NoPromptError, questions, variable_names
 from ddpnb.rank.status import is_users, num_collectives
@@ -36,8 +31,7 @@ from ddpnb.rank.torchrun import process_of, run_script
 from ddpnb.rank.trace.recorder import TraceRecorder, recording
 
 DRAIN_SECONDS = 0.2
-"""How long a cell may wait at its end for the output of its child processes."""
-POLL_SECONDS = 0.003
+"""How long a cell may wait at its end for the output of C code and child processes."""
 
 CLOSED_CONNECTION = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Socket closed|NCCL communicator was aborted"
@@ -68,6 +62,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     Output, figures and the value of the last expression go through the engine's own output channel
     while the cell runs.
     """
+    cell, before = id_of(engine.kernel.get_parent("shell")), engine.sending.num_outputs
     publishing = closing(Publisher(rank=engine.group.rank, run_id=spec.run_id))
     adopted = engine.adopted_group.during(is_script=spec.script is not None)
     with publishing as publisher, traced(spec, engine) as recorder, adopted:
@@ -84,6 +79,7 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
         num_batches_sent=publisher.num_batches,
         names=variable_names(engine.shell),
         trace=None if recorder is None else recorder.spans(),
+        is_silent=engine.sending.end_cell(cell, before),
     )
 
 
@@ -119,12 +115,11 @@ def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     """Run a cell's source; return the error that it failed with, if it did."""
     shell = engine.shell
     shell.execution_count = spec.execution_count
-    faults = children_page_faults()
     warn_again()
     try:
         with errors_shown_by(shell) as shown, questions(spec, engine.group.rank, engine.answers):
             error = execute(spec, engine)
-        wait_for_children_output(children_page_faults() > faults)
+        engine.sending.settle(DRAIN_SECONDS)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
         for error in shown:
             release_frames(error)
@@ -209,33 +204,6 @@ def errors_shown_by(shell: InteractiveShell) -> Iterator[list[BaseException]]:
 def is_success(error: BaseException | None) -> bool:
     """Return whether an exception is the end of code that has succeeded: ``sys.exit(0)``."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
-
-
-def wait_for_children_output(had_children: bool) -> None:
-    """Wait a moment until the output of child processes has been read.
-
-    A thread of ipykernel reads it from a pipe.  Output that it reads after the cell has ended
-    belongs to no cell.
-    """
-    deadline = time.monotonic() + DRAIN_SECONDS
-    while any(map(num_unread, (1, 2))) and time.monotonic() < deadline:
-        had_children = True
-        time.sleep(POLL_SECONDS)
-    if had_children:
-        time.sleep(POLL_SECONDS)  # the thread may have read the output but not yet sent it
-
-
-def children_page_faults() -> int:
-    """Return a number that grows whenever a child process has ended."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
-
-
-def num_unread(descriptor: int) -> int:
-    """Return how many bytes a pipe holds; 0 if the descriptor is not a pipe."""
-    if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-        return 0
-    answer = fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4)
-    return int.from_bytes(answer, sys.byteorder)
 
 
 def aborted(engine: RankEngine) -> BaseException | None:

@@ -59,6 +59,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     adopted_group = Instance(AdoptedGroup)
     publisher: Any = None
     """The publisher of the cell or run in progress."""
+    sending: "Sending"
     answers = Instance(Queue, ())
     """The user's lines, for the rank that is debugged; None: there will be none."""
     data_cache = Instance(DataCache, ())
@@ -71,7 +72,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     async def complete_registration(self, *args: Any) -> None:
         """Prepare the shell as soon as the engine has one."""
         await super().complete_registration(*args)
-        self.session.send = all_but_busy(self.session.send)
+        self.session.send = self.sending = Sending(self.session.send)
         self.log.setLevel(self.log_level)  # ipyparallel had set it to DEBUG: five records a cell
         self.kernel.pre_handler_hook = self.kernel.post_handler_hook = keep_signals
         shell = self.kernel.shell
@@ -93,17 +94,54 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
         return None if self.kernel is None else self.kernel.shell
 
 
-def all_but_busy(send: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave out the message that a call has begun: nobody reads it, and many ranks send it."""
+class Sending:
+    """Sends a rank's messages but those that nobody needs: with many ranks they add up.
 
-    def send_unless_busy(
-        stream: Any, msg_or_type: Any, content: Any = None, *args: Any, **options: Any
+    Nobody reads that a call has begun.  That a cell's output has ended needs no message where there
+    was none: its result says so.  Nor does anyone read when a cell began, which takes the kernel as
+    long to parse as all the rest.
+    """
+
+    def __init__(self, send: Callable[..., Any]) -> None:
+        self._send = send
+        self._streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, RankStream)]
+        self._silent_cell = ""
+        self.num_outputs = 0
+        """How many messages were sent that are neither a call's result nor its begin or end."""
+
+    def __call__(
+        self, stream: Any, msg_or_type: Any, content: Any = None, *args: Any, **options: Any
     ) -> Any:
-        if msg_or_type == "status" and content == {"execution_state": "busy"}:
-            return None
-        return send(stream, msg_or_type, content, *args, **options)
+        """Send a message, as ``Session.send`` does."""
+        if msg_or_type == "status":
+            is_idle = content == {"execution_state": "idle"}
+            if content == {"execution_state": "busy"} or (is_idle and self._is_silent(options)):
+                return None
+        elif msg_or_type != "apply_reply":
+            self.num_outputs += 1
+        elif self._is_silent(options):
+            options["metadata"].pop("started", None)
+        return self._send(stream, msg_or_type, content, *args, **options)
 
-    return send_unless_busy
+    def settle(self, seconds: float) -> None:
+        """Wait until what was written to this process's descriptors is in its streams."""
+        for stream in self._streams:
+            stream.settle(seconds)
+
+    def end_cell(self, cell: str, num_outputs_before: int) -> bool:
+        """Return whether a cell, by its request's id, has no output; its end is then not sent."""
+        is_sent = not any(stream.has_written for stream in self._streams)
+        is_silent = is_sent and self.num_outputs == num_outputs_before
+        self._silent_cell = cell if is_silent else ""
+        return is_silent
+
+    def _is_silent(self, options: Mapping[str, Any]) -> bool:
+        return bool(self._silent_cell) and id_of(options.get("parent")) == self._silent_cell
+
+
+def id_of(request: Any) -> str:
+    """Return the id of a request to the rank; empty if there is none."""
+    return str(request["header"].get("msg_id", "")) if request else ""
 
 
 def keep_signals() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import destroy_process_group, init_process_group  # not the user's: torchrun
 
-from ddpnb.compat import gloo_internals, torch_internals
+from ddpnb.compat import gloo_internals, ipykernel_internals, torch_internals
 from ddpnb.protocol.connections import (
     Address,
     TcpConnection,
@@ -232,6 +232,7 @@ class Group:
                 *torch_internals.missing_features(can_abort=self.can_abort),
                 *(gloo_internals.missing_features() if self.peers else ()),
                 *self.collective_checks.missing_features(),
+                *ipykernel_internals.missing_features(),
             ),
         )
 

@@ -22,6 +22,7 @@ from IPython.core.completer import provisionalcompleter, rectify_completions
 from IPython.core.debugger import Pdb
 from IPython.utils.tokenutil import token_at_cursor
 
+from ddpnb.compat.ipykernel_internals import DescriptorStream
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellSpec, Question
 
@@ -159,25 +160,26 @@ def _to_descriptor(number: int, stream: Any) -> Any:
     return open(number, "w", buffering=1, errors="backslashreplace", closefd=False)
 
 
-class RankStream(OutStream):
+class RankStream(DescriptorStream):
     """A rank's ``sys.stdout`` or ``sys.stderr``; a flush of what is empty costs nothing.
 
     ipykernel and ipyparallel flush both twice a cell, and each flush waits for another thread: with
     many ranks that was a third of an empty cell.
     """
 
-    _has_written = False
+    has_written = False
+    """Whether there may be text that is not sent yet."""
 
     def write(self, string: str) -> Any:
         """Write to the notebook; return how many characters."""
         num = super().write(string)
-        self._has_written = True
+        self.has_written = True
         return num
 
     def flush(self) -> None:
         """Send what was written, and return once it is sent."""
-        if self._has_written:
-            self._has_written = False
+        if self.has_written:
+            self.has_written = False
             super().flush()  # type: ignore[no-untyped-call]
 
 

@@ -225,6 +225,32 @@ def test_a_rank_that_ends_itself_frees_those_that_wait_for_it(
     assert pull(mortal, "kept", ranks=[0]) == [0]
 
 
+@pytest.mark.parametrize(
+    ("source", "kinds"),
+    [
+        ("x = 1", set()),
+        ("print('here', end='')", {"stream"}),
+        ("import sys; _ = sys.stderr.write('here')", {"stream"}),
+        ("1 + 1", {"execute_result"}),
+        ("display(1)", {"display_data"}),
+        ("import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()): print(1)", set()),
+    ],
+)
+def test_the_end_of_no_output_is_not_waited_for_and_no_output_is_lost(
+    cluster: Cluster, source: str, kinds: set[str]
+):
+    for _ in range(10):
+        found: dict[int, set[str]] = {rank: set() for rank in cluster.ranks}
+
+        def note(event: CallEvent, found: dict[int, set[str]] = found) -> None:
+            if isinstance(event, Output):
+                found[event.rank].add(event.kind)
+
+        ended = run(cluster, source, on_event=note)
+        assert found == dict.fromkeys(cluster.ranks, kinds)
+        assert {each.is_silent for each in ended.watch.returned.values()} == {not kinds}
+
+
 def test_what_is_printed_comes_while_the_cell_runs_and_none_of_it_is_lost(
     cluster: Cluster, tmp_path: Path
 ):

@@ -31,9 +31,17 @@ def test_stderr_goes_to_stderr(kernel: Kernel):
     assert cell.by_rank == both("good")
 
 
-def test_what_a_child_process_writes_is_shown(kernel: Kernel):
-    cell = kernel.run("%%ddp\nimport subprocess\ndone = subprocess.run(['echo', 'from below'])")
-    assert cell.by_rank == both("from below")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os; _ = os.write(1, b'here\\n')",
+        "import ctypes; c = ctypes.CDLL(None); _ = c.puts(b'here'), c.fflush(None)",
+        "import subprocess; _ = subprocess.run(['echo', 'here'])",
+    ],
+)
+def test_what_is_printed_past_python_at_a_cells_end_is_not_lost(kernel: Kernel, source: str):
+    found = [kernel.run(f"%%ddp\n{source}").by_rank for _ in range(50)]
+    assert found == [both("here")] * 50
 
 
 def test_output_comes_while_the_cell_runs(kernel: Kernel, tmp_path: Path):

@@ -1,0 +1,79 @@
+"""Private parts of ipykernel.  (Ranks.)
+
+ipykernel reads what is written to a stream's file descriptor, as C code and child processes do, in
+a thread.  Here one can wait until that thread has nothing in its hands: what comes after a cell's
+end belongs to no cell.
+"""
+
+import fcntl
+import os
+import select
+import sys
+import termios
+import threading
+import time
+from typing import Any
+
+from ipykernel.iostream import PIPE_BUFFER_SIZE, OutStream
+
+from ddpnb.compat.probe import missing, probe
+
+POLL_SECONDS = 0.003
+
+
+@probe("ipykernel", "what C code or a child process prints last in a cell may be lost")
+def reads_descriptors() -> bool:
+    """Whether the thread that reads a stream's descriptor is as expected."""
+    names = {*OutStream._watch_pipe_fd.__code__.co_names}
+    started = {*OutStream._setup_stream_redirects.__code__.co_names}
+    return "_watch_pipe_fd" in started and names >= {
+        *("_fid", "_should_watch", "_original_stdstream_copy", "_exc", "write"),
+    }
+
+
+class DescriptorStream(OutStream):
+    """A stream that knows whether all that was written to its file descriptor is in it."""
+
+    _fid: Any
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._passing_on = threading.Lock()
+        super().__init__(*args, **options)  # type: ignore[no-untyped-call]
+
+    def settle(self, seconds: float) -> None:
+        """Wait, but not longer than that, until what was written to the descriptor is here."""
+        if not reads_descriptors.works or not self._should_watch:
+            return
+        deadline = time.monotonic() + seconds
+        while num_unread(self._fid) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        if self._passing_on.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            self._passing_on.release()
+
+    def _watch_pipe_fd(self) -> None:
+        if not reads_descriptors.works:
+            return super()._watch_pipe_fd()  # type: ignore[no-untyped-call, no-any-return]
+        readable = select.poll()
+        readable.register(self._fid, select.POLLIN)
+        try:
+            while self._should_watch:
+                readable.poll()
+                with self._passing_on:
+                    data = os.read(self._fid, PIPE_BUFFER_SIZE)
+                    if not data:
+                        return
+                    self.write(data.decode(errors="replace"))
+                    os.write(self._original_stdstream_copy, data)
+        except Exception:  # noqa: BLE001  as ipykernel, which shows it when the stream is closed
+            self._exc = sys.exc_info()
+
+
+def num_unread(descriptor: int) -> int:
+    """Return how many bytes a pipe holds."""
+    answer = fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4)
+    return int.from_bytes(answer, sys.byteorder)
+
+
+def missing_features() -> tuple[str, ...]:
+    """Return a sentence for each feature that is off with this version of ipykernel."""
+    return missing((reads_descriptors,))
