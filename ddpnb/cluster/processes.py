@@ -31,6 +31,7 @@ from ddpnb.protocol.processes import (
     ProcessId,
     RankCommand,
     is_alive,
+    is_there,
     process_id,
 )
 
@@ -271,7 +272,7 @@ class Processes:
 
     def _kill_group(self) -> None:
         """Kill the server if it lives, and what its children had started."""
-        if psutil.pid_exists(self.pid) and not is_alive(self.process):
+        if psutil.pid_exists(self.pid) and not is_there(self.process):
             return  # nothing of it is left: the number is another process's
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)

@@ -154,7 +154,9 @@ class Profile(AgentStarter):
         began = next_report = time.monotonic()
         while num_missing := [tunnel.host for tunnel in self._tunnels].count(""):
             num_hosts = len(self._tunnels)
-            here = f"{num_hosts - num_missing} of {num_hosts}"
+            lost = [each for each in self._tunnels if each.process.poll() is not None]
+            num_lost = len([each for each in lost if each.host])
+            here = f"{num_hosts - num_missing - num_lost} of {num_hosts}"
             if time.monotonic() > began + seconds:
                 raise UserError(
                     f"{here} hosts of profile {self._name} have come within {seconds:g} s: see "
@@ -164,13 +166,12 @@ class Profile(AgentStarter):
                 raise UserError(
                     f"{reason[0].upper()}{reason[1:]}, with {here} hosts there{self._last()}."
                 )
-            for tunnel in self._tunnels:
-                if tunnel.process.poll() is not None:
-                    host = f"Host {tunnel.host}" if tunnel.host else "The way to a host"
-                    raise UserError(
-                        f"{host} of profile {self._name} was lost with {here} hosts there: start "
-                        "again with %ddp_start."
-                    )
+            for tunnel in lost:
+                host = f"Host {tunnel.host}" if tunnel.host else "The way to a host"
+                raise UserError(
+                    f"{host} of profile {self._name} was lost with {here} hosts there: start "
+                    "again with %ddp_start."
+                )
             if time.monotonic() > next_report:
                 progress(f"waiting for the hosts of profile {self._name}: {here}")
                 next_report = time.monotonic() + min(REPORT_SECONDS, seconds / 4)

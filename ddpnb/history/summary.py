@@ -108,9 +108,9 @@ class StrategySummary:
     is_ceiling: bool = False
     """Whether it was added as the ceiling, for its speed alone."""
     is_emulated: bool = False
+    """Whether it is emulated, so that its speed says nothing about the real strategy's."""
     has_even_shares: bool = True
     """Whether all workers train on equally many samples, as those of ``no-comm`` do."""
-    """Whether it is emulated, so that its speed says nothing about the real strategy's."""
     is_short: bool = False
     """Whether a run was over before its speed could be measured."""
     notes: tuple[str, ...] = ()

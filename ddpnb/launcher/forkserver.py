@@ -64,6 +64,9 @@ class KernelPipe(Protocol):
     def fileno(self) -> int:
         """Return the descriptor to read from."""
 
+    def poll(self, seconds: float, /) -> bool:
+        """Return whether a message, or the end, has come within so many seconds."""
+
     def recv_bytes(self) -> bytes:
         """Return the next message."""
 
@@ -138,7 +141,7 @@ class Forkserver:
             return True
         is_late = time.monotonic() >= self._deadline
         if self.kernel is not None:
-            return self.silence_seconds is not None and is_late
+            return self.silence_seconds is not None and is_late and not self.kernel.poll(0.0)
         names = {child.name for child in self.children.values()}
         is_usable = "controller" in names and (len(names) > 1 or self.method == "none")
         return not is_usable or is_late

@@ -76,6 +76,12 @@ class Outlet:
         except OSError:
             self.waiting.clear()
         if not self.waiting:
+            self.drop()
+
+    def drop(self) -> None:
+        """Write nothing more; may be called twice."""
+        self.waiting.clear()
+        with contextlib.suppress(KeyError):
             self._poller.unregister(self.end)
 
 
@@ -293,9 +299,10 @@ def pass_script(
                     outlet.put(data)
                     is_over = is_over or not data
             elif found == outlet.end:
-                outlet.write()
+                if outlet.waiting:  # else it has been closed a moment ago
+                    outlet.write()
                 if is_over and not outlet.waiting:
-                    shell.stdin.close()
+                    shell.stdin.close()  # again, if it is closed: that does nothing
             elif found in words:
                 data = os.read(found, 1 << 16)
                 send(dealer, words[found], data)
@@ -303,8 +310,7 @@ def pass_script(
                     poller.unregister(found)
                     del words[found]
             else:  # the kernel's host is lost: the script ends with its input
-                with contextlib.suppress(KeyError):
-                    poller.unregister(outlet.end)
+                outlet.drop()
                 shell.stdin.close()
                 poller.unregister(found)
 

@@ -99,11 +99,19 @@ def process_id(pid: int | None = None) -> ProcessId:
 
 def is_alive(process: ProcessId) -> bool:
     """Return whether a process is alive; a zombie is not."""
+    try:
+        return is_there(process) and bool(
+            psutil.Process(process[0]).status() != psutil.STATUS_ZOMBIE
+        )
+    except psutil.NoSuchProcess:
+        return False
+
+
+def is_there(process: ProcessId) -> bool:
+    """Return whether a process is alive or a zombie: its number is no other process's."""
     pid, began = process
     try:
-        found = psutil.Process(pid)
-        is_same: bool = abs(found.create_time() - began) < _SAME_SECONDS
-        return is_same and bool(found.status() != psutil.STATUS_ZOMBIE)
+        return bool(abs(psutil.Process(pid).create_time() - began) < _SAME_SECONDS)
     except psutil.NoSuchProcess:
         return False
 

@@ -245,13 +245,16 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
 
 
 def line_of(error: BaseException, engine: RankEngine) -> int:
-    """Return the line that the cell or the script was in; 0 if neither was."""
-    lines = [
-        line
+    """Return the line that the cell or the script was in; 0 if neither was.
+
+    A function of another cell is not looked into.
+    """
+    found = [
+        (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
         if is_users(frame, engine.shell)
     ]
-    return lines[-1] if lines else 0
+    return [line for file, line in found if file == found[0][0]][-1] if found else 0
 
 
 def text_of(error: BaseException) -> str:

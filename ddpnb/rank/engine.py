@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import Queue
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -60,8 +60,11 @@ class RankEngine(IPEngine):  # type: ignore[misc]  # ipyparallel has no type hin
     publisher: Any = None
     """The publisher of the cell or run in progress."""
     sending: "Sending"
-    answers = Instance(Queue, ())
-    """The user's lines, for the rank that is debugged; None: there will be none."""
+    answers = Instance(SimpleQueue, ())
+    """The user's lines, for the rank that is debugged; None: there will be none.
+
+    C code: the debugger, which asks too, cannot step into it.
+    """
     data_cache = Instance(DataCache, ())
     """What the cell of the comparison in progress has loaded."""
     stop_wanted = Instance(threading.Event, ())

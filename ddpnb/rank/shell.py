@@ -12,7 +12,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
-from queue import Queue
+from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from ipykernel.iostream import OutStream
@@ -30,6 +30,8 @@ CANNOT_ASK = (
     "A rank has no prompt here: %%ddp --debug 1 gives rank 1 one at breakpoint() and input(), "
     "%ddp_debug 1 after an error."
 )
+
+NO_ANSWER = "the notebook was interrupted, or has no prompt"
 
 AROUND = ("IPython.*", "ipykernel.*", "ddpnb.*")
 """Modules in which the debugger does not stop: a cell's last line returns to them."""
@@ -95,7 +97,7 @@ def description(shell: Any, source: str, offset: int, detail_level: int) -> dict
 
 
 @contextlib.contextmanager
-def questions(spec: CellSpec, rank: int, answers: "Queue[str | None]") -> Iterator[None]:
+def questions(spec: CellSpec, rank: int, answers: "SimpleQueue[str | None]") -> Iterator[None]:
     """Have one rank's ``input`` and ``breakpoint`` ask the notebook during a cell.
 
     The other ranks do not stop at ``breakpoint()``.
@@ -129,19 +131,23 @@ class Asking:
     An interrupt of the kernel is the end of the input, and so is the coming of another kernel.
     """
 
-    def __init__(self, answers: "Queue[str | None]") -> None:
+    def __init__(self, answers: "SimpleQueue[str | None]") -> None:
         self._answers = answers
         self._num_asked = 0
+        self._is_over = False
 
     def __call__(self, prompt: object = "") -> str:
         """Return the user's line, as ``input`` does."""
+        if self._is_over:
+            raise EOFError(NO_ANSWER)
         sys.stdout.flush()
         sys.stderr.flush()
         publish_data({f"question {self._num_asked}": Question(str(prompt))})
         self._num_asked += 1
         answer = self._answers.get()
         if answer is None:
-            raise EOFError("the notebook was interrupted, or has no prompt")
+            self._is_over = True
+            raise EOFError(NO_ANSWER)
         return answer
 
 

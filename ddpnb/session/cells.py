@@ -139,6 +139,8 @@ class RunningCell(SupervisedCall):
         except KeyboardInterrupt:
             raise CellInterrupt(self._where()) from None
         finally:
+            if self._prompt is not None and not self._watch.call.done:
+                self._prompt.close()
             self._output.close()
             self._note_names()
             self._end_run()
@@ -238,8 +240,7 @@ class RunningCell(SupervisedCall):
 
     def _where(self) -> str:
         reports = [r for r in self._watch.returned.values() if isinstance(r, CellReport)]
-        lines = {r.rank: r.failure.line if r.failure else None for r in reports}
-        return where_stopped(lines)
+        return where_stopped({report.rank: report.failure for report in reports})
 
 
 def read_script(path: str) -> tuple[str, str]:
@@ -277,6 +278,10 @@ class Prompt:
         self._is_over |= is_over
         answer = None if self._is_over else self._ask(f"[{self._rank}] {question}")
         self._cluster.processes.command(self._rank, RankCommand.ANSWER, answer)
+
+    def close(self) -> None:
+        """End the rank's wait for an answer, if there is one."""
+        self._cluster.processes.command(self._rank, RankCommand.ANSWER, None)
 
     def _ask(self, question: str) -> str | None:
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)

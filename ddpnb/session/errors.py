@@ -69,19 +69,25 @@ class HangError(OneLine, Exception):
         super().__init__(f"{why}. {ending}")
 
 
-def where_stopped(lines: Mapping[int, int | None]) -> str:
-    """Say where ranks were, e.g. ``" (ranks 0,2 in line 4; rank 1 had finished)"``.
+def where_stopped(failures: Mapping[int, Failure | None]) -> str:
+    """Say where ranks were, e.g. ``" (ranks 0,2 in line 4, rank 1 had finished)"``.
 
     Args:
-        lines: by rank; 0 if it is not known, None if the rank had finished.
+        failures: by rank; None for one that had finished.
     """
-    by_line: dict[int | None, list[int]] = {}
-    for rank, line in sorted(lines.items()):
-        by_line.setdefault(line, []).append(rank)
-    done = by_line.pop(None, [])
-    known = [f"{spoken_ranks(ranks)} in line {line}" for line, ranks in by_line.items() if line]
-    finished = [f"{spoken_ranks(done)} had finished"] if done else []
-    return f" ({', '.join([*known, *finished])})" if known else ""
+    places: dict[str, list[int]] = {}
+    for rank, failure in sorted(failures.items()):
+        if failure is None:
+            place = "had finished"
+        elif failure.is_consequence or failure.name == KeyboardInterrupt.__name__:
+            place = f"in line {failure.line}" if failure.line else ""
+        else:
+            place = f"had failed: {failure.name}"
+        places.setdefault(place, []).append(rank)
+    places.pop("", None)
+    if set(places) <= {"had finished"}:
+        return ""
+    return f" ({', '.join(f'{spoken_ranks(ranks)} {place}' for place, ranks in places.items())})"
 
 
 def render_error(error: BaseException) -> str:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import psutil
@@ -28,7 +29,7 @@ while True:
         file.write(kernel.recv_bytes() + b"\\n")
 """
 SILENT = """
-import selectors, socket, threading, time
+import json, selectors, socket, sys, threading, time
 from multiprocessing import Pipe
 from pathlib import Path
 from ddpnb.launcher.agent import refuse
@@ -39,19 +40,30 @@ def knock():
         socket.create_connection(listener.getsockname()).close()
         time.sleep(0.1)
 
+def ping():
+    for _ in range(int(sys.argv[1])):
+        kernel.send_bytes(json.dumps({"op": "ping"}).encode())
+        time.sleep(0.2)
+
+def answer(listener):
+    time.sleep(1.5 if server.kernel.poll(0) else 0)
+    refuse(listener)
+
 kernel, end = Pipe()
 listener = socket.create_server(("127.0.0.1", 0))
 server = Forkserver(kernel=end, folder=Path("."), method="none", silence_seconds=1.0)
-server.selector.register(listener, selectors.EVENT_READ, refuse)
-threading.Thread(target=knock, daemon=True).start()
+server.selector.register(listener, selectors.EVENT_READ, answer)
+began = time.monotonic()
+for each in (knock, ping):
+    threading.Thread(target=each, daemon=True).start()
 server.serve()
-print("over", flush=True)
+print(time.monotonic() - began, flush=True)
 """
 
 
 @pytest.fixture
-def tunnel(monkeypatch, tmp_path) -> Iterator[Tunnel]:
-    """The way to a host that has come: this one."""
+def come(monkeypatch, tmp_path) -> Iterator[tuple[Tunnel, psutil.Process]]:
+    """The way to a host that has come, this one, and the program that came."""
     monkeypatch.setenv("HOME", str(tmp_path))
     ways = Tunnels("127.0.0.1", tmp_path)
     ports = free_ports("127.0.0.1", 1)
@@ -61,10 +73,15 @@ def tunnel(monkeypatch, tmp_path) -> Iterator[Tunnel]:
     with subprocess.Popen(words) as program:
         wait_until(lambda: bool(tunnel.host), "the host")
         try:
-            yield tunnel
+            yield tunnel, psutil.Process(program.pid)
         finally:
             tunnel.end()
             program.wait(30)
+
+
+@pytest.fixture
+def tunnel(come) -> Tunnel:
+    return come[0]
 
 
 def test_much_passes_in_both_directions_at_once(tunnel):
@@ -99,8 +116,24 @@ def test_a_kernel_that_is_busy_for_long_keeps_its_hosts(tmp_path):
     assert process.wait(30) == 1  # the recorder's end of its input is an error
 
 
-def test_a_cut_agent_ends_whoever_knocks(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", SILENT], cwd=tmp_path, timeout=30, capture_output=True, check=True
-    )
-    assert done.stdout == b"over\n"
+def test_a_way_that_is_lost_with_much_on_it_ends_without_an_error(come, tmp_path):
+    tunnel, program = come
+    note = tmp_path / "pid"
+    _, pipe = tunnel.run(GREET + f"echo $$ > {note}; exec sleep 3")
+    wait_until(lambda: note.exists() and note.read_text().endswith("\n"), "the program")
+    sleeper = psutil.Process(int(note.read_text()))
+    pipe.send_bytes(FRAME)
+    (serve,) = psutil.Process(tunnel.process.pid).children()
+    time.sleep(0.5)  # it is on its way
+    program.suspend()
+    serve.kill()
+    wait_until_gone([sleeper])
+    program.resume()
+    assert program.wait(30) == 0
+
+
+@pytest.mark.parametrize("num_pings", [0, 20])
+def test_a_cut_agent_ends_whoever_knocks_and_one_that_is_slow_does_not(tmp_path, num_pings):
+    words = [sys.executable, "-c", SILENT, str(num_pings)]
+    done = subprocess.run(words, cwd=tmp_path, timeout=40, capture_output=True, check=True)
+    assert float(done.stdout) > 0.2 * num_pings

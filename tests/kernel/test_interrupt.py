@@ -116,6 +116,12 @@ def test_a_timeout_stops_every_rank_and_keeps_the_variables(kernel: Kernel, body
     check_it_goes_on(kernel)
 
 
+def test_a_function_of_another_cell_is_not_looked_into(kernel: Kernel):
+    kernel.run(f"{PREPARE}\ndef spin():\n\n\n\n    time.sleep(60)")
+    cell = kernel.run("%%ddp --timeout 0.5\nif rank == 1: 1 / 0\nspin()")
+    assert "(rank 0 in line 3, rank 1 had failed: ZeroDivisionError);" in cell.error_text
+
+
 def test_a_comparison_can_be_interrupted_and_what_was_trained_is_kept(kernel: Kernel):
     kernel.run(PREPARE)
     cell = interrupted(

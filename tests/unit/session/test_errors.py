@@ -94,9 +94,20 @@ def test_a_timeout_and_an_interrupt_are_one_line():
         "CellTimeoutError: the cell took longer than 2.5 s and was stopped on all ranks; "
         "their variables are kept"
     ]
-    where = where_stopped({0: 4, 1: 6, 2: None, 3: 4, 4: 0})
-    assert where == " (ranks 0,3 in line 4, rank 1 in line 6, rank 2 had finished)"
-    assert where_stopped({0: 0, 1: None}) == ""
+    stopped = {
+        0: failure(0, "KeyboardInterrupt", line=4),
+        1: failure(1, "RuntimeError", line=6, is_consequence=True),
+        2: None,
+        3: failure(3, "KeyboardInterrupt", line=4),
+        4: failure(4, "KeyboardInterrupt"),
+        5: failure(5, "ZeroDivisionError", line=2),
+    }
+    where = where_stopped(stopped)
+    assert where == (
+        " (ranks 0,3 in line 4, rank 1 in line 6, rank 2 had finished, "
+        "rank 5 had failed: ZeroDivisionError)"
+    )
+    assert where_stopped({2: None, 4: stopped[4]}) == ""
     assert CellTimeoutError(2.5, where)._render_traceback_() == [
         f"CellTimeoutError: the cell took longer than 2.5 s and was stopped on all ranks{where}; "
         "their variables are kept"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ddpnb.cluster.processes import (
@@ -68,6 +69,20 @@ def test_a_number_that_is_another_process_by_now_is_not_killed():
         processes._reader.join(10)
         assert other.poll() is None
         other.kill()
+
+
+def test_what_an_ended_server_had_started_is_killed():
+    ours, theirs = Pipe()
+    words = ["sh", "-c", "sleep 600 & echo $!"]
+    with subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        left = psutil.Process(int(server.stdout.readline()))
+        ended = AdoptedServer(process=process_id(server.pid))  # a zombie, as this test waits later
+        processes = Processes(pipe=ours, server=ended, on_exit=lambda _: None)
+        processes._reader.start()
+        theirs.close()
+        processes._reader.join(10)
+        left.wait(10)
 
 
 def test_a_rank_that_the_system_does_not_start_ends_alone(monkeypatch, folder):
