@@ -6,7 +6,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Timeouts
+from ddpnb.cluster.call import CALL_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, Call, Timeouts
 from ddpnb.cluster.engines import Engines
 from ddpnb.cluster.hosts import HostProcesses
 from ddpnb.cluster.placement import (
@@ -37,6 +37,10 @@ from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import OnRank, StaleVariable
 from ddpnb.protocol.notation import format_ranks
 from ddpnb.protocol.processes import RankCommand, num_cores, process_id
+
+FREE_SECONDS = 10.0
+"""How long ranks may take to give up forming a group without one that has died."""
+FREE_AGAIN_SECONDS = 0.5
 
 
 @dataclass(kw_only=True, slots=True)
@@ -173,7 +177,14 @@ class Cluster(Engines):
         if is_fit or self.living != self.ranks:
             return {}
         self._begin_generation()
-        stale = self.gather(OnRank("form_group"), self.generation, is_checked)
+        call = self.submit(OnRank("form_group"), self.generation, is_checked, ranks=self.ranks)
+        try:
+            with self._freeing(call):
+                stale = call.results()
+        except RuntimeError:
+            if self.living != self.ranks:  # as if one had been dead before
+                return {}
+            raise
         self._note_formed(is_checked=is_checked)
         return _ranks_of(dict(zip(self.ranks, stale, strict=True)))
 
@@ -189,8 +200,9 @@ class Cluster(Engines):
             self.start_rank(rank, generation=self.generation)
         others = [rank for rank in self.ranks if rank not in ranks]
         call = self.submit(OnRank("form_group"), self.generation, False, ranks=others)
-        self.client.wait_for(len(ranks), self.raise_if_dead)
-        stale = call.results()
+        with self._freeing(call):
+            self.client.wait_for(len(ranks), self.raise_if_dead)
+            stale = call.results()
         self.states = tuple(self.gather(OnRank("state")))
         self._note_formed(is_checked=False)
         return _ranks_of(dict(zip(others, stale, strict=True)))
@@ -303,6 +315,21 @@ class Cluster(Engines):
         self._group.generation += 1
         self._group.is_aborted = True
         self._save()
+
+    @contextlib.contextmanager
+    def _freeing(self, call: Call) -> Iterator[None]:
+        """Free the ranks that form a group, and wait for them, where another cannot."""
+        try:
+            yield
+        except BaseException:
+            deadline = time.monotonic() + FREE_SECONDS
+            while call.running and time.monotonic() < deadline:
+                self.abort(self.living)  # again: it may have come before the call itself
+                wait_until = time.monotonic() + FREE_AGAIN_SECONDS
+                while call.running and time.monotonic() < wait_until:
+                    for _ in call.events(FREE_AGAIN_SECONDS):
+                        pass
+            raise
 
     def _note_formed(self, *, is_checked: bool) -> None:
         self._group.is_aborted, self._group.is_checked = False, is_checked

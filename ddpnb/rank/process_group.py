@@ -30,6 +30,8 @@ from ddpnb.rank.collective_checks import CollectiveChecker
 from ddpnb.rank.comm.rendezvous import CancellationToken
 
 JOIN_TIMEOUT = timedelta(seconds=60)
+MEET_SECONDS_PER_RANK = 0.001
+"""How long a rank sleeps, for each rank there is, until it looks again whether all have come."""
 """How long the ranks wait for each other when they form a group."""
 
 ABORT_SECONDS = 10.0
@@ -115,6 +117,8 @@ class Group:
         level = dist.DebugLevel.DETAIL if is_checked else dist.DebugLevel.OFF
         dist.set_debug_level(level)
         self.collective_checks.begin(self.folder, generation)
+        if generation:  # a rank that dies while the first group is formed ends the start
+            self._meet(store)
         init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size)
         self.generation = generation
         self.cancellation = CancellationToken()
@@ -127,6 +131,22 @@ class Group:
         total = torch.ones(1, device=self.device)
         dist.all_reduce(total)
         assert total.item() == self.world_size
+
+    def _meet(self, store: dist.Store) -> None:
+        """Wait until all ranks are about to form the group: that can be aborted, unlike the rest.
+
+        Raises:
+            RuntimeError: a rank did not come, or this one was freed.
+        """
+        self.cancellation = CancellationToken()
+        if store.add("here", 1) == self.world_size:
+            store.set("all here", "")
+        deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
+        while not store.check(["all here"]):
+            self.cancellation.check()
+            if time.monotonic() > deadline:
+                raise RuntimeError("A rank did not come to form a new process group.")
+            time.sleep(MEET_SECONDS_PER_RANK * self.world_size)
 
     def _store(self, generation: int) -> dist.Store:
         """Return where the ranks of a new group meet."""

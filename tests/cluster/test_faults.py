@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ddpnb.cluster.call import CallEvent, Lost, Output
@@ -271,3 +272,21 @@ def test_what_is_printed_comes_while_the_cell_runs_and_none_of_it_is_lost(
     assert cell.seconds < 40, "what was printed came when the wait was over"
     for text in cell.printed.values():
         assert text == "first\n" + "x" * 1_600_000 + "\nlast\n"
+
+
+def test_a_rank_that_dies_before_a_new_group_is_formed_costs_the_others_nothing():
+    with started(3) as cluster:
+        run(cluster, "import torch, torch.distributed as dist\nkept = rank + 10")
+        assert run(cluster, "if rank != 1: dist.barrier()").watch.hang
+        stopped = psutil.Process(cluster.states[1].pid)
+        stopped.suspend()  # it dies while the others form the group
+        threading.Timer(1.0, stopped.kill).start()
+        began = time.monotonic()
+        with pytest.raises(UserError, match="Rank 1 was killed by SIGKILL: %ddp_restart --ranks 1"):
+            run(cluster, ALL_REDUCE)
+        assert time.monotonic() - began < 10
+        assert pull(cluster, "kept", ranks=[0, 2]) == [10, 12]
+        cluster.bring_back([1])
+        ended = run(cluster, f"{ALL_REDUCE}\nprint(total.item(), end='')")
+        assert ended.printed == dict.fromkeys(range(3), "3.0")
+        assert pull(cluster, "kept", ranks=[0, 2]) == [10, 12]
