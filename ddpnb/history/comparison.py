@@ -90,10 +90,13 @@ def environment() -> dict[str, str]:
 
 
 def describe_ranks(states: Sequence[RankState]) -> dict[str, str]:
-    """Return the number of ranks, their devices and their backend."""
+    """Return the number of ranks, their hosts if there are several, devices and backend."""
     devices = Counter(state.device_name for state in states if state.device != "cpu")
+    hosts = Counter(state.host for state in states)
+    several = {"hosts": ",".join(f"{host}:{num}" for host, num in hosts.items())}
     return {
         "ranks": str(len(states)),
+        **(several if len(hosts) > 1 else {}),
         "GPUs": ", ".join(f"{number} {name}" for name, number in devices.items()) or "none",
         "threads of each rank": _distinct(str(state.num_threads) for state in states),
         "backend": _distinct(state.backend for state in states),

@@ -78,6 +78,11 @@ def arguments(
         raise UserError(f"{error} in {line.strip()!r}.") from None
     if unknown:
         word, known = unknown[0].partition("=")[0], options(magic)
+        if not word.startswith("-"):
+            raise UserError(
+                f"{name} has no use for {word}: options begin with dashes, and several values of "
+                f"one are joined by commas, without spaces; %{name}? explains it."
+            )
         near = closest(word, known)
         advice = f"did you mean {near}?" if near else f"its options are: {', '.join(known)}."
         raise UserError(f"{name} has no option {word}; {advice}")

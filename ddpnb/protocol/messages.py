@@ -49,6 +49,8 @@ class RankState:
     backend: str
     shares_device: bool = False
     """Whether another rank computes on the same GPU."""
+    local_world_size: int = 0
+    """How many ranks its host has; 0: all."""
     missing: tuple[str, ...] = ()
     """A sentence for each feature that is off because of a library's version."""
 

@@ -248,6 +248,7 @@ class Group:
             num_threads=torch.get_num_threads(),
             backend=self.backend,
             shares_device=self.shares_device,
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
             missing=(
                 *torch_internals.missing_features(can_abort=self.can_abort),
                 *(gloo_internals.missing_features() if self.peers else ()),

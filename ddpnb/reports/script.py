@@ -284,6 +284,11 @@ def _spec_of(comparison: Comparison, strategy: str) -> RunSpec:
     """
     specs = [run.spec for run in comparison.runs if run.spec] or list(comparison.specs)
     sources = dict.fromkeys(spec.source for spec in specs if spec.task == CELL_TASK)
+    if not sources and specs:
+        raise UserError(
+            f"{comparison.name} trains the built-in task {specs[0].task}, which is no script: a "
+            "script is made of the cell of a %%ddp_compare, with its model() and data(split)."
+        )
     if len(sources) != 1:
         raise UserError(
             "A script is made of the cell of one %%ddp_compare: "

@@ -258,6 +258,15 @@ def test_strategies_train_across_hosts(cluster, tmp_path):
     assert all({*each.events["rank"]} == {0, 1, 2, 3} for each in found)
 
 
+def test_one_process_has_the_threads_of_its_host_alone(cluster, tmp_path):
+    spec = a_comparison("single:threads=all")
+    comparison = prepare(cluster, Store(tmp_path), spec).run().comparison
+    (found,) = comparison.runs
+    assert found.header.num_devices == 2
+    assert "2 threads, those of all ranks of its host." in found.header.notes
+    assert comparison.environment["hosts"] == "a:2,b:2"
+
+
 def test_sums_in_the_memory_of_each_host_train_as_ddp(cluster, tmp_path):
     found = prepare(cluster, Store(tmp_path), a_comparison("ddp", "ddp-shm")).run().comparison.runs
     ddp, shm = (np.sort(each.events, order=["rank", "step"]) for each in found)

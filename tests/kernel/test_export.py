@@ -247,7 +247,7 @@ def test_a_wrong_line_is_one_sentence(compared: Cell, kernel: Kernel, line: str,
 
 def test_what_cannot_be_a_script_is_refused(compared: Cell, kernel: Kernel):
     kernel.run("%ddp_compare ddp --task digits --epochs 0.3 --no-baseline --name built")
-    assert "built has no such cell" in kernel.run("%ddp_export built built.py").error_text
+    assert "built trains the built-in task " in kernel.run("%ddp_export built built.py").error_text
     kernel.run("%%ddp\ntop_secret = 4")
     using = CELL.replace("randn(103, 4)", "randn(103, top_secret)").replace("out", "using", 1)
     assert not kernel.run(using.replace("ddp async", "ddp --no-baseline")).error

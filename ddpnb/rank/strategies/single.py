@@ -3,7 +3,7 @@
     w  <-  w - lr * g(w),    g = gradient of the mean loss over the global batch
 
 On a CPU a device is a rank's share of the threads.  With ``threads=all`` it has those of all ranks
-together: the whole machine in one process, which is what the others should beat.
+of its host together: the whole machine in one process, which is what the others should beat.
 
 Reference: Robbins and Monro, "A Stochastic Approximation Method", Annals of
 Mathematical Statistics 22(3), 1951.
@@ -11,6 +11,7 @@ Mathematical Statistics 22(3), 1951.
 Messages per step: none.  Bytes sent per step: 0.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import final
@@ -29,7 +30,7 @@ class Single(SynchronousStrategy):
     """Plain stochastic gradient descent; the other ranks rest.
 
     Args:
-        threads: ``"rank"``: as many as each rank has; ``"all"``: as many as all ranks have.
+        threads: ``"rank"``: as many as each rank has; ``"all"``: as many as all ranks of its host have.
     """
 
     def __init__(self, *, threads: str = "rank") -> None:
@@ -46,11 +47,13 @@ class Single(SynchronousStrategy):
             if self._takes_all:
                 raise UserError("single:threads=all is for ranks on CPUs: leave it out.")
             return alone
-        num_all = state.num_threads * state.world_size
+        num_ranks = state.local_world_size or state.world_size
+        num_all = state.num_threads * num_ranks
         if self._takes_all:
-            note = f"{_threads(num_all)}, those of all ranks together."
-            return replace(alone, num_devices=state.world_size, num_threads=num_all, notes=(note,))
-        if state.world_size == 1:
+            which = "of its host" if num_ranks < state.world_size else "together"
+            note = f"{_threads(num_all)}, those of all ranks {which}."
+            return replace(alone, num_devices=num_ranks, num_threads=num_all, notes=(note,))
+        if num_ranks == 1:
             return alone
         own = _threads(state.num_threads)
         note = f"{own}, as each rank has; single:threads=all takes all {num_all}."
@@ -59,7 +62,8 @@ class Single(SynchronousStrategy):
     def setup(self, replica: Replica) -> None:
         """Take the threads; they are given back when the run has ended."""
         if self._takes_all and replica.device.type == "cpu":
-            torch.set_num_threads(torch.get_num_threads() * replica.world_size)
+            num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", replica.world_size))
+            torch.set_num_threads(torch.get_num_threads() * num_ranks)
         super().setup(replica)
 
     def shards(self) -> Iterator[Shard]:
