@@ -30,7 +30,7 @@ class Single(SynchronousStrategy):
     """Plain stochastic gradient descent; the other ranks rest.
 
     Args:
-        threads: ``"rank"``: as many as each rank has; ``"all"``: as many as all ranks of its host have.
+        threads: ``"rank"``: as many as each rank has; ``"all"``: as all ranks of its host have.
     """
 
     def __init__(self, *, threads: str = "rank") -> None:
