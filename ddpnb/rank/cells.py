@@ -5,6 +5,7 @@ import gc
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -111,6 +112,19 @@ def ignore(number: int, frame: object) -> None:
     """Do nothing.  Unlike ``SIG_IGN``, child processes do not inherit this handler."""
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let no interrupt into a short piece of code: the kernel repeats it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, ignore)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
     """Run a cell's source; return the error that it failed with, if it did."""
     shell = engine.shell
@@ -191,7 +205,8 @@ def errors_shown_by(shell: InteractiveShell) -> Iterator[list[BaseException]]:
             shown.append(error)
             if is_consequence(error):
                 setattr(error, "_render_traceback_", lambda: plain_traceback(error))  # noqa: B010
-        show(exc_tuple, *args, **options)
+        with undisturbed():
+            show(exc_tuple, *args, **options)
 
     shell.showtraceback = record  # type: ignore[method-assign]
     try:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import psutil
 from IPython.core.getipython import get_ipython
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ddpnb.reports.figures.figure import LiveFigure
 
 Bundle = Mapping[str, Any]
+
+CHECKING = "Checking the model, the data and each strategy on all ranks ..."
 
 REDRAW_SECONDS = 0.5
 """The shortest time between two redraws."""
@@ -105,6 +107,16 @@ class LiveFigureAndTable:
         self._picture.appear({"text/plain": "", "text/html": ""})
         self._line.appear({"text/plain": text, "text/html": f"<p>{text}</p>"})
 
+    def announced(self) -> Self:
+        """Say that a comparison is being checked, which takes some seconds at first."""
+        self.appear(CHECKING)
+        return self
+
+    def vanish(self) -> None:
+        """Show nothing any more."""
+        for each in (self._picture, self._line):
+            each.show({"text/plain": "", "text/html": ""})
+
     def put_beside(self, comparisons: Sequence[Comparison]) -> None:
         """Draw stored runs with the latest comparison."""
         with self._lock:
@@ -168,6 +180,18 @@ class LiveText:
     def __init__(self) -> None:
         self._last_run = ""
         self._next_seconds = 0.0
+
+    def announced(self) -> Self:
+        """Write on a terminal that a comparison is being checked."""
+        if sys.stderr.isatty():
+            sys.stderr.write(CHECKING)
+            sys.stderr.flush()
+        return self
+
+    def vanish(self) -> None:
+        """Clear the line on a terminal."""
+        if sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K")
 
     def begin(self, comparison: Comparison) -> None:
         """Write nothing yet."""

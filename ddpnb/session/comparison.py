@@ -313,6 +313,7 @@ def prepare(
     own_id = new_id()
     specs = tuple(replace(each, comparison=own_id) for each in placed)
     warn_stale(cluster.ensure_group())
+    shown = shown_by or live(spec.options).announced()
     by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
     printed = PrintedLines()
     checked: dict[str, Checked] = {}
@@ -328,6 +329,8 @@ def prepare(
         _check_target(spec, checked.values())
     except BaseException:
         free_data(cluster)
+        if shown_by is None:
+            shown.vanish()
         printed.show()
         raise
     specs = tuple(each for each in specs if each.strategy in checked)
@@ -340,7 +343,6 @@ def prepare(
         specs=specs,
         ranks=cluster.states,
     )
-    shown = shown_by or live(spec.options)
     shown.begin(recorder.comparison)
     return Training(
         cluster=cluster,

@@ -378,6 +378,15 @@ def test_tab_completes(compared: Cell, shared_kernel: Kernel, typed: str, offere
     assert all(name.startswith(last) for name in found)
 
 
+def test_a_check_is_announced_and_a_failed_one_leaves_its_error_alone(shared_kernel: Kernel):
+    slow = "import time\ndef model():\n    time.sleep(1)\n    return missing\n"
+    request = shared_kernel.begin(f"%%ddp_compare ddp --no-baseline\n{slow}def data(split): 1 / 0")
+    shared_kernel.wait_for_text(request, "Checking the model, the data and each strategy")
+    cell = shared_kernel.wait(request)
+    assert cell.error == "RankError"
+    assert "Checking" not in cell.text
+
+
 def test_tab_offers_names_first_and_says_what_each_is(shared_kernel: Kernel):
     kinds = shared_kernel.kinds("%ddp_compare ")
     words = list(kinds.values())

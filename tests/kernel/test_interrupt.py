@@ -116,6 +116,27 @@ def test_a_timeout_stops_every_rank_and_keeps_the_variables(kernel: Kernel, body
     check_it_goes_on(kernel)
 
 
+SLOW = """
+class Slow(Exception):
+    def __str__(self):
+        print("formatting", flush=True)
+        time.sleep(1)
+        return "slow"
+raise Slow
+"""
+
+
+def test_an_interrupt_while_an_error_is_shown_leaves_it_whole(kernel: Kernel):
+    kernel.run(PREPARE)
+    request = kernel.begin(f"%%ddp{SLOW}")
+    kernel.wait_for_text(request, "formatting")
+    kernel.interrupt()
+    cell = kernel.wait(request)
+    assert cell.error in ("KeyboardInterrupt", "RankError")
+    assert "Unexpected exception" not in cell.text + cell.error_text
+    check_it_goes_on(kernel)
+
+
 def test_a_function_of_another_cell_is_not_looked_into(kernel: Kernel):
     kernel.run(f"{PREPARE}\ndef spin():\n\n\n\n    time.sleep(60)")
     cell = kernel.run("%%ddp --timeout 0.5\nif rank == 1: 1 / 0\nspin()")
