@@ -37,6 +37,14 @@ KEPT_AWAY = "begin=now+1hour"
 """An option with which a job waits for longer than any test."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory) -> Iterator[None]:
+    """A home that no other test puts keys into, for a moment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[None]:
     with simulated_slurm():
