@@ -291,8 +291,9 @@ def _observe_timers(ddp: DistributedDataParallel, timer: Timer) -> Callable[[], 
 
     def report() -> None:
         """Count the end of the backward pass as communication, and the hidden time before it."""
-        total, hidden = timers.read()
-        exposed = max(0.0, total - hidden)
+        total, overlap = timers.read()
+        hidden = min(max(0.0, overlap), total)  # below 0 where it began after the last gradient
+        exposed = total - hidden
         began = timer.moment(seconds_ago=exposed)
         timer.hide(timer.moment(seconds_ago=exposed + hidden), began)
         timer.begin("communication", at=began)
