@@ -69,12 +69,13 @@ class Outlet:
 
     def write(self) -> None:
         """Write what the descriptor takes now; nobody may read there any more."""
-        try:
-            del self.waiting[: os.write(self.end, self.waiting)]
-        except BlockingIOError:
-            return
-        except OSError:
-            self.waiting.clear()
+        if self.waiting:  # else there is nothing, or it has been closed a moment ago
+            try:
+                del self.waiting[: os.write(self.end, self.waiting)]
+            except BlockingIOError:
+                return
+            except OSError:
+                self.waiting.clear()
         if not self.waiting:
             self.drop()
 
@@ -299,8 +300,7 @@ def pass_script(
                     outlet.put(data)
                     is_over = is_over or not data
             elif found == outlet.end:
-                if outlet.waiting:  # else it has been closed a moment ago
-                    outlet.write()
+                outlet.write()
                 if is_over and not outlet.waiting:
                     shell.stdin.close()  # again, if it is closed: that does nothing
             elif found in words:

@@ -99,19 +99,16 @@ def process_id(pid: int | None = None) -> ProcessId:
 
 def is_alive(process: ProcessId) -> bool:
     """Return whether a process is alive; a zombie is not."""
-    try:
-        return is_there(process) and bool(
-            psutil.Process(process[0]).status() != psutil.STATUS_ZOMBIE
-        )
-    except psutil.NoSuchProcess:
-        return False
+    return is_there(process, zombie=False)
 
 
-def is_there(process: ProcessId) -> bool:
-    """Return whether a process is alive or a zombie: its number is no other process's."""
+def is_there(process: ProcessId, *, zombie: bool = True) -> bool:
+    """Return whether a process is alive, or a zombie: its number is no other process's."""
     pid, began = process
     try:
-        return bool(abs(psutil.Process(pid).create_time() - began) < _SAME_SECONDS)
+        found = psutil.Process(pid)
+        is_same = bool(abs(found.create_time() - began) < _SAME_SECONDS)
+        return is_same and (zombie or bool(found.status() != psutil.STATUS_ZOMBIE))
     except psutil.NoSuchProcess:
         return False
 
