@@ -1,6 +1,8 @@
 """Which tests run in one process with pytest-xdist; interrupts reach the tests."""
 
+import os
 import signal
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -15,6 +17,17 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    """Have an interrupt that a test lets through end this test, where it would end all others."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if "PYTEST_XDIST_WORKER" not in os.environ:  # the user's own
+            raise
+        pytest.fail("KeyboardInterrupt")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -18,6 +18,8 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.supervision import Watch, failure_in
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank
+from ddpnb.protocol.processes import RankCommand
+from ddpnb.session.status import describe_ranks
 from ddpnb.session.variables import pull as pull_variable
 from tests.system_packages import find_program
 
@@ -30,6 +32,9 @@ dist.all_reduce(total)
 _EIGHTHS = {name: seconds / 8 for name, seconds in asdict(Timeouts()).items()}
 EIGHTH = replace(Timeouts(**_EIGHTHS), kill_after_seconds=Timeouts().kill_after_seconds)
 """Supervision that waits an eighth as long; not less, though, before it kills, on any machine."""
+
+ENDLESS_SECONDS = 100.0
+"""No cell of a test takes longer, on however busy a machine."""
 
 DYNAMO = {"DDPNB_PRELOAD": "torch._dynamo"}
 """The fork server imports what each rank's first step or first DDP would import: over a second."""
@@ -137,10 +142,33 @@ def begin(
 
 
 def finish(cell: Ended) -> Ended:
+    """Attend to a cell until it ends; one that does not is stopped, and the test fails."""
     began = time.monotonic()
-    cell.watch.run()
+    seen: list[str] = []
+    timer = threading.Timer(ENDLESS_SECONDS, stop_endless, (cell.watch, seen))
+    timer.daemon = True
+    timer.start()
+    try:
+        cell.watch.run()
+    finally:
+        timer.cancel()
     cell.seconds = time.monotonic() - began
+    assert not seen, "\n".join(["the cell did not end", *seen])
     return cell
+
+
+def stop_endless(watch: Watch, seen: list[str]) -> None:
+    """Note what the ranks do, and what they have used and moved, then stop them."""
+    for _ in range(2):
+        asked = {
+            rank: watch.cluster.processes.command(rank, RankCommand.STATUS)
+            for rank in watch.cluster.living
+        }
+        time.sleep(1.0)
+        seen.extend(f"rank {rank}: {each.done() and each.result()}" for rank, each in asked.items())
+    seen.append(describe_ranks(watch.cluster))
+    seen.append(repr(watch))
+    watch.stop_requested = True
 
 
 def run(cluster: Cluster, source: str, **options: Any) -> Ended:

@@ -135,6 +135,7 @@ def test_a_model_that_raises_on_one_rank_ends_the_run_for_all(cluster, tmp_path,
 @pytest.mark.parametrize("strategy", ALL)
 def test_a_run_is_stopped_in_its_midst(cluster, tmp_path, strategy):
     training, marker = prepared(cluster, tmp_path, strategy, "pass")
+    training.grace_seconds = GENEROUS_SECONDS  # the ranks are interrupted after it
     called = Called(marker=marker)
     called.begin(training.stop)
     result = training.run()
