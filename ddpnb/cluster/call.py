@@ -197,5 +197,7 @@ class Timeouts:
     """How long ranks must have waited for each other, idle, before the call counts as a hang."""
     longest_gap_seconds: float = 1.0
     """The most that the time between two reports counts towards that: a laptop may have slept."""
+    silent_after_seconds: float = 10.0
+    """When a rank that does not report where it is, is named."""
     stopped_poll_seconds: float = 1.0
     """How often the running ranks' processes are checked for SIGSTOP."""

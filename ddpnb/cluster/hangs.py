@@ -41,6 +41,7 @@ class HangDetector:
     _asks_all: bool = False
     _first: tuple[RankStatus, ...] = ()
     """The ranks' statuses when all of them had begun to wait."""
+    _named_silent: bool = False
     _waited: float = 0.0
     """Seconds since, with every gap counted at most as ``longest_gap_seconds``."""
 
@@ -55,6 +56,20 @@ class HangDetector:
         if now - self._polled_at > self.cluster.timeouts.poll_seconds:
             self._ask(now)
         return ""
+
+    def name_silent(self) -> str:
+        """Return a sentence on ranks that have not answered for long, once; else an empty one."""
+        seconds = self.cluster.timeouts.silent_after_seconds
+        if self._named_silent or time.monotonic() - self._polled_at < seconds:
+            return ""
+        silent = [rank for rank, answer in self._answers.items() if not answer.done()]
+        running = self.call.running & set(silent)
+        if not (silent := sorted(running - set(stopped_ranks(self.cluster, running)))):
+            return ""
+        self._named_silent = True
+        return (
+            f"R{no_answer(silent)[1:]}; until then no hang is noticed. An interrupt ends the cell."
+        )
 
     def reset(self) -> None:
         """Start over: the ranks were just freed, and need time to notice."""
@@ -160,6 +175,15 @@ def describe(status: RankStatus) -> str:
         return f"rank {status.rank} trains, and is in no collective"
     where = status.file or f"In [{status.cell}]"
     return f"rank {status.rank} is at line {status.line} of {where}, in no collective"
+
+
+def no_answer(ranks: Sequence[int]) -> str:
+    """Say that ranks do not answer, and why that may be."""
+    one = len(ranks) == 1
+    return (
+        f"{spoken_ranks(ranks)} {'does' if one else 'do'} not answer: "
+        f"{'it' if one else 'they'} may run code that keeps all other threads waiting"
+    )
 
 
 def _by_place(waiting: Sequence[RankStatus]) -> list[tuple[RankStatus, list[int]]]:

@@ -100,7 +100,7 @@ class Watch:
             self._abort_after_failure()
             self._abort_hanging()
             self._report_failed()
-            if sentence := stopped.check(self.call.running):
+            if sentence := stopped.check(self.call.running) or self._detector.name_silent():
                 self.notify(sentence)
             if self.stop_requested or (deadline and time.monotonic() > deadline):
                 self.timed_out = not self.stop_requested

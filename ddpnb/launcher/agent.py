@@ -118,6 +118,7 @@ class Agent:
             address = next((route_to(each) for each in far if route_to(each)), address)
         if address and (self.listener is None or self.listener.getsockname()[0] != address):
             self.listener = socket.create_server((address, 0))
+            self.listener.setblocking(False)  # who has connected may be gone
         self.answer(
             id,
             {

@@ -97,11 +97,31 @@ def own_connections() -> Iterator[TcpConnection]:
         with contextlib.suppress(OSError):  # closed meanwhile, or not connected
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(fd)) as end:
+            with as_socket(fd) as end:
                 is_ip = end.family in (socket.AF_INET, socket.AF_INET6)
                 if is_ip and end.type == socket.SOCK_STREAM:
                     own, other = _address(end.getsockname()), _address(end.getpeername())
                     yield TcpConnection(fd, own, other)
+
+
+def as_socket(fd: int) -> socket.socket:
+    """Return a copy of an open socket, by its descriptor.
+
+    The user may have set a default timeout: with it Python would make the socket non-blocking, for
+    all who use it.
+
+    Raises:
+        OSError: it has been closed, or is no socket.
+    """
+    copy, default = os.dup(fd), socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    finally:
+        socket.setdefaulttimeout(default)
 
 
 _MOVED: Final = struct.Struct("=QQ")
@@ -111,7 +131,7 @@ _MOVED_OFFSET: Final = 120
 
 def num_bytes_moved(fd: int) -> int:
     """Return how many bytes have come through a connection, both ways; 0 where it is not known."""
-    with contextlib.suppress(OSError, struct.error), socket.socket(fileno=os.dup(fd)) as end:
+    with contextlib.suppress(OSError, struct.error), as_socket(fd) as end:
         if psutil.LINUX:
             size = _MOVED_OFFSET + _MOVED.size
             info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)

@@ -21,6 +21,7 @@ from ipyparallel.engine.app import IPEngine
 from traitlets import Instance
 
 from ddpnb.compat.python_internals import leaves_loops, outside_of_loop
+from ddpnb.protocol.connections import Address
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.processes import ForkServerEvent, RankCommand
 from ddpnb.rank.process_group import Group
@@ -201,6 +202,8 @@ def run(settings: Mapping[str, Any], *, pipe: Connection, folder: Path) -> None:
         rank=int(os.environ["RANK"]),  # and below: as torchrun sets them
         local_rank=int(os.environ["LOCAL_RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
+        local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        master=Address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
         backend=settings["backend"],
         device=device,
         shares_device=settings["shares_device"],

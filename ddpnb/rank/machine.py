@@ -149,7 +149,7 @@ def _memory(device: torch.device) -> float:
 def _host_copies(device: torch.device) -> tuple[float, float]:
     """Return bytes/s to the GPU and back; all ranks at once, as they load batches at once."""
     size = 1 << 28
-    on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    on_host = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.zeros(size, dtype=torch.uint8, device=device)
     to = _fastest(device, lambda: there.copy_(on_host, non_blocking=True))
     back = _fastest(device, lambda: on_host.copy_(there, non_blocking=True))
@@ -235,8 +235,8 @@ def _shared(
         )
     )
     try:
-        one = _together(torch.zeros(state.world_size), shared.all_reduce)
-        return one, _together(torch.zeros(size // NUMBER), shared.all_reduce)
+        one = _together(torch.zeros(state.world_size, device="cpu"), shared.all_reduce)
+        return one, _together(torch.zeros(size // NUMBER, device="cpu"), shared.all_reduce)
     finally:
         shared.close()
 

@@ -21,6 +21,7 @@ from ddpnb.compat import gloo_internals, ipykernel_internals, torch_internals
 from ddpnb.protocol.connections import (
     Address,
     TcpConnection,
+    as_socket,
     num_bytes_moved,
     own_connections,
 )
@@ -80,6 +81,9 @@ class Group:
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int
+    master: Address
+    """Where the ranks of several hosts meet; a cell may write others into the environment."""
     backend: str
     device: torch.device
     shares_device: bool
@@ -128,7 +132,7 @@ class Group:
             gloo_internals.survive_long_messages()
         self.joined_ns = time.time_ns()
         self.announce()
-        total = torch.ones(1, device=self.device)
+        total = torch.ones(1, device=self.device, dtype=torch.float32)  # not each rank's default
         dist.all_reduce(total)
         assert total.item() == self.world_size
 
@@ -152,12 +156,11 @@ class Group:
         """Return where the ranks of a new group meet."""
         if not self.peers:
             return dist.FileStore(str(self.folder / f"group-{generation}"), self.world_size)
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if self.rank == 0 and self.server is None:
-            self.server = store_server(address, port)
+            self.server = store_server(*self.master)
         # A connection of its own for each generation: an abort ends it with all others.
         store = dist.TCPStore(
-            address, port, is_master=False, wait_for_workers=False, timeout=JOIN_TIMEOUT
+            *self.master, is_master=False, wait_for_workers=False, timeout=JOIN_TIMEOUT
         )
         return dist.PrefixStore(f"group-{generation}", store)
 
@@ -220,18 +223,17 @@ class Group:
             return False
         first, last = ephemeral_ports()
         ports = (connection.laddr.port, connection.raddr.port)
-        master = int(os.environ["MASTER_PORT"])
-        return all(first <= port <= last or port == master for port in ports)
+        return all(first <= port <= last or port == self.master.port for port in ports)
 
     def num_bytes_between_hosts(self) -> int:
         """Return how many bytes ranks of other hosts and this one have sent each other so far."""
         if not self.peers:
             return 0
-        master = int(os.environ["MASTER_PORT"])  # the store's, which waiting ranks poll
+        store = self.master.port  # which waiting ranks poll
         return sum(
             num_bytes_moved(own.fd)
             for own in own_connections()
-            if own.raddr.ip in self.peers and master not in (own.laddr.port, own.raddr.port)
+            if own.raddr.ip in self.peers and store not in (own.laddr.port, own.raddr.port)
         )
 
     def state(self) -> RankState:
@@ -248,7 +250,7 @@ class Group:
             num_threads=torch.get_num_threads(),
             backend=self.backend,
             shares_device=self.shares_device,
-            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            local_world_size=self.local_world_size,
             missing=(
                 *torch_internals.missing_features(can_abort=self.can_abort),
                 *(gloo_internals.missing_features() if self.peers else ()),
@@ -309,7 +311,7 @@ def ends_in_time(calls: Sequence[Callable[[], object]], seconds: float) -> bool:
 def shut_down(descriptor: int) -> bool:
     """Shut a connected socket down without closing it; return whether it was connected."""
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
+        with as_socket(descriptor) as connection:
             connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)
     except OSError:  # closed meanwhile, or not connected: nothing waits there

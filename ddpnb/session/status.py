@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.hangs import describe, describe_stopped, stopped_ranks
+from ddpnb.cluster.hangs import describe, describe_stopped, no_answer, stopped_ranks
 from ddpnb.cluster.placement import MAX_RANKS_PER_CORE, ClusterSpec
 from ddpnb.cluster.processes import describe_exit
 from ddpnb.cluster.run_folder import name_of
@@ -80,15 +80,11 @@ def describe_ranks(cluster: Cluster) -> str:
             where, stack = (a.result(max(0.0, deadline - time.monotonic())) for a in asked[rank])
         except TimeoutError:
             is_stopped = stopped_ranks(cluster, [rank])
-            lines.append(describe_stopped(cluster, [rank]) if is_stopped else _no_answer(rank))
+            lines.append(describe_stopped(cluster, [rank]) if is_stopped else no_answer([rank]))
             continue
         lines.append(describe(RankStatus(**where)))
         lines += ["".join(stack)] if where["is_busy"] else []
     return "\n".join(lines)
-
-
-def _no_answer(rank: int) -> str:
-    return f"rank {rank} does not answer: it may run code that keeps all other threads waiting"
 
 
 def describe_running(cluster: Cluster, asked: ClusterSpec) -> str:

@@ -342,6 +342,17 @@ def test_a_rank_that_leaves_a_call_out_is_named(cluster):
     assert total(cluster) == [4.0] * 4
 
 
+def test_another_meeting_place_in_the_environment_costs_nothing(cluster):
+    """Tutorials write it before they call ``init_process_group``."""
+    place = pull(cluster, "[__import__('os').environ[n] for n in ('MASTER_ADDR', 'MASTER_PORT')]")
+    setting = "import os\nos.environ['MASTER_ADDR'], os.environ['MASTER_PORT'] = {}, {}"
+    run(cluster, setting.format("'localhost'", "'12355'"))
+    ended = run(cluster, "import torch.distributed as dist\nif rank != 1: dist.barrier()")
+    assert "rank 1 finished the cell without calling it" in ended.watch.hang
+    assert total(cluster) == [4.0] * 4
+    run(cluster, setting.format(*map(repr, place[0])))
+
+
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_calls_that_do_not_match_across_hosts_are_named(cluster, case):
     source, one, other = DIFFERENT[case]

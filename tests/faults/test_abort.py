@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
+from ddpnb.protocol.connections import Address
 from ddpnb.rank import process_group as group_module
 from ddpnb.rank.cells import aborted, is_consequence
 from ddpnb.rank.process_group import Group, abort_groups, ends_in_time
@@ -73,6 +74,8 @@ def member(rank: int, folder: Path) -> Group:
         rank=rank,
         local_rank=rank,
         world_size=2,
+        local_world_size=2,
+        master=Address("127.0.0.1", 0),
         backend="standin",
         device=torch.device("cpu"),
         shares_device=False,

@@ -7,7 +7,7 @@ import pytest
 from ddpnb.cluster.call import Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.protocol.messages import StaleVariable
-from tests.cluster.rig import DYNAMO, EIGHTH, run, started
+from tests.cluster.rig import DYNAMO, EIGHTH, pull, run, started
 from tests.faults.cases import SETUP, WAITS, one_raises
 
 
@@ -33,6 +33,16 @@ def test_ranks_that_wait_for_one_that_raised_are_freed(cluster: Cluster, wait: s
         assert done.is_kept
         assert done.named_after < 3
         assert done.freed_after < 6
+
+
+def test_a_default_timeout_of_the_users_sockets_costs_no_rank(cluster: Cluster):
+    """Python makes the sockets that it is given by number non-blocking then, for all who use it."""
+    run(cluster, "import socket\nsocket.setdefaulttimeout(10)\nkept = rank")
+    ended = run(cluster, "import torch.distributed as dist\nif rank: dist.barrier()")
+    assert "rank 0 finished the cell without calling it" in ended.watch.hang
+    assert not ended.lost
+    assert pull(cluster, "kept, socket.getdefaulttimeout()") == [(n, 10) for n in cluster.ranks]
+    run(cluster, "socket.setdefaulttimeout(None)")
 
 
 TIED = """

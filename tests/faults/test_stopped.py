@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -49,6 +50,16 @@ def stopped(three: Cluster) -> Iterator[psutil.Process]:
     yield process
     if process.is_running():
         process.resume()
+
+
+def test_a_rank_that_keeps_its_threads_waiting_is_named(three: Cluster, monkeypatch):
+    early = replace(three.timeouts, silent_after_seconds=1.0)
+    monkeypatch.setattr(three, "timeouts", early)
+    cell = run(three, "import ctypes\nif rank == 1: ctypes.PyDLL(None).sleep(4)\ndist.barrier()")
+    (note,) = cell.notes
+    assert note.startswith("Rank 1 does not answer: it may run code that keeps all other threads")
+    assert not cell.failures
+    assert not cell.watch.hang
 
 
 def stop_once_begun(cell, process: psutil.Process) -> None:

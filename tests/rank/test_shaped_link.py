@@ -84,4 +84,5 @@ def test_an_emulated_link_is_as_slow_as_a_shaped_one(ranks, shaped):
     for strategy in TRAININGS:  # rank 1: rank 0 reaches its own server without any link
         ratios[strategy] = emulated[1][strategy] / real[1][strategy]
         print(f"{strategy}: {emulated[1][strategy]:.3f} s, shaped {real[1][strategy]:.3f} s")
-    assert ratios == pytest.approx(dict.fromkeys(TRAININGS, 1), abs=0.15)
+    # 0.9 to 1.04 on an idle machine; a message or a delay too many would be half as much again.
+    assert ratios == pytest.approx(dict.fromkeys(TRAININGS, 1), abs=0.35)

@@ -75,6 +75,15 @@ def spec_of(strategy: str, source: str = SHORT, **changes) -> RunSpec:
     return RunSpec(strategy=strategy, **values | changes)
 
 
+def train_under_a_default_device(state, folder, spec):
+    """What the cell itself makes says where; what ddpnb makes must not end up on the default."""
+    torch.set_default_device("meta")
+    try:
+        return train_job(state, folder, spec)
+    finally:
+        torch.set_default_device(None)
+
+
 def total_losses(results) -> list[float]:
     """The mean loss of each global batch, over all workers."""
     by_step: dict[int, list[StepEvent]] = {}
@@ -103,6 +112,18 @@ def test_a_step_on_a_dict_trains_exactly_as_the_shorthand(ranks, strategy):
         shares = [e.metrics["right"] for _, es in general for e in es if isinstance(e, StepEvent)]
         assert len(shares) >= 5
         assert all(0 <= share <= 1 for share in shares)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_default_device_of_the_users_is_for_the_users_own_tensors(ranks, strategy):
+    source = SHORT.replace("nn.Linear(4, 16)", 'nn.Linear(4, 16, device="cpu")')
+    source = source.replace("nn.Linear(16, 2)", 'nn.Linear(16, 2, device="cpu")')
+    source = source.replace("30, 4)", '30, 4, device="cpu")')
+    found = ranks(2).call(train_under_a_default_device, spec_of(strategy, source))
+    usual = ranks(2).call(train_job, spec_of(strategy, source))
+    if strategy not in WEAK:
+        assert total_losses(found) == total_losses(usual)
+    assert math.isfinite(found[0][0].held_out_loss)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

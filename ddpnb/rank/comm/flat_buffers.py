@@ -120,7 +120,7 @@ class PackedTensors(NamedTuple):
 
 def pack(like: Sequence[Tensor]) -> PackedTensors:
     """Return tensors like these in private memory, with undefined values."""
-    return _views(torch.empty(packed_num_bytes(like), dtype=torch.uint8), like)
+    return _views(torch.empty(packed_num_bytes(like), dtype=torch.uint8, device="cpu"), like)
 
 
 def packed_num_bytes(like: Sequence[Tensor]) -> int:

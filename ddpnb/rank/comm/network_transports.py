@@ -81,7 +81,7 @@ class _GlooConnection(PeerConnection):
         self.send_tensor(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def receive(self, num_bytes: int) -> bytes:
-        data = torch.empty(num_bytes, dtype=torch.uint8)
+        data = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         self.receive_tensor(data)
         return bytes(data.tolist())
 

@@ -238,6 +238,7 @@ def serve_shm(
     path = socket_path(config)
     opened.callback(path.unlink, missing_ok=True)
     listener.bind(str(path))
+    listener.settimeout(None)  # whatever the user's default is
     listener.listen()
 
     def accept() -> None:

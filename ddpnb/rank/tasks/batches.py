@@ -83,7 +83,7 @@ class BatchSchedule:
         self.steps_per_epoch = num_full + (rest >= num_ranks)
         self.num_steps = max(1, round(num_epochs * self.steps_per_epoch))
         self._epoch = -1
-        self._permutation = torch.empty(0, dtype=torch.int64)
+        self._permutation = torch.empty(0, dtype=torch.int64, device="cpu")
 
     @property
     def num_samples(self) -> int:
@@ -134,7 +134,7 @@ class BatchSchedule:
         """Return an epoch's permutation; the last one is kept."""
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch)
-            self._permutation = torch.randperm(self._num_samples, generator=generator)
+            self._permutation = torch.randperm(self._num_samples, generator=generator, device="cpu")
             self._epoch = epoch
         return self._permutation
 

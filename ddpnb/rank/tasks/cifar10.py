@@ -27,8 +27,8 @@ from ddpnb.rank.tasks.synthetic import make_images
 FOLDER = Path("data") / "cifar-10-batches-bin"
 RECORD_BYTES = 1 + 3 * 32 * 32
 NUM_CLASSES = 10
-_MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)
-_DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
+_MEAN = torch.tensor([0.4914, 0.4822, 0.4465], device="cpu").view(3, 1, 1)
+_DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616], device="cpu").view(3, 1, 1)
 """Of each colour over the training images, with pixels from 0 to 1."""
 _BLOCKS_OF_STAGES = (2, 2, 2, 2)
 _CHANNELS_OF_STAGES = (64, 128, 256, 512)

@@ -230,7 +230,7 @@ def _from_dataset(
         )
     samples = DatasetSamples(dataset, collate, num_workers=num_workers, notes=notes)
     if num > 0:
-        batch = samples.fetch(torch.tensor([0]))
+        batch = samples.fetch(torch.tensor([0], device="cpu"))
         if collate is None and not any(isinstance(leaf, Tensor) for _, leaf in leaves(batch)):
             raise UserError(
                 f"data({split!r}) gives items without a number or tensor in them: let "

@@ -53,7 +53,7 @@ def build(spec: RunSpec, *, samples: int = 4096, parameters: int = 0, compute: i
 def make_images(num_train: int, num_held_out: int) -> tuple[TensorSamples, TensorSamples]:
     """Return training and held-out images, the same on every rank."""
     generator = torch.Generator().manual_seed(_DATA_SEED)
-    prototypes = torch.randn(NUM_CLASSES, *IMAGE_SHAPE, generator=generator)
+    prototypes = torch.randn(NUM_CLASSES, *IMAGE_SHAPE, generator=generator, device="cpu")
     train = _make_samples(prototypes, num_train, generator)
     return train, _make_samples(prototypes, num_held_out, generator)
 
@@ -124,7 +124,7 @@ class ExtraParameters(nn.Module):
 def _make_samples(
     prototypes: Tensor, num_samples: int, generator: torch.Generator
 ) -> TensorSamples:
-    targets = torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
-    noise = torch.randn(num_samples, *IMAGE_SHAPE, generator=generator)
+    targets = torch.randint(NUM_CLASSES, (num_samples,), generator=generator, device="cpu")
+    noise = torch.randn(num_samples, *IMAGE_SHAPE, generator=generator, device="cpu")
     images = (prototypes[targets] + _NOISE * noise) / math.hypot(1, _NOISE)
     return TensorSamples(images, targets)

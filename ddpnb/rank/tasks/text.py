@@ -66,7 +66,7 @@ def read(names: Sequence[str]) -> Tensor:
         raise UserError(
             f"The text task reads Python's own library, but {error.filename} is not there."
         ) from error
-    codes = torch.tensor(list(content))
+    codes = torch.tensor(list(content), device="cpu")
     found = torch.full_like(codes, _OTHER)
     is_printable = (codes >= 32) & (codes < 127)
     found[is_printable] = codes[is_printable] - 32

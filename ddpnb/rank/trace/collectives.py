@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddpnb.protocol.connections import as_socket
 from ddpnb.protocol.trace import CHUNKED, Chunks, CollectiveShown, CollectiveSpec
 
 NUM_TIMED = 7
@@ -235,10 +236,10 @@ def _sockets() -> list[int]:
 def _sent_on(descriptor: int) -> tuple[int, int]:
     """Return the bytes that a socket has sent, and its segments on their way."""
     try:
-        duplicate = os.dup(descriptor)
+        copy = as_socket(descriptor)
     except OSError:  # closed meanwhile
         return 0, 0
-    with socket.socket(fileno=duplicate) as each:
+    with copy as each:
         is_internet = each.family in (socket.AF_INET, socket.AF_INET6)
         if not is_internet or each.type != socket.SOCK_STREAM:
             return 0, 0

@@ -70,7 +70,7 @@ def score(
     targets: list[Any] = []
     measured = partial(_measured, model, task, is_held_out, has_loss, outputs, targets)
     num_chosen = min(len(samples), max_samples)
-    chosen = torch.arange(num_chosen) * len(samples) // num_chosen
+    chosen = torch.arange(num_chosen, device="cpu") * len(samples) // num_chosen
     for indices in chosen.split(min(batch_size, _BATCH_SIZE)):
         batch = moved(samples.fetch(indices), device)
         for name, value in measured(batch).items():
@@ -124,7 +124,8 @@ def estimate_batchnorm(
         batch_size: samples of a forward pass, or of at most 512; less than twice as many in some.
         seed: of the order.
     """
-    order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(task.train), generator=generator, device="cpu")
     chosen = order[:MAX_SAMPLES]
     num_batches = max(1, len(chosen) // min(batch_size, _BATCH_SIZE))
     batches = (

@@ -153,9 +153,10 @@ class CudaClock(Timer):
 
     def timing(self, report: StepReport) -> list[StepTiming]:
         """Record an event behind this step; return the steps that the GPU has finished."""
-        loss = torch.empty((), dtype=report.loss.dtype, pin_memory=True)
+        loss = torch.empty((), dtype=report.loss.dtype, device="cpu", pin_memory=True)
         loss.copy_(report.loss, non_blocking=True)
-        metrics = torch.empty(len(report.metrics), pin_memory=bool(report.metrics))
+        num = len(report.metrics)
+        metrics = torch.empty(num, device="cpu", pin_memory=bool(num))
         for held, value in zip(metrics, report.metrics.values(), strict=True):
             held.copy_(value, non_blocking=True)
         self.begin("data")
