@@ -1,14 +1,24 @@
-"""What gloo does with a message that is longer than its receiver expects.  (Ranks.)
+"""What gloo does with a message that its receiver does not expect, or no longer.  (Ranks.)
 
-Gloo's thread throws an exception of C++ that nobody catches, which ends the process, with the
-user's variables.  Here C++'s terminate handler has that thread stand still in place of this.  The
-group can no longer be used, its waits do not end, and are freed as those of any hang.
+Where a message is longer than expected, gloo's thread throws an exception of C++ that nobody
+catches, which ends the process, with the user's variables.  Here C++'s terminate handler has that
+thread stand still in place of this.  The group can no longer be used, its waits do not end, and are
+freed as those of any hang.
+
+Where nobody waits for a message any more, gloo's thread leaves it unread.  The system then tells it
+of the message over and over, for which it takes a whole core; here it is told only once more.
 """
 
+import contextlib
 import ctypes
 import os
+import platform
+import re
+import select
 import time
+from collections.abc import Collection, Iterator
 from ctypes import c_char_p, c_void_p
+from pathlib import Path
 from typing import Any
 
 from ddpnb.compat.probe import missing, probe
@@ -19,6 +29,11 @@ GLOOS = b"N4gloo"
 NAME_AT = ctypes.sizeof(c_void_p)
 """Where in a ``std::type_info`` the pointer to its name lies, in the Itanium C++ ABI."""
 MESSAGE = b"gloo: a message came that is longer than this rank expects, or shaped otherwise.\n"
+
+_WATCHED = re.compile(r"tfd:\s*(\d+) events:\s*(\w+) data:\s*(\w+)\s+pos:\d+ ino:(\w+)")
+"""How Linux lists what an epoll watches; all numbers but the first are hexadecimal."""
+_MODIFY = 3
+"""``EPOLL_CTL_MOD``."""
 
 _in_use: list[Any] = []
 """The handler that is set, and the one before; ctypes would free them."""
@@ -52,6 +67,37 @@ def survive_long_messages() -> None:
     handler = handler_type(handle)
     before.append(handler_type(_set_handler()(ctypes.cast(handler, c_void_p))))
     _in_use.extend((handler, before))
+
+
+class _Event(ctypes.Structure):
+    """``struct epoll_event``, which Linux packs on x86 alone."""
+
+    _pack_ = 1 if platform.machine() in ("x86_64", "i686") else 8
+    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
+
+
+def leave_unread(inodes: Collection[int]) -> int:
+    """Have gloo's threads told once more of these sockets' messages, and then only of new ones.
+
+    Returns:
+        How many of the sockets gloo watches.
+    """
+    libc, num = ctypes.CDLL(None), 0
+    for epoll, listed in _watched():
+        for fd, events, data, inode in _WATCHED.findall(listed):
+            if int(inode, 16) in inodes:
+                event = _Event(int(events, 16) | select.EPOLLET, int(data, 16))
+                num += libc.epoll_ctl(epoll, _MODIFY, int(fd), ctypes.byref(event)) == 0
+    return num
+
+
+def _watched() -> Iterator[tuple[int, str]]:
+    """Yield each epoll of this process, with the list of what it watches; none but on Linux."""
+    folder = Path("/proc/self/fd")
+    for fd in os.listdir(folder) if folder.exists() else ():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(folder / fd) == "anon_inode:[eventpoll]":
+                yield int(fd), Path(f"/proc/self/fdinfo/{fd}").read_text()
 
 
 def num_stopped_threads() -> int:

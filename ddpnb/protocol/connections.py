@@ -6,6 +6,7 @@ read once for all ranks.
 """
 
 import contextlib
+import ctypes
 import os
 import socket
 import stat
@@ -33,6 +34,8 @@ class TcpConnection(NamedTuple):
     """This process's end."""
     raddr: Address
     """The other end."""
+    inode: int
+    """What no other socket of this system has."""
 
 
 Ends = tuple[Address, Address]
@@ -92,8 +95,7 @@ def _read_address(text: str, family: socket.AddressFamily) -> Address:
 
 def own_connections() -> Iterator[TcpConnection]:
     """Yield the open TCP connections of this process, without the system's list."""
-    folder = "/proc/self/fd" if psutil.LINUX else "/dev/fd"
-    for fd in sorted(map(int, os.listdir(folder))):
+    for fd in sorted(map(int, os.listdir(_OWN_DESCRIPTORS))):
         with contextlib.suppress(OSError):  # closed meanwhile, or not connected
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
@@ -101,7 +103,29 @@ def own_connections() -> Iterator[TcpConnection]:
                 is_ip = end.family in (socket.AF_INET, socket.AF_INET6)
                 if is_ip and end.type == socket.SOCK_STREAM:
                     own, other = _address(end.getsockname()), _address(end.getpeername())
-                    yield TcpConnection(fd, own, other)
+                    yield TcpConnection(fd, own, other, os.fstat(end.fileno()).st_ino)
+
+
+def own_listeners() -> dict[int, int]:
+    """Return the TCP sockets of this process that listen: each one's inode, and its descriptor."""
+    found = {}
+    for fd in map(int, os.listdir(_OWN_DESCRIPTORS)):
+        with contextlib.suppress(OSError):  # closed meanwhile, or no socket
+            if stat.S_ISSOCK((status := os.fstat(fd)).st_mode):
+                with as_socket(fd) as end:
+                    is_tcp = end.family in (socket.AF_INET, socket.AF_INET6)
+                    if is_tcp and end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found[status.st_ino] = fd
+    return found
+
+
+def admit_no_more(fd: int) -> None:
+    """Have the system drop what comes to a socket that listens; it keeps its connections."""
+    if psutil.LINUX:
+        drop = ctypes.create_string_buffer(_DROP)
+        program = struct.pack("HP", 1, ctypes.addressof(drop))
+        with as_socket(fd) as end:
+            end.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
 
 
 def as_socket(fd: int) -> socket.socket:
@@ -123,6 +147,12 @@ def as_socket(fd: int) -> socket.socket:
     finally:
         socket.setdefaulttimeout(default)
 
+
+_OWN_DESCRIPTORS: Final = "/proc/self/fd" if psutil.LINUX else "/dev/fd"
+_ATTACH_FILTER: Final = 26
+"""Linux's ``SO_ATTACH_FILTER``, on all processors that torch is built for."""
+_DROP: Final = struct.pack("HBBI", 6, 0, 0, 0)
+"""A program of the socket filter: return 0 bytes."""
 
 _MOVED: Final = struct.Struct("=QQ")
 _MOVED_OFFSET: Final = 120

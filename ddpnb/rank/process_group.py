@@ -21,9 +21,11 @@ from ddpnb.compat import gloo_internals, ipykernel_internals, torch_internals
 from ddpnb.protocol.connections import (
     Address,
     TcpConnection,
+    admit_no_more,
     as_socket,
     num_bytes_moved,
     own_connections,
+    own_listeners,
 )
 from ddpnb.protocol.messages import RankState, StaleVariable
 from ddpnb.protocol.processes import atomic_write
@@ -64,6 +66,9 @@ They are compared by name, because importing them all takes a second.
 MAX_ITEMS = 1000
 """A larger container holds data, not models."""
 
+
+UNREAD_SECONDS = 2.0
+"""After so long gloo has ended all waits for connections that were shut down."""
 
 stuck_groups: list[Any] = []
 """Groups over several hosts whose end would wait for what ``FreeableWork`` has left."""
@@ -123,6 +128,7 @@ class Group:
         self.collective_checks.begin(self.folder, generation)
         if generation:  # a rank that dies while the first group is formed ends the start
             self._meet(store)
+        listened = own_listeners()
         init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size)
         self.generation = generation
         self.cancellation = CancellationToken()
@@ -135,6 +141,11 @@ class Group:
         total = torch.ones(1, device=self.device, dtype=torch.float32)  # not each rank's default
         dist.all_reduce(total)
         assert total.item() == self.world_size
+        is_complete = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0"
+        if waits_in_slices and is_complete:  # and gloo would keep whoever else connects
+            for inode, descriptor in own_listeners().items():
+                if inode not in listened:
+                    admit_no_more(descriptor)
 
     def _meet(self, store: dist.Store) -> None:
         """Wait until all ranks are about to form the group: that can be aborted, unlike the rest.
@@ -207,9 +218,14 @@ class Group:
             print(f"{self.backend} did not abort in {ABORT_SECONDS:g} s.", file=sys.stderr)
         num_aborted = self.cancellation.abort()
         ends = {(Address(*there), Address(*here)) for there, here in peers_ends}
+        inodes = set()
         for own in own_connections():
             if (own.raddr, own.laddr) in ends or self._leads_to_peer(own):
+                inodes.add(own.inode)
                 num_aborted += shut_down(own.fd)
+        later = threading.Timer(UNREAD_SECONDS, gloo_internals.leave_unread, [inodes])
+        later.daemon = True
+        later.start()
         return num_aborted
 
     def _leads_to_peer(self, connection: TcpConnection) -> bool:
