@@ -32,6 +32,9 @@ ASK_AGAIN_SECONDS = 2.0
 that comes before its own connection with the engine stands."""
 CONNECT_SECONDS = 20.0
 """How long the controller may take to answer a new client until it is asked again."""
+LOOK_AGAIN_SECONDS = 3.0
+"""How long the next engine may take until the controller is asked which there are: a new client is
+not told of one that comes just while it connects."""
 WAIT_SECONDS = 0.05
 """How long an answer is waited for until it is checked again whether it can still come."""
 SUBSCRIBE_ATTEMPTS = 6
@@ -49,6 +52,7 @@ class EngineClient:
     def __init__(self, profile: Path, while_waiting: Callable[[], None]) -> None:
         path = profile / "security/ipcontroller-client.json"
         wait_for_file(path, START_TIMEOUT_SECONDS, while_waiting)
+        self._path = path
         self._client = connected_client(path, while_waiting)
         self._engine_of: dict[int, int] = {}
         self._known: set[int] = set()
@@ -112,10 +116,18 @@ class EngineClient:
             TimeoutError: some did not come, or did not answer.
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        num_seen, seen_at = 0, time.monotonic()
         while len(new := self.new_engines) < num:
             while_waiting()
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise TimeoutError(f"only {len(new)} of {num} ranks came")
+            if len(new) > num_seen:
+                num_seen, seen_at = len(new), now
+            elif now - seen_at > LOOK_AGAIN_SECONDS and all(call.done for call in self._calls):
+                self._client.close()
+                self._client = connected_client(self._path, while_waiting)
+                seen_at = now
             time.sleep(0.002)
         return self.identify(new, while_waiting)
 

@@ -10,6 +10,7 @@ import ipyparallel as ipp
 import psutil
 import pytest
 
+from ddpnb.cluster.client import EngineClient
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.cluster.run_folder import OWNERS, PREFIX, parent_folder
@@ -40,6 +41,13 @@ def test_every_rank_reports_where_it_lives(any_cluster: Cluster):
     assert set(pids) <= descendants
     assert any_cluster.living == any_cluster.ranks == (0, 1)
     assert any_cluster.lost is None
+
+
+def test_a_rank_that_registers_while_the_kernel_connects_is_found(any_cluster: Cluster):
+    client = EngineClient(any_cluster.profile, any_cluster.raise_if_dead)
+    client._client._ids.remove(1)  # as if the controller's notice had been lost
+    assert [state.rank for state in client.wait_for(2, any_cluster.raise_if_dead)] == [0, 1]
+    client.close((), "")
 
 
 def test_the_environment_is_what_torchrun_sets(any_cluster: Cluster):
