@@ -22,6 +22,7 @@ from ddpnb.cluster.processes import (
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import OnRank, RankState
 from ddpnb.protocol.notation import format_ranks
+from ddpnb.protocol.processes import working_folder
 
 if TYPE_CHECKING:
     from ddpnb.cluster.client import EngineClient
@@ -39,7 +40,7 @@ class Engines:
         self.placement: Placement | None = None
         self.folder = folder
         self.profile = folder / "profile"
-        self.home = Path.cwd()
+        self.home = working_folder()
         """The working folder in which cells start, on every rank."""
         self.states: tuple[RankState, ...] = ()
         self.exits: dict[Member, Exit] = {}

@@ -30,7 +30,7 @@ from ddpnb.history.model import Run, RunSnapshot, Status
 from ddpnb.history.query import StoredRun
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import EventBatch, RunHeader, RunReport, RunSpec
-from ddpnb.protocol.processes import is_alive, process_id
+from ddpnb.protocol.processes import is_alive, process_id, working_folder
 
 FILE_NAME = "runs.sqlite3"
 
@@ -256,7 +256,7 @@ def runs_folder(start: Path | None = None) -> Path:
     Args:
         start: where to look from; the working directory if not given.
     """
-    here = (start or Path.cwd()).resolve()
+    here = (start or working_folder()).resolve()
     project = next((folder for folder in (here, *here.parents) if _is_project(folder)), here)
     return project / "data" / "runs"
 

@@ -1,7 +1,6 @@
 """The magics: each parses its line, and calls its twin in ``ddpnb.api`` or the session (kernel)."""
 
 from argparse import REMAINDER, Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -31,6 +30,7 @@ from ddpnb.magics.rank_cells import AutoCells, RankNames
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import parse_target
+from ddpnb.protocol.processes import working_folder
 from ddpnb.protocol.training_options import make_training_spec
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import LiveDisplay, show_result
@@ -416,7 +416,7 @@ def load(shell: InteractiveShell) -> None:
     magics.names.install()
     if removed := remove_leftovers():
         print(f"Removed files of {counted(len(removed), 'crashed cluster')}: {removed[0].name} ...")
-    if waits(Path.cwd()):
+    if waits(working_folder()):
         print("Ranks wait for a kernel: %ddp_start --attach takes them over, with all variables.")
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from ddpnb.protocol.errors import UserError
+
 ProcessId = tuple[int, float]
 """A pid and when its process began (seconds since 1970), for pids are used again."""
 
@@ -141,6 +143,20 @@ def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent ends (prctl(2))."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def working_folder() -> Path:
+    """Return the folder in which this process works.
+
+    Raises:
+        UserError: it has been removed.
+    """
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise UserError(
+            "The folder in which this notebook works has been removed: %cd leads to another."
+        ) from None
 
 
 def atomic_write(

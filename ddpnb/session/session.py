@@ -4,7 +4,6 @@ import atexit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -19,6 +18,7 @@ from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
 from ddpnb.protocol.notation import format_ranks, parse_ranks
+from ddpnb.protocol.processes import working_folder
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.advice import AdviceResult
 from ddpnb.reports.inside.traces import TraceResult
@@ -93,7 +93,7 @@ class Session:
                 "A cluster is already running here: %ddp_stop ends it, then --attach takes another."
             )
         self.stop()
-        self._cluster = cluster = Cluster.attach(find(name, Path.cwd()))
+        self._cluster = cluster = Cluster.attach(find(name, working_folder()))
         remove_leftovers(cluster.folder)
         atexit.register(self._at_exit)
         if spec.detach_seconds:

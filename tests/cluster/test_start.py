@@ -43,6 +43,13 @@ def test_every_rank_reports_where_it_lives(any_cluster: Cluster):
     assert any_cluster.lost is None
 
 
+def test_a_folder_that_was_removed_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(UserError, match="works has been removed: %cd leads to another"):
+        Cluster.start(ClusterSpec(num_ranks=1, device="cpu"))
+
+
 def test_a_rank_that_registers_while_the_kernel_connects_is_found(any_cluster: Cluster):
     client = EngineClient(any_cluster.profile, any_cluster.raise_if_dead)
     client._client._ids.remove(1)  # as if the controller's notice had been lost
