@@ -36,7 +36,7 @@ from ddpnb.cluster.run_folder import (
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import OnRank, StaleVariable
 from ddpnb.protocol.notation import format_ranks
-from ddpnb.protocol.processes import RankCommand, num_cores, process_id
+from ddpnb.protocol.processes import RankCommand, num_cores, process_id, working_folder
 
 FREE_SECONDS = 10.0
 """How long ranks may take to give up forming a group without one that has died."""
@@ -73,8 +73,8 @@ class GroupState:
 class Cluster(Engines):
     """A local cluster of ranks that form a process group; made by ``start`` and ``attach``."""
 
-    def __init__(self, spec: ClusterSpec, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, spec: ClusterSpec, folder: Path, home: Path) -> None:
+        super().__init__(folder, home)
         self.spec = spec
         self.timeouts = Timeouts()
         """How calls are supervised; may be replaced at any time, as tests do."""
@@ -98,7 +98,8 @@ class Cluster(Engines):
             RuntimeError: a process failed; the message ends with its log.
         """
         placement = None if spec.is_remote or asks_for_gpus(spec) else place_ranks(spec, 0)
-        cluster = cls(spec, private_folder())
+        home = working_folder()
+        cluster = cls(spec, private_folder(), home)
         cluster.placement = placement
         if spec.is_remote:
             return cluster._start_on_hosts(progress)
@@ -126,7 +127,7 @@ class Cluster(Engines):
         Raises:
             UserError: another kernel holds the cluster, or it has just ended.
         """
-        cluster = cls(record.spec, record.folder)
+        cluster = cls(record.spec, record.folder, record.home)
         try:
             if record.hosts:
                 cluster.processes = HostProcesses.attach_to_hosts(record, cluster.note_exit)
@@ -297,7 +298,7 @@ class Cluster(Engines):
     def _restore(self, record: ClusterRecord) -> None:
         """Take the state over from the kernel that has left."""
         self.spec, self.placement, self.states = record.spec, record.placement, record.states
-        self.home, self.began = record.home, record.began
+        self.began = record.began
         self._master_port = record.master_port
         self._group = GroupState(
             generation=record.generation,

@@ -22,7 +22,6 @@ from ddpnb.cluster.processes import (
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import OnRank, RankState
 from ddpnb.protocol.notation import format_ranks
-from ddpnb.protocol.processes import working_folder
 
 if TYPE_CHECKING:
     from ddpnb.cluster.client import EngineClient
@@ -36,11 +35,11 @@ class Engines:
 
     processes: Processes
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, home: Path) -> None:
         self.placement: Placement | None = None
         self.folder = folder
         self.profile = folder / "profile"
-        self.home = working_folder()
+        self.home = home
         """The working folder in which cells start, on every rank."""
         self.states: tuple[RankState, ...] = ()
         self.exits: dict[Member, Exit] = {}

@@ -46,8 +46,10 @@ def test_every_rank_reports_where_it_lives(any_cluster: Cluster):
 def test_a_folder_that_was_removed_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
+    before = folders()
     with pytest.raises(UserError, match="works has been removed: %cd leads to another"):
         Cluster.start(ClusterSpec(num_ranks=1, device="cpu"))
+    assert folders() == before
 
 
 def test_a_rank_that_registers_while_the_kernel_connects_is_found(any_cluster: Cluster):
