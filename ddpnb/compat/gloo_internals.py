@@ -85,10 +85,27 @@ def leave_unread(inodes: Collection[int]) -> int:
     libc, num = ctypes.CDLL(None), 0
     for epoll, listed in _watched():
         for fd, events, data, inode in _WATCHED.findall(listed):
-            if int(inode, 16) in inodes:
+            if int(inode, 16) in inodes and _is_socket(fd):
                 event = _Event(int(events, 16) | select.EPOLLET, int(data, 16))
                 num += libc.epoll_ctl(epoll, _MODIFY, int(fd), ctypes.byref(event)) == 0
     return num
+
+
+def _is_socket(fd: str) -> bool:
+    """Return whether a descriptor is a socket: gloo's threads watch a pipe too."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    return False
+
+
+def watched_beside(inodes: Collection[int]) -> set[int]:
+    """Return the inodes of all that gloo's threads watch which watch one of these."""
+    found: set[int] = set()
+    for _, listed in _watched():
+        beside = {int(inode, 16) for *_, inode in _WATCHED.findall(listed)}
+        if not beside.isdisjoint(inodes):
+            found |= beside
+    return found
 
 
 def _watched() -> Iterator[tuple[int, str]]:

@@ -246,6 +246,8 @@ def release_frames(error: BaseException) -> None:
 
 def failure_of(error: BaseException, engine: RankEngine) -> Failure:
     """Describe an exception that has just been caught, for the notebook."""
+    if is_consequence(error):
+        engine.group.leave_unread()
     return Failure(
         rank=engine.group.rank,
         name=type(error).__name__,

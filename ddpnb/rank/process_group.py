@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from ddpnb.protocol.connections import (
     TcpConnection,
     admit_no_more,
     as_socket,
+    established,
     num_bytes_moved,
     own_connections,
     own_listeners,
@@ -68,7 +69,7 @@ MAX_ITEMS = 1000
 
 
 UNREAD_SECONDS = 2.0
-"""After so long gloo has ended all waits for connections that were shut down."""
+"""After so long gloo has ended all waits for connections that were closed or shut down."""
 
 stuck_groups: list[Any] = []
 """Groups over several hosts whose end would wait for what ``FreeableWork`` has left."""
@@ -97,6 +98,8 @@ class Group:
     """The host's name, as the user wrote it; empty: as the host names itself."""
     peers: frozenset[str] = frozenset()
     """The addresses of the other hosts."""
+    listeners: frozenset[int] = frozenset()
+    """The sockets, by inode, at which gloo's threads of the default group listen."""
     server: dist.TCPStore | None = None
     """Where the ranks of several hosts meet; in rank 0's process only."""
     generation: int = field(default=-1)
@@ -142,10 +145,11 @@ class Group:
         dist.all_reduce(total)
         assert total.item() == self.world_size
         is_complete = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0"
+        made = {i: each for i, each in own_listeners().items() if i not in listened}
+        self.listeners = frozenset(made)
         if waits_in_slices and is_complete:  # and gloo would keep whoever else connects
-            for inode, descriptor in own_listeners().items():
-                if inode not in listened:
-                    admit_no_more(descriptor)
+            for descriptor in made.values():
+                admit_no_more(descriptor)
 
     def _meet(self, store: dist.Store) -> None:
         """Wait until all ranks are about to form the group: that can be aborted, unlike the rest.
@@ -223,10 +227,20 @@ class Group:
             if (own.raddr, own.laddr) in ends or self._leads_to_peer(own):
                 inodes.add(own.inode)
                 num_aborted += shut_down(own.fd)
-        later = threading.Timer(UNREAD_SECONDS, gloo_internals.leave_unread, [inodes])
+        self.leave_unread(inodes)
+        return num_aborted
+
+    def leave_unread(self, inodes: Collection[int] = ()) -> None:
+        """Have gloo's threads soon spend no time on messages of connections that have ended.
+
+        ``inodes``: connections besides those of the default group.
+        """
+        watched = {*inodes, *gloo_internals.watched_beside(self.listeners)} - self.listeners
+        later = threading.Timer(
+            UNREAD_SECONDS, lambda: gloo_internals.leave_unread(watched - established())
+        )
         later.daemon = True
         later.start()
-        return num_aborted
 
     def _leads_to_peer(self, connection: TcpConnection) -> bool:
         """Return whether a connection leads to a rank of another host, as far as can be known.

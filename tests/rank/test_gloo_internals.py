@@ -37,7 +37,8 @@ UNREAD = """
 import os, sys, time
 import torch, torch.distributed as dist
 from ddpnb.compat import gloo_internals
-from ddpnb.protocol.connections import own_connections
+from ddpnb.protocol.connections import established, own_connections
+from ddpnb.rank.process_group import shut_down
 
 def rank_of(rank, file):
     dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)
@@ -51,7 +52,12 @@ def rank_of(rank, file):
     while (is_idle := time.process_time() < before + 0.5) and time.monotonic() < deadline:
         time.sleep(0.1)
     print(is_idle, flush=True)  # else there is nothing to mend any more
-    print(gloo_internals.leave_unread({each.inode for each in own_connections()}) > 0, flush=True)
+    ours = list(own_connections())
+    for each in ours:
+        shut_down(each.fd)
+    inodes = {each.inode for each in ours}
+    assert not inodes & established()
+    print(gloo_internals.leave_unread(inodes) > 0, flush=True)
     time.sleep(0.5)
     before = time.process_time()
     time.sleep(1)
