@@ -149,7 +149,8 @@ class Group:
         self.listeners = frozenset(made)
         if waits_in_slices and is_complete:  # and gloo would keep whoever else connects
             for descriptor in made.values():
-                admit_no_more(descriptor)
+                with contextlib.suppress(OSError):  # a system without filters for sockets
+                    admit_no_more(descriptor)
 
     def _meet(self, store: dist.Store) -> None:
         """Wait until all ranks are about to form the group: that can be aborted, unlike the rest.
