@@ -45,6 +45,15 @@ def test_a_default_timeout_of_the_users_sockets_costs_no_rank(cluster: Cluster):
     run(cluster, "socket.setdefaulttimeout(None)")
 
 
+def test_a_default_type_of_one_rank_costs_no_group(cluster: Cluster):
+    run(cluster, "import torch, torch.distributed as dist")
+    run(cluster, "if rank: torch.set_default_dtype(torch.float64)")
+    cluster.abort(cluster.ranks)
+    cluster.ensure_group()
+    assert not run(cluster, "dist.all_reduce(torch.ones(1, dtype=torch.float32))").failures
+    run(cluster, "torch.set_default_dtype(torch.float32)")
+
+
 TIED = """
 import torch, torch.distributed as dist
 from torch import nn
