@@ -41,6 +41,9 @@ class HangDetector:
     _asks_all: bool = False
     _first: tuple[RankStatus, ...] = ()
     """The ranks' statuses when all of them had begun to wait."""
+    _looked_at: float = field(default_factory=time.monotonic)
+    _unanswered: float = 0.0
+    """Seconds for which the ranks asked last have not all answered; gaps count as below."""
     _named_silent: bool = False
     _waited: float = 0.0
     """Seconds since, with every gap counted at most as ``longest_gap_seconds``."""
@@ -58,9 +61,14 @@ class HangDetector:
         return ""
 
     def name_silent(self) -> str:
-        """Return a sentence on ranks that have not answered for long, once; else an empty one."""
-        seconds = self.cluster.timeouts.silent_after_seconds
-        if self._named_silent or time.monotonic() - self._polled_at < seconds:
+        """Return a sentence on ranks that have not answered for long, once; else an empty one.
+
+        To be called often.
+        """
+        now, timeouts = time.monotonic(), self.cluster.timeouts
+        passed, self._looked_at = min(now - self._looked_at, timeouts.longest_gap_seconds), now
+        self._unanswered = self._unanswered + passed if self._answers else 0.0
+        if self._named_silent or self._unanswered < timeouts.silent_after_seconds:
             return ""
         silent = [rank for rank, answer in self._answers.items() if not answer.done()]
         running = self.call.running & set(silent)
