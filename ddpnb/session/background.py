@@ -130,6 +130,8 @@ def _print_error(running: RunningComparison) -> None:
         print(render_error(running.error))
 
 
+END_SECONDS = 5.0
+"""How long an interrupt waits for cells to end, so that the next line finds the ranks free."""
 ANSWER_SECONDS = 2.0
 """A rank that does not answer within this time is busy."""
 
@@ -216,6 +218,9 @@ class Jobs:
             return "Nothing runs in the background."
         for cell in busy:
             cell.interrupt()
+        deadline = time.monotonic() + END_SECONDS
+        while self._busy_cells() and time.monotonic() < deadline:
+            time.sleep(0.01)
         where = " and ".join(spoken_ranks(cell.ranks) for cell in busy)
         return f"Interrupted the cell{'s' if len(busy) > 1 else ''} on {where}."
 
