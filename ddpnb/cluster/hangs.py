@@ -41,12 +41,12 @@ class HangDetector:
     _asks_all: bool = False
     _first: tuple[RankStatus, ...] = ()
     """The ranks' statuses when all of them had begun to wait."""
-    _looked_at: float = field(default_factory=time.monotonic)
-    _unanswered: float = 0.0
-    """Seconds for which the ranks asked last have not all answered; gaps count as below."""
-    _named_silent: bool = False
     _waited: float = 0.0
     """Seconds since, with every gap counted at most as ``longest_gap_seconds``."""
+    _looked_at: float = field(default_factory=time.monotonic)
+    _unanswered: float = 0.0
+    """Seconds for which the ranks asked last have not all answered; gaps count likewise."""
+    _named_silent: bool = False
 
     def check(self, finished: Mapping[int, int]) -> str:
         """Return why the call hangs; empty as long as it is not known to.

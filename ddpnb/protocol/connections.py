@@ -75,23 +75,23 @@ def _connections_by_inode() -> dict[str, Ends]:
     psutil names one process of each; but a ``DataLoader``'s workers have the sockets of their rank.
     """
     found: dict[str, Ends] = {}
-    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        with contextlib.suppress(OSError):  # no IPv6
-            lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-            for fields in map(str.split, lines):
-                here, there, inode = fields[1], fields[2], fields[9]
-                found[inode] = _read_address(here, family), _read_address(there, family)
+    for family, fields in _system_list():
+        here, there, inode = fields[1], fields[2], fields[9]
+        found[inode] = _read_address(here, family), _read_address(there, family)
     return found
 
 
 def established() -> set[int]:
     """Return the inodes of this host's TCP connections that neither end has closed; Linux only."""
-    found = set()
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-            found |= {int(fields[9]) for fields in map(str.split, lines) if fields[3] == "01"}
-    return found
+    return {int(fields[9]) for _, fields in _system_list() if fields[3] == "01"}
+
+
+def _system_list() -> Iterator[tuple[socket.AddressFamily, list[str]]]:
+    """Yield the lines of Linux's lists of TCP sockets, each with the list's family."""
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        with contextlib.suppress(OSError):  # no IPv6
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+                yield family, line.split()
 
 
 @lru_cache(maxsize=65536)
@@ -105,28 +105,30 @@ def _read_address(text: str, family: socket.AddressFamily) -> Address:
 
 def own_connections() -> Iterator[TcpConnection]:
     """Yield the open TCP connections of this process, without the system's list."""
-    for fd in sorted(map(int, os.listdir(_OWN_DESCRIPTORS))):
-        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-                continue
-            with as_socket(fd) as end:
-                is_ip = end.family in (socket.AF_INET, socket.AF_INET6)
-                if is_ip and end.type == socket.SOCK_STREAM:
-                    own, other = _address(end.getsockname()), _address(end.getpeername())
-                    yield TcpConnection(fd, own, other, os.fstat(end.fileno()).st_ino)
+    for fd, end in _own_tcp_sockets():
+        with contextlib.suppress(OSError):  # not connected
+            own, other = _address(end.getsockname()), _address(end.getpeername())
+            yield TcpConnection(fd, own, other, os.fstat(end.fileno()).st_ino)
 
 
 def own_listeners() -> dict[int, int]:
     """Return the TCP sockets of this process that listen: each one's inode, and its descriptor."""
-    found = {}
-    for fd in map(int, os.listdir(_OWN_DESCRIPTORS)):
-        with contextlib.suppress(OSError):  # closed meanwhile, or no socket
-            if stat.S_ISSOCK((status := os.fstat(fd)).st_mode):
+    return {
+        os.fstat(end.fileno()).st_ino: fd
+        for fd, end in _own_tcp_sockets()
+        if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+
+
+def _own_tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Yield each open TCP socket's descriptor, and a copy that is closed at the next."""
+    for fd in sorted(map(int, os.listdir(_OWN_DESCRIPTORS))):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
                 with as_socket(fd) as end:
-                    is_tcp = end.family in (socket.AF_INET, socket.AF_INET6)
-                    if is_tcp and end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        found[status.st_ino] = fd
-    return found
+                    is_ip = end.family in (socket.AF_INET, socket.AF_INET6)
+                    if is_ip and end.type == socket.SOCK_STREAM:
+                        yield fd, end
 
 
 def admit_no_more(fd: int) -> None:
