@@ -124,6 +124,7 @@ def test_nothing_outlives_a_jupyter_server_that_is_asked_to_end(tmp_path: Path) 
             wait_until(lambda: is_written(runtime, "kernel-*.json"), "the kernel", 30)
             client = BlockingKernelClient(connection_file=str(next(runtime.glob("kernel-*.json"))))
             client.load_connection_file()
+            client.hb_channel.time_to_dead = 60  # the kernel may take longer than 1 s to begin
             client.start_channels()
             client.wait_for_ready(timeout=60)
             for source in (START, CHILD):
