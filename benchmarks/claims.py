@@ -27,7 +27,8 @@ from ddpnb.history.store import Store
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.findings import sentence
 from ddpnb.reports.result import ComparisonResult
-from ddpnb.session.comparison import ComparisonSpec, prepare
+from ddpnb.session.comparison import prepare
+from ddpnb.session.comparison_spec import ComparisonSpec
 from tests.cluster.rig import DIGITS, Cluster, started
 
 PAIR = ("ddp", "ddp:bucket_cap_mb=25")

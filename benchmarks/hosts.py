@@ -26,7 +26,8 @@ from ddpnb.history.summary import samples_per_second
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.notation import check_across_hosts
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.session.comparison import ComparisonSpec, prepare
+from ddpnb.session.comparison import prepare
+from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.inside import measure_links
 from tests.cluster.two_hosts import TwoHosts, call, two_hosts
 from tests.delayed import INTERFACE, delayed_link

@@ -19,7 +19,7 @@ from ddpnb.reports.style import PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import RunningComparison
 from ddpnb.session.cells import RunningCell, read_script
-from ddpnb.session.comparison import ComparisonSpec
+from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.session import this_session
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 
 from ddpnb.history.model import RunSnapshot
@@ -39,6 +40,8 @@ class Comparison:
     runs: tuple[RunSnapshot, ...] = ()
     """All runs that have begun."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    differing: tuple[str, ...] = ()
+    """Of several comparisons together: what is known not to be the same in their environments."""
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -62,6 +65,7 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
     if len(comparisons) == 1:
         return comparisons[0]
     runs = {run.run_id: run for comparison in comparisons for run in comparison.runs}
+    environments = [comparison.environment for comparison in comparisons]
     return Comparison(
         comparison_id="+".join(comparison.comparison_id for comparison in comparisons),
         name=", ".join(dict.fromkeys(comparison.name for comparison in comparisons)),
@@ -69,7 +73,8 @@ def overlay(comparisons: Sequence[Comparison]) -> Comparison:
         task=_common([comparison.task for comparison in comparisons]),
         source=_common([comparison.source for comparison in comparisons]),
         runs=tuple(runs.values()),
-        environment=_common_items([comparison.environment for comparison in comparisons]),
+        environment=_common_items(environments),
+        differing=_differing(environments),
     )
 
 
@@ -192,6 +197,16 @@ def _common_items(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the items that all have."""
     first, *others = environments
     return {key: value for key, value in first.items() if all(o.get(key) == value for o in others)}
+
+
+def _differing(environments: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+    """Return the keys with several values; without ``hosts``, it was one host."""
+    found = {
+        key: {each[key] for each in environments if key in each} for key in chain(*environments)
+    }
+    if "hosts" in found and not all("hosts" in each for each in environments):
+        found["hosts"].add("")
+    return tuple(key for key, values in found.items() if len(values) > 1)
 
 
 def _words(spec: RunSpec) -> list[str]:

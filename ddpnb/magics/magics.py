@@ -35,7 +35,7 @@ from ddpnb.protocol.training_options import make_training_spec
 from ddpnb.reports.formatting import counted
 from ddpnb.reports.live import LiveDisplay, show_result
 from ddpnb.reports.style import ACROSS, PlotOptions
-from ddpnb.session.comparison import ComparisonSpec
+from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.session import this_cell_number, this_session
 
 if TYPE_CHECKING:

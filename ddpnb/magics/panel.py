@@ -16,7 +16,7 @@ from ddpnb.protocol.catalogue import CELL_TASK
 from ddpnb.protocol.errors import UserError
 from ddpnb.reports.live import LiveFigureAndTable
 from ddpnb.session.background import RunningComparison
-from ddpnb.session.comparison import ComparisonSpec
+from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import ANSI, render_error
 from ddpnb.session.session import this_session
 

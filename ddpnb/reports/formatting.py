@@ -20,6 +20,8 @@ from ddpnb.reports.style import Style, style_of
 
 NOTHING = "–"
 """Shown in a table in place of an unknown number."""
+MACHINE = ("torch", "CPU", "ranks", "hosts", "GPUs", "threads of each rank", "backend")
+"""The properties of where it ran that times depend on."""
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -119,7 +121,9 @@ def title(comparison: Comparison) -> str:
     parts += [f"global batch {' and '.join(batches)}"] if batches else []
     if headers:
         workers = counted(max(header.num_workers for header in headers), "worker")
-        parts.append(f"{workers} on {' and '.join(devices)}")
+        hosts = comparison.environment.get("hosts", "")
+        of_hosts = f" of {len(hosts.split(','))} hosts" if hosts else ""
+        parts.append(f"{workers} on {' and '.join(devices)}{of_hosts}")
     parts += [emulated_link(comparison)]
     text = ", ".join(part for part in parts if part)
     return f"{comparison.name}: {text}" if text else comparison.name
@@ -141,7 +145,7 @@ def notes(comparison: Comparison, summaries: tuple[StrategySummary, ...]) -> tup
             strategies.setdefault(note, []).append(named[summary.comparison, summary.name])
     is_alone = len(summaries) == 1
     specs = [run.spec for run in comparison.runs if run.spec]
-    differing = differences(specs)
+    differing = [*differences(specs), *(key for key in MACHINE if key in comparison.differing)]
     found = [f"these runs differ in {listed(differing)}"] if differing else []
     found += [
         note if len(names) == len(summaries) and not is_alone else f"{', '.join(names)}: {note}"

@@ -27,7 +27,8 @@ from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.table import Table
 from ddpnb.session.cells import error_of, failures_of, warn_stale
-from ddpnb.session.comparison import ComparisonSpec, Training, prepare
+from ddpnb.session.comparison import Training, prepare
+from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import CellInterrupt, RankError
 
 if TYPE_CHECKING:

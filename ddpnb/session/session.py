@@ -29,7 +29,8 @@ from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.reports.table import Table
 from ddpnb.session.background import Jobs, RunningComparison, orphaned_call
 from ddpnb.session.cells import RunningCell, warn_stale
-from ddpnb.session.comparison import ComparisonSpec, Training, prepare
+from ddpnb.session.comparison import Training, prepare
+from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.status import describe_ranks, describe_running, status_table, with_notes
 from ddpnb.session.variables import pull, push, remove_leftovers
 

@@ -23,7 +23,8 @@ from ddpnb.protocol.messages import CellSpec
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.session import inside
 from ddpnb.session.cells import RunningCell
-from ddpnb.session.comparison import ComparisonSpec, Training, prepare
+from ddpnb.session.comparison import Training, prepare
+from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import RankError
 from ddpnb.session.inside import measure_links
 from ddpnb.session.status import status_table

@@ -11,7 +11,8 @@ from ddpnb.cluster.cluster import Cluster
 from ddpnb.history.model import RunSnapshot
 from ddpnb.history.store import Store
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.session.comparison import ComparisonSpec, prepare
+from ddpnb.session.comparison import prepare
+from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import RankError
 from tests.cluster.rig import ALL_REDUCE, DYNAMO, pull, run, started, wait_until
 

@@ -16,7 +16,8 @@ from ddpnb.cluster.placement import ClusterSpec
 from ddpnb.history.store import Store
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.script import write_script
-from ddpnb.session.comparison import ComparisonSpec, prepare
+from ddpnb.session.comparison import prepare
+from ddpnb.session.comparison_spec import ComparisonSpec
 from tests.cluster.rig import DYNAMO, wait_until
 from tests.cluster.two_hosts import TwoHosts, two_hosts
 

@@ -18,7 +18,8 @@ from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.messages import OnRank, RunSpec
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.session.comparison import ComparisonSpec, Training, prepare
+from ddpnb.session.comparison import Training, prepare
+from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.session.errors import RankError
 from tests.cluster.rig import DYNAMO, EIGHTH, pull, run, started, wait_until
 

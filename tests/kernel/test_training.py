@@ -203,7 +203,8 @@ STOP = """
 import threading
 import time
 from ddpnb.protocol.training_options import make_training_spec
-from ddpnb.session.comparison import ComparisonSpec, Training
+from ddpnb.session.comparison import Training
+from ddpnb.session.comparison_spec import ComparisonSpec
 from ddpnb.history.recorder import Recorder
 from ddpnb.session.session import this_session
 

@@ -18,7 +18,7 @@ from ddpnb.protocol.messages import Evaluation, Mark, MarkKind, Parts
 from ddpnb.protocol.notation import Target
 from ddpnb.reports.figures.figure import LiveFigure, draw
 from ddpnb.reports.figures.series import Preparer, Series
-from ddpnb.reports.formatting import notes
+from ddpnb.reports.formatting import notes, title
 from ddpnb.reports.style import ACROSS, EVERYTHING, PART_COLOURS, PlotOptions
 from tests.unit.history.fake_runs import (
     batch,
@@ -186,6 +186,18 @@ def test_runs_that_differ_are_named():
     comparison = Comparison(comparison_id="c", name="c", runs=(one.snapshot(), changed))
     texts = " ".join(text.get_text() for text in shown_texts(comparison))
     assert "these runs differ in batch size" in texts
+
+
+def test_runs_on_other_machines_are_named():
+    run = fake_run("ddp", num_steps=20).snapshot()
+    where = {"ranks": "4", "CPU": "fast", "system": "Linux"}
+    one = Comparison(comparison_id="a", name="a", runs=(run,), environment=where)
+    other = replace(one, environment={"ranks": "4", "hosts": "a:2,b:2", "system": "Linux 6"})
+    assert title(other) == "a: digits, global batch 256, 2 workers on cpu of 2 hosts"
+    assert notes(overlay([one, one]), ()) == ()
+    assert notes(overlay([one, other]), ()) == ("these runs differ in hosts",)
+    slow = replace(other, environment=where | {"CPU": "slow", "ranks": "2"})
+    assert notes(overlay([one, other, slow]), ()) == ("these runs differ in CPU, ranks and hosts",)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.notation import Target, parse_target
 from ddpnb.protocol.training_options import TrainingSpec, make_training_spec, training_options
 from ddpnb.reports.formatting import differences
-from ddpnb.session.comparison import ComparisonSpec
+from ddpnb.session.comparison_spec import ComparisonSpec
 
 CELL = "def model(): ...\ndef data(split): ..."
 DIGITS = TrainingSpec(task="digits")

@@ -7,7 +7,7 @@ from ddpnb.magics.arguments import arguments
 from ddpnb.magics.magics import DdpMagics, comparison_of
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.session.comparison import ComparisonSpec
+from ddpnb.session.comparison_spec import ComparisonSpec
 
 CELL = "def model(): ...\ndef data(split): ...\n"
 

@@ -11,7 +11,7 @@ from ddpnb.history.store import Store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RunSpec
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.session.comparison import ComparisonSpec, with_checkpoints
+from ddpnb.session.comparison_spec import ComparisonSpec, with_checkpoints
 
 LABEL = "Averaging:every=2,share=0.5"
 

@@ -12,7 +12,7 @@ import pytest
 from ddpnb import api, inside
 from ddpnb.history.database import to_text
 from ddpnb.protocol.errors import UserError
-from ddpnb.session.comparison import ComparisonSpec
+from ddpnb.session.comparison_spec import ComparisonSpec
 
 WRONG = {
     "epochs takes a number, not 'two'.": lambda: api.compare("ddp", task="digits", epochs="two"),
