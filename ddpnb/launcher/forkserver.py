@@ -284,7 +284,7 @@ class Forkserver:
             return
         try:
             answer: Frame = json.loads(pipe.recv_bytes())
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):  # it has ended, or a cell has broken its json
             self.selector.unregister(pipe)
             return
         self.report(**answer)

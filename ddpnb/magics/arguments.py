@@ -59,16 +59,13 @@ def options(magic: object) -> list[str]:
     return options_of(parser)
 
 
-def arguments(
-    magic: Callable[..., object], line: str, *, unquote: bool = False, abbreviated: bool = True
-) -> Namespace:
+def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False) -> Namespace:
     """Parse a magic's line; a UserError names the word that is wrong, and the problem.
 
     ``unquote``: remove quotation marks as a shell does; by default they are part of the words.
-    ``abbreviated``: take the beginning of an option's name for the whole.
     """
     parser: argparse.ArgumentParser = magic.parser  # type: ignore[attr-defined]
-    parser.allow_abbrev = abbreviated
+    parser.allow_abbrev = False  # --ranks is not --ranks-per-host
     name = magic.__name__
     try:
         parsed, unknown = parser.parse_known_args(arg_split(line, posix=unquote))

@@ -90,7 +90,7 @@ class DdpMagics(Magics):
         ``--engines slurm -n 16 --ranks-per-host 8`` sixteen in a job of two, ``--profile NAME``
         instead those that a profile of ipyparallel gives: docs/hosts.md.
         """
-        args = arguments(self.ddp_start, line, abbreviated=False)  # --ranks is not --ranks-per-host
+        args = arguments(self.ddp_start, line)
         spec = ClusterSpec(
             num_ranks=args.n,
             device=args.device,

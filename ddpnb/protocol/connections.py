@@ -38,6 +38,16 @@ class TcpConnection(NamedTuple):
     """What no other socket of this system has."""
 
 
+class Traffic(NamedTuple):
+    """What has come through a connection so far."""
+
+    num_bytes_acked: int
+    """Sent, and there."""
+    num_bytes_received: int
+    num_segments_under_way: int
+    """Sent, and not known to be there."""
+
+
 Ends = tuple[Address, Address]
 """A connection's own end and its other end."""
 
@@ -140,6 +150,16 @@ def admit_no_more(fd: int) -> None:
             end.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
 
 
+def traffic_of(fd: int) -> Traffic | None:
+    """Return what has come through a TCP connection; None where the system does not say."""
+    if psutil.LINUX:
+        with contextlib.suppress(OSError, struct.error), as_socket(fd) as end:
+            info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            unacked, acked, received = _TCP_INFO.unpack(info)
+            return Traffic(acked, received, unacked)
+    return None
+
+
 def as_socket(fd: int) -> socket.socket:
     """Return a copy of an open socket, by its descriptor.
 
@@ -165,20 +185,8 @@ _ATTACH_FILTER: Final = 26
 """Linux's ``SO_ATTACH_FILTER``, on all processors that torch is built for."""
 _DROP: Final = struct.pack("HBBI", 6, 0, 0, 0)
 """A program of the socket filter: return 0 bytes."""
-
-_MOVED: Final = struct.Struct("=QQ")
-_MOVED_OFFSET: Final = 120
-"""Of ``tcpi_bytes_acked`` and ``tcpi_bytes_received`` in Linux's ``tcp_info``."""
-
-
-def num_bytes_moved(fd: int) -> int:
-    """Return how many bytes have come through a connection, both ways; 0 where it is not known."""
-    with contextlib.suppress(OSError, struct.error), as_socket(fd) as end:
-        if psutil.LINUX:
-            size = _MOVED_OFFSET + _MOVED.size
-            info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
-            return sum(_MOVED.unpack_from(info, _MOVED_OFFSET))
-    return 0
+_TCP_INFO: Final = struct.Struct("=24xI92xQQ")
+"""Of Linux's ``tcp_info``: ``tcpi_unacked``, ``tcpi_bytes_acked`` and ``tcpi_bytes_received``."""
 
 
 def _address(address: Any) -> Address:

@@ -203,7 +203,7 @@ def errors_shown_by(shell: InteractiveShell) -> Iterator[list[BaseException]]:
             return
         if error is not None:  # else %tb shows an earlier error again
             shown.append(error)
-            if is_consequence(error):
+            if is_plain(error):
                 setattr(error, "_render_traceback_", lambda: plain_traceback(error))  # noqa: B010
         with undisturbed():
             show(exc_tuple, *args, **options)
@@ -236,12 +236,20 @@ def release_frames(error: BaseException) -> None:
 
     IPython keeps the last traceback, and with it the variables and loops of each frame.
     """
-    chain: BaseException | None = error
-    while chain is not None:
-        traceback.clear_frames(chain.__traceback__)
-        for frame, _ in traceback.walk_tb(chain.__traceback__):
+    for each in chain_of(error):
+        traceback.clear_frames(each.__traceback__)
+        for frame, _ in traceback.walk_tb(each.__traceback__):
             len(frame.f_locals)  # reading it renews Python 3.11's copy, which is then empty
-        chain = chain.__context__
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, what it was raised from or while handling, and so on, each once."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or each.__context__
 
 
 def failure_of(error: BaseException, engine: RankEngine) -> Failure:
@@ -269,7 +277,7 @@ def line_of(error: BaseException, engine: RankEngine) -> int:
     found = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if is_users(frame, engine.shell)
+        if is_users(frame, engine.shell) and line is not None
     ]
     return [line for file, line in found if file == found[0][0]][-1] if found else 0
 
@@ -300,7 +308,7 @@ def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     is_enough = isinstance(error, BdbQuit) or (isinstance(error, NoPromptError) and not in_code)
     if is_enough or (isinstance(error, UserError | SystemExit) and frames is None):
         return []  # its message is enough
-    if is_consequence(error):
+    if is_plain(error):
         return plain_traceback(error)
     if isinstance(error, SyntaxError) and frames is None:
         lines: list[str] = shell.SyntaxTB.structured_traceback(type(error), error, [])
@@ -311,12 +319,19 @@ def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
     return lines
 
 
-def plain_traceback(error: BaseException) -> list[str]:
-    """Return Python's own traceback from the user's first line on, as one string a line.
+def is_plain(error: BaseException) -> bool:
+    """Return whether Python's own traceback is shown in place of IPython's.
 
-    The notebook shows it only if no rank has the root of the failure.  IPython's takes a quarter of
-    a second, for it parses torch's files, and many ranks fail at once as a consequence of one.
+    IPython's takes a quarter of a second, for it parses torch's files, and many ranks fail at once
+    as a consequence of one.  It fails where a frame has no line, as between two instructions, where
+    an interrupt may come.
     """
+    frames = (each for link in chain_of(error) for each in traceback.walk_tb(link.__traceback__))
+    return is_consequence(error) or any(line is None for _, line in frames)
+
+
+def plain_traceback(error: BaseException) -> list[str]:
+    """Return Python's own traceback from the user's first line on, as one string a line."""
     frames = users_part(error.__traceback__) or error.__traceback__
     return "".join(traceback.format_exception(type(error), error, frames)).splitlines()
 

@@ -24,9 +24,9 @@ from ddpnb.protocol.connections import (
     admit_no_more,
     as_socket,
     established,
-    num_bytes_moved,
     own_connections,
     own_listeners,
+    traffic_of,
 )
 from ddpnb.protocol.messages import RankState, StaleVariable
 from ddpnb.protocol.processes import atomic_write
@@ -261,11 +261,12 @@ class Group:
         if not self.peers:
             return 0
         store = self.master.port  # which waiting ranks poll
-        return sum(
-            num_bytes_moved(own.fd)
+        found = [
+            traffic_of(own.fd)
             for own in own_connections()
             if own.raddr.ip in self.peers and store not in (own.laddr.port, own.raddr.port)
-        )
+        ]
+        return sum(each.num_bytes_acked + each.num_bytes_received for each in found if each)
 
     def state(self) -> RankState:
         """Describe where this rank lives."""

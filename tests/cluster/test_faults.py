@@ -156,6 +156,24 @@ def test_an_interrupt_loses_no_message_at_whatever_moment_it_comes(cluster: Clus
     check_it_goes_on(cluster, [0, 1])
 
 
+WITHOUT_LINE = """def between(): {statement}
+between.__code__ = between.__code__.replace(co_linetable=b"\\xff" * 9)
+if rank: between()"""
+"""Fails at an instruction that belongs to no line, as an interrupt may come at one."""
+
+
+@pytest.mark.parametrize("name", ["ValueError", "KeyboardInterrupt"])
+def test_an_error_between_two_lines_is_shown_as_any_other(cluster: Cluster, name: str):
+    run(cluster, "kept = rank")
+    cell = run(cluster, WITHOUT_LINE.format(statement=f"raise {name}"))
+    assert not cell.lost  # IPython cannot format it
+    (failure,) = cell.failures.values()
+    assert (failure.name, failure.line) == (name, 3)
+    assert failure.traceback[-1] == name
+    assert not cell.printed
+    check_it_goes_on(cluster, [0, 1])
+
+
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Cluster]:
     with started(2) as cluster:

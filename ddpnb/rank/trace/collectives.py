@@ -4,30 +4,23 @@ The tensor of rank r holds 10 (r + 1) + 0, 1, 2 ..., so that each number shows w
 Bytes are those that the kernel has sent on this process's TCP connections, gloo's headers included.
 """
 
-import os
-import socket
 import statistics
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, final
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.protocol.connections import as_socket
+from ddpnb.protocol.connections import own_connections, traffic_of
 from ddpnb.protocol.trace import CHUNKED, Chunks, CollectiveShown, CollectiveSpec
 
 NUM_TIMED = 7
 """Calls of which the median is shown; one before is not timed."""
 SETTLE_SECONDS = 1.0
 """How long the last bytes of a call may be on their way."""
-TCP_INFO: Final = 11
-TCP_INFO_BYTES: Final = 192
-UNACKED_AT, ACKED_AT = 24, 120
-"""In Linux's ``struct tcp_info``: segments not yet acknowledged, and bytes that are."""
 NUMBER_BYTES = 4
 FEW_CELLS = 8
 """Numbers of a tensor that are shown."""
@@ -211,39 +204,11 @@ def bytes_sent() -> int | None:
     """
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
-        try:
-            found = [_sent_on(fd) for fd in _sockets()]
-        except (OSError, struct.error):  # not Linux
+        sockets = {each.inode: each.fd for each in own_connections()}
+        found = [each for fd in sockets.values() if (each := traffic_of(fd))]
+        if sockets and not found:
             return None
-        if all(unacked == 0 for _, unacked in found) or time.monotonic() > deadline:
-            return sum(acked for acked, _ in found)
+        arrived = all(each.num_segments_under_way == 0 for each in found)
+        if arrived or time.monotonic() > deadline:
+            return sum(each.num_bytes_acked for each in found)
         time.sleep(0.001)
-
-
-def _sockets() -> list[int]:
-    """Return one descriptor of each of this process's sockets."""
-    names: dict[str, int] = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:  # closed meanwhile
-            continue
-        if target.startswith("socket:"):
-            names.setdefault(target, int(name))
-    return list(names.values())
-
-
-def _sent_on(descriptor: int) -> tuple[int, int]:
-    """Return the bytes that a socket has sent, and its segments on their way."""
-    try:
-        copy = as_socket(descriptor)
-    except OSError:  # closed meanwhile
-        return 0, 0
-    with copy as each:
-        is_internet = each.family in (socket.AF_INET, socket.AF_INET6)
-        if not is_internet or each.type != socket.SOCK_STREAM:
-            return 0, 0
-        info = each.getsockopt(socket.IPPROTO_TCP, TCP_INFO, TCP_INFO_BYTES)
-    (unacked,) = struct.unpack_from("=I", info, UNACKED_AT)
-    (acked,) = struct.unpack_from("=Q", info, ACKED_AT)
-    return acked, unacked
