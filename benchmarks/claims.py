@@ -29,7 +29,7 @@ from ddpnb.reports.findings import sentence
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.session.comparison import prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
-from tests.cluster.rig import DIGITS, Cluster, started
+from tests.cluster.rig import DYNAMO, Cluster, started
 
 PAIR = ("ddp", "ddp:bucket_cap_mb=25")
 """One strategy under two names: 25 MB is the default."""
@@ -57,7 +57,7 @@ class Unseen:
 def measure(num: int = 100, seconds: float = 1.0, part: str = "", slow: str = SLOW) -> list[Figure]:
     figures = []
     with (
-        started(2, environment=DIGITS) as cluster,
+        started(2, environment=DYNAMO) as cluster,
         tempfile.TemporaryDirectory() as folder,
         contextlib.closing(Store(Path(folder))) as store,
     ):

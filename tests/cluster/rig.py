@@ -38,8 +38,6 @@ ENDLESS_SECONDS = 100.0
 
 DYNAMO = {"DDPNB_PRELOAD": "torch._dynamo"}
 """The fork server imports what each rank's first step or first DDP would import: over a second."""
-DIGITS = {"DDPNB_PRELOAD": "torch._dynamo ddpnb.rank.tasks.digits"}
-"""The same, and what the digits come with, which takes as long again."""
 
 
 def allow_mpi(patch: pytest.MonkeyPatch) -> None:

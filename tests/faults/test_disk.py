@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddpnb.history.store import FILE_NAME, Store
-from tests.cluster.rig import DIGITS
+from tests.cluster.rig import DYNAMO
 from tests.kernel.client import Kernel
 from tests.system_packages import find_program
 from tests.unit.history.test_store import WRITER
@@ -46,7 +46,7 @@ def on_tiny_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ker
     with tiny_disk(folder) as is_mounted:
         (folder / "data").mkdir()
         (folder / "notebooks").mkdir()
-        kernel = Kernel(folder, DIGITS)
+        kernel = Kernel(folder, DYNAMO)
         try:
             assert not kernel.run(BEGIN).error
             assert not kernel.run(COMPARE.format(name="before"), timeout=120).error

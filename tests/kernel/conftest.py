@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.rig import DIGITS
+from tests.cluster.rig import DYNAMO
 from tests.kernel.client import Kernel
 
 
@@ -44,9 +44,9 @@ from ddpnb.session.session import this_session
 cluster = this_session()._cluster
 if cluster is None or len(cluster.ranks) != 2 or cluster.living != cluster.ranks or cluster.lost:
     this_session().stop()
-    os.environ.update({DIGITS})
+    os.environ.update({DYNAMO})
     get_ipython().run_line_magic("ddp_start", "-n 2 --device cpu")
-    for name in {list(DIGITS)}:
+    for name in {list(DYNAMO)}:
         del os.environ[name]
     cluster = this_session()._cluster
 """

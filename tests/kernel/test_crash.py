@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from ddpnb.history.store import Store
-from tests.cluster.rig import DIGITS, wait_until_gone
+from tests.cluster.rig import DYNAMO, wait_until_gone
 from tests.kernel.client import Kernel
 
 LINE = "%ddp_compare ddp --task digits --epochs 100000"
@@ -32,7 +32,7 @@ def num_stored(project: Path) -> int:
 
 
 def test_a_run_is_readable_up_to_its_last_flush_after_a_sigkill(project: Path):
-    first = Kernel(project, DIGITS)
+    first = Kernel(project, DYNAMO)
     pid = int(first.run("import os\nprint(os.getpid())").stdout)
     first.run("%load_ext ddpnb\n%ddp_start -n 2 --device cpu")
     first.run(

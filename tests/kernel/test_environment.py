@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddpnb.cluster.cluster import Cluster
-from tests.cluster.rig import ALL_REDUCE, DIGITS, pull, run, started
+from tests.cluster.rig import ALL_REDUCE, DYNAMO, pull, run, started
 from tests.kernel.client import Kernel
 from tests.system_packages import find_program
 
@@ -39,7 +39,7 @@ def test_the_port_of_torchrun_may_be_taken(cluster: Cluster) -> None:
 
 ON_A_HOST = """
 import json, socket
-from tests.cluster.rig import ALL_REDUCE, DIGITS, pull, run, started
+from tests.cluster.rig import ALL_REDUCE, DYNAMO, pull, run, started
 try:
     found = socket.gethostbyname(socket.gethostname())
 except OSError:
@@ -76,7 +76,7 @@ TRAIN = "%ddp_compare ddp --task digits --epochs 1 --no-baseline --name {name}"
 
 
 def test_two_kernels_that_start_at_once_both_train(project: Path) -> None:
-    kernels = [Kernel(project, DIGITS), Kernel(project, DIGITS)]
+    kernels = [Kernel(project, DYNAMO), Kernel(project, DYNAMO)]
     try:
         for source in ("%load_ext ddpnb\n%ddp_start -n 2 --device cpu", TRAIN):
             requests = [

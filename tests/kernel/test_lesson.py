@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.cluster.rig import DIGITS
+from tests.cluster.rig import DYNAMO
 
 LESS = {
     "--epochs 42 --batch-size 128 --repeats 3": "--epochs 1 --batch-size 128 --repeats 2",
@@ -21,7 +21,7 @@ LESSON = Path(__file__).parents[2] / "notebooks" / "01_first_comparison.ipynb"
 def test_the_lesson_runs_in_nbclient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         monkeypatch.delenv(name)  # ipykernel hides what child processes print where it sees one
-    for name, value in DIGITS.items():
+    for name, value in DYNAMO.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "data").mkdir()
     (tmp_path / "notebooks").mkdir()
@@ -47,7 +47,7 @@ def test_the_lesson_runs_in_nbclient(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_lesson_on_a_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         monkeypatch.delenv(name)
-    for name, value in DIGITS.items():
+    for name, value in DYNAMO.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "data").mkdir()
     (tmp_path / "notebooks").mkdir()

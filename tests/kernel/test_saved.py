@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
-from tests.cluster.rig import DIGITS
+from tests.cluster.rig import DYNAMO
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 WIDTH_AT_LEAST = 800
@@ -40,7 +40,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("PYTEST_")]:
             patch.delenv(name)  # ipykernel hides what child processes print where it sees one
-        for name, value in DIGITS.items():
+        for name, value in DYNAMO.items():
             patch.setenv(name, value)
         _jupyter("execute", "--inplace", "--timeout=200", *map(str, paths.values()))
     _jupyter("nbconvert", "--to", "html", *map(str, paths.values()))

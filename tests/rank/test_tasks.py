@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 from torch import nn
 
 from ddpnb.protocol.errors import UserError
@@ -32,6 +34,15 @@ def scored(samples: Samples, **changes):
 
 def size_of(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_digits_are_those_of_scikit_learn():
+    task, known = load_task(spec_of("digits"), {}, ""), load_digits()
+    split = train_test_split(range(1797), test_size=0.2, random_state=0, stratify=known.target)
+    for samples, indexes in zip((task.train, task.held_out), split, strict=True):
+        images, targets = samples.fetch(torch.arange(len(samples)))
+        assert torch.equal(images[:, 0], torch.tensor(known.images[indexes] / 16).float())
+        assert torch.equal(targets, torch.tensor(known.target[indexes]))
 
 
 def test_text_is_read_from_the_standard_library_and_split_by_file():

@@ -15,9 +15,6 @@ def load_task(
 ) -> Task:
     """Return the task that a spec names, with its data loaded.
 
-    Built-in tasks are imported only here: scikit-learn alone takes a second, which every rank would
-    spend at its start.
-
     Args:
         spec: names the task, or holds the cell that defines it.
         namespace: the user's variables on this rank, visible to the cell.
