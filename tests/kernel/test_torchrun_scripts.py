@@ -16,7 +16,6 @@ CELL = """%%ddp_compare {line} --no-baseline --seed 3 --name {name}
 import os, signal
 import torch
 from pathlib import Path
-from sklearn.datasets import load_digits
 from torch import nn
 
 def model():
@@ -25,9 +24,9 @@ def model():
     )
 
 def data(split):
-    images, labels = load_digits(return_X_y=True)
+    inputs = torch.randn(300, 64, generator=torch.Generator().manual_seed(4))
     few = slice(0, 205) if split == "train" else slice(205, 300)
-    return torch.tensor(images[few] / 16).float(), torch.tensor(labels[few])
+    return inputs[few], inputs[few, :10].argmax(dim=1)
 
 calls = 0
 

@@ -20,7 +20,7 @@ DIGIT_WIDTH, GAP_WIDTH = 0.66, 1.0
 """Width of a digit, and least space between two numbers, as shares of their height."""
 
 LEAST_SHARE = 0.02
-"""The share of a run from which on its duration is estimated."""
+"""The share of a run from which on its duration is estimated, and all of it has a place."""
 
 SLACK = 1.1
 """The length of an axis over the estimated duration at first, because rates vary."""
@@ -124,12 +124,17 @@ def round_up(value: float) -> float:
     return next((step * unit for step in ROUND if step * unit >= value * (1 - 1e-9)), 10 * unit)
 
 
-def planned_samples(comparison: Comparison) -> int:
-    """Return how many samples the longest run will have seen, or has, if all are over."""
+def planned_samples(comparison: Comparison) -> float:
+    """Return the end of an axis of samples: those of the longest run, as planned while it trains.
+
+    Of a plan that has only just begun, so much is shown as there is to see.
+    """
     known = [(run, run.header) for run in comparison.runs if run.header is not None]
-    if any(run.is_running for run, _ in known):
-        return max(header.num_samples_before + header.num_samples for _, header in known)
-    return max((run.num_samples_before + run.aggregate.num_samples for run, _ in known), default=0)
+    seen = max((run.num_samples_before + run.aggregate.num_samples for run, _ in known), default=0)
+    if not any(run.is_running for run, _ in known):
+        return seen
+    planned = max(header.num_samples_before + header.num_samples for _, header in known)
+    return planned if seen >= LEAST_SHARE * planned else round_up(SLACK * seen)
 
 
 def planned_seconds(comparison: Comparison, shown: float) -> float:

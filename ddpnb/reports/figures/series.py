@@ -121,19 +121,21 @@ class Preparer:
 
 
 def _prepared(run: RunSnapshot, y: str) -> PreparedRun:
-    rate = _throughput(run.aggregate.curve, run.header.num_samples if run.header else 0)
+    planned = run.header.num_samples if run.header and run.is_running else 0
+    rate = _throughput(run.aggregate.curve, planned)
     curve = run.metric_curves.get(y, Curve()) if y else run.aggregate.curve
     return PreparedRun(curve, curve.samples + run.num_samples_before, smoothed(curve), rate)
 
 
 def _throughput(curve: Curve, planned: float) -> tuple[Floats, Floats]:
-    """Return the throughput, over a window that depends on the planned duration of the run.
+    """Return the throughput, over a window that depends on the run's duration, or the planned one.
 
-    The window spans several updates, as two workers can update at almost the same time.
+    It is at most a third of what has passed, so that a long run has a curve from its beginning.  It
+    spans several updates, as two workers can update at almost the same time.
     """
     if len(curve) == 0 or curve.samples[-1] == 0:
         return np.empty(0), np.empty(0)
-    seconds = float(curve.seconds[-1]) * max(planned / float(curve.samples[-1]), 1.0)
+    seconds = float(curve.seconds[-1]) * min(max(planned / float(curve.samples[-1]), 1.0), 4.0)
     gap = float(curve.seconds[-1]) / curve.num_updates
     return throughput(curve, max(window_for(seconds), window_for(12 * UPDATES_IN_WINDOW * gap)))
 

@@ -25,6 +25,12 @@ def test_an_axis_reaches_to_the_end_that_is_foreseen():
     assert 20 <= end <= 30
 
 
+def test_the_beginning_of_a_long_training_fills_its_axes():
+    begun = trained(3)
+    assert 3 * BATCH_SIZE < planned_samples(begun) <= 4 * BATCH_SIZE
+    assert 0.3 < planned_seconds(begun, 0.0) <= 0.4
+
+
 @pytest.mark.parametrize("num_steps", range(20, NUM_STEPS, 20))
 def test_it_stays_where_it_is_while_the_rate_does(num_steps: int):
     shown = planned_seconds(trained(20), 0.0)

@@ -171,6 +171,19 @@ def test_a_loop_without_samples_is_drawn_against_time_alone():
     assert LiveFigure(compared(run)).png()
 
 
+def test_a_long_training_has_a_curve_of_its_rate_from_its_beginning_and_when_stopped():
+    run = run_of(spec("single"), created=1.0)
+    steps = [step(i, (i + 1) * 0.1, samples=32) for i in range(60)]
+    run.add(batch(run.run_id, steps, header=header(spec("single"), 1_000_000)))
+    (begun,) = series_of(compared(run))
+    assert begun.throughput.x[0] <= 2.1
+    run.end(Status.STOPPED)
+    (stopped,) = series_of(compared(run))
+    for each in (begun, stopped):
+        assert len(each.throughput.x) > 100
+        np.testing.assert_allclose(each.throughput.y, 320)
+
+
 def test_one_step_and_negative_losses_can_be_drawn():
     run = run_of(spec("single"), created=1.0)
     run.add(batch(run.run_id, [step(0, 0.5, -3.0)], header=header(spec("single"), 1)))
