@@ -138,9 +138,10 @@ def _column_notes(summaries: Sequence[StrategySummary], shown: Sequence[str]) ->
             "and the strategy over no-comm"
         )
     if quicker := [s.name for s in summaries if _outran_ceiling(s)]:
+        remedy = "more repeats even out" if "repeats" in overs else "--repeats 3 evens out"
         found.append(
             f"no-comm was measured slower than {listed(quicker)}, whose efficiency is not parted: "
-            "the machine may have been busier then, which --repeats 3 evens out"
+            f"the machine may have been busier then, which {remedy}"
         )
     if any(s.is_emulated for s in summaries):
         found.append(

@@ -480,6 +480,7 @@ def test_a_ceiling_that_other_programs_have_slowed_parts_nothing(monkeypatch):
     assert not ddp.quiet
     assert all("×" in each.quiet for each in (dp, async_))  # threads, and uneven shares
     assert "no-comm was measured slower than ddp, whose efficiency is not parted" in table.text()
+    assert "then, which --repeats 3 evens out" in table.text()
 
 
 def test_hidden_communication_on_a_cpu_is_said_to_take_time():
