@@ -10,7 +10,7 @@ import time
 import traceback
 import warnings
 from bdb import BdbQuit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -242,14 +242,16 @@ def release_frames(error: BaseException) -> None:
             len(frame.f_locals)  # reading it renews Python 3.11's copy, which is then empty
 
 
-def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, what it was raised from or while handling, and so on, each once."""
-    seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        yield each
-        each = each.__cause__ or each.__context__
+def chain_of(error: BaseException) -> Collection[BaseException]:
+    """Return an error, what it was raised from and while handling, and so on, each once."""
+    found: dict[int, BaseException] = {}
+    to_follow: list[BaseException | None] = [error]
+    while to_follow:
+        each = to_follow.pop()
+        if each is not None and id(each) not in found:
+            found[id(each)] = each
+            to_follow += [each.__cause__, each.__context__]
+    return found.values()
 
 
 def failure_of(error: BaseException, engine: RankEngine) -> Failure:

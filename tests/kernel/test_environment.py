@@ -39,7 +39,7 @@ def test_the_port_of_torchrun_may_be_taken(cluster: Cluster) -> None:
 
 ON_A_HOST = """
 import json, socket
-from tests.cluster.rig import ALL_REDUCE, DYNAMO, pull, run, started
+from tests.cluster.rig import ALL_REDUCE, pull, run, started
 try:
     found = socket.gethostbyname(socket.gethostname())
 except OSError:

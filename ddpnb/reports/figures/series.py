@@ -135,8 +135,9 @@ def _throughput(curve: Curve, planned: float) -> tuple[Floats, Floats]:
     """
     if len(curve) == 0 or curve.samples[-1] == 0:
         return np.empty(0), np.empty(0)
-    seconds = float(curve.seconds[-1]) * min(max(planned / float(curve.samples[-1]), 1.0), 4.0)
-    gap = float(curve.seconds[-1]) / curve.num_updates
+    passed = float(curve.seconds[-1])
+    seconds = passed * min(max(planned / float(curve.samples[-1]), 1.0), 4.0)  # window: a twelfth
+    gap = passed / curve.num_updates
     return throughput(curve, max(window_for(seconds), window_for(12 * UPDATES_IN_WINDOW * gap)))
 
 
