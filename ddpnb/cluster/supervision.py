@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
+from IPython.core.getipython import get_ipython
+
 from ddpnb.cluster.call import Call, CallEvent, Lost, Returned, Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import HangDetector, StopDetector
@@ -26,7 +28,7 @@ MAX_ABORTS = 5
 END_TIMEOUT_SECONDS = 10.0
 """How long a call with killed ranks may take to end."""
 OBEYED_SECONDS = 30.0
-"""If a noted interrupt has had no effect for so long, the next one is raised at once."""
+"""If a noted interrupt has had no effect for so long, the next one is raised at once, anywhere."""
 IMPATIENCE_SECONDS = 1.0
 """How long further interrupts are ignored once an interrupted call has ended."""
 
@@ -258,7 +260,7 @@ class _SigintHandler:
 
     An interrupt that is raised wherever the kernel happens to be could end a message halfway.  A
     second one, sent in impatience, could hit IPython while it shows the error, or ipykernel while
-    it replies.  The client would then wait without end.
+    it replies, and the client would wait without end: it is raised in a cell's code only.
     """
 
     is_supervising = False
@@ -270,8 +272,16 @@ class _SigintHandler:
         if self.is_supervising and not self.is_interrupted:
             self.is_interrupted = True
             self.raises_from = time.monotonic() + OBEYED_SECONDS
-        elif time.monotonic() >= self.raises_from:
+        elif time.monotonic() >= self.raises_from + (0 if in_cell(frame) else OBEYED_SECONDS):
             signal.default_int_handler(number, frame)
+
+
+def in_cell(frame: FrameType | None) -> bool:
+    """Return whether a cell's code has led to a frame; outside of IPython every frame counts."""
+    shell = get_ipython()
+    while shell is not None and frame is not None and frame.f_globals is not shell.user_ns:
+        frame = frame.f_back
+    return frame is not None
 
 
 _handler = _SigintHandler()

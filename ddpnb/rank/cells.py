@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import IPython
 import torch
-from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
+from IPython.core.interactiveshell import ExecutionInfo
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellReport, CellSpec, Failure
@@ -49,6 +49,9 @@ FINGERPRINT = re.compile(
 CALLS = {"ALLREDUCE": "all_reduce", "ALLGATHER": "all_gather", "ALLTOALL": "all_to_all"}
 """Calls that torch spells differently in that description."""
 
+RENDERS_ITSELF = "_render_traceback_"
+"""The attribute of an exception by which IPython shows it."""
+
 NOT_THE_USERS = (str(Path(__file__).parents[1]), IPython.__path__[0])
 """Folders of the code between the engine and the user's code."""
 
@@ -68,10 +71,11 @@ def run_cell(spec: CellSpec, engine: RankEngine) -> CellReport:
     adopted = engine.adopted_group.during(is_script=spec.script is not None)
     with publishing as publisher, traced(spec, engine) as recorder, adopted:
         engine.publisher = publisher
-        error = run_source(spec, engine)
-    failure = None if error is None else failure_of(error, engine)
-    if isinstance(error, KeyboardInterrupt) or (error and is_consequence(error)):
-        release_frames(error)
+        errors = run_source(spec, engine)
+    failure = failure_of(errors[0], engine) if errors else None
+    if errors and (isinstance(errors[0], KeyboardInterrupt) or is_consequence(errors[0])):
+        for error in errors:
+            release_frames(error)
     return CellReport(
         rank=engine.group.rank,
         failure=failure,
@@ -125,24 +129,23 @@ def undisturbed() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def run_source(spec: CellSpec, engine: RankEngine) -> BaseException | None:
-    """Run a cell's source; return the error that it failed with, if it did."""
-    shell = engine.shell
-    shell.execution_count = spec.execution_count
+def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
+    """Run a cell's source; return the errors of it, first the one that it failed with."""
+    engine.shell.execution_count = spec.execution_count
     warn_again()
     try:
-        with errors_shown_by(shell) as shown, questions(spec, engine.group.rank, engine.answers):
+        with errors_shown_by(engine) as shown, questions(spec, engine.group.rank, engine.answers):
             error = execute(spec, engine)
         engine.sending.settle(DRAIN_SECONDS)
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
-        for error in shown:
-            release_frames(error)
-        return interrupt
-    if isinstance(error, KeyboardInterrupt):  # at an ``await``, IPython first shows what it cancels
-        return error
-    if is_success(error):
-        error = None
-    return next(iter(shown), error) or aborted(engine)
+        error = interrupt
+    ended_with = [] if error is None or is_success(error) else [error]
+    errors = [*shown, *ended_with] or aborted(engine)
+    if isinstance(error, KeyboardInterrupt):
+        # An interrupt ends the cell; another may come while IPython remembers the first, and at an
+        # ``await`` IPython shows before it what it cancels.
+        errors.sort(key=lambda each: not isinstance(each, KeyboardInterrupt))
+    return errors
 
 
 def execute(spec: CellSpec, engine: RankEngine) -> BaseException | None:
@@ -192,9 +195,14 @@ def warn_again() -> None:
 
 
 @contextlib.contextmanager
-def errors_shown_by(shell: InteractiveShell) -> Iterator[list[BaseException]]:
-    """Collect the errors that IPython shows, even if it does not raise them, as in ``%run``."""
+def errors_shown_by(engine: RankEngine) -> Iterator[list[BaseException]]:
+    """Collect the errors that IPython shows, even if it does not raise them, as in ``%run``.
+
+    Each traceback is formatted once, for what IPython shows and keeps and for the notebook: a file
+    of torch takes it a quarter of a second, and all ranks may fail at once.
+    """
     shown: list[BaseException] = []
+    shell = engine.shell
     show = shell.showtraceback
 
     def record(exc_tuple: Any = None, *args: Any, **options: Any) -> None:
@@ -203,17 +211,18 @@ def errors_shown_by(shell: InteractiveShell) -> Iterator[list[BaseException]]:
             return
         if error is not None:  # else %tb shows an earlier error again
             shown.append(error)
-            if is_plain(error):
-                setattr(error, "_render_traceback_", lambda: plain_traceback(error))  # noqa: B010
         with undisturbed():
+            if error is not None:
+                lines = traceback_of(error, engine)
+                BaseException.__setattr__(error, RENDERS_ITSELF, lambda: lines)
             show(exc_tuple, *args, **options)
 
-    shell.showtraceback = record  # type: ignore[method-assign]
+    shell.showtraceback = record
     try:
         yield shown
     finally:
         if shell.showtraceback is record:  # else the cell has replaced it
-            shell.showtraceback = show  # type: ignore[method-assign]
+            shell.showtraceback = show
 
 
 def is_success(error: BaseException | None) -> bool:
@@ -221,14 +230,14 @@ def is_success(error: BaseException | None) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
-def aborted(engine: RankEngine) -> BaseException | None:
+def aborted(engine: RankEngine) -> list[BaseException]:
     """Return an error if the cell saw meaningless tensors: a collective of it was aborted."""
     if engine.group.can_abort or engine.group.cancellation.has_lost_result:
         try:
             engine.group.cancellation.check()
         except RuntimeError as error:
-            return error
-    return None
+            return [error]
+    return []
 
 
 def release_frames(error: BaseException) -> None:
@@ -258,11 +267,12 @@ def failure_of(error: BaseException, engine: RankEngine) -> Failure:
     """Describe an exception that has just been caught, for the notebook."""
     if is_consequence(error):
         engine.group.leave_unread()
+    formatted = vars(error).pop(RENDERS_ITSELF, None)
     return Failure(
         rank=engine.group.rank,
         name=type(error).__name__,
         text=text_of(error),
-        traceback=tuple(traceback_of(error, engine)),
+        traceback=tuple(formatted() if formatted else traceback_of(error, engine)),
         failed_at=time.time(),
         line=line_of(error, engine),
         is_consequence=is_consequence(error),
@@ -288,12 +298,20 @@ def text_of(error: BaseException) -> str:
     """Return an exception's message; one short sentence if calls of ranks do not match."""
     if isinstance(error, BdbQuit):
         return "the debugger was left with quit, which ends the cell; continue goes on with it"
-    text = str(error.msg if isinstance(error, SyntaxError) else error)
+    text = said_by(error.msg if isinstance(error, SyntaxError) else error)
     ranks = FINGERPRINT.findall(text)
     if len(ranks) < 2:
         return text
     calls = [f"rank {rank} calls {_call(*call)}" for rank, *call in ranks]
     return f"the calls of the ranks do not match: {', but '.join(calls)}"
+
+
+def said_by(error: object) -> str:
+    """Return an exception as text, in Python's words where its own code for that fails."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  the user's code
+        return "<exception str() failed>"
 
 
 def _call(name: str, shape: str, dtype: str) -> str:
@@ -324,12 +342,13 @@ def traceback_of(error: BaseException, engine: RankEngine) -> list[str]:
 def is_plain(error: BaseException) -> bool:
     """Return whether Python's own traceback is shown in place of IPython's.
 
-    IPython's takes a quarter of a second, for it parses torch's files, and many ranks fail at once
-    as a consequence of one.  It fails where a frame has no line, as between two instructions, where
-    an interrupt may come.
+    IPython's takes long, and many ranks fail at once by an interrupt or as a consequence of one
+    rank.  It fails where a frame has no line, as between two instructions.
     """
+    if isinstance(error, KeyboardInterrupt) or is_consequence(error):
+        return True
     frames = (each for link in chain_of(error) for each in traceback.walk_tb(link.__traceback__))
-    return is_consequence(error) or any(line is None for _, line in frames)
+    return any(line is None for _, line in frames)
 
 
 def plain_traceback(error: BaseException) -> list[str]:
@@ -365,4 +384,4 @@ def is_consequence(error: BaseException) -> bool:
     """Return whether an exception only reports that another rank has gone or failed."""
     if isinstance(error, RankLostError | RunCancelledError):
         return True
-    return isinstance(error, RuntimeError) and CLOSED_CONNECTION.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and CLOSED_CONNECTION.search(said_by(error)) is not None

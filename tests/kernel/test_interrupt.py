@@ -34,7 +34,7 @@ def interrupted(kernel: Kernel, source: str, *, shown: str) -> Cell:
 
 def check_it_goes_on(kernel: Kernel) -> None:
     cell = kernel.run("%%ddp\ntotal = torch.ones(1)\ndist.all_reduce(total)\nkept, total.item()")
-    assert cell.by_rank == {0: ["(10, 2.0)"], 1: ["(11, 2.0)"]}
+    assert cell.by_rank == {0: ["(10, 2.0)"], 1: ["(11, 2.0)"]}, cell.text
     assert cell.seconds < 15
 
 
@@ -83,9 +83,19 @@ def test_an_interrupt_ends_the_workers_of_a_data_loader(kernel: Kernel):
     assert not alive
 
 
+BUSY = """
+import time
+def reply(parent, metadata, content):
+    time.sleep(2)
+    return metadata
+"""
+
+
 def test_an_impatient_user_loses_nothing(kernel: Kernel):
     """Interrupts arrive also while the error is shown, and while the reply is sent."""
     kernel.run(PREPARE)
+    (kernel.folder / "busy.py").write_text(BUSY)  # a machine on which the reply takes 2 s
+    kernel.run("import busy\nget_ipython().kernel.finish_metadata = busy.reply")
     request = kernel.begin(f"%%ddp\nprint('begun')\n{COLLECTIVE}")
     kernel.wait_for_text(request, "begun")
     has_replied = threading.Event()
@@ -102,6 +112,7 @@ def test_an_impatient_user_loses_nothing(kernel: Kernel):
         finally:
             has_replied.set()
     assert cell.error == "KeyboardInterrupt"
+    kernel.run("del get_ipython().kernel.finish_metadata")
     check_it_goes_on(kernel)
 
 
@@ -134,6 +145,34 @@ def test_an_interrupt_while_an_error_is_shown_leaves_it_whole(kernel: Kernel):
     cell = kernel.wait(request)
     assert cell.error in ("KeyboardInterrupt", "RankError")
     assert "Unexpected exception" not in cell.text + cell.error_text
+    check_it_goes_on(kernel)
+
+
+HELD = """%%ddp
+import weakref
+class Loader: pass
+class Slow(KeyboardInterrupt):
+    def __str__(self):
+        print("formatting", flush=True)
+        time.sleep(1)
+        return "slow"
+def train():
+    loader = Loader()
+    globals()["ended"] = weakref.ref(loader)
+    raise Slow
+train()"""
+
+
+def test_a_second_interrupt_hides_neither_the_first_nor_what_it_held(kernel: Kernel):
+    """It comes while IPython, which has shown the first, formats it again for its history."""
+    kernel.run(PREPARE)
+    request = kernel.begin(HELD)
+    kernel.wait_for_text(request, "formatting")
+    kernel.interrupt()
+    cell = kernel.wait(request)
+    assert cell.error == "KeyboardInterrupt"
+    assert "(ranks 0-1 had failed: Slow)" in cell.error_text
+    assert kernel.run("%%ddp\nprint(ended())").by_rank == {0: ["None"], 1: ["None"]}
     check_it_goes_on(kernel)
 
 
