@@ -1,6 +1,6 @@
 import weakref
 
-from ddpnb.rank.cells import release_frames
+from ddpnb.rank.cells import release_frames, text_of
 
 
 class Loader:
@@ -24,3 +24,12 @@ def test_frames_are_released_whatever_an_error_was_raised_from():
         release_frames(error)
         (loader,) = held
         assert loader() is None
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_error_that_cannot_say_anything_is_still_told():
+    assert text_of(Mute()) == "<exception str() failed>"
