@@ -80,6 +80,8 @@ class Cluster(Engines):
         """How calls are supervised; may be replaced at any time, as tests do."""
         self.began = time.time()
         self._group = GroupState()
+        self.without_group = ""
+        """A sentence on why no process group could be formed, if the last attempt had to fail."""
         self._is_detached = False
         self._save_lock = threading.Lock()
 
@@ -166,28 +168,49 @@ class Cluster(Engines):
     def ensure_group(self, *, is_checked: bool = False) -> dict[StaleVariable, list[int]]:
         """Form a new process group if the old one was aborted, or is of another kind.
 
-        While a rank is dead no group is formed; the others go on without one.
+        While a rank is dead, or hosts do not reach each other, no group is formed; the ranks go on
+        without one.
 
         Args:
             is_checked: whether torch compares the ranks' collectives at each call.
 
         Returns:
             The variables that still refer to the old group, each with its ranks.
+
+        Raises:
+            UserError: the ranks could have formed one, and did not.
         """
+        self.without_group = ""
         is_fit = not self._group.is_aborted and self._group.is_checked == is_checked
         if is_fit or self.living != self.ranks:
+            return {}
+        if links := self.processes.unreachable():
+            self.without_group = (
+                f"There is no process group, for {links}; the first cell after that is mended "
+                "forms one. Variables are kept."
+            )
             return {}
         self._begin_generation()
         call = self.submit(OnRank("form_group"), self.generation, is_checked, ranks=self.ranks)
         try:
             with self._freeing(call):
                 stale = call.results()
-        except RuntimeError:
+        except (RuntimeError, TimeoutError) as error:
             if self.living != self.ranks:  # as if one had been dead before
                 return {}
-            raise
+            raise UserError(
+                f"The ranks formed no process group: {error}. The next cell tries again; "
+                "%ddp_restart begins anew."
+            ) from error
         self._note_formed(is_checked=is_checked)
         return _ranks_of(dict(zip(self.ranks, stale, strict=True)))
+
+    def require_group(self) -> dict[StaleVariable, list[int]]:
+        """Form a group like ``ensure_group``; a UserError says where hosts lack each other."""
+        stale = self.ensure_group()
+        if self.without_group:
+            raise UserError(self.without_group)
+        return stale
 
     def bring_back(self, ranks: Sequence[int]) -> dict[StaleVariable, list[int]]:
         """Start ranks anew in a new process group; the others keep their variables.

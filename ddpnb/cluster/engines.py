@@ -123,9 +123,11 @@ class Engines:
             raise UserError(f"The cluster is gone: {lost}. Start anew with %ddp_restart.")
         for rank in ranks:
             if (exit_ := self.exits.get(rank)) is not None:
+                what = "it" if len(self.dead) == 1 else "all dead ranks"
                 raise UserError(
-                    f"Rank {rank} {describe_exit(exit_)}: %ddp_restart --ranks {rank} brings it "
-                    "back, the other ranks keep their variables."
+                    f"Rank {rank} {describe_exit(exit_)}: %ddp_restart --ranks "
+                    f"{format_ranks(self.dead)} brings {what} back, the other ranks keep their "
+                    "variables."
                 )
 
     def interrupt(self, ranks: Sequence[int]) -> None:

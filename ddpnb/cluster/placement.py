@@ -138,8 +138,8 @@ def parse_hosts(text: str) -> tuple[tuple[str, int | None], ...]:
         match = _HOST.fullmatch(part)
         if match is None or not 1 <= int(match[2] or 1) <= MAX_RANKS:
             raise UserError(
-                f"Write --hosts as a:4,b:4, names that ssh knows and a number of ranks (1 to "
-                f"{MAX_RANKS}), not {part!r}; a user or a port goes into ~/.ssh/config."
+                "Write --hosts as a:4,b:4 without quotes and spaces, names that ssh knows and a "
+                f"number of ranks (1 to {MAX_RANKS}), not {part!r}; a port goes into ~/.ssh/config."
             )
         if match[1] in [name for name, _ in found]:
             raise UserError(f"--hosts names {match[1]} twice: add its ranks up.")
@@ -340,7 +340,8 @@ def torchrun_environment(placement: Placement, rank: int, master_port: int) -> d
         "TORCHELASTIC_RUN_ID": f"ddpnb-{master_port}",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        # Across hosts a store listens at MASTER_PORT, as the agent's does under torchrun.
+        "TORCHELASTIC_USE_AGENT_STORE": str(len(placement.hosts) > 1),
         "MASTER_ADDR": placement.hosts[0].address if placement.hosts else "127.0.0.1",
         "MASTER_PORT": str(master_port),
         "OMP_NUM_THREADS": str(placement.num_threads),

@@ -132,7 +132,8 @@ def connected(
 _REASONS = (
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "has another host key than in your known_hosts: {w}",
+        "has another host key than in your known_hosts: check the new key, then remove the old one "
+        "in the way that `ssh {h}` names.",
     ),
     ("Host key verification failed", "has a host key that ssh does not know: {w}"),
     ("host key is known for", "has a host key that ssh does not know: {w}"),

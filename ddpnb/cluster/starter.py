@@ -52,7 +52,10 @@ def own_address(interface: str, hosts: Sequence[str]) -> str:
         found = psutil.net_if_addrs().get(interface, [])
         if address := next((each.address for each in found if each.family == socket.AF_INET), ""):
             return address
-        raise UserError(f"This host has no interface {interface} with an IPv4 address.")
+        raise UserError(
+            f"This host has no interface {interface} with an IPv4 address; --interface names one "
+            "that this host and all others have."
+        )
     addresses = []
     for host in hosts:
         try:
@@ -61,8 +64,8 @@ def own_address(interface: str, hosts: Sequence[str]) -> str:
                 addresses.append(str(way.getsockname()[0]))
         except OSError as error:
             raise UserError(
-                f"Host {host} has no address that is known here ({error}): choose the network "
-                "between the hosts with --interface."
+                f"Host {host} has no address that is known here ({error}): give its address in "
+                "place of a name of ~/.ssh/config, or add it to /etc/hosts."
             ) from error
     return next((each for each in addresses if not each.startswith("127.")), addresses[0])
 

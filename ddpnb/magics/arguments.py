@@ -76,9 +76,12 @@ def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False)
     if unknown:
         word, known = unknown[0].partition("=")[0], options(magic)
         if not word.startswith("-"):
+            several = "are joined by commas, without spaces"
+            if "--slurm" in line:
+                several = 'stand in quotes, as --slurm "partition=main time=1:00:00"'
             raise UserError(
                 f"{name} has no use for {word}: options begin with dashes, and several values of "
-                f"one are joined by commas, without spaces; %{name}? explains it."
+                f"one {several}; %{name}? explains it."
             )
         near = closest(word, known)
         advice = f"did you mean {near}?" if near else f"its options are: {', '.join(known)}."

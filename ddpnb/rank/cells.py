@@ -132,6 +132,8 @@ def undisturbed() -> Iterator[None]:
 def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
     """Run a cell's source; return the errors of it, first the one that it failed with."""
     engine.shell.execution_count = spec.execution_count
+    engine.group.cancellation.has_lost_result = False
+    was_aborted = engine.group.cancellation.is_aborted
     warn_again()
     try:
         with errors_shown_by(engine) as shown, questions(spec, engine.group.rank, engine.answers):
@@ -140,7 +142,7 @@ def run_source(spec: CellSpec, engine: RankEngine) -> list[BaseException]:
     except KeyboardInterrupt as interrupt:  # it came just after the cell had ended
         error = interrupt
     ended_with = [] if error is None or is_success(error) else [error]
-    errors = [*shown, *ended_with] or aborted(engine)
+    errors = [*shown, *ended_with] or aborted(engine, was_aborted=was_aborted)
     if isinstance(error, KeyboardInterrupt):
         # An interrupt ends the cell; another may come while IPython remembers the first, and at an
         # ``await`` IPython shows before it what it cancels.
@@ -230,11 +232,15 @@ def is_success(error: BaseException | None) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
-def aborted(engine: RankEngine) -> list[BaseException]:
-    """Return an error if the cell saw meaningless tensors: a collective of it was aborted."""
-    if engine.group.can_abort or engine.group.cancellation.has_lost_result:
+def aborted(engine: RankEngine, *, was_aborted: bool) -> list[BaseException]:
+    """Return an error if the cell saw meaningless tensors: a collective of it was aborted.
+
+    ``was_aborted``: whether the group was before the cell, whose own calls then all raise.
+    """
+    token, can_abort = engine.group.cancellation, engine.group.can_abort
+    if token.has_lost_result or (can_abort and not was_aborted):
         try:
-            engine.group.cancellation.check()
+            token.check()
         except RuntimeError as error:
             return [error]
     return []

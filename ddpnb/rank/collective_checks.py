@@ -150,6 +150,8 @@ class CollectiveChecker:
             root = _root_of(collective, arguments)
             if root is None:  # not called as torch.distributed does: the kernel compares it
                 return original(group, *arguments, **options)
+            if self.token is not None:
+                self.token.check_usable()
             make = original, group, *arguments
             with torch_internals.below_autograd():
                 work = self._compare_and_make(group, collective, arguments, root, *make, **options)

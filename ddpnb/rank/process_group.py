@@ -34,6 +34,8 @@ from ddpnb.rank.collective_checks import CollectiveChecker
 from ddpnb.rank.comm.rendezvous import CancellationToken
 
 JOIN_TIMEOUT = timedelta(seconds=60)
+RETURN_TIMEOUT = timedelta(seconds=20)
+"""How long a rank tries to connect to the store again, which the kernel waits for."""
 MEET_SECONDS_PER_RANK = 0.001
 """How long a rank sleeps, for each rank there is, until it looks again whether all have come."""
 """How long the ranks wait for each other when they form a group."""
@@ -175,8 +177,9 @@ class Group:
         if self.rank == 0 and self.server is None:
             self.server = store_server(*self.master)
         # A connection of its own for each generation: an abort ends it with all others.
+        timeout = RETURN_TIMEOUT if generation else JOIN_TIMEOUT
         store = dist.TCPStore(
-            *self.master, is_master=False, wait_for_workers=False, timeout=JOIN_TIMEOUT
+            *self.master, is_master=False, wait_for_workers=False, timeout=timeout
         )
         return dist.PrefixStore(f"group-{generation}", store)
 

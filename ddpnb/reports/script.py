@@ -129,6 +129,8 @@ def write_script(
     """
     spec = _spec_of(comparison, strategy)
     notes = list(_notes(comparison, spec))
+    if path.exists():
+        notes.insert(0, f"The {path} that was there is replaced.")
     path.write_text(script(comparison, path.name, strategy), encoding="utf-8")
     lines = [f"trains with {EXPORTED[parse_strategy(spec.strategy).name]}.", *notes]
     if sbatch:
@@ -157,7 +159,9 @@ def write_script(
 def commands(comparison: Comparison, file: str) -> str:
     """Return the lines that run the script, with a heading each."""
     num, name = num_ranks_of(comparison), _id_of(comparison)
-    of_each = num // 2 if num % 2 == 0 else num
+    of_other = max(1, num // 2)
+    of_host = max(1, num - of_other)
+    uneven = f" (--nproc-per-node {of_other} on the other)" if of_other != of_host else ""
     quoted = shlex.quote(file)
     again = "--max-restarts 3"
     meeting = f"--rdzv-id {name} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
@@ -166,9 +170,9 @@ On one machine:
     torchrun --standalone --nproc-per-node {num} {quoted}
 The same; workers that fail are started again, and all go on from the last checkpoint:
     torchrun --standalone {again} --nproc-per-node {num} {quoted}
-On each of two machines, of which HOST is one; --checkpoint in a folder that both see:
+On each of two machines, of which HOST is one{uneven}; --checkpoint in a folder that both see:
     export {FRESH_STORE}  # or workers started again find old addresses
-    torchrun --nnodes 2 {again} --nproc-per-node {of_each} {meeting} {quoted}
+    torchrun --nnodes 2 {again} --nproc-per-node {of_host} {meeting} {quoted}
 Where a machine's own name does not lead to its address (often to 127.0.1.1), also name on each
 the interface, and after torchrun --local-addr ADDRESS, on HOST --rdzv-conf is_host=1 too:
     export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0

@@ -118,6 +118,8 @@ class RunningCell(SupervisedCall):
         self._output = CellOutput(ranks, self._appear)
         self._started = time.strftime("%H:%M:%S")
         warn_stale(cluster.ensure_group(is_checked=is_checked))
+        if cluster.without_group:
+            print(cluster.without_group, file=sys.stderr)
         self._watch = Watch(
             cluster=cluster,
             call=cluster.submit(OnRank("run_cell"), spec, ranks=ranks),

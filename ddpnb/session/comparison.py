@@ -112,7 +112,7 @@ class Training:
         return True
 
     def _train(self, spec: RunSpec) -> None:
-        warn_stale(self.cluster.ensure_group())
+        warn_stale(self.cluster.require_group())
         self.recorder.begin(spec.run_id, spec.strategy, spec)
         recovery = RankRecovery(
             cluster=self.cluster,
@@ -228,7 +228,7 @@ def prepare(
         placed = tuple(each for each in placed if not each.is_ceiling)
     own_id = new_id()
     specs = tuple(replace(each, comparison=own_id) for each in placed)
-    warn_stale(cluster.ensure_group())
+    warn_stale(cluster.require_group())
     shown = shown_by or live(spec.options).announced()
     by_strategy = {run_spec.strategy: run_spec for run_spec in specs}
     printed = PrintedLines()

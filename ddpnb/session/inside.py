@@ -107,7 +107,7 @@ def collective_spec(
 
 def run_collective(cluster: Cluster, spec: CollectiveSpec) -> CollectiveResult:
     """Run a collective on the ranks; return what each of them had, sent and measured."""
-    cluster.ensure_group()
+    cluster.require_group()
     call = cluster.submit(OnRank("show_collective"), spec, ranks=cluster.ranks)
     try:
         found = answers(cluster, call)
@@ -132,7 +132,7 @@ def measure_links(cluster: Cluster) -> LinkMatrix:
     """Measure latency and bandwidth between ranks; raises a UserError where that fails."""
     if len(cluster.ranks) < 2:
         raise UserError("There is one rank only, and nothing to measure between ranks.")
-    cluster.ensure_group()
+    cluster.require_group()
     ranks = measured_ranks([state.host for state in cluster.states])
     began = time.monotonic()
     call = cluster.submit(OnRank("measure_links"), ranks, ranks=cluster.ranks)

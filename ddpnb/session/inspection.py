@@ -322,7 +322,7 @@ def find(cluster: Cluster, spec: InspectSpec) -> dict[int, Found]:
     """
     if len(cluster.ranks) == 1:
         raise UserError(ONE_RANK)
-    warn_stale(cluster.ensure_group())
+    warn_stale(cluster.require_group())
     returned = ask(cluster, OnRank("find_inspected"), spec)
     found = {rank: each for rank, each in sorted(returned.items()) if isinstance(each, Found)}
     shapes = {rank: [(p.name, p.shape) for p in each.parameters] for rank, each in found.items()}

@@ -17,7 +17,7 @@ from ddpnb.history.recorder import Recorder, new_id
 from ddpnb.history.store import Store, runs_folder
 from ddpnb.protocol.errors import UserError, one_of
 from ddpnb.protocol.messages import CellSpec, Failure, OnRank, Script
-from ddpnb.protocol.notation import format_ranks, parse_ranks
+from ddpnb.protocol.notation import format_ranks, parse_ranks, spoken_ranks
 from ddpnb.protocol.processes import working_folder
 from ddpnb.protocol.training_options import TrainingSpec
 from ddpnb.reports.inside.advice import AdviceResult
@@ -334,7 +334,7 @@ class Session:
         if dead := set(cluster.dead) - set(chosen):
             both = format_ranks(dead | set(chosen))
             raise UserError(f"Rank {format_ranks(dead)} is dead too: use --ranks {both}.")
-        progress(f"rank {format_ranks(chosen)} joins the group")
+        progress(f"{spoken_ranks(chosen)} to join the group")
         warn_stale(cluster.bring_back(chosen))
         return ranks_table(cluster.states)
 

@@ -437,6 +437,17 @@ def test_a_rank_that_dies_is_replaced_and_its_log_is_here(cluster):
     assert pull(cluster, "kept", ranks=[0, 1, 3]) == [0, 1, 3]
 
 
+def test_torchs_rendezvous_leads_to_the_store_of_the_cluster(cluster):
+    ended = run(
+        cluster,
+        "store, _, size = next(torch.distributed.rendezvous('env://'))\n"
+        "store.set(f'here {rank}', '')\n"
+        "store.wait([f'here {each}' for each in range(size)])\n"
+        "print(size)",
+    )
+    assert ended.printed == dict.fromkeys(range(4), "4\n")
+
+
 def test_a_host_without_power_is_lost_and_the_others_are_freed(cluster, hosts, tmp_path):
     cell = reducing(cluster, tmp_path)
     with hosts.unplugged("b"):
@@ -455,7 +466,17 @@ def test_hosts_that_lose_each_other_are_named(cluster, hosts, tmp_path):
     cell = reducing(cluster, tmp_path)
     with hosts.parted():
         finish(cell)
-    assert "host a does not reach host b" in cell.watch.hang
+        assert "host a does not reach host b" in cell.watch.hang
+        began = time.monotonic()
+        alone = run(cluster, "print(kept)", ranks=[0, 3])
+        together = run(cluster, "dist.all_reduce(big)")
+        with pytest.raises(UserError, match="no process group, for host a does not reach host b"):
+            measure_links(cluster)
+        assert time.monotonic() - began < 3 * SECONDS  # they do not wait for each other
+    assert alone.printed == {0: "of rank 0\n", 3: "of rank 3\n"}
+    assert not alone.failures
+    assert all("group has ended" in each.text for each in together.failures.values())
+    assert len(together.failures) == 4
     assert pull(cluster, "kept") == [f"of rank {rank}" for rank in range(4)]
     assert total(cluster) == [4.0] * 4
 
@@ -475,6 +496,7 @@ def test_a_cut_within_a_message_costs_no_variables(cluster, hosts, tmp_path, sou
             left = hosts.processes("b")
     survivors = [0, 1] if cut == "power" else [0, 1, 2, 3]
     assert set(cell.failures) == set(survivors)
+    assert not run(cluster, "kept", ranks=survivors).failures
     assert pull(cluster, "kept", ranks=survivors) == [f"of rank {rank}" for rank in survivors]
     if cut == "power":
         wait_until_gone(left)

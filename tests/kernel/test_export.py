@@ -127,6 +127,13 @@ def test_the_script_trains_under_torchrun_to_the_same_loss(compared: Cell, kerne
     )
 
 
+def test_a_script_that_takes_the_place_of_another_says_so(compared: Cell, kernel: Kernel):
+    assert "replaced" not in kernel.run("%ddp_export out twice.py").stdout
+    assert (
+        "The twice.py that was there is replaced." in kernel.run("%ddp_export out twice.py").stdout
+    )
+
+
 def under_torchrun(kernel: Kernel, name: str) -> str:
     """What a script in the notebook's folder prints."""
     environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}

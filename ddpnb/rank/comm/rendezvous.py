@@ -100,6 +100,14 @@ class CancellationToken:
         if self.is_aborted:
             raise RuntimeError("Connection closed by peer: this rank was freed from its wait.")
 
+    def check_usable(self) -> None:
+        """Raise a RuntimeError if the group has been aborted, before a call is made in it."""
+        if self.is_aborted:
+            raise RuntimeError(
+                "Connection closed by peer: this process group has ended; a new one is formed once "
+                "all ranks are alive and their hosts reach each other."
+            )
+
 
 SLICE = timedelta(seconds=0.2)
 """How soon a wait that is cut into slices notices that the group was aborted."""

@@ -26,10 +26,10 @@ def test_frames_are_released_whatever_an_error_was_raised_from():
         assert loader() is None
 
 
-class Mute(Exception):
+class MuteError(Exception):
     def __str__(self) -> str:
         raise ValueError("no text")
 
 
 def test_an_error_that_cannot_say_anything_is_still_told():
-    assert text_of(Mute()) == "<exception str() failed>"
+    assert text_of(MuteError()) == "<exception str() failed>"
