@@ -39,6 +39,8 @@ SHARED_SECONDS = 10.0
 """How long a file of another host may take to appear on a disk that both share."""
 END_SECONDS = 5.0
 """How long the command that had the host come may take to end by itself."""
+TERMINATE_SECONDS = 2.0
+"""How long it may take once it was asked to."""
 CLOSE_SECONDS = 10.0
 """How long the agent may take to end its ranks once the kernel has closed its pipe."""
 LOST = 255
@@ -146,6 +148,9 @@ def command_of(place: Place) -> "Iterator[subprocess.Popen[bytes] | None]":
         below: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             below = psutil.Process(command.pid).children(recursive=True)
+        command.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # mpiexec removes its files
+            command.wait(TERMINATE_SECONDS)
         command.kill()
         for each in below:  # mpiexec's ssh, which a lost host does not end
             with contextlib.suppress(psutil.NoSuchProcess):

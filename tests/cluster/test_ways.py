@@ -14,6 +14,7 @@ import pytest
 from ddpnb.cluster.ssh import connected
 from ddpnb.cluster.starter import free_ports
 from ddpnb.cluster.tunnels import Tunnel, Tunnels
+from ddpnb.launcher.tunnel import command_of
 from ddpnb.protocol.processes import AGENT_GREETING, KernelRequest
 from tests.cluster.rig import wait_until, wait_until_gone
 
@@ -137,3 +138,12 @@ def test_a_cut_agent_ends_whoever_knocks_and_one_that_is_slow_does_not(tmp_path,
     words = [sys.executable, "-c", SILENT, str(num_pings)]
     done = subprocess.run(words, cwd=tmp_path, timeout=40, capture_output=True, check=True)
     assert float(done.stdout) > 0.2 * num_pings
+
+
+def test_the_command_that_has_a_host_come_may_tidy_up(tmp_path):
+    script = f"trap 'rm {tmp_path}/file; exit' TERM; touch {tmp_path}/file; sleep 60 & wait"
+    with command_of({"command": ["sh", "-c", script]}) as command:
+        wait_until(lambda: (tmp_path / "file").exists(), "the command's file")
+        left = psutil.Process(command.pid).children()
+    assert not (tmp_path / "file").exists()
+    wait_until_gone(left)
