@@ -217,7 +217,12 @@ class Cluster(Engines):
 
         Returns:
             The others' variables that still refer to the old group, each with its ranks.
+
+        Raises:
+            UserError: hosts do not reach each other; then no rank is ended.
         """
+        if links := self.processes.unreachable():
+            raise UserError(f"{links[0].upper()}{links[1:]}: no rank was restarted.")
         self.end_ranks(ranks)
         self._begin_generation()
         for rank in ranks:

@@ -138,7 +138,10 @@ _REASONS = (
     ("Host key verification failed", "has a host key that ssh does not know: {w}"),
     ("host key is known for", "has a host key that ssh does not know: {w}"),
     ("Permission denied", "does not let you in: set up a key, so that `ssh {h}` asks for nothing."),
-    ("Could not resolve hostname", "is not known: add it to ~/.ssh/config."),
+    (
+        "Could not resolve hostname",
+        "is not known: check how it is written, or add it to ~/.ssh/config.",
+    ),
     ("remote port forwarding failed", "does not forward Unix sockets: {f}"),
     ("No module named ddpnb.launcher", "has another version of ddpnb: install {v} there."),
     ("No module named 'ddpnb.launcher", "has another version of ddpnb: install {v} there."),

@@ -122,10 +122,9 @@ def _unknown(address: str, runs: Sequence[StoredRun]) -> UserError:
     names = all_names(runs)
     if not names:
         return UserError(f"There is no run {address!r}: nothing has been stored here yet.")
-    close = difflib.get_close_matches(address, names, n=4, cutoff=0.4) or names[:4]
-    return UserError(
-        f"There is no run {address!r}; the closest are: {', '.join(close)} (%ddp_runs lists all)."
-    )
+    close = difflib.get_close_matches(address, names, n=4)
+    some = f"the closest are: {', '.join(close)}" if close else f"there is {', '.join(names[:4])}"
+    return UserError(f"There is no run {address!r}; {some} (%ddp_runs lists all).")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -472,6 +472,8 @@ def test_hosts_that_lose_each_other_are_named(cluster, hosts, tmp_path):
         together = run(cluster, "dist.all_reduce(big)")
         with pytest.raises(UserError, match="no process group, for host a does not reach host b"):
             measure_links(cluster)
+        with pytest.raises(UserError, match="host a: no rank was restarted"):
+            cluster.bring_back([3])
         assert time.monotonic() - began < 3 * SECONDS  # they do not wait for each other
     assert alone.printed == {0: "of rank 0\n", 3: "of rank 3\n"}
     assert not alone.failures

@@ -178,11 +178,13 @@ def test_an_abort_that_hangs_holds_up_nothing(groups, tmp_path, monkeypatch, cap
 
 def test_a_cell_that_went_on_after_an_abort_has_failed(tmp_path: Path):
     engine = SimpleNamespace(group=member(0, tmp_path))
-    assert aborted(engine) is None
+    assert not aborted(engine, was_aborted=False)
     engine.group.cancellation.abort()
-    assert is_consequence(aborted(engine))
+    (error,) = aborted(engine, was_aborted=False)
+    assert is_consequence(error)
+    assert not aborted(engine, was_aborted=True)  # by a cell before
     engine.group.backend = "gloo"  # whose waits end with an error of their own
-    assert aborted(engine) is None
+    assert not aborted(engine, was_aborted=False)
 
 
 def test_calls_that_end_in_time_are_distinguished_from_those_that_do_not():
