@@ -218,6 +218,9 @@ class Watch:
         if self.call.running:
             self._kill()
         self._attend_until_done(END_TIMEOUT_SECONDS)
+        reports = [each for each in self.returned.values() if isinstance(each, CellReport)]
+        if len({each.num_collectives for each in reports}) > 1:  # one has made a call ahead
+            self.cluster.abort([each.rank for each in reports])
 
     def _interrupt_and_free(self) -> None:
         """Interrupt the running ranks; free those that keep waiting in a collective.

@@ -211,10 +211,9 @@ def errors_shown_by(engine: RankEngine) -> Iterator[list[BaseException]]:
         error = (exc_tuple or sys.exc_info())[1]
         if is_success(error):
             return
-        if error is not None:  # else %tb shows an earlier error again
-            shown.append(error)
         with undisturbed():
-            if error is not None:
+            if error is not None:  # else %tb shows an earlier error again
+                shown.append(error)
                 lines = traceback_of(error, engine)
                 BaseException.__setattr__(error, RENDERS_ITSELF, lambda: lines)
             show(exc_tuple, *args, **options)

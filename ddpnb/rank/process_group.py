@@ -34,11 +34,11 @@ from ddpnb.rank.collective_checks import CollectiveChecker
 from ddpnb.rank.comm.rendezvous import CancellationToken
 
 JOIN_TIMEOUT = timedelta(seconds=60)
+"""How long the ranks wait for each other when they form a group."""
 RETURN_TIMEOUT = timedelta(seconds=20)
 """How long a rank tries to connect to the store again, which the kernel waits for."""
 MEET_SECONDS_PER_RANK = 0.001
 """How long a rank sleeps, for each rank there is, until it looks again whether all have come."""
-"""How long the ranks wait for each other when they form a group."""
 
 ABORT_SECONDS = 10.0
 """How long NCCL may take to abort before the rest of ``Group.abort`` goes on without it."""

@@ -91,6 +91,14 @@ def reply(parent, metadata, content):
 """
 
 
+def test_a_call_that_one_rank_has_made_ahead_is_not_met_by_the_next_cell(kernel: Kernel):
+    kernel.run(PREPARE)
+    ahead = "if rank == 0: work = dist.all_reduce(torch.ones(4), async_op=True)"
+    cell = interrupted(kernel, f"%%ddp\n{ahead}\nprint('begun')\n{LOOP}", shown="begun")
+    assert cell.error == "KeyboardInterrupt"
+    check_it_goes_on(kernel)
+
+
 def test_an_impatient_user_loses_nothing(kernel: Kernel):
     """Interrupts arrive also while the error is shown, and while the reply is sent."""
     kernel.run(PREPARE)
