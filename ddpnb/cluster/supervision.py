@@ -20,7 +20,7 @@ from IPython.core.getipython import get_ipython
 from ddpnb.cluster.call import Call, CallEvent, Lost, Returned, Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import HangDetector, StopDetector
-from ddpnb.protocol.messages import CellReport, Failure
+from ddpnb.protocol.messages import CellReport, Failure, OnRank
 from ddpnb.protocol.notation import spoken_ranks
 
 MAX_ABORTS = 5
@@ -68,7 +68,8 @@ class Watch:
     lost: dict[int, str] = field(default_factory=dict)
     """Ranks that died during the call, each with the cause."""
     _detector: HangDetector = field(init=False)
-    _failed_at: float | None = None
+    _last_end_at: float | None = None
+    """When the last rank so far returned or died, once one has failed."""
     _num_aborts: int = 0
     _is_reported: bool = False
 
@@ -123,17 +124,17 @@ class Watch:
             self.lost[event.rank] = event.cause
         is_lost = any(not self.survives(rank) for rank in self.lost)
         failed = is_lost or any(map(failure_in, self.returned.values()))
-        if self._failed_at is None and failed:
-            self._failed_at = time.monotonic()
+        if failed and isinstance(event, Returned | Lost):
+            self._last_end_at = time.monotonic()
 
     def _abort_after_failure(self) -> None:
-        """Free ranks that still run a while after one has failed: they may wait for it."""
-        if self._failed_at is None or self._num_aborts or not self.call.running:
+        """Free ranks that still run a while after others have failed: they may wait for them."""
+        if self._last_end_at is None or self._num_aborts or not self.call.running:
             return
         seconds = self.abort_after_failure_seconds
         if seconds is None:
             seconds = self._timeouts.abort_after_failure_seconds
-        if time.monotonic() - self._failed_at > seconds:
+        if time.monotonic() - self._last_end_at > seconds:
             self._abort()
 
     def _abort_hanging(self) -> None:
@@ -153,10 +154,10 @@ class Watch:
 
     def _report_failed(self) -> None:
         """Show what failed while other ranks compute on, which may take any time."""
-        if self._failed_at is None or self._is_reported or not self.call.running:
+        if self._last_end_at is None or self._is_reported or not self.call.running:
             return
         seconds = self._timeouts.report_failure_after_seconds
-        if time.monotonic() - self._failed_at > seconds:
+        if time.monotonic() - self._last_end_at > seconds:
             self._is_reported = True
             causes = [f"rank {rank} {cause}" for rank, cause in self.lost.items()]
             for rank, value in self.returned.items():
@@ -169,10 +170,14 @@ class Watch:
             )
 
     def _leave_broken_group(self) -> None:
-        """Have the next call form a new group if the ranks' collectives are out of step."""
-        failures = map(failure_in, self.returned.values())
-        if any(failure and failure.breaks_group for failure in failures) and not self._num_aborts:
+        """Have the next call form a new group if a failure leaves collectives out of step."""
+        failures = [each for each in map(failure_in, self.returned.values()) if each is not None]
+        if not failures or self._num_aborts:
+            return
+        if any(each.breaks_group for each in failures):
             self._abort()
+        else:
+            self._leave_group_out_of_step()
 
     def _name_mismatch(self) -> None:
         """Say which calls of ranks on several hosts did not match: they hung, died, or met wrongly.
@@ -218,9 +223,24 @@ class Watch:
         if self.call.running:
             self._kill()
         self._attend_until_done(END_TIMEOUT_SECONDS)
-        reports = [each for each in self.returned.values() if isinstance(each, CellReport)]
-        if len({each.num_collectives for each in reports}) > 1:  # one has made a call ahead
-            self.cluster.abort([each.rank for each in reports])
+        self._leave_group_out_of_step()
+
+    def _leave_group_out_of_step(self) -> None:
+        """Have the next call form a new group if it would meet what one rank has called alone.
+
+        A stop or a failure may come before a collective on one rank and after it on another.
+        """
+        stopped = [rank for rank in self.call.ranks if rank in self.returned]
+        made: dict[str, set[int | None]] = {}
+        try:
+            answers = self.cluster.submit(OnRank("num_calls"), ranks=stopped)
+            for answer in answers.results(END_TIMEOUT_SECONDS):
+                for group, number in answer.items():
+                    made.setdefault(group, set()).add(number)
+        except (RuntimeError, TimeoutError):  # a rank has died
+            return
+        if any(len(numbers) > 1 or None in numbers for numbers in made.values()):
+            self.cluster.abort(stopped)
 
     def _interrupt_and_free(self) -> None:
         """Interrupt the running ranks; free those that keep waiting in a collective.

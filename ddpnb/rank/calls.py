@@ -67,6 +67,11 @@ def form_group(generation: int, is_checked: bool) -> list[StaleVariable]:
     return stale_variables(engine.shell.user_ns)
 
 
+def num_calls() -> dict[str, int | None]:
+    """Return how many collectives each group has had from here; None: one was interrupted."""
+    return this_engine().group.collective_checks.num_calls()
+
+
 def run_cell(spec: CellSpec) -> CellReport:
     """Run a notebook cell."""
     return cells.run_cell(spec, this_engine())

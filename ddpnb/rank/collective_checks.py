@@ -106,6 +106,15 @@ class CollectiveChecker:
         logs = [log for _, log in self._logs.values() if log is not None]
         return {log.name: log.digest() for log in logs}
 
+    def num_calls(self) -> dict[str, int | None]:
+        """Return how many calls each group has had from this rank; see ``CollectiveLog``."""
+        found: dict[str, int | None] = {}
+        for group in torch_internals.process_groups():
+            known = self._logs.get(id(group))
+            log = known[1] if known and known[0]() is group else None
+            found[group.group_name] = 0 if log is None else log.num_made
+        return found
+
     def missing_features(self) -> tuple[str, ...]:
         """Return a sentence if this version of torch lets only some collectives be compared."""
         names = sorted({each.name for each in METHODS.values() if not is_known(each)})
@@ -231,13 +240,14 @@ class CollectiveChecker:
         if log is None:
             return call(*arguments, **options)
         line, in_backward = _users_place()
-        number, is_alike = log.write(*collective.text(compared, root), line, in_backward)
+        text = collective.text(compared, root)
         try:
+            number, is_alike = log.write(*text, line, in_backward)
             if not is_alike:
                 settle_dispute(log, number, _users_file if _users_mark else "")
             result = call(*arguments, **options)
-        except BaseException:
-            log.take_back()
+        except BaseException as error:
+            log.take_back(is_certain=isinstance(error, Exception))
             raise
         log.accept(number)
         return result

@@ -209,6 +209,7 @@ class CollectiveLog:
         self._own = place * _RANK_BYTES
         self._others = [n * _RANK_BYTES for n in range(len(ranks)) if n != place]
         self._num_calls = 0
+        self._is_certain = True
         self._lock = threading.Lock()
         size = len(ranks) * (_RANK_BYTES + _RANK.size)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -250,8 +251,14 @@ class CollectiveLog:
         with self._lock:
             _NUMBER.pack_into(self._shared, self._own + _ACCEPTED, number)
 
-    def take_back(self) -> None:
-        """Undo the last ``write``: the call was refused."""
+    @property
+    def num_made(self) -> int | None:
+        """How many calls this rank has made; None: it is not known of one that was interrupted."""
+        return self._num_calls if self._is_certain else None
+
+    def take_back(self, *, is_certain: bool = True) -> None:
+        """Undo the last ``write``: the call was refused, or, not certain, it was interrupted."""
+        self._is_certain = self._is_certain and is_certain
         self.set_disputed(0)
         with self._lock:
             start = self._own + self._num_calls % NUM_KEPT * _ENTRY.size

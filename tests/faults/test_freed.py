@@ -1,6 +1,7 @@
 """Ranks that wait for one that raised are freed: it is named, and nothing is lost."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,17 @@ def test_ranks_that_wait_for_one_that_raised_are_freed(cluster: Cluster, wait: s
         assert done.is_kept
         assert done.named_after < 3
         assert done.freed_after < 6
+
+
+def test_the_next_cell_does_not_receive_what_was_sent_to_one_that_raised(cluster: Cluster):
+    """The sender has not waited for it."""
+    run(cluster, "import torch, torch.distributed as dist")
+    sent = "work = dist.broadcast(torch.ones(3), 0, async_op=True)"
+    ended = run(cluster, f"if rank: raise ValueError\n{sent}")
+    assert ended.failures.keys() == set(cluster.ranks[1:])
+    ended = run(cluster, "got = torch.full((3,), 7.0)\ndist.broadcast(got, 0)")
+    assert not ended.failures
+    assert pull(cluster, "got.tolist()") == [[7.0] * 3] * len(cluster.ranks)
 
 
 def test_a_default_timeout_of_the_users_sockets_costs_no_rank(cluster: Cluster):
@@ -120,3 +132,14 @@ def test_a_rank_that_is_slow_to_cut_does_not_cut_the_next_group(three: Cluster, 
     ended = run(three, "if rank == 1: 1/0\ndist.recv(torch.ones(1), 2 - rank)")
     assert sorted(ended.failures) == [0, 1, 2]
     assert not run(three, "time.sleep(3)\ndist.all_reduce(torch.ones(1))").failures
+
+
+def test_ranks_that_fail_one_after_the_other_keep_their_group(three: Cluster):
+    """As many ranks on few cores do: each error is formatted on its rank."""
+    generation = three.generation
+    three.timeouts = replace(Timeouts(), abort_after_failure_seconds=2.0)
+    ended = run(three, "time.sleep(1.2 * rank)\n1/0")
+    three.timeouts = Timeouts()
+    assert {failure.name for failure in ended.failures.values()} == {"ZeroDivisionError"}
+    assert not run(three, "dist.all_reduce(torch.ones(1))").failures
+    assert three.generation == generation

@@ -99,6 +99,47 @@ def test_a_call_that_one_rank_has_made_ahead_is_not_met_by_the_next_cell(kernel:
     check_it_goes_on(kernel)
 
 
+WITHIN = """%%ddp
+import sys
+def stay(frame, event, called):
+    if event == "c_return" and called.__name__ == "allreduce":
+        sys.setprofile(None)
+        print("begun")
+        time.sleep(1000)
+if rank == 1: sys.setprofile(stay)
+dist.all_reduce(torch.ones(4))
+time.sleep(1000)
+"""
+
+
+def test_an_interrupt_within_a_call_does_not_have_the_next_cell_count_it_twice(kernel: Kernel):
+    """It comes when gloo has the call, and the rank has yet to note that."""
+    kernel.run(PREPARE)
+    cell = interrupted(kernel, WITHIN, shown="begun")
+    assert cell.error == "KeyboardInterrupt"
+    check_it_goes_on(kernel)
+
+
+def test_a_call_of_a_sub_group_that_one_rank_has_made_ahead_ends_the_group(kernel: Kernel):
+    kernel.run(f"{PREPARE}\nsub = dist.new_group([0, 1])")
+    ahead = "if rank == 0: work = dist.all_reduce(torch.ones(4), group=sub, async_op=True)"
+    cell = interrupted(kernel, f"%%ddp\n{ahead}\nprint('begun')\n{LOOP}", shown="begun")
+    assert cell.error == "KeyboardInterrupt"
+    cell = kernel.run("%%ddp\n1")
+    assert "sub" in cell.stderr
+    check_it_goes_on(kernel)
+
+
+def test_groups_stay_where_an_interrupt_leaves_all_ranks_at_the_same_call(kernel: Kernel):
+    kernel.run(
+        f"{PREPARE}\nsub = dist.new_group([0, 1])\ndist.all_reduce(torch.ones(1), group=sub)"
+    )
+    cell = interrupted(kernel, f"%%ddp\nprint('begun')\n{LOOP}", shown="begun")
+    assert cell.error == "KeyboardInterrupt"
+    cell = kernel.run("%%ddp\ndist.all_reduce(torch.ones(1), group=sub)")
+    assert (cell.status, cell.stderr) == ("ok", "")
+
+
 def test_an_impatient_user_loses_nothing(kernel: Kernel):
     """Interrupts arrive also while the error is shown, and while the reply is sent."""
     kernel.run(PREPARE)
