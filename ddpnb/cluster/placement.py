@@ -104,6 +104,11 @@ class ClusterSpec:
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise UserError(f"--timeout is a number of seconds above 0, not {self.timeout:g}.")
         if self.ranks_per_host is not None:
+            if self.hosts and not self.engines:
+                raise UserError(
+                    "--hosts says for each host how many ranks it has: leave out --ranks-per-host, "
+                    f"and write --hosts a:{self.ranks_per_host},b:{self.ranks_per_host}."
+                )
             if not (self.engines or self.profile):
                 raise UserError("--ranks-per-host is for --engines and --profile: add one of them.")
             if self.hosts or self.num_ranks is None:

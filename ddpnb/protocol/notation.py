@@ -300,16 +300,21 @@ def check_link(strategy: str, link: str, transport: str) -> None:
         )
 
 
-def check_across_hosts(strategy: str, transport: str) -> None:
-    """Check that a strategy trains on ranks of several hosts, which share no memory."""
-    choice = parse_strategy(strategy)
-    instead = STRATEGIES[choice.name].across_hosts if choice.name in STRATEGIES else ""
-    if instead and not choice.options.get("together"):
+def check_across_hosts(strategies: Iterable[str], transport: str) -> None:
+    """Check that strategies train on ranks of several hosts, which share no memory."""
+    strategies = list(strategies)
+    instead_of: dict[str, str] = {}
+    for choice in map(parse_strategy, strategies):
+        instead = STRATEGIES[choice.name].across_hosts if choice.name in STRATEGIES else ""
+        if instead and not choice.options.get("together"):
+            instead_of[choice.name] = instead
+    if instead_of:
+        train = "trains" if len(instead_of) == 1 else "train"
         raise UserError(
-            f"{choice.name} trains in the memory of one host, and the ranks are on several: "
-            f"compare {instead}."
+            f"{', '.join(instead_of)} {train} in the memory of one host, and the ranks are on "
+            f"several: compare {', '.join(dict.fromkeys(instead_of.values()))}."
         )
-    if transport == "shm" and has_transport(strategy):
+    if transport == "shm" and any(map(has_transport, strategies)):
         raise UserError(
             "--transport shm is for ranks of one host, and these are on several: leave it out."
         )

@@ -221,8 +221,7 @@ def prepare(
         UserError: the task or a strategy cannot be trained.  Nothing has been trained then.
     """
     if cluster.spans_hosts:
-        for strategy in spec.strategies:
-            check_across_hosts(strategy, spec.training.transport)
+        check_across_hosts(spec.strategies, spec.training.transport)
     placed = with_checkpoints(spec.run_specs(), spec.strategies, store)
     if len(cluster.ranks) == 1:  # a rank alone never communicates
         placed = tuple(each for each in placed if not each.is_ceiling)

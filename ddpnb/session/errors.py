@@ -101,17 +101,28 @@ def summarize(failures: Sequence[Failure]) -> str:
     first = failures[0]
     same = _identical_to(first, failures)
     if first.is_death:
-        ranks, text, it = [failure.rank for failure in same], first.text, "it"
-        if len(ranks) > 1:
-            text, it = text.replace("was ", "were ").replace("has ", "have "), "them"
-        return (
-            f"{spoken_ranks(ranks)} {text}; %ddp_restart --ranks {format_ranks(ranks)} "
-            f"brings {it} back, the other ranks keep their variables"
-        )
+        return _told_of_dead(same)
     if len(same) > 1:
         return f"ranks {format_ranks(f.rank for f in same)} failed: {first.name}: {first.text}"
     others = "" if len(failures) == 1 else " first"
     return f"rank {first.rank} failed{others}: {first.name}: {first.text}"
+
+
+def _told_of_dead(dead: Sequence[Failure]) -> str:
+    """Say how each rank died, those that died alike together, and what brings them all back."""
+    ranks_of: dict[str, list[int]] = {}
+    for failure in dead:
+        ranks_of.setdefault(failure.text, []).append(failure.rank)
+    told = []
+    for text, ranks in ranks_of.items():
+        plural = text.replace("was ", "were ").replace("has ", "have ")
+        told.append(f"{spoken_ranks(sorted(ranks))} {text if len(ranks) == 1 else plural}")
+    ranks = sorted(failure.rank for failure in dead)
+    told.append(
+        f"%ddp_restart --ranks {format_ranks(ranks)} brings {'it' if len(ranks) == 1 else 'them'} "
+        "back, the other ranks keep their variables"
+    )
+    return "; ".join(told)
 
 
 def render_failures(failures: Sequence[Failure]) -> list[str]:
@@ -158,13 +169,16 @@ def _ranks_were(ranks: Sequence[int]) -> str:
 
 
 def _identical_to(failure: Failure, failures: Sequence[Failure]) -> list[Failure]:
-    """Return the failures that read the same; colours do not count."""
+    """Return the failures that are told as one with this one, itself included."""
     wanted = _identity(failure)
     return [other for other in failures if _identity(other) == wanted]
 
 
 def _identity(failure: Failure) -> tuple[str, str, str]:
-    """Return what two failures share if they read the same; mismatched calls are one failure."""
-    if failure.breaks_group:
+    """Return what two failures share if they are told as one.
+
+    Those that read the same are; so are mismatched calls, and deaths.
+    """
+    if failure.breaks_group or failure.is_death:
         return failure.name, "", ""
     return failure.name, failure.text, ANSI.sub("", "\n".join(failure.traceback))

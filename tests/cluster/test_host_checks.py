@@ -80,6 +80,7 @@ def test_a_python_without_packages(tmp_path, setting, sentence):
         ({"hosts": "a:1,a:1"}, "--hosts names a twice"),
         ({"hosts": "-oProxyCommand=x:1"}, "Write --hosts as a:4,b:4"),
         ({"hosts": "a:1", "num_ranks": 2}, "leave out -n"),
+        ({"hosts": "a", "ranks_per_host": 2}, "leave out --ranks-per-host, .* --hosts a:2,b:2"),
         ({"interface": "net0"}, "name them with --hosts"),
     ],
 )

@@ -320,11 +320,12 @@ def test_rpc_meets_across_hosts(cluster, tmp_path):
         ("hogwild", "compare async"),
         ("gossip", "compare gossip:together=on"),
         ("easgd", "compare local-sgd"),
+        ("dp hogwild ddp central", "dp, hogwild, central train in .* compare ddp, async"),
     ],
 )
 def test_shared_memory_is_refused_across_hosts(cluster, tmp_path, strategy, instead):
     with pytest.raises(UserError, match=instead):
-        prepare(cluster, Store(tmp_path), a_comparison(strategy))
+        prepare(cluster, Store(tmp_path), a_comparison(*strategy.split()))
 
 
 def test_a_rank_of_another_host_is_debugged(cluster, monkeypatch, capsys):

@@ -137,6 +137,17 @@ def test_what_is_kept_of_a_failure_gives_no_advice():
     assert "%ddp_restart --ranks 1" in str(RankError([lost]))
     both = RankError([lost, failure(0, "RankLost", "was killed by SIGKILL", is_death=True)])
     assert str(both).startswith("ranks 0-1 were killed by SIGKILL; %ddp_restart --ranks 0-1 brings")
+
+
+def test_ranks_that_died_in_two_ways_are_brought_back_by_one_line():
+    killed, ended = (
+        failure(rank, "RankLost", text, is_death=True, traceback=("",))
+        for rank, text in ((1, "was killed by SIGKILL"), (0, "has ended with exit code 3"))
+    )
+    text = "\n".join(render_failures([killed, ended]))
+    assert text.count("RankError") == 1
+    assert "rank 1 was killed by SIGKILL; rank 0 has ended with exit code 3; %ddp_restart" in text
+    assert "--ranks 0-1 brings them back" in text
     assert RankError([failure(0), failure(1)]).cause == "ValueError on ranks 0-1 (bad)"
     assert RankError([failure(0, text="")]).cause == "ValueError on rank 0"
 
