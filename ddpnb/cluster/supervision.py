@@ -230,7 +230,7 @@ class Watch:
 
         A stop or a failure may come before a collective on one rank and after it on another.
         """
-        stopped = [rank for rank in self.call.ranks if rank in self.returned]
+        stopped = [rank for rank in self.cluster.living if rank in self.returned]
         made: dict[str, set[int | None]] = {}
         try:
             answers = self.cluster.submit(OnRank("num_calls"), ranks=stopped)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import decode_source
 from pathlib import Path
+from typing import Any
 
 from IPython.display import display
 
@@ -359,15 +360,38 @@ def check_on_ranks(cluster: Cluster, spec: RunSpec, printed: PrintedLines) -> Ch
         RankError: the cell itself failed.
         KeyboardInterrupt: the check was interrupted; the ranks have stopped.
     """
+    found: dict[int, Checked] = ask(cluster, OnRank("validate"), spec, printed=printed)
+    _check_sizes(found)
+    return found[0]
+
+
+def ask(
+    cluster: Cluster, function: OnRank, *arguments: Any, printed: PrintedLines | None = None
+) -> dict[int, Any]:
+    """Return what each rank answers; a failure on one frees the others.
+
+    Args:
+        cluster: idle.
+        function: takes part: every rank.
+        arguments: of the function.
+        printed: takes what the ranks print; None: it is shown at the end.
+
+    Raises:
+        UserError: a mistake that a rank has found.
+        RankError: anything else that has failed on a rank.
+        HangError: the ranks waited for each other without end.
+        KeyboardInterrupt: it was interrupted; the ranks have stopped.
+    """
+    lines = PrintedLines() if printed is None else printed
 
     def handle(event: CallEvent) -> None:
         if isinstance(event, Output):
-            printed.take(event.rank, event.kind, event.content)
+            lines.take(event.rank, event.kind, event.content)
 
-    printed.begin(cluster.ranks)
+    lines.begin(cluster.ranks)
     watch = Watch(
         cluster=cluster,
-        call=cluster.submit(OnRank("validate"), spec, ranks=cluster.ranks),
+        call=cluster.submit(function, *arguments, ranks=cluster.ranks),
         handle=handle,
         tick=lambda: None,
         abort_after_failure_seconds=cluster.timeouts.abort_validation_after_seconds,
@@ -376,15 +400,24 @@ def check_on_ranks(cluster: Cluster, spec: RunSpec, printed: PrintedLines) -> Ch
         watch.run()
     except KeyboardInterrupt:
         raise CellInterrupt from None
+    finally:
+        if printed is None:
+            lines.show()
     failures = failures_of(watch)
+    by_text: dict[str, list[int]] = {}
     for failure in failures:
         if failure.name == UserError.__name__:
-            raise UserError(failure.text)
-    if failures:
-        raise RankError(failures)
-    found = {rank: each for rank, each in watch.returned.items() if isinstance(each, Checked)}
-    _check_sizes(found)
-    return found[0]
+            by_text.setdefault(failure.text, []).append(failure.rank)
+    if by_text:
+        text, ranks = min(by_text.items(), key=lambda item: min(item[1]))
+        on_all = len(ranks) == len(cluster.ranks)
+        raise UserError(text if on_all else f"On {spoken_ranks(ranks)} alone: {text}")
+    if (error := error_of(watch)) is None:
+        return watch.returned
+    own = [each for each in failures if not (each.is_consequence or each.is_death)]
+    if isinstance(error, HangError) and own:
+        raise RankError(failures)  # the others waited for the rank that failed
+    raise error
 
 
 def _check_sizes(found: Mapping[int, Checked]) -> None:

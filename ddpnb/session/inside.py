@@ -15,6 +15,7 @@ from ddpnb.reports.inside.collective import CollectiveResult
 from ddpnb.reports.inside.links import LinkMatrix
 from ddpnb.reports.inside.replicas import Finding, ReplicaCheck, check_held, find, measured
 from ddpnb.reports.inside.samples import Handout, handout_of
+from ddpnb.session import cells
 from ddpnb.session.variables import answers, cause_of
 
 ASK_SECONDS = 300.0
@@ -108,16 +109,9 @@ def collective_spec(
 def run_collective(cluster: Cluster, spec: CollectiveSpec) -> CollectiveResult:
     """Run a collective on the ranks; return what each of them had, sent and measured."""
     cluster.require_group()
-    call = cluster.submit(OnRank("show_collective"), spec, ranks=cluster.ranks)
-    try:
-        found = answers(cluster, call)
-    except (KeyboardInterrupt, UserError):
-        cluster.interrupt(cluster.ranks)  # else they wait on
-        raise
-    for each in found:
-        if isinstance(each, Failure):
-            raise UserError(f"{spec.name} failed on rank {each.rank}: {cause_of(each)}")
-    return CollectiveResult(spec, [each for each in found if each is not None])
+    found = cells.ask(cluster, OnRank("show_collective"), spec)
+    taken_part = [found[rank] for rank in cluster.ranks if found[rank] is not None]
+    return CollectiveResult(spec, taken_part)
 
 
 # -- links ---------------------------------------------------------------------------------

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 from IPython.display import display
 
-from ddpnb.cluster.call import CallEvent, Output
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.supervision import Watch
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.recorder import new_id
 from ddpnb.history.store import Store
@@ -23,13 +21,12 @@ from ddpnb.protocol.inspection import DataParallelReport, DdpReport, Found, Insp
 from ddpnb.protocol.messages import MarkKind, OnRank, RunSpec
 from ddpnb.protocol.notation import parse_strategy, spoken_ranks
 from ddpnb.protocol.training_options import TrainingSpec
-from ddpnb.reports.cell_output import PrintedLines
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.table import Table
-from ddpnb.session.cells import error_of, failures_of, warn_stale
+from ddpnb.session.cells import ask, warn_stale
 from ddpnb.session.comparison import Training, prepare
 from ddpnb.session.comparison_spec import ComparisonSpec
-from ddpnb.session.errors import CellInterrupt, RankError
+from ddpnb.session.errors import CellInterrupt
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -333,50 +330,6 @@ def find(cluster: Cluster, spec: InspectSpec) -> dict[int, Found]:
             "DDP needs the same on every rank."
         )
     return found
-
-
-def ask(cluster: Cluster, function: OnRank, *arguments: Any) -> dict[int, Any]:
-    """Return what each rank answers; a failure on one frees the others.
-
-    Raises:
-        UserError: a mistake that a rank has found.
-        RankError: anything else that has failed on a rank.
-        KeyboardInterrupt: it was interrupted; the ranks have stopped.
-    """
-    printed = PrintedLines()
-
-    def handle(event: CallEvent) -> None:
-        if isinstance(event, Output):
-            printed.take(event.rank, event.kind, event.content)
-
-    printed.begin(cluster.ranks)
-    watch = Watch(
-        cluster=cluster,
-        call=cluster.submit(function, *arguments, ranks=cluster.ranks),
-        handle=handle,
-        tick=lambda: None,
-        abort_after_failure_seconds=cluster.timeouts.abort_validation_after_seconds,
-    )
-    try:
-        watch.run()
-    except KeyboardInterrupt:
-        raise CellInterrupt from None
-    finally:
-        printed.show()
-    failures = failures_of(watch)
-    by_text: dict[str, list[int]] = {}
-    for failure in failures:
-        if failure.name == UserError.__name__:
-            by_text.setdefault(failure.text, []).append(failure.rank)
-    if by_text:
-        text, ranks = min(by_text.items(), key=lambda item: min(item[1]))
-        on_all = len(ranks) == len(cluster.ranks)
-        raise UserError(text if on_all else f"On {spoken_ranks(ranks)} alone: {text}")
-    if failures:
-        raise RankError(failures)
-    if (error := error_of(watch)) is not None:
-        raise error
-    return watch.returned
 
 
 def first_order(found: Found, names: set[str]) -> list[str]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from ddpnb.cluster.cluster import Cluster
-from ddpnb.cluster.supervision import Watch
 from ddpnb.history.comparison import Comparison
 from ddpnb.history.metrics import step_split
 from ddpnb.history.model import RunSnapshot, Status
@@ -25,8 +24,7 @@ from ddpnb.reports.inside.advice import AdviceResult
 from ddpnb.reports.inside.prediction import PredictionResult
 from ddpnb.scaling.calibrate import GLOO_LATENCY_SECONDS, Measured, SizeClass, calibrate
 from ddpnb.scaling.predict import Question, predict
-from ddpnb.session.cells import error_of, failures_of
-from ddpnb.session.errors import CellInterrupt
+from ddpnb.session.cells import ask
 
 NEEDED = (BASELINE, CEILING)
 FEWEST_STEPS = 4
@@ -66,23 +64,8 @@ def advice(cluster: Cluster, model: str = "", input_: str = "") -> AdviceResult:
         raise UserError("--input is what the model is called with: give --model too.")
     query = MachineQuery(model=model, input=input_, name=new_id())
     begun = time.monotonic()
-    watch = Watch(
-        cluster=cluster,
-        call=cluster.submit(OnRank("measure_machine"), query, ranks=cluster.ranks),
-        handle=lambda _: None,
-        tick=lambda: None,
-        abort_after_failure_seconds=cluster.timeouts.abort_validation_after_seconds,
-    )
-    try:
-        watch.run()
-    except KeyboardInterrupt:
-        raise CellInterrupt from None
-    for failure in failures_of(watch):
-        if failure.name == UserError.__name__:
-            raise UserError(failure.text)
-    if (error := error_of(watch)) is not None:
-        raise error
-    found = [watch.returned[rank] for rank in cluster.ranks]
+    answers = ask(cluster, OnRank("measure_machine"), query)
+    found = [answers[rank] for rank in cluster.ranks]
     return AdviceResult(found, time.monotonic() - begun)
 
 

@@ -263,3 +263,23 @@ def test_the_checks_before_a_comparison_can_be_interrupted(kernel: Kernel):
     assert cell.error == "KeyboardInterrupt"
     assert cell.seconds < 15
     check_it_goes_on(kernel)
+
+
+def test_a_collective_that_is_shown_can_be_interrupted(kernel: Kernel):
+    kernel.run(PREPARE)
+    kernel.run(
+        "%%ddp --ranks 1\nfrom pathlib import Path\nall_reduce = dist.all_reduce\n"
+        "def stay(*args):\n    dist.all_reduce = all_reduce\n"
+        "    Path('showing').touch()\n    time.sleep(1000)\ndist.all_reduce = stay"
+    )
+    request = kernel.begin("%ddp_show all_reduce")
+    deadline = time.monotonic() + 60
+    while not (kernel.folder / "showing").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    kernel.interrupt()
+    cell = kernel.wait(request)
+    assert cell.error == "KeyboardInterrupt"
+    assert len(cell.error_text.splitlines()) == 1
+    assert cell.seconds < 15
+    check_it_goes_on(kernel)
