@@ -337,7 +337,17 @@ def error_of(watch: Watch) -> HangError | RankError | UserError | None:
     if watch.hang:
         return HangError(watch.hang, watch.lost)
     failures = failures_of(watch)
-    return RankError(failures) if failures else None
+    if not failures:
+        return None
+    if (dead := watch.cluster.dead) and all(each.is_consequence for each in failures):
+        where = where_stopped({each.rank: each for each in failures})
+        back = "it" if len(dead) == 1 else "them"
+        return UserError(
+            f"No collective can be made without {spoken_ranks(dead)}, which ended before{where}: "
+            f"%ddp_restart --ranks {format_ranks(dead)} brings {back} back, the other ranks keep "
+            "their variables."
+        )
+    return RankError(failures)
 
 
 def failures_of(watch: Watch) -> list[Failure]:

@@ -350,3 +350,14 @@ def test_a_dead_rank_is_named_and_the_others_keep_their_variables(kernel: Kernel
     assert "%ddp_restart" in message
     assert kernel.run("%%rank 0\nkept").stdout == "[0] 10\n"
     assert kernel.run("%ddp_pull kept --ranks 0").text == "10"
+
+
+def test_a_collective_among_the_survivors_of_a_dead_rank_says_whom_it_lacks(kernel: Kernel):
+    kernel.run("%%ddp\nimport os, torch, torch.distributed as dist\nkept = rank + 10")
+    kernel.run("%%rank 1\nos._exit(3)")
+    cell = kernel.run("%%rank 0\n\ndist.all_reduce(torch.ones(1))")
+    assert cell.error_text == (
+        "UserError: No collective can be made without rank 1, which ended before (rank 0 in "
+        "line 3): %ddp_restart --ranks 1 brings it back, the other ranks keep their variables."
+    )
+    assert kernel.run("%%rank 0\nkept").stdout == "[0] 10\n"
