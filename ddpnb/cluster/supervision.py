@@ -20,6 +20,7 @@ from IPython.core.getipython import get_ipython
 from ddpnb.cluster.call import Call, CallEvent, Lost, Returned, Timeouts
 from ddpnb.cluster.cluster import Cluster
 from ddpnb.cluster.hangs import HangDetector, StopDetector
+from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import CellReport, Failure, OnRank
 from ddpnb.protocol.notation import spoken_ranks
 
@@ -237,7 +238,7 @@ class Watch:
             for answer in answers.results(END_TIMEOUT_SECONDS):
                 for group, number in answer.items():
                     made.setdefault(group, set()).add(number)
-        except (RuntimeError, TimeoutError):  # a rank has died
+        except (RuntimeError, TimeoutError, UserError):  # a rank, or the whole cluster, has died
             return
         if any(len(numbers) > 1 or None in numbers for numbers in made.values()):
             self.cluster.abort(stopped)

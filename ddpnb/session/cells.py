@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import decode_source
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,7 @@ class RunningCell(SupervisedCall):
         try:
             self._watch.run()
         except KeyboardInterrupt:
-            raise CellInterrupt(self._where()) from None
+            raise CellInterrupt(self._where(), self._lost) from None
         finally:
             if self._prompt is not None and not self._watch.call.done:
                 self._prompt.close()
@@ -236,10 +236,15 @@ class RunningCell(SupervisedCall):
 
     def _ending_error(self) -> BaseException | None:
         if self._watch.timed_out:
-            return CellTimeoutError(self._watch.timeout or 0.0, self._where())
+            return CellTimeoutError(self._watch.timeout or 0.0, self._where(), self._lost)
         if self._watch.stop_requested:
-            return CellInterrupt(self._where())
+            return CellInterrupt(self._where(), self._lost)
         return error_of(self._watch)
+
+    @property
+    def _lost(self) -> Collection[int]:
+        """The ranks that the cell has cost, and that can be brought back."""
+        return () if self._cluster.is_over else self._watch.lost
 
     def _where(self) -> str:
         reports = [r for r in self._watch.returned.values() if isinstance(r, CellReport)]
@@ -409,7 +414,7 @@ def ask(
     try:
         watch.run()
     except KeyboardInterrupt:
-        raise CellInterrupt from None
+        raise CellInterrupt(lost=watch.lost) from None
     finally:
         if printed is None:
             lines.show()

@@ -38,18 +38,18 @@ class RankError(Exception):
 class CellTimeoutError(OneLine, TimeoutError):
     """A cell took longer than its ``--timeout`` and was stopped."""
 
-    def __init__(self, seconds: float, where: str = "") -> None:
+    def __init__(self, seconds: float, where: str = "", lost: Collection[int] = ()) -> None:
         super().__init__(
             f"the cell took longer than {seconds:g} s and was stopped on all ranks{where}; "
-            "their variables are kept"
+            f"{_kept_but(lost)}"
         )
 
 
 class CellInterrupt(OneLine, KeyboardInterrupt):
     """A cell or run was interrupted, and its ranks have stopped."""
 
-    def __init__(self, where: str = "") -> None:
-        super().__init__(f"the ranks have stopped{where}; their variables are kept")
+    def __init__(self, where: str = "", lost: Collection[int] = ()) -> None:
+        super().__init__(f"the ranks have stopped{where}; {_kept_but(lost)}")
 
 
 CellInterrupt.__name__ = "KeyboardInterrupt"  # what Jupyter's clients know
@@ -59,14 +59,18 @@ class HangError(OneLine, Exception):
     """The ranks waited for each other without end, and were freed."""
 
     def __init__(self, why: str, lost: Collection[int] = ()) -> None:
-        ending = "They were freed; variables are kept."
-        if lost:
-            ranks = format_ranks(lost)
-            ending = (
-                f"Rank {ranks} could not be freed and was ended, its variables with it: "
-                f"%ddp_restart --ranks {ranks} brings it back, the other ranks keep theirs."
-            )
-        super().__init__(f"{why}. {ending}")
+        super().__init__(f"{why}. They were freed; {_kept_but(lost)}.")
+
+
+def _kept_but(lost: Collection[int]) -> str:
+    """Say what becomes of the variables of ranks that were stopped, some of which ended by it."""
+    if not lost:
+        return "their variables are kept"
+    ended, it = ("has ended, its", "it") if len(lost) == 1 else ("have ended, their", "them")
+    return (
+        f"{spoken_ranks(sorted(lost))} {ended} variables with {it}: %ddp_restart --ranks "
+        f"{format_ranks(lost)} brings {it} back, all others keep theirs"
+    )
 
 
 def where_stopped(failures: Mapping[int, Failure | None]) -> str:

@@ -283,3 +283,15 @@ def test_a_collective_that_is_shown_can_be_interrupted(kernel: Kernel):
     assert len(cell.error_text.splitlines()) == 1
     assert cell.seconds < 15
     check_it_goes_on(kernel)
+
+
+def test_a_rank_that_a_stop_has_cost_is_named_with_what_brings_it_back(kernel: Kernel):
+    kernel.run(f"{PREPARE}\nimport os")
+    cell = kernel.run(
+        "%%ddp --timeout 1\ntry:\n    time.sleep(1000)\nexcept KeyboardInterrupt:\n"
+        "    if rank == 1: os._exit(2)"
+    )
+    assert cell.error == "CellTimeoutError"
+    assert "rank 1 has ended, its variables with it: %ddp_restart --ranks 1" in cell.error_text
+    kernel.run("%ddp_restart --ranks 1")
+    assert kernel.run("%ddp_pull kept --ranks 0").text == "10"

@@ -4,6 +4,7 @@ from ddpnb.protocol.messages import Failure
 from ddpnb.session.errors import (
     CellInterrupt,
     CellTimeoutError,
+    HangError,
     RankError,
     render_error,
     render_failures,
@@ -112,6 +113,11 @@ def test_a_timeout_and_an_interrupt_are_one_line():
         f"CellTimeoutError: the cell took longer than 2.5 s and was stopped on all ranks{where}; "
         "their variables are kept"
     ]
+    assert str(CellInterrupt("", [2])) == (
+        "the ranks have stopped; rank 2 has ended, its variables with it: %ddp_restart --ranks 2 "
+        "brings it back, all others keep theirs"
+    )
+    assert "ranks 1,3 have ended, their variables with them" in str(HangError("so", [3, 1]))
     assert isinstance(CellTimeoutError(1), TimeoutError)
     assert isinstance(CellInterrupt(), KeyboardInterrupt)
     assert type(CellInterrupt()).__name__ == "KeyboardInterrupt"
