@@ -180,7 +180,10 @@ class Timeouts:
     tick_seconds: float = 0.05
     """The longest wait for a call's next event; the display is drawn in between."""
     abort_after_failure_seconds: float = 0.3
-    """How long ranks may still run after one has failed: they may be about to fail too."""
+    """How long ranks may still run, once one has failed, after the last one that ended.
+
+    They may be about to fail too.
+    """
     abort_validation_after_seconds: float = 5.0
     """The same for the check before a training, where freeing costs more: the process group."""
     report_failure_after_seconds: float = 0.8

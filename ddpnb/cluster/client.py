@@ -5,6 +5,7 @@ into the call's queue, together with the results.  Importing it takes 0.3 s: thi
 is imported while the fork server works.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ class EngineClient:
         self._known: set[int] = set()
         """The engines whose rank is known."""
         self._calls: list[Call] = []
+        self._lock = threading.Lock()
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -68,7 +70,8 @@ class EngineClient:
     def submit(self, function: OnRank, *arguments: object, ranks: Sequence[int]) -> Call:
         """Start ``function(*arguments)`` on some ranks and return at once."""
         call = Call(ranks=tuple(ranks))
-        self._calls = [other for other in self._calls if not other.done] + [call]
+        with self._lock:  # a background cell's thread asks its ranks where they are
+            self._calls = [other for other in self._calls if not other.done] + [call]
         for rank in ranks:
             self._send(call, rank, self._engine_of.get(rank, rank), function, arguments)
         return call

@@ -44,8 +44,8 @@ class Watch:
         handle: takes each event, in order.
         tick: called at least every ``tick_seconds``, to draw.
         timeout: seconds after which the ranks are interrupted.
-        abort_after_failure_seconds: how long ranks may still run after one has failed; by default
-            as the cluster's timeouts say.
+        abort_after_failure_seconds: how long ranks may still run, once one has failed, after the
+            last one ended; by default as the cluster's timeouts say.
         notify: shows the user a sentence before the call ends.
         survives: returns whether the other ranks can go on without one that has died.
     """
@@ -69,6 +69,10 @@ class Watch:
     lost: dict[int, str] = field(default_factory=dict)
     """Ranks that died during the call, each with the cause."""
     _detector: HangDetector = field(init=False)
+    is_settled: bool = False
+    """Whether ``run`` has ended: no abort of the group will follow."""
+    _failed_at: float | None = None
+    """When the first rank failed."""
     _last_end_at: float | None = None
     """When the last rank so far returned or died, once one has failed."""
     _num_aborts: int = 0
@@ -93,6 +97,8 @@ class Watch:
             except KeyboardInterrupt:
                 self._stop_ranks()
                 raise
+            finally:
+                self.is_settled = True
 
     def _supervise(self, is_interrupted: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.timeout if self.timeout else None
@@ -127,9 +133,13 @@ class Watch:
         failed = is_lost or any(map(failure_in, self.returned.values()))
         if failed and isinstance(event, Returned | Lost):
             self._last_end_at = time.monotonic()
+            self._failed_at = self._failed_at or self._last_end_at
 
     def _abort_after_failure(self) -> None:
-        """Free ranks that still run a while after others have failed: they may wait for them."""
+        """Free ranks that still run a while after the last other ended, if one of those failed.
+
+        They may wait for it.
+        """
         if self._last_end_at is None or self._num_aborts or not self.call.running:
             return
         seconds = self.abort_after_failure_seconds
@@ -155,10 +165,10 @@ class Watch:
 
     def _report_failed(self) -> None:
         """Show what failed while other ranks compute on, which may take any time."""
-        if self._last_end_at is None or self._is_reported or not self.call.running:
+        if self._failed_at is None or self._is_reported or not self.call.running:
             return
         seconds = self._timeouts.report_failure_after_seconds
-        if time.monotonic() - self._last_end_at > seconds:
+        if time.monotonic() - self._failed_at > seconds:
             self._is_reported = True
             causes = [f"rank {rank} {cause}" for rank, cause in self.lost.items()]
             for rank, value in self.returned.items():
@@ -232,13 +242,15 @@ class Watch:
         A stop or a failure may come before a collective on one rank and after it on another.
         """
         stopped = [rank for rank in self.cluster.living if rank in self.returned]
+        if self.cluster.is_over:
+            return
         made: dict[str, set[int | None]] = {}
         try:
             answers = self.cluster.submit(OnRank("num_calls"), ranks=stopped)
             for answer in answers.results(END_TIMEOUT_SECONDS):
                 for group, number in answer.items():
                     made.setdefault(group, set()).add(number)
-        except (RuntimeError, TimeoutError, UserError):  # a rank, or the whole cluster, has died
+        except (RuntimeError, OSError, KeyError, UserError):  # a rank, or the cluster, has ended
             return
         if any(len(numbers) > 1 or None in numbers for numbers in made.values()):
             self.cluster.abort(stopped)

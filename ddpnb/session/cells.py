@@ -39,6 +39,7 @@ from ddpnb.session.errors import (
     CellInterrupt,
     CellTimeoutError,
     HangError,
+    LackingRankError,
     RankError,
     render_error,
     where_stopped,
@@ -58,8 +59,8 @@ class SupervisedCall:
 
     @property
     def done(self) -> bool:
-        """Whether every rank has ended it."""
-        return self._watch.call.done
+        """Whether every rank has ended it, and the group is left as the next cell needs it."""
+        return self._watch.is_settled
 
     def run_in_background(self) -> None:
         """Supervise it in a thread, so that the notebook can run other cells."""
@@ -121,6 +122,8 @@ class RunningCell(SupervisedCall):
         warn_stale(cluster.ensure_group(is_checked=is_checked))
         if cluster.without_group:
             print(cluster.without_group, file=sys.stderr)
+        self._dead = cluster.dead
+        """The ranks that had ended before; then the others are in a group with them."""
         self._watch = Watch(
             cluster=cluster,
             call=cluster.submit(OnRank("run_cell"), spec, ranks=ranks),
@@ -239,7 +242,11 @@ class RunningCell(SupervisedCall):
             return CellTimeoutError(self._watch.timeout or 0.0, self._where(), self._lost)
         if self._watch.stop_requested:
             return CellInterrupt(self._where(), self._lost)
-        return error_of(self._watch)
+        error = error_of(self._watch)
+        failures = error.failures if isinstance(error, RankError) else ()
+        if self._dead and failures and all(each.is_consequence for each in failures):
+            return LackingRankError(self._dead, self._where())
+        return error
 
     @property
     def _lost(self) -> Collection[int]:
@@ -342,17 +349,7 @@ def error_of(watch: Watch) -> HangError | RankError | UserError | None:
     if watch.hang:
         return HangError(watch.hang, watch.lost)
     failures = failures_of(watch)
-    if not failures:
-        return None
-    if (dead := watch.cluster.dead) and all(each.is_consequence for each in failures):
-        where = where_stopped({each.rank: each for each in failures})
-        back = "it" if len(dead) == 1 else "them"
-        return UserError(
-            f"No collective can be made without {spoken_ranks(dead)}, which ended before{where}: "
-            f"%ddp_restart --ranks {format_ranks(dead)} brings {back} back, the other ranks keep "
-            "their variables."
-        )
-    return RankError(failures)
+    return RankError(failures) if failures else None
 
 
 def failures_of(watch: Watch) -> list[Failure]:

@@ -62,6 +62,18 @@ class HangError(OneLine, Exception):
         super().__init__(f"{why}. They were freed; {_kept_but(lost)}.")
 
 
+class LackingRankError(OneLine, Exception):
+    """A cell on the ranks that are left called a collective, which needs those that died."""
+
+    def __init__(self, dead: Collection[int], where: str = "") -> None:
+        has, it = ("has", "it") if len(dead) == 1 else ("have", "them")
+        super().__init__(
+            f"no collective can be made{where} without {spoken_ranks(sorted(dead))}, which {has} "
+            f"ended: %ddp_restart --ranks {format_ranks(dead)} brings {it} back, the other ranks "
+            "keep their variables"
+        )
+
+
 def _kept_but(lost: Collection[int]) -> str:
     """Say what becomes of the variables of ranks that were stopped, some of which ended by it."""
     if not lost:
@@ -143,6 +155,9 @@ def render_failures(failures: Sequence[Failure]) -> list[str]:
             lines.append("")
         lines.append(f"RankError: {summarize([failure, *same[1:]])}")
         lines += _traceback_lines(failure)
+        if failure.is_death:  # each has a log of its own
+            logs = {"\n".join(each.traceback): each for each in [failure, *same]}
+            lines += [line for each in list(logs.values())[1:] for line in _traceback_lines(each)]
     if consequences := [f for f in failures if f.is_consequence and f not in roots]:
         lines += ["", *_consequence_lines(consequences)]
     return lines

@@ -357,7 +357,7 @@ def test_a_collective_among_the_survivors_of_a_dead_rank_says_whom_it_lacks(kern
     kernel.run("%%rank 1\nos._exit(3)")
     cell = kernel.run("%%rank 0\n\ndist.all_reduce(torch.ones(1))")
     assert cell.error_text == (
-        "UserError: No collective can be made without rank 1, which ended before (rank 0 in "
-        "line 3): %ddp_restart --ranks 1 brings it back, the other ranks keep their variables."
+        "LackingRankError: no collective can be made (rank 0 in line 3) without rank 1, which has "
+        "ended: %ddp_restart --ranks 1 brings it back, the other ranks keep their variables"
     )
     assert kernel.run("%%rank 0\nkept").stdout == "[0] 10\n"

@@ -199,3 +199,15 @@ def test_a_future_ends_with_its_collective_or_with_the_group(num_aborts: int) ->
     assert token.has_lost_result == (num_aborts > 0)
     # A thread of an abort may be about to take its wait out of the token.
     wait_until(lambda: token.abort() == 0, "the end of all waits")
+
+
+def test_calls_are_counted_until_one_was_interrupted(tmp_path: Path) -> None:
+    log, *_ = opened(tmp_path / "log")
+    write(log, 3)
+    write(log, 3)
+    log.take_back()
+    assert log.num_made == 1
+    write(log, 3)
+    log.take_back(is_certain=False)
+    write(log, 3)
+    assert log.num_made is None

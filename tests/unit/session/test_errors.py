@@ -147,11 +147,12 @@ def test_what_is_kept_of_a_failure_gives_no_advice():
 
 def test_ranks_that_died_in_two_ways_are_brought_back_by_one_line():
     killed, ended = (
-        failure(rank, "RankLost", text, is_death=True, traceback=("",))
+        failure(rank, "RankLost", text, is_death=True, traceback=(f"log of {rank}",))
         for rank, text in ((1, "was killed by SIGKILL"), (0, "has ended with exit code 3"))
     )
     text = "\n".join(render_failures([killed, ended]))
     assert text.count("RankError") == 1
+    assert text.endswith("log of 1\nlog of 0")
     assert "rank 1 was killed by SIGKILL; rank 0 has ended with exit code 3; %ddp_restart" in text
     assert "--ranks 0-1 brings them back" in text
     assert RankError([failure(0), failure(1)]).cause == "ValueError on ranks 0-1 (bad)"
