@@ -241,9 +241,9 @@ class Watch:
 
         A stop or a failure may come before a collective on one rank and after it on another.
         """
-        stopped = [rank for rank in self.cluster.living if rank in self.returned]
         if self.cluster.is_over:
             return
+        stopped = [rank for rank in self.cluster.living if rank in self.returned]
         made: dict[str, set[int | None]] = {}
         try:
             answers = self.cluster.submit(OnRank("num_calls"), ranks=stopped)

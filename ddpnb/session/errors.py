@@ -66,12 +66,19 @@ class LackingRankError(OneLine, Exception):
     """A cell on the ranks that are left called a collective, which needs those that died."""
 
     def __init__(self, dead: Collection[int], where: str = "") -> None:
-        has, it = ("has", "it") if len(dead) == 1 else ("have", "them")
         super().__init__(
-            f"no collective can be made{where} without {spoken_ranks(sorted(dead))}, which {has} "
-            f"ended: %ddp_restart --ranks {format_ranks(dead)} brings {it} back, the other ranks "
-            "keep their variables"
+            f"no collective can be made{where} without {spoken_ranks(sorted(dead))}, which "
+            f"{'has' if len(dead) == 1 else 'have'} ended: {_brought_back(dead)}"
         )
+
+
+def _brought_back(dead: Collection[int]) -> str:
+    """Say what brings ranks back, and at what cost."""
+    it = "it" if len(dead) == 1 else "them"
+    return (
+        f"%ddp_restart --ranks {format_ranks(dead)} brings {it} back, the other ranks keep their "
+        "variables"
+    )
 
 
 def _kept_but(lost: Collection[int]) -> str:
@@ -133,12 +140,7 @@ def _told_of_dead(dead: Sequence[Failure]) -> str:
     for text, ranks in ranks_of.items():
         plural = text.replace("was ", "were ").replace("has ", "have ")
         told.append(f"{spoken_ranks(sorted(ranks))} {text if len(ranks) == 1 else plural}")
-    ranks = sorted(failure.rank for failure in dead)
-    told.append(
-        f"%ddp_restart --ranks {format_ranks(ranks)} brings {'it' if len(ranks) == 1 else 'them'} "
-        "back, the other ranks keep their variables"
-    )
-    return "; ".join(told)
+    return "; ".join([*told, _brought_back([failure.rank for failure in dead])])
 
 
 def render_failures(failures: Sequence[Failure]) -> list[str]:
@@ -154,10 +156,9 @@ def render_failures(failures: Sequence[Failure]) -> list[str]:
         if lines:
             lines.append("")
         lines.append(f"RankError: {summarize([failure, *same[1:]])}")
-        lines += _traceback_lines(failure)
-        if failure.is_death:  # each has a log of its own
-            logs = {"\n".join(each.traceback): each for each in [failure, *same]}
-            lines += [line for each in list(logs.values())[1:] for line in _traceback_lines(each)]
+        by_log = {each.traceback: each for each in same}  # each death has one of its own
+        for each in by_log.values() if failure.is_death else [failure]:
+            lines += _traceback_lines(each)
     if consequences := [f for f in failures if f.is_consequence and f not in roots]:
         lines += ["", *_consequence_lines(consequences)]
     return lines
