@@ -1,0 +1,125 @@
+"""Where the time of a step goes, and how many bytes it sends (ranks).
+
+A strategy marks nothing.  ``Worker.compute_gradients`` begins the phases of a step, and whatever
+carries messages between ranks reports here: the interceptor of collectives for everything that goes
+through ``torch.distributed``, the servers for everything that goes through shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, final
+
+Phase = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
+"""What the time of a step can be spent on; the fields of ``messages.Parts`` that exclude each
+other."""
+
+Moment = Any
+"""A point in time on the device's own clock, from ``Timer.moment``."""
+
+
+class Timer(ABC):
+    """Divides the time of a step into phases, on the device's own clock."""
+
+    @abstractmethod
+    def begin(self, phase: Phase, at: Moment = None) -> Phase:
+        """Count the time from now on, or from a recent moment, as ``phase``.
+
+        Returns:
+            The phase that time was counted as before.
+        """
+
+    @abstractmethod
+    def moment(self) -> Moment:
+        """Return this point in time without waiting for the device."""
+
+    @abstractmethod
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Count communication between two moments as hidden behind other work."""
+
+
+@final
+class NullTimer(Timer):
+    """A timer that counts nothing."""
+
+    def begin(self, phase: Phase, at: Moment = None) -> Phase:
+        """Count nothing."""
+        return phase
+
+    def moment(self) -> Moment:
+        """Return nothing."""
+
+    def hide(self, begun: Moment, ended: Moment) -> None:
+        """Count nothing."""
+
+
+class Traffic(NamedTuple):
+    """Bytes that a worker exchanged with others."""
+
+    sent: int = 0
+    received: int = 0
+
+
+@final
+class Meter:
+    """Counts the communication of one worker: its seconds, exposed and hidden, and its bytes.
+
+    A message that is issued and waited for later is hidden until the wait begins.  Messages that
+    C++ waits for, as in DDP's backward pass, are hidden until the last of them is issued; the rest
+    of the backward pass waits for them and is exposed.
+
+    Args:
+        timer: the clock of the run.
+    """
+
+    def __init__(self, timer: Timer) -> None:
+        self.timer = timer
+        self._sent = self._received = 0
+        self._num_in_flight = 0
+        self._first: Moment = None
+        self._last: Moment = None
+
+    def count(self, *, sent: int = 0, received: int = 0) -> None:
+        """Add bytes that this worker exchanged."""
+        self._sent += sent
+        self._received += received
+
+    def take(self) -> Traffic:
+        """Return the bytes since the last call."""
+        taken = Traffic(self._sent, self._received)
+        self._sent = self._received = 0
+        return taken
+
+    @contextlib.contextmanager
+    def communicating(self, phase: Phase = "communication") -> Iterator[None]:
+        """Count the time in this context as exposed communication, or as waiting."""
+        before = self.timer.begin(phase)
+        try:
+            yield
+        finally:
+            self.timer.begin(before)
+
+    def issued(self) -> None:
+        """Note a message that is on its way while this worker goes on computing."""
+        self._last = self.timer.moment()
+        if not self._num_in_flight:
+            self._first = self._last
+        self._num_in_flight += 1
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Count the wait for messages that were issued: hidden until now, exposed in here."""
+        if self._num_in_flight:
+            self.timer.hide(self._first, self.timer.moment())
+            self._num_in_flight = 0
+        with self.communicating():
+            yield
+
+    def backward_ended(self) -> None:
+        """Split the backward pass that has just ended where its last message was issued."""
+        if self._num_in_flight:
+            self.timer.hide(self._first, self._last)
+            self.timer.begin("communication", at=self._last)
+            self._num_in_flight = 0
