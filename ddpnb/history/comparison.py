@@ -213,9 +213,7 @@ def _words(spec: RunSpec) -> list[str]:
     always = {name: option for name, option in training_options() if name in ALWAYS}
     words = []
     for name, option in (always | dict(chosen(spec))).items():
-        if name == "resume" and spec.resumed:  # the comparison: each strategy resumes its own run
-            words += [option.flag, spec.resumed.partition("/")[0]]
-        elif name == "batch_size" and spec.batch_per_worker is not None:
+        if name == "batch_size" and spec.batch_per_worker is not None:
             continue
         elif name != "task":
             words += option.words(getattr(spec, name))

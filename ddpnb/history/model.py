@@ -73,11 +73,6 @@ class RunSnapshot:
         return 0 if self.spec is None else self.spec.repeat
 
     @property
-    def num_samples_before(self) -> int:
-        """Samples that the run which it resumes had seen."""
-        return self.header.num_samples_before if self.header else 0
-
-    @property
     def is_running(self) -> bool:
         """Whether more events may come."""
         return self.status is Status.RUNNING

@@ -6,7 +6,6 @@ run; a crash loses at most the last ``flush_seconds``.
 
 import json
 import platform
-import shutil
 import sqlite3
 import threading
 import time
@@ -195,7 +194,7 @@ class Store:
         return free
 
     def delete(self, address: str) -> tuple[str, ...]:
-        """Delete the runs that ``address`` names, and their checkpoints; return their addresses.
+        """Delete the runs that ``address`` names, and their weights; return their addresses.
 
         Raises:
             UserError: one of them is being trained.
@@ -211,13 +210,13 @@ class Store:
                 (json.dumps([run.comparison_id for run in found]),),
             )
         for run in found:
-            shutil.rmtree(self.checkpoints / run.run_id, ignore_errors=True)
+            (self.models / f"{run.run_id}.pt").unlink(missing_ok=True)
         return tuple(run.address for run in found)
 
     @property
-    def checkpoints(self) -> Path:
-        """The folder that holds a folder of each run, with checkpoints and the trained model."""
-        return self.folder / "checkpoints"
+    def models(self) -> Path:
+        """The folder for the trained weights of each run that saves them."""
+        return self.folder / "models"
 
     def close(self) -> None:
         """Write all pending batches and close; may be called twice."""

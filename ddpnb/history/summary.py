@@ -258,8 +258,7 @@ def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
     """Return the second and the sample at which a run first reached ``target``.
 
     That is where the smoothed training loss was as low, or, between two evaluations by linear
-    interpolation, the held-out accuracy as high.  In a run that resumes another, the samples count
-    on; the seconds are its own.
+    interpolation, the held-out accuracy as high.
     """
     if target.is_accuracy:
         found = np.array(evaluations(run), dtype=np.float64).reshape(-1, len(Evaluation._fields))
@@ -267,7 +266,7 @@ def time_to_target(run: RunSnapshot, target: Target) -> tuple[float, float]:
         falling, goal = -accuracy, -target.value
     else:
         curve, falling, goal = run.aggregate.curve, smoothed_loss(run), target.value
-        seconds, samples = curve.seconds, curve.samples + run.num_samples_before
+        seconds, samples = curve.seconds, curve.samples
     return first_reached(falling, seconds, goal), first_reached(falling, samples, goal)
 
 
@@ -277,7 +276,7 @@ def evaluations(run: RunSnapshot) -> tuple[Evaluation, ...]:
     if not found or run.status is not Status.FINISHED:
         return found
     last = Evaluation(
-        num_samples=run.num_samples_before + run.aggregate.num_samples,
+        num_samples=run.aggregate.num_samples,
         seconds=max((report.seconds for report in run.reports if report.took_part), default=0.0),
         loss=reported(run, lambda report: report.held_out_loss),
         accuracy=reported(run, lambda report: report.held_out_accuracy),

@@ -38,6 +38,13 @@ from ddpnb.session.session import this_session
 
 Magic = TypeVar("Magic", bound=Callable[..., Any])
 
+_EXPORT = "%ddp_export writes a script that saves checkpoints and goes on from them."
+GONE = {
+    "--resume": f"a comparison is trained in one go; {_EXPORT}",
+    "--save-every": f"--save keeps the trained weights; {_EXPORT}",
+}
+"""Options of earlier versions, and what to do in their place."""
+
 
 def magic_arguments() -> Callable[[Magic], Magic]:
     """Give a magic its parser, as IPython's decorator does; its help begins with the usage."""
@@ -83,6 +90,8 @@ def arguments(magic: Callable[..., object], line: str, *, unquote: bool = False)
                 f"{name} has no use for {word}: options begin with dashes, and several values of "
                 f"one {several}; %{name}? explains it."
             )
+        if word in GONE:
+            raise UserError(f"{name} has no option {word} any more: {GONE[word]}")
         near = closest(word, known)
         advice = f"did you mean {near}?" if near else f"its options are: {', '.join(known)}."
         raise UserError(f"{name} has no option {word}; {advice}")
@@ -187,7 +196,7 @@ def following(
             yield from of_kind("profile", profiles())
         case "--task":
             yield from of_kind("task", choices(TASKS, prefix))
-        case "--resume" | "--run":
+        case "--run":
             yield from names("ddp_plot", namespace, prefix)
         case "--strategy" if name == "ddp_export":
             exported = {each: STRATEGIES[each] for each in EXPORTED}

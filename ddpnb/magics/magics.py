@@ -368,7 +368,7 @@ class DdpMagics(Magics):
     @argument("--last", metavar="N", type=int, help="only this many lines, the newest")
     @argument("--show", metavar="NAME", help="show all that is needed to repeat a comparison")
     @argument("--rename", metavar=("OLD", "NEW"), nargs=2, help="rename a comparison")
-    @argument("--delete", metavar="NAME", help="delete runs and their checkpoints")
+    @argument("--delete", metavar="NAME", help="delete runs and their weights")
     @line_magic
     def ddp_runs(self, line: str) -> None:
         """List stored runs; show, rename or delete some.

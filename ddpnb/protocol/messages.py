@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import NamedTuple
 
 from ddpnb.protocol.catalogue import STRATEGIES
@@ -55,10 +56,6 @@ class RankState:
     """A sentence for each feature that is off because of a library's version."""
 
 
-MODEL_FILE = "model.pt"
-"""The file, among a run's checkpoints, with the ``state_dict`` of the trained model."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec(TrainingSpec):
     """One run: everything that a rank needs to repeat it exactly."""
@@ -75,15 +72,18 @@ class RunSpec(TrainingSpec):
     that needs, and not judged."""
     comparison: str = ""
     """The id that the runs of one comparison share: their cell's data are loaded once; or empty."""
-    checkpoints: str = ""
-    """The folder that holds a folder of checkpoints per run; empty: none are kept."""
-    resumed: str = ""
-    """The address of the run that is resumed, ``"first/ddp#1"``; ``resume`` holds its id."""
+    models: str = ""
+    """The folder for the trained weights of each run; empty: they are not saved."""
 
     def __post_init__(self) -> None:
         TrainingSpec.__post_init__(self)  # super() does not work in a slotted dataclass
         check_transport(self.strategy, self.transport)
         check_link(self.strategy, self.link, self.transport)
+
+    @property
+    def model_file(self) -> Path | None:
+        """The file with the ``state_dict`` of the trained model; None: it is not saved."""
+        return Path(self.models) / f"{self.run_id}.pt" if self.models else None
 
     @property
     def own_momentum(self) -> float | None:
@@ -115,8 +115,6 @@ class RunHeader:
     num_parameters: int
     num_samples: int
     """Training samples that the run will see, over all workers."""
-    num_samples_before: int = 0
-    """Samples that the resumed run had seen when its checkpoint was made."""
     num_devices: int = 0
     """GPUs, or ranks' shares of the CPU, that they compute on; 0: as many as workers."""
     sees_exposed: bool = True
@@ -270,7 +268,7 @@ class Evaluation(NamedTuple):
     """The model on held-out samples at one moment of a run."""
 
     num_samples: int
-    """Seen by all workers until then; those of a resumed run included."""
+    """Seen by all workers until then."""
     seconds: float
     """Training time since the run began, on rank 0."""
     loss: float

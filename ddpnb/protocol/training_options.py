@@ -30,9 +30,8 @@ def _option(group: str, default: Any, flag: str, **described: Any) -> Any:
     return field(default=default, metadata={"option": option})
 
 
-_training, _steps, _data, _faults, _checkpoints = (
-    partial(_option, group)
-    for group in ("training", "steps", "data", "faults on purpose", "checkpoints")
+_training, _steps, _data, _faults = (
+    partial(_option, group) for group in ("training", "steps", "data", "faults on purpose")
 )
 
 
@@ -117,7 +116,7 @@ class TrainingSpec:
         about="more epochs where a strategy would be trained for less, the same for all",
     )
     num_warmup_steps: int = 3
-    """Steps before the training, put back, so that no clock sees a cold start."""
+    """Steps of a throwaway model before the training, so that no clock sees a cold start."""
     accumulate: int = _steps(
         1,
         "--accumulate",
@@ -185,6 +184,11 @@ class TrainingSpec:
         most=256,
         about="processes per rank that load samples ahead (torch's DataLoader)",
     )
+    save: bool = _data(
+        False,
+        "--save",
+        about="rank 0 writes the trained weights to a file in data/runs/models (torch.save)",
+    )
     slow: tuple[str, ...] = _faults(
         (),
         "--slow",
@@ -204,19 +208,6 @@ class TrainingSpec:
     )
     kill: tuple[str, ...] = _faults(
         (), "--kill", example="1@5s", about="rank 1 is killed after 5 seconds of training"
-    )
-    save_every: float = _checkpoints(
-        0.0,
-        "--save-every",
-        least=0,
-        about="epochs between checkpoints in data/runs/checkpoints; one more at the end; "
-        "the last two are kept",
-    )
-    resume: str = _checkpoints(
-        "",
-        "--resume",
-        example="RUN",
-        about="continue from the last checkpoint of these runs, as %ddp_runs lists them",
     )
 
     def __post_init__(self) -> None:

@@ -157,7 +157,6 @@ def _run_row(run: RunSnapshot) -> dict[str, object]:
         **{name: getattr(run.header, name, None) for name in CIRCUMSTANCES},
         "num_steps": run.aggregate.num_events,
         "num_samples": run.aggregate.num_samples,
-        "num_samples_before": run.num_samples_before,
         "seconds": training_seconds(run),
         "samples_per_second": samples_per_second(run),
         "final_loss": reported(run, lambda report: report.final_loss),
@@ -285,7 +284,7 @@ def _write(folder: Path, run: RunSnapshot) -> None:
 
 
 def _points(run: RunSnapshot) -> Iterator[Point]:
-    events, samples = run.events, run.num_samples_before
+    events, samples = run.events, 0
     aligner = make_aligner(run.header, run.spec)
     aligner.end()  # the run is over: no rank is waited for
     updates = aligner.add(events)
@@ -293,7 +292,7 @@ def _points(run: RunSnapshot) -> Iterator[Point]:
     for weight, seconds, loss in zip(*columns, strict=True):
         samples += int(weight)
         yield "loss", samples, seconds, loss
-    seen = run.num_samples_before + events["num_samples"].cumsum()
+    seen = events["num_samples"].cumsum()
     for name, rows in run.metrics.items():
         for index, value in zip(rows["event"].tolist(), rows["value"].tolist(), strict=True):
             yield name, int(seen[index]), float(events["seconds"][index]), value
@@ -304,7 +303,7 @@ def _results(run: RunSnapshot) -> Iterator[Point]:
     for each in evaluations(run)[:-1]:
         yield "held-out loss", each.num_samples, each.seconds, each.loss
         yield "held-out accuracy", each.num_samples, each.seconds, each.accuracy
-    samples = run.num_samples_before + int(events["num_samples"].sum())
+    samples = int(events["num_samples"].sum())
     seconds = float(events["seconds"].max(initial=0.0))
     yield "samples per second", samples, seconds, samples_per_second(run)
     yield "final loss", samples, seconds, reported(run, lambda report: report.final_loss)

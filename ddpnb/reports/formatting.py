@@ -181,4 +181,4 @@ def _choice(spec: RunSpec, name: str) -> object:
     value = getattr(spec, name)
     if name == "seed" and spec.data_seed is not None:  # each repeat has a seed of its own
         return spec.data_seed
-    return bool(value) if name == "resume" else value  # each run resumes a run of its own
+    return value

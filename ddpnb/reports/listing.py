@@ -11,7 +11,7 @@ from ddpnb.history.comparison import Comparison, magic_of
 from ddpnb.history.model import ending
 from ddpnb.history.query import StoredRun
 from ddpnb.history.summary import summarise
-from ddpnb.protocol.messages import MODEL_FILE, RankState, RunSpec
+from ddpnb.protocol.messages import RankState, RunSpec
 from ddpnb.reports.formatting import NOTHING, counted, notes
 from ddpnb.reports.style import style_of
 from ddpnb.reports.table import Cell, Column, Table, pairs_table, table_row
@@ -142,7 +142,7 @@ class Details:
         settings = {"started": started, "strategies": " ".join(comparison.strategies)}
         specs = tuple(spec for spec in specs if not spec.is_ceiling) or specs
         hidden = ["run_id", "strategy", "repeat", "data_seed", "is_ceiling", "source", "cell"]
-        hidden += ["checkpoints", "resume"]
+        hidden += ["models"]
         for entry in dataclasses.fields(specs[0]) if specs else ():
             values = dict.fromkeys(_setting_text(getattr(spec, entry.name)) for spec in specs)
             if entry.name not in hidden:
@@ -159,8 +159,8 @@ class Details:
 def _models(specs: Sequence[RunSpec]) -> Iterator[tuple[RunSpec, Path]]:
     """Yield the runs that saved their trained model, each with its file."""
     for spec in specs:
-        path = Path(spec.checkpoints) / spec.run_id / MODEL_FILE
-        if spec.checkpoints and path.is_file():
+        path = spec.model_file
+        if path is not None and path.is_file():
             yield spec, path
 
 

@@ -29,7 +29,7 @@ from ddpnb.reports.script_training import TRAINING
 CARRIED = {
     *("task", "num_epochs", "min_seconds", "batch_size", "batch_per_worker", "learning_rate"),
     *("momentum", "seed", "accumulate", "amp", "clip", "lr_scaling", "num_lr_warmup_epochs"),
-    *("sync_batchnorm", "num_data_workers", "save_every"),
+    *("sync_batchnorm", "num_data_workers"),
 }
 """Settings that the script has; its docstring names the others that were used."""
 
@@ -244,7 +244,7 @@ def script(comparison: Comparison, file: str, strategy: str = "") -> str:
         scale=f"math.sqrt({ratio})" if spec.lr_scaling == "sqrt" else ratio,
         num_lr_warmup_epochs=repr(spec.num_lr_warmup_epochs),
         num_data_workers=repr(spec.num_data_workers),
-        save_every=repr(spec.save_every or 1.0),
+        save_every="1.0",
         checkpoint=json.dumps(f"{Path(file).stem}.pt"),
         cell=cell,
         collate="collate_fn" if "collate_fn" in bound else "None",

@@ -26,7 +26,7 @@ from ddpnb.reports.live import Live, live
 from ddpnb.reports.result import ComparisonResult
 from ddpnb.reports.style import EVERYTHING, PlotOptions
 from ddpnb.session.cells import check_on_ranks, error_of, warn_stale
-from ddpnb.session.comparison_spec import ComparisonSpec, long_enough, with_checkpoints
+from ddpnb.session.comparison_spec import ComparisonSpec, long_enough, with_models
 from ddpnb.session.errors import CellInterrupt, HangError, RankError
 
 STOP_INTERVAL_SECONDS = 0.3
@@ -222,7 +222,7 @@ def prepare(
     """
     if cluster.spans_hosts:
         check_across_hosts(spec.strategies, spec.training.transport)
-    placed = with_checkpoints(spec.run_specs(), spec.strategies, store)
+    placed = with_models(spec.run_specs(), store)
     if len(cluster.ranks) == 1:  # a rank alone never communicates
         placed = tuple(each for each in placed if not each.is_ceiling)
     own_id = new_id()

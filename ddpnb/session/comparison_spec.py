@@ -1,10 +1,9 @@
 """What is compared, and the trainings that it takes (kernel)."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from ddpnb.history.query import StoredRun, resolve
 from ddpnb.history.recorder import new_id
 from ddpnb.history.store import Store
 from ddpnb.protocol.catalogue import BASELINE, CEILING, CELL_TASK, STRATEGIES
@@ -71,7 +70,7 @@ class ComparisonSpec:
         names = list(dict.fromkeys([*added, *self.strategies]))
         seed = self.training.seed
         chosen = asdict(self.training) | {"data_seed": seed}
-        ceiling = chosen | {"is_ceiling": True, "save_every": 0.0, "resume": "", "kill": ()}
+        ceiling = chosen | {"is_ceiling": True, "save": False, "kill": ()}
         return tuple(
             RunSpec(
                 run_id=new_id(),
@@ -104,46 +103,6 @@ def long_enough(specs: Sequence[RunSpec], num_epochs: float) -> tuple[RunSpec, .
     return tuple(replace(spec, num_epochs=float(rounded)) for spec in specs)
 
 
-def with_checkpoints(
-    specs: Sequence[RunSpec], asked: Collection[str], store: Store
-) -> tuple[RunSpec, ...]:
-    """Complete trainings with the folder of checkpoints and the run that each resumes.
-
-    The user has written ``resume``, and ``asked`` for some strategies.  A baseline that was added
-    to them is left out if the resumed comparison did not train it.
-
-    Raises:
-        UserError: there is no such run to resume.
-    """
-    if not any(spec.save_every or spec.resume for spec in specs):
-        return tuple(specs)
-    placed = [replace(spec, checkpoints=str(store.checkpoints)) for spec in specs]
-    address = next(spec.resume for spec in placed if not spec.is_ceiling)
-    if not address:
-        return tuple(placed)
-    runs = [run for run in resolve(address, store.list()) if not _is_ceiling(run)]
-    names = {run.name for run in runs}
-    if missing := [strategy for strategy in asked if strategy not in names]:
-        raise UserError(
-            f"{address} has no run of {missing[0]} to resume; it has: {', '.join(sorted(names))}."
-        )
-    found = []
-    for spec in placed:
-        if spec.is_ceiling:
-            found.append(spec)
-        elif spec.strategy in names:
-            run = _resumed_by(spec, runs)
-            seed = seed_of(spec.seed, run.repeat - spec.repeat)
-            found.append(replace(spec, resume=run.run_id, resumed=run.address, seed=seed))
-    return tuple(found)
-
-
-def _is_ceiling(run: StoredRun) -> bool:
-    """Return whether a run was trained only for its rate: it has no checkpoint."""
-    return run.spec is not None and run.spec.is_ceiling
-
-
-def _resumed_by(spec: RunSpec, runs: Sequence[StoredRun]) -> StoredRun:
-    """Return the run that a training resumes: the same strategy and repeat, else the last one."""
-    same = [run for run in runs if run.name == spec.strategy]
-    return next((run for run in same if run.repeat == spec.repeat), same[-1])
+def with_models(specs: Sequence[RunSpec], store: Store) -> tuple[RunSpec, ...]:
+    """Complete trainings that save their weights with the folder for them."""
+    return tuple(replace(each, models=str(store.models)) if each.save else each for each in specs)

@@ -217,8 +217,7 @@ def inspect_async(cluster: Cluster, strategy: str, training: TrainingSpec) -> "A
         num_epochs=MOST_EPOCHS,
         eval_every=0.0,
         min_seconds=None,
-        save_every=0.0,
-        resume="",
+        save=False,
     )
     spec = ComparisonSpec(strategies=(strategy,), training=short, name="inspect", baseline=False)
     with tempfile.TemporaryDirectory(prefix="ddpnb-inspect-") as folder:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.parameter_store import ParameterAccess
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.async_ps import AsyncParameterServer
+
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
+from ddpnb.rank.strategies.worker import Batch, Memory, Worker
 from ddpnb.rank.tasks.base import OptimizerFactory, Supervised
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, every_step
+from ddpnb.rank.training.timing import StepReport
 
 BeforeStep = Callable[[int, int], None]
 """Called with rank and step number: where a test injects a fault."""
@@ -129,7 +130,7 @@ def by_hand(problem: Problem, num_ranks: int = 1) -> Fit:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        reports.append(StepReport(loss=loss.detach(), num_samples=len(indices)))
+        reports.append(StepReport(loss.detach(), len(indices)))
     return fit_of(model, reports)
 
 
@@ -142,7 +143,7 @@ def by_strategy(
 ) -> Fit:
     """The same by a strategy, on one of the ranks."""
     log: list[ParameterAccess] = []
-    strategy = AsyncParameterServer(log=log.append) if word == "async" else make_strategy(word, {})
+    strategy = make_strategy(word, {})
     if state.rank >= strategy.plan(state).num_ranks:
         return fit_of(nn.Module(), [])
     try:
@@ -161,34 +162,37 @@ def drive(
     before_step: BeforeStep | None = None,
     **fields: Any,
 ) -> Fit:
-    """Train on every shard that the strategy names; ``fields``: more fields of the replica."""
+    """Train on every shard that the strategy names; ``fields``: more fields of the worker."""
     order, (inputs, targets) = problem.order(state.world_size), problem.data()
-    strategy.setup(
-        Replica(
-            model=problem.build(),
-            training_step=Supervised(nn.functional.mse_loss),
-            device=torch.device("cpu"),
-            rank=state.rank,
-            world_size=state.world_size,
-            num_steps=order.num_steps,
-            seed=problem.seed,
-            folder=folder,
-            accumulate=problem.accumulate,
-            **({"name": "fit", "optimizer": problem.factory()} | fields),
-        )
+    worker = Worker(
+        model=problem.build(),
+        make_model=problem.build,
+        training_step=Supervised(nn.functional.mse_loss),
+        device=torch.device("cpu"),
+        rank=state.rank,
+        world_size=state.world_size,
+        num_steps=order.num_steps,
+        seed=problem.seed,
+        folder=folder,
+        accumulate=problem.accumulate,
+        **({"name": "fit", "optimizer": problem.factory()} | fields),
     )
+    strategy.setup(worker)
     reports = []
     shards = taken_in_advance(strategy.shards(), fields.get("num_prefetched", 0))
     for number, shard in enumerate(shards):
         if before_step is not None:
             before_step(state.rank, number)
-        reports.append(strategy.step(batch_of(order, shard, inputs, targets)))
+        batch = batch_of(order, shard, inputs, targets)
+        loss = strategy.step(batch)
+        traffic = worker.meter.take()
+        reports.append(StepReport(loss, batch.num_samples, traffic, worker.staleness))
     num_files, memory = len(list(folder.iterdir())), strategy.memory()
     return replace(
         fit_of(strategy.finish(), reports),
         num_files_while_training=num_files,
         memory=memory,
-        notes=strategy.notes(),
+        notes=tuple(worker.notes),
     )
 
 

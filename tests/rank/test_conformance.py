@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from ddpnb.protocol.catalogue import STRATEGIES
-from ddpnb.rank.strategies import fsdp
 from tests.rank.fit import OPTIMIZERS, Fit, Problem, by_hand, by_strategy, distance
 from tests.rank.pairwise import pairwise_cases
 
-ALL = [name for name in STRATEGIES if name != "fsdp" or fsdp.is_supported()]
+ALL = [*STRATEGIES]
 SYNCHRONOUS = [
     "single",
     "dp",
@@ -22,7 +21,7 @@ SYNCHRONOUS = [
     "ring-by-hand",
     "central",
     "zero",
-    *(["fsdp"] if "fsdp" in ALL else []),
+    "fsdp",
 ]
 WITH_PAIRS = [*ALL, "gossip:together=on", "async:compensate=on", "async:damping=on"]
 """Gossip in which ranks wait for each other is a strategy of its own; so are other updates."""

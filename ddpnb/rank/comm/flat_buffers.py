@@ -56,29 +56,19 @@ class FlatBuffer:
         for view, tensor in zip(self.views, tensors, strict=True):
             tensor.copy_(view)
 
-    def sum(self, tensors: Sequence[Tensor]) -> int:
-        """Replace tensors by their sums over all ranks; takes part: every rank.
-
-        Returns:
-            The bytes that each rank sends.
-        """
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their sums over all ranks; takes part: every rank."""
         self.gather(tensors)
         for buffer in self.buffers:
             dist.all_reduce(buffer)
         self.scatter(tensors)
-        return all_reduce_bytes(self.num_bytes, dist.get_world_size())
 
     @torch.no_grad()
-    def average(self, tensors: Sequence[Tensor]) -> int:
-        """Replace tensors by their means over all ranks; takes part: every rank.
-
-        Returns:
-            The bytes that each rank sends.
-        """
-        num_sent = self.sum(tensors)
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their means over all ranks; takes part: every rank."""
+        self.sum(tensors)
         for tensor in tensors:
             tensor /= dist.get_world_size()
-        return num_sent
 
     @property
     def num_bytes(self) -> int:

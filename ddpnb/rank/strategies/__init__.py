@@ -8,13 +8,12 @@ from ddpnb.rank.strategies.base import Strategy
 from ddpnb.rank.strategies.own import own_strategy
 
 
-def make_strategy(word: str, namespace: Mapping[str, object], device: str = "cpu") -> Strategy:
+def make_strategy(word: str, namespace: Mapping[str, object]) -> Strategy:
     """Return the strategy that a word names, with its options.
 
     Args:
         word: as ``notation.parse_strategy`` reads it.
         namespace: where the user's own classes are looked up.
-        device: that the ranks compute on.
 
     Raises:
         UserError: there is no such strategy or option.
@@ -23,4 +22,4 @@ def make_strategy(word: str, namespace: Mapping[str, object], device: str = "cpu
     if choice.name not in STRATEGIES:
         return own_strategy(choice, namespace)
     made: Strategy = STRATEGIES[choice.name].load()(**choice.options)
-    return made.on(device)
+    return made

@@ -1,27 +1,34 @@
-"""What a data-parallel strategy is: its base classes (ranks).
+"""What a strategy is: ``setup(worker)``, ``step(batch)``, ``finish()`` (ranks).
 
-A strategy is asked for its ``plan``, gets a ``Replica`` in ``setup``, trains on one ``Batch`` in
-each ``step``, and returns the trained model from ``finish``.  It returns numbers; it never
-prints, logs or publishes.  A new one usually extends ``SynchronousStrategy`` and writes ``step``.
+    class Averaging(Strategy):
+        def step(self, batch):
+            loss = self.worker.compute_gradients(batch, weight=batch.weight)
+            for parameter in self.worker.parameters:
+                torch.distributed.all_reduce(parameter.grad)
+            self.worker.update(self.optimizer)
+            return loss
+
+Everything but ``step`` has a default: every rank trains a copy of the model on its slice of every
+global batch.  A strategy returns numbers; it never prints, measures or publishes.  A user's class
+needs no base class: see ``own.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
+from ddpnb.rank.strategies.worker import Batch, Memory, Worker
 from ddpnb.rank.tasks.batches import Shard
 
 State = dict[str, Any]
-"""What a checkpoint keeps: tensors, numbers and texts, in dicts and lists."""
+"""A model's ``state_dict``."""
 
 
 class Strategy(ABC):
@@ -30,113 +37,54 @@ class Strategy(ABC):
     The constructor takes the options that ``catalogue.STRATEGIES`` lists, by name.
     """
 
-    wraps_model: ClassVar[bool] = False
-    """Whether the task's step gets a wrapper with a ``forward`` alone, and not the model."""
-    needs_all_gradients: bool = False
-    """Whether each parameter must have a part in each loss."""
-    averages_weights: bool = False
-    """Whether the trained model's weights are averages over workers: no forward pass of any
-    worker was made with them, so BatchNorm's statistics are estimated anew."""
-    is_mean: ClassVar[bool] = False
-    """Whether the trained model is the mean of all ranks' ``snapshot``."""
+    worker: Worker
+    """What ``setup`` got."""
+    optimizer: torch.optim.Optimizer
+    """Of this rank's parameters, from ``setup``."""
 
-    ends_in_finish: ClassVar[bool] = True
-    """Whether ``finish`` is a part of the training, which is timed; otherwise it only collects the
-    model for its evaluation."""
-    can_rewind: ClassVar[bool] = True
-    """Whether what its steps change can be put back: its attributes, ``held`` and ``rehearsal``."""
-
-    def on(self, device: str) -> Strategy:
-        """Return the strategy for such a device: this one, unless it has a variant for it."""
-        return self
-
-    @abstractmethod
     def plan(self, state: RankState) -> Plan:
-        """Return which ranks take part, given this rank and its group."""
+        """Return which ranks take part: by default all, in lockstep."""
+        return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
 
-    def fewest_samples(self, num_samples: int, plan: Plan, accumulate: int) -> int:
-        """Return the fewest samples that the model is called with in one step.
+    def setup(self, worker: Worker) -> None:
+        """Get ready to train; takes part: every rank of the plan.
 
-        Args:
-            num_samples: of the global batch; at least one for each worker.
-            plan: this strategy's.
-            accumulate: parts that each worker splits its shard into.
+        By default this rank's optimizer is made; all ranks have the same weights already.
         """
-        shard_size = num_samples // plan.num_workers
-        return shard_size // min(accumulate, shard_size)
+        self.worker = worker
+        self.optimizer = worker.optimizer(worker.parameters)
 
-    def check(self, replica: Replica) -> None:  # noqa: B027  most train any model
-        """Refuse what this strategy cannot train, before anything trains; nothing is sent.
-
-        Args:
-            replica: a throwaway; its model has made a step.
-
-        Raises:
-            UserError: what cannot be trained, and what to do.
-        """
-
-    @abstractmethod
-    def setup(self, replica: Replica) -> None:
-        """Get ready to train; all ranks that take part call it together."""
-
-    @abstractmethod
     def shards(self) -> Iterator[Shard]:
         """Yield the shards that this worker trains on, each after the step before it."""
+        return self.worker.shards()
 
     @abstractmethod
-    def step(self, batch: Batch) -> StepReport:
-        """Train on one batch."""
+    def step(self, batch: Batch) -> Tensor:
+        """Train on one batch; return its mean loss before the update: shape (), detached."""
 
-    def held(self) -> Iterable[object]:
-        """Return what it holds besides its own attributes and its steps change: see ``Kept``."""
-        return ()
+    def finish(self) -> nn.Module:
+        """Return the trained plain model; takes part: every rank of the plan.
 
-    @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Make steps in this context that leave no trace in what ranks share.
-
-        No rank makes a step before all have entered it, nor after one has left it.
+        All of them return the same weights.  Running statistics such as BatchNorm's differ between
+        ranks; rank 0's count.
         """
-        yield
+        return self.worker.model
 
-    def notes(self) -> tuple[str, ...]:
-        """Return notes for the results that only ``setup`` could discover."""
-        return ()
+    def snapshot(self) -> State:
+        """Return the state of the model as it is now, not copied; takes part: every rank.
 
-    def sees_exposed(self) -> bool:
-        """Return, after ``setup``, whether communication that holds up the computing is marked."""
-        return True
+        Of asynchronous workers only rank 0 is asked, while the others train on.
+        """
+        state: State = self.worker.model.state_dict()
+        return state
 
     def memory(self) -> Memory:
         """Return what this rank holds when training ends, before ``finish``."""
-        return Memory()
-
-    @abstractmethod
-    def finish(self) -> nn.Module:
-        """Return the trained plain model, with the same weights on all ranks that take part.
-
-        All of them call it together.  Running statistics such as BatchNorm's differ between
-        ranks; rank 0's count.
-        """
-
-    def save(self, replica: Replica) -> State:
-        """Return what this rank needs to continue from here, after any step.
-
-        A strategy that holds more than the model and its optimizers adds it.  Of asynchronous
-        workers only rank 0 saves, while the others train on.
-
-        Args:
-            replica: the one from ``setup``.
-        """
-        return {
-            "model": replica.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in replica.optimizers],
-        }
-
-    def snapshot(self, replica: Replica) -> State:
-        """Return the state of the model as it is now, not copied; called as ``save`` is."""
-        model: State = self.save(replica)["model"]
-        return model
+        optimizers = self.worker.optimizers
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        updated = [parameter for group in groups for parameter in group["params"]]
+        held = {id(each): each for each in (*self.worker.model.parameters(), *updated)}
+        return Memory.of(held.values(), *optimizers)
 
     def num_shards_done(self) -> int | None:
         """Return how many shards all workers of an asynchronous run have trained on; None: unknown.
@@ -145,53 +93,12 @@ class Strategy(ABC):
         """
         return None
 
-    def load(self, replica: Replica, state: State) -> None:
-        """Continue from what ``save`` returned, after ``setup``.
-
-        A ``"model"`` in the state has also been loaded before ``setup``, so that a copy of the
-        model made there is right.
-        """
-        replica.model.load_state_dict(state["model"])
-        for mine, theirs in zip(replica.optimizers, state["optimizers"], strict=False):
-            mine.load_state_dict(theirs)  # a rank may have made none
-
     def lost_shards(self) -> Sequence[Shard]:
         """Return, on rank 0, the shards of workers that died before they had trained on them."""
         return ()
 
     def close(self) -> None:  # noqa: B027  most hold none
         """Release threads, files and sockets; may be called twice, and after any failure."""
-
-
-class SynchronousStrategy(Strategy):
-    """Every rank trains a copy of the model on its part of every global batch, in lockstep.
-
-    A subclass writes ``step`` and overrides what else differs.
-    """
-
-    _replica: Replica
-    _optimizer: torch.optim.Optimizer
-
-    def plan(self, state: RankState) -> Plan:
-        """Every rank."""
-        return Plan(num_ranks=state.world_size, num_workers=state.world_size, synchronous=True)
-
-    def setup(self, replica: Replica) -> None:
-        """Make this rank's optimizer; all ranks have the same weights already."""
-        self._replica = replica
-        self._optimizer = replica.optimizer(replica.parameters)
-
-    def shards(self) -> Iterator[Shard]:
-        """This rank's part of every global batch."""
-        return self._replica.shards()
-
-    def memory(self) -> Memory:
-        """All parameters, and the optimizer's state."""
-        return Memory.of(self._replica.model.parameters(), self._optimizer)
-
-    def finish(self) -> nn.Module:
-        """Return the model, which is the same on all ranks after the last step."""
-        return self._replica.model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,8 +113,17 @@ class Plan:
     """Whether all workers make step k together."""
     num_steps_ahead: int = 0
     """Steps that one synchronous worker may be ahead of another: 0 where each waits for all."""
+    never_waits: bool = False
+    """Whether synchronous workers never wait for each other: then each stops for itself."""
     updates_per_batch: float = 1.0
     """Updates by one optimizer for each global batch."""
+    averages_weights: bool = False
+    """Whether the trained model is the mean of all ranks' models.  No forward pass of any worker
+    was made with these weights, so BatchNorm's statistics are estimated anew."""
+    finish_is_timed: bool = True
+    """Whether ``finish`` is a part of the training; otherwise it only collects the model."""
+    sees_exposed: bool = True
+    """Whether communication that holds up the computing can be distinguished from the rest."""
     survives_deaths: bool = False
     """Whether the others train on where a rank other than 0 dies, and it may join anew."""
     num_devices: int | None = None

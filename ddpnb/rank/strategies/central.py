@@ -17,51 +17,42 @@ parameters for each of the others; S is the bytes of all parameters.
 from typing import final
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddpnb.rank.comm.flat_buffers import FlatBuffer, gradients
-from ddpnb.rank.strategies.base import SynchronousStrategy
-from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.worker import Batch, Worker
 
 
 @final
-class Central(SynchronousStrategy):
+class Central(Strategy):
     """Rank 0 updates the one copy of the parameters that counts, in the host's memory."""
 
-    def setup(self, replica: Replica) -> None:
+    def setup(self, worker: Worker) -> None:
         """Make the flat messages and, on rank 0, the one copy and its optimizer."""
-        self._replica = replica
-        self._flat = FlatBuffer(replica.parameters)
-        self._held: list[nn.Parameter] = []
-        if replica.rank == 0:
-            self._held = [nn.Parameter(p.detach().cpu().clone()) for p in replica.parameters]
-            self._optimizer = replica.optimizer(self._held)
+        self.worker = worker
+        self.flat = FlatBuffer(worker.parameters)
+        if worker.rank == 0:
+            self.held = [nn.Parameter(p.detach().cpu().clone()) for p in worker.parameters]
+            self.optimizer = worker.optimizer(self.held)
 
-    def step(self, batch: Batch) -> StepReport:
-        """Train on this rank's part of one global batch; takes part: every rank."""
-        replica, flat = self._replica, self._flat
+    def step(self, batch: Batch) -> Tensor:
+        """Train on this rank's slice of one global batch; takes part: every rank."""
+        worker, flat = self.worker, self.flat
         # forward, backward; with the weight in the loss, the mean is over samples
-        loss = replica.compute_gradients(batch, weight=batch.weight)
+        loss = worker.compute_gradients(batch, weight=batch.weight)
         # agree: takes part: every rank; the sum arrives at rank 0
-        replica.timer.begin("communication")
-        flat.gather(gradients(replica.parameters))
+        flat.gather(gradients(worker.parameters))
         for buffer in flat.buffers:
             dist.reduce(buffer, dst=0)
         # update: on rank 0
-        if replica.rank == 0:
-            for parameter, view in zip(self._held, flat.views, strict=True):
+        if worker.rank == 0:
+            for parameter, view in zip(self.held, flat.views, strict=True):
                 parameter.grad = view.cpu().clone()
-            replica.update(self._optimizer)
-            replica.timer.begin("communication")
-            flat.gather(self._held)
+            worker.update(self.optimizer)
+            flat.gather(self.held)
         # agree: takes part: every rank; the parameters come from rank 0
         for buffer in flat.buffers:
             dist.broadcast(buffer, src=0)
-        flat.scatter(replica.parameters)
-        num_times = replica.world_size - 1 if replica.rank == 0 else 1
-        return batch.report(loss, num_bytes_sent=num_times * flat.num_bytes)
-
-    def memory(self) -> Memory:
-        """The copy to compute with; on rank 0 also the one that counts, and the optimizer."""
-        held = [*self._replica.model.parameters(), *self._held]
-        return Memory.of(held, *([self._optimizer] if self._replica.rank == 0 else []))
+        flat.scatter(worker.parameters)
+        return loss

@@ -16,35 +16,34 @@ Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradien
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.comm.flat_buffers import FlatBuffer, all_reduce_bytes, gradients, num_bytes
-from ddpnb.rank.strategies.base import SynchronousStrategy
-from ddpnb.rank.strategies.replica import Batch, Replica, StepReport
+from ddpnb.rank.comm.flat_buffers import FlatBuffer, gradients
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.worker import Batch, Worker
 
 
-class DdpByHand(SynchronousStrategy):
+class DdpByHand(Strategy):
     """Flatten, all-reduce, step."""
 
-    def setup(self, replica: Replica) -> None:
+    def setup(self, worker: Worker) -> None:
         """Make the optimizer and the flat gradients."""
-        super().setup(replica)
-        self._flat = FlatBuffer(replica.parameters)
+        super().setup(worker)
+        self.flat = FlatBuffer(worker.parameters)
 
-    def step(self, batch: Batch) -> StepReport:
-        """Train on this rank's part of one global batch; takes part: every rank."""
-        replica = self._replica
+    def step(self, batch: Batch) -> Tensor:
+        """Train on this rank's slice of one global batch; takes part: every rank."""
+        worker = self.worker
         # forward, backward; with the weight in the loss, the mean is over samples
-        loss = replica.compute_gradients(batch, weight=batch.weight)
+        loss = worker.compute_gradients(batch, weight=batch.weight)
         # agree: takes part: every rank
-        replica.timer.begin("communication")
-        mine = gradients(replica.parameters)
-        self._flat.gather(mine)
-        num_sent = sum(self.all_reduce(buffer) for buffer in self._flat.buffers)
-        self._flat.scatter(mine)
+        mine = gradients(worker.parameters)
+        self.flat.gather(mine)
+        for buffer in self.flat.buffers:
+            self.all_reduce(buffer)
+        self.flat.scatter(mine)
         # update: every rank the same
-        replica.update(self._optimizer)
-        return batch.report(loss, num_bytes_sent=num_sent)
+        worker.update(self.optimizer)
+        return loss
 
-    def all_reduce(self, buffer: Tensor) -> int:
-        """Sum a buffer over all ranks; takes part: every rank.  Return the bytes sent."""
+    def all_reduce(self, buffer: Tensor) -> None:
+        """Sum a buffer over all ranks; takes part: every rank."""
         dist.all_reduce(buffer)
-        return all_reduce_bytes(num_bytes([buffer]), self._replica.world_size)

@@ -26,12 +26,12 @@ from functools import partial
 from typing import final
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddpnb.protocol.errors import UserError
-from ddpnb.rank.comm.flat_buffers import FlatBuffer, all_reduce_bytes, gradients, num_bytes
-from ddpnb.rank.strategies.base import SynchronousStrategy
-from ddpnb.rank.strategies.replica import Batch, Moment, Replica, StepReport
+from ddpnb.rank.comm.flat_buffers import FlatBuffer, gradients, num_bytes
+from ddpnb.rank.strategies.base import Strategy
+from ddpnb.rank.strategies.worker import Batch, Worker
 
 _TWICE = (
     "A parameter had its gradient twice in one backward pass, as one that is shared by two "
@@ -41,7 +41,7 @@ _TWICE = (
 
 
 @final
-class DdpOverlapByHand(SynchronousStrategy):
+class DdpOverlapByHand(Strategy):
     """A hook on each parameter, and an all-reduce for each bucket of gradients.
 
     Args:
@@ -50,44 +50,37 @@ class DdpOverlapByHand(SynchronousStrategy):
 
     _num_started: int
     """Buckets of this step that are on their way: the first ones."""
-    _began: Moment
-    """When the first of them went off."""
 
     def __init__(self, *, bucket_mb: float = 0.0) -> None:
         self._bucket_mb = bucket_mb
         self._opened = contextlib.ExitStack()
 
-    def setup(self, replica: Replica) -> None:
+    def setup(self, worker: Worker) -> None:
         """Make the optimizer and the buckets, and hook all parameters."""
-        super().setup(replica)
-        self._num_sent = all_reduce_bytes(num_bytes(replica.parameters), replica.world_size)
+        super().setup(worker)
         self._is_last_part = True
-        self._buckets = [_Bucket(each) for each in buckets_of(replica.parameters, self._bucket_mb)]
+        self._buckets = [_Bucket(each) for each in buckets_of(worker.parameters, self._bucket_mb)]
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 hook = partial(self._on_gradient, bucket)
                 handle = parameter.register_post_accumulate_grad_hook(hook)
                 self._opened.callback(handle.remove)
 
-    def step(self, batch: Batch) -> StepReport:
-        """Train on this rank's part of one global batch; takes part: every rank."""
-        replica = self._replica
+    def step(self, batch: Batch) -> Tensor:
+        """Train on this rank's slice of one global batch; takes part: every rank."""
         for bucket in self._buckets:
             bucket.begin_step()
         self._num_started = 0
         # forward; backward and, at the same time, agree: ``_on_gradient`` is called meanwhile
-        loss = replica.compute_gradients(batch, weight=batch.weight, unsynced=self._unsynced)
-        if self._num_started > 0:
-            replica.timer.hide(self._began, replica.timer.moment())
-        replica.timer.begin("communication")
+        loss = self.worker.compute_gradients(batch, weight=batch.weight, unsynced=self._unsynced)
         while self._num_started < len(self._buckets):  # a parameter had no part in the loss
             self._send_next()
         # wait: takes part: every rank
         for bucket in self._buckets:
             bucket.wait()
         # update: every rank the same
-        replica.update(self._optimizer)
-        return batch.report(loss, num_bytes_sent=self._num_sent)
+        self.worker.update(self.optimizer)
+        return loss
 
     def finish(self) -> nn.Module:
         """Remove the hooks."""
@@ -129,8 +122,6 @@ class DdpOverlapByHand(SynchronousStrategy):
 
     def _send_next(self) -> None:
         """Send the next bucket; takes part: every rank."""
-        if self._num_started == 0:
-            self._began = self._replica.timer.moment()
         self._next.send()
         self._num_started += 1
 

@@ -31,16 +31,16 @@ from dataclasses import replace
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import FlatBuffer
-from ddpnb.rank.strategies.base import Plan, State, SynchronousStrategy
-from ddpnb.rank.strategies.replica import Batch, Memory, Replica, StepReport
+from ddpnb.rank.strategies.base import Plan, Strategy
+from ddpnb.rank.strategies.worker import Batch, Worker
 
 
 @final
-class DiLoCo(SynchronousStrategy):
+class DiLoCo(Strategy):
     """Inner steps alone, outer steps together.
 
     Args:
@@ -49,89 +49,62 @@ class DiLoCo(SynchronousStrategy):
         outer_momentum: m, the outer Nesterov momentum.
     """
 
-    averages_weights = True
-    is_mean = True
-
     def __init__(
         self, *, every: int = 8, outer_lr: float = 0.5, outer_momentum: float = 0.5
     ) -> None:
-        self._every = every
-        self._outer_lr = outer_lr
-        self._outer_momentum = outer_momentum
+        self.every = every
+        self.outer_lr = outer_lr
+        self.outer_momentum = outer_momentum
+        self.num_inner = 0
 
     def plan(self, state: RankState) -> Plan:
         """Every rank; they wait for each other only in outer steps."""
-        return replace(super().plan(state), num_steps_ahead=self._every)
+        return replace(super().plan(state), num_steps_ahead=self.every, averages_weights=True)
 
-    def setup(self, replica: Replica) -> None:
+    def setup(self, worker: Worker) -> None:
         """Make both optimizers; the outer one is in the same state on every rank."""
-        super().setup(replica)
-        self._flat = FlatBuffer(replica.parameters)
-        self._agreed = [nn.Parameter(p.detach().clone()) for p in replica.parameters]
-        self._outer = torch.optim.SGD(
-            self._agreed,
-            lr=self._outer_lr,
-            momentum=self._outer_momentum,
-            nesterov=self._outer_momentum > 0,
+        super().setup(worker)
+        self.flat = FlatBuffer(worker.parameters)
+        self.agreed = [nn.Parameter(p.detach().clone()) for p in worker.parameters]
+        self.outer = torch.optim.SGD(
+            self.agreed,
+            lr=self.outer_lr,
+            momentum=self.outer_momentum,
+            nesterov=self.outer_momentum > 0,
         )
-        self._num_inner = replica.first_step % self._every
+        worker.optimizers.append(self.outer)
+        if worker.num_steps < self.every:
+            few = f"{worker.num_steps} steps are fewer than {self.every}"
+            worker.notes.append(
+                f"There is no outer step, weights are averaged at the end alone: {few}."
+            )
 
-    def step(self, batch: Batch) -> StepReport:
-        """Train on this rank's part of one global batch; every H-th ends with an outer step."""
-        replica = self._replica
+    def step(self, batch: Batch) -> Tensor:
+        """Train on this rank's slice of one global batch; every H-th ends with an outer step."""
+        worker = self.worker
         # forward, backward, update: each rank alone
-        loss = replica.compute_gradients(batch)
-        replica.update(self._optimizer)
-        self._num_inner += 1
+        loss = worker.compute_gradients(batch)
+        worker.update(self.optimizer)
+        self.num_inner += 1
         # agree: takes part: every rank
-        num_sent = self._agree() if self._num_inner == self._every else 0
-        return batch.report(loss, num_bytes_sent=num_sent)
-
-    def notes(self) -> tuple[str, ...]:
-        """Warn where the training ends before the first outer step."""
-        num_steps = self._num_inner + self._replica.num_steps
-        if num_steps >= self._every:
-            return ()
-        few = f"{num_steps} steps are fewer than {self._every}"
-        return (f"There is no outer step, weights are averaged at the end alone: {few}.",)
-
-    def memory(self) -> Memory:
-        """The weights of this rank and the agreed ones; the states of both optimizers."""
-        parameters = [*self._replica.model.parameters(), *self._agreed]
-        return Memory.of(parameters, self._optimizer, self._outer)
+        if self.num_inner == self.every:
+            self.agree()
+        return loss
 
     def finish(self) -> nn.Module:
         """Average if there were inner steps since the last outer one; takes part: every rank."""
-        if self._num_inner > 0:
-            self._flat.average(self._replica.parameters)
-        return self._replica.model
-
-    def save(self, replica: Replica) -> State:
-        """Return what every strategy needs, the agreed weights and the outer momentum."""
-        return super().save(replica) | {
-            "agreed": [parameter.detach().clone() for parameter in self._agreed],
-            "outer": self._outer.state_dict(),
-        }
-
-    def load(self, replica: Replica, state: State) -> None:
-        """Continue from there."""
-        super().load(replica, state)
-        for mine, theirs in zip(self._agreed, state["agreed"], strict=True):
-            mine.data.copy_(theirs)
-        self._outer.load_state_dict(state["outer"])
+        if self.num_inner > 0:
+            self.flat.average(self.worker.parameters)
+        return self.worker.model
 
     @torch.no_grad()
-    def _agree(self) -> int:
-        """Make an outer step; takes part: every rank.  Return the bytes that each rank sends."""
-        replica = self._replica
-        replica.timer.begin("communication")
-        num_sent = self._flat.average(replica.parameters)
+    def agree(self) -> None:
+        """Make an outer step; takes part: every rank."""
+        self.flat.average(self.worker.parameters)
         # The mean of w - w_i is w minus the mean of w_i.
-        replica.timer.begin("optimizer")
-        for agreed, mean in zip(self._agreed, replica.parameters, strict=True):
+        for agreed, mean in zip(self.agreed, self.worker.parameters, strict=True):
             agreed.grad = agreed - mean
-        self._outer.step()
-        for agreed, parameter in zip(self._agreed, replica.parameters, strict=True):
+        self.worker.update(self.outer)
+        for agreed, parameter in zip(self.agreed, self.worker.parameters, strict=True):
             parameter.copy_(agreed)
-        self._num_inner = 0
-        return num_sent
+        self.num_inner = 0

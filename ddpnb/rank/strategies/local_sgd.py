@@ -19,16 +19,16 @@ bytes of all parameters.
 from dataclasses import replace
 from typing import final
 
-from torch import nn
+from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import FlatBuffer, gradients
-from ddpnb.rank.strategies.base import Plan, SynchronousStrategy
-from ddpnb.rank.strategies.replica import Batch, Replica, StepReport
+from ddpnb.rank.strategies.base import Plan, Strategy
+from ddpnb.rank.strategies.worker import Batch, Worker
 
 
 @final
-class LocalSgd(SynchronousStrategy):
+class LocalSgd(Strategy):
     """Local SGD, and post-local SGD.
 
     Args:
@@ -36,51 +36,40 @@ class LocalSgd(SynchronousStrategy):
         after: steps of synchronous SGD at the beginning.
     """
 
-    averages_weights = True
-    is_mean = True
-
     def __init__(self, *, every: int = 8, after: int = 0) -> None:
-        self._every = every
-        self._after = after
+        self.every = every
+        self.after = after
+        self.num_steps = 0
 
     def plan(self, state: RankState) -> Plan:
         """Every rank; they wait for each other only to average."""
-        return replace(super().plan(state), num_steps_ahead=self._every)
+        return replace(super().plan(state), num_steps_ahead=self.every, averages_weights=True)
 
-    def setup(self, replica: Replica) -> None:
+    def setup(self, worker: Worker) -> None:
         """Make this rank's own optimizer, and a buffer for all weights."""
-        super().setup(replica)
-        self._flat = FlatBuffer(replica.parameters)
-        self._num_steps = replica.first_step
+        super().setup(worker)
+        self.flat = FlatBuffer(worker.parameters)
+        if worker.num_steps < self.after + self.every:
+            few = f"{worker.num_steps} steps are fewer than {self.after + self.every}"
+            worker.notes.append(f"Weights are averaged at the end alone: {few}.")
 
-    def step(self, batch: Batch) -> StepReport:
-        """Train on this rank's part of one global batch; some steps end with an average."""
-        replica = self._replica
-        num_sent, is_local = 0, self._num_steps >= self._after
-        self._num_steps += 1
+    def step(self, batch: Batch) -> Tensor:
+        """Train on this rank's slice of one global batch; some steps end with an average."""
+        worker, is_local = self.worker, self.num_steps >= self.after
+        self.num_steps += 1
         # forward, backward: the gradient of this rank's own mean
-        loss = replica.compute_gradients(batch, weight=1 if is_local else batch.weight)
+        loss = worker.compute_gradients(batch, weight=1 if is_local else batch.weight)
         # agree on gradients: takes part: every rank
         if not is_local:
-            replica.timer.begin("communication")
-            num_sent = self._flat.sum(gradients(replica.parameters))
+            self.flat.sum(gradients(worker.parameters))
         # update: each rank its own weights
-        replica.update(self._optimizer)
+        worker.update(self.optimizer)
         # agree on weights: takes part: every rank
-        if is_local and (self._num_steps - self._after) % self._every == 0:
-            replica.timer.begin("communication")
-            num_sent = self._flat.average(replica.parameters)
-        return batch.report(loss, num_bytes_sent=num_sent)
-
-    def notes(self) -> tuple[str, ...]:
-        """Warn where the training ends before the first average."""
-        num_steps = self._replica.first_step + self._replica.num_steps
-        if num_steps - self._after >= self._every:
-            return ()
-        few = f"{num_steps} steps are fewer than {self._after + self._every}"
-        return (f"Weights are averaged at the end alone: {few}.",)
+        if is_local and (self.num_steps - self.after) % self.every == 0:
+            self.flat.average(worker.parameters)
+        return loss
 
     def finish(self) -> nn.Module:
         """Average once more; takes part: every rank."""
-        self._flat.average(self._replica.parameters)
-        return self._replica.model
+        self.flat.average(self.worker.parameters)
+        return self.worker.model

@@ -19,43 +19,35 @@ from dataclasses import replace
 from typing import final
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.comm.flat_buffers import FlatBuffer
-from ddpnb.rank.strategies.base import Plan, SynchronousStrategy
-from ddpnb.rank.strategies.replica import Batch, StepReport
+from ddpnb.rank.strategies.base import Plan, Strategy
+from ddpnb.rank.strategies.worker import Batch
 
 _NOTE = "no-comm sends nothing: its model has learnt from rank 0's share of the samples alone."
 
 
 @final
-class NoComm(SynchronousStrategy):
+class NoComm(Strategy):
     """Each rank for itself."""
 
-    ends_in_finish = False
-
     def plan(self, state: RankState) -> Plan:
-        """Every rank."""
+        """Every rank; none waits for another, so each stops where it is."""
         notes = (_NOTE,) if state.world_size > 1 else ()
-        # Ranks never wait for each other: a stop allows for one step between them.
-        return replace(super().plan(state), num_steps_ahead=1, notes=notes)
+        return replace(super().plan(state), never_waits=True, finish_is_timed=False, notes=notes)
 
-    def step(self, batch: Batch) -> StepReport:
-        """Train on this rank's part of one global batch, alone."""
+    def step(self, batch: Batch) -> Tensor:
+        """Train on this rank's slice of one global batch, alone."""
         # forward, backward
-        loss = self._replica.compute_gradients(batch)
+        loss = self.worker.compute_gradients(batch)
         # agree: with no other rank
         # update
-        self._replica.update(self._optimizer)
-        return batch.report(loss)
+        self.worker.update(self.optimizer)
+        return loss
 
     def finish(self) -> nn.Module:
         """Take rank 0's weights; takes part: every rank."""
-        parameters = self._replica.parameters
-        flat = FlatBuffer(parameters)
-        flat.gather(parameters)
-        for buffer in flat.buffers:
-            dist.broadcast(buffer, src=0)
-        flat.scatter(parameters)
-        return self._replica.model
+        for parameter in self.worker.parameters:
+            dist.broadcast(parameter.data, src=0)
+        return self.worker.model

@@ -12,7 +12,7 @@ Workstations", Journal of Parallel and Distributed Computing 69(2), 2009.
 
 Messages per step and rank: 2 (N - 1), to the next rank (for each dtype).
 Bytes sent per step and rank: 2 (N - 1) / N * S, with S the bytes of all gradients; where N
-does not divide them, chunks differ by one element.  Counted at each send.
+does not divide them, chunks differ by one element.
 """
 
 from typing import final
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.strategies.ddp_by_hand import DdpByHand
 
 
@@ -29,46 +28,35 @@ from ddpnb.rank.strategies.ddp_by_hand import DdpByHand
 class RingByHand(DdpByHand):
     """``ddp-by-hand`` with an all-reduce from sends and receives."""
 
-    def all_reduce(self, buffer: Tensor) -> int:
+    def all_reduce(self, buffer: Tensor) -> None:
         """Sum a buffer around the ring; takes part: every rank."""
-        replica = self._replica
-        return ring_all_reduce(buffer, rank=replica.rank, world_size=replica.world_size)
+        ring_all_reduce(buffer, rank=self.worker.rank, world_size=self.worker.world_size)
 
 
-def ring_all_reduce(flat: Tensor, *, rank: int, world_size: int) -> int:
+def ring_all_reduce(flat: Tensor, *, rank: int, world_size: int) -> None:
     """Sum a flat tensor over all ranks, in place; takes part: every rank.
 
     Args:
         flat: shape (n,), with the same n on every rank.
         rank: this rank.
         world_size: number of ranks.
-
-    Returns:
-        The bytes that this rank sent.
     """
     chunks = flat.tensor_split(world_size)
     arrived = torch.empty_like(chunks[0])  # the first chunk is a largest one
-    num_sent = 0
     # reduce-scatter: at the end this rank holds the sum of chunk rank + 1
     for shift in range(world_size - 1):
         mine, theirs = chunks[(rank - shift) % world_size], chunks[(rank - shift - 1) % world_size]
-        num_sent += _exchange(mine, arrived[: len(theirs)], rank, world_size)
+        _exchange(mine, arrived[: len(theirs)], rank, world_size)
         theirs += arrived[: len(theirs)]
     # all-gather: the sums go around
     for shift in range(world_size - 1):
         mine, theirs = chunks[(rank + 1 - shift) % world_size], chunks[(rank - shift) % world_size]
-        num_sent += _exchange(mine, theirs, rank, world_size)
-    return num_sent
+        _exchange(mine, theirs, rank, world_size)
 
 
-def _exchange(sent: Tensor, received: Tensor, rank: int, world_size: int) -> int:
-    """Send to the next rank and receive from the one before; takes part: every rank.
-
-    Returns:
-        The bytes that were sent.
-    """
+def _exchange(sent: Tensor, received: Tensor, rank: int, world_size: int) -> None:
+    """Send to the next rank and receive from the one before; takes part: every rank."""
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     both = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
-    return num_bytes([sent])

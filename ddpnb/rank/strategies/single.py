@@ -17,16 +17,17 @@ from dataclasses import replace
 from typing import final
 
 import torch
+from torch import Tensor
 
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import RankState
-from ddpnb.rank.strategies.base import Plan, SynchronousStrategy
-from ddpnb.rank.strategies.replica import Batch, Replica, StepReport
+from ddpnb.rank.strategies.base import Plan, Strategy
+from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks.batches import Shard
 
 
 @final
-class Single(SynchronousStrategy):
+class Single(Strategy):
     """Plain stochastic gradient descent; the other ranks rest.
 
     Args:
@@ -59,25 +60,25 @@ class Single(SynchronousStrategy):
         note = f"{own}, as each rank has; single:threads=all takes all {num_all}."
         return replace(alone, notes=(note,))
 
-    def setup(self, replica: Replica) -> None:
+    def setup(self, worker: Worker) -> None:
         """Take the threads; they are given back when the run has ended."""
-        if self._takes_all and replica.device.type == "cpu":
-            num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", replica.world_size))
+        if self._takes_all and worker.device.type == "cpu":
+            num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", worker.world_size))
             torch.set_num_threads(torch.get_num_threads() * num_ranks)
-        super().setup(replica)
+        super().setup(worker)
 
     def shards(self) -> Iterator[Shard]:
         """Every global batch, whole."""
-        return self._replica.whole_batches()
+        return self.worker.whole_batches()
 
-    def step(self, batch: Batch) -> StepReport:
+    def step(self, batch: Batch) -> Tensor:
         """Train on one global batch."""
         # forward, backward
-        loss = self._replica.compute_gradients(batch)
+        loss = self.worker.compute_gradients(batch)
         # agree: there is no other rank
         # update
-        self._replica.update(self._optimizer)
-        return batch.report(loss)
+        self.worker.update(self.optimizer)
+        return loss
 
 
 def _threads(num: int) -> str:

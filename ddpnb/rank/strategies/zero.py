@@ -24,70 +24,21 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
-from ddpnb.compat.torch_internals import lists_step_hooks, step_hooks
-from ddpnb.protocol.errors import UserError
-from ddpnb.rank.comm.flat_buffers import all_reduce_bytes, num_bytes
-from ddpnb.rank.strategies.base import State
-from ddpnb.rank.strategies.ddp import DdpStrategy, observe
-from ddpnb.rank.strategies.replica import Memory, Replica
+from ddpnb.compat.torch_internals import step_hooks
+from ddpnb.rank.strategies.ddp import DdpStrategy
+from ddpnb.rank.strategies.worker import Worker
 
 
 @final
 class Zero(DdpStrategy):
     """Torch's ``DistributedDataParallel`` with its ``ZeroRedundancyOptimizer``."""
 
-    def check(self, replica: Replica) -> None:
-        """Refuse parameters of several types, and a torch that does not list step hooks."""
-        if not lists_step_hooks.works:
-            raise UserError(f"{lists_step_hooks.sentence}.")
-        if len({parameter.dtype for parameter in replica.parameters}) > 1:
-            raise UserError(
-                "zero wants all parameters in one floating-point type; "
-                "give the model one, or leave zero out of the comparison."
-            )
-
-    def setup(self, replica: Replica) -> None:
+    def setup(self, worker: Worker) -> None:
         """Wrap the model and shard its optimizer; takes part: every rank."""
-        super().setup(replica)
-        self.wrap(replica)
-        self.report_overlap = observe(self._ddp, replica.timer)
-        self._optimizer = self._whole = _sharded(self._optimizer)
-        self._part = [p for group in self._whole.optim.param_groups for p in group["params"]]
-        # After the step of its part, each rank sends it to the others.
-        self._whole.optim.register_step_post_hook(lambda *_: replica.timer.begin("communication"))
-
-    def num_bytes_sent(self) -> int:
-        """Return those of reducing the gradients, and of broadcasting this rank's part."""
-        num_ranks = self._replica.world_size
-        reduced = all_reduce_bytes(num_bytes(self._replica.parameters), num_ranks)
-        return reduced + (num_ranks - 1) * num_bytes(self._part)
-
-    def num_bytes_received(self, num_sent: int) -> int:
-        """Return those of reducing the gradients, and the other ranks' parts."""
-        num_ranks, every = self._replica.world_size, num_bytes(self._replica.parameters)
-        return all_reduce_bytes(every, num_ranks) + every - num_bytes(self._part)
-
-    def memory(self) -> Memory:
-        """All parameters, and this rank's part of the optimizer's state."""
-        return Memory.of(self._replica.model.parameters(), self._whole.optim)
-
-    def save(self, replica: Replica) -> State:
-        """Return the model, this rank's part of the optimizer, and the settings of the whole."""
-        groups = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self._whole.param_groups
-        ]
-        return {
-            "model": replica.model.state_dict(),
-            "part": self._whole.optim.state_dict(),
-            "groups": groups,
-        }
-
-    def load(self, replica: Replica, state: State) -> None:
-        """Continue from there; the model was loaded before it was wrapped."""
-        self._whole.optim.load_state_dict(state["part"])
-        for mine, theirs in zip(self._whole.param_groups, state["groups"], strict=True):
-            mine.update(theirs | {"lr": mine["lr"]})  # this run's rate, as in all strategies
+        super().setup(worker)
+        self.wrap(worker)
+        self.optimizer = whole = _sharded(self.optimizer)
+        worker.optimizers[:] = [whole.optim]  # the one that holds this rank's part of the state
 
 
 def _sharded(sample: Optimizer) -> Any:

@@ -96,19 +96,6 @@ class BatchSchedule:
         whole = num_epochs * sum(self.size(step) for step in range(self.steps_per_epoch))
         return whole + sum(self.size(step) for step in range(num_left))
 
-    def check_unfinished(self, num_steps: int) -> None:
-        """Refuse to resume after so many steps if none are left.
-
-        Raises:
-            UserError: the run is complete.
-        """
-        if num_steps >= self.num_steps:
-            num_epochs = num_steps / self.steps_per_epoch
-            raise UserError(
-                f"The run to resume has been trained for {num_epochs:g} epochs already: "
-                "give more with --epochs."
-            )
-
     def size(self, step: int) -> int:
         """Return how many samples the global batch of a step has."""
         start = step % self.steps_per_epoch * self._batch_size

@@ -19,7 +19,7 @@ class Updates(NamedTuple):
     """How many updates an optimizer makes."""
 
     total: int
-    """In the whole run, those before it was resumed included."""
+    """In the whole run."""
     per_epoch: int
 
 

@@ -22,9 +22,10 @@ from ddpnb.protocol.messages import RankState
 from ddpnb.protocol.trace import Span
 from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.comm.rendezvous import CancellationToken
+from ddpnb.rank.meter import Moment, Phase, Timer
 from ddpnb.rank.random_state import preserve_globals
-from ddpnb.rank.strategies.data_parallel import Cast, DataParallel
-from ddpnb.rank.strategies.replica import Moment, Part, Timer
+from ddpnb.rank.strategies.data_parallel import DataParallel
+from ddpnb.rank.strategies.device_replicas import ThreadReplicas
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.trace.subject import KeptForBackward, num_rows, state_of, tensors_of
 from ddpnb.rank.training.context import build_context, linked
@@ -69,13 +70,14 @@ def measure(
         )
         context = opened.enter_context(linked(built))
         timer = _SpanTimer()
-        replica = context.replica("i", num_steps=MOST_STEPS, timer=timer)
+        worker = context.worker("i", num_steps=MOST_STEPS, timer=timer)
         strategy = opened.enter_context(closing(DataParallel()))
-        strategy.setup(replica)
+        strategy.setup(worker)
         shard = Shard(step=0, part=0, num_parts=1)
         batch = context.batch(shard, context.fetch(shard))
-        casts = [each for each in strategy.held() if isinstance(each, Cast)]
-        devices = [_Device(number, cast) for number, cast in enumerate(casts)]
+        assert isinstance(strategy.replicas, ThreadReplicas), "on CPUs they are threads"
+        models = strategy.replicas.models
+        devices = [_Device(number, model) for number, model in enumerate(models)]
 
         def step() -> tuple[Span, ...]:
             for device in devices:
@@ -196,17 +198,17 @@ class _SpanTimer(Timer):
         """End it."""
         self.begun.append(("end", time.monotonic()))
 
-    def begin(self, part: Part, at: Moment = None) -> Part:
+    def begin(self, phase: Phase, at: Moment = None) -> Phase:
         """Note the moment."""
-        before: Any = self.begun[-1][0] if self.begun else part
-        if part == "communication" and before == "backward" and self.before_sum is not None:
+        before: Any = self.begun[-1][0] if self.begun else phase
+        if phase == "communication" and before == "backward" and self.before_sum is not None:
             self.before_sum()
-        self.begun.append((part, time.monotonic()))
+        self.begun.append((phase, time.monotonic()))
         return before  # type: ignore[no-any-return]
 
-    def moment(self, seconds_ago: float = 0.0) -> Moment:
+    def moment(self) -> Moment:
         """Return this moment."""
-        return time.monotonic() - seconds_ago
+        return time.monotonic()
 
     def hide(self, begun: Moment, ended: Moment) -> None:
         """Note nothing: DataParallel hides nothing."""

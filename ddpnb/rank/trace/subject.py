@@ -19,7 +19,7 @@ from ddpnb.protocol.inspection import DEFAULT_CAP_MB, Found, InspectSpec, Parame
 from ddpnb.protocol.messages import RankState
 from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.random_state import preserve_globals
-from ddpnb.rank.strategies.replica import Memory, NullTimer
+from ddpnb.rank.strategies.worker import Memory
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.context import build_context
 
@@ -157,22 +157,22 @@ def _of_task(
 ) -> Subject:
     assert spec.task is not None
     context = build_context(spec.task, state, namespace, **task)
-    replica = context.replica("i", num_steps=1, timer=NullTimer(), is_grouped=False)
+    worker = context.worker("i", num_steps=1, is_grouped=False)
     shard = Shard(step=0, part=state.rank, num_parts=state.world_size)
     batch = context.batch(shard, context.fetch(shard))
 
     def loss_of(model: nn.Module, tree: Any) -> Tensor:
-        with replica.autocast():
-            return replica.loss_in(replica.training_step(model, tree))
+        with worker.autocast():
+            return worker.loss_in(worker.training_step(model, tree))
 
-    parameters = replica.parameters
+    parameters = worker.parameters
     trained = parameters or [nn.Parameter(torch.zeros(1))]  # else refused, by ``find``
     return Subject(
         title=spec.task.task if not spec.task.source else "the cell's model",
-        model=replica.model,
+        model=worker.model,
         loss_of=loss_of,
         batch=batch.tree,
-        optimizer=replica.optimizer(trained),
+        optimizer=worker.optimizer(trained),
         options=_options(None),
         num_samples=batch.num_samples,
         notes=(ACCUMULATE_NOTE,) if spec.task.accumulate > 1 else (),

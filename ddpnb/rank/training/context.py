@@ -1,4 +1,4 @@
-"""What all phases of one run share: its replicas, their optimizers and its samples (ranks)."""
+"""What all phases of one run share: its workers, their optimizers and its samples (ranks)."""
 
 import contextlib
 import itertools
@@ -6,7 +6,7 @@ import sys
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -25,15 +25,16 @@ from ddpnb.protocol.processes import die_with_parent
 from ddpnb.rank import linked_collectives
 from ddpnb.rank.comm.link import NO_LINK, EmulatedLink, Link
 from ddpnb.rank.comm.rendezvous import CancellationToken
-from ddpnb.rank.random_state import seed_everything
+from ddpnb.rank.meter import Meter, NullTimer, Timer
+from ddpnb.rank.random_state import random_state, seed_everything, set_random_state
 from ddpnb.rank.strategies import make_strategy
-from ddpnb.rank.strategies.base import Plan, State, Strategy
-from ddpnb.rank.strategies.replica import Batch, Replica, Timer, no_delay
+from ddpnb.rank.strategies.base import Plan, Strategy
+from ddpnb.rank.strategies.worker import Batch, Worker, no_delay
 from ddpnb.rank.tasks import load_task
 from ddpnb.rank.tasks.base import Task
 from ddpnb.rank.tasks.batches import BatchSchedule, Shard, Tree, moved
 from ddpnb.rank.tasks.samples import DataCache, DatasetSamples, Items
-from ddpnb.rank.training.optimizer_hooks import StepHooks, with_hooks
+from ddpnb.rank.training.optimizer_hooks import with_hooks
 
 NUM_PREFETCHED = 2
 """Shards that each process fetches or has ready while this worker trains on one."""
@@ -65,20 +66,14 @@ class RunContext:
     """Ends the run on this rank when the group is aborted."""
     namespace: Mapping[str, object]
     """Where a strategy of the user's own is looked up."""
-    first_step: int = 0
-    """Global batches that the resumed run was trained on."""
-    checkpoint: State | None = None
-    """The state that this rank resumes from."""
     rejoin_info: RejoinInfo | None = None
     """Where this rank joins, if the others train already."""
     link: Link = NO_LINK
     """An emulated network between the ranks."""
-    step_hooks: StepHooks = field(default_factory=StepHooks)
-    """Of the optimizers that the replicas make."""
 
     def strategy(self) -> Strategy:
         """Return a new instance of the strategy."""
-        return make_strategy(self.spec.strategy, self.namespace, self.state.device)
+        return make_strategy(self.spec.strategy, self.namespace)
 
     @property
     def device(self) -> torch.device:
@@ -87,8 +82,8 @@ class RunContext:
 
     @property
     def num_steps(self) -> int:
-        """Global batches that are left to train on."""
-        return self.schedule.num_steps - self.first_step
+        """Global batches to train on."""
+        return self.schedule.num_steps
 
     @property
     def steps_between_evaluations(self) -> int:
@@ -108,55 +103,50 @@ class RunContext:
         """Return a name that no other phase and no other run has."""
         return f"{self.spec.run_id}-{phase}"
 
-    def replica(
+    def worker(
         self,
         phase: str,
         *,
         num_steps: int,
-        first_step: int = 0,
-        timer: Timer,
+        timer: Timer | None = None,
         is_grouped: bool = True,
         delay: Callable[[], None] = no_delay,
-    ) -> Replica:
+    ) -> Worker:
         """Build a model from the seed: the same weights in every phase, on every rank.
 
         Args:
-            phase: what the replica is for.
+            phase: what the worker is for.
             num_steps: global batches that it will be trained on.
-            first_step: global batches that its weights were trained on before.
-            timer: measures the parts of its steps.
+            timer: measures its steps; None: nothing does.
             is_grouped: whether all ranks that take part use it together.
             delay: makes its steps take longer.
         """
-        seed_everything(self.spec.seed)
-        model = self.task.model()
+        model = self.make_model()
         if is_grouped and self.syncs_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        model = model.to(self.device).train()
+        model.train()
         seed_everything(self.spec.seed + 1 + self.state.rank)  # dropout differs between ranks
         optimizers: list[Optimizer] = []
         is_tried = phase == CHECK
-        make = with_hooks(
-            self.task.optimizer, self.spec, self.plan, self.schedule, is_tried, self.step_hooks
-        )
+        make = with_hooks(self.task.optimizer, self.spec, self.plan, self.schedule, is_tried)
 
         def recorded_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
             optimizers.append(make(parameters, model))
             return optimizers[-1]
 
-        return Replica(
+        return Worker(
             model=model,
+            make_model=self.make_model,
             training_step=self.task.step,
             optimizer=recorded_optimizer,
             device=self.device,
             rank=self.state.rank,
             world_size=self.state.world_size,
             num_steps=num_steps,
-            first_step=first_step,
             seed=self.spec.seed,
             folder=self.folder,
             name=self.name(phase),
-            timer=timer,
+            meter=Meter(timer or NullTimer()),
             accumulate=self.spec.accumulate,
             amp=torch.bfloat16 if self.spec.amp == "bf16" else None,
             transport=self.spec.transport,
@@ -168,19 +158,27 @@ class RunContext:
             cancellation=self.cancellation,
         )
 
+    def make_model(self) -> nn.Module:
+        """Make the model of the run's seed; global random numbers stay as they are."""
+        numbers = random_state(self.device)
+        try:
+            seed_everything(self.spec.seed)
+            return self.task.model().to(self.device)
+        finally:
+            set_random_state(numbers, self.device)
+
     def source(self, strategy: Strategy) -> Source:
         """Return the source of the samples for a strategy that has been set up."""
         if not self.prefetches:
             return nullcontext(self.fetched(strategy))
         assert isinstance(self.task.train, DatasetSamples)
-        offset = self.first_step * self.state.world_size + self.state.rank  # differs between ranks
         return prefetching(
             self.task.train,
             strategy.shards(),
             self.indices,
             self.num_data_workers,
             keeps_items=self.keeps_items,
-            seed=(self.spec.seed * 1_000_003 + offset) % 2**63,
+            seed=(self.spec.seed * 1_000_003 + self.state.rank) % 2**63,
         )
 
     def fetched(self, strategy: Strategy) -> Iterator[tuple[Shard, Content]]:
@@ -193,14 +191,12 @@ class RunContext:
         return self._fetch(self.indices(shard))
 
     def indices(self, shard: Shard) -> Tensor:
-        """Return which samples a shard holds; steps count from where this run was resumed."""
-        step = self.first_step + shard.step
-        whole = Shard(step=step, part=shard.part, num_parts=shard.num_parts)
-        return self.schedule.indices(whole)
+        """Return which samples a shard holds."""
+        return self.schedule.indices(shard)
 
     def batch(self, shard: Shard, content: Content) -> Batch:
         """Copy the samples of a shard to the device."""
-        num_global = self.schedule.size(self.first_step + shard.step)
+        num_global = self.schedule.size(shard.step)
         least, num_larger = divmod(num_global, shard.num_parts)
         return Batch(
             content=content if isinstance(content, Items) else moved(content, self.device),
@@ -210,14 +206,24 @@ class RunContext:
             most_parts=num_global // shard.num_parts if self.syncs_batchnorm else None,
         )
 
-    def smallest_batch(self, strategy: Strategy) -> Batch:
+    def smallest_batch(self) -> Batch:
         """Fetch as few samples as the model will ever be called with, which may be too few."""
-        plan, schedule = self.plan, self.schedule
+        schedule = self.schedule
         sizes = (schedule.size(0), schedule.size(schedule.smallest_shard(1).step))
-        num = min(strategy.fewest_samples(size, plan, self.spec.accumulate) for size in sizes)
+        num = min(map(self._fewest_samples, sizes))
         if self.syncs_batchnorm:
             num = max(num, 2)  # the statistics include the other ranks' samples
         return self._alone(schedule.indices(Shard(step=0, part=0, num_parts=1))[:num])
+
+    def _fewest_samples(self, num_samples: int) -> int:
+        """Return the fewest samples of a global batch that the model is called with at once."""
+        plan, accumulate = self.plan, self.spec.accumulate
+        if plan.num_ranks == 1:  # dp splits each micro-batch among the replicas
+            num_parts = min(accumulate, num_samples)
+            micro_batches = (num_samples // num_parts, -(-num_samples // num_parts))
+            return min(_fewest_of(size, plan.num_workers) for size in micro_batches)
+        shard_size = num_samples // plan.num_workers
+        return shard_size // min(accumulate, shard_size)
 
     def own_batch(self) -> Batch:
         """Fetch this rank's shard of the smallest global batch, with its weight in a real run."""
@@ -310,7 +316,7 @@ def build_context(
     seed_everything(spec.seed if spec.data_seed is None else spec.data_seed)
     task = load_task(spec, namespace, filename, cache)
     known = ChainMap(dict(task.defined), dict(namespace))
-    plan = make_strategy(spec.strategy, known, state.device).plan(state)
+    plan = make_strategy(spec.strategy, known).plan(state)
     schedule = BatchSchedule(
         len(task.train),
         batch_size=_global_batch(spec, plan, len(task.train)),
@@ -436,3 +442,9 @@ def _collated(collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:
 
 def _end_with_rank(_: int) -> None:
     die_with_parent()
+
+
+def _fewest_of(num_samples: int, num_replicas: int) -> int:
+    """Return how many samples the last replica that has any gets: 1, where 3 share 7 as 3, 3, 1."""
+    most = -(-num_samples // num_replicas)
+    return (num_samples - 1) % most + 1

@@ -27,8 +27,9 @@ import torch
 
 from ddpnb.protocol.messages import Mark, MarkKind, RunSpec
 from ddpnb.protocol.notation import Kill, Slow, parse_kill, parse_slow
+from ddpnb.rank.meter import Timer
 from ddpnb.rank.strategies.base import Plan
-from ddpnb.rank.strategies.replica import Batch, Replica, Timer
+from ddpnb.rank.strategies.worker import Batch, Worker
 
 KILL_TIMEOUT_SECONDS = 1.0
 """How long the kernel may take to kill a rank on purpose."""
@@ -37,16 +38,16 @@ _seconds_of = operator.attrgetter("seconds")
 
 
 def measure_compute_seconds(
-    replica: Replica, batch: Batch, typical: Callable[[list[float]], float] = statistics.median
+    worker: Worker, batch: Batch, typical: Callable[[list[float]], float] = statistics.median
 ) -> float:
     """Return how many seconds a forward and backward pass over a batch takes, typically."""
     trials = []
-    replica.compute_gradients(batch)  # cold
+    worker.compute_gradients(batch)  # cold
     for _ in range(_NUM_TRIALS):
-        _synchronize(replica.device)
+        _synchronize(worker.device)
         began = time.perf_counter()
-        replica.compute_gradients(batch)
-        _synchronize(replica.device)
+        worker.compute_gradients(batch)
+        _synchronize(worker.device)
         trials.append(time.perf_counter() - began)
     return typical(trials)
 

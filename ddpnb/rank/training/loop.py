@@ -4,18 +4,19 @@ A run has these phases, in this order.  The clock runs in ``train``, and in ``fi
 is a part of the training.
 
 build     load the task and its data, and find out which ranks take part
-prepare   set up the strategy, fault injection, checkpoints and the source of samples
-rehearse  make a few steps and put back what they have changed, so that nothing is cold
+rehearse  make a few steps with a throwaway, so that nothing is cold
+prepare   set up the strategy, fault injection and the source of samples
 barrier   let all ranks that take part start together
 train     make the measured steps
 finish    have the strategy return the trained model
 evaluate  compute its loss and accuracy on rank 0, on training and held-out samples; and those of
-          the copies that were made while it trained
+          the copies that were made while it trained; save it where that is asked for
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -25,26 +26,27 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ddpnb.compat.torch_internals import group_store
 from ddpnb.protocol.errors import UserError
 from ddpnb.protocol.messages import Checked, RankState, RejoinInfo, RunReport, RunSpec
+from ddpnb.protocol.processes import atomic_write
 from ddpnb.rank.comm.rendezvous import CancellationToken, RunOverError, announce_failure
 from ddpnb.rank.random_state import preserve_globals
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.replica import NullTimer, Replica
+from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.tasks.samples import DataCache
-from ddpnb.rank.training.checkpoint import CheckpointCallback, check_replica, resumed, set_up
 from ddpnb.rank.training.context import CHECK, Content, RunContext, build_context, linked
 from ddpnb.rank.training.evaluation import BATCHNORM_NOTE, Score, has_batchnorm
 from ddpnb.rank.training.fault_injection import FaultInjector, measure_compute_seconds
-from ddpnb.rank.training.rehearsal import rehearse
+from ddpnb.rank.training.rehearsal import rehearse, release_memory
+from ddpnb.rank.training.requirements import check_strategy
 from ddpnb.rank.training.run_metrics import Publish, RunMetrics, header_of
 from ddpnb.rank.training.snapshots import Snapshots
-from ddpnb.rank.training.timing import Clock, clock_of
+from ddpnb.rank.training.timing import Clock, StepReport, clock_of
 from ddpnb.rank.training.validation import (
-    check_dense,
     check_evaluation,
     check_own,
     check_training,
@@ -89,44 +91,40 @@ def validate(
             context = build_context(
                 spec, state, namespace, folder=checks, filename=filename, cache=cache
             )
-            return _checked(resumed(context))
+            return _checked(context)
         except UserError as error:
             raise with_place(error, spec.cell, filename) from error.__cause__
 
 
 def _checked(context: RunContext) -> Checked:
-    replica = context.replica(CHECK, num_steps=1, timer=NullTimer(), is_grouped=False)
-    strategy = context.strategy()
-    batch = context.own_batch() if context.is_own else context.smallest_batch(strategy)
+    worker = context.worker(CHECK, num_steps=1, is_grouped=False)
+    batch = context.own_batch() if context.is_own else context.smallest_batch()
     if context.is_own:
-        check_own(replica, batch, strategy)
+        check_own(worker, batch, context.strategy())
     else:
-        check_training(replica, batch, strategy)
-        check_dense(replica, context.spec.strategy)
-        strategy.check(replica)
+        check_training(worker, batch, context.spec.strategy)
+        check_strategy(context.spec.strategy, worker)
     score = Score()
     if context.state.rank == 0 and context.is_evaluated:
         size, has_loss = batch.num_samples, context.has_loss
-        score = check_evaluation(replica, context.task, size, has_loss=has_loss)
-    if context.checkpoint is not None:
-        check_replica(replica, context.checkpoint)
+        score = check_evaluation(worker, context.task, size, has_loss=has_loss)
     return Checked(
         num_samples=len(context.task.train),
         survives_deaths=context.plan.survives_deaths,
         has_accuracy=not math.isnan(score.accuracy),
-        num_epochs=_num_epochs(context, replica),
+        num_epochs=_num_epochs(context, worker),
     )
 
 
-def _num_epochs(context: RunContext, replica: Replica) -> float:
+def _num_epochs(context: RunContext, worker: Worker) -> float:
     """Return after how many epochs a run has lasted for ``min_seconds``, by its quickest steps.
 
     A step of the run also updates and communicates, and so takes longer than these.
     """
     if context.spec.min_seconds is None or context.is_own:
         return 0.0
-    seconds = measure_compute_seconds(replica, context.usual_batch(), min)
-    num_steps = context.first_step + MIN_SECONDS_MARGIN * context.spec.min_seconds / seconds
+    seconds = measure_compute_seconds(worker, context.usual_batch(), min)
+    num_steps = MIN_SECONDS_MARGIN * context.spec.min_seconds / seconds
     return num_steps / context.schedule.steps_per_epoch
 
 
@@ -169,17 +167,15 @@ def run(
     """
     with preserve_globals(torch.device(state.device)), contextlib.ExitStack() as opened:
         # -- build ------------------------------------------------------------------------
-        context = resumed(
-            build_context(
-                spec,
-                state,
-                namespace,
-                folder=folder,
-                filename=filename,
-                cancellation=cancellation,
-                rejoin_info=rejoin_info,
-                cache=cache,
-            )
+        context = build_context(
+            spec,
+            state,
+            namespace,
+            folder=folder,
+            filename=filename,
+            cancellation=cancellation,
+            rejoin_info=rejoin_info,
+            cache=cache,
         )
         no_part = RunReport(run_id=spec.run_id, rank=state.rank, took_part=False)
         if state.rank >= context.plan.num_ranks:
@@ -190,7 +186,8 @@ def run(
                 return _perform(context, publish, should_stop, expects_stop)
             except RunOverError:
                 return no_part
-        # -- prepare ... evaluate ---------------------------------------------------------
+        opened.callback(release_memory, context.device)
+        # -- rehearse ... evaluate --------------------------------------------------------
         with _announced_failure(context, "t"):
             return _perform(context, publish, should_stop, expects_stop)
 
@@ -208,61 +205,43 @@ def _perform(
     should_stop: Callable[[], bool],
     expects_stop: Callable[[], bool] | None,
 ) -> RunReport:
-    spec = context.spec
+    spec, plan = context.spec, context.plan
     metrics = RunMetrics(context=context, publish=publish, clock=clock_of(context.device))
     with contextlib.ExitStack() as opened:
+        # -- rehearse ---------------------------------------------------------------------
+        step_seconds = rehearse(context)
         # -- prepare ----------------------------------------------------------------------
         fault_injector = _fault_injector(context, metrics)
         strategy = opened.enter_context(closing(context.strategy()))
         stop = Stop(context, metrics.clock, should_stop, expects_stop)
         opened.callback(stop.close)
-        replica = context.replica(
-            "t",
-            num_steps=context.num_steps,
-            first_step=context.first_step,
-            timer=metrics.clock,
-            delay=fault_injector.delay,
+        worker = context.worker(
+            "t", num_steps=context.num_steps, timer=metrics.clock, delay=fault_injector.delay
         )
-        set_up(context, strategy, replica)
-        is_averaged = strategy.averages_weights and context.plan.num_workers > 1
-        is_estimated = is_averaged and has_batchnorm(replica.model)
-        callback = CheckpointCallback(
-            context=context,
-            strategy=strategy,
-            replica=replica,
-            clock=metrics.clock,
-            barrier=lambda: _barrier(context),
-            warn=metrics.mark,
-        )
-        snapshots = Snapshots(metrics, strategy, replica, callback.untimed)
+        strategy.setup(worker)
+        is_averaged = plan.averages_weights and plan.num_workers > 1
+        is_estimated = is_averaged and has_batchnorm(worker.model)
+        snapshots = Snapshots(metrics, strategy, worker, lambda: _untimed(context, metrics.clock))
         notes = snapshots.notes + ((BATCHNORM_NOTE,) if is_estimated else ())
-
-        def announce(num_steps: int) -> None:
-            if context.state.rank == 0:
-                publish(header_of(context, strategy, replica, num_steps=num_steps, notes=notes))
-
-        if not spec.is_ceiling:
-            announce(context.num_steps)
-        # -- rehearse ---------------------------------------------------------------------
-        step_seconds = rehearse(
-            context, strategy, replica, metrics.clock, lambda: _barrier(context)
-        )
-        source = opened.enter_context(context.source(strategy))
+        num_steps = context.num_steps
         if spec.is_ceiling:
-            announce(_num_ceiling_steps(context, step_seconds))
+            num_steps = _num_ceiling_steps(num_steps, step_seconds)
+        if context.state.rank == 0:
+            publish(header_of(context, worker, num_steps=num_steps, notes=notes))
+        source = opened.enter_context(context.source(strategy))
         # -- barrier ----------------------------------------------------------------------
         _barrier(context)
         # -- train ------------------------------------------------------------------------
-        if not context.plan.synchronous:
+        if not plan.synchronous:
             source = metrics.recorded(source)
-        _train(metrics, strategy, source, stop, fault_injector, callback, snapshots)
-        metrics.memory = strategy.memory()
-        # -- finish -----------------------------------------------------------------------
-        model = strategy.finish()  # waits for all: only then may the stop file be removed
-        if strategy.ends_in_finish:
+        with contextlib.nullcontext():
+            _train(metrics, strategy, worker, source, stop, fault_injector, snapshots)
+            metrics.memory = strategy.memory()
+            # -- finish -------------------------------------------------------------------
+            model = strategy.finish()  # waits for all: only then may the stop file be removed
+        if plan.finish_is_timed:
             metrics.clock.end()
         if not metrics.was_stopped:
-            callback.end()
             snapshots.average()
         num_lost = sum(len(context.indices(shard)) for shard in strategy.lost_shards())
     # -- evaluate -------------------------------------------------------------------------
@@ -270,7 +249,7 @@ def _perform(
         return metrics.report()
     if is_estimated:
         metrics.estimate_batchnorm(model)
-    callback.finish(model)
+    _save(model, metrics)
     train = metrics.score(model, is_held_out=False)
     held_out = metrics.score(model, is_held_out=True)
     is_judged = not math.isnan(held_out.loss) or not math.isnan(held_out.accuracy)
@@ -287,15 +266,43 @@ def _perform(
     )
 
 
-def _num_ceiling_steps(context: RunContext, step_seconds: float) -> int:
+@contextlib.contextmanager
+def _untimed(context: RunContext, clock: Clock) -> Iterator[None]:
+    """Stop the clock of synchronous workers until the slowest has left the context.
+
+    Asynchronous workers train on meanwhile, so rank 0's clock runs.
+    """
+    if not context.plan.synchronous:
+        yield
+        return
+    with clock.paused():
+        yield
+        if context.plan.num_steps_ahead == 0 and not context.plan.never_waits:
+            _barrier(context)
+
+
+def _save(model: nn.Module, metrics: RunMetrics) -> None:
+    """Write the trained weights, if that is asked for; mark the run where the disk refuses."""
+    path = metrics.context.spec.model_file
+    if path is None:
+        return
+    content = io.BytesIO()
+    torch.save(model.state_dict(), content)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, content.getbuffer())
+    except OSError as error:
+        metrics.mark(f"its weights are not saved: {error.strerror or error}")
+
+
+def _num_ceiling_steps(most: int, step_seconds: float) -> int:
     """Return about how many steps a ceiling will make, by those of the rehearsal."""
-    most = context.num_steps
     return min(most, math.ceil(CEILING_SECONDS / step_seconds)) if step_seconds > 0 else most
 
 
 def _fault_injector(context: RunContext, metrics: RunMetrics) -> FaultInjector:
     def compute_seconds() -> float:
-        alone = context.replica("m", num_steps=1, timer=NullTimer(), is_grouped=False)
+        alone = context.worker("m", num_steps=1, is_grouped=False)
         return measure_compute_seconds(alone, context.usual_batch())
 
     return FaultInjector(
@@ -320,10 +327,10 @@ def _barrier(context: RunContext) -> None:
 def _train(
     metrics: RunMetrics,
     strategy: Strategy,
+    worker: Worker,
     source: Iterator[tuple[Shard, Content]],
     stop: Stop,
     fault_injector: FaultInjector,
-    callback: CheckpointCallback,
     snapshots: Snapshots,
 ) -> None:
     """Make the measured steps: all of them, or those before a stop."""
@@ -341,12 +348,11 @@ def _train(
             metrics.add(clock.stop())  # steps that a GPU has yet to finish
             fault_injector.kill()
         fault_injector.begin_step()
-        report = strategy.step(batch)
-        if callback.replica.metrics:
-            report = replace(report, metrics=callback.replica.take_metrics())
+        loss = strategy.step(batch)
         fault_injector.delay()  # if the strategy itself has not called it
+        traffic, numbers = worker.meter.take(), worker.take_metrics()
+        report = StepReport(loss, batch.num_samples, traffic, worker.staleness, numbers)
         metrics.add(clock.timing(report))
-        callback.after(shard)
         snapshots.after(shard)
         if clock.seconds >= most_seconds:  # without the other ranks, which a ceiling has none of
             break
@@ -363,8 +369,8 @@ class Stop:
     A synchronous step ends on no rank before every rank has begun it.  So a rank is at most
     ``num_steps_ahead`` steps ahead of the writer (0 on a CPU, a few on a GPU, see ``timing``).
     Within twice as many steps, every rank has looked for the file at least once.  No rank is past
-    the chosen step by then, and none misses the file before it is removed.  Asynchronous workers
-    do not wait for each other; each stops as soon as it sees the file.
+    the chosen step by then, and none misses the file before it is removed.  Workers that never wait
+    for each other stop each for itself, as soon as they see the file.
 
     Ranks of several hosts have the process group's store in place of the file.  Looking takes a
     message there, so they look only from when they expect a stop, all of them before one is asked.
@@ -383,9 +389,10 @@ class Stop:
         wanted: Callable[[], bool],
         expected: Callable[[], bool] | None = None,
     ) -> None:
-        num_steps_ahead = clock.num_steps_ahead + context.plan.num_steps_ahead
+        plan = context.plan
         self._path = context.folder / f"{context.name('t')}.stop"
-        self._margin = 2 * (num_steps_ahead + 1) if context.plan.synchronous else 0
+        self._is_in_step = plan.synchronous and not plan.never_waits
+        self._margin = 2 * (clock.num_steps_ahead + plan.num_steps_ahead + 1)
         self._wanted = wanted
         self._expected = expected
         self._last: int | None = None
@@ -396,7 +403,7 @@ class Stop:
             self._announce(step + self._margin)
         if self._last is None:
             self._last = self._read()
-        return self._last is not None and step >= self._last
+        return self._last is not None and (not self._is_in_step or step >= self._last)
 
     def close(self) -> None:
         """Remove the file."""

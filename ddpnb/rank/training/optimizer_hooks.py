@@ -5,7 +5,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,25 +17,9 @@ from ddpnb.rank.tasks.batches import BatchSchedule
 from ddpnb.rank.tasks.optimizers import Scheduled, TaskOptimizer, Updates
 
 _COUNT = "num_updates"
-"""The key in a parameter group that counts updates: a part of the saved state."""
+"""The key in a parameter group that counts updates."""
 _MAX_TRIED = 20_000
 """Steps of a scheduler that are tried before anything trains."""
-
-
-@final
-class StepHooks:
-    """Whether optimizers count their updates, and set their learning rates by that count."""
-
-    is_paused = False
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Make steps that do not count."""
-        self.is_paused = True
-        try:
-            yield
-        finally:
-            self.is_paused = False
 
 
 def warm_up_notes(spec: RunSpec, plan: Plan, schedule: BatchSchedule) -> tuple[str, ...]:
@@ -57,7 +41,6 @@ def with_hooks(
     plan: Plan,
     schedule: BatchSchedule,
     is_tried: bool = False,
-    switch: StepHooks | None = None,
 ) -> Callable[[list[nn.Parameter], nn.Module], Optimizer]:
     """Return a factory of optimizers that warm up, scale and clip, whatever the strategy.
 
@@ -67,9 +50,8 @@ def with_hooks(
         g               <-  g * min(1, clip / |g|)             |g|: norm of all gradients together
 
     The rate is scaled where the global batch grows with the workers (``--batch-per-worker``) alone.
-    They do so in their own hooks, and so in a worker and in a server alike.  Loading a state
-    restores momenta and the number of updates, but keeps this run's learning rate.  A scheduler of
-    the cell's own replaces warm-up and scaling; its rate depends on the number of updates alone.
+    They do so in their own hooks, and so in a worker and in a server alike.  A scheduler of the
+    cell's own replaces warm-up and scaling; its rate depends on the number of updates alone.
 
     References: Goyal et al., "Accurate, Large Minibatch SGD", 2017 (linear scaling, warm-up);
     Krizhevsky, "One weird trick", 2014 (square root); Pascanu et al., ICML 2013 (clipping).
@@ -78,7 +60,6 @@ def with_hooks(
     num_updates = _num_warmup_updates(spec, plan, schedule)
     max_norm = math.inf if spec.clip is None else spec.clip
 
-    switch = switch or StepHooks()
     updates = Updates(
         total=max(1, round(schedule.num_steps * plan.updates_per_batch)),
         per_epoch=max(1, round(schedule.steps_per_epoch * plan.updates_per_batch)),
@@ -91,15 +72,10 @@ def with_hooks(
             _refuse_other_rates(spec)
             if is_tried:
                 _try_scheduler(scheduled, updates)
-            _schedule(scheduled, updates, switch)
+            _schedule(scheduled, updates)
         for group in made.param_groups:
             group["lr"] *= scale[spec.lr_scaling]
         full = [group["lr"] for group in made.param_groups]
-
-        def restore(loaded: Optimizer) -> None:
-            """Forget a rate from mid-warm-up, or of another number of workers."""
-            for group, rate in zip(loaded.param_groups, full, strict=True):
-                group["lr"] = rate
 
         def warm_up(stepping: Optimizer) -> None:
             for group, rate in zip(stepping.param_groups, full, strict=True):
@@ -110,10 +86,8 @@ def with_hooks(
             every = [each for group in stepping.param_groups for each in group["params"]]
             nn.utils.clip_grad_norm_(every, max_norm)
 
-        if scheduled.scheduler is None:
-            made.register_load_state_dict_post_hook(restore)
         if num_updates > 0:
-            _before_each_step(made, warm_up, switch)
+            _before_each_step(made, warm_up)
         if spec.clip is not None:
             made.register_step_pre_hook(clip)
         return made
@@ -121,15 +95,13 @@ def with_hooks(
     return make
 
 
-def _schedule(scheduled: Scheduled, updates: Updates, switch: StepHooks) -> None:
-    """Have an optimizer step its scheduler after each update: before the next one.
+def _schedule(scheduled: Scheduled, updates: Updates) -> None:
+    """Advance the scheduler lazily, before the next step.
 
-    Then the rate of the last update has been restored, which some strategies scale for each.  A
-    scheduler is not saved: one that is resumed makes the steps of the updates made before.
+    Then the rate of the last update has been restored, which some strategies scale for each.
     """
     made, scheduler = scheduled.optimizer, scheduled.scheduler
     assert scheduler is not None, "there is one"
-    first = [_settings(group) for group in made.param_groups]
     num_steps = 0
 
     def advance(stepping: Optimizer) -> None:
@@ -138,7 +110,7 @@ def _schedule(scheduled: Scheduled, updates: Updates, switch: StepHooks) -> None
         num_due = min(count, updates.total) // scheduled.every
         if num_steps < num_due:
             with _quiet(is_first=num_steps == 0):
-                # Torch misses the optimizer's own step where that has moved, or is resumed.
+                # Torch misses the optimizer's own step where that has moved.
                 while num_steps < num_due:
                     scheduler.step()
                     num_steps += 1
@@ -148,18 +120,10 @@ def _schedule(scheduled: Scheduled, updates: Updates, switch: StepHooks) -> None
         for group in stepping.param_groups:
             group[_COUNT] = count + 1
 
-    def restore(loaded: Optimizer) -> None:
-        """Forget the settings of mid-schedule: the scheduler begins anew, and catches up."""
-        for group, settings in zip(loaded.param_groups, first, strict=True):
-            group.update(settings)
-
-    _before_each_step(made, advance, switch)
-    made.register_load_state_dict_post_hook(restore)
+    _before_each_step(made, advance)
 
 
-def _before_each_step(
-    made: Optimizer, hook: Callable[[Optimizer], None], switch: StepHooks
-) -> None:
+def _before_each_step(made: Optimizer, hook: Callable[[Optimizer], None]) -> None:
     """Call a hook once before each step; torch calls it again where a step calls its parent's."""
     is_stepping = False
 
@@ -167,8 +131,7 @@ def _before_each_step(
         nonlocal is_stepping
         if not is_stepping:
             is_stepping = True
-            if not switch.is_paused:
-                hook(stepping)
+            hook(stepping)
 
     def end(*_: object) -> None:
         nonlocal is_stepping

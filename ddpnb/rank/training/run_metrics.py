@@ -12,19 +12,13 @@ from torch.optim import SGD, Optimizer
 from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Mark, RunHeader, RunReport, StepEvent
 from ddpnb.protocol.notation import parse_link
-from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.replica import Memory, Replica
+from ddpnb.rank.strategies.worker import Memory, Worker
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training import fault_injection
 from ddpnb.rank.training.context import Content, RunContext
 from ddpnb.rank.training.evaluation import MAX_SAMPLES, Score, estimate_batchnorm, score
 from ddpnb.rank.training.optimizer_hooks import warm_up_notes
 from ddpnb.rank.training.timing import Clock, StepTiming
-
-_CHECKPOINT_NOTES = {
-    True: "The clock stands still while checkpoints are written.",
-    False: "Rank 0 trains on nothing while it writes checkpoints; the others go on.",
-}
 
 _CEILING_NOTE = "The ceiling: trained only as long as its rate needs, and not judged."
 
@@ -75,13 +69,13 @@ class RunMetrics:
                     loss=timing.loss,
                     staleness=timing.report.staleness,
                     parts=timing.parts,
-                    num_bytes_sent=timing.report.num_bytes_sent,
+                    num_bytes_sent=timing.report.traffic.sent,
                     metrics=timing.metrics,
                 )
             )
             self.num_steps += 1
             self.num_samples += timing.report.num_samples
-            self.num_bytes_received += timing.report.num_bytes_received
+            self.num_bytes_received += timing.report.traffic.received
 
     def mark(self, text: str) -> None:
         """Publish something that has just happened on this rank."""
@@ -142,25 +136,18 @@ class RunMetrics:
 
 
 def header_of(
-    context: RunContext,
-    strategy: Strategy,
-    replica: Replica,
-    *,
-    num_steps: int,
-    notes: tuple[str, ...],
+    context: RunContext, worker: Worker, *, num_steps: int, notes: tuple[str, ...]
 ) -> RunHeader:
     """Return the header of a run.
 
     Args:
         context: the run.
-        strategy: has been set up.
-        replica: what it was set up with.
+        worker: what the strategy was set up with.
         num_steps: global batches to train on.
         notes: beside those of the strategy, the task and the options.
     """
     plan = context.plan
-    own_notes = plan.notes + strategy.notes() + notes + context.task.notes
-    num_before = context.schedule.num_samples_before(context.first_step)
+    own_notes = plan.notes + tuple(worker.notes) + notes + context.task.notes
     return RunHeader(
         run_id=context.spec.run_id,
         strategy=context.spec.strategy,
@@ -169,13 +156,11 @@ def header_of(
         num_threads=plan.num_threads or context.state.num_threads,
         device=context.state.device,
         backend=context.state.backend,
-        num_parameters=sum(each.numel() for each in replica.model.parameters()),
-        momentum=max(map(_momentum, replica.optimizers), default=0.0),
-        num_samples=context.schedule.num_samples_before(context.first_step + num_steps)
-        - num_before,
-        num_samples_before=num_before,
+        num_parameters=sum(each.numel() for each in worker.model.parameters()),
+        momentum=max(map(_momentum, worker.optimizers), default=0.0),
+        num_samples=context.schedule.num_samples_before(num_steps),
         num_devices=_num_devices(context),
-        sees_exposed=strategy.sees_exposed(),
+        sees_exposed=plan.sees_exposed,
         is_emulated=plan.is_emulated,
         notes=(_CEILING_NOTE,) if context.spec.is_ceiling else own_notes + tuple(_notes(context)),
     )
@@ -214,15 +199,8 @@ def _notes(context: RunContext) -> list[str]:
         found.append("--data-workers has no effect: the data are tensors in memory.")
     if spec.sync_batchnorm and not context.syncs_batchnorm and plan.num_workers > 1:
         found.append("--sync-batchnorm has no effect: it needs several ranks, in step, on GPUs.")
-    if spec.save_every:
-        found.append(_CHECKPOINT_NOTES[plan.synchronous])
     if spec.link:
         found.append(
             f"The network is emulated: exchanges last as over {parse_link(spec.link).text}."
         )
-    if context.checkpoint is not None:
-        num_samples = schedule.num_samples_before(context.first_step)
-        at = f"at {num_samples}" if plan.synchronous else f"at about {num_samples}"
-        name = spec.resumed or "another run"
-        found.append(f"Resumed from {name} {at} samples; time starts again at 0.")
     return found

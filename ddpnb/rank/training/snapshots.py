@@ -21,7 +21,7 @@ from ddpnb.protocol.errors import summary_of
 from ddpnb.protocol.messages import Evaluation
 from ddpnb.rank.comm.flat_buffers import FlatBuffer
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.replica import Replica
+from ddpnb.rank.strategies.worker import Worker
 from ddpnb.rank.tasks.batches import Shard
 from ddpnb.rank.training.run_metrics import RunMetrics
 
@@ -35,7 +35,7 @@ class Snapshot(NamedTuple):
     """The model at one moment."""
 
     num_samples: int
-    """Seen by all workers until then; those of a resumed run included."""
+    """Seen by all workers until then."""
     seconds: float
     state: dict[str, Any]
 
@@ -47,7 +47,7 @@ class Snapshots:
     Args:
         metrics: of this rank; drained before each copy, so that its clock is right.
         strategy: has been set up.
-        replica: what it was set up with.
+        worker: what it was set up with.
         untimed: makes the context in which a copy is made.
     """
 
@@ -55,26 +55,27 @@ class Snapshots:
         self,
         metrics: RunMetrics,
         strategy: Strategy,
-        replica: Replica,
+        worker: Worker,
         untimed: Callable[[], AbstractContextManager[None]],
     ) -> None:
         context = metrics.context
         self._metrics = metrics
         self._strategy = strategy
-        self._replica = replica
+        self._worker = worker
         self._untimed = untimed
-        self._first_step, self._num_steps = context.first_step, context.schedule.num_steps
-        self._is_kept = context.state.rank == 0 or strategy.is_mean
+        self._num_steps = context.schedule.num_steps
+        self._is_mean = context.plan.averages_weights and context.plan.synchronous
+        self._is_kept = context.state.rank == 0 or self._is_mean
         self._kept: list[Snapshot] = []
         self.notes: tuple[str, ...] = ()
         """Where there is no memory for all points of the curve."""
         self._every = self._affordable_steps(context.steps_between_evaluations)
         takes_part = context.plan.synchronous or context.state.rank == 0
-        self._next = self._due_after(context.first_step) if takes_part else math.inf
+        self._next = self._due_after(0) if takes_part else math.inf
 
     def after(self, shard: Shard) -> None:
         """Copy the model after the step on a shard, if that is due."""
-        num_steps = self._first_step + shard.step + 1
+        num_steps = shard.step + 1
         if num_steps < self._next:
             return
         self._next = self._due_after(num_steps)
@@ -86,10 +87,10 @@ class Snapshots:
 
     def average(self) -> None:
         """Replace the copies by their means over all ranks; takes part: every rank."""
-        names = {name for name, _ in self._replica.model.named_parameters()}
-        for snapshot in self._kept if self._strategy.is_mean else ():
+        names = {name for name, _ in self._worker.model.named_parameters()}
+        for snapshot in self._kept if self._is_mean else ():
             mine = [snapshot.state[name] for name in snapshot.state if name in names]
-            there = [tensor.to(self._replica.device) for tensor in mine]
+            there = [tensor.to(self._worker.device) for tensor in mine]
             FlatBuffer(there).average(there)
             for tensor, mean in zip(mine, there, strict=True):
                 tensor.copy_(mean)
@@ -128,7 +129,7 @@ class Snapshots:
 
     @torch.no_grad()
     def _copy(self, shard: Shard) -> None:
-        state = self._strategy.snapshot(self._replica)
+        state = self._strategy.snapshot()
         if self._is_kept:
             seconds = self._metrics.clock.seconds
             self._kept.append(Snapshot(self._num_samples(shard), seconds, _copied(state)))
@@ -139,12 +140,11 @@ class Snapshots:
         Of synchronous workers all have made the step, or are about to.  Where it is not known how
         many shards others have trained on, it is all before this one.
         """
-        context, world_size = self._metrics.context, self._replica.world_size
+        context, world_size = self._metrics.context, self._worker.world_size
         step, part = shard.step + 1, 0
         if not context.plan.synchronous:
             done = self._strategy.num_shards_done()
             step, part = divmod(shard.step * world_size + 1 if done is None else done, world_size)
-        step += self._first_step
         in_part = context.schedule.size(step) * part // world_size
         return context.schedule.num_samples_before(step) + in_part
 
@@ -153,10 +153,10 @@ class Snapshots:
 
     def _affordable_steps(self, wanted: int) -> int:
         """Return the steps between two copies that have room in memory; 0: none."""
-        left = self._num_steps - self._first_step
+        left = self._num_steps
         num_wanted = max(left - 1, 0) // wanted if wanted else 0
-        size = _num_bytes(self._replica.model.state_dict()) if num_wanted else 0
-        copies = self._replica.world_size if self._strategy.is_mean else 1
+        size = _num_bytes(self._worker.model.state_dict()) if num_wanted else 0
+        copies = self._worker.world_size if self._is_mean else 1
         num = min(num_wanted, MAX_BYTES // max(copies * size, 1))
         if num == num_wanted:
             return wanted

@@ -1,4 +1,4 @@
-"""The end, the loss and the parts of each step's time (ranks).
+"""Per-step timing: its end, its loss, its seconds per phase (ranks).
 
 Measuring never makes the device wait.  On a CPU, the host's clock is read.  A GPU runs behind the
 Python thread, so each moment is a CUDA event and each step leaves a copy of its loss.  Both are
@@ -15,10 +15,22 @@ import torch
 from torch import Tensor
 
 from ddpnb.protocol.messages import Parts
-from ddpnb.rank.strategies.replica import Moment, Part, StepReport, Timer
+from ddpnb.rank.meter import Moment, Phase, Timer, Traffic
 
 MAX_PENDING = 8
 """Steps that the Python thread may be ahead of a GPU."""
+
+
+class StepReport(NamedTuple):
+    """What a step of one worker returned and exchanged."""
+
+    loss: Tensor
+    """Mean loss over the worker's samples before the update; shape (), on the device, detached."""
+    num_samples: int
+    traffic: Traffic = Traffic()
+    staleness: int | None = None
+    metrics: Mapping[str, Tensor] = {}
+    """Further numbers of the task's step, each the mean over the worker's samples."""
 
 
 class StepTiming(NamedTuple):
@@ -42,19 +54,19 @@ class CpuClock(Timer):
 
     def __init__(self) -> None:
         self._start = self._end = self._since = 0.0
-        self._part: Part = "data"
+        self._phase: Phase = "data"
         self._spent: dict[str, float] = {}
 
-    def begin(self, part: Part, at: Moment = None) -> Part:
+    def begin(self, phase: Phase, at: Moment = None) -> Phase:
         """Read the clock."""
-        before, now = self._part, time.perf_counter() if at is None else at
+        before, now = self._phase, time.perf_counter() if at is None else at
         self._spent[before] = self._spent.get(before, 0.0) + now - self._since
-        self._part, self._since = part, now
+        self._phase, self._since = phase, now
         return before
 
-    def moment(self, seconds_ago: float = 0.0) -> Moment:
-        """Return the host's time, now or a while ago."""
-        return time.perf_counter() - seconds_ago
+    def moment(self) -> Moment:
+        """Return the host's time."""
+        return time.perf_counter()
 
     def hide(self, begun: Moment, ended: Moment) -> None:
         """Add the time between."""
@@ -63,7 +75,7 @@ class CpuClock(Timer):
     def start(self) -> None:
         """Start counting, once for all steps of a run."""
         self._start = self._end = self._since = time.perf_counter()
-        self._part, self._spent = "data", {}
+        self._phase, self._spent = "data", {}
 
     def timing(self, report: StepReport) -> list[StepTiming]:
         """Record that a step was made, and return it; the next one begins with fetching data."""
@@ -102,7 +114,7 @@ class CpuClock(Timer):
 
 class _Pending(NamedTuple):
     report: StepReport
-    marks: list[tuple[Part, torch.cuda.Event]]
+    marks: list[tuple[Phase, torch.cuda.Event]]
     """The parts of the step and when each began; the last is the end of the step."""
     hidden: list[tuple[torch.cuda.Event, torch.cuda.Event]]
     loss: Tensor
@@ -120,21 +132,20 @@ class CudaClock(Timer):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[tuple[Part, torch.cuda.Event]] = []
+        self._marks: list[tuple[Phase, torch.cuda.Event]] = []
         self._hidden: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._pending: deque[_Pending] = deque()
         self._seconds = 0.0
         self._paused_seconds = 0.0
 
-    def begin(self, part: Part, at: Moment = None) -> Part:
+    def begin(self, phase: Phase, at: Moment = None) -> Phase:
         """Record an event behind the work that the GPU has so far."""
         before = self._marks[-1][0] if self._marks else "data"
-        self._marks.append((part, self.moment() if at is None else at))
+        self._marks.append((phase, self.moment() if at is None else at))
         return before
 
-    def moment(self, seconds_ago: float = 0.0) -> Moment:
+    def moment(self) -> Moment:
         """Record an event on the current stream."""
-        assert seconds_ago == 0.0, "no event can be recorded in a GPU's past"
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

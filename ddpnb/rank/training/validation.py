@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from ddpnb.protocol.catalogue import STRATEGIES
 from ddpnb.protocol.errors import UserError, summary_of
-from ddpnb.protocol.notation import parse_strategy
 from ddpnb.rank.strategies.base import Strategy
-from ddpnb.rank.strategies.replica import Batch, Replica
+from ddpnb.rank.strategies.worker import Batch, Worker
 from ddpnb.rank.tasks.base import StepFunction, Supervised, Task, split_step
 from ddpnb.rank.tasks.batches import Tree, shape_of, twice
 from ddpnb.rank.tasks.samples import Items
 from ddpnb.rank.training.evaluation import Score, number_of, pair_of, score
+from ddpnb.rank.training.requirements import needs_all_gradients, wraps_model
 
 _STEP = "training_step(model, batch)"
 _LOSS = "loss(outputs, targets)"
@@ -32,28 +31,28 @@ _LOSS = "loss(outputs, targets)"
 Result = TypeVar("Result")
 
 
-def check_training(replica: Replica, batch: Batch, strategy: Strategy) -> None:
-    """Make one whole step with a throwaway replica.
+def check_training(worker: Worker, batch: Batch, strategy: str) -> None:
+    """Make one whole step with a throwaway worker.
 
     Raises:
         UserError: the model, the loss or the optimizer is wrong.
     """
-    check_model(replica.model)
-    optimizer = replica.optimizer(replica.parameters)
-    with replica.autocast():
-        loss = _forward(replica, batch, strategy)
+    check_model(worker.model)
+    optimizer = worker.optimizer(worker.parameters)
+    with worker.autocast():
+        loss = _forward(worker, batch, strategy)
     attempt("The backward pass failed", loss.backward)
-    if strategy.needs_all_gradients:
-        _check_gradients(replica.model)
+    if needs_all_gradients(strategy):
+        _check_gradients(worker.model)
     attempt("optimizer.step() failed", optimizer.step)
 
 
-def _forward(replica: Replica, batch: Batch, strategy: Strategy) -> Tensor:
+def _forward(worker: Worker, batch: Batch, strategy: str) -> Tensor:
     """Return the loss of a batch; check it and, if there are any, the outputs."""
-    tree, step, num = batch.tree, replica.training_step, batch.num_samples
+    tree, step, num = batch.tree, worker.training_step, batch.num_samples
     if isinstance(step, Supervised):
-        return _supervised(replica.model, step, tree, num)
-    model = Wrapped(replica.model) if strategy.wraps_model else replica.model
+        return _supervised(worker.model, step, tree, num)
+    model = Wrapped(worker.model) if wraps_model(strategy) else worker.model
     where = f"on a batch of {num} samples, {shape_of(tree)}"
     result = attempt(f"{_STEP} failed {where}", partial(step, model, tree))
     if isinstance(model, Wrapped) and not model.was_called:
@@ -63,7 +62,7 @@ def _forward(replica: Replica, batch: Batch, strategy: Strategy) -> Tensor:
             'getattr(model, "module", model) is for its attributes.'
         )
     loss = _checked_loss(_loss_in(result), _STEP)
-    _check_own_mean(step, replica.model, batch)
+    _check_own_mean(step, worker.model, batch)
     return loss
 
 
@@ -108,10 +107,10 @@ class Wrapped(nn.Module):
             ) from None
 
 
-def check_evaluation(replica: Replica, task: Task, num_samples: int, *, has_loss: bool) -> Score:
+def check_evaluation(worker: Worker, task: Task, num_samples: int, *, has_loss: bool) -> Score:
     """Evaluate the model on a few samples of each split, so that no run fails only at its end.
 
-    The replica is in evaluation mode afterwards.
+    The worker's model is in evaluation mode afterwards.
 
     Returns:
         The score on held-out samples.
@@ -119,16 +118,16 @@ def check_evaluation(replica: Replica, task: Task, num_samples: int, *, has_loss
     Raises:
         UserError: the evaluation failed.
     """
-    replica.model.eval()
+    worker.model.eval()
     for split, samples in (("train", task.train), ("test", task.held_out)):
         found = attempt(
             f"The model cannot be evaluated on data({split!r})",
             partial(
                 score,
-                replica.model,
+                worker.model,
                 task,
                 samples,
-                replica.device,
+                worker.device,
                 max_samples=2 * num_samples,  # two batches, whose outputs a metric needs joined
                 batch_size=num_samples,
                 is_held_out=split == "test",
@@ -138,7 +137,7 @@ def check_evaluation(replica: Replica, task: Task, num_samples: int, *, has_loss
     return found
 
 
-def check_own(replica: Replica, batch: Batch, strategy: Strategy) -> None:
+def check_own(worker: Worker, batch: Batch, strategy: Strategy) -> None:
     """Have a class of the user's own set up and make one step; takes part: every rank.
 
     What it does not use of the cell, such as its loss, need not be right.
@@ -147,30 +146,13 @@ def check_own(replica: Replica, batch: Batch, strategy: Strategy) -> None:
         UserError: the model cannot be trained, or the step returned no loss.
         Exception: what the class raises.
     """
-    check_model(replica.model)
+    check_model(worker.model)
     if not dist.is_initialized():
         return
-    replica.folder.mkdir(mode=0o700, exist_ok=True)
+    worker.folder.mkdir(mode=0o700, exist_ok=True)
     with closing(strategy):
-        strategy.setup(replica)
+        strategy.setup(worker)
         strategy.step(batch)
-
-
-def check_dense(replica: Replica, strategy: str) -> None:
-    """Refuse sparse gradients if a strategy cannot exchange them; call it after a step.
-
-    Raises:
-        UserError: a gradient is sparse.
-    """
-    name = parse_strategy(strategy).name
-    if name not in STRATEGIES or not STRATEGIES[name].is_dense:
-        return
-    for parameter_name, parameter in replica.model.named_parameters():
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise UserError(
-                f"The gradient of {parameter_name} is sparse, and {name} exchanges dense ones: "
-                f"make the layer with sparse=False, or leave {name} out of the comparison."
-            )
 
 
 def check_model(model: nn.Module) -> None:

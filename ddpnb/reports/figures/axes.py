@@ -130,10 +130,10 @@ def planned_samples(comparison: Comparison) -> float:
     Of a plan that has only just begun, so much is shown as there is to see.
     """
     known = [(run, run.header) for run in comparison.runs if run.header is not None]
-    seen = max((run.num_samples_before + run.aggregate.num_samples for run, _ in known), default=0)
+    seen = max((run.aggregate.num_samples for run, _ in known), default=0)
     if not any(run.is_running for run, _ in known):
         return seen
-    planned = max(header.num_samples_before + header.num_samples for _, header in known)
+    planned = max(header.num_samples for _, header in known)
     return planned if seen >= LEAST_SHARE * planned else round_up(SLACK * seen)
 
 

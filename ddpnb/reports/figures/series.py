@@ -83,7 +83,7 @@ class PreparedRun(NamedTuple):
 
     curve: Curve
     samples: Floats
-    """Samples seen up to each point, those of a resumed run included."""
+    """Samples seen up to each point."""
     smoothed: Floats
     rate: tuple[Floats, Floats]
     """Seconds, and samples/s before each."""
@@ -124,7 +124,7 @@ def _prepared(run: RunSnapshot, y: str) -> PreparedRun:
     planned = run.header.num_samples if run.header and run.is_running else 0
     rate = _throughput(run.aggregate.curve, planned)
     curve = run.metric_curves.get(y, Curve()) if y else run.aggregate.curve
-    return PreparedRun(curve, curve.samples + run.num_samples_before, smoothed(curve), rate)
+    return PreparedRun(curve, curve.samples, smoothed(curve), rate)
 
 
 def _throughput(curve: Curve, planned: float) -> tuple[Floats, Floats]:
@@ -175,7 +175,7 @@ def _series(
 
 def _samples_until(mark: Mark, run: RunSnapshot) -> float:
     seen = samples_at(run.aggregate.curve, np.array([mark.seconds]))
-    return run.num_samples_before + float(seen[0])
+    return float(seen[0])
 
 
 def _held_out(runs: Sequence[RunSnapshot], y: str, x: str) -> list[tuple[Floats, Floats]]:

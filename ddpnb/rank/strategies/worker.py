@@ -1,13 +1,12 @@
-"""What a strategy is given and returns: replica, batch, timer, report (ranks)."""
+"""What a strategy is given: the worker with its model, and the batches it trains on (ranks)."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -15,62 +14,25 @@ from torch import Tensor, nn
 from ddpnb.rank.comm.flat_buffers import num_bytes
 from ddpnb.rank.comm.link import NO_LINK, Link
 from ddpnb.rank.comm.rendezvous import CancellationToken, WorkerConfig
+from ddpnb.rank.meter import Meter, NullTimer
 from ddpnb.rank.tasks.base import CLASSIFY, OptimizerFactory, StepFunction, split_step
 from ddpnb.rank.tasks.batches import Shard, Tree, every_step, moved, rows
 from ddpnb.rank.tasks.samples import Items
-
-Part = Literal["data", "forward", "backward", "communication", "optimizer", "waiting"]
-"""What a step's time can be spent on; the fields of ``messages.Parts`` that exclude each other."""
-
-Moment = Any
-"""A point in time on the device's own clock, from ``Timer.moment``."""
 
 
 def no_delay() -> None:
     """Take no time."""
 
 
-class Timer(ABC):
-    """Divides the time of a step into parts, on the device's own clock."""
-
-    @abstractmethod
-    def begin(self, part: Part, at: Moment = None) -> Part:
-        """Count the time from now on, or from a recent moment, as ``part``.
-
-        Returns:
-            The part that time was counted as before.
-        """
-
-    @abstractmethod
-    def moment(self, seconds_ago: float = 0.0) -> Moment:
-        """Return this point in time, or on a CPU an earlier one, without waiting for the device."""
-
-    @abstractmethod
-    def hide(self, begun: Moment, ended: Moment) -> None:
-        """Count communication between two moments as hidden behind other work."""
-
-
 @final
-class NullTimer(Timer):
-    """A timer that counts nothing."""
-
-    def begin(self, part: Part, at: Moment = None) -> Part:
-        """Count nothing."""
-        return part
-
-    def moment(self, seconds_ago: float = 0.0) -> Moment:
-        """Return nothing."""
-
-    def hide(self, begun: Moment, ended: Moment) -> None:
-        """Count nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
+@dataclass(slots=True, kw_only=True)
+class Worker:
     """What one rank brings to a strategy: its copy of the model and its place in the group."""
 
     model: nn.Module
     """Plain, on ``device``, in training mode; the same weights on every rank."""
+    make_model: Callable[[], nn.Module]
+    """Makes the plain model anew, on ``device``, with the weights that training began with."""
     training_step: StepFunction = CLASSIFY
     optimizer: OptimizerFactory
     """Makes an optimizer with its scaled learning rate, warm-up and clipping."""
@@ -79,17 +41,16 @@ class Replica:
     world_size: int
     num_steps: int
     """Global batches to train on."""
-    first_step: int = 0
-    """Global batches that a resumed run was trained on before."""
     seed: int = 0
     """Of the run, for what a strategy chooses at random; the same on every rank."""
     folder: Path
     """A directory that only the ranks of this host can reach."""
     name: str
     """Prefix of file names in ``folder``; no two trainings share it."""
-    timer: Timer = field(default_factory=NullTimer)
+    meter: Meter = field(default_factory=lambda: Meter(NullTimer()))
+    """Counts seconds and bytes of communication; whatever carries messages reports to it."""
     accumulate: int = 1
-    """Parts that each batch is split into, for gradient accumulation."""
+    """Micro-batches that each batch is split into, for gradient accumulation."""
     amp: torch.dtype | None = None
     """Type of the forward pass where it is safe; None: the model's own."""
     transport: str = "auto"
@@ -100,6 +61,11 @@ class Replica:
     """Those that ``optimizer`` has made, in order."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """What the task's step has returned besides the loss, since ``take_metrics``."""
+    staleness: int | None = None
+    """Updates by others between the pull of the parameters and the use of the last gradient; an
+    asynchronous strategy sets it in each step."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the results; a strategy adds what only its ``setup`` can discover."""
     num_prefetched: int = 0
     """Shards that are taken in advance, so that their samples can be fetched."""
     delay: Callable[[], None] = no_delay
@@ -138,11 +104,11 @@ class Replica:
         )
 
     def shards(self) -> Iterator[Shard]:
-        """Yield this rank's part of every global batch."""
+        """Yield this rank's slice of every global batch."""
         return every_step(self.num_steps, part=self.rank, num_parts=self.world_size)
 
     def shard(self, number: int) -> Shard:
-        """Return the shard of a number, where one queue hands out all parts in order."""
+        """Return the shard of a number, where one queue hands out all slices in order."""
         step, part = divmod(number, self.world_size)
         return Shard(step=step, part=part, num_parts=self.world_size)
 
@@ -165,7 +131,7 @@ class Replica:
         loss_of: Callable[[Batch, float], Tensor] | None = None,
         unsynced: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Tensor:
-        """Run forward and backward on a batch, part by part if gradients are accumulated.
+        """Run forward and backward on a batch, one micro-batch after the other.
 
         Afterwards each parameter's ``grad`` is ``weight`` times the gradient of the mean loss.
 
@@ -173,30 +139,32 @@ class Replica:
             batch: on this rank's device.
             weight: e.g. this worker's share of the global batch.
             model: a wrapper to call in place of the plain model.
-            loss_of: computes the loss of one part, whose share of the batch it gets, in place of
-                the task's step.
-            unsynced: makes the context for all parts but the last, e.g. DDP's ``no_sync``.
+            loss_of: computes the loss of a micro-batch, whose share of the batch it gets, in place
+                of the task's step.
+            unsynced: makes the context for all micro-batches but the last, e.g. DDP's ``no_sync``.
 
         Returns:
             The mean loss over the batch, before any update; shape (), detached.
         """
         called = self.model if model is None else model
         called.zero_grad()
-        parts = batch.split(self.accumulate)
+        micro_batches = batch.split(self.accumulate)
         total = torch.zeros((), device=self.device)
-        for number, part in enumerate(parts, start=1):
-            share = part.num_samples / batch.num_samples
-            with unsynced() if number < len(parts) else nullcontext():
-                self.timer.begin("forward")
+        timer = self.meter.timer
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            share = micro_batch.num_samples / batch.num_samples
+            with unsynced() if number < len(micro_batches) else nullcontext():
+                timer.begin("forward")
                 with self.autocast():
                     if loss_of is not None:
-                        loss = loss_of(part, share)
+                        loss = loss_of(micro_batch, share)
                     else:
-                        loss = self.loss_in(self.training_step(called, part.tree), share)
+                        loss = self.loss_in(self.training_step(called, micro_batch.tree), share)
                 self.delay()
-                self.timer.begin("backward")
+                timer.begin("backward")
                 (loss * (weight * share)).backward()
             total += share * loss.detach()
+        self.meter.backward_ended()
         return total
 
     def loss_in(self, result: Tensor | Mapping[str, Any], share: float = 1.0) -> Tensor:
@@ -221,23 +189,23 @@ class Replica:
         return taken
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the optimizer's step, timed as such."""
-        self.timer.begin("optimizer")
+        """Make the optimizer's step."""
+        self.meter.timer.begin("optimizer")
         optimizer.step()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One worker's part of a global batch, on its device."""
+    """One worker's slice of a global batch, on its device."""
 
     content: Tree | Items
-    """Tensors in a tree, usually inputs and targets; or items, from which each part is collated."""
+    """Tensors in a tree, usually inputs and targets; or items, from which each micro-batch is
+    collated."""
     num_samples: int
     num_global: int
     """Samples in the whole global batch, over all workers."""
     most_parts: int | None = None
-    """The largest number of parts to split it into, where ranks communicate in each part and so
-    must all make as many; None: one for each sample."""
+    """Cap on the micro-batches where each contains a collective; None: one for each sample."""
 
     device: torch.device | None = None
     """Where items go once they are collated."""
@@ -265,30 +233,8 @@ class Batch:
         """This worker's share of the global batch."""
         return self.num_samples / self.num_global
 
-    def report(
-        self,
-        loss: Tensor,
-        *,
-        num_bytes_sent: int = 0,
-        num_bytes_received: int | None = None,
-        staleness: int | None = None,
-    ) -> StepReport:
-        """Return the report of a step on this batch, with the mean loss before the update.
-
-        By default as many bytes were received as sent.
-        """
-        return StepReport(
-            loss=loss,
-            num_samples=self.num_samples,
-            staleness=staleness,
-            num_bytes_sent=num_bytes_sent,
-            num_bytes_received=(
-                num_bytes_sent if num_bytes_received is None else num_bytes_received
-            ),
-        )
-
     def split(self, num_parts: int) -> list[Batch]:
-        """Return as many parts, or ``most_parts`` where these are fewer."""
+        """Return as many micro-batches, or ``most_parts`` where these are fewer."""
         if num_parts == 1:
             return [self]
         num = min(num_parts, self.most_parts or self.num_samples)
@@ -296,7 +242,7 @@ class Batch:
         return self.cut([least + 1] * num_larger + [least] * (num - num_larger))
 
     def cut(self, sizes: Iterable[int]) -> list[Batch]:
-        """Return parts with so many samples each.
+        """Return slices with so many samples each.
 
         Raises:
             UserError: a tensor does not have a row for each sample.
@@ -311,23 +257,6 @@ class Batch:
         if isinstance(self.content, Items):
             return self.content._replace(items=self.content.items[begin:end])
         return rows(self.content, begin, end, self.num_samples)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """The numbers of one step of one worker."""
-
-    loss: Tensor
-    """Mean loss over the worker's samples before the update; shape (), on the device, detached."""
-    num_samples: int
-    staleness: int | None = None
-    """Updates by others between the pull of the parameters and the use of the gradient."""
-    num_bytes_sent: int = 0
-    """What this worker sent to others, by the formula in the strategy's docstring."""
-    num_bytes_received: int = 0
-    """What it received from others; as much as it sent where the docstring has no other formula."""
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further numbers of the task's step, each the mean over the worker's samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
