@@ -1,0 +1,192 @@
+"""The losses that every synchronous strategy must compute, however its code is written.
+
+``golden.json`` holds them.  To write them anew, where a change of the numbers is meant:
+
+    python -m tests.rank.golden --write
+
+Left out, for their losses depend on which rank or thread is faster: ``async``, ``hogwild``,
+``easgd``, ``gossip`` without ``together=on``; ``dp`` with dropout; and ``single:threads=all``,
+whose sums depend on the number of cores.
+"""
+
+import contextlib
+import io
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ddpnb
+
+Golden = dict[str, dict[str, Any]]
+
+VALUES = Path(__file__).with_name("golden.json")
+
+PINNED = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_CBWR": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "DDPNB_PRELOAD": "torch._dynamo",  # the ranks' first optimizer would import it
+}
+"""Environment in which sums have one order, on whatever processor."""
+
+STRATEGIES = (
+    "single",
+    "dp",
+    "ddp",
+    "ddp:bucket_cap_mb=0.01",
+    "ddp:bucket_view=on",
+    "ddp:static_graph=on",
+    "ddp:find_unused_parameters=on",
+    "ddp:hook=fp16",
+    "ddp:hook=bf16",
+    "ddp:hook=powersgd",
+    "ddp-shm",
+    "ddp-by-hand",
+    "ddp-overlap-by-hand",
+    "ddp-overlap-by-hand:bucket_mb=0.01",
+    "ring-by-hand",
+    "central",
+    "local-sgd:every=2",
+    "local-sgd:every=2,after=3",
+    "diloco:every=2",
+    "zero",
+    "fsdp",
+    "fsdp:reshard=off",
+    "gossip:together=on",
+    "no-comm",
+)
+
+DISTINCT = (
+    "single",
+    "dp",
+    "ddp",
+    "ddp-shm",
+    "ddp-overlap-by-hand",
+    "central",
+    "local-sgd:every=2",
+    "diloco:every=2",
+    "zero",
+    "fsdp",
+    "gossip:together=on",
+)
+"""One of each kind: where the gradients, the optimizer or the weights are elsewhere."""
+
+CELL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(6, 16), {layer}, nn.Linear(16, 3))
+
+def data(split):
+    generator = torch.Generator().manual_seed(len(split))
+    inputs = torch.randn(100, 6, generator=generator)
+    return inputs, inputs[:, :3].argmax(1)
+"""
+
+SCHEDULED_ADAMW = """
+def optimizer(params, num_steps):
+    made = torch.optim.AdamW(params, lr=1e-2)
+    return made, torch.optim.lr_scheduler.OneCycleLR(made, max_lr=5e-2, total_steps=num_steps)
+"""
+
+FINAL = ("final_loss", "held_out_loss", "held_out_accuracy")
+EVALUATION = ("num_samples", "loss", "accuracy")
+
+DIGITS = {"task": "digits", "epochs": 1, "batch_size": 255, "lr": 0.02, "momentum": 0.9}
+WEAK = {"task": "digits", "epochs": 0.5, "batch_per_worker": 100, "lr_scaling": "linear"}
+OWN = {"source": CELL.format(layer="nn.Tanh()"), "epochs": 2, "batch_size": 31, "lr": 0.1}
+
+CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "digits": (STRATEGIES, DIGITS),
+    "synthetic": (DISTINCT, {"task": "synthetic:samples=128", "epochs": 1, "batch_size": 31}),
+    "text": (("single", "ddp"), {"task": "text", "epochs": 0.02, "batch_size": 31}),
+    "cifar10": (("single", "ddp"), {"task": "cifar10", "epochs": 1, "batch_size": 10}),
+    "weak scaling": (("single", "ddp"), WEAK),
+    "cell": (STRATEGIES, OWN),
+    "evaluated": (STRATEGIES, OWN | {"eval_every": 0.5}),
+    "accumulate": (
+        tuple(name for name in STRATEGIES if name != "ddp:static_graph=on"),  # it refuses to
+        OWN | {"accumulate": 3},
+    ),
+    "clip": (STRATEGIES, OWN | {"clip": 0.2}),
+    "bf16": (DISTINCT, OWN | {"amp": "bf16"}),
+    "lr warm-up": (DISTINCT, OWN | {"lr_warmup": 1.0}),
+    "adamw": (STRATEGIES, OWN | {"source": CELL.format(layer="nn.Tanh()") + SCHEDULED_ADAMW}),
+    "dropout": (
+        tuple(name for name in STRATEGIES if name != "dp"),  # its threads share one generator
+        OWN | {"source": CELL.format(layer="nn.Tanh(), nn.Dropout(0.3)")},
+    ),
+    "batchnorm": (STRATEGIES, OWN | {"source": CELL.format(layer="nn.BatchNorm1d(16)")}),
+}
+"""Strategies, and the options of ``ddpnb.compare`` with which they train."""
+
+
+def compute() -> Golden:
+    """Train all cases on two ranks; return their numbers by case and strategy."""
+    os.environ.update(PINNED)
+    with tempfile.TemporaryDirectory(prefix="ddpnb-golden-") as folder:
+        os.chdir(folder)
+        _write_images(Path("data", "cifar-10-batches-bin"))
+        ddpnb.start(2, device="cpu", threads=1)
+        try:
+            return {
+                case: {each: _numbers(each, options) for each in strategies}
+                for case, (strategies, options) in CASES.items()
+            }
+        finally:
+            ddpnb.stop()
+            os.chdir("/")
+
+
+def _numbers(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train one strategy; return its numbers, or why there are none."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            result = ddpnb.compare(strategy, baseline=False, **{"eval_every": 0} | options)
+    except Exception as error:  # noqa: BLE001  # the other strategies are compared all the same
+        return {"error": f"{type(error).__name__}: {error}"}
+    steps = result.steps().sort_values("step")
+    (run,) = result.to_frame().to_dict("records")
+    evaluations = result.evaluations().to_dict("records")
+    return {
+        "losses": {f"rank {rank}": _rounded(each.loss) for rank, each in steps.groupby("rank")},
+        "final": _rounded(run[name] for name in FINAL),
+        "evaluations": [_rounded(each[name] for name in EVALUATION) for each in evaluations],
+    }
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [round(float(value), 8) for value in values]
+
+
+def _write_images(folder: Path) -> None:
+    """Write a few random images where the task cifar10 looks for its data."""
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for name, number in (("data_batch_1.bin", 23), ("test_batch.bin", 8)):
+        labels = generator.integers(0, 10, (number, 1), dtype=np.uint8)
+        pixels = generator.integers(0, 256, (number, 3072), dtype=np.uint8)
+        (folder / name).write_bytes(np.hstack([labels, pixels]).tobytes())
+
+
+def main() -> None:
+    """Write the numbers to the file that is named, or to ``golden.json``."""
+    (target,) = sys.argv[1:]
+    path = VALUES if target == "--write" else Path(target).resolve()
+    lines = [f'"python": "{platform.python_version()}"']
+    for case, found in compute().items():
+        inner = ",\n".join(f"  {json.dumps(each)}: {json.dumps(found[each])}" for each in found)
+        lines.append(f"{json.dumps(case)}: {{\n{inner}\n }}")
+    path.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
